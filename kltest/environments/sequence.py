@@ -1,0 +1,104 @@
+"""Token sequences: one context per prefix, or, as an n-gram, one per recent history."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kltest.environments.environment import END, Environment
+from kltest.errors import WorldError
+
+
+def sequence(
+    vocabulary: int = 3,
+    length: int = 3,
+    *,
+    end_token: int | None = None,
+    prompts: np.ndarray | None = None,
+    reward: np.ndarray | None = None,
+    name: str | None = None,
+) -> Environment:
+    """Every sequence of up to `length` tokens, with a context of its own for every prompt and prefix.
+
+    Without `end_token` all have the same length (`sequence`); with it a rollout ends there, or at `length` (`ragged`).
+    Contexts are numbered prompt by prompt, within a prompt by the prefix's length and then in lexicographic order.
+    `prompts` (P,) are probabilities (default: one prompt); `reward` (C, V), default 0.
+    """
+    name = name or ("sequence" if end_token is None else "ragged")
+    _check(name, vocabulary, length, end_token)
+    prompts = np.ones(1) if prompts is None else np.asarray(prompts, dtype=float)
+    continuing = np.array([token for token in range(vocabulary) if token != end_token], dtype=np.int64)
+    widths = [len(continuing) ** depth for depth in range(length)]
+    offsets = np.concatenate([[0], np.cumsum(widths)])
+    per_prompt = int(offsets[-1])
+    successors = np.full((per_prompt, vocabulary, 1), END, dtype=np.int64)
+    for depth in range(length - 1):
+        here = np.arange(offsets[depth], offsets[depth + 1])
+        children = offsets[depth + 1] + np.arange(widths[depth + 1]).reshape(widths[depth], len(continuing))
+        successors[here[:, None], continuing[None, :], 0] = children
+    shifted = [np.where(successors == END, END, successors + per_prompt * index) for index in range(len(prompts))]
+    contexts = per_prompt * len(prompts)
+    return Environment(
+        name=name,
+        horizon=length,
+        start=np.arange(len(prompts)) * per_prompt,
+        prompts=prompts,
+        successors=np.concatenate(shifted),
+        probabilities=np.ones((contexts, vocabulary, 1)),
+        reward=np.zeros((contexts, vocabulary)) if reward is None else np.asarray(reward, dtype=float),
+        tree=True,
+    )
+
+
+def ragged(vocabulary: int = 3, length: int = 3, **options) -> Environment:
+    """Sequences of different lengths: the last token of the vocabulary ends the rollout. Options as for `sequence`."""
+    return sequence(vocabulary, length, end_token=vocabulary - 1, **options)
+
+
+def ngram(
+    vocabulary: int,
+    length: int,
+    order: int = 2,
+    *,
+    end_token: int | None = None,
+    reward: np.ndarray | None = None,
+    name: str = "ngram",
+) -> Environment:
+    """Sequences whose policies see the last `order` − 1 tokens only, so that prefixes share contexts.
+
+    The number of contexts does not depend on `length`, which may therefore be 10,000: dynamic programming stays exact
+    where enumeration cannot. Contexts are all histories of fewer than `order` tokens, shorter ones first.
+    """
+    _check(name, vocabulary, length, end_token)
+    if order < 1:
+        raise WorldError(f"environment {name!r}: the order of an n-gram is at least 1, not {order}")
+    sizes = [vocabulary**size for size in range(order)]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    successors = np.full((int(offsets[-1]), vocabulary, 1), END, dtype=np.int64)
+    tokens = np.arange(vocabulary)
+    for size in range(order):
+        history = np.arange(sizes[size])
+        longer = history[:, None] * vocabulary + tokens
+        target = offsets[size + 1] + longer if size + 1 < order else offsets[size] + longer % sizes[size]
+        successors[offsets[size] + history[:, None], tokens, 0] = target
+    if end_token is not None:
+        successors[:, end_token] = END
+    contexts = len(successors)
+    return Environment(
+        name=name,
+        horizon=length,
+        start=np.zeros(1, dtype=np.int64),
+        prompts=np.ones(1),
+        successors=successors,
+        probabilities=np.ones((contexts, vocabulary, 1)),
+        reward=np.zeros((contexts, vocabulary)) if reward is None else np.asarray(reward, dtype=float),
+        tree=False,
+    )
+
+
+def _check(name: str, vocabulary: int, length: int, end_token: int | None) -> None:
+    if vocabulary < 1 or length < 1:
+        raise WorldError(
+            f"environment {name!r}: vocabulary and length must be at least 1, not {vocabulary} and {length}"
+        )
+    if end_token is not None and not 0 <= end_token < vocabulary:
+        raise WorldError(f"environment {name!r}: the end token must lie in 0 … {vocabulary - 1}, not {end_token}")

@@ -1,0 +1,23 @@
+"""What can go wrong, told to people: every message says what was wrong, with which input, and what to do."""
+
+from __future__ import annotations
+
+
+class KltestError(Exception):
+    """The root of all errors that kltest raises on purpose; `exit_code` is the command line's."""
+
+    exit_code = 3
+
+
+class UsageError(KltestError, ValueError):
+    """The question was put wrongly: an unknown name, an option out of range, a parameter that cannot be filled."""
+
+    exit_code = 2
+
+
+class WorldError(UsageError):
+    """A world that cannot be built or enumerated as asked."""
+
+
+class TargetError(KltestError):
+    """The loss under test failed: it raised, returned something unusable, left the process or never came back."""

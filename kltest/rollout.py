@@ -1,0 +1,201 @@
+"""The one thing that a loss sees: a batch of rollouts, each field built when it is first asked for.
+
+Fields, shapes and the names of parameters they fill are the calling convention: see FIELDS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.environments import Instance, Paths
+from kltest.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a rollout; `aliases` are the parameter names that it also fills."""
+
+    shape: str
+    meaning: str
+    aliases: tuple[str, ...] = ()
+
+
+FIELDS: dict[str, Field] = {
+    "logp": Field(
+        "(B, T)",
+        "log-prob of the sampled token now; requires grad",
+        ("logprob", "logprobs", "log_prob", "log_probs", "per_token_logps", "new_logprobs"),
+    ),
+    "ref_logp": Field(
+        "(B, T)",
+        "the same under the reference",
+        ("ref_logprob", "ref_logprobs", "ref_log_prob", "ref_log_probs", "log_probs_base", "ref_per_token_logps"),
+    ),
+    "old_logp": Field(
+        "(B, T)",
+        "the same under the sampler",
+        ("old_logprob", "old_logprobs", "old_log_prob", "old_log_probs", "log_probs_old", "old_per_token_logps"),
+    ),
+    "mask": Field(
+        "(B, T)",
+        "1 on live tokens",
+        (
+            "response_mask",
+            "completion_mask",
+            "action_mask",
+            "loss_mask",
+            "attention_mask",
+            "full_attention_mask",
+        ),
+    ),
+    "tokens": Field("(B, T) int", "sampled tokens", ("completion_ids", "responses")),
+    "logits": Field("(B, T, V)", "next-token log-probs of the policy; requires grad"),
+    "ref_logits": Field("(B, T, V)", "next-token log-probs of the reference"),
+    "old_logits": Field("(B, T, V)", "next-token log-probs of the sampler"),
+    "reward": Field("(B,)", "task reward of the rollout", ("rewards", "scores")),
+    "advantage": Field("(B,)", "group-centred reward", ("advantages",)),
+    "group": Field("(B,) int", "which prompt", ("group_ids",)),
+    "beta": Field("float", "coefficient of the KL term", ("kl_coef", "kl_coeff", "kl_beta")),
+    "rollout": Field("Rollout", "all of the above"),
+}
+
+LEAVES = ("logp", "logits")
+SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
+
+
+class Rollout:
+    """A batch of B rollouts of up to T tokens over a vocabulary of V; every field of FIELDS is an attribute.
+
+    Values are tensors or functions that build them. `accessed` collects the names that were asked for, so that the
+    grader knows what a loss uses. `logp` and `logits` are leaves that require grad.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], *, beta: float = 1.0) -> None:
+        unknown = set(fields) - set(FIELDS)
+        if unknown:
+            raise UsageError(f"a rollout has no field {sorted(unknown)[0]!r}; its fields are {', '.join(FIELDS)}")
+        self._builders: dict[str, Any] = dict(fields)
+        self._built: dict[str, Any] = {"beta": beta, "rollout": self}
+        self.accessed: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in FIELDS:
+            raise AttributeError(f"a rollout has no field {name!r}; its fields are {', '.join(FIELDS)}")
+        self.accessed.add(name)
+        return self.peek(name)
+
+    def peek(self, name: str) -> Any:
+        """A field, without counting as an access by the loss."""
+        if name not in self._built:
+            if name not in self._builders:
+                raise AttributeError(f"this rollout was made without the field {name!r}")
+            value = self._builders[name]
+            value = value() if callable(value) else value
+            if name in LEAVES:
+                value = value.detach().requires_grad_()
+            self._built[name] = value
+        return self._built[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._builders or name in self._built
+
+    def __len__(self) -> int:
+        return len(self.peek("mask"))
+
+    def names(self) -> Iterator[str]:
+        """The fields that this rollout can give."""
+        return (name for name in FIELDS if name in self)
+
+    def built(self, name: str) -> Tensor | None:
+        """A field if it was built already, else None: how the grader finds the leaves that a loss touched."""
+        return self._built.get(name)
+
+    def take(self, rows: Any, *, beta: float | None = None) -> Rollout:
+        """A new batch of the given rows (repeats allowed), with fresh leaves."""
+        index = torch.as_tensor(rows)
+        fields = {name: _row_picker(self, name, index) for name in self._builders}
+        return Rollout(fields, beta=self.peek("beta") if beta is None else beta)
+
+    def replace(self, **fields: Any) -> Rollout:
+        """The same batch with some fields exchanged and fresh leaves; `beta` may be among them."""
+        beta = fields.pop("beta", self._built["beta"])
+        kept = {name: (lambda name=name: self.peek(name)) for name in self._builders}
+        return Rollout({**kept, **fields}, beta=beta)
+
+    @classmethod
+    def of(
+        cls,
+        instance: Instance,
+        paths: Paths | None = None,
+        *,
+        sampler: str = "current",
+        padding: int = 0,
+        beta: float = 1.0,
+    ) -> Rollout:
+        """The rollouts `paths` of an instance (default: all of them), as a loss sees them under the given sampler.
+
+        `sampler` is "current" (old_logp equals logp in value) or "stale". What stands at padded positions is
+        arbitrary on purpose, finite and legal, drawn with the seed `padding`.
+        """
+        paths = instance.paths if paths is None else paths
+        return cls(_builders(instance, paths, sampler, padding), beta=beta)
+
+
+def _row_picker(rollout: Rollout, name: str, index: Tensor) -> Callable[[], Tensor]:
+    return lambda: rollout.peek(name).detach()[index]
+
+
+def _builders(instance: Instance, paths: Paths, sampler: str, padding: int) -> dict[str, Callable[[], Tensor]]:
+    dead = ~paths.mask
+    ragged = bool(dead.any())
+    shape = paths.tokens.shape
+    vocabulary = instance.environment.vocabulary
+    tables = {"": instance.policy, "ref_": instance.reference, "old_": instance.behaviour(sampler)}
+
+    def noise(salt: int) -> np.random.Generator:
+        return np.random.default_rng([padding, salt])
+
+    def chosen(log_probs: np.ndarray, salt: int) -> Tensor:
+        values = log_probs[paths.contexts, paths.tokens]
+        if ragged:
+            values[dead] = -noise(salt).uniform(0.1, 3.0, size=shape)[dead]
+        return torch.from_numpy(values)
+
+    def everything(log_probs: np.ndarray, salt: int) -> Tensor:
+        values = torch.from_numpy(log_probs[paths.contexts])
+        if ragged:
+            garbage = torch.from_numpy(noise(salt).standard_normal((*shape, vocabulary))).log_softmax(-1)
+            values[torch.from_numpy(dead)] = garbage[torch.from_numpy(dead)]
+        return values
+
+    def tokens() -> Tensor:
+        values = paths.tokens.copy()
+        if ragged:
+            values[dead] = noise(9).integers(vocabulary, size=shape)[dead]
+        return torch.from_numpy(values)
+
+    def advantage() -> Tensor:
+        reward = instance.environment.returns(paths)
+        weights = instance.rollout_weights(sampler, paths) if paths.complete else np.ones(len(paths))
+        prompts = len(instance.environment.prompts)
+        total = np.bincount(paths.prompt, weights=weights, minlength=prompts)
+        mean = np.bincount(paths.prompt, weights=weights * reward, minlength=prompts) / np.where(total > 0, total, 1)
+        return torch.from_numpy(reward - mean[paths.prompt])
+
+    built: dict[str, Callable[[], Tensor]] = {
+        "mask": lambda: torch.from_numpy(paths.mask.astype(np.float64)),
+        "tokens": tokens,
+        "reward": lambda: torch.from_numpy(instance.environment.returns(paths)),
+        "advantage": advantage,
+        "group": lambda: torch.from_numpy(paths.prompt.copy()),
+    }
+    for salt, (prefix, log_probs) in enumerate(tables.items()):
+        built[f"{prefix}logp"] = lambda log_probs=log_probs, salt=salt: chosen(log_probs, salt)  # type: ignore[misc]
+        built[f"{prefix}logits"] = lambda log_probs=log_probs, salt=salt: everything(log_probs, 3 + salt)  # type: ignore[misc]
+    return built
