@@ -43,9 +43,7 @@ class Paths:
 
     def take(self, rows: np.ndarray | slice) -> Paths:
         """The given rows, in the given order, repeats allowed."""
-        return Paths(
-            self.contexts[rows], self.tokens[rows], self.mask[rows], self.prompt[rows], self.log_weight[rows]
-        )
+        return Paths(self.contexts[rows], self.tokens[rows], self.mask[rows], self.prompt[rows], self.log_weight[rows])
 
     def log_probability(self, log_probs: np.ndarray) -> np.ndarray:
         """(N,) log-probability of each rollout, prompt and dynamics included, under a (C, V) table of log-probs."""
@@ -154,18 +152,18 @@ class Environment:
         contexts: list[np.ndarray] = []
         tokens: list[np.ndarray] = []
         mask: list[np.ndarray] = []
-        for parent, context, token, live, current, log_weight in self._expand(current, log_weight):
+        for parent, context, token, live, weight in self._expand(current, log_weight):
             contexts = [column[parent] for column in contexts] + [context]
             tokens = [column[parent] for column in tokens] + [token]
             mask = [column[parent] for column in mask] + [live]
-            prompt = prompt[parent]
+            prompt, log_weight = prompt[parent], weight
         return Paths(
             np.stack(contexts, axis=1), np.stack(tokens, axis=1), np.stack(mask, axis=1), prompt, log_weight, True
         )
 
     def _expand(self, current: np.ndarray, log_weight: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
         """One step of all partial rollouts at a time; a finished one stays as it is, with a dead token."""
-        contexts, vocabulary, branches = self.successors.shape
+        _, vocabulary, branches = self.successors.shape
         for step in range(self.horizon):
             last = step == self.horizon - 1
             width = vocabulary if last else vocabulary * branches
@@ -189,7 +187,7 @@ class Environment:
                 )
                 weight = weight[kept] + np.log(chance[kept])
             current, log_weight = following, weight
-            yield parent, context, token, live, following, weight
+            yield parent, context, token, live, weight
 
     def sample(self, log_probs: np.ndarray, n: int, generator: np.random.Generator) -> Paths:
         """`n` rollouts drawn with a (C, V) table of the sampler's log-probs."""
