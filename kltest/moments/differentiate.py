@@ -1,0 +1,72 @@
+"""One call of a loss and one backward pass: the gradient at every row's log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kltest.errors import TargetError
+from kltest.rollout import LEAVES, Rollout
+from kltest.targets.outcome import Loss, Outcome
+
+_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """∂objective/∂logp (B, T) and ∂objective/∂logits (B, T, V), None where the loss did not use that field.
+
+    Padded positions are zero: nothing that is written there depends on the policy.
+    """
+
+    logp: np.ndarray | None
+    logits: np.ndarray | None
+    outcome: Outcome
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        return frozenset(name for name in LEAVES if getattr(self, name) is not None)
+
+    @property
+    def tolerance(self) -> float:
+        """How far two gradients that ought to be equal may differ, relative to the larger, at the loss's precision."""
+        return _TOLERANCE.get(self.outcome.dtype, 1e-9)
+
+    def row(self, index: int) -> tuple[np.ndarray, ...]:
+        """What reached one row, leaf by leaf."""
+        return tuple(part[index] for part in (self.logp, self.logits) if part is not None)
+
+
+def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None = None) -> RowGradients:
+    """Call a loss on a batch and go backward once; `live` (B, T) bool is read from the mask unless given.
+
+    Raises TargetError if the gradient of a live token is not finite.
+    """
+    live = rollout.peek("mask").numpy() != 0 if live is None else live  # before the call, which may write into it
+    outcome = loss(rollout)
+    leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
+    found: dict[str, np.ndarray] = {}
+    if leaves and outcome.objective.requires_grad:
+        gradients = torch.autograd.grad(outcome.objective, list(leaves.values()), allow_unused=True)
+        for name, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                found[name] = gradient.numpy()
+    for name, gradient in found.items():
+        found[name] = _live_only(loss, rollout, name, gradient, live)
+    return RowGradients(found.get("logp"), found.get("logits"), outcome)
+
+
+def _live_only(loss: Loss, rollout: Rollout, name: str, gradient: np.ndarray, live: np.ndarray) -> np.ndarray:
+    if not live.all():
+        gradient = np.where(live if gradient.ndim == 2 else live[..., None], gradient, 0.0)
+    if not np.isfinite(gradient.sum()) and not (finite := np.isfinite(gradient)).all():
+        row, step = np.argwhere(~finite)[0][:2]
+        tokens = rollout.peek("tokens")[row][live[row]].tolist()
+        raise TargetError(
+            f"the gradient of {loss.name} with respect to {name} is not finite at token {step} of the rollout with "
+            f"tokens {tokens}, although every input is finite: look for a square root, a logarithm or a division "
+            "whose derivative has no value there"
+        )
+    return gradient

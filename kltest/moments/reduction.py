@@ -1,0 +1,140 @@
+"""How a loss combines the rows of a batch, found out by calling it: mean, sum, or not a sum over rows at all.
+
+Let g_i be the gradient at row i's log-probs when the row is a batch of its own, and g_i(S) within a batch S. A mean has
+g_i(S) = g_i/|S| and a sum g_i(S) = g_i, for every batch and row. Anything else couples rows, however small the effect:
+the gradient of a batch is then not the average of what its rows would give, and must be graded by batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kltest.errors import KltestError, TargetError
+from kltest.moments.differentiate import RowGradients, differentiate
+from kltest.moments.moments import Reduction
+from kltest.rollout import Rollout
+from kltest.targets.outcome import Loss
+
+
+class BatchOfOneError(TargetError):
+    """The loss cannot be called with one rollout, but can with more: it is to be graded by batches or groups."""
+
+
+@dataclass
+class Witness:
+    """Collects calls of a loss on batches of known rows and says which reduction is consistent with all of them."""
+
+    loss: Loss
+    base: Rollout
+    singles: dict[int, RowGradients] = field(default_factory=dict)
+    mean: bool = True
+    sum: bool = True
+    coupling: str = ""
+
+    def single(self, row: int) -> RowGradients:
+        """The gradients of a row as a batch of its own, called once."""
+        if row not in self.singles:
+            self.singles[row] = differentiate(self.loss, self.base.take([row]))
+        return self.singles[row]
+
+    def check_deterministic(self, row: int) -> None:
+        """Raise TargetError if the same batch gives two different gradients."""
+        again = differentiate(self.loss, self.base.take([row]))
+        if not _close(self.single(row).row(0), again.row(0), again.tolerance):
+            raise TargetError(
+                f"{self.loss.name} gives different gradients for the same batch: it draws random numbers or keeps "
+                "state between calls. Make it deterministic (dropout off, seeds fixed) to have it graded exactly"
+            )
+
+    def look(self, rows: list[int]) -> None:
+        """Call the loss on a batch of these rows and compare with each row's own gradient."""
+        self.compare(rows, differentiate(self.loss, self.base.take(rows)))
+
+    def compare(self, rows: list[int], batch: RowGradients, positions: list[int] | None = None, size: int = 0) -> None:
+        """Judge a batch that was called already; `rows` stand at `positions` in a batch of `size`."""
+        positions = list(range(len(rows))) if positions is None else positions
+        size = size or len(rows)
+        own = [self.single(row) for row in rows]
+        inside = [batch.row(position) for position in positions]
+        as_mean = all(
+            _close(single.row(0), part, batch.tolerance, size) for single, part in zip(own, inside, strict=True)
+        )
+        as_sum = all(_close(single.row(0), part, batch.tolerance) for single, part in zip(own, inside, strict=True))
+        self.mean &= as_mean
+        self.sum &= as_sum
+        if not (self.mean or self.sum) and not self.coupling:
+            words = "the same rollout twice" if len(set(rows)) < len(rows) == 2 else f"a batch of {size} rollouts"
+            self.coupling = f"in {words} the gradient of a row is not a fixed share of what that row gives alone"
+
+    @property
+    def reduction(self) -> Reduction:
+        if not (self.mean or self.sum):
+            return "coupled"
+        if not self.mean:
+            return "sum"
+        return "per-row" if any(single.outcome.rows is not None for single in self.singles.values()) else "mean"
+
+
+def probe(loss: Loss, base: Rollout, generator: np.random.Generator) -> Witness:
+    """Call a loss on single rows, on pairs of every kind and on larger batches of a base of at least one row.
+
+    Raises BatchOfOneError if it fails on one rollout and not on more, TargetError if it is not deterministic.
+    """
+    witness = Witness(loss, base)
+    batches = list(_batches(base, generator))
+    try:
+        witness.single(batches[0][0])
+    except KltestError as error:
+        _explain_failure(loss, base, error)
+        raise
+    witness.check_deterministic(batches[0][0])
+    for rows in batches:
+        witness.look(rows)
+    return witness
+
+
+def _batches(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
+    """Batches that tell couplings apart: equal rows, unequal lengths, the same and different prompts, more than two."""
+    n = len(base)
+    lengths = base.peek("mask").sum(dim=1).numpy()
+    group = base.peek("group").numpy()
+    order = generator.permutation(n)
+    first = int(order[0])
+    yield [first, first]
+    by_length = np.argsort(lengths, kind="stable")
+    yield [int(by_length[0]), int(by_length[-1])]
+    yield [int(by_length[-1])] * 2
+    for same in (True, False):
+        mates = order[(group[order] == group[first]) == same]
+        mates = mates[mates != first]
+        if len(mates):
+            yield [first, int(mates[0])]
+            yield [int(mates[-1]), first]
+    for size in (2, 2, 2, 2, 3, 4, 7):
+        yield [int(row) for row in generator.integers(n, size=size)]
+    yield [int(row) for row in order[:16]]
+
+
+def _explain_failure(loss: Loss, base: Rollout, error: KltestError) -> None:
+    for size in (2, 4, 8):
+        try:
+            differentiate(loss, base.take([row % len(base) for row in range(size)]))
+        except KltestError:
+            continue
+        raise BatchOfOneError(
+            f"{loss.name} fails on a batch of one rollout and runs on {size}: it needs whole groups, so its gradient "
+            f"must be graded by batches of {size} or more ({error})"
+        ) from error
+
+
+def _close(single: tuple[np.ndarray, ...], part: tuple[np.ndarray, ...], tolerance: float, factor: float = 1.0) -> bool:
+    if len(single) != len(part):
+        return not any(array.any() for array in (*single, *part))
+    return all(
+        np.abs(a - factor * b).max(initial=0.0)
+        <= tolerance * max(np.abs(a).max(initial=0.0), factor * np.abs(b).max(initial=0.0))
+        for a, b in zip(single, part, strict=True)
+    )
