@@ -1,0 +1,33 @@
+"""KL103: the policy is pushed the wrong way."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row, proportion
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    factor = proportion(row.identified, row.expected)
+    return factor is not None and factor < 0
+
+
+CHECK = Check(
+    code="KL103",
+    name="wrong-sign",
+    title="The gradient has the wrong sign",
+    what="The expected gradient is a negative multiple of the declared one.",
+    why=(
+        "A penalty became a bonus: minimising this loss moves the policy away from the reference, faster the "
+        "further it is."
+    ),
+    example=(
+        "Two actions, π = (0.8, 0.2), ref = (0.5, 0.5); derivatives with respect to the first probability. "
+        "The truth is ln 4 = 1.386294; a sign slip in k2's log-ratio or in the reward gives −1.386294."
+    ),
+    fix=(
+        "The KL is added to a loss that is minimised and subtracted from a reward that is maximised. Check "
+        "which convention the surrounding code has, and the order in logp − ref_logp."
+    ),
+    sources=("Tang & Munos 2025, arXiv 2506.09477",),
+    explains=explains,
+)

@@ -1,0 +1,30 @@
+"""KL106: the right direction with another size."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row, proportion
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    factor = proportion(row.identified, row.expected)
+    return factor is not None and factor > 0
+
+
+CHECK = Check(
+    code="KL106",
+    name="wrong-coefficient",
+    title="The gradient is the declared one times a constant",
+    what="The expected gradient is a positive multiple, other than 1, of the declared one.",
+    why=(
+        "The coefficient that is set is not the coefficient that is applied: β sweeps, published settings and "
+        "comparisons with other code shift by that factor."
+    ),
+    example=(
+        "Two actions, π = (0.8, 0.2), ref = (0.5, 0.5); derivatives with respect to the first probability. "
+        "The truth is ln 4 = 1.386294; k2 written without its ½, that is (logp − ref_logp)², gives 2.772589."
+    ),
+    fix="Divide by the factor that the report names, or declare it: --expect '2*reverse_kl'.",
+    sources=("Schulman 2020, Approximating KL Divergence",),
+    explains=explains,
+)

@@ -1,0 +1,49 @@
+"""KL201: only the token's own KL is differentiated."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row, local_form, proportion, without_sampler
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    partial = local_form(row.expected)
+    if partial == row.expected:
+        return False
+    factor = proportion(without_sampler(row.identified), partial)
+    return factor is not None and factor > 0
+
+
+def moot(findings: Findings) -> str | None:
+    plain = {name.removesuffix("@sampler"): coefficient for name, coefficient in findings.expect.items()}
+    if local_form(plain) == plain:
+        return "the declared target holds the prefixes fixed itself"
+    return "only worlds of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+
+
+CHECK = Check(
+    code="KL201",
+    name="partial-gradient",
+    title="Only the partial gradient: what a token does to later tokens' KL is missing",
+    what=(
+        "The expected gradient is the local form of the declared one: each token's own divergence, with the "
+        "prefix that led to it held fixed."
+    ),
+    why=(
+        "A token also decides which contexts come next, and so how much divergence there will be. A per-token "
+        "loss cannot see that. For more than one token the result is the gradient of no function at all."
+    ),
+    example=(
+        "Two tokens of two actions. At the root π = ref = (0.5, 0.5); after the first action π = (0.8, 0.2) "
+        "against ref = (0.5, 0.5), after the second they are equal. With respect to the root's first logit "
+        "the truth is 0.25·0.192745 = 0.048186; a token-level loss gives exactly 0."
+    ),
+    fix=(
+        "Credit each token with the later log-ratios too: k1 in the reward with the whole return or the "
+        "reward-to-go, or ½(Σ_t (logp − ref_logp))² over the whole sequence. If the token-level gradient is "
+        "intended, declare it: --expect local_reverse_kl."
+    ),
+    sources=("Tang & Munos 2025, arXiv 2506.09477",),
+    explains=explains,
+    moot=moot,
+)

@@ -1,0 +1,62 @@
+"""KL203: each sequence is divided by its own length."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    return not findings.coupled and divided_by_length(row, findings)
+
+
+def divided_by_length(row: Row, findings: Findings) -> bool:
+    """At fixed length T the coefficients are 1/T of those at length one; where lengths vary, nothing is identified."""
+    if row.length == 1:
+        return False
+    if row.length is None:
+        fixed = [other for other in findings.rows if other.length not in (None, 1) and other.sampler == row.sampler]
+        return row.identified is None and any(divided_by_length(other, findings) for other in fixed)
+    if row.identified is None or "zero" in row.identified:
+        return False
+    varying = [other for other in findings.rows if other.length is None and other.sampler == row.sampler]
+    if any(other.identified is not None for other in varying):
+        return False
+    single = next((r for r in findings.rows if (r.environment, r.sampler) == ("bandit", row.sampler)), None)
+    unit = sum(map(abs, single.identified.values())) if single and single.identified else 1.0
+    size = sum(map(abs, row.identified.values()))
+    return abs(size * row.length - unit) < 1e-3 * unit
+
+
+def moot(findings: Findings) -> str | None:
+    return "only worlds of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+
+
+CHECK = Check(
+    code="KL203",
+    name="length-normalised",
+    title="Every sequence's term is divided by that sequence's length",
+    what=(
+        "At a fixed length T the gradient is 1/T of the un-normalised one; where lengths vary it is not a "
+        "multiple of any named gradient."
+    ),
+    why=(
+        "The penalty that is applied is β/L, weaker for longer sequences: the policy is paid for length, and "
+        "β does not transfer between settings. Per-token terms over L follow no objective at all."
+    ),
+    example=(
+        "Two tokens of two actions, π = (0.8, 0.2) at the root and equal to ref = (0.5, 0.5) afterwards. With "
+        "respect to the root's first probability the truth is ln 4 = 1.386294; the term divided by its length "
+        "2 gives 0.693147."
+    ),
+    fix=(
+        "Sum over live tokens and average over sequences: (term * mask).sum(-1).mean(). Where a scale is "
+        "wanted, divide by a constant such as the maximal length."
+    ),
+    sources=(
+        "Tang & Munos 2025, arXiv 2506.09477",
+        "Liu et al. 2025, Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783",
+    ),
+    explains=explains,
+    moot=moot,
+)

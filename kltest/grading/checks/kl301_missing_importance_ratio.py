@@ -1,0 +1,47 @@
+"""KL301: rollouts of another policy, taken as if they were the policy's own."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    if row.sampler != "stale" or (row.identified is not None and not findings.right_when_current(row)):
+        return False
+    return not findings.probes.sampler_has_influence(row.environment)
+
+
+def moot(findings: Findings) -> str | None:
+    return findings.why_not_stale()
+
+
+CHECK = Check(
+    code="KL301",
+    name="missing-importance-ratio",
+    title="The sampler's log-probs have no influence: there is no importance ratio",
+    what=(
+        "Rollouts come from a sampler that is no longer the policy, and the loss is the same whatever the "
+        "sampler's log-probs are."
+    ),
+    why=(
+        "An expectation under the policy is estimated with samples of another one. The bias does not shrink "
+        "with more samples; it grows with every inner step, with asynchronous generation and with engine "
+        "mismatch."
+    ),
+    example=(
+        "Two actions, sampler (0.5, 0.5), π = (0.8, 0.2), ref = (0.5, 0.5); derivatives with respect to the "
+        "first probability; the truth is ln 4 = 1.386294. k2 in the loss without a ratio gives 2.584480."
+    ),
+    fix=(
+        "Weight with the ratio of policy to sampler, detached for k2 and for terms in the reward: exp((logp − "
+        "old_logp).detach()) on one token; on sequences the product over the prefix (or the whole sequence)."
+    ),
+    sources=(
+        "Tang & Munos 2025, arXiv 2506.09477",
+        "DeepSeek-V3.2, arXiv 2512.02556, §3.1",
+        "Zhang et al. 2025, RPG, arXiv 2505.17508",
+    ),
+    explains=explains,
+    moot=moot,
+)

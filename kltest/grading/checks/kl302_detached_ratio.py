@@ -1,0 +1,47 @@
+"""KL302: the ratio is there, but its own derivative is cut."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    if row.sampler != "stale" or findings.placement != "loss":
+        return False
+    return findings.probes.mended_by_reattaching(row.environment)
+
+
+def moot(findings: Findings) -> str | None:
+    return findings.why_not_stale()
+
+
+CHECK = Check(
+    code="KL302",
+    name="detached-ratio",
+    title="The importance ratio is detached where its derivative is needed",
+    what=(
+        "The loss multiplies an estimate by the importance ratio with the gradient stopped; letting the "
+        "gradient through gives exactly the declared one."
+    ),
+    why=(
+        "ρ·k3 with a differentiable ratio has weight ρ·(1 − w + w − 1 + u) = ρ·u: the ratio's derivative "
+        "carries the score-function part. Without it, only the estimator's own derivative is left: the "
+        "forward KL's."
+    ),
+    example=(
+        "Two actions, sampler (0.6, 0.4), π = (0.8, 0.2), ref = (0.5, 0.5); derivatives with respect to the "
+        "first probability; the truth is ln 4 = 1.386294. k3 times the detached ratio gives 1.875; with the "
+        "ratio differentiable it gives 1.386294."
+    ),
+    fix=(
+        "Remove the detach (or the no_grad block) around exp(logp − old_logp); or keep it detached and use k2 "
+        "in place of k3."
+    ),
+    sources=(
+        "DeepSeek-V3.2, arXiv 2512.02556, §3.1",
+        "Zhang et al. 2025, RPG, arXiv 2505.17508",
+    ),
+    explains=explains,
+    moot=moot,
+)

@@ -1,0 +1,46 @@
+"""KL303: the token is re-weighted, its prefix is not."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    return row.identified is not None and any(name.endswith("@sampler") for name in row.identified)
+
+
+def moot(findings: Findings) -> str | None:
+    if any(name.endswith("@sampler") for name in findings.expect):
+        return "prefixes weighted by the sampler are what was declared"
+    return findings.why_not_stale()
+
+
+CHECK = Check(
+    code="KL303",
+    name="token-ratio-only",
+    title="Only the token's own ratio: prefixes are still weighted by the sampler",
+    what=(
+        "Each token carries its own importance ratio, but the prefixes at which the divergence is taken are "
+        "visited as the sampler visits them."
+    ),
+    why=(
+        "Contexts that the policy now reaches more often than the sampler did are under-weighted, the others "
+        "over-weighted, by a factor that grows with the length of the prefix."
+    ),
+    example=(
+        "Two tokens of two actions. Root: π = (0.5, 0.5), sampler (0.8, 0.2). After the first action π = "
+        "(0.8, 0.2) against ref = (0.5, 0.5). With respect to the first probability there, the truth is "
+        "0.5·1.386294 = 0.693147; with token ratios it is 0.8·1.386294 = 1.109035."
+    ),
+    fix=(
+        "Use the ratio of the whole prefix, detached: exp(((logp − old_logp) * mask).cumsum(-1)).detach(); or "
+        "declare what is followed: --expect local_reverse_kl@sampler."
+    ),
+    sources=(
+        "Zhang et al. 2025, RPG, arXiv 2505.17508",
+        "Tang & Munos 2025, arXiv 2506.09477",
+    ),
+    explains=explains,
+    moot=moot,
+)

@@ -1,0 +1,43 @@
+"""KL306: the ratio is right until its clip bites."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    if row.sampler != "stale" or row.identified is not None:
+        return False
+    return findings.probes.right_near_current(row.environment)
+
+
+def moot(findings: Findings) -> str | None:
+    return findings.why_not_stale()
+
+
+CHECK = Check(
+    code="KL306",
+    name="clipped-ratio",
+    title="The importance ratio is clipped",
+    what=(
+        "The gradient is the declared one while policy and sampler are within a hundredth of each other, and "
+        "is not when they are further apart: something that limits the ratio bites."
+    ),
+    why=(
+        "A clipped or truncated ratio is no importance weight: where it bites, samples are over- or "
+        "under-weighted, most where the policy has moved most."
+    ),
+    example=(
+        "Two actions, sampler (0.5, 0.5), π = (0.8, 0.2), ref = (0.5, 0.5); derivatives with respect to the "
+        "first probability; the truth is ln 4 = 1.386294. k2 with the detached ratio clipped to [0.8, 1.2] "
+        "gives 2.185084."
+    ),
+    fix=(
+        "Leave the KL term's ratio unclipped (clipping belongs to the policy objective), or make the range "
+        "wide enough never to bite and say so."
+    ),
+    sources=("Schulman et al. 2017, PPO, arXiv 1707.06347",),
+    explains=explains,
+    moot=moot,
+)

@@ -1,0 +1,37 @@
+"""KL509: no gradient reaches the policy."""
+
+from __future__ import annotations
+
+from kltest.grading.checks.check import Check
+from kltest.grading.findings import Findings, Row
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    return findings.blocked
+
+
+def moot(findings: Findings) -> str | None:
+    return "a value in the reward needs no gradient" if findings.placement == "reward" else None
+
+
+CHECK = Check(
+    code="KL509",
+    name="gradient-blocked",
+    title="The loss has no gradient with respect to the policy",
+    what="What the loss returned is not connected to the policy's log-probs: autograd has nothing to follow.",
+    why=(
+        "A detach, a no_grad block, .item() or a trip through numpy cut the graph. Added to another loss the "
+        "term is silently ignored."
+    ),
+    example=(
+        "Two actions, π = (0.8, 0.2), ref = (0.5, 0.5); derivatives with respect to the first probability. "
+        "The truth is ln 4 = 1.386294; under torch.no_grad() every estimate has gradient 0, sample by sample."
+    ),
+    fix=(
+        "Remove the detach or no_grad around the term. If it is meant as a value inside the reward, say so: "
+        "--placement reward."
+    ),
+    sources=("OpenRLHF #1309",),
+    explains=explains,
+    moot=moot,
+)

@@ -1,0 +1,122 @@
+"""What grading has measured, before it is judged: rows, and the questions that checks ask about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isclose
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kltest.grading.evaluate import Evaluator
+    from kltest.grading.probes import Probes
+    from kltest.grading.report import ValueRow
+
+Combination = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The expected gradient in one world under one sampler, and what was declared for it.
+
+    `identified` and `expected` are spelt with the names that are independent in that world (on a bandit the local forms
+    are the sequence-level ones). `length` is the common length of all rollouts, None where it varies.
+    """
+
+    environment: str
+    sampler: str
+    identified: Combination | None
+    expected: Combination
+    agrees: bool | None
+    relative_bias: float
+    cosine: float | None
+    residual: float
+    relative_variance: float
+    instances: int
+    rollouts: int
+    length: int | None
+    batch: int = 1
+    note: str = ""
+    value: ValueRow | None = None
+
+    @property
+    def where(self) -> str:
+        """The row's name in messages."""
+        batches = f", batches of {self.batch}" if self.batch > 1 else ""
+        return f"{self.environment} ({self.sampler}{batches})"
+
+    @property
+    def wrong(self) -> bool:
+        return self.agrees is False
+
+
+@dataclass
+class Findings:
+    """All rows of one target, and the means to learn more of it."""
+
+    expect: Combination
+    placement: str
+    environments: tuple[str, ...]
+    samplers: tuple[str, ...]
+    evaluator: Evaluator
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether no gradient reached the policy in any world."""
+        return self.evaluator.blocked and bool(self.rows)
+
+    @property
+    def coupled(self) -> bool:
+        return self.evaluator.reduction == "coupled"
+
+    @property
+    def probes(self) -> Probes:
+        return self.evaluator.probes
+
+    def why_not_stale(self) -> str | None:
+        """The reason to skip what only shows with a stale sampler, where that was not graded."""
+        if "stale" in self.samplers:
+            return None
+        return "graded with the sampler equal to the policy only; ask for --sampler both"
+
+    def right_when_current(self, row: Row) -> bool:
+        """Whether the same world agrees when the sampler is the policy."""
+        return any(current.agrees is True for current in self.evaluator.rows(row.environment, "current"))
+
+
+def proportion(identified: Combination | None, expected: Combination) -> float | None:
+    """The c with identified = c·expected, or None where there is none."""
+    if identified is None or set(identified) != set(expected) or "zero" in identified:
+        return None
+    ratios = [identified[name] / expected[name] for name in expected]
+    return ratios[0] if all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios) else None
+
+
+def local_form(combination: Combination) -> Combination:
+    """The same combination with every term's prefixes held fixed."""
+    local: Combination = {}
+    for name, coefficient in combination.items():
+        form = LOCAL_FORMS.get(name, name)
+        local[form] = local.get(form, 0.0) + coefficient
+    return local
+
+
+def without_sampler(combination: Combination | None) -> Combination | None:
+    """The same combination with prefixes weighted by the policy instead of the sampler."""
+    if combination is None:
+        return None
+    plain: Combination = {}
+    for name, coefficient in combination.items():
+        base = name.removesuffix("@sampler")
+        plain[base] = plain.get(base, 0.0) + coefficient
+    return plain
+
+
+LOCAL_FORMS = {
+    "reverse_kl": "local_reverse_kl",
+    "forward_kl": "local_forward_kl",
+    "squared_log_ratio": "local_squared_log_ratio",
+    "squared_log_ratio_sum": "local_squared_log_ratio",
+    "chi_square": "local_chi_square",
+    "total_variation": "local_total_variation",
+}

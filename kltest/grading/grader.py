@@ -1,0 +1,206 @@
+"""Grade one loss: measure its expected gradient everywhere, say what it is, judge it against what was declared."""
+
+from __future__ import annotations
+
+import platform
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kltest import __version__
+from kltest.errors import KltestError, TargetError, UsageError
+from kltest.grading.evaluate import Evaluator
+from kltest.grading.findings import Findings, Row
+from kltest.grading.judge import run_checks, selected_codes, verdict
+from kltest.grading.report import GradientRow, Report
+from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, WORLDS, instances
+from kltest.rollout import SAMPLER_FIELDS, Rollout
+from kltest.targets.outcome import Call, Loss
+from kltest.targets.resolve import bind, resolve
+from kltest.truth import parse, plain
+
+SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
+
+
+def grade(
+    loss: Callable[..., Any] | str,
+    *,
+    expect: str | Mapping[str, float] = "reverse_kl",
+    placement: str | None = None,
+    credit: str | None = None,
+    environment: str | Iterable[str] = DEFAULT_ENVIRONMENTS,
+    sampler: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    beta: float | None = None,
+    select: str | Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
+    seed: int = 0,
+    timeout: float | None = None,
+    group_size: int = 4,
+    batch_size: int | None = None,
+    name: str | None = None,
+) -> Report:
+    """Which gradient does this loss follow, exactly, and is it the one that it is meant to follow?
+
+    `loss` is a callable whose parameters are filled by name from the rollout, or what `kltest grade` takes: a
+    registered name, `package.module:function`, `path/to/file.py:function`. `expect` is a named gradient or a
+    combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit` default to
+    the estimator's own, else to a loss and to the whole return; `sampler` to both if the loss takes the sampler's
+    log-probs.
+
+    Runs the loss in this process. A loss that fails gives a report whose verdict is "error"; a question that is put
+    wrongly raises UsageError before anything is run.
+    """
+    declared = parse(expect if isinstance(expect, str) else plain(expect))
+    environments = _choices(environment, WORLDS, "environment")
+    codes = selected_codes(_listed(select), _listed(ignore))
+    _check_options(sampler, seed, group_size, batch_size, beta)
+    call = Call(placement=placement, credit=credit, beta=beta, arguments=dict(arguments or {}))  # type: ignore[arg-type]
+    blank = Report(
+        target=name or (loss if isinstance(loss, str) else _callable_name(loss)),
+        expect=plain(declared),
+        placement=placement or "loss",
+        seed=seed,
+        versions=versions(),
+        verdict="error",
+        reduction="mean",
+        dtype="float64",
+    )
+    with time_limit(timeout):
+        try:
+            ready = resolve(loss, call) if isinstance(loss, str) else bind(loss, call, name=name)
+        except TargetError as error:
+            return _failed(blank, error)
+        blank = replace(blank, placement=ready.placement, credit=_credit(ready))
+        try:
+            samplers = SAMPLERS[sampler] if sampler else _samplers_used(ready, environments[0], seed)
+        except TargetError as error:
+            return _failed(replace(blank, notes=list(ready.notes)), error)
+        evaluator = Evaluator(ready, declared, seed=seed, batch_size=batch_size)
+        findings = Findings(declared, ready.placement, environments, samplers, evaluator)
+        error: KltestError | None = None
+        try:
+            for world in environments:
+                for who in samplers:
+                    findings.rows += evaluator.rows(world, who)
+            results = run_checks(findings, codes)
+        except TargetError as caught:
+            error, results = caught, []
+    report = replace(
+        blank,
+        verdict=verdict(findings, results, error=str(error or "")),
+        reduction=evaluator.reduction,
+        dtype=evaluator.dtype,
+        gradients=[_published(row) for row in findings.rows],
+        value=[row.value for row in findings.rows if row.value is not None],
+        checks=results,
+        notes=[*ready.notes, *evaluator.notes],
+    )
+    return report if error is None else _failed(report, error)
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were computed with."""
+    return {
+        "kltest": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TargetError in the main thread when the time is over; UsageError where that cannot be done."""
+    if seconds is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        raise UsageError("timeout needs the main thread of a POSIX system; leave it out, or use the command line")
+    if not seconds > 0:
+        raise UsageError(f"timeout must be a positive number of seconds, not {seconds}")
+
+    def ring(signum: int, frame: object) -> None:
+        raise TargetError(f"grading did not finish within {seconds:g} s: does the loss return?")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _samplers_used(loss: Loss, environment: str, seed: int) -> tuple[str, ...]:
+    """Both if the loss takes the sampler's log-probs, by a parameter or by reading them from the rollout."""
+    used = set(loss.takes)
+    if "rollout" in used:
+        rollout = Rollout.of(instances(environment, seed)[0], padding=seed).take([0])
+        loss(rollout)
+        used |= rollout.accessed
+    off_policy_only = loss.spec is not None and loss.spec.off_policy_only
+    return SAMPLERS["both" if used & SAMPLER_FIELDS or off_policy_only else "current"]
+
+
+def _published(row: Row) -> GradientRow:
+    return GradientRow(
+        environment=row.environment,
+        sampler=row.sampler,
+        identified=row.identified,
+        relative_bias=row.relative_bias,
+        cosine=row.cosine,
+        residual=row.residual,
+        relative_variance=row.relative_variance,
+        method="exact",
+        instances=row.instances,
+        rollouts=row.rollouts,
+        expected=row.expected,
+        agrees=row.agrees,
+        batch=row.batch,
+        note=row.note,
+    )
+
+
+def _failed(report: Report, error: TargetError) -> Report:
+    return replace(report, verdict="error", error=str(error))
+
+
+def _credit(loss: Loss) -> str | None:
+    return None if loss.placement == "loss" else loss.credit
+
+
+def _callable_name(loss: Callable[..., Any]) -> str:
+    return getattr(loss, "__qualname__", None) or type(loss).__qualname__
+
+
+def _listed(given: str | Iterable[str]) -> list[str]:
+    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else list(given)
+
+
+def _choices(given: str | Iterable[str], known: Iterable[str], what: str) -> tuple[str, ...]:
+    wanted = tuple(dict.fromkeys(_listed(given)))
+    known = list(known)
+    for choice in wanted:
+        if choice not in known:
+            raise UsageError(f"there is no {what} {choice!r}; choose from {', '.join(known)}")
+    if not wanted:
+        raise UsageError(f"at least one {what} is needed; choose from {', '.join(known)}")
+    return wanted
+
+
+def _check_options(sampler: str | None, seed: int, group_size: int, batch_size: int | None, beta: float | None) -> None:
+    if sampler is not None and sampler not in SAMPLERS:
+        raise UsageError(f"there is no sampler {sampler!r}; choose from {', '.join(SAMPLERS)}")
+    if not isinstance(seed, int) or seed < 0:
+        raise UsageError(f"the seed must be a whole number from 0 up, not {seed!r}")
+    if group_size < 1 or (batch_size is not None and batch_size < 1):
+        raise UsageError("a group or a batch has at least one rollout")
+    if beta is not None and not 0 < abs(beta) < float("inf"):
+        raise UsageError(f"beta must be a finite number other than 0, not {beta}: the KL part is what changes with it")

@@ -1,0 +1,136 @@
+"""Which named gradient is this? Polynomial-identity testing over independent instances, not curve fitting on one.
+
+A gradient is *identified* when one short linear combination of named gradients, with the same coefficients, equals it
+on every instance, and on one more that the coefficients have not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+MOST_TERMS = 3
+HELD_OUT = 1
+# A candidate is dependent on earlier ones when less than this share of it is left after projecting them out: far above
+# rounding (1e-15 times a condition number below 1e4 here), far below what independent random instances leave.
+DEPENDENT = 1e-9
+# Spelt with reverse_kl and local_reverse_kl as well, it would give three names to one gradient: alone only.
+ALONE = frozenset({"future_reverse_kl"})
+RESIDUAL = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 3e-3}
+# A mean gradient below this share of the root mean square of the per-rollout gradient is rounding, not signal.
+ZERO = {"float64": 1e-11, "float32": 1e-6, "bfloat16": 3e-3, "float16": 4e-4}
+
+
+def tolerance(dtype: str) -> float:
+    """How far, relative to its size, a gradient computed in this precision may be from what it is."""
+    return RESIDUAL[dtype]
+
+
+@dataclass(frozen=True)
+class Identification:
+    """`combination` is None where nothing was identified; `residual` is ‖g − fit‖/‖g‖ of the fit, or of the best."""
+
+    combination: dict[str, float] | None
+    residual: float
+
+
+def identify(
+    gradients: Sequence[np.ndarray],
+    candidates: Mapping[str, Sequence[np.ndarray]],
+    *,
+    magnitudes: Sequence[float] | None = None,
+    held_out: int = HELD_OUT,
+    dtype: str = "float64",
+) -> Identification:
+    """The fewest named gradients, at most three, that together equal `gradients` on all instances; ties go to order.
+
+    `gradients` (C, V) one an instance, the last `held_out` of them for confirmation; `candidates[name]` likewise, in
+    the order of preference; `magnitudes` the root mean square norm of the per-rollout gradient, by which zero is told.
+    """
+    limit = tolerance(dtype)
+    norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
+    scales = norms if magnitudes is None else magnitudes
+    if all(norm <= ZERO[dtype] * scale for norm, scale in zip(norms, scales, strict=True)):
+        return Identification({"zero": 1.0}, 0.0)
+
+    fitted = len(gradients) - held_out
+    target = np.concatenate([gradient.ravel() for gradient in gradients[:fitted]])
+    unseen = np.concatenate([gradient.ravel() for gradient in gradients[fitted:]])
+    columns = {name: np.concatenate([g.ravel() for g in given[:fitted]]) for name, given in candidates.items()}
+    later = {name: np.concatenate([g.ravel() for g in given[fitted:]]) for name, given in candidates.items()}
+    freedom = sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:fitted])
+
+    basis = independent({name: column for name, column in columns.items() if name not in ALONE})
+    alone = [name for name in columns if name in ALONE and np.linalg.norm(columns[name]) > 0]
+    order = {name: place for place, name in enumerate(columns)}
+    singles = sorted([*basis, *alone], key=order.__getitem__)
+
+    best = Identification(None, 1.0)
+    for terms in range(1, MOST_TERMS + 1):
+        if freedom < 2 * terms:
+            break
+        subsets = [(name,) for name in singles] if terms == 1 else list(combinations(basis, terms))
+        if not subsets:
+            break
+        residuals = _residuals(target, columns, subsets)
+        for index in np.flatnonzero(residuals < 100 * limit):
+            names = subsets[index]
+            coefficients = _fit(target, columns, names)
+            error = _relative(target, columns, names, coefficients)
+            confirmed = _relative(unseen, later, names, coefficients) if held_out else error
+            # An instance on which the gradient is nearly zero has fewer correct digits: hence the factor ten.
+            if error < limit and confirmed < 10 * limit:
+                return Identification(dict(zip(names, map(float, coefficients), strict=True)), max(error, confirmed))
+        best = Identification(None, min(best.residual, float(residuals.min())))
+    return best
+
+
+def independent(columns: Mapping[str, np.ndarray]) -> list[str]:
+    """The names whose columns are not linear combinations of earlier ones."""
+    kept: list[str] = []
+    directions: list[np.ndarray] = []
+    for name, column in columns.items():
+        norm = np.linalg.norm(column)
+        if norm == 0:
+            continue
+        rest = column / norm
+        for _ in range(2):  # twice is enough (Kahan, Parlett): one pass leaves rounding of the first
+            for direction in directions:
+                rest = rest - direction * (direction @ rest)
+        left = np.linalg.norm(rest)
+        if left > DEPENDENT:
+            kept.append(name)
+            directions.append(rest / left)
+    return kept
+
+
+def _residuals(target: np.ndarray, columns: Mapping[str, np.ndarray], subsets: Sequence[tuple[str, ...]]) -> np.ndarray:
+    """Relative residual of the least-squares fit of each subset, all at once."""
+    names = list(dict.fromkeys(name for subset in subsets for name in subset))
+    place = {name: index for index, name in enumerate(names)}
+    matrix = np.stack([columns[name] / np.linalg.norm(columns[name]) for name in names], axis=1)
+    frame = np.linalg.qr(np.column_stack([matrix, target]))[0]  # nothing outside this span matters: fewer dimensions
+    small, goal = frame.T @ matrix, frame.T @ target
+    chosen = np.array([[place[name] for name in subset] for subset in subsets])
+    span = np.linalg.qr(small[:, chosen].transpose(1, 0, 2))[0]
+    along = span.transpose(0, 2, 1) @ goal
+    rest = goal - (span @ along[..., None])[..., 0]
+    return np.linalg.norm(rest, axis=1) / np.linalg.norm(goal)
+
+
+def _fit(target: np.ndarray, columns: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
+    scale = np.array([np.linalg.norm(columns[name]) for name in names])
+    matrix = np.stack([columns[name] for name in names], axis=1) / scale
+    return np.linalg.lstsq(matrix, target, rcond=None)[0] / scale
+
+
+def _relative(
+    target: np.ndarray, columns: Mapping[str, np.ndarray], names: Sequence[str], coefficients: np.ndarray
+) -> float:
+    fit = sum(coefficient * columns[name] for name, coefficient in zip(names, coefficients, strict=True))
+    norm = float(np.linalg.norm(target))
+    error = float(np.linalg.norm(target - fit))
+    return error / norm if norm > 0 else (0.0 if error == 0 else np.inf)

@@ -1,0 +1,68 @@
+"""From findings to checks and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kltest.errors import UsageError
+from kltest.grading.checks import CHECKS, Check
+from kltest.grading.findings import Findings, Row
+from kltest.grading.report import CheckResult, Verdict
+from kltest.truth import render
+
+# These account for a constant factor by what causes it, so the factor itself is not reported once more.
+CAUSES_OF_A_FACTOR = ("KL203", "KL204")
+LEFTOVER = "KL105"
+WARNINGS = "KL8"
+
+
+def selected_codes(select: Iterable[str], ignore: Iterable[str]) -> list[str]:
+    """The codes that are asked for by codes or prefixes; UsageError for one that is the beginning of no code."""
+    select, ignore = list(select), list(ignore)
+    for prefix in (*select, *ignore):
+        if not prefix or not any(code.startswith(prefix.upper()) for code in CHECKS):
+            raise UsageError(f"there is no check whose code begins with {prefix!r}; the codes are {', '.join(CHECKS)}")
+    kept = [code for code in CHECKS if not select or any(code.startswith(prefix.upper()) for prefix in select)]
+    return [code for code in kept if not any(code.startswith(prefix.upper()) for prefix in ignore)]
+
+
+def run_checks(findings: Findings, codes: Iterable[str]) -> list[CheckResult]:
+    """The result of each check: which of the disagreeing rows it accounts for."""
+    explained = {code: _explained(check, findings) for code, check in CHECKS.items()}
+    caused = [row for code in CAUSES_OF_A_FACTOR for row in explained[code]]
+    explained["KL106"] = [row for row in explained["KL106"] if row not in caused]
+    named = [row for rows in explained.values() for row in rows]
+    explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
+    return [_result(CHECKS[code], explained[code], findings) for code in codes]
+
+
+def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = "") -> Verdict:
+    """Error over refuted over inconclusive over confirmed; one disagreeing row or one failed check refutes."""
+    failed = [result for result in results if result.status == "fail" and not result.code.startswith(WARNINGS)]
+    if error:
+        return "error"
+    if failed or any(row.wrong for row in findings.rows):
+        return "refuted"
+    if not findings.rows or any(row.agrees is None for row in findings.rows):
+        return "inconclusive"
+    return "confirmed"
+
+
+def _explained(check: Check, findings: Findings) -> list[Row]:
+    if check.moot(findings):
+        return []
+    return [row for row in findings.rows if (row.wrong or findings.blocked) and check.explains(row, findings)]
+
+
+def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
+    if rows:
+        found = "; ".join(f"{row.where}: {_words(row)}" for row in rows)
+        return CheckResult(check.code, check.name, "fail", f"{check.title}. Found {found}.", check.fix)
+    reason = check.moot(findings)
+    return CheckResult(check.code, check.name, "skip" if reason else "pass", reason or "")
+
+
+def _words(row: Row) -> str:
+    if row.identified is None:
+        return f"no named gradient (the best fit leaves {row.residual:.2g} of it)"
+    return render(row.identified)

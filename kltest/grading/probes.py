@@ -1,0 +1,169 @@
+"""Experiments on a loss that tell why it is wrong under a stale sampler: what does it do with the sampler's log-probs?
+
+Each asks one question of one world, by changing one thing and looking at the gradient; none compares numbers that the
+loss was not called for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext as _nothing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kltest.environments import Instance
+from kltest.errors import KltestError
+from kltest.policies import table
+from kltest.rollout import LEAVES, Rollout
+from kltest.targets.outcome import Loss, Outcome
+
+# Near enough to the policy that no usual clip (0.2) bites, far enough that a missing ratio shows (its bias is about
+# this size, and the tolerance is 1e-9 or 1e-4).
+NEAR = 0.01
+# Two gradients that should be one differ by rounding only: about 1e-16 or 1e-7 relative, with room for cancellation.
+SAME = {"float64": 1e-10, "float32": 1e-5}
+
+
+@dataclass
+class Probes:
+    """Questions about one loss; `agrees(loss, instance)`: its gradient under the sampler is the declared one."""
+
+    loss: Loss
+    instance: Callable[[str], Instance]
+    agrees: Callable[[Loss, Instance], bool]
+    padding: int = 0
+    _answers: dict[tuple[str, str], bool] = field(default_factory=dict)
+
+    def sampler_has_influence(self, environment: str) -> bool:
+        """Whether the loss's gradient changes when the sampler's log-probs do."""
+        return self._once("influence", environment, self._sampler_has_influence)
+
+    def only_through_the_sum(self, environment: str) -> bool:
+        """Whether the sampler matters, and only by the sum of its log-probs over each sequence."""
+        return self._once("sum", environment, self._only_through_the_sum)
+
+    def right_near_current(self, environment: str) -> bool:
+        """Whether the gradient is the declared one for a sampler that is nearly the policy."""
+        return self._once("near", environment, self._right_near_current)
+
+    def mended_by_reattaching(self, environment: str) -> bool:
+        """Whether letting the gradient through where the sampler's ratio was detached gives the declared one."""
+        return self._once("reattach", environment, self._mended_by_reattaching)
+
+    def _once(self, question: str, environment: str, ask: Callable[[Instance], bool]) -> bool:
+        key = (question, environment)
+        if key not in self._answers:
+            try:
+                self._answers[key] = ask(self.instance(environment))
+            except KltestError:  # the loss does not bear the experiment: then it tells nothing
+                self._answers[key] = question == "influence"
+        return self._answers[key]
+
+    def _sampler_has_influence(self, instance: Instance) -> bool:
+        rollout = self._rollout(instance)
+        generator = torch.Generator().manual_seed(1)
+        other = {
+            name: rollout.peek(name) + 0.3 * torch.randn(rollout.peek(name).shape, generator=generator).double()
+            for name in ("old_logp", "old_logits")
+        }
+        return not self._same(rollout, rollout.replace(**other))
+
+    def _only_through_the_sum(self, instance: Instance) -> bool:
+        rollout = self._rollout(instance)
+        old, mask = rollout.peek("old_logp"), rollout.peek("mask")
+        shift = torch.zeros_like(old)
+        shift[:, 0], shift[:, 1] = 0.3, -0.3
+        shift = torch.where(mask[:, 1:2] != 0, shift, 0.0)
+        moved, same_sum = old.clone(), old + shift
+        moved[:, 0] += 0.3
+        return self._same(rollout, rollout.replace(old_logp=same_sum)) and not self._same(
+            rollout, rollout.replace(old_logp=moved)
+        )
+
+    def _right_near_current(self, instance: Instance) -> bool:
+        near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
+        return self.agrees(self.loss, replace(instance, sampler=near))
+
+    def _mended_by_reattaching(self, instance: Instance) -> bool:
+        mended = Reattached(self.loss)
+        return not mended.changes_nothing(self._rollout(instance)) and self.agrees(mended, instance)
+
+    def _rollout(self, instance: Instance) -> Rollout:
+        return Rollout.of(instance, sampler="stale", padding=self.padding)
+
+    def _same(self, one: Rollout, other: Rollout) -> bool:
+        one = one.replace()
+        first, second = self.loss(one), self.loss(other)
+        limit = SAME.get(first.dtype, 1e-2)
+        gradients = zip(_leaf_gradients(first, one), _leaf_gradients(second, other), strict=True)
+        return all(_close(a, b, limit) for a, b in gradients)
+
+
+class Reattached:
+    """A loss in which the gradient flows through the sampler's ratio, wherever the original stopped it.
+
+    A ratio depends on logp − old_logp, so what a stop-gradient cuts off is minus the derivative with respect to
+    old_logp: that is measured with all stops lifted, less what flowed there anyway, and added to the loss's own
+    gradient. Stops on anything that the sampler does not enter, such as a reward, stay as they are.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name)
+
+    def __call__(self, rollout: Rollout) -> Outcome:
+        outcome, missing = self._missing(rollout)
+        if outcome.objective.requires_grad or missing.any():
+            extra = (rollout.logp * missing).sum()
+            return replace(outcome, objective=outcome.objective + extra, rows=None, returned="scalar")
+        return outcome
+
+    def changes_nothing(self, rollout: Rollout) -> bool:
+        """Whether no gradient was stopped on its way through the sampler's ratio."""
+        return not self._missing(rollout)[1].abs().max() > SAME["float32"]
+
+    def _missing(self, rollout: Rollout) -> tuple[Outcome, Tensor]:
+        outcome = self.loss(rollout)
+        return outcome, self._towards_sampler(rollout) - self._towards_sampler(rollout, lifted=True)
+
+    def _towards_sampler(self, rollout: Rollout, *, lifted: bool = False) -> Tensor:
+        old = rollout.peek("old_logp").detach().clone().requires_grad_()
+        changed = rollout.replace(old_logp=old)
+        with _LiftStops() if lifted else _nothing():
+            objective = self.loss(changed).objective
+        if not objective.requires_grad:
+            return torch.zeros_like(old)
+        found = torch.autograd.grad(objective, [old], allow_unused=True)[0]
+        return torch.zeros_like(old) if found is None else found
+
+
+class _LiftStops(TorchFunctionMode):
+    """Inside, detach, .data and no_grad do nothing."""
+
+    STOPS = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.detach_})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.STOPS or func == torch.Tensor.data.__get__:
+            return args[0]
+        if func is torch._C._set_grad_enabled:
+            args = (True,)
+        return func(*args, **(kwargs or {}))
+
+
+def _leaf_gradients(outcome: Outcome, rollout: Rollout) -> list[Tensor]:
+    """The gradient at every leaf, zero where the loss did not use it; at padded positions too."""
+    leaves = [rollout.peek(name) for name in LEAVES]
+    if not outcome.objective.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(outcome.objective, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if got is None else got for got, leaf in zip(found, leaves, strict=True)]
+
+
+def _close(one: Tensor, other: Tensor, limit: float) -> bool:
+    return bool((one - other).abs().max() <= limit * max(float(one.abs().max()), 1e-300))
