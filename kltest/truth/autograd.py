@@ -1,0 +1,114 @@
+"""The named gradients a second time: torch differentiates the definition, written over all enumerated rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.environments import Instance
+from kltest.truth.atlas import named
+
+
+def gradient_again(name: str, instance: Instance) -> np.ndarray:
+    """(C, V) the named gradient with respect to the policy's logits; a route that shares nothing with `gradient`.
+
+    Raises UsageError for an unknown name and WorldError where the rollouts are too many to enumerate.
+    """
+    row = named(name)
+    logits = torch.from_numpy(instance.policy.copy()).requires_grad_()
+    rollouts = _Enumerated(instance, _log_softmax(logits))
+    base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
+    if row.local:
+        prefixes = rollouts.sampler if at_sampler else rollouts.policy
+        objective = rollouts.local(_NEXT_TOKEN[base](rollouts.policy, rollouts.reference), prefixes.detach())
+    else:
+        objective = _WHOLE[base](rollouts)
+    if not objective.requires_grad:
+        return np.zeros_like(instance.policy)
+    (found,) = torch.autograd.grad(objective, logits)
+    return found.numpy()
+
+
+class _Enumerated:
+    """All rollouts of an instance as tensors: `logp`, `ref`, `old` (N, T), 0 at padding; `reward` (N,)."""
+
+    def __init__(self, instance: Instance, policy: Tensor) -> None:
+        paths = instance.paths
+        self._contexts, self._tokens = torch.from_numpy(paths.contexts), torch.from_numpy(paths.tokens)
+        self._mask = torch.from_numpy(paths.mask)
+        self._log_weight = torch.from_numpy(paths.log_weight)
+        self.policy = policy
+        self.reference, self.sampler = torch.from_numpy(instance.reference), torch.from_numpy(instance.sampler)
+        self.logp, self.ref, self.old = self.along(policy), self.along(self.reference), self.along(self.sampler)
+        self.reward = torch.from_numpy(instance.environment.returns(paths))
+        self.last = self._mask.sum(dim=1) - 1
+
+    def along(self, log_probs: Tensor) -> Tensor:
+        """(N, T) what a table says of each token."""
+        return torch.where(self._mask, log_probs[self._contexts, self._tokens], 0.0)
+
+    def probability(self, logp: Tensor) -> Tensor:
+        """(N,) probability of each rollout."""
+        return (self._log_weight + logp.sum(dim=1)).exp()
+
+    def local(self, per_context: Tensor, prefixes: Tensor) -> Tensor:
+        """Σ_t E[x(c_t)] of a (C,) quantity x, contexts as visited under a fixed table."""
+        visited = torch.where(self._mask, per_context[self._contexts], 0.0)
+        return (self.probability(self.along(prefixes)) * visited.sum(dim=1)).sum()
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits - torch.logsumexp(logits, dim=1, keepdim=True)
+
+
+def _score(rollouts: _Enumerated, weights: Tensor) -> Tensor:
+    """E_π[Σ_t g_t·weights_t] as something to differentiate; weights (N, T) are held fixed."""
+    return (rollouts.probability(rollouts.logp).detach() * (rollouts.logp * weights.detach()).sum(dim=1)).sum()
+
+
+def _kl(rollouts: _Enumerated, p: Tensor, q: Tensor) -> Tensor:
+    return (rollouts.probability(p) * (p - q).sum(dim=1)).sum()
+
+
+def _future(rollouts: _Enumerated) -> Tensor:
+    u = rollouts.logp - rollouts.ref
+    to_go = u.flip(1).cumsum(dim=1).flip(1)
+    return _score(rollouts, to_go - u)
+
+
+def _last(rollouts: _Enumerated) -> Tensor:
+    at_last = torch.arange(rollouts.logp.shape[1]) == rollouts.last[:, None]
+    return _score(rollouts, (rollouts.logp - rollouts.ref) * at_last)
+
+
+def _mean(rollouts: _Enumerated, of: Tensor) -> Tensor:
+    return (rollouts.probability(rollouts.logp) * of).sum()
+
+
+_WHOLE: dict[str, Callable[[_Enumerated], Tensor]] = {
+    "reverse_kl": lambda r: _kl(r, r.logp, r.ref),
+    "future_reverse_kl": _future,
+    "last_token_reverse_kl": _last,
+    "forward_kl": lambda r: _kl(r, r.ref, r.logp),
+    "squared_log_ratio": lambda r: _mean(r, 0.5 * (r.logp - r.ref).sum(dim=1) ** 2),
+    "squared_log_ratio_sum": lambda r: _mean(r, 0.5 * ((r.logp - r.ref) ** 2).sum(dim=1)),
+    "chi_square": lambda r: 0.5 * ((r.probability(r.logp) ** 2) / r.probability(r.ref)).sum(),
+    "total_variation": lambda r: 0.5 * (r.probability(r.logp) - r.probability(r.ref)).abs().sum(),
+    "from_sampler_kl": lambda r: _kl(r, r.old, r.logp),
+    "to_sampler_kl": lambda r: _kl(r, r.logp, r.old),
+    "expected_reward": lambda r: _mean(r, r.reward),
+    "entropy": lambda r: _mean(r, -r.logp.sum(dim=1)),
+    "zero": lambda r: torch.zeros(()),
+}
+
+# Each next-token quantity itself, (C,), from tables of log-probs.
+_NEXT_TOKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "local_reverse_kl": lambda p, q: (p.exp() * (p - q)).sum(dim=1),
+    "local_forward_kl": lambda p, q: (q.exp() * (q - p)).sum(dim=1),
+    "local_squared_log_ratio": lambda p, q: (p.exp() * 0.5 * (p - q) ** 2).sum(dim=1),
+    "local_chi_square": lambda p, q: 0.5 * ((2 * p - q).exp().sum(dim=1) - 1),
+    "local_total_variation": lambda p, q: 0.5 * (p.exp() - q.exp()).abs().sum(dim=1),
+}

@@ -1,0 +1,86 @@
+"""Combinations of named gradients: from text, to text, to mathematical words, to numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kltest.errors import UsageError
+from kltest.truth.atlas import ATLAS, named
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kltest.environments import Instance
+
+_TERM = re.compile(
+    r"\s*(?P<sign>[+−-]?)\s*"
+    r"(?:(?P<coefficient>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|nan|inf)\s*\*\s*)?"
+    r"(?P<name>[A-Za-z_][\w@]*)\s*"
+)
+_FORM = "write [c*]NAME[±[c*]NAME]…, as in reverse_kl-0.5*forward_kl"
+
+
+def parse(text: str) -> dict[str, float]:
+    """`reverse_kl-0.5*forward_kl` → {"reverse_kl": 1.0, "forward_kl": -0.5}, in the order of the atlas.
+
+    Terms of one name are added; what adds up to nothing is {"zero": 1.0}. Raises UsageError for anything that is not
+    such a combination, with the nearest names for an unknown one.
+    """
+    terms: dict[str, float] = {}
+    position = 0
+    while position < len(text) or not terms:
+        match = _TERM.match(text, position)
+        if match is None or (terms and not match["sign"]):
+            where = repr(text[position:]) if text[position:].strip() else "its end"
+            raise UsageError(f"{text!r} is not a combination of named gradients (at {where}); {_FORM}")
+        name = named(match["name"]).name
+        coefficient = float(match["coefficient"] or 1.0)
+        if not math.isfinite(coefficient):
+            raise UsageError(f"{text!r}: the coefficient {match['coefficient']} of {name} is not finite")
+        terms[name] = terms.get(name, 0.0) + (-coefficient if match["sign"] in ("-", "−") else coefficient)
+        position = match.end()
+    return canonical(terms)
+
+
+def canonical(combination: Mapping[str, float]) -> dict[str, float]:
+    """In the order of the atlas, without vanishing terms; {"zero": 1.0} where nothing is left.
+
+    Raises UsageError for an unknown name or a coefficient that is not finite.
+    """
+    for name, coefficient in combination.items():
+        named(name)
+        if not math.isfinite(coefficient):
+            raise UsageError(f"the coefficient {coefficient} of {name} is not finite")
+    kept = {name: float(combination[name]) for name in ATLAS if name != "zero" and combination.get(name, 0.0) != 0}
+    return kept or {"zero": 1.0}
+
+
+def render(combination: Mapping[str, float]) -> str:
+    """In mathematical words: {"reverse_kl": 1, "forward_kl": -1} → ∇KL(π‖ref) − ∇KL(ref‖π)."""
+    return _join([(coefficient, ATLAS[name].formula) for name, coefficient in canonical(combination).items()], "·", "−")
+
+
+def plain(combination: Mapping[str, float]) -> str:
+    """In names, readable by `parse`: {"reverse_kl": 1, "forward_kl": -0.5} → reverse_kl - 0.5*forward_kl."""
+    return _join([(coefficient, name) for name, coefficient in canonical(combination).items()], "*", "-")
+
+
+def combine(combination: Mapping[str, float], instance: Instance) -> np.ndarray:
+    """(C, V) Σ c·gradient(name, instance), with respect to the policy's logits."""
+    from kltest.truth.gradients import gradient
+
+    return sum(coefficient * gradient(name, instance) for name, coefficient in canonical(combination).items())  # type: ignore[return-value]
+
+
+def _join(terms: list[tuple[float, str]], times: str, minus: str) -> str:
+    """Coefficients to 4 significant digits, and none where that is 1."""
+    words = ""
+    for coefficient, what in terms:
+        size = f"{abs(coefficient):.4g}"
+        sign = minus if coefficient < 0 else "+"
+        lead = f" {sign} " if words else minus * (coefficient < 0)
+        words += f"{lead}{what if size == '1' else f'{size}{times}{what}'}"
+    return words

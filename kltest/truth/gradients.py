@@ -1,0 +1,186 @@
+"""The named gradients by dynamic programming: no autograd, no enumeration but for the total variation of rollouts.
+
+By the score-function theorem each is Σ_t E[g_t·(what the token at t brings)]. A *signal* S(c, v) sums, over time, the
+visitation of c times what token v brings there, up to anything that does not depend on v; the gradient with respect to
+the logits is then π·(S − Σ_v π·S), row by row. All are sums over time of one shared (C, V) table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kltest.environments import Environment, Instance
+from kltest.errors import WorldError
+from kltest.policies import softmax_gradient
+from kltest.truth import divergences
+from kltest.truth.atlas import named
+from kltest.truth.recursions import backwards, ending, forward, onward, start, total_visits, visits
+
+
+def gradient(name: str, instance: Instance) -> np.ndarray:
+    """(C, V) the named gradient with respect to the policy's logits.
+
+    Raises UsageError for an unknown name, WorldError where the result exceeds float64, and for `total_variation`
+    WorldError where the rollouts are too many to enumerate.
+    """
+    row = named(name)
+    base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
+    with np.errstate(over="ignore", invalid="ignore"):
+        if row.local:
+            prefixes = instance.sampler if at_sampler else instance.policy
+            visited = total_visits(instance.environment, prefixes)[:, None]
+            result = visited * _NEXT_TOKEN[base](instance.policy, instance.reference)
+        else:
+            result = _WHOLE[base](instance)
+    if not np.isfinite(result).all():
+        raise WorldError(
+            f"environment {instance.environment.name!r}: {name} exceeds the range of float64 (1.8e308) here; "
+            "the policies are too far apart for it"
+        )
+    return result
+
+
+def from_signal(signal: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+    """(C, V) π·(S − Σ_v π·S)."""
+    # Relative to the likeliest token, so that nothing cancels in a policy that is all but deterministic.
+    likeliest = np.argmax(log_probs, axis=1)[:, None]
+    signal = signal - np.take_along_axis(signal, likeliest, axis=1)
+    chances = np.exp(log_probs)
+    return chances * (signal - (chances * signal).sum(axis=1, keepdims=True))
+
+
+def future_signal(
+    environment: Environment, policy: np.ndarray, cost: np.ndarray, mean_cost: np.ndarray | None = None
+) -> np.ndarray:
+    """(C, V) Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v]: what tokens bring later.
+
+    `cost` (C, V); `mean_cost` (C,) is Σ_v π·cost, where it is known more exactly than by that sum.
+    """
+    chances = np.exp(policy)
+    mean_cost = np.einsum("cv,cv->c", chances, cost) if mean_cost is None else mean_cost
+    values, signal = np.zeros(len(cost)), np.zeros(cost.shape)
+    states = backwards(lambda state: forward(environment, chances, state), start(environment), environment.horizon)
+    for index, state in enumerate(states):
+        if index == 0:
+            values = mean_cost
+            continue
+        after = onward(environment, values)
+        signal += state * after
+        values = mean_cost + np.einsum("cv,cv->c", chances, after)
+    return signal
+
+
+def _reverse_kl(instance: Instance, towards: np.ndarray) -> np.ndarray:
+    policy = instance.policy
+    log_ratio = policy - towards
+    later = future_signal(instance.environment, policy, log_ratio, divergences.kl(policy, towards))
+    return from_signal(later + total_visits(instance.environment, policy)[:, None] * log_ratio, policy)
+
+
+def _future_reverse_kl(instance: Instance) -> np.ndarray:
+    policy, reference = instance.policy, instance.reference
+    mean = divergences.kl(policy, reference)
+    return from_signal(future_signal(instance.environment, policy, policy - reference, mean), policy)
+
+
+def _additive(instance: Instance, cost: np.ndarray, own: np.ndarray | float = 0.0) -> np.ndarray:
+    """∇E_π[Σ_t cost_t]; `own` (C, V) is the cost's own derivative with respect to log π."""
+    visited = total_visits(instance.environment, instance.policy)[:, None]
+    later = future_signal(instance.environment, instance.policy, cost)
+    return from_signal(later + visited * (cost + own), instance.policy)
+
+
+def _last_token(instance: Instance) -> np.ndarray:
+    environment, policy = instance.environment, instance.policy
+    chance_of_last = np.zeros_like(policy)
+    ends = ending(environment)
+    for step, visit in enumerate(visits(environment, np.exp(policy))):
+        chance_of_last += visit[:, None] * (ends if step < environment.horizon - 1 else 1.0)
+    return from_signal(chance_of_last * (policy - instance.reference), policy)
+
+
+def _cross_entropy(instance: Instance, target: np.ndarray) -> np.ndarray:
+    """∇KL(target‖π) over whole rollouts: −E_target[Σ_t g_t]."""
+    return total_visits(instance.environment, target)[:, None] * divergences.difference(instance.policy, target)
+
+
+def _squared_log_ratio(instance: Instance) -> np.ndarray:
+    """∇E_π[½U²]: with A the log-ratio before t and B from t on, what a token brings is B + A·B + ½B²."""
+    environment, policy = instance.environment, instance.policy
+    u, chances = policy - instance.reference, np.exp(policy)
+    mean = divergences.kl(policy, instance.reference)
+
+    def step(state: np.ndarray) -> np.ndarray:
+        grown = forward(environment, chances, state)
+        grown[:, 1:] += forward(environment, chances * u, state[:, :1])
+        return grown
+
+    first, second = np.zeros(len(policy)), np.zeros(len(policy))
+    signal = np.zeros_like(policy)
+    for state in backwards(step, start(environment, moments=2), environment.horizon):
+        later, later_squared = onward(environment, first), onward(environment, second)
+        square = u * u + 2 * u * later + later_squared
+        signal += (state[:, :1] + state[:, 1:]) * (u + later) + 0.5 * state[:, :1] * square
+        first = mean + np.einsum("cv,cv->c", chances, later)
+        second = np.einsum("cv,cv->c", chances, square)
+    return from_signal(signal, policy)
+
+
+def _chi_square(instance: Instance) -> np.ndarray:
+    """∇½χ² = E_π[e^U·Σ_t g_t]: the ratio so far, times the ratio from t on less 1."""
+    environment, policy = instance.environment, instance.policy
+    u = policy - instance.reference
+    tilted = np.exp(policy + u)
+    mean = divergences.chi_square(policy, instance.reference)
+    beyond = np.zeros(len(policy))
+    signal = np.zeros_like(policy)
+    for state in backwards(lambda state: forward(environment, tilted, state), start(environment), environment.horizon):
+        later = onward(environment, beyond)
+        signal += state * (np.expm1(u) + np.exp(u) * later)
+        beyond = mean + np.einsum("cv,cv->c", tilted, later)
+    return from_signal(signal, policy)
+
+
+def _total_variation(instance: Instance) -> np.ndarray:
+    """∇½Σ_y|π − ref| = ½E_π[sign(U)·Σ_t g_t]: signs do not factor over time, so all rollouts are visited."""
+    paths = instance.paths
+    log_ratio = np.where(paths.mask, (instance.policy - instance.reference)[paths.contexts, paths.tokens], 0.0)
+    weight = 0.5 * np.exp(paths.log_probability(instance.policy)) * np.sign(log_ratio.sum(axis=1))
+    shape = instance.policy.shape
+    cell = paths.contexts * shape[1] + paths.tokens
+    summed = np.bincount(
+        cell.ravel(), weights=(weight[:, None] * paths.mask).ravel(), minlength=instance.policy.size
+    ).reshape(shape)
+    return softmax_gradient(summed, instance.policy)
+
+
+_WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {
+    "reverse_kl": lambda instance: _reverse_kl(instance, instance.reference),
+    "future_reverse_kl": _future_reverse_kl,
+    "last_token_reverse_kl": _last_token,
+    "forward_kl": lambda instance: _cross_entropy(instance, instance.reference),
+    "squared_log_ratio": _squared_log_ratio,
+    "squared_log_ratio_sum": lambda instance: _additive(
+        instance, 0.5 * (instance.policy - instance.reference) ** 2, instance.policy - instance.reference
+    ),
+    "chi_square": _chi_square,
+    "total_variation": _total_variation,
+    "from_sampler_kl": lambda instance: _cross_entropy(instance, instance.sampler),
+    "to_sampler_kl": lambda instance: _reverse_kl(instance, instance.sampler),
+    "expected_reward": lambda instance: _additive(instance, instance.environment.reward),
+    "entropy": lambda instance: _additive(instance, -instance.policy),
+    "zero": lambda instance: np.zeros_like(instance.policy),
+}
+
+# The gradient of each next-token quantity with respect to the logits of its own row: (policy, reference) → (C, V).
+_NEXT_TOKEN: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "local_reverse_kl": lambda policy, reference: from_signal(policy - reference, policy),
+    "local_forward_kl": divergences.difference,
+    "local_squared_log_ratio": lambda policy, reference: from_signal(
+        (policy - reference) * (1 + 0.5 * (policy - reference)), policy
+    ),
+    "local_chi_square": lambda policy, reference: from_signal(np.expm1(policy - reference), policy),
+    "local_total_variation": lambda policy, reference: from_signal(0.5 * np.sign(policy - reference), policy),
+}
