@@ -1,0 +1,49 @@
+"""Grades one registered estimator in every world, with a current and with a stale sampler."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .settings import SAMPLERS, SEEDS, WORLDS
+
+
+def tasks(scale: str) -> Iterator[dict[str, Any]]:
+    """One configuration an estimator and seed.
+
+    An estimator may come from another package; its code is part of the configuration, so that editing it counts.
+    """
+    from kltest.estimators import registry
+
+    for name, estimator in registry().items():
+        source = Path(inspect.getfile(inspect.unwrap(estimator.function)))
+        code = hashlib.sha256(source.read_bytes()).hexdigest()[:8]
+        for seed in SEEDS[scale]:
+            yield {"estimator": name, "seed": seed, "code": code}
+
+
+def compute(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row a world and sampler: what was found, beside what the estimator's SPEC says is to be found."""
+    import kltest
+    from kltest.errors import TargetError
+    from kltest.estimators import find
+
+    spec = find(configuration["estimator"]).spec
+    # No checks: they judge what the rows already say.
+    report = kltest.grade(
+        spec.name, environment=WORLDS, sampler="both", seed=configuration["seed"], select=("KL101",)
+    ).to_dict()
+    if report["verdict"] == "error":
+        raise TargetError(report["error"])
+    about = {"estimator": spec.name, "placement": spec.placement, "couples": spec.couples, "seed": report["seed"]}
+    return [
+        {**about, **row, "expected": _expected(spec, row["environment"], row["sampler"])} for row in report["gradients"]
+    ]
+
+
+def _expected(spec: Any, world: str, sampler: str) -> dict[str, float] | None:
+    expected = spec.expectation(world, sampler)
+    return None if expected is None else dict(expected)

@@ -1,0 +1,9 @@
+"""The main job: run the experiments of a checkout, draw the figures, typeset the paper, say what agrees.
+
+`reproduce`, `run`, `figures` and `paper` do it and return the exit code; nothing here imports torch by itself.
+"""
+
+from kltest.reproduce.claims import Claim
+from kltest.reproduce.commands import figures, paper, reproduce, run
+
+__all__ = ["Claim", "figures", "paper", "reproduce", "run"]

@@ -1,0 +1,36 @@
+"""Draws the figures: each script of figures/ has `draw(results) -> Figure` and reads nothing but results."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.files import write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# What would differ from one drawing to the next, by format; random names are ruled out by the style's hash salt.
+DATES: dict[str, tuple[str, ...]] = {"pdf": ("CreationDate", "ModDate"), "svg": ("Date",), "png": ()}
+FORMATS = tuple(DATES)
+
+
+def draw(checkout: Checkout, name: str, output: Path) -> list[Path]:
+    """Draw one figure from the results in `output` and write it as PDF, SVG and PNG to output/figures/."""
+    # Matplotlib chooses its back end when it is first imported; these drawings need no display.
+    os.environ.setdefault("MPLBACKEND", "agg")
+    script, style = checkout.load("figures", name), checkout.load("figures", "style")
+    # Fonts and resolution count when a figure is saved as much as when it is drawn.
+    with style.styled():
+        figure = script.draw(output)
+        return [write(output / "figures" / f"{name}.{kind}", render(figure, kind)) for kind in FORMATS]
+
+
+def render(figure: Figure, kind: str) -> bytes:
+    """The figure as a file's content: the same bytes every time, so without a date."""
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, metadata=dict.fromkeys(DATES[kind]))
+    return content.getvalue()

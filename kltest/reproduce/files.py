@@ -1,0 +1,76 @@
+"""Files that are either the old or the new version, never half of one, with the same bytes for the same content."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kltest.errors import KltestError, UsageError
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be; UsageError if nothing can be written there. Asked before any work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to the output folder {folder}: {error.strerror}. Give another one with --output"
+        ) from error
+    return folder
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    """Replace a file's content in one step."""
+    data = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise KltestError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def as_json(value: Any) -> str:
+    """Indented, keys in their own order, no NaN."""
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line a row under a header; dictionaries become JSON, None is empty, numbers keep all their digits."""
+    file = io.StringIO()
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([_cell(row.get(column)) for column in columns])
+    return file.getvalue()
+
+
+def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for people."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, ["---"] * len(columns), *([_escaped(row.get(column, "")) for column in columns] for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+
+
+def _escaped(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

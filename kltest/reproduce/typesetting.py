@@ -1,0 +1,68 @@
+"""Builds the paper: Typst reads the text from paper/ and every number and table from results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from kltest.errors import KltestError, UsageError
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.files import write
+
+# How the text cites a number: #n("atlas", "estimators"), where the first is the experiment.
+CITATION = re.compile(r'#?\bn\(\s*"([\w-]+)"\s*,\s*"([^"]+)"\s*[,)]')
+# The date in the PDF's metadata, fixed so that the same text and results give the same bytes.
+TIMESTAMP = 1_600_000_000
+
+
+def typeset(checkout: Checkout, output: Path) -> Path:
+    """Write output/paper/paper.pdf. UsageError if Typst is not installed or results are missing; KltestError, with
+    the place in the text, if Typst refuses it.
+    """
+    try:
+        import typst
+    except ImportError as error:
+        raise UsageError("the paper needs Typst: pip install 'kltest[paper]', or pip install typst") from error
+    text = (checkout.root / "paper" / "paper.typ").read_text()
+    if missing := uncovered(text, output):
+        raise UsageError(
+            f"the paper cites numbers that the results in {output} do not contain: {', '.join(missing)}. "
+            "Run `kltest reproduce` first, or mend the text"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        shutil.copytree(checkout.root / "paper", root, dirs_exist_ok=True)
+        _stage(output, root / "data")
+        try:
+            pdf = typst.compile(
+                str(root / "paper.typ"), root=folder, format="pdf", ignore_system_fonts=True, timestamp=TIMESTAMP
+            )
+        except typst.TypstError as error:
+            raise KltestError(f"Typst cannot build the paper: {error}") from error
+    return write(output / "paper" / "paper.pdf", pdf)
+
+
+def cited(text: str) -> set[tuple[str, str]]:
+    """The (experiment, number) pairs that the text cites."""
+    return set(CITATION.findall(text))
+
+
+def uncovered(text: str, output: Path) -> list[str]:
+    """The numbers that the text cites and the results do not have, as experiment:number."""
+    numbers: dict[str, dict] = {}
+    for experiment, _ in cited(text):
+        path = output / experiment / "numbers.json"
+        numbers[experiment] = json.loads(path.read_text()) if path.is_file() else {}
+    return sorted(f"{experiment}:{name}" for experiment, name in cited(text) if name not in numbers[experiment])
+
+
+def _stage(output: Path, data: Path) -> None:
+    """Results beside the text, since Typst reads nothing outside its root."""
+    for pattern in ("*/numbers.json", "*/*.csv", "figures/*.svg"):
+        for path in output.glob(pattern):
+            target = data / path.relative_to(output)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)

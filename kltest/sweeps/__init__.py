@@ -1,0 +1,1 @@
+"""Running many configurations once each: a store that survives anything, and the loop that fills it."""
