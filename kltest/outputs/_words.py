@@ -1,0 +1,166 @@
+"""How findings are put into words, once for all formats that people read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kltest.grading.report import CheckResult, GradientRow, Report
+
+COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosine", "relative variance")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A gradient row as text; `agrees` is None where the row could not be judged."""
+
+    cells: tuple[str, ...]
+    agrees: bool | None
+    note: str
+
+
+def visible(text: str, *, keep: str = "\n") -> str:
+    """The text with every character that a terminal, XML or a page could misread written out (`\\x1b`)."""
+    return "".join(character if character in keep or _harmless(character) else _escape(character) for character in text)
+
+
+def _harmless(character: str) -> bool:
+    """Neither a control, a lone surrogate, a non-character, nor one that reorders the text around it."""
+    if character.isascii():
+        return character.isprintable()
+    point = ord(character)
+    reordering = 0x202A <= point <= 0x202E or 0x2066 <= point <= 0x2069
+    not_text = 0x80 <= point <= 0x9F or 0xD800 <= point <= 0xDFFF or point & 0xFFFE == 0xFFFE
+    return not (reordering or not_text or point in (0x2028, 0x2029))
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def one_line(text: str) -> str:
+    """The text on one line, runs of white space as single spaces."""
+    return visible(" ".join(text.split()))
+
+
+def number(value: float | None) -> str:
+    """Three significant digits; a dash where there is none to give."""
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{value:.3g}".replace("inf", "∞")
+
+
+def cosine(value: float | None) -> str:
+    """Four decimals, more where rounding would claim a perfect alignment that is none."""
+    if value is None or math.isnan(value):
+        return "–"
+    rounded = (f"{value:.{digits}f}" for digits in range(4, 13))
+    return f"{value:.4f}" if abs(value) > 1 - 1e-12 else next(text for text in rounded if abs(float(text)) != 1)
+
+
+def gradient(identified: dict[str, float] | None, residual: float = math.nan) -> str:
+    """A combination of named gradients in mathematical words."""
+    if identified is None:
+        return "no named gradient" + ("" if math.isnan(residual) else f" (best fit misses {residual:.2g})")
+    from kltest.truth import render
+
+    return render(identified)
+
+
+def declared(report: Report) -> str:
+    """The declared target in mathematical words, or as it was written where it means nothing."""
+    from kltest.errors import UsageError
+    from kltest.truth import parse, render
+
+    try:
+        return render(parse(report.expect))
+    except UsageError:
+        return one_line(report.expect)
+
+
+def rows(report: Report) -> list[Row]:
+    """The gradient rows of a report as text, columns as in COLUMNS."""
+    return [Row(_cells(row), row.agrees, _note(row)) for row in report.gradients]
+
+
+def _cells(row: GradientRow) -> tuple[str, ...]:
+    found = gradient(row.identified, row.residual)
+    return (
+        row.environment,
+        row.sampler,
+        found if row.batch == 1 else f"{found}  [batches of {row.batch}]",
+        number(row.relative_bias),
+        cosine(row.cosine),
+        number(row.relative_variance),
+    )
+
+
+def _note(row: GradientRow) -> str:
+    parts = [one_line(row.note)] if row.note else []
+    if row.method != "exact":
+        parts.append(f"{row.method}, {row.rollouts} rollouts")
+    return "; ".join(parts)
+
+
+def headline(report: Report) -> str:
+    """The verdict as one sentence."""
+    target = declared(report) if report.verdict != "error" else ""
+    return {
+        "confirmed": f"the expected gradient is {target}",
+        "refuted": f"the loss does not follow {target} as declared",
+        "inconclusive": f"could not be compared with {target}",
+        "error": "could not be graded",
+    }[report.verdict]
+
+
+def settings(report: Report) -> list[str]:
+    """How the target was called and graded, the parts that change what is found."""
+    parts = [f"placement {report.placement}"]
+    if report.credit:
+        parts.append(f"credit {report.credit}")
+    if report.reduction:
+        parts.append(f"reduction {report.reduction}")
+    if report.dtype:
+        parts.append(report.dtype)
+    return [*parts, f"seed {report.seed}"]
+
+
+def is_warning(check: CheckResult) -> bool:
+    """Whether a failure of this check only warns (the variance family)."""
+    return check.code.startswith("KL8")
+
+
+def reason(check: CheckResult) -> str:
+    """What a check found and what to do, on one line."""
+    fix = f" Fix: {one_line(check.fix)}" if check.fix else ""
+    return one_line(check.message) + fix
+
+
+def skipped(report: Report) -> dict[str, list[str]]:
+    """The codes of skipped and inconclusive checks by their reason, in order."""
+    reasons: dict[str, list[str]] = {}
+    for check in report.checks:
+        if check.status in ("skip", "inconclusive"):
+            prefix = "inconclusive: " if check.status == "inconclusive" else ""
+            reasons.setdefault(prefix + (one_line(check.message) or "no reason given"), []).append(check.code)
+    return reasons
+
+
+def value_rows(report: Report) -> list[str]:
+    """What the logged value estimates, a line a world; empty where the loss shows none."""
+    words = {
+        "kl": "KL(π‖ref)",
+        "kl_per_token": "KL(π‖ref) per token",
+        "mean_of_token_means": "the mean over rollouts of the mean log-ratio per token",
+        None: "none of the KL values",
+    }
+    lines = []
+    for row in report.value:
+        detail = [
+            f"{name} {number(value)}"
+            for name, value in (("relative bias", row.relative_bias), ("relative std", row.relative_std))
+            if value is not None
+        ]
+        matches = words.get(row.matches, row.matches)
+        lines.append(f"{row.environment}, {row.sampler}: {matches}" + (f" ({', '.join(detail)})" if detail else ""))
+    return lines

@@ -1,0 +1,41 @@
+"""GitHub Actions annotations: an `::error` line a failed check, `::warning` for checks that only warn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from kltest.grading.report import Report
+from kltest.outputs import PLAIN, Terminal
+from kltest.outputs._words import headline, is_warning, reason, rows, visible
+
+DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+PROPERTY = {**DATA, ":": "%3A", ",": "%2C"}
+
+
+def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    return "".join(line + "\n" for report in reports for line in _lines(report))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    errors = 0
+    for check in report.failed:
+        level = "warning" if is_warning(check) else "error"
+        errors += level == "error"
+        yield _annotation(level, report, f"{check.code} {check.name}", f"{report.target}: {reason(check)}")
+    if report.verdict == "confirmed":
+        yield _annotation("notice", report, "kltest confirmed", f"{report.target}: {headline(report)}")
+    elif not errors:
+        wrong = [f"{row.cells[0]}, {row.cells[1]}: {row.cells[2]}" for row in rows(report) if row.agrees is False]
+        detail = "\n".join([report.error or headline(report), *wrong, *report.notes])
+        yield _annotation("error", report, f"kltest {report.verdict}", f"{report.target}: {detail}")
+
+
+def _annotation(level: str, report: Report, title: str, message: str) -> str:
+    path = re.match(r"(.+\.py):\w", report.target)
+    file = f"file={_escape(path[1], PROPERTY)}," if path else ""
+    return f"::{level} {file}title={_escape(title, PROPERTY)}::{_escape(message, DATA)}"
+
+
+def _escape(text: str, table: dict[str, str]) -> str:
+    return visible(text, keep="\r\n").translate(str.maketrans(table))

@@ -1,0 +1,67 @@
+"""Markdown, for job summaries and issues."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from kltest.grading.report import Report
+from kltest.outputs import PLAIN, Terminal
+from kltest.outputs._words import COLUMNS, headline, is_warning, one_line, rows, settings, skipped, value_rows, visible
+
+MARKS = {"confirmed": "✅", "refuted": "❌", "inconclusive": "❔", "error": "💥"}
+
+
+def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    return "\n".join(line for report in reports for line in _lines(report))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"### {MARKS[report.verdict]} {_code(report.target)}: {report.verdict}"
+    yield ""
+    yield f"{_escape(headline(report))} · declared {_code(report.expect)} · {_escape(' · '.join(settings(report)))}"
+    yield ""
+    if report.gradients:
+        yield from _table(report)
+        yield ""
+    for check in report.failed:
+        mark = "⚠️" if is_warning(check) else "❌"
+        yield f"- {mark} **{check.code} {_escape(check.name)}**: {_escape(one_line(check.message))}"
+        if check.fix:
+            yield f"  **Fix:** {_escape(one_line(check.fix))}"
+    if report.error:
+        yield f"- **{_escape(one_line(report.error))}**"
+    yield from (f"- Logged value, {_escape(line)}" for line in value_rows(report))
+    yield from (f"- {_escape(one_line(note))}" for note in report.notes)
+    yield from (f"- Skipped {', '.join(codes)}: {_escape(why)}" for why, codes in skipped(report).items())
+    if report.traceback:
+        yield from ("", *_fenced(report.traceback))
+    yield ""
+
+
+def _table(report: Report) -> Iterator[str]:
+    yield "| " + " | ".join((*COLUMNS, "agrees")) + " |"
+    yield "|---|---|---|--:|--:|--:|---|"
+    for row in rows(report):
+        agrees = {True: "yes", False: "**no**", None: "not judged"}[row.agrees]
+        agrees = f"{agrees}: {_escape(row.note)}" if row.note else agrees
+        yield "| " + " | ".join((*map(_escape, row.cells), agrees)) + " |"
+
+
+def _escape(text: str) -> str:
+    """Plain text that no Markdown reader takes for markup, a link, a mention or the end of a table cell."""
+    escaped = re.sub(r"([\\`*_{}\[\]<>()#+!|~$-])", r"\\\1", visible(text, keep=""))
+    return escaped.replace("&", "&amp;").replace("@", "&#64;").replace("://", "&#58;//")
+
+
+def _code(text: str) -> str:
+    """A code span that may contain backticks; a bar is written as an entity would not be read inside it."""
+    text = one_line(text)
+    fence = "`" * (1 + max(map(len, re.findall(r"`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def _fenced(text: str) -> Iterator[str]:
+    fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+    yield from (fence, visible(text.rstrip()), fence)

@@ -1,0 +1,306 @@
+"""Every output format says what the report says, to people and machines, whatever is written in it."""
+
+import html.parser
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kltest.errors import UsageError
+from kltest.grading.report import CheckResult, GradientRow, Report, ValueRow
+from kltest.outputs import Terminal, formats, render
+from kltest.outputs.json import schema
+
+NASTY = "a<b>&\"'`|\n\r%:,\x1b[31m\x00\ud800\u2028\u202e]]>--*_[x](http://y)@me-->é∇\ufffe"
+
+
+def row(environment="bandit", sampler="current", agrees=True, **changes):
+    row = GradientRow(
+        environment=environment,
+        sampler=sampler,
+        identified={"reverse_kl": 1.0},
+        relative_bias=2.2e-16,
+        cosine=1.0,
+        residual=1e-16,
+        relative_variance=3.14159,
+        method="exact",
+        instances=4,
+        rollouts=27,
+        expected={"reverse_kl": 1.0},
+        agrees=agrees,
+    )
+    return replace(row, **changes)
+
+
+CONFIRMED = Report(
+    target="k2-loss-sequence",
+    expect="reverse_kl",
+    placement="loss",
+    seed=0,
+    versions={"kltest": "0"},
+    verdict="confirmed",
+    reduction="per-row",
+    dtype="float64",
+    gradients=[row(), row("sequence")],
+    checks=[CheckResult("KL101", "zero-gradient", "pass"), CheckResult("KL301", "x", "skip", "no sampler")],
+)
+REFUTED = replace(
+    CONFIRMED,
+    target="loss.py:grpo",
+    verdict="refuted",
+    gradients=[
+        row(agrees=False, identified={"forward_kl": 1.0}, relative_bias=0.51234, cosine=0.99996),
+        row("ragged", agrees=False, identified=None, residual=0.31, cosine=None),
+    ],
+    value=[ValueRow("bandit", "current", "kl", 1e-16, 0.5)],
+    checks=[
+        CheckResult("KL102", "forward-kl-gradient", "fail", "follows the other KL", "use k1 in the reward"),
+        CheckResult("KL802", "inefficient", "fail", "noisier than need be", "centre it"),
+    ],
+    notes=["lifted out of loss.py"],
+)
+INCONCLUSIVE = replace(CONFIRMED, verdict="inconclusive", gradients=[row(agrees=None, note="rows are coupled")])
+ERROR = replace(
+    CONFIRMED, verdict="error", gradients=[], checks=[], error="the loss raised ValueError: no", traceback='File "x.py"'
+)
+HOSTILE = replace(
+    REFUTED,
+    target=NASTY,
+    expect=NASTY,
+    notes=[NASTY],
+    error=NASTY,
+    traceback=NASTY,
+    gradients=[row(agrees=False, note=NASTY), *REFUTED.gradients],
+    checks=[CheckResult("KL102", NASTY, "fail", NASTY, NASTY), CheckResult("KL103", NASTY, "skip", NASTY)],
+)
+WARNED = replace(CONFIRMED, checks=[CheckResult("KL802", "inefficient", "fail", "noisy", "centre it")])
+ALL = {
+    "confirmed": CONFIRMED,
+    "refuted": REFUTED,
+    "inconclusive": INCONCLUSIVE,
+    "error": ERROR,
+    "hostile": HOSTILE,
+    "warned": WARNED,
+}
+every_report = pytest.mark.parametrize("report", ALL.values(), ids=ALL)
+
+
+def test_the_formats_are_those_of_the_contract():
+    assert set(formats()) == {"text", "json", "junit", "markdown", "github", "html"}
+
+
+def test_an_unknown_format_names_the_nearest():
+    with pytest.raises(UsageError, match="did you mean json"):
+        render("jsn", [CONFIRMED])
+
+
+@every_report
+@pytest.mark.parametrize("name", ["github", "html", "json", "junit", "markdown", "text"])
+def test_renders_the_same_clean_bytes_every_time(name, report):
+    text = render(name, [report, CONFIRMED])
+    assert text == render(name, [report, CONFIRMED])
+    text.encode("utf-8")
+    assert text.endswith("\n")
+    assert not set(text) & set("\x00\x1b\r")
+
+
+@every_report
+def test_json_is_valid_against_the_schema_alone_and_in_an_array(report):
+    validator = jsonschema.Draft202012Validator(schema())
+    validator.check_schema(schema())
+    alone, several = json.loads(render("json", [report])), json.loads(render("json", [report, CONFIRMED]))
+    validator.validate(alone)
+    validator.validate(several)
+    assert several[0] == alone
+    assert alone["verdict"] == report.verdict
+
+
+def test_the_schema_refuses_what_is_not_a_report():
+    good = json.loads(render("json", [REFUTED]))
+    validator = jsonschema.Draft202012Validator(schema())
+    for key in schema()["$defs"]["report"]["required"]:
+        assert not validator.is_valid({name: value for name, value in good.items() if name != key}), key
+    for key in schema()["$defs"]["gradient"]["required"]:
+        lacking = {name: value for name, value in good["gradients"][0].items() if name != key}
+        assert not validator.is_valid({**good, "gradients": [lacking]}), key
+    assert not validator.is_valid({**good, "verdict": "unbiased"})
+    assert not validator.is_valid({**good, "gradients": [{**good["gradients"][0], "identified": {}}]})
+    assert validator.is_valid({**good, "one_more_key": 1})
+
+
+def test_numbers_that_are_not_finite_are_null_in_json_and_a_sign_in_text():
+    report = replace(CONFIRMED, gradients=[row(relative_bias=float("inf"), relative_variance=float("nan"))])
+    gradient = json.loads(render("json", [report]))["gradients"][0]
+    assert gradient["relative_bias"] is None
+    assert gradient["relative_variance"] is None
+    assert "∞" in render("text", [report])
+    assert "nan" not in render("text", [report])
+
+
+def test_text_puts_the_verdict_first_and_keeps_the_numbers():
+    text = render("text", [REFUTED])
+    assert text.startswith("REFUTED")
+    assert "∇KL(ref‖π)" in text
+    assert "no named gradient" in text
+    assert "0.512" in text
+    assert "0.99996" in text, "a cosine that is not 1 must not be rounded to it"
+    assert "KL102 forward-kl-gradient" in text
+    assert "Fix: use k1 in the reward" in text
+    assert "warning KL802" in text
+    assert "lifted out of loss.py" in text
+
+
+def test_text_is_coloured_only_where_the_terminal_is():
+    assert "\x1b[" not in render("text", [REFUTED])
+    coloured = render("text", [REFUTED], Terminal(width=100, colour=True))
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == render("text", [REFUTED], Terminal(width=100))
+    assert coloured.startswith("\x1b[31mREFUTED\x1b[0m")
+
+
+def test_text_columns_line_up():
+    text = render("text", [REFUTED]).splitlines()
+    start = next(index for index, line in enumerate(text) if line.startswith("environment"))
+    place = text[start].index("expected gradient")
+    for line in text[start + 1 : start + 3]:
+        assert line[place - 2 : place] == "  "
+        assert line[place] != " "
+
+
+@pytest.mark.parametrize("width", [1, 40, 72, 200])
+def test_text_wraps_prose_to_the_width_but_never_breaks_a_word(width):
+    long = "word " * 60 + "/a/very/long/path/" + "x" * 90
+    report = replace(CONFIRMED, notes=[long])
+    text = render("text", [report], Terminal(width=width))
+    prose = [line for line in text.splitlines() if "word" in line]
+    assert max(map(len, prose)) <= max(width, 40)
+    assert "/a/very/long/path/" + "x" * 90 in text
+
+
+def test_several_targets_end_with_a_summary_in_text():
+    summary = render("text", [CONFIRMED, REFUTED]).split("2 targets")[1].splitlines()
+    assert summary[1:] == ["confirmed  k2-loss-sequence", "refuted    loss.py:grpo  KL102, KL802"]
+
+
+def junit(*reports):
+    return ET.fromstring(render("junit", reports).encode("utf-8"))
+
+
+@every_report
+def test_junit_has_the_shape_that_ci_services_read(report):
+    root = junit(report, CONFIRMED)
+    assert root.tag == "testsuites"
+    assert [suite.tag for suite in root] == ["testsuite", "testsuite"]
+    for element in (root, *root):
+        cases = list(element.iter("testcase"))
+        assert int(element.get("tests")) == len(cases) > 0
+        for attribute, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            assert int(element.get(attribute)) == len(list(element.iter(kind)))
+    for case in root.iter("testcase"):
+        assert set(case.attrib) == {"classname", "name"}
+        assert {child.tag for child in case} <= {"failure", "error", "skipped", "system-out"}
+        assert len(case) <= 1
+
+
+@every_report
+def test_junit_is_red_exactly_when_the_verdict_is_not_confirmed(report):
+    suite = junit(report)[0]
+    red = int(suite.get("failures")) + int(suite.get("errors"))
+    assert (red > 0) == (report.verdict != "confirmed")
+
+
+def test_junit_of_a_refutation_without_a_failed_check_or_row_is_still_red():
+    assert int(junit(replace(CONFIRMED, verdict="refuted"))[0].get("failures")) == 1
+
+
+@every_report
+def test_github_lines_are_commands_with_escaped_text(report):
+    lines = render("github", [report]).splitlines()
+    assert lines
+    for line in lines:
+        command = re.fullmatch(r"::(error|warning|notice) ((?:file|title)=[^:,]*(?:,title=[^:,]*)?)::(.*)", line)
+        assert command, line
+        for text in command.groups():
+            assert not re.search(r"%(?!25|0A|0D|3A|2C)", text)
+    assert any(line.startswith("::error") for line in lines) == (report.verdict != "confirmed")
+
+
+def test_github_escapes_as_its_runner_decodes():
+    line = render("github", [replace(REFUTED, checks=[CheckResult("KL102", "a:b,c", "fail", "50%\nof it")])]).rstrip()
+    assert line == "::error file=loss.py,title=KL102 a%3Ab%2Cc::loss.py:grpo: 50% of it".replace("50%", "50%25")
+    error = render("github", [replace(ERROR, error="50%\nof it")]).rstrip()
+    assert error == "::error title=kltest error::k2-loss-sequence: 50%25%0Aof it"
+
+
+def test_github_only_warns_of_variance():
+    lines = render("github", [WARNED]).splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["::warning", "::notice"]
+
+
+class Page(html.parser.HTMLParser):
+    """Open tags in order, all text, and whatever is loaded from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.texts, self.loaded, self.tags = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loaded += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@every_report
+def test_html_is_one_well_formed_page_that_loads_nothing(report):
+    page = Page(render("html", [report, CONFIRMED]))
+    assert page.open == []
+    assert page.loaded == []
+    assert "script" not in page.tags
+    assert page.tags.count("section") == 2
+    assert 'name="viewport"' in render("html", [report])
+    assert "prefers-color-scheme: dark" in render("html", [report])
+
+
+def test_html_shows_names_as_they_are():
+    page = Page(render("html", [replace(REFUTED, target="<script>alert(1)</script>")]))
+    assert "<script>alert(1)</script>" in page.texts
+
+
+@every_report
+def test_markdown_tables_have_equal_columns(report):
+    table = [line for line in render("markdown", [report]).splitlines() if line.startswith("|")]
+    assert bool(table) == bool(report.gradients)
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) <= 1
+
+
+def test_markdown_neutralises_markup():
+    text = render("markdown", [replace(CONFIRMED, notes=["<img src=x> **b** @you a|b http://z"])])
+    assert r"\<img src=x\> \*\*b\*\* &#64;you a\|b http&#58;//z" in text
+
+
+@given(st.text(max_size=40), st.sampled_from(["github", "html", "json", "junit", "markdown", "text"]))
+def test_any_text_anywhere_keeps_every_format_readable(text, name):
+    check = CheckResult("KL102", text, "fail", text, text)
+    report = replace(REFUTED, target=text, notes=[text], error=text, traceback=text, checks=[check])
+    rendered = render(name, [report])
+    rendered.encode("utf-8")
+    if name == "json":
+        json.loads(rendered)
+    elif name == "junit":
+        ET.fromstring(rendered.encode("utf-8"))
+    elif name == "github":
+        assert all(line.startswith("::") for line in rendered.splitlines())
+    elif name == "html":
+        assert Page(rendered).open == []
