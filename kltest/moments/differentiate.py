@@ -34,9 +34,14 @@ class RowGradients:
         """How far two gradients that ought to be equal may differ, relative to the larger, at the loss's precision."""
         return _TOLERANCE.get(self.outcome.dtype, 1e-9)
 
+    @property
+    def parts(self) -> tuple[np.ndarray, ...]:
+        """What reached the batch, leaf by leaf."""
+        return tuple(part for part in (self.logp, self.logits) if part is not None)
+
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         """What reached one row, leaf by leaf."""
-        return tuple(part[index] for part in (self.logp, self.logits) if part is not None)
+        return tuple(part[index] for part in self.parts)
 
 
 def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None = None) -> RowGradients:
@@ -50,11 +55,11 @@ def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None = None) 
     found: dict[str, np.ndarray] = {}
     if leaves and outcome.objective.requires_grad:
         gradients = torch.autograd.grad(outcome.objective, list(leaves.values()), allow_unused=True)
-        for name, gradient in zip(leaves, gradients, strict=True):
-            if gradient is not None:
-                found[name] = gradient.numpy()
-    for name, gradient in found.items():
-        found[name] = _live_only(loss, rollout, name, gradient, live)
+        found = {
+            name: _live_only(loss, rollout, name, gradient.numpy(), live)
+            for name, gradient in zip(leaves, gradients, strict=True)
+            if gradient is not None
+        }
     return RowGradients(found.get("logp"), found.get("logits"), outcome)
 
 

@@ -72,12 +72,11 @@ def _stack(singles: list[RowGradients], rows: list[int], leaf: str) -> np.ndarra
 
 def _expectation(values: list[Tensor | None], mask: np.ndarray, weights: np.ndarray) -> Expectation | None:
     """Per-token values are summed over live tokens."""
-    if any(value is None for value in values):
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
         return None
-    rows = np.array(
-        [
-            float(np.where(live, value.numpy()[0], 0.0).sum()) if value.dim() == 2 else float(value.sum())
-            for value, live in zip(values, mask, strict=True)
-        ]
-    )
-    return Expectation.of(rows, weights)
+    rows = [
+        float(np.where(live, value.numpy()[0], 0.0).sum()) if value.dim() == 2 else float(value.sum())
+        for value, live in zip(known, mask, strict=True)
+    ]
+    return Expectation.of(np.array(rows), weights)

@@ -22,7 +22,7 @@ class Expectation:
     def of(cls, rows: np.ndarray, weights: np.ndarray) -> Expectation:
         """Of values (N,) under probabilities (N,)."""
         mean = float(weights @ rows)
-        return cls(mean, float(np.sqrt(max(weights @ (rows - mean) ** 2, 0.0))), rows)
+        return cls(mean, float(np.sqrt(weights @ (rows - mean) ** 2)), rows)
 
 
 @dataclass(frozen=True)

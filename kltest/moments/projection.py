@@ -47,7 +47,7 @@ class Projection:
             self._add_sampled(contexts, tokens, weights, logp)
 
     def _add_sampled(self, contexts: np.ndarray, tokens: np.ndarray, weights: np.ndarray, logp: np.ndarray) -> None:
-        contexts_n, vocabulary = self.policy.shape
+        vocabulary = self.policy.shape[1]
         cell = contexts * vocabulary + tokens
         weighted = logp * weights[:, None]
         self.table += np.bincount(cell.ravel(), weighted.ravel(), self.policy.size).reshape(self.policy.shape)
@@ -60,7 +60,7 @@ class Projection:
             self._add_shared(contexts, weights, full)
 
     def _add_full(self, contexts: np.ndarray, weights: np.ndarray, full: np.ndarray) -> None:
-        _, vocabulary = self.policy.shape
+        vocabulary = self.policy.shape[1]
         weighted = (full * weights[:, None, None]).reshape(-1, vocabulary)
         for token in range(vocabulary):
             self.table[:, token] += np.bincount(contexts.ravel(), weighted[:, token], len(self.policy))

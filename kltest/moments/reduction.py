@@ -43,7 +43,7 @@ class Witness:
     def check_deterministic(self, row: int) -> None:
         """Raise TargetError if the same batch gives two different gradients."""
         again = differentiate(self.loss, self.base.take([row]))
-        if not _close(self.single(row).row(0), again.row(0), again.tolerance):
+        if not close(self.single(row).row(0), again.row(0), again.tolerance):
             raise TargetError(
                 f"{self.loss.name} gives different gradients for the same batch: it draws random numbers or keeps "
                 "state between calls. Make it deterministic (dropout off, seeds fixed) to have it graded exactly"
@@ -60,9 +60,9 @@ class Witness:
         own = [self.single(row) for row in rows]
         inside = [batch.row(position) for position in positions]
         as_mean = all(
-            _close(single.row(0), part, batch.tolerance, size) for single, part in zip(own, inside, strict=True)
+            close(single.row(0), part, batch.tolerance, size) for single, part in zip(own, inside, strict=True)
         )
-        as_sum = all(_close(single.row(0), part, batch.tolerance) for single, part in zip(own, inside, strict=True))
+        as_sum = all(close(single.row(0), part, batch.tolerance) for single, part in zip(own, inside, strict=True))
         self.mean &= as_mean
         self.sum &= as_sum
         if not (self.mean or self.sum) and not self.coupling:
@@ -130,7 +130,7 @@ def _explain_failure(loss: Loss, base: Rollout, error: KltestError) -> None:
         ) from error
 
 
-def _close(single: tuple[np.ndarray, ...], part: tuple[np.ndarray, ...], tolerance: float, factor: float = 1.0) -> bool:
+def close(single: tuple[np.ndarray, ...], part: tuple[np.ndarray, ...], tolerance: float, factor: float = 1.0) -> bool:
     if len(single) != len(part):
         return not any(array.any() for array in (*single, *part))
     return all(
