@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.special import log_softmax
 
 from kltest.errors import WorldError
 
@@ -13,7 +12,16 @@ def table(logits: np.ndarray, *, what: str = "policy") -> np.ndarray:
     logits = np.asarray(logits, dtype=np.float64)
     if logits.ndim != 2 or not np.isfinite(logits).all():
         raise WorldError(f"the {what}'s logits must be a finite (contexts, tokens) table, not {logits.shape}")
-    return log_softmax(logits, axis=1)
+    return _log_softmax(logits)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    # The largest term is taken out of the sum, so that log π of an all but certain token is −1e-35 and not 0.
+    largest = np.argmax(logits, axis=1)[:, None]
+    shifted = logits - np.take_along_axis(logits, largest, axis=1)
+    others = np.exp(shifted)
+    np.put_along_axis(others, largest, 0.0, axis=1)
+    return shifted - np.log1p(others.sum(axis=1, keepdims=True))
 
 
 def softmax_gradient(weights: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
@@ -21,4 +29,11 @@ def softmax_gradient(weights: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
 
     Both (C, V). log π = logits − logsumexp(logits), so the gradient is weights − π·Σ_v weights.
     """
-    return weights - np.exp(log_probs) * weights.sum(axis=1, keepdims=True)
+    # weights·(1 − π) − π·Σ_others weights: the same, without cancelling where one token is all but certain.
+    likeliest = np.argmax(log_probs, axis=1)[:, None]
+    rest = weights.copy()
+    np.put_along_axis(rest, likeliest, 0.0, axis=1)
+    rest = rest.sum(axis=1, keepdims=True)
+    others = rest - weights + np.take_along_axis(weights, likeliest, axis=1)
+    np.put_along_axis(others, likeliest, rest, axis=1)
+    return -np.expm1(log_probs) * weights - np.exp(log_probs) * others

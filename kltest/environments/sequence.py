@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kltest.environments.environment import END, Environment
@@ -49,7 +51,7 @@ def sequence(
     )
 
 
-def ragged(vocabulary: int = 3, length: int = 3, **options) -> Environment:
+def ragged(vocabulary: int = 3, length: int = 3, **options: Any) -> Environment:
     """Sequences of different lengths: the last token of the vocabulary ends the rollout. Options as for `sequence`."""
     return sequence(vocabulary, length, end_token=vocabulary - 1, **options)
 
