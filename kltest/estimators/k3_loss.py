@@ -4,7 +4,7 @@ from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k3-loss",
-    aliases=("k3", "low-var-kl", "grpo-kl"),
+    aliases=("k3", "grpo-kl"),
     formula="Σ_t (w_t − 1 + u_t),  w = e^(−u)",
     source="Shao et al. 2024 (DeepSeekMath, GRPO), Eq. 4; Schulman 2020 for the value",
     placement="loss",

@@ -10,15 +10,11 @@ No importance ratio is added. Only live tokens count; whatever stands at padded 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from kltest.errors import TargetError
-
-Placement = Literal["loss", "reward", "both"]
-Credit = Literal["return", "to-go", "immediate"]
+from kltest.estimators.spec import Credit, Placement
 
 
 def place(
@@ -56,9 +52,8 @@ def charge(value: Tensor, logp: Tensor, mask: Tensor, credit: Credit) -> Tensor:
 
 def _paid_last(value: Tensor, live: Tensor) -> Tensor:
     """(B, T) with the (B,) value at each row's last live token; nothing in a row without any."""
-    position = torch.arange(1, live.shape[1] + 1, device=live.device) * live
-    is_last = live & (position == position.max(dim=1, keepdim=True).values)
-    return torch.where(is_last, value[:, None], 0.0)
+    live_from_here = live.flip(1).cumsum(dim=1).flip(1)
+    return torch.where(live & (live_from_here == 1), value[:, None], 0.0)
 
 
 def _check(value: Tensor, mask: Tensor, placement: Placement) -> None:
