@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
 
+from kltest.estimators.spec import Credit, Placement, Spec
 from kltest.rollout import Rollout
+
+Returned = Literal["scalar", "rows", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -16,31 +20,62 @@ class Outcome:
 
     `objective` is the scalar to be differentiated (the KL part, where the loss takes a coefficient); `rows` (B,) are
     its parts, with objective = rows.mean(), where the loss returned one number a sequence or a token, else None.
-    `value` is what it returned, detached, where that was (B,) or (B, T); `metric` the logged `metrics["kl"]`, detached.
+    `value` is what it returned, detached, where that was (B,) or (B, T); `metric` the logged `metrics["kl"]`, detached:
+    a scalar, (B,) or (B, T). All are float64; `dtype` is the lowest floating-point precision on the
+    way.
+
+    No gradient at all is not an error here: the objective then does not require grad, or its gradient with respect to
+    the leaves (`rollout.built("logp")`, `rollout.built("logits")`) is None, since nothing connects the two.
+    `reaches_policy` is the first half of that question.
     """
 
     objective: Tensor
-    returned: Literal["scalar", "rows", "tokens"]
+    returned: Returned
     rows: Tensor | None = None
     value: Tensor | None = None
     metric: Tensor | None = None
     dtype: str = "float64"
 
+    @property
+    def reaches_policy(self) -> bool:
+        """Whether the objective can be differentiated at all."""
+        return self.objective.requires_grad
+
 
 class Loss(Protocol):
-    """A loss made ready: call it with a rollout. `takes` names the rollout fields that it is given."""
+    """A loss made ready: call it with a rollout.
+
+    `takes` names the rollout fields that it is given, `fields` says which parameter each one fills ("rollout" means
+    that it may read any; `rollout.accessed` then tells). `settings` are the arguments that are not fields. `notes` are
+    sentences for the report, complete after the first call; `mutated` the fields that it was seen writing into.
+    `takes_beta`: it is called at β and at 0, and its objective is the difference over β. `spec` describes a registered
+    estimator.
+    """
 
     name: str
     takes: frozenset[str]
+    fields: dict[str, str]
+    placement: Placement
+    credit: Credit
+    settings: dict[str, object]
+    takes_beta: bool
+    notes: list[str]
+    mutated: set[str]
+    spec: Spec | None
 
     def __call__(self, rollout: Rollout) -> Outcome: ...
 
 
 @dataclass(frozen=True)
 class Call:
-    """How a target is to be called: the options of `kltest grade` that shape a call."""
+    """How a target is to be called: the options of `kltest grade` that shape a call.
 
-    placement: Literal["loss", "reward", "both"] = "loss"
-    credit: Literal["return", "to-go", "immediate"] = "return"
-    beta: float = 1.0
-    arguments: dict[str, object] = field(default_factory=dict)
+    `placement` and `credit` default to what a registered estimator says of itself, else to loss and return; `beta`
+    to the rollout's own, which is 1. `arguments` fills parameters by name: any value, or "@field" for a field of the
+    rollout; a dotted name (`self.beta`, `config.clip`) gives an attribute of a stand-in object.
+    """
+
+    placement: Placement | None = None
+    credit: Credit | None = None
+    beta: float | None = None
+    arguments: Mapping[str, object] = field(default_factory=dict)

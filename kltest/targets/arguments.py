@@ -1,0 +1,126 @@
+"""`--arg name=value`: parsing, and the stand-in objects that dotted names build."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kltest.errors import UsageError
+from kltest.rollout import FIELDS, Rollout
+
+
+def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
+    """`name=value` pairs; a value is a Python literal where it reads as one, else the text itself.
+
+    Raises UsageError for a text without `=`, an empty or impossible name, or a name given twice.
+    """
+    parsed: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or not all(part.isidentifier() for part in name.split(".")):
+            raise UsageError(f"--arg wants NAME=VALUE (or NAME=@FIELD), with a parameter's name; it got {text!r}")
+        if name in parsed:
+            raise UsageError(f"--arg gives {name!r} twice; give it once")
+        try:
+            parsed[name] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            parsed[name] = value
+    return parsed
+
+
+def field_named(name: str) -> str | None:
+    """The rollout field of that name or alias."""
+    if name in FIELDS:
+        return name
+    return next((key for key, entry in FIELDS.items() if name in entry.aliases), None)
+
+
+def field_asked(value: object) -> str | None:
+    """The field that an argument's value "@name" stands for, None for an ordinary value; UsageError if unknown."""
+    if not (isinstance(value, str) and value.startswith("@")):
+        return None
+    name = field_named(value[1:])
+    if name is None:
+        raise UsageError(f"{value!r} is no field of a rollout; the fields are {fields_listed()}")
+    return name
+
+
+def fields_listed() -> str:
+    return ", ".join(f"@{name}" for name in FIELDS)
+
+
+class MissingAttributeError(AttributeError):
+    """A loss asked a stand-in object for something that nobody gave."""
+
+
+class Stub:
+    """An object that has the attributes given by `--arg NAME.attribute=value`, those of its class, and no others.
+
+    Where a method of a class is graded, the stub is its `self`: methods, properties and constants of the class work,
+    with the stub as their `self`. Fields ("@beta") are read from the rollout of the present call.
+    """
+
+    def __init__(self, name: str, attributes: Mapping[str, object], kind: type | None = None) -> None:
+        given, deeper = split_dotted(attributes)
+        given.update({head: Stub(f"{name}.{head}", inner) for head, inner in deeper.items()})
+        for value in given.values():
+            field_asked(value)
+        vars(self).update(_stub_name=name, _stub_given=given, _stub_kind=kind, _stub_rollout=None)
+
+    def __getattr__(self, attribute: str) -> Any:
+        given, kind = vars(self)["_stub_given"], vars(self)["_stub_kind"]
+        if attribute in given:
+            value = given[attribute]
+            asked = field_asked(value)
+            return value if asked is None else getattr(vars(self)["_stub_rollout"], asked)
+        found = inspect.getattr_static(kind, attribute, None) if kind is not None else None
+        dunder = attribute.startswith("__") and attribute.endswith("__")
+        if found is None or dunder:
+            name = vars(self)["_stub_name"]
+            message = f"{name} stands in for an object that was not built and has no attribute {attribute!r}"
+            if dunder:
+                raise AttributeError(message)
+            raise MissingAttributeError(f"{message}; give it with --arg {name}.{attribute}=VALUE")
+        return found.__get__(self, kind) if hasattr(found, "__get__") else found
+
+    def __setattr__(self, attribute: str, value: object) -> None:
+        vars(self)["_stub_given"][attribute] = value
+
+    def fields(self) -> set[str]:
+        """The rollout fields among its attributes, at any depth."""
+        found = set()
+        for value in vars(self)["_stub_given"].values():
+            if isinstance(value, Stub):
+                found |= value.fields()
+            elif (asked := field_asked(value)) is not None:
+                found.add(asked)
+        return found
+
+    def at(self, rollout: Rollout) -> Stub:
+        """A fresh copy, reading its fields from `rollout`: what a loss writes on it does not outlive the call."""
+        copy = object.__new__(Stub)
+        given = {
+            name: value.at(rollout) if isinstance(value, Stub) else value
+            for name, value in vars(self)["_stub_given"].items()
+        }
+        vars(copy).update(vars(self), _stub_given=given, _stub_rollout=rollout)
+        return copy
+
+
+def split_dotted(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """Plain arguments, and for each head of a dotted name the attributes given for it."""
+    plain: dict[str, object] = {}
+    dotted: dict[str, dict[str, object]] = {}
+    for name, value in arguments.items():
+        head, dot, rest = name.partition(".")
+        if dot:
+            dotted.setdefault(head, {})[rest] = value
+        else:
+            plain[name] = value
+    if both := plain.keys() & dotted.keys():
+        name = sorted(both)[0]
+        raise UsageError(f"--arg gives both {name} and {name}.{next(iter(dotted[name]))}; give one of the two")
+    return plain, dotted

@@ -1,0 +1,193 @@
+"""Calling a loss with a rollout: parameters filled by name, whatever it returns turned into an Outcome."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kltest.errors import KltestError, TargetError, UsageError
+from kltest.estimators.spec import Credit, Placement, Spec
+from kltest.rollout import LEAVES, Rollout
+from kltest.targets.arguments import MissingAttributeError, Stub
+from kltest.targets.callables import described, eagerly, source_file
+from kltest.targets.filling import FieldOf, Filling, fill, fixed_beta, value_of
+from kltest.targets.frames import describe, failure
+from kltest.targets.handing import KINDS, Handed, Kind, no_integer_mask_as_index
+from kltest.targets.outcome import Call, Outcome
+from kltest.targets.placement import place
+from kltest.targets.precision import lowest_precision
+from kltest.targets.results import Result, check_finite, read
+
+
+def bind(
+    function: Callable[..., Any],
+    call: Call | None = None,
+    name: str | None = None,
+    *,
+    receiver: Stub | None = None,
+    spec: Spec | None = None,
+    notes: tuple[str, ...] = (),
+) -> BoundLoss:
+    """A callable made into a Loss: each parameter gets the rollout's field of its name, or the argument given for it.
+
+    `receiver` stands in for `self` where `function` is a plain method. Raises UsageError for what cannot be called
+    with a rollout, for a parameter that nothing fills, and for an argument that no parameter takes.
+    """
+    call = call or Call()
+    name = name or getattr(function, "__qualname__", None) or type(function).__name__
+    function, signature = described(function, name)
+    parameters = list(signature.parameters.values())
+    if receiver is not None:
+        parameters = parameters[1:]
+    return BoundLoss(name, function, fill(name, parameters, call), parameters, call, receiver, spec, notes)
+
+
+class BoundLoss:
+    """A loss made ready (see kltest.targets.outcome.Loss)."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        fillings: dict[str, Filling],
+        parameters: list[inspect.Parameter],
+        call: Call,
+        receiver: Stub | None,
+        spec: Spec | None,
+        notes: tuple[str, ...],
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.notes = list(notes)
+        self.mutated: set[str] = set()
+        self.placement: Placement = call.placement or (spec.placement if spec else "loss")
+        self.credit: Credit = call.credit or (spec.credit if spec else "return")
+        self.settings: dict[str, object] = dict(call.arguments)
+        self._beta = fixed_beta(fillings, call)
+        self.fields = {key: filling.name for key, filling in fillings.items() if isinstance(filling, FieldOf)}
+        stubs = [filling for filling in (*fillings.values(), receiver) if isinstance(filling, Stub)]
+        self.takes = frozenset(self.fields.values()).union(*(stub.fields() for stub in stubs))
+        self.takes_beta = "beta" in self.takes
+        self.home = source_file(function)
+        self._function, self._fillings, self._parameters, self._receiver = function, fillings, parameters, receiver
+        self._kind: Kind | None = None
+
+    def __repr__(self) -> str:
+        return f"<loss {self.name}({', '.join(f'{key}={value}' for key, value in self.fields.items())})>"
+
+    def __call__(self, rollout: Rollout) -> Outcome:
+        """The loss on one batch.
+
+        Raises TargetError where the loss raises (FailedError, with the user's own frame), leaves the process, or
+        returns what is no loss; UsageError where it asks a stand-in object for an attribute that was not given.
+        """
+        beta = rollout.peek("beta") if self._beta is None else self._beta
+        random = torch.get_rng_state()
+        result, view = self._run(rollout, beta)
+        results = {self.name: result}
+        loss = result.loss.to(torch.float64)
+        self.takes_beta = self.takes_beta or "beta" in view.accessed
+        if self.takes_beta:
+            if not beta or not math.isfinite(beta):
+                raise UsageError(f"β is {beta}: the KL part of {self.name} is taken as (ℓ(β) − ℓ(0))/β, with β ≠ 0")
+            torch.set_rng_state(random)
+            without, _ = self._run(rollout, 0.0)
+            results[f"{self.name} at β = 0"] = without
+            if without.returned not in (result.returned, "scalar"):
+                raise TargetError(f"{self.name} returned {result.returned} at β = {beta}, {without.returned} at β = 0")
+            loss = (loss - without.loss.to(torch.float64)) / beta
+        logp = loss if self.placement == "loss" else rollout.peek("logp")
+        placed = place(loss, logp, rollout.peek("mask"), self.placement, self.credit)
+        if not math.isfinite(float(placed.detach().sum())):
+            for name, part in results.items():
+                check_finite(name, part.loss, rollout, self.fields)
+        scalar = result.returned == "scalar"
+        return Outcome(
+            objective=placed if scalar else placed.mean(),
+            returned=result.returned,
+            rows=None if scalar else placed,
+            value=None if scalar else loss.detach(),
+            metric=result.metric,
+            dtype=lowest_precision(*(part.loss for part in results.values())),
+        )
+
+    def _run(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
+        """One call, with the first kind of mask that the loss accepts; that kind is kept for the calls that follow."""
+        first: BaseException | None = None
+        for kind in KINDS if self._kind is None else (self._kind,):
+            view = Handed(rollout, beta, kind, always_copy=bool(self.mutated))
+            if kind.mask in (torch.bool, torch.int64) and "mask" not in rollout.accessed and first is not None:
+                continue
+            try:
+                answer = self._call_once(view, beta)
+            except (TypeError, IndexError, RuntimeError) as error:
+                first = first or error
+                continue
+            except (KeyboardInterrupt, KltestError):
+                raise
+            except BaseException as error:
+                raise self._failure(error, beta) from error
+            finally:
+                rollout.accessed |= view.accessed
+            if first is not None:
+                self.notes.append(f"It was given {kind}: with {KINDS[0]} it raised {describe(first)}")
+            self._kind = kind
+            self._check_inputs(rollout, view)
+            return read(self.name, _zero_as_tensor(answer, beta), rollout), view
+        assert first is not None
+        raise self._failure(first, beta) from first
+
+    def _call_once(self, view: Handed, beta: float) -> Any:
+        positional, named = [], {}
+        for parameter in self._parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if parameter.name in self._fillings:
+                value = value_of(self._fillings[parameter.name], view)
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                value = parameter.default
+            else:
+                continue
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                named[parameter.name] = value
+        known = {parameter.name for parameter in self._parameters}
+        named.update({key: value_of(filling, view) for key, filling in self._fillings.items() if key not in known})
+        if self._receiver is not None:
+            positional.insert(0, self._receiver.at(view))
+        mask = view.peek("mask") if "mask" in self.takes or "rollout" in self.takes else None
+        with torch.enable_grad(), eagerly(), no_integer_mask_as_index(mask):
+            return self._function(*positional, **named)
+
+    def _check_inputs(self, rollout: Rollout, view: Handed) -> None:
+        for name in sorted(written := view.written()):
+            if view.shared(name):
+                what = "the policy's own log-probs" if name in LEAVES else "an input that is shared with other calls"
+                raise TargetError(
+                    f"{self.name} wrote into {name}, {what}, in place. Work on a copy: {name} = {name}.clone()."
+                )
+        self.mutated |= written
+        for name in LEAVES:
+            leaf = rollout.built(name)
+            if leaf is not None and leaf.grad is not None:
+                leaf.grad = None
+                raise TargetError(
+                    f"{self.name} called backward() itself; return the loss and kltest differentiates it."
+                )
+
+    def _failure(self, error: BaseException, beta: float) -> KltestError:
+        if isinstance(error, MissingAttributeError):
+            return UsageError(f"{self.name}: {error}")
+        at = " (called with β = 0, to take the part that β multiplies)" if self.takes_beta and beta == 0 else ""
+        return failure(self.name + at, error, self.home)
+
+
+def _zero_as_tensor(answer: Any, beta: float) -> Any:
+    """Without its KL term a loss may be the number 0 and no tensor at all."""
+    plain = isinstance(answer, int | float) and not isinstance(answer, bool)
+    return torch.tensor(float(answer), dtype=torch.float64) if beta == 0 and plain else answer

@@ -1,0 +1,127 @@
+"""Reading what a loss returned: a tensor of a known shape, alone or beside its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kltest.errors import TargetError
+from kltest.rollout import Rollout
+from kltest.targets.outcome import Returned
+
+ACCEPTED = "a scalar, (B,) or (B, T) tensor, or a pair (loss, metrics) of one and a mapping"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A loss as returned, before placement; `metric` is the logged KL, detached, float64."""
+
+    loss: Tensor
+    returned: Returned
+    metric: Tensor | None
+
+
+def read(name: str, answer: Any, rollout: Rollout) -> Result:
+    """The loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else."""
+    shape = tuple(rollout.peek("mask").shape)
+    loss, metrics = _pair(name, answer)
+    if not isinstance(loss, Tensor):
+        _refuse(name, loss)
+    if not loss.dtype.is_floating_point:
+        raise TargetError(f"{name} returned a tensor of {loss.dtype}; a loss must be floating-point: {ACCEPTED}.")
+    returned = _kind(tuple(loss.shape), shape)
+    if returned is None:
+        raise TargetError(
+            f"{name} returned a tensor of shape {tuple(loss.shape)} for a batch of B = {shape[0]} rollouts of "
+            f"T = {shape[1]} tokens; it must be (), {(shape[0],)} or {shape}. Reduce it, or keep one number a sequence "
+            "or a token."
+        )
+    return Result(loss, returned, None if metrics is None else _metric(name, metrics, shape))
+
+
+def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str, str]) -> None:
+    """Raise TargetError for a NaN or an infinity at a live position, naming the first one and what went into it."""
+    live = torch.ones_like(loss, dtype=torch.bool) if loss.dim() < 2 else rollout.peek("mask") != 0
+    bad = live & ~torch.isfinite(loss.detach())
+    if not bad.any():
+        return
+    place = tuple(bad.nonzero()[0].tolist())
+    words = "".join(f"{label} {index}" for label, index in zip((" at row", ", token"), place, strict=False))
+    given = ", ".join(_given(name, rollout, place) for name in sorted(set(fields.values())))
+    raise TargetError(
+        f"{name} returned {loss.detach()[place].item()}{words} ({int(bad.sum())} of {int(live.sum())} values are not "
+        f"finite){', where ' + given if place and given.strip(', ') else ''}. The inputs are finite and mild there: "
+        "look for a logarithm of zero, a division by a count that can be zero, or an overflow."
+    )
+
+
+def _pair(name: str, answer: Any) -> tuple[Any, Any]:
+    if isinstance(answer, list | tuple):
+        if len(answer) == 2 and isinstance(answer[0], Tensor) and isinstance(answer[1], Mapping | list | tuple):
+            return answer[0], answer[1]
+        kinds = ", ".join(_described(item) for item in answer)
+        raise TargetError(f"{name} returned a {type(answer).__name__} of ({kinds}); accepted are {ACCEPTED}.")
+    return answer, None
+
+
+def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> Tensor | None:
+    """The logged KL as float64; metrics without names (a list) and other metrics are ignored."""
+    if not isinstance(metrics, Mapping) or metrics.get("kl") is None:
+        return None
+    try:
+        metric = torch.as_tensor(metrics["kl"]).detach().to(torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        metric = None
+    if metric is None or _kind(tuple(metric.shape), shape) is None:
+        raise TargetError(
+            f'{name} logged {_described(metrics["kl"])} as metrics["kl"]; it must be a number or a tensor of shape (), '
+            f"{(shape[0],)} or {shape}"
+        )
+    return metric
+
+
+def _kind(found: tuple[int, ...], shape: tuple[int, ...]) -> Returned | None:
+    kinds = {(): "scalar", shape[:1]: "rows", shape: "tokens"}
+    return cast(Returned | None, kinds.get(found))
+
+
+def _described(item: Any) -> str:
+    if isinstance(item, Tensor):
+        return f"tensor of shape {tuple(item.shape)}"
+    return type(item).__name__
+
+
+def _given(name: str, rollout: Rollout, place: tuple[int, ...]) -> str:
+    """The values of a (B, T) or (B,) field at a place, as text; empty for any other."""
+    field = rollout.built(name)
+    if not isinstance(field, Tensor) or not 0 < field.dim() <= 2:
+        return ""
+    return f"{name} = {field.detach()[place[: field.dim()]].tolist()}"
+
+
+def _refuse(name: str, answer: Any) -> None:
+    if hasattr(answer, "close") and hasattr(answer, "cr_frame"):
+        answer.close()
+        why = "It is asynchronous: give kltest the synchronous function."
+    elif answer is None:
+        why = "Does it lack a return statement?"
+    elif isinstance(answer, int | float):
+        why = "The loss left torch (`.item()`, `float(…)`), so there is nothing to differentiate."
+    elif type(answer).__module__.partition(".")[0] == "numpy":
+        why = "The loss left torch for numpy, so there is nothing to differentiate."
+    elif isinstance(answer, Mapping):
+        why = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}; return the loss itself, or (loss, metrics)."
+    else:
+        why = ""
+    what = "nothing (None)" if answer is None else f"{_article(answer)}"
+    raise TargetError(f"{name} returned {what}; accepted are {ACCEPTED}. {why}".strip())
+
+
+def _article(answer: Any) -> str:
+    kind = type(answer).__name__
+    shown = f" ({answer!r})" if isinstance(answer, int | float) else ""
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}{shown}"
