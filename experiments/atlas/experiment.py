@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .settings import SAMPLERS, SEEDS, WORLDS
+from .settings import SEEDS, WORLDS
 
 
 def tasks(scale: str) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,456 @@
+"""The main job on a small checkout of its own: discovery, resumption, exit codes, what is written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kltest.errors import KltestError, UsageError
+from kltest.reproduce import figures, paper, reproduce, run
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.claims import Claim, summary
+from kltest.reproduce.experiment import Experiment
+from kltest.reproduce.files import as_csv, as_markdown, write
+from kltest.sweeps.progress import Progress
+from kltest.sweeps.store import Store, digest
+
+PYPROJECT = '[project]\nname = "kltest"\n'
+
+EXPERIMENT = """
+import os, time
+from .settings import NUMBERS
+
+def tasks(scale):
+    for number in range(NUMBERS if scale == "quick" else 2 * NUMBERS):
+        yield {"number": number}
+
+def compute(configuration):
+    time.sleep(float(os.environ.get("PAUSE", 0)))
+    number = configuration["number"]
+    if number == int(os.environ.get("BREAK", -1)):
+        raise ValueError("this number is unlucky")
+    with open(os.environ.get("CALLS", os.devnull), "a") as calls:
+        print(number, file=calls)
+    return [{"number": number, "root": number**0.5}]
+"""
+
+ANALYSIS = """
+import os
+from kltest.reproduce import Claim
+
+def tidy(rows):
+    return sorted(rows, key=lambda row: row["number"])
+
+def claims(rows):
+    largest = max((row["root"] for row in rows), default=0.0)
+    limit = float(os.environ.get("LIMIT", 100))
+    return [Claim("roots", "roots are small", "arithmetic", f"below {limit:g}", f"{largest:g}", largest < limit)]
+
+def tables(rows):
+    return {"table": rows}
+
+def numbers(rows):
+    return {"largest": max(row["root"] for row in rows)}
+"""
+
+FIGURE = """
+import json
+from matplotlib.figure import Figure
+
+def draw(results):
+    rows = json.loads((results / "roots" / "roots.json").read_text())
+    figure = Figure(figsize=(3, 2))
+    figure.subplots().plot([row["number"] for row in rows], [row["root"] for row in rows], label="roots")
+    return figure
+"""
+
+STYLE = (Path(__file__).parent.parent / "figures" / "style.py").read_text()
+PAPER = '#let n(e, k) = json("data/" + e + "/numbers.json").at(k)\nThe largest root is #n("roots", "largest").'
+
+
+def populate(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with one experiment, one figure and a paper, and the current directory inside it."""
+    root = populate(
+        tmp_path / "checkout",
+        {
+            "pyproject.toml": PYPROJECT,
+            "experiments/roots/settings.py": "NUMBERS = 12\n",
+            "experiments/roots/experiment.py": EXPERIMENT,
+            "experiments/roots/analysis.py": ANALYSIS,
+            "figures/style.py": STYLE,
+            "figures/roots.py": FIGURE,
+            "paper/paper.typ": PAPER,
+        },
+    )
+    monkeypatch.chdir(root)
+    for name in ("PAUSE", "BREAK", "CALLS", "LIMIT"):
+        monkeypatch.delenv(name, raising=False)
+    return root
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, but for the order in which the store was filled."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        name: b"".join(sorted(data.splitlines())) if name.endswith(".jsonl") else data for name, data in files.items()
+    }
+
+
+# Discovery
+
+
+def test_a_checkout_is_found_from_any_directory_inside_it(checkout):
+    assert Checkout.find(checkout / "experiments" / "roots").root == checkout.resolve()
+
+
+def test_elsewhere_the_error_says_where_it_looked_and_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"not inside a checkout of kltest.*clone") as error:
+        reproduce()
+    assert str(tmp_path) in str(error.value)
+
+
+def test_another_projects_experiments_are_not_ours(tmp_path):
+    populate(tmp_path, {"pyproject.toml": '[project]\nname = "other"\n', "experiments/x/settings.py": ""})
+    with pytest.raises(UsageError):
+        Checkout.find(tmp_path)
+
+
+def test_a_new_folder_is_an_experiment_without_being_listed_anywhere(checkout):
+    populate(
+        checkout,
+        {
+            "experiments/cubes/settings.py": "NUMBERS = 2\n",
+            "experiments/cubes/experiment.py": EXPERIMENT,
+            "experiments/cubes/analysis.py": ANALYSIS,
+            "experiments/notes/README.md": "no settings, no experiment",
+        },
+    )
+    assert Checkout.find().experiments() == ["cubes", "roots"]
+    assert run("cubes") == 0
+
+
+def test_an_unknown_experiment_names_those_that_exist(checkout):
+    with pytest.raises(UsageError, match=r"'rots'.*roots"):
+        run("rots")
+    with pytest.raises(UsageError, match="roots"):
+        reproduce(only=["rots"])
+
+
+def test_an_unknown_scale_is_a_usage_error(checkout):
+    with pytest.raises(UsageError, match=r"'huge'.*quick, full"):
+        reproduce(scale="huge")
+
+
+def test_two_checkouts_do_not_share_modules(checkout, tmp_path):
+    other = populate(
+        tmp_path / "other", {"pyproject.toml": PYPROJECT, "experiments/roots/settings.py": "NUMBERS = 3\n"}
+    )
+    first, second = (Checkout.find(root).load("experiments", "roots", "settings") for root in (checkout, other))
+    assert (first.NUMBERS, second.NUMBERS) == (12, 3)
+
+
+# The whole job
+
+
+def test_everything_is_made_and_the_summary_ends_it(checkout, capsys):
+    assert reproduce() == 0
+    made = contents(checkout / "results")
+    assert {
+        "roots/roots.csv",
+        "roots/roots.json",
+        "roots/table.md",
+        "roots/numbers.json",
+        "roots/claims.json",
+        "figures/roots.pdf",
+        "figures/roots.svg",
+        "figures/roots.png",
+        "paper/paper.pdf",
+        "summary.csv",
+        "summary.json",
+        "summary.md",
+    } <= made.keys()
+    assert made["paper/paper.pdf"].startswith(b"%PDF")
+    assert "1 of 1 claims agree, 0 disagree, 0 not run" in capsys.readouterr().out
+
+
+def test_full_scale_goes_on_from_quick(checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    assert run("roots") == 0
+    assert run("roots", scale="full") == 0
+    assert (tmp_path / "calls").read_text().split() == [str(number) for number in range(24)]
+
+
+def test_a_disagreeing_claim_is_exit_1_and_is_told_in_full(checkout, monkeypatch, capsys):
+    monkeypatch.setenv("LIMIT", "2")
+    assert reproduce() == 1
+    out = capsys.readouterr().out
+    assert "Disagrees: roots: roots are small" in out
+    assert "expected  below 2" in out
+    assert f"found     {11**0.5:g}" in out
+
+
+def test_a_failing_configuration_is_exit_3_and_the_others_are_kept(checkout, monkeypatch, capsys):
+    monkeypatch.setenv("BREAK", "5")
+    assert run("roots") == 3
+    assert "roots: 5 failed: ValueError: this number is unlucky" in capsys.readouterr().err
+    rows = json.loads((checkout / "results/roots/roots.json").read_text())
+    assert [row["number"] for row in rows] == [number for number in range(12) if number != 5]
+    monkeypatch.setenv("BREAK", "-1")
+    assert run("roots") == 0, "a failure is tried again"
+    assert len(json.loads((checkout / "results/roots/roots.json").read_text())) == 12
+
+
+def test_a_failing_experiment_is_exit_3_and_the_other_experiments_run(checkout, capsys):
+    populate(checkout, {"experiments/broken/settings.py": "", "experiments/broken/experiment.py": "1 / 0\n"})
+    assert reproduce() == 3
+    printed = capsys.readouterr()
+    assert "broken failed: ZeroDivisionError" in printed.err
+    assert "1 of 2 claims agree, 0 disagree, 1 not run" in printed.out
+    assert (checkout / "results/paper/paper.pdf").exists()
+
+
+def test_a_failing_figure_is_exit_3_and_the_paper_is_still_made(checkout, capsys):
+    populate(checkout, {"figures/zero.py": "def draw(results):\n    1 / 0\n"})
+    assert reproduce() == 3
+    assert "figure zero failed: ZeroDivisionError" in capsys.readouterr().err
+    assert (checkout / "results/paper/paper.pdf").exists()
+
+
+def test_what_only_leaves_out_is_said_not_to_have_been_run(checkout, capsys):
+    populate(checkout, {"experiments/other/settings.py": "", "experiments/other/experiment.py": "1 / 0\n"})
+    assert reproduce(only=["roots"]) == 0
+    assert "1 of 2 claims agree, 0 disagree, 1 not run" in capsys.readouterr().out
+
+
+def test_an_unwritable_output_is_found_before_the_work(checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to the output folder"):
+        reproduce(output=tmp_path / "file" / "below")
+    assert not (tmp_path / "calls").exists()
+
+
+# Stopping and going on
+
+
+def test_nothing_that_is_done_is_done_again(checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    reproduce()
+    first = contents(checkout / "results")
+    reproduce()
+    assert contents(checkout / "results") == first
+    assert len((tmp_path / "calls").read_text().split()) == 12
+
+
+def test_results_of_other_code_are_not_reused(checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    run("roots")
+    with (checkout / "experiments/roots/experiment.py").open("a") as file:
+        file.write("# another version\n")
+    run("roots")
+    assert len((tmp_path / "calls").read_text().split()) == 24
+
+
+def start(checkout: Path, output: Path, **environment: str) -> subprocess.Popen:
+    code = f"import sys; from kltest.reproduce import run; sys.exit(run('roots', output={str(output)!r}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=checkout,
+        env={**os.environ, "PAUSE": "0.03", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_lines(path: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"{path} never had {count} lines")
+
+
+def test_killed_and_started_again_the_results_are_those_of_an_undisturbed_run(checkout, tmp_path):
+    undisturbed, disturbed, calls = tmp_path / "undisturbed", tmp_path / "disturbed", tmp_path / "calls"
+    assert start(checkout, undisturbed).wait() == 0
+    for finished in (1, 4, 8):
+        process = start(checkout, disturbed, CALLS=str(calls))
+        wait_for_lines(disturbed / "roots" / "runs.jsonl", finished)
+        time.sleep(random.Random(finished).uniform(0, 0.05))
+        process.kill()
+        process.wait()
+    assert start(checkout, disturbed, CALLS=str(calls)).wait() == 0
+    assert contents(disturbed) == contents(undisturbed)
+    # A kill can cost the one configuration that was being computed, never more.
+    assert len(calls.read_text().split()) <= 12 + 3
+
+
+def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(checkout, tmp_path):
+    process = start(checkout, tmp_path / "out")
+    wait_for_lines(tmp_path / "out/roots/runs.jsonl", 3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "`kltest run roots`" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "out/roots/runs.jsonl").read_bytes().count(b"\n") >= 3
+
+
+def test_a_second_run_on_the_same_results_is_refused(checkout, tmp_path):
+    with Store(tmp_path / "runs.jsonl", "1"), pytest.raises(UsageError, match="another kltest is writing"):  # noqa: SIM117
+        with Store(tmp_path / "runs.jsonl", "1"):
+            pass
+
+
+def test_a_torn_line_is_cut_off_and_the_rest_is_kept(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    with Store(path, "1") as store:
+        store.add({"a": 1}, [{"x": 0.1}])
+        store.add({"a": 2}, [{"x": 0.2}])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    with Store(path, "1") as store:
+        assert store.rows({"a": 1}) == [{"x": 0.1}]
+        assert store.rows({"a": 2}) is None
+        store.add({"a": 2}, [{"x": 0.2}])
+    assert path.read_bytes() == whole
+
+
+def test_a_foreign_line_is_passed_over_and_named(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    with Store(path, "1") as store:
+        store.add({"a": 1}, [])
+    path.write_bytes(b"hello\n[]\n" + path.read_bytes())
+    with Store(path, "1") as store:
+        assert store.rows({"a": 1}) == []
+        assert store.foreign_lines == [1, 2]
+
+
+def full_disk(_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, monkeypatch):
+    with Store(tmp_path / "runs.jsonl", "1") as store:
+        store.add({"a": 1}, [])
+        monkeypatch.setattr(os, "fsync", full_disk)
+        with pytest.raises(KltestError, match=r"No space left.*is kept"):
+            store.add({"a": 2}, [])
+    monkeypatch.undo()
+    with Store(tmp_path / "runs.jsonl", "1") as store:
+        assert store.rows({"a": 1}) == []
+
+
+def test_a_configuration_is_named_by_its_content_not_its_order():
+    assert digest({"a": 1, "b": 2.5}) == digest({"b": 2.5, "a": 1}) != digest({"a": 1, "b": 2})
+
+
+# Files, figures, paper
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = write(tmp_path / "file", "old")
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(KltestError, match="No space left"):
+        write(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tables_keep_all_digits_and_escape_what_would_break_them():
+    assert as_csv([{"a": 0.1 + 0.2, "b": None}, {"a": 1.0, "b": {"x": 1.0}}]) == (
+        'a,b\n0.30000000000000004,\n1.0,"{""x"": 1.0}"\n'
+    )
+    assert as_markdown([{"a": "π|ref"}]) == "| a |\n| --- |\n| π\\|ref |\n"
+
+
+def test_figures_are_the_same_bytes_when_drawn_again_in_another_process(checkout):
+    assert run("roots") == 0
+    code = "from kltest.reproduce import figures; figures()"
+    drawn = []
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=checkout
+        )
+        drawn.append(contents(checkout / "results" / "figures"))
+        time.sleep(1.1 if seed == "1" else 0)  # a date in a file would have the resolution of a second
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == 3
+
+
+def test_a_figure_without_results_says_which_file_is_missing(checkout, capsys):
+    assert figures() == 3
+    assert "roots.json" in capsys.readouterr().err
+
+
+def test_the_paper_refuses_a_number_that_results_do_not_contain(checkout):
+    run("roots")
+    populate(checkout, {"paper/paper.typ": PAPER + '#n("roots", "smallest") #n("cubes", "largest")'})
+    with pytest.raises(UsageError, match="cubes:largest, roots:smallest"):
+        paper()
+
+
+def test_the_paper_is_the_same_bytes_when_built_again(checkout, tmp_path):
+    run("roots")
+    assert paper() == 0
+    first = (checkout / "results/paper/paper.pdf").read_bytes()
+    time.sleep(1.1)
+    assert paper() == 0
+    assert (checkout / "results/paper/paper.pdf").read_bytes() == first
+
+
+def test_a_mistake_in_the_paper_is_told_with_its_place(checkout):
+    run("roots")
+    populate(checkout, {"paper/paper.typ": "#unknown-thing"})
+    with pytest.raises(KltestError, match="unknown variable"):
+        paper()
+
+
+# Progress and summary
+
+
+def test_without_a_terminal_progress_is_a_line_per_percent(capsys):
+    with Progress("work", 1000) as progress:
+        for _ in range(1000):
+            progress.advance("x")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 101
+    assert lines[-1] == "work: 100 % (1000 of 1000) x"
+    assert "left" in lines[50]
+
+
+def test_the_summary_fits_its_width_and_counts():
+    claims = [
+        Claim("atlas", "a claim that is much too long for one line of any terminal" * 3, "s", "∇KL(π‖ref)", "0", False),
+        Claim("atlas", "another", "s", "x", "x", True),
+        Claim("other", "all", "", "", "left out", None),
+    ]
+    lines = summary(claims, 100).splitlines()
+    assert all(len(line) <= 100 for line in lines[: lines.index("")])
+    assert lines[-1] == "1 of 3 claims agree, 1 disagree, 1 not run."
+
+
+def test_the_version_of_a_result_changes_with_the_settings(checkout):
+    before = Experiment(Checkout.find(), "roots").version
+    (checkout / "experiments/roots/settings.py").write_text("NUMBERS = 13\n")
+    assert Experiment(Checkout.find(), "roots").version != before
