@@ -26,6 +26,6 @@ SPEC = Spec(
 
 @register(SPEC)
 def k2_loss(logp, ref_logp):
-    """u²/2 per token. Value: E[u²]/2, not the KL. Gradient: u·g, the reverse KL's at fixed prefixes. (B, T) → (B, T)."""
+    """u²/2 per token. Value: E[u²]/2, not the KL. Gradient: u·g, the local reverse KL's. (B, T) → (B, T)."""
     u = logp - ref_logp
     return u.square() / 2

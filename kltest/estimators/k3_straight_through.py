@@ -30,7 +30,7 @@ SPEC = Spec(
 
 @register(SPEC)
 def k3_straight_through(logp, ref_logp):
-    """k3 in value, k2 in gradient. Value: KL(π‖ref). Gradient: u·g, the reverse KL's, prefixes fixed. (B, T) → (B, T)."""
+    """k3 in value, k2 in gradient. Value: KL(π‖ref). Gradient: u·g, as k2-loss's. (B, T) → (B, T)."""
     u = logp - ref_logp
     k2 = u.square() / 2
     k3 = (-u).exp() - 1 + u

@@ -22,6 +22,6 @@ SPEC = Spec(
 
 @register(SPEC)
 def lambda_baseline(logp, ref_logp, lam=0.5):
-    """u + λ(w − 1) per token, in both places. Value: KL(π‖ref). Gradient: the reverse KL's for any λ. (B, T) → (B, T)."""
+    """u + λ(w − 1) per token, in both places. Value: KL(π‖ref). Gradient: the reverse KL's, any λ. (B, T) → (B, T)."""
     u = logp - ref_logp
     return u + lam * ((-u).exp() - 1)

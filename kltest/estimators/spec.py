@@ -1,19 +1,29 @@
-"""What an estimator says of itself, and the table of all of them."""
+"""What an estimator says of itself, and the table of all of them.
+
+A user's own estimator joins the table when its module is imported: by hand, or because an installed distribution
+names that module as an entry point in the group `kltest.estimators`:
+
+    @register(Spec(name="my-kl", formula="Σ_t u_t²", source="…", placement="loss", claims="…", known_false="…"))
+    def my_kl(logp, ref_logp): ...
+"""
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pkgutil import iter_modules
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kltest.errors import UsageError
 
 Placement = Literal["loss", "reward", "both"]
 Credit = Literal["return", "to-go", "immediate"]
 Combination = Mapping[str, float]
+WORLDS = ("bandit", "sequence", "ragged", "mdp")
+SAMPLERS = ("current", "stale")
 
 
 @dataclass(frozen=True)
@@ -22,8 +32,11 @@ class Spec:
 
     `identified[sampler][world]` is the combination of named gradients that its expected gradient equals, or None where
     nothing is to be named; worlds are bandit, sequence, ragged and mdp, and "tokens" stands for the last three.
+    Coefficients that depend on the length are those of T = 3. Left out, nothing is said.
     `per_token` says that its term for a token depends on that token's fields alone, so that dynamic programming can
-    take its expectation. `off_policy_only`: it means something only when the sampler is not the policy.
+    take its expectation. `off_policy_only`: it means something only when the sampler is not the policy. `couples`: it
+    is one number for a batch that is not a mean over its rows.
+    Raises UsageError for a name, placement, credit, sampler or world that there is not.
     """
 
     name: str
@@ -32,17 +45,38 @@ class Spec:
     placement: Placement
     claims: str
     known_false: str
-    identified: Mapping[str, Mapping[str, Combination | None]]
+    identified: Mapping[str, Mapping[str, Combination | None]] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     credit: Credit = "return"
     per_token: bool = False
     off_policy_only: bool = False
     couples: bool = False
 
+    def __post_init__(self) -> None:
+        worlds = {world for row in self.identified.values() for world in row}
+        empty = [world for row in self.identified.values() for world, names in row.items() if names == {}]
+        problem = None
+        if not self.name or _normal(self.name) != self.name or any(character.isspace() for character in self.name):
+            problem = "a name is in lower case, with hyphens and without spaces"
+        elif self.placement not in get_args(Placement):
+            problem = f"placement {self.placement!r} is none of {', '.join(get_args(Placement))}"
+        elif self.credit not in get_args(Credit):
+            problem = f"credit {self.credit!r} is none of {', '.join(get_args(Credit))}"
+        elif unknown := set(self.identified) - set(SAMPLERS):
+            problem = f"identified[{sorted(unknown)[0]!r}]: samplers are {', '.join(SAMPLERS)}"
+        elif unknown := worlds - {*WORLDS, "tokens"}:
+            problem = f"identified[…][{sorted(unknown)[0]!r}]: worlds are {', '.join(WORLDS)}, or tokens"
+        elif empty:
+            problem = (
+                f"identified[…][{empty[0]!r}] is empty: say {{'zero': 1.0}} for no gradient, None for none to name"
+            )
+        if problem:
+            raise UsageError(f"the SPEC of estimator {self.name!r}: {problem}")
+
     def expectation(self, world: str, sampler: str) -> Combination | None:
         """The combination that this estimator is to be identified as, or None."""
-        row = self.identified[sampler]
-        return row[world] if world in row else row["tokens"]
+        row = self.identified.get(sampler, {})
+        return row[world] if world in row else row.get("tokens" if world != "bandit" else "bandit")
 
 
 @dataclass(frozen=True)
@@ -65,9 +99,11 @@ def register(spec: Spec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not getattr(function, "__module__", "").startswith("kltest.estimators."):
+            _load_package()  # so that a clash of names is the newcomer's
         for name in (spec.name, *spec.aliases):
             owner = _owner(name)
-            if owner is not None and owner != spec.name:
+            if owner is not None and not (owner == spec.name and _same(function, _REGISTRY[owner].function)):
                 raise UsageError(f"cannot register {spec.name!r}: the name {name!r} belongs to {owner!r}")
         _REGISTRY[spec.name] = Estimator(spec, function)
         return function
@@ -75,31 +111,63 @@ def register(spec: Spec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def _owner(name: str) -> str | None:
-    return next((key for key, entry in _REGISTRY.items() if name == key or name in entry.spec.aliases), None)
-
-
 def registry() -> dict[str, Estimator]:
-    """All estimators by name, in alphabetical order: this package's, and those of installed entry points."""
-    if "package" not in _LOADED:
-        _LOADED.add("package")
-        package = import_module("kltest.estimators")
-        for module in iter_modules(package.__path__):
-            import_module(f"kltest.estimators.{module.name}")
-        for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
-            entry.load()
+    """All estimators by name, in alphabetical order: this package's, installed entry points', and what was imported.
+
+    An entry point that cannot be loaded is left out with a warning.
+    """
+    _load_package()
+    _load_entry_points()
     return dict(sorted(_REGISTRY.items()))
 
 
 def find(name: str) -> Estimator:
     """The estimator of that name or alias; UsageError with the nearest names otherwise."""
     known = registry()
-    wanted = name.lower().replace("_", "-")
-    for candidate in (name, wanted):
-        owner = _owner(candidate)
-        if owner is not None:
-            return known[owner]
-    names = [*known, *(alias for entry in known.values() for alias in entry.spec.aliases)]
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
+    owner = _owner(name)
+    if owner is not None:
+        return known[owner]
+    names = [label for entry in known.values() for label in (entry.spec.name, *entry.spec.aliases)]
+    near = difflib.get_close_matches(_normal(name), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`kltest list` shows them all."
     raise UsageError(f"there is no estimator called {name!r}; {hint}")
+
+
+def _load_package() -> None:
+    if "package" not in _LOADED:
+        _LOADED.add("package")
+        for module in iter_modules(import_module("kltest.estimators").__path__):
+            import_module(f"kltest.estimators.{module.name}")
+
+
+def _load_entry_points() -> None:
+    if ENTRY_POINT_GROUP in _LOADED:
+        return
+    _LOADED.add(ENTRY_POINT_GROUP)
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            entry.load()
+        except (Exception, SystemExit) as error:
+            warnings.warn(
+                f"the estimators of entry point {entry.name!r} ({entry.value}) are left out: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _owner(name: str) -> str | None:
+    wanted = _normal(name)
+    return next(
+        (key for key, entry in _REGISTRY.items() if wanted in (key, *map(_normal, entry.spec.aliases))),
+        None,
+    )
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether one is the other again, its module executed anew."""
+    return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
