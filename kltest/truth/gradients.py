@@ -51,44 +51,38 @@ def from_signal(signal: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
     return chances * (signal - (chances * signal).sum(axis=1, keepdims=True))
 
 
-def future_signal(
+def future(
     environment: Environment, policy: np.ndarray, cost: np.ndarray, mean_cost: np.ndarray | None = None
-) -> np.ndarray:
-    """(C, V) Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v]: what tokens bring later.
+) -> tuple[np.ndarray, np.ndarray]:
+    """(C, V) Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v], what tokens bring later; and (C, 1) the expected visits Σ_t d_t.
 
     `cost` (C, V); `mean_cost` (C,) is Σ_v π·cost, where it is known more exactly than by that sum.
     """
     chances = np.exp(policy)
     mean_cost = np.einsum("cv,cv->c", chances, cost) if mean_cost is None else mean_cost
-    values, signal = np.zeros(len(cost)), np.zeros(cost.shape)
+    values, signal, visited = mean_cost, np.zeros(cost.shape), np.zeros((len(cost), 1))
     states = backwards(lambda state: forward(environment, chances, state), start(environment), environment.horizon)
     for index, state in enumerate(states):
-        if index == 0:
-            values = mean_cost
-            continue
-        after = onward(environment, values)
-        signal += state * after
-        values = mean_cost + np.einsum("cv,cv->c", chances, after)
-    return signal
+        visited += state
+        if index > 0:
+            later = onward(environment, values)
+            values = mean_cost + np.einsum("cv,cv->c", chances, later)
+            later *= state
+            signal += later
+    return signal, visited
 
 
-def _reverse_kl(instance: Instance, towards: np.ndarray) -> np.ndarray:
+def _reverse_kl(instance: Instance, towards: np.ndarray, *, now: float = 1.0) -> np.ndarray:
+    """`now` weights the token's own log-ratio against those that follow."""
     policy = instance.policy
     log_ratio = policy - towards
-    later = future_signal(instance.environment, policy, log_ratio, divergences.kl(policy, towards))
-    return from_signal(later + total_visits(instance.environment, policy)[:, None] * log_ratio, policy)
-
-
-def _future_reverse_kl(instance: Instance) -> np.ndarray:
-    policy, reference = instance.policy, instance.reference
-    mean = divergences.kl(policy, reference)
-    return from_signal(future_signal(instance.environment, policy, policy - reference, mean), policy)
+    later, visited = future(instance.environment, policy, log_ratio, divergences.kl(policy, towards))
+    return from_signal(later + now * visited * log_ratio, policy)
 
 
 def _additive(instance: Instance, cost: np.ndarray, own: np.ndarray | float = 0.0) -> np.ndarray:
     """∇E_π[Σ_t cost_t]; `own` (C, V) is the cost's own derivative with respect to log π."""
-    visited = total_visits(instance.environment, instance.policy)[:, None]
-    later = future_signal(instance.environment, instance.policy, cost)
+    later, visited = future(instance.environment, instance.policy, cost)
     return from_signal(later + visited * (cost + own), instance.policy)
 
 
@@ -158,7 +152,7 @@ def _total_variation(instance: Instance) -> np.ndarray:
 
 _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {
     "reverse_kl": lambda instance: _reverse_kl(instance, instance.reference),
-    "future_reverse_kl": _future_reverse_kl,
+    "future_reverse_kl": lambda instance: _reverse_kl(instance, instance.reference, now=0.0),
     "last_token_reverse_kl": _last_token,
     "forward_kl": lambda instance: _cross_entropy(instance, instance.reference),
     "squared_log_ratio": _squared_log_ratio,
