@@ -1,3 +1,31 @@
-"""kltest: the exact testbed for KL-divergence gradients in reinforcement learning of language models."""
+"""kltest: the exact testbed for KL-divergence gradients in reinforcement learning of language models.
+
+`import kltest` is cheap: what needs torch is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kltest.grading.grader import grade
+    from kltest.grading.report import Report
 
 __version__ = "0.1.0"
+__all__ = ["Report", "__version__", "grade"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "grade":
+        from kltest.grading import grade
+
+        return grade
+    if name == "Report":
+        from kltest.grading.report import Report
+
+        return Report
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

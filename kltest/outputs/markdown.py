@@ -50,7 +50,7 @@ def _table(report: Report) -> Iterator[str]:
 
 def _escape(text: str) -> str:
     """Plain text that no Markdown reader takes for markup, a link, a mention or the end of a table cell."""
-    escaped = re.sub(r"([\\`*_{}\[\]<>()#+!|~$-])", r"\\\1", visible(text, keep=""))
+    escaped = re.sub(r"([\\`*_{}\[\]<>#|~$])", r"\\\1", visible(text, keep=""))
     return escaped.replace("&", "&amp;").replace("@", "&#64;").replace("://", "&#58;//")
 
 

@@ -1,0 +1,244 @@
+"""The command line: what can be asked, and how mistakes are answered. What commands do is in `kltest.commands`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from kltest import __version__
+from kltest.errors import KltestError
+
+app = typer.Typer(
+    name="kltest",
+    help="Which gradient does a KL penalty really follow? Exact, on every rollout of a small world.",
+    epilog="Start with: kltest grade k3-loss",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+EXIT_CODES = (
+    "Exit code: 0 confirmed, 1 refuted, 2 usage, 3 the loss or kltest crashed, 4 inconclusive, 5 nothing to grade; of "
+    "several targets the worst."
+)
+
+
+def answered(command: Callable[..., int | None]) -> Callable[..., NoReturn]:
+    """Errors become one message on standard error and an exit code; a failure of our own says that it is one."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> NoReturn:
+        try:
+            code = command(*arguments, **options) or 0
+            sys.stdout.flush()
+        except KltestError as error:
+            typer.echo(f"kltest: {error}", err=True)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            typer.echo("kltest: interrupted", err=True)
+            code = 130
+        except BrokenPipeError:
+            # The reader has left (`kltest list | head`): nothing more can be said, also not by Python at its exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 141
+        except Exception as error:
+            from kltest.commands.bugs import note_bug
+
+            typer.echo(f"kltest: {note_bug(f'{type(error).__name__}: {error}', traceback.format_exc())}", err=True)
+            code = 3
+        raise typer.Exit(code)
+
+    return run
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kltest {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def kltest(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Which gradient does a KL penalty really follow? Exact, on every rollout of a small world."""
+
+
+@app.command(epilog=EXIT_CODES)
+@answered
+def grade(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TARGET...",
+            help="A name of `kltest list`, package.module:function, or path/to/file.py:function. "
+            "Without one, the targets of [tool.kltest] in pyproject.toml.",
+            show_default=False,
+        ),
+    ] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The gradient that is claimed, or a combination: [c*]NAME[±[c*]NAME]… [default: reverse_kl]",
+        ),
+    ] = None,
+    placement: Annotated[
+        str | None, typer.Option(metavar="loss|reward|both", help="Where the term stands [default: its own, else loss]")
+    ] = None,
+    credit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="return|to-go|immediate",
+            help="What a token in the reward is credited with [default: its own, else return]",
+        ),
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="The worlds [default: bandit,sequence,ragged]")
+    ] = None,
+    sampler: Annotated[
+        str | None,
+        typer.Option(
+            metavar="current|stale|both",
+            help="Who drew the rollouts [default: both where the loss uses the sampler's log-probs, else current]",
+        ),
+    ] = None,
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="An argument of the target, repeatable; NAME=@FIELD gives it a field of the rollout.",
+        ),
+    ] = None,
+    select: Annotated[str | None, typer.Option(metavar="CODE,…", help="Only these checks: codes or prefixes.")] = None,
+    ignore: Annotated[str | None, typer.Option(metavar="CODE,…", help="Not these checks: codes or prefixes.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Chooses worlds and padding [default: 0]")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="The longest that a target may take [default: 60]")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Rollouts of one prompt in a group [default: 4]")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Rollouts in a batch, where the loss couples them.")
+    ] = None,
+    output: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT[:PATH]",
+            help="text, json, junit, markdown, github or html, to standard output or "
+            "a file; repeatable [default: text]",
+        ),
+    ] = None,
+) -> int:
+    """Which gradient a loss follows, and whether it is the claimed one."""
+    from kltest.commands.grade import grade as run
+
+    given = {
+        "expect": expect,
+        "placement": placement,
+        "credit": credit,
+        "environment": environment,
+        "sampler": sampler,
+        "arg": arg or None,
+        "select": select,
+        "ignore": ignore,
+        "seed": seed,
+        "timeout": timeout,
+        "group-size": group_size,
+        "batch-size": batch_size,
+    }
+    return run(targets or [], given, output or [])
+
+
+@app.command("list")
+@answered
+def list_(
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> int:
+    """All estimators, named gradients, worlds and checks."""
+    from kltest.commands.destinations import say
+    from kltest.commands.listing import as_json, as_text
+
+    say((as_json() if json else as_text()).encode("utf-8"))
+    return 0
+
+
+@app.command()
+@answered
+def explain(
+    name: Annotated[str, typer.Argument(metavar="CODE|NAME", help="A check's code, an estimator or a named gradient.")],
+) -> int:
+    """A check, an estimator or a named gradient in full."""
+    from kltest.commands.destinations import say
+    from kltest.commands.explain import explain as words
+
+    say(words(name).encode("utf-8"))
+    return 0
+
+
+Scale = Annotated[str, typer.Option(metavar="quick|full", help="How much is computed.")]
+Folder = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results]")]
+
+
+@app.command()
+@answered
+def reproduce(
+    scale: Scale = "quick",
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this experiment; repeatable.")] = None,
+    output: Folder = None,
+) -> int:
+    """The main job: every experiment, every figure and the paper."""
+    from kltest.reproduce import commands
+
+    return commands.reproduce(scale=scale, only=only or [], output=output)
+
+
+@app.command()
+@answered
+def run(
+    experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="The name of a folder in experiments/.")],
+    scale: Scale = "quick",
+    output: Folder = None,
+) -> int:
+    """One experiment."""
+    from kltest.reproduce import commands
+
+    return commands.run(experiment, scale=scale, output=output)
+
+
+@app.command()
+@answered
+def figures(output: Folder = None) -> int:
+    """Draw every figure from the results that are there."""
+    from kltest.reproduce import commands
+
+    return commands.figures(output=output)
+
+
+@app.command()
+@answered
+def paper(output: Folder = None) -> int:
+    """Typeset the paper from the results that are there."""
+    from kltest.reproduce import commands
+
+    return commands.paper(output=output)
+
+
+def main() -> None:
+    """The entry point of the `kltest` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

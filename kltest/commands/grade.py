@@ -1,0 +1,194 @@
+"""`kltest grade`: everything is checked first, then each target is graded in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kltest.commands import options
+from kltest.commands.bugs import note_bug
+from kltest.commands.destinations import Destination, destinations, write
+from kltest.configuration import Configuration, Target, nearest
+from kltest.errors import UsageError
+from kltest.grading.report import EXIT_CODES, Report
+from kltest.isolation import Child, Output, Step
+
+NOTHING, INTERRUPTED = 5, 130
+WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
+WAITING = 8
+LINES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One target with all its options, ready to be graded."""
+
+    target: str
+    timeout: float = options.DEFAULT_TIMEOUT
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, target: str, given: Mapping[str, Any]) -> Job:
+        """From checked options under the names of the command line."""
+        settings = {name.replace("-", "_"): value for name, value in given.items() if name != "timeout"}
+        if "arg" in settings:
+            settings["arguments"] = settings.pop("arg")
+        return cls(target, given.get("timeout", cls.timeout), settings)
+
+
+def grade(targets: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str]) -> int:
+    """Grade the targets (none: those of the configuration), write the reports, return the exit code."""
+    asked = options.checked(given)
+    for target in targets:
+        if not target.strip():
+            raise UsageError(
+                "a target is empty; give a name of `kltest list`, package.module:function or file.py:function"
+            )
+    configuration = nearest(Path.cwd())
+    where = destinations(outputs or configuration.outputs or ["text"])
+    jobs = _jobs(targets, asked, configuration)
+    if not jobs:
+        print(_nothing(configuration), file=sys.stderr)
+        return NOTHING
+    return _run(jobs, where)
+
+
+def _jobs(targets: Sequence[str], asked: Mapping[str, Any], configuration: Configuration) -> list[Job]:
+    chosen = [Target(text) for text in dict.fromkeys(targets)] or configuration.targets
+    return [Job.of(target.text, {**configuration.options, **target.options, **asked}) for target in chosen]
+
+
+def _nothing(configuration: Configuration) -> str:
+    where = f"{configuration.path} lists none in [tool.kltest]" if configuration.path else "there is no pyproject.toml"
+    return (
+        f"kltest: nothing to grade: no target was given, and {where}.\n"
+        'Give one (`kltest grade k3-loss`), or write targets = ["package.module:function"] under [tool.kltest].'
+    )
+
+
+def _run(jobs: Sequence[Job], where: Sequence[Destination]) -> int:
+    reports: list[Report] = []
+    try:
+        with _terminated_as_interrupted():
+            for report in _graded(jobs):
+                reports.append(report)
+    except KeyboardInterrupt:
+        if reports:
+            write(reports, where)
+        missing = ", ".join(job.target for job in jobs[len(reports) :])
+        print(f"kltest: interrupted; {len(reports)} of {len(jobs)} graded, not graded: {missing}", file=sys.stderr)
+        return INTERRUPTED
+    write(reports, where)
+    worst = min((report.verdict for report in reports), key=WORST_FIRST.index)
+    return EXIT_CODES[worst]
+
+
+def _graded(jobs: Sequence[Job]) -> Iterator[Report]:
+    """A report a job, in order; UsageError before any grading if a target cannot be found or called."""
+    _import_once()
+    with ExitStack() as stack:
+        waiting: list[tuple[Child, Step]] = []
+        for job in jobs:
+            child = stack.enter_context(Child(steps, job.target, dict(job.settings)))
+            step = child.step(job.timeout)
+            if step.kind == "usage":
+                raise UsageError(step.message)
+            waiting.append((child, step))
+            if len(waiting) > WAITING:
+                child.close()
+        for number, (job, (child, step)) in enumerate(zip(jobs, waiting, strict=True), 1):
+            if len(jobs) > 1 and sys.stderr.isatty():
+                print(f"grading {job.target} ({number} of {len(jobs)})", file=sys.stderr)
+            if step.kind == "value" and number > WAITING:
+                child = stack.enter_context(Child(steps, job.target, dict(job.settings)))
+                step = child.step(job.timeout)
+            if step.kind == "value":
+                step = child.step(job.timeout)
+            child.close()
+            yield _report(job, step, child.output)
+
+
+def steps(target: str, settings: Mapping[str, Any]) -> Iterator[Report | None]:
+    """In the child: first find the target and fit its parameters, then, when told to, grade it."""
+    import torch
+
+    # Threads would cost more than they gain in worlds this small, and a forked process cannot use its parent's.
+    torch.set_num_threads(1)
+    from kltest.grading.grader import grade as grade_here
+    from kltest.targets.outcome import Call
+    from kltest.targets.resolve import resolve
+
+    call = {name: settings[name] for name in ("placement", "credit", "arguments") if name in settings}
+    resolve(target, Call(**call))
+    yield None
+    yield grade_here(target, **settings)
+
+
+def _import_once() -> None:
+    """Before the children are forked, so that each has torch already."""
+    import kltest.grading.grader  # noqa: F401
+
+
+def _report(job: Job, step: Step, output: Output) -> Report:
+    if step.kind == "value":
+        report = step.value
+    else:
+        message, trace = step.message, ""
+        if step.kind == "crashed":
+            message, trace = note_bug(step.message, step.trace), step.trace
+        report = _failed(job, message, trace)
+    return _with_output(report, output)
+
+
+def _failed(job: Job, message: str, trace: str) -> Report:
+    """A report for a target of which nothing is known but how it ended."""
+    from kltest.grading.grader import versions
+
+    return Report(
+        target=job.target,
+        expect=job.settings.get("expect", "reverse_kl"),
+        placement=job.settings.get("placement", "loss"),
+        seed=job.settings.get("seed", 0),
+        versions=versions(),
+        verdict="error",
+        reduction="per-row",
+        dtype="float64",
+        error=message,
+        traceback=trace,
+    )
+
+
+def _with_output(report: Report, output: Output) -> Report:
+    """What the target printed stays out of the report, but that it did is said, and shown where that may help."""
+    if not output.lines:
+        return report
+    note = f"the target printed {output.lines} line{'s' if output.lines > 1 else ''}, not shown here"
+    if report.verdict == "error":
+        last = output.last(LINES_SHOWN)
+        note = f"the target printed {output.lines} line{'s' if output.lines > 1 else ''}; the last: {' ⏎ '.join(last)}"
+    return replace(report, notes=[*report.notes, note])
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM stops the children and keeps what is finished, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TypeError):
+            signal.signal(signal.SIGTERM, before)

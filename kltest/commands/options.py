@@ -1,0 +1,134 @@
+"""The options of `kltest grade`, wherever they stand: each one's form, checked before anything is run.
+
+A value comes from the command line (text) or from `[tool.kltest]` (TOML); `where` names the place in messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+from kltest.errors import UsageError
+from kltest.estimators.spec import Credit, Placement
+from kltest.suggestions import did_you_mean
+
+DEFAULT_TIMEOUT = 60.0
+SAMPLERS = ("current", "stale", "both")
+
+
+def expectation(value: object, where: str) -> str:
+    from kltest.truth import parse
+
+    text = _text(value, where)
+    try:
+        parse(text)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    return text
+
+
+def choice(*known: str) -> Callable[[object, str], str]:
+    def check(value: object, where: str) -> str:
+        return _known(_text(value, where), known, where)
+
+    return check
+
+
+def environments(value: object, where: str) -> tuple[str, ...]:
+    from kltest.grading.worlds import WORLDS
+
+    return tuple(dict.fromkeys(_known(name, tuple(WORLDS), where) for name in _names(value, where)))
+
+
+def codes(value: object, where: str) -> tuple[str, ...]:
+    from kltest.grading.checks import CHECKS
+
+    prefixes = tuple(name.upper() for name in _names(value, where))
+    for prefix in prefixes:
+        if not any(code.startswith(prefix) for code in CHECKS):
+            hint = did_you_mean(prefix, CHECKS)
+            raise UsageError(
+                f"{where}: no check's code begins with {prefix!r}; {hint}the codes are {', '.join(CHECKS)}"
+            )
+    return prefixes
+
+
+def arguments(value: object, where: str) -> dict[str, object]:
+    from kltest.targets.arguments import parse_arguments
+
+    if isinstance(value, Mapping):
+        parse_arguments(f"{name}=" for name in value)
+        return {str(name): item for name, item in value.items()}
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{where}: give a table of arguments, or texts of the form NAME=VALUE; it is {value!r}")
+    return parse_arguments(texts)
+
+
+def whole(least: int) -> Callable[[object, str], int]:
+    def check(value: object, where: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+            raise UsageError(f"{where}: give a whole number of at least {least}; it is {value!r}")
+        return value
+
+    return check
+
+
+def seconds(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value <= 0:
+        raise UsageError(f"{where}: give a positive number of seconds; it is {value!r}")
+    return float(value)
+
+
+def outputs(value: object, where: str) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{where}: give FORMAT or FORMAT:PATH, or a list of these; it is {value!r}")
+    return tuple(texts)
+
+
+GRADE: dict[str, Callable[[object, str], Any]] = {
+    "expect": expectation,
+    "placement": choice(*get_args(Placement)),
+    "credit": choice(*get_args(Credit)),
+    "environment": environments,
+    "sampler": choice(*SAMPLERS),
+    "arg": arguments,
+    "select": codes,
+    "ignore": codes,
+    "seed": whole(0),
+    "timeout": seconds,
+    "group-size": whole(1),
+    "batch-size": whole(1),
+}
+"""The options that may differ from target to target."""
+
+
+def checked(options: Mapping[str, object], place: Callable[[str], str] = "--{}".format) -> dict[str, Any]:
+    """The options that were given (not None), in their checked form; UsageError for the first that is wrong."""
+    return {name: GRADE[name](value, place(name)) for name, value in options.items() if value is not None}
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: give a text; it is {value!r}")
+    return value
+
+
+def _names(value: object, where: str) -> list[str]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise UsageError(f"{where}: give names separated by commas, or a list of names; it is {value!r}")
+    names = [part.strip() for part in parts if part.strip()]
+    if not names:
+        raise UsageError(f"{where}: give at least one name; it is {value!r}")
+    return names
+
+
+def _known(name: str, known: Iterable[str], where: str) -> str:
+    names = list(known)
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise UsageError(f"{where}: there is no {name!r}; {hint}choose from {', '.join(names)}")
+    return name

@@ -1,0 +1,268 @@
+"""Somebody else's code in a child process, so that whatever it does there cannot hurt this one.
+
+A child runs a generator function and hands over what it yields, one step at a time. It may loop for ever, leave the
+process, crash the interpreter, exhaust memory or print without end: the parent gets a `Step` that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+from kltest.errors import KltestError, UsageError
+
+Work = Callable[..., Iterator[Any]]
+Kind = Literal["value", "usage", "failed", "crashed"]
+POSIX = os.name == "posix"
+TAIL = 16_384
+GRACE = 0.5
+DUMP = b"(most recent call first):"
+ORPHAN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of one step of a child: a value; a usage error; a failure of the code it ran; a crash of our own.
+
+    `message` is for people, `trace` the traceback of a crash.
+    """
+
+    kind: Kind
+    value: Any = None
+    message: str = ""
+    trace: str = ""
+
+
+@dataclass
+class Output:
+    """What a child printed: how many lines, and the end of it."""
+
+    newlines: int = 0
+    tail: bytes = b""
+
+    def add(self, chunk: bytes) -> None:
+        self.newlines += chunk.count(b"\n")
+        self.tail = (self.tail + chunk)[-TAIL:]
+
+    @property
+    def lines(self) -> int:
+        return self.newlines + bool(self.tail and not self.tail.endswith(b"\n"))
+
+    def last(self, count: int) -> list[str]:
+        return self.tail.decode("utf-8", "backslashreplace").splitlines()[-count:]
+
+
+class Child:
+    """A process that runs the generator `function(*arguments)` step by step; a context manager that never leaves it.
+
+    The function must be importable and its arguments and values plain data: they cross the process boundary by pickle.
+    """
+
+    def __init__(self, function: Work, *arguments: Any) -> None:
+        # Forking keeps torch's import; elsewhere than on Linux forked threads and frameworks are not safe.
+        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self.output = Output()
+        self._connection, theirs = context.Pipe()
+        self._printed: Connection | None = None
+        printing: Connection | None = None
+        if POSIX:
+            self._printed, printing = context.Pipe(duplex=False)
+        self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing))
+        self._killed = False
+        self._process.start()
+        theirs.close()
+        if printing is not None:
+            printing.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, timeout: float | None = None) -> Step:
+        """Let the child run to its next value; it is ended after `timeout` seconds, or if it fails."""
+        with contextlib.suppress(OSError):
+            self._connection.send(timeout)
+        step = self._answer(None if timeout is None else time.monotonic() + timeout, timeout)
+        if step.kind != "value":
+            self.close()
+        return step
+
+    def close(self) -> None:
+        """End the child and everything that it started."""
+        if self._connection.closed:
+            return
+        self._kill()
+        self._process.join()
+        self._read_output()
+        self._connection.close()
+        if self._printed is not None:
+            self._printed.close()
+
+    def _answer(self, deadline: float | None, timeout: float | None) -> Step:
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            sources = [self._connection, self._process.sentinel, *([self._printed] if self._printed else [])]
+            ready = wait(sources, left)
+            if self._printed in ready:
+                self._read_output(once=True)
+            if self._connection in ready or (self._process.sentinel in ready and self._connection.poll()):
+                try:
+                    return pickle.loads(self._connection.recv_bytes())
+                except (EOFError, OSError):
+                    return self._ended()
+            if self._process.sentinel in ready:
+                return self._ended()
+            if deadline is not None and time.monotonic() >= deadline:
+                return self._overdue(timeout)
+
+    def _overdue(self, timeout: float | None) -> Step:
+        where = self._stack() if POSIX else ""
+        return Step("failed", message=f"it did not return within {timeout:g} s (--timeout){where}")
+
+    def _stack(self) -> str:
+        """Where the child is at this moment, as it says itself when it is sent SIGUSR1."""
+        seen = len(self.output.tail)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid or 0, signal.SIGUSR1)
+        until = time.monotonic() + GRACE
+        while self._printed is not None and wait([self._printed], max(0.0, until - time.monotonic())):
+            self._read_output(once=True)
+            if seen < TAIL and DUMP in self.output.tail[seen:] and not wait([self._printed], GRACE / 10):
+                break
+        return _last_frame(self.output.tail)
+
+    def _ended(self) -> Step:
+        if not wait([self._process.sentinel], GRACE):
+            return Step("failed", message="it cut its connection to kltest")
+        self._kill()
+        self._read_output()
+        code = self._process.exitcode or 0
+        if code >= 0:
+            message = f"it left the process (exit status {code}) before there was a result"
+        elif -code == getattr(signal, "SIGKILL", None):
+            message = "its process was killed (SIGKILL); the usual reason is that memory ran out"
+        else:
+            message = f"it crashed the interpreter ({_signal_name(-code)}){_last_frame(self.output.tail)}"
+        return Step("failed", message=message)
+
+    def _read_output(self, *, once: bool = False) -> None:
+        if self._printed is None or self._printed.closed:
+            return
+        while self._printed in wait([self._printed], 0):
+            chunk = os.read(self._printed.fileno(), 1 << 16)
+            if not chunk:
+                self._printed.close()
+                self._printed = None
+                return
+            self.output.add(chunk)
+            if once:
+                return
+
+    def _kill(self) -> None:
+        """Kill the child's process group (it outlives its leader where the code under test started processes)."""
+        if self._killed or self._process.pid is None:
+            return
+        self._killed = True
+        # Until it is joined, a dead child keeps its number, so that nobody else's group can be hit.
+        if POSIX:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+
+def _serve(
+    function: Callable[..., Iterator[Any]],
+    arguments: tuple[Any, ...],
+    connection: Connection,
+    printing: Connection | None,
+) -> None:
+    """The child's whole life: a step for every timeout received, until the parent hangs up."""
+    if POSIX:
+        os.setsid()
+    with contextlib.suppress(OSError):
+        # Where memory runs out, the kernel is to end this process rather than the parent.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _capture(printing)
+    steps = iter(())  # type: Iterator[Any]
+    started = False
+    while True:
+        try:
+            timeout = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        if timeout is not None:
+            # A parent that was killed cannot end this process, so it ends itself some time after it should have been.
+            faulthandler.dump_traceback_later(timeout + ORPHAN_SECONDS, exit=True, file=2)
+        try:
+            if not started:
+                steps, started = function(*arguments), True
+            step = Step("value", next(steps))
+        except StopIteration:
+            step = Step("crashed", message="asked for more steps than there are")
+        except UsageError as error:
+            step = Step("usage", message=str(error))
+        except KltestError as error:
+            step = Step("failed", message=str(error))
+        except MemoryError:
+            step = Step("failed", message="memory ran out")
+        except (SystemExit, KeyboardInterrupt) as error:
+            step = Step("failed", message=f"it left the process ({type(error).__name__}: {error})")
+        except BaseException as error:
+            step = Step("crashed", message=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(pickle.dumps(step))
+
+
+def _capture(printing: Connection | None) -> None:
+    """Everything written to standard output and error, by Python or below it, goes to the parent."""
+    target = printing.fileno() if printing is not None else os.open(os.devnull, os.O_WRONLY)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(target, number)
+        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    if printing is not None:
+        printing.close()
+    faulthandler.enable(file=2)
+    if POSIX:
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+
+
+def _last_frame(output: bytes) -> str:
+    """`, in f at file:line`: the innermost frame in the last stack dumped that is not kltest's, Python's or torch's."""
+    _, found, dump = output.rpartition(DUMP)
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', dump.decode("utf-8", "backslashreplace")) if found else []
+    foreign = (str(Path(__file__).parent), str(Path(os.__file__).parent / "multiprocessing"), f"{os.sep}torch{os.sep}")
+    for file, line, function in frames:
+        if not file.startswith("<") and not any(part in file for part in foreign):
+            return f", in {function} at {file}:{line}"
+    return ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
