@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ FIELDS: dict[str, Field] = {
     "rollout": Field("Rollout", "all of the above"),
 }
 
+Centre = Literal["world", "batch"]
 LEAVES = ("logp", "logits")
 SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
 
@@ -137,59 +138,69 @@ class Rollout:
         sampler: str = "current",
         padding: int = 0,
         beta: float = 1.0,
+        centre: Centre = "world",
     ) -> Rollout:
         """The rollouts `paths` of an instance (default: all of them), as a loss sees them under the given sampler.
 
         `sampler` is "current" (old_logp equals logp in value) or "stale". What stands at padded positions is
-        arbitrary on purpose, finite and legal, drawn with the seed `padding`.
+        arbitrary on purpose, finite and legal, drawn with the seed `padding`. `advantage` is the reward minus its
+        expectation for the prompt ("world"), or minus the mean of the batch's rows of that prompt ("batch").
         """
         paths = instance.paths if paths is None else paths
-        return cls(_builders(instance, paths, sampler, padding), beta=beta)
+        return cls(_builders(instance, paths, sampler, padding, centre), beta=beta)
 
 
 def _row_picker(rollout: Rollout, name: str, index: Tensor) -> Callable[[], Tensor]:
     return lambda: rollout.peek(name).detach()[index]
 
 
-def _builders(instance: Instance, paths: Paths, sampler: str, padding: int) -> dict[str, Callable[[], Tensor]]:
-    dead = ~paths.mask
-    ragged = bool(dead.any())
-    shape = paths.tokens.shape
-    vocabulary = instance.environment.vocabulary
+def _builders(
+    instance: Instance, paths: Paths, sampler: str, padding: int, centre: Centre
+) -> dict[str, Callable[[], Tensor]]:
     tables = {"": instance.policy, "ref_": instance.reference, "old_": instance.behaviour(sampler)}
 
     def noise(salt: int) -> np.random.Generator:
         return np.random.default_rng([padding, salt])
 
     def chosen(log_probs: np.ndarray, salt: int) -> Tensor:
-        values = log_probs[paths.contexts, paths.tokens]
-        if ragged:
-            values[dead] = -noise(salt).uniform(0.1, 3.0, size=shape)[dead]
+        values = paths.chosen(log_probs)
+        if paths.padded:
+            dead = ~paths.mask
+            values[dead] = -noise(salt).uniform(0.1, 3.0, size=int(dead.sum()))
         return torch.from_numpy(values)
 
     def everything(log_probs: np.ndarray, salt: int) -> Tensor:
-        values = torch.from_numpy(log_probs[paths.contexts])
-        if ragged:
-            garbage = torch.from_numpy(noise(salt).standard_normal((*shape, vocabulary))).log_softmax(-1)
-            values[torch.from_numpy(dead)] = garbage[torch.from_numpy(dead)]
-        return values
+        values = paths.everything(log_probs)
+        if paths.padded:
+            dead = ~paths.mask
+            garbage = torch.from_numpy(noise(salt).standard_normal((int(dead.sum()), log_probs.shape[1])))
+            values[dead] = garbage.log_softmax(-1).numpy()
+        return torch.from_numpy(values)
 
     def tokens() -> Tensor:
         values = paths.tokens.copy()
-        if ragged:
-            values[dead] = noise(9).integers(vocabulary, size=shape)[dead]
+        if paths.padded:
+            dead = ~paths.mask
+            values[dead] = noise(9).integers(instance.environment.vocabulary, size=int(dead.sum()))
         return torch.from_numpy(values)
+
+    def mask() -> Tensor:
+        if not paths.padded:
+            return torch.ones(paths.shape, dtype=torch.float64)
+        return torch.from_numpy(paths.mask.astype(np.float64))
 
     def advantage() -> Tensor:
         reward = instance.environment.returns(paths)
-        weights = instance.rollout_weights(sampler, paths) if paths.complete else np.ones(len(paths))
-        prompts = len(instance.environment.prompts)
-        total = np.bincount(paths.prompt, weights=weights, minlength=prompts)
-        mean = np.bincount(paths.prompt, weights=weights * reward, minlength=prompts) / np.where(total > 0, total, 1)
+        if centre == "world":
+            mean = instance.environment.expected_returns(instance.behaviour(sampler))
+        else:
+            prompts = len(instance.environment.prompts)
+            rows = np.bincount(paths.prompt, minlength=prompts)
+            mean = np.bincount(paths.prompt, reward, prompts) / np.where(rows > 0, rows, 1)
         return torch.from_numpy(reward - mean[paths.prompt])
 
     built: dict[str, Callable[[], Tensor]] = {
-        "mask": lambda: torch.from_numpy(paths.mask.astype(np.float64)),
+        "mask": mask,
         "tokens": tokens,
         "reward": lambda: torch.from_numpy(instance.environment.returns(paths)),
         "advantage": advantage,

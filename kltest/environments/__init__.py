@@ -1,9 +1,10 @@
 """The worlds: each enumerates its rollouts with their exact probabilities, samples them, and never sees a loss."""
 
 from kltest.environments.bandit import bandit
-from kltest.environments.environment import END, Environment, Paths
+from kltest.environments.environment import END, Environment
 from kltest.environments.instance import Instance
 from kltest.environments.mdp import mdp, tabular
+from kltest.environments.paths import Paths, Tree
 from kltest.environments.sequence import ngram, ragged, sequence
 
-__all__ = ["END", "Environment", "Instance", "Paths", "bandit", "mdp", "ngram", "ragged", "sequence", "tabular"]
+__all__ = ["END", "Environment", "Instance", "Paths", "Tree", "bandit", "mdp", "ngram", "ragged", "sequence", "tabular"]

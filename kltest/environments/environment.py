@@ -12,43 +12,20 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from scipy import sparse
 
+from kltest.environments.paths import Level, Paths, Tree
 from kltest.errors import WorldError
 
 END = -1
 
 
-@dataclass(frozen=True, eq=False)
-class Paths:
-    """Rollouts of a world as integers, without any policy: N rows of up to T tokens.
-
-    `contexts`, `tokens` (N, T) int64, zero where `mask` (N, T) bool is false; `prompt` (N,) int64;
-    `log_weight` (N,) float64 is the log-probability of everything that is not the policy's choice: the prompt and the
-    dynamics. `complete` says that the rows are every rollout of the world, once each, in prefix order (rows that share
-    their first t tokens and contexts stand together).
-    """
-
-    contexts: np.ndarray
-    tokens: np.ndarray
-    mask: np.ndarray
-    prompt: np.ndarray
-    log_weight: np.ndarray
-    complete: bool = False
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def take(self, rows: np.ndarray | slice) -> Paths:
-        """The given rows, in the given order, repeats allowed."""
-        return Paths(self.contexts[rows], self.tokens[rows], self.mask[rows], self.prompt[rows], self.log_weight[rows])
-
-    def log_probability(self, log_probs: np.ndarray) -> np.ndarray:
-        """(N,) log-probability of each rollout, prompt and dynamics included, under a (C, V) table of log-probs."""
-        chosen = log_probs[self.contexts, self.tokens]
-        return self.log_weight + np.where(self.mask, chosen, 0.0).sum(axis=1)
+def memory_limit() -> float:
+    """Half of the machine's memory, in bytes: what a world may take unless it is told otherwise."""
+    return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,26 +47,37 @@ class Environment:
     tree: bool
 
     def __post_init__(self) -> None:
-        contexts, vocabulary, _ = self.successors.shape
-        problem = None
-        if self.horizon < 1:
-            problem = f"the horizon must be at least 1, not {self.horizon}"
-        elif self.probabilities.shape != self.successors.shape:
-            problem = f"probabilities {self.probabilities.shape} and successors {self.successors.shape} differ in shape"
-        elif self.reward.shape != (contexts, vocabulary):
-            problem = f"the reward must have shape {(contexts, vocabulary)}, not {self.reward.shape}"
-        elif self.start.shape != self.prompts.shape or abs(float(self.prompts.sum()) - 1) > 1e-12:
-            problem = "every prompt needs one start context and one probability, and the probabilities must sum to 1"
-        elif (self.prompts < 0).any() or (self.probabilities < 0).any():
-            problem = "probabilities must not be negative"
-        elif np.abs(self.probabilities.sum(axis=2) - 1).max() > 1e-12:
-            problem = "the successors' probabilities of every context and token must sum to 1"
-        elif (self.successors < END).any() or (self.successors >= contexts).any():
-            problem = f"successors must be −1 (the rollout ends) or a context below {contexts}"
-        elif (self.start < 0).any() or (self.start >= contexts).any():
-            problem = f"start contexts must lie in 0 … {contexts - 1}"
-        if problem:
+        if problem := self._problem():
             raise WorldError(f"environment {self.name!r}: {problem}")
+
+    def _problem(self) -> str | None:
+        """What is wrong with the numbers that describe this world, if anything."""
+        if self.successors.ndim != 3 or 0 in self.successors.shape:
+            return f"successors must be (contexts, tokens, branches), none of them 0, not {self.successors.shape}"
+        contexts, vocabulary, _ = self.successors.shape
+        if self.horizon < 1:
+            return f"the horizon must be at least 1, not {self.horizon}"
+        if self.probabilities.shape != self.successors.shape:
+            return f"probabilities {self.probabilities.shape} and successors {self.successors.shape} differ in shape"
+        if self.reward.shape != (contexts, vocabulary):
+            return f"the reward must have shape {(contexts, vocabulary)}, not {self.reward.shape}"
+        if not np.isfinite(self.reward).all():
+            return "the reward must be finite; it contains NaN or infinity"
+        # Comparisons are put so that NaN fails them.
+        if self.start.shape != self.prompts.shape or not abs(float(self.prompts.sum()) - 1) <= 1e-12:
+            return "every prompt needs one start context and one probability, and the probabilities must sum to 1"
+        if not ((self.prompts >= 0).all() and (self.probabilities >= 0).all()):
+            return "probabilities must not be negative or NaN"
+        if not np.abs(self.probabilities.sum(axis=2) - 1).max() <= 1e-12:
+            return "the successors' probabilities of every context and token must sum to 1"
+        if (self.successors < END).any() or (self.successors >= contexts).any():
+            return f"successors must be −1 (the rollout ends) or a context below {contexts}"
+        if (self.start < 0).any() or (self.start >= contexts).any():
+            return f"start contexts must lie in 0 … {contexts - 1}"
+        told_apart = np.sort(np.where(self.probabilities > 0, self.successors, END - 1 - np.arange(self.branches)))
+        if (told_apart[:, :, 1:] == told_apart[:, :, :-1]).any():
+            return "a context and token list the same successor twice: add the two probabilities up"
+        return None
 
     @property
     def n_contexts(self) -> int:
@@ -98,6 +86,10 @@ class Environment:
     @property
     def vocabulary(self) -> int:
         return self.successors.shape[1]
+
+    @property
+    def branches(self) -> int:
+        return self.successors.shape[2]
 
     @cached_property
     def transition(self) -> sparse.csr_array:
@@ -122,12 +114,12 @@ class Environment:
         reachable = self.probabilities > 0
         ends = (reachable & (self.successors == END)).sum(axis=(1, 2)).astype(float)
         goes_on = reachable & (self.successors != END)
-        followed = np.where(goes_on, self.successors, 0)
+        context, followed = np.nonzero(goes_on)[0], self.successors[goes_on]
         counts = np.full(self.n_contexts, float(self.vocabulary))
         with np.errstate(over="ignore"):
             for _ in range(self.horizon - 1):
-                onward = np.where(goes_on, counts[followed], 0.0).sum(axis=(1, 2))
-                if np.array_equal(updated := ends + onward, counts):
+                updated = ends + np.bincount(context, counts[followed], self.n_contexts)
+                if np.array_equal(updated, counts):
                     break
                 counts = updated
         return float(counts[self.start[self.prompts > 0]].sum())
@@ -139,7 +131,7 @@ class Environment:
         (default: half of the machine's).
         """
         count = self.count()
-        memory = memory if memory is not None else 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = memory_limit() if memory is None else memory
         needed = count * (17 * self.horizon + 32) * 2
         if not needed <= memory:
             raise WorldError(
@@ -149,45 +141,48 @@ class Environment:
             )
         prompt = np.flatnonzero(self.prompts > 0)
         current, log_weight = self.start[prompt].astype(np.int64), np.log(self.prompts[prompt])
-        contexts: list[np.ndarray] = []
-        tokens: list[np.ndarray] = []
-        mask: list[np.ndarray] = []
-        for parent, context, token, live, weight in self._expand(current, log_weight):
-            contexts = [column[parent] for column in contexts] + [context]
-            tokens = [column[parent] for column in tokens] + [token]
-            mask = [column[parent] for column in mask] + [live]
+        grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]] = []
+        for parent, cell, live, weight in self._expand(current, log_weight):
+            grown.append((cell, live, parent))
             prompt, log_weight = prompt[parent], weight
-        return Paths(
-            np.stack(contexts, axis=1), np.stack(tokens, axis=1), np.stack(mask, axis=1), prompt, log_weight, True
-        )
+        return Tree(_levels(grown), self.vocabulary, prompt, log_weight)
 
-    def _expand(self, current: np.ndarray, log_weight: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    def _expand(self, current: np.ndarray, log_weight: np.ndarray) -> Iterator[tuple[Any, ...]]:
         """One step of all partial rollouts at a time; a finished one stays as it is, with a dead token."""
         _, vocabulary, branches = self.successors.shape
+        successors = self.successors.reshape(-1, branches)
+        probabilities = self.probabilities.reshape(-1, branches)
         for step in range(self.horizon):
             last = step == self.horizon - 1
             width = vocabulary if last else vocabulary * branches
             ended = current == END
-            parent = np.repeat(np.arange(len(current)), np.where(ended, 1, width))
-            first = np.concatenate([[0], np.cumsum(np.where(ended, 1, width))[:-1]])
-            child = np.arange(len(parent)) - first[parent]
-            live = ~ended[parent]
-            context = np.where(live, current[parent], 0)
-            token = np.where(live, child if last else child // branches, 0)
-            weight = log_weight[parent]
-            if last:
-                following = np.full(len(parent), END)
+            children = np.where(ended, 1, width) if (some_ended := bool(ended.any())) else width
+            parent = np.repeat(np.arange(len(current)), children)
+            if some_ended:
+                first = np.cumsum(children) - children
+                child = np.arange(len(parent)) - first[parent]
+                live = ~ended[parent]
+                base = np.where(live, current[parent], 0) * vocabulary
             else:
+                child = np.tile(np.arange(width), len(current))
+                live = None
+                base = current[parent] * vocabulary
+            cell = base + (child if last else child // branches)
+            weight = log_weight[parent]
+            if not last:
                 branch = child % branches
-                following = np.where(live, self.successors[context, token, branch], END)
-                chance = np.where(live, self.probabilities[context, token, branch], 1.0)
-                kept = chance > 0
-                parent, context, token, live, following = (
-                    column[kept] for column in (parent, context, token, live, following)
-                )
-                weight = weight[kept] + np.log(chance[kept])
-            current, log_weight = following, weight
-            yield parent, context, token, live, weight
+                following, chance = successors[cell, branch], probabilities[cell, branch]
+                if live is not None:
+                    following, chance = np.where(live, following, END), np.where(live, chance, 1.0)
+                if (chance <= 0).any():
+                    kept = chance > 0
+                    parent, cell, following, weight, chance = (
+                        column[kept] for column in (parent, cell, following, weight, chance)
+                    )
+                    live = None if live is None else live[kept]
+                current, weight = following, weight + np.log(chance)
+            log_weight = weight
+            yield parent, cell, live, weight
 
     def sample(self, log_probs: np.ndarray, n: int, generator: np.random.Generator) -> Paths:
         """`n` rollouts drawn with a (C, V) table of the sampler's log-probs."""
@@ -218,4 +213,29 @@ class Environment:
 
     def returns(self, paths: Paths) -> np.ndarray:
         """(N,) total reward of each rollout."""
-        return np.where(paths.mask, self.reward[paths.contexts, paths.tokens], 0.0).sum(axis=1)
+        return np.where(paths.mask, paths.chosen(self.reward), 0.0).sum(axis=1)
+
+    def expected_returns(self, log_probs: np.ndarray) -> np.ndarray:
+        """(P,) expected total reward of each prompt's rollouts, under a (C, V) table of log-probs."""
+        chances = np.exp(log_probs)
+        value = np.zeros(self.n_contexts)
+        for _ in range(self.horizon):
+            onward = (self.transition @ value).reshape(self.reward.shape)
+            updated = (chances * (self.reward + onward)).sum(axis=1)
+            if np.array_equal(updated, value):
+                break
+            value = updated
+        return value[self.start]
+
+
+def _levels(grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]]) -> tuple[Level, ...]:
+    """Levels from each step's (cells, live, parents), counting from the leaves up how many rows a node has."""
+    levels: list[Level] = []
+    rows: np.ndarray | int = 1
+    for cell, live, parent in reversed(grown):
+        consecutive = live is None and cell[-1] - cell[0] == len(cell) - 1 and bool((np.diff(cell) == 1).all())
+        cells = slice(int(cell[0]), int(cell[-1]) + 1) if consecutive else cell
+        levels.append(Level(cells, rows, live))
+        counts = np.bincount(parent, np.broadcast_to(rows, parent.shape)).astype(np.int64)
+        rows = int(counts[0]) if (counts == counts[0]).all() else counts
+    return tuple(reversed(levels))

@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from kltest.environments.environment import END, Environment, Paths
+from kltest.environments.environment import END, Environment
+from kltest.environments.paths import Paths
 from kltest.errors import WorldError
 from kltest.policies import table
 

@@ -48,8 +48,17 @@ def tabular(
     start: np.ndarray,
     name: str = "mdp",
 ) -> Environment:
-    """The process with the given sparse dynamics: successors and probabilities (S, A, K), reward (S, A), start (S,)."""
+    """The process with the given sparse dynamics: successors and probabilities (S, A, K), reward (S, A), start (S,).
+
+    A successor of −1 ends the rollout; one with probability 0 is not there. Raises WorldError for anything else that
+    is not a process: probabilities that do not sum to 1, shapes that disagree, successors listed twice.
+    """
     start = np.asarray(start, dtype=float)
+    if start.shape != np.shape(successors)[:1]:
+        raise WorldError(
+            f"environment {name!r}: `start` must give the {len(successors)} states' probabilities of coming first, "
+            f"not have shape {start.shape}"
+        )
     support = np.flatnonzero(start)
     return Environment(
         name=name,

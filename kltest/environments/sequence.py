@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kltest.environments.environment import END, Environment
+from kltest.environments.environment import END, Environment, memory_limit
 from kltest.errors import WorldError
 
 
@@ -29,6 +29,8 @@ def sequence(
     _check(name, vocabulary, length, end_token)
     prompts = np.ones(1) if prompts is None else np.asarray(prompts, dtype=float)
     continuing = np.array([token for token in range(vocabulary) if token != end_token], dtype=np.int64)
+    remedy = "Use fewer tokens, a shorter length, or an n-gram world."
+    _check_size(name, vocabulary, len(continuing), length, len(prompts), remedy)
     widths = [len(continuing) ** depth for depth in range(length)]
     offsets = np.concatenate([[0], np.cumsum(widths)])
     per_prompt = int(offsets[-1])
@@ -73,6 +75,7 @@ def ngram(
     _check(name, vocabulary, length, end_token)
     if order < 1:
         raise WorldError(f"environment {name!r}: the order of an n-gram is at least 1, not {order}")
+    _check_size(name, vocabulary, vocabulary, order, 1, "Use fewer tokens or a lower order.")
     sizes = [vocabulary**size for size in range(order)]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     successors = np.full((int(offsets[-1]), vocabulary, 1), END, dtype=np.int64)
@@ -104,3 +107,17 @@ def _check(name: str, vocabulary: int, length: int, end_token: int | None) -> No
         )
     if end_token is not None and not 0 <= end_token < vocabulary:
         raise WorldError(f"environment {name!r}: the end token must lie in 0 … {vocabulary - 1}, not {end_token}")
+
+
+def _check_size(name: str, vocabulary: int, fan: int, depths: int, prompts: int, remedy: str) -> None:
+    """Refuse fanʰ contexts for every history length h < depths before anything is built."""
+    with np.errstate(over="ignore"):
+        trees = (np.float64(fan) ** depths - 1) / (fan - 1) if fan > 1 else depths
+    contexts = float(trees) * prompts
+    # Successors, probabilities, reward and a few tables of log-probs, of 8 bytes each.
+    needed, allowed = contexts * vocabulary * 8 * 10, memory_limit()
+    if needed > allowed:
+        raise WorldError(
+            f"environment {name!r} would have {contexts:.6g} contexts of {vocabulary} tokens, which need about "
+            f"{needed / 2**30:.3g} GiB; {allowed / 2**30:.3g} GiB are allowed. {remedy}"
+        )
