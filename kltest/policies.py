@@ -10,8 +10,10 @@ from kltest.errors import WorldError
 def table(logits: np.ndarray, *, what: str = "policy") -> np.ndarray:
     """(C, V) log-probabilities of a table of logits, each row normalised; −∞ and NaN are refused."""
     logits = np.asarray(logits, dtype=np.float64)
-    if logits.ndim != 2 or not np.isfinite(logits).all():
-        raise WorldError(f"the {what}'s logits must be a finite (contexts, tokens) table, not {logits.shape}")
+    if logits.ndim != 2:
+        raise WorldError(f"the {what}'s logits must be a (contexts, tokens) table, not of shape {logits.shape}")
+    if not np.isfinite(logits).all():
+        raise WorldError(f"the {what}'s logits must be finite; they contain NaN or infinity")
     return _log_softmax(logits)
 
 

@@ -141,7 +141,12 @@ def _total_variation(instance: Instance) -> np.ndarray:
     """∇½Σ_y|π − ref| = ½E_π[sign(U)·Σ_t g_t]: signs do not factor over time, so all rollouts are visited."""
     paths = instance.paths
     log_ratio = np.where(paths.mask, (instance.policy - instance.reference)[paths.contexts, paths.tokens], 0.0)
-    weight = 0.5 * np.exp(paths.log_probability(instance.policy)) * np.sign(log_ratio.sum(axis=1))
+    chance, sign = np.exp(paths.log_probability(instance.policy)), np.sign(log_ratio.sum(axis=1))
+    # A constant for each prompt changes nothing but rounding; the likeliest rollout's leaves the least to cancel.
+    for prompt in np.unique(paths.prompt):
+        rows = np.flatnonzero(paths.prompt == prompt)
+        sign[rows] -= sign[rows[np.argmax(chance[rows])]]
+    weight = 0.5 * chance * sign
     shape = instance.policy.shape
     cell = paths.contexts * shape[1] + paths.tokens
     summed = np.bincount(
