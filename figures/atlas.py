@@ -21,12 +21,13 @@ Row = dict[str, Any]
 Cells = dict[tuple[str, str, str], Row]
 
 WORLDS = ("bandit", "sequence", "ragged", "mdp")
-SAMPLERS = {"current": "fresh samples", "stale": "stale samples"}
-GROUPS = {"loss": "as a loss", "reward": "in the reward", "both": "in both", "groups": "over groups"}
+SAMPLERS = {"current": "samples of the current policy (μ = π)", "stale": "stale samples (μ ≠ π)"}
+GROUPS = {"loss": "as a loss", "reward": "in the reward", "both": "in both", "groups": "across a batch"}
 UNBIASED = 1e-9
 BIAS_RANGE = LogNorm(0.02, 3.0, clip=True)
 # The bar under a cell: the standard deviation of one rollout's gradient, in multiples of the length of ∇KL.
 NOISE_RANGE = (0.5, 50.0)
+SILENT = 1e-12  # rounding: every rollout has the same gradient
 
 SYMBOLS = {
     "reverse_kl": "R",
@@ -122,7 +123,7 @@ def _cell(axes: Axes, x: float, y: float, row: Row | None) -> None:
 
 def _noise(relative_variance: float | None) -> float:
     """The length of a bar from 0 to 1: the logarithm of the relative standard deviation within NOISE_RANGE."""
-    if relative_variance is None or relative_variance <= 0:
+    if relative_variance is None or relative_variance < SILENT:
         return 0.0
     low, high = NOISE_RANGE
     position = (0.5 * math.log(relative_variance) - math.log(low)) / (math.log(high) - math.log(low))
@@ -151,8 +152,7 @@ def _head(figure: Figure, axes: Axes, height: float) -> None:
     figure.text(0.008, y(0.16), "Which gradient does a KL penalty follow?", weight="bold", size=9.5, va="center")
     for sampler, title in SAMPLERS.items():
         left, right = _column(WORLDS[0], sampler), _column(WORLDS[-1], sampler) + WIDTH
-        words = f"{title} ({'μ = π' if sampler == 'current' else 'μ ≠ π'})"
-        figure.text((left + right) / 2, y(0.38), words, ha="center", va="center", size=7)
+        figure.text((left + right) / 2, y(0.38), title, ha="center", va="center", size=7)
         for world in WORLDS:
             label = "MDP" if world == "mdp" else world
             figure.text(_column(world, sampler) + WIDTH / 2, y(0.56), label, ha="center", va="center", size=6.2)

@@ -38,6 +38,8 @@ def compute(configuration):
     number = configuration["number"]
     if number == int(os.environ.get("BREAK", -1)):
         raise ValueError("this number is unlucky")
+    if number == int(os.environ.get("DIE", -1)):
+        os._exit(9)
     with open(os.environ.get("CALLS", os.devnull), "a") as calls:
         print(number, file=calls)
     return [{"number": number, "root": number**0.5}]
@@ -195,7 +197,7 @@ def test_full_scale_goes_on_from_quick(checkout, monkeypatch, tmp_path):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     assert run("roots") == 0
     assert run("roots", scale="full") == 0
-    assert (tmp_path / "calls").read_text().split() == [str(number) for number in range(24)]
+    assert sorted(map(int, (tmp_path / "calls").read_text().split())) == list(range(24))
 
 
 def test_a_disagreeing_claim_is_exit_1_and_is_told_in_full(checkout, monkeypatch, capsys):
@@ -219,7 +221,14 @@ def test_a_failing_configuration_is_exit_3_and_the_others_are_kept(checkout, mon
 
 
 def test_a_failing_experiment_is_exit_3_and_the_other_experiments_run(checkout, capsys):
-    populate(checkout, {"experiments/broken/settings.py": "", "experiments/broken/experiment.py": "1 / 0\n"})
+    populate(
+        checkout,
+        {
+            "experiments/broken/settings.py": "",
+            "experiments/broken/experiment.py": "1 / 0\n",
+            "experiments/broken/analysis.py": ANALYSIS,
+        },
+    )
     assert reproduce() == 3
     printed = capsys.readouterr()
     assert "broken failed: ZeroDivisionError" in printed.err
@@ -269,10 +278,17 @@ def test_results_of_other_code_are_not_reused(checkout, monkeypatch, tmp_path):
     assert len((tmp_path / "calls").read_text().split()) == 24
 
 
-def start(checkout: Path, output: Path, **environment: str) -> subprocess.Popen:
-    code = f"import sys; from kltest.reproduce import run; sys.exit(run('roots', output={str(output)!r}))"
+DRIVER = """
+import functools, sys
+from kltest.reproduce import experiment, run
+experiment.run = functools.partial(experiment.run, workers=int(sys.argv[2]))
+sys.exit(run("roots", output=sys.argv[1]))
+"""
+
+
+def start(checkout: Path, output: Path, workers: int = 1, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", DRIVER, str(output), str(workers)],
         cwd=checkout,
         env={**os.environ, "PAUSE": "0.03", **environment},
         stdout=subprocess.PIPE,
@@ -290,30 +306,53 @@ def wait_for_lines(path: Path, count: int) -> None:
     raise AssertionError(f"{path} never had {count} lines")
 
 
-def test_killed_and_started_again_the_results_are_those_of_an_undisturbed_run(checkout, tmp_path):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_and_started_again_the_results_are_those_of_an_undisturbed_run(checkout, tmp_path, workers):
     undisturbed, disturbed, calls = tmp_path / "undisturbed", tmp_path / "disturbed", tmp_path / "calls"
     assert start(checkout, undisturbed).wait() == 0
     for finished in (1, 4, 8):
-        process = start(checkout, disturbed, CALLS=str(calls))
+        process = start(checkout, disturbed, workers, CALLS=str(calls))
         wait_for_lines(disturbed / "roots" / "runs.jsonl", finished)
         time.sleep(random.Random(finished).uniform(0, 0.05))
         process.kill()
         process.wait()
-    assert start(checkout, disturbed, CALLS=str(calls)).wait() == 0
+    assert start(checkout, disturbed, workers, CALLS=str(calls)).wait() == 0
     assert contents(disturbed) == contents(undisturbed)
-    # A kill can cost the one configuration that was being computed, never more.
-    assert len(calls.read_text().split()) <= 12 + 3
+    # A kill can cost what a worker is computing and what it has just handed over, never more.
+    assert len(calls.read_text().split()) <= 12 + 3 * 2 * workers
 
 
-def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(checkout, tmp_path):
-    process = start(checkout, tmp_path / "out")
+def test_workers_do_not_outlive_a_killed_parent(checkout, tmp_path):
+    calls = tmp_path / "calls"
+    process = start(checkout, tmp_path / "out", 2, CALLS=str(calls), PAUSE="0.2")
+    wait_for_lines(calls, 2)
+    process.kill()
+    process.wait()
+    time.sleep(0.5)
+    before = calls.read_text()
+    time.sleep(1.0)
+    assert calls.read_text() == before
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(checkout, tmp_path, workers):
+    process = start(checkout, tmp_path / "out", workers, PAUSE="0.1")
     wait_for_lines(tmp_path / "out/roots/runs.jsonl", 3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "`kltest run roots`" in err
     assert "Traceback" not in err
-    assert (tmp_path / "out/roots/runs.jsonl").read_bytes().count(b"\n") >= 3
+    assert 3 <= (tmp_path / "out/roots/runs.jsonl").read_bytes().count(b"\n") < 12
+
+
+def test_a_killed_worker_is_a_failed_experiment_and_the_rest_is_kept(checkout, tmp_path):
+    process = start(checkout, tmp_path / "out", 2, DIE="8")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "a worker process was killed" in err
+    assert (tmp_path / "out/roots/runs.jsonl").read_bytes().count(b"\n") >= 4
+    assert start(checkout, tmp_path / "out", 2).wait() == 0
 
 
 def test_a_second_run_on_the_same_results_is_refused(checkout, tmp_path):

@@ -62,7 +62,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         found.append(
             Claim(
                 experiment="atlas",
-                claim=f"the gradient of {name}",
+                claim=f"which gradient {name} follows",
                 source=spec.source,
                 expected=_words([(*place, spec.expectation(*place)) for place in places]),
                 found=_words([(row["environment"], row["sampler"], row["identified"]) for row in (wrong or mine)])
@@ -138,23 +138,22 @@ def _short(value: float | None) -> str:
 
 
 def _words(cells: Sequence[tuple[str, str, dict[str, float] | None]]) -> str:
-    """Worlds that have the same gradient are named together."""
-    places: dict[str, list[str]] = {}
-    for world, sampler, combination in cells:
-        text = _rendered(combination)
-        place = world if sampler == "current" else f"{world}, stale"
-        if place not in places.setdefault(text, []):
-            places[text].append(place)
-    return "; ".join(f"{text} ({_grouped(where)})" for text, where in places.items())
+    """The worlds of one sampler that have the same gradient are named together: `A (bandit), B (sequence, mdp)`."""
+    parts = []
+    for sampler in SAMPLERS:
+        worlds: dict[str, list[str]] = {}
+        for world, who, combination in cells:
+            if who == sampler and world not in worlds.setdefault(_rendered(combination), []):
+                worlds[_rendered(combination)].append(world)
+        if worlds:
+            parts.append(f"{sampler}: " + ", ".join(f"{text}{_where(where)}" for text, where in worlds.items()))
+    return "; ".join(parts)
 
 
-def _grouped(places: Sequence[str]) -> str:
-    for sampler, word in (("", "on-policy"), (", stale", "stale")):
-        whole = [f"{world}{sampler}" for world in WORLDS]
-        if set(whole) <= set(places):
-            rest = [place for place in places if place not in whole]
-            return ", ".join([word, *([_grouped(rest)] if rest else [])])
-    return ", ".join(places)
+def _where(worlds: Sequence[str]) -> str:
+    if len(worlds) == len(WORLDS):
+        return ""
+    return " (tokens)" if set(worlds) == set(WORLDS[1:]) else f" ({', '.join(worlds)})"
 
 
 def _rendered(combination: dict[str, float] | None) -> str:

@@ -22,7 +22,7 @@ def tasks(scale: str) -> Iterator[dict[str, Any]]:
         source = Path(inspect.getfile(inspect.unwrap(estimator.function)))
         code = hashlib.sha256(source.read_bytes()).hexdigest()[:8]
         for seed in SEEDS[scale]:
-            yield {"estimator": name, "seed": seed, "code": code}
+            yield {"estimator": name, "seed": seed, "_code": code}
 
 
 def compute(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:

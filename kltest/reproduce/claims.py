@@ -31,7 +31,7 @@ def summary(claims: Sequence[Claim], width: int) -> str:
     """The table at the end of a run: aligned, cut to the width of the terminal, disagreements repeated in full."""
     table = [("agrees", "claim", "expected", "found")]
     table += [(claim.verdict, f"{claim.experiment}: {claim.claim}", claim.expected, claim.found) for claim in claims]
-    # The verdict keeps its seven columns; what is left is shared by the three texts, the claim getting a bit more.
+    # The verdict keeps its seven columns; what is left is shared by the three texts.
     room = max(width - 7 - 6, 45)
     widths = (7, room - 2 * (room * 3 // 10), room * 3 // 10, room * 3 // 10)
     lines = ["  ".join(_fit(cell, size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -94,6 +94,8 @@ def _experiments(checkout: Checkout, names: Sequence[str], folder: Path, scale: 
             nonlocal failed
             outcome = Experiment(checkout, name).run(folder, "full" if scale == "full" else "quick")
             claims.extend(outcome.claims)
+            for note in outcome.notes:
+                _warn(f"{name}: {note}")
             for failure in outcome.failures:
                 failed = True
                 _warn(f"{name}: {failure.title} failed: {failure.reason}\n{failure.traceback}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +38,7 @@ class Outcome:
 
     claims: Sequence[Claim]
     failures: Sequence[Failure]
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,13 @@ class Experiment:
 
     def run(self, output: Path, scale: Scale) -> Outcome:
         """Compute what is missing, then write all files of the experiment to output/NAME/."""
-        experiment = self.checkout.load("experiments", self.name, "experiment")
         analysis = self.checkout.load("experiments", self.name, "analysis")
         folder = output / self.name
         folder.mkdir(parents=True, exist_ok=True)
         configurations = self.configurations(scale)
         with Store(folder / "runs.jsonl", self.version) as store:
-            failures = run(experiment.compute, configurations, store, label=self.name)
+            compute = partial(compute_one, self.checkout, self.name)
+            failures = run(compute, configurations, store, label=self.name)
             finished = [store.rows(configuration) for configuration in configurations]
         rows: list[Row] = analysis.tidy([row for found in finished if found is not None for row in found])
         claims = analysis.claims(rows)
@@ -90,4 +91,10 @@ class Experiment:
         for title, table in analysis.tables(rows).items():
             write(folder / f"{title}.md", as_markdown(table))
             write(folder / f"{title}.csv", as_csv(table))
-        return Outcome(claims, failures)
+        notes = [f"{store.path}, line {number}: not a result of kltest, passed over" for number in store.foreign_lines]
+        return Outcome(claims, failures, notes)
+
+
+def compute_one(checkout: Checkout, name: str, configuration: Configuration) -> list[Row]:
+    """The rows of one configuration; a function of the module, so that another process can be told to call it."""
+    return checkout.load("experiments", name, "experiment").compute(configuration)
