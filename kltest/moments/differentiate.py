@@ -44,17 +44,18 @@ class RowGradients:
         return tuple(part[index] for part in self.parts)
 
 
-def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None = None) -> RowGradients:
-    """Call a loss on a batch and go backward once; `live` (B, T) bool is read from the mask unless given.
+def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None, factor: float = 1.0) -> RowGradients:
+    """Call a loss on a batch and go backward once, from `factor` times the objective.
 
+    `live` (B, T) bool says where tokens are, None that they are everywhere; the rollout's own mask may be written into.
     Raises TargetError if the gradient of a live token is not finite.
     """
-    live = rollout.peek("mask").numpy() != 0 if live is None else live  # before the call, which may write into it
     outcome = loss(rollout)
     leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
     found: dict[str, np.ndarray] = {}
     if leaves and outcome.objective.requires_grad:
-        gradients = torch.autograd.grad(outcome.objective, list(leaves.values()), allow_unused=True)
+        start = torch.full_like(outcome.objective, factor)
+        gradients = torch.autograd.grad(outcome.objective, list(leaves.values()), start, allow_unused=True)
         found = {
             name: _live_only(loss, rollout, name, gradient.numpy(), live)
             for name, gradient in zip(leaves, gradients, strict=True)
@@ -63,12 +64,20 @@ def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None = None) 
     return RowGradients(found.get("logp"), found.get("logits"), outcome)
 
 
-def _live_only(loss: Loss, rollout: Rollout, name: str, gradient: np.ndarray, live: np.ndarray) -> np.ndarray:
-    if not live.all():
+def live_positions(rollout: Rollout) -> np.ndarray | None:
+    """(B, T) bool, True on live tokens; None where all are."""
+    live = rollout.peek("mask").numpy() != 0
+    return None if live.all() else live
+
+
+def _live_only(loss: Loss, rollout: Rollout, name: str, gradient: np.ndarray, live: np.ndarray | None) -> np.ndarray:
+    if live is not None:
         gradient = np.where(live if gradient.ndim == 2 else live[..., None], gradient, 0.0)
     if not np.isfinite(gradient.sum()) and not (finite := np.isfinite(gradient)).all():
         row, step = np.argwhere(~finite)[0][:2]
-        tokens = rollout.peek("tokens")[row][live[row]].tolist()
+        tokens = (
+            rollout.peek("tokens")[row].tolist() if live is None else rollout.peek("tokens")[row][live[row]].tolist()
+        )
         raise TargetError(
             f"the gradient of {loss.name} with respect to {name} is not finite at token {step} of the rollout with "
             f"tokens {tokens}, although every input is finite: look for a square root, a logarithm or a division "

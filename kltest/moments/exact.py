@@ -7,15 +7,19 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
-from kltest.moments.differentiate import RowGradients
+from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
-from kltest.moments.reduction import Witness, probe
-from kltest.rollout import Rollout
+from kltest.moments.reduction import Witness, close, probe
+from kltest.rollout import LEAVES, Rollout
 from kltest.targets.outcome import Loss
 
 ONE_BY_ONE = 300
 MOST_SINGLES = 20_000
+# Numbers in one field of a chunk: few enough to stay in the processor's cache from one operation to the next.
+CHUNK = 2**17
+POOL = 6
+SPOT_CHECKS = 8
 
 
 def exact(loss: Loss, instance: Instance, sampler: str = "current", *, padding: int = 0, seed: int = 0) -> Moments:
@@ -27,31 +31,100 @@ def exact(loss: Loss, instance: Instance, sampler: str = "current", *, padding: 
     seeds what stands at padded positions, `seed` the choice of probes.
 
     Raises BatchOfOneError for a loss that cannot be called with one rollout, TargetError where its gradient is not
-    finite or not reproducible, WorldError if the world cannot be enumerated.
+    finite or not reproducible, UsageError if it couples rows and there are too many to call it on each, WorldError if
+    the world cannot be enumerated.
     """
     paths = instance.paths
-    weights = instance.rollout_weights(sampler)
-    base = Rollout.of(instance, sampler=sampler, padding=padding)
-    witness = probe(loss, base, np.random.default_rng([seed, len(paths)]))
-    return _one_by_one(witness, instance, paths, weights, base)
-
-
-def _one_by_one(witness: Witness, instance: Instance, paths: Paths, weights: np.ndarray, base: Rollout) -> Moments:
-    if len(paths) > MOST_SINGLES:
-        raise UsageError(f"{len(paths)} rollouts are too many to call {witness.loss.name} on each of them alone")
-    witness.look(list(range(len(paths))))
-    singles = [witness.single(row) for row in range(len(paths))]
-    projection = Projection(instance.policy, tree=instance.environment.tree)
-    for name in ({"logp"}, {"logits"}, {"logp", "logits"}):
-        rows = [row for row, single in enumerate(singles) if single.leaves == name]
-        if rows:
-            projection.add(
-                paths.contexts[rows],
-                paths.tokens[rows],
-                weights[rows],
-                *(_stack(singles, rows, leaf) if leaf in name else None for leaf in ("logp", "logits")),
+    generator = np.random.default_rng([seed, len(paths)])
+    if len(paths) > ONE_BY_ONE:
+        pool = Rollout.of(instance, paths.take(_pool(paths, generator)), sampler=sampler, padding=padding)
+        witness = probe(loss, pool, generator)
+        if witness.reduction != "coupled":
+            moments = _in_chunks(witness, instance, sampler, padding, generator)
+            if moments is not None:
+                return moments
+        if len(paths) > MOST_SINGLES:
+            raise UsageError(
+                f"{loss.name} couples the rows of a batch ({witness.coupling}), so that each rollout must be called "
+                f"alone; environment {instance.environment.name!r} has {len(paths)} and at most {MOST_SINGLES} are. "
+                "Use a smaller world"
             )
-    mask = paths.mask
+        coupling = witness.coupling
+        witness = Witness(loss, Rollout.of(instance, sampler=sampler, padding=padding), coupling=coupling)
+        witness.mean = witness.sum = not coupling
+    else:
+        witness = probe(loss, Rollout.of(instance, sampler=sampler, padding=padding), generator)
+        witness.look(list(range(len(paths))))
+    return _one_by_one(witness, instance, sampler)
+
+
+def _pool(paths: Paths, generator: np.random.Generator) -> np.ndarray:
+    """A few rows that differ in every way in which rollouts can: length, prompt, tokens."""
+    chosen = generator.choice(len(paths), size=POOL, replace=False)
+    if paths.padded:
+        lengths = paths.mask.sum(axis=1)
+        chosen = np.append(chosen, [lengths.argmin(), lengths.argmax()])
+    if len(ends := np.unique(paths.prompt[[0, -1]])) > 1:
+        mates = [generator.choice(np.flatnonzero(paths.prompt == prompt), size=2) for prompt in ends]
+        chosen = np.append(chosen, np.concatenate(mates))
+    return np.unique(chosen)
+
+
+def _in_chunks(
+    witness: Witness, instance: Instance, sampler: str, padding: int, generator: np.random.Generator
+) -> Moments | None:
+    """Large batches, each row's gradient scaled to what it gives alone; None if the rows turn out to be coupled."""
+    paths, weights = instance.paths, instance.rollout_weights(sampler)
+    projection = Projection(instance.policy, distinct=instance.environment.tree)
+    wide = any("logits" in single.leaves for single in witness.singles.values())
+    width = paths.shape[1] * (instance.environment.vocabulary if wide else 1)
+    size = max(1, CHUNK // width)
+    spots = set(generator.integers(-(-len(paths) // size), size=SPOT_CHECKS).tolist())
+    leaves: frozenset[str] = frozenset()
+    values: list[np.ndarray | None] = []
+    metrics: list[np.ndarray | None] = []
+    called: RowGradients | None = None
+    for number, (rows, part) in enumerate(paths.split(size)):
+        rollout = Rollout.of(instance, part, sampler=sampler, padding=padding)
+        live = part.mask if part.padded else None
+        spot = int(generator.integers(len(part)))
+        alone = None
+        if number in spots:
+            alone = differentiate(witness.loss, rollout.take([spot]), None if live is None else live[[spot]])
+        factor = 1.0 if witness.reduction == "sum" else float(len(part))
+        called = differentiate(witness.loss, rollout, live, factor)
+        if alone is not None and not close(alone.row(0), called.row(spot), called.tolerance):
+            witness.found_coupled(f"a batch of {len(part)} rollouts")
+            return None
+        projection.add(part, weights[rows], called.logp, called.logits)
+        leaves |= called.leaves
+        values.append(_per_row(called.outcome.value, part))
+        metrics.append(_per_row(called.outcome.metric, part))
+    assert called is not None
+    return Moments(
+        gradient=projection.gradient,
+        second_moment=projection.second_moment,
+        rollouts=len(paths),
+        reduction=witness.reduction,
+        dtype=called.outcome.dtype,
+        leaves=leaves,
+        takes=frozenset(witness.loss.takes),
+        value=_expectation(values, weights),
+        metric=_expectation(metrics, weights),
+    )
+
+
+def _one_by_one(witness: Witness, instance: Instance, sampler: str) -> Moments:
+    """Every rollout as a batch of its own: the definition."""
+    paths, weights = instance.paths, instance.rollout_weights(sampler)
+    singles = [witness.single(row) for row in range(len(paths))]
+    projection = Projection(instance.policy, distinct=instance.environment.tree)
+    for leaves in ({"logp"}, {"logits"}, {"logp", "logits"}):
+        index = [row for row, single in enumerate(singles) if single.leaves == leaves]
+        if index:
+            stacked = [_stack(singles, index, leaf) if leaf in leaves else None for leaf in LEAVES]
+            projection.add(paths.take(np.array(index)), weights[index], *stacked)
+    one = [paths.take(np.array([row])) for row in range(len(paths))]
     return Moments(
         gradient=projection.gradient,
         second_moment=projection.second_moment,
@@ -60,8 +133,8 @@ def _one_by_one(witness: Witness, instance: Instance, paths: Paths, weights: np.
         dtype=singles[0].outcome.dtype,
         leaves=frozenset().union(*(single.leaves for single in singles)),
         takes=frozenset(witness.loss.takes),
-        value=_expectation([single.outcome.value for single in singles], mask, weights),
-        metric=_expectation([single.outcome.metric for single in singles], mask, weights),
+        value=_expectation([_per_row(s.outcome.value, p) for s, p in zip(singles, one, strict=True)], weights),
+        metric=_expectation([_per_row(s.outcome.metric, p) for s, p in zip(singles, one, strict=True)], weights),
         coupling=witness.coupling,
     )
 
@@ -70,13 +143,16 @@ def _stack(singles: list[RowGradients], rows: list[int], leaf: str) -> np.ndarra
     return np.concatenate([getattr(singles[row], leaf) for row in rows])
 
 
-def _expectation(values: list[Tensor | None], mask: np.ndarray, weights: np.ndarray) -> Expectation | None:
-    """Per-token values are summed over live tokens."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
+def _per_row(value: Tensor | None, paths: Paths) -> np.ndarray | None:
+    """(B,) what was reported for each rollout, per-token values summed over live tokens; None if it cannot be told."""
+    if value is None:
         return None
-    rows = [
-        float(np.where(live, value.numpy()[0], 0.0).sum()) if value.dim() == 2 else float(value.sum())
-        for value, live in zip(known, mask, strict=True)
-    ]
-    return Expectation.of(np.array(rows), weights)
+    reported = value.numpy()
+    if reported.ndim == 2:
+        return np.where(paths.mask, reported, 0.0).sum(axis=1) if paths.padded else reported.sum(axis=1)
+    return reported.reshape(-1) if reported.size == len(paths) else None
+
+
+def _expectation(values: list[np.ndarray | None], weights: np.ndarray) -> Expectation | None:
+    known = [value for value in values if value is not None]
+    return Expectation.of(np.concatenate(known), weights) if len(known) == len(values) else None

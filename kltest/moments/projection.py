@@ -2,81 +2,109 @@
 
 With A_t the gradient of a rollout at its token t's next-token log-probs (the sampled one's share included), the
 gradient with respect to the logits of context c is Σ_{t: c_t = c} (A_t − π(c)·ΣA_t). The map is linear for each
-context, so an expectation is taken of A first and projected once; a squared norm needs each rollout's own sum over the
-tokens that share a context.
+context, so an expectation is taken of A first and projected once. A squared norm needs each rollout's own sum over the
+tokens that share a context; where no two do, it is a sum over tokens as well:
+
+    ‖a·e_y − a·π(c)‖² = a²·(1 − 2π(y|c) + ‖π(c)‖²).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from kltest.environments import Paths
 from kltest.policies import softmax_gradient
 
 
 class Projection:
-    """Adds up weighted rollouts: E[A] per context and token, and E‖ĝ‖²."""
+    """Adds up weighted rollouts: `table` (C, V) = E[A], and `second_moment` = E‖ĝ‖².
 
-    def __init__(self, policy: np.ndarray, *, tree: bool) -> None:
+    `distinct` says that no context occurs twice in a rollout.
+    """
+
+    def __init__(self, policy: np.ndarray, *, distinct: bool) -> None:
         self.policy = policy
-        self.tree = tree
+        self.distinct = distinct
         self.table = np.zeros(policy.shape)
-        self.second_moment = 0.0
+        self._others = 0.0
+        self._squares = np.zeros(policy.shape)
         self._probability = np.exp(policy)
-        self._square = (self._probability**2).sum(axis=1)
+        self._norm = (self._probability**2).sum(axis=1)
 
     @property
     def gradient(self) -> np.ndarray:
         """(C, V) expected gradient with respect to logits."""
         return softmax_gradient(self.table, self.policy)
 
-    def add(
-        self,
-        contexts: np.ndarray,
-        tokens: np.ndarray,
-        weights: np.ndarray,
-        logp: np.ndarray | None,
-        logits: np.ndarray | None,
-    ) -> None:
-        """Rollouts (B, T) of probability `weights` (B,); gradients at padded positions must be zero."""
+    @property
+    def second_moment(self) -> float:
+        """E‖ĝ‖²."""
+        return self._others + float((self._squares * (1 - 2 * self._probability + self._norm[:, None])).sum())
+
+    def add(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
+        """Rollouts of probability `weights` (N,) and their gradients (N, T) and (N, T, V), zero where padded."""
         if logits is not None:
-            full = logits.copy() if logp is not None else logits
             if logp is not None:
-                full[np.arange(len(full))[:, None], np.arange(full.shape[1]), tokens] += logp
-            self._add_full(contexts, weights, full)
+                logits = logits.copy()
+                logits[np.arange(len(paths))[:, None], np.arange(paths.shape[1]), paths.tokens] += logp
+            paths.collect(logits * weights[:, None, None], self.table)
+            if self.distinct:
+                self._others += float(weights @ self._squared_norms(paths, logits).sum(axis=1))
         elif logp is not None:
-            self._add_sampled(contexts, tokens, weights, logp)
+            # Transposed, so that each token's column is contiguous for the sums over prefixes.
+            weighted = np.empty(logp.shape[::-1])
+            np.multiply(logp.T, weights, out=weighted)
+            paths.collect(weighted.T, self.table)
+            if self.distinct:
+                paths.collect(np.multiply(weighted, logp.T, out=weighted).T, self._squares)
+        if not self.distinct and (logp is not None or logits is not None):
+            width = 1 if logits is None else self.policy.shape[1]
+            if self.policy.size <= width * paths.shape[1] ** 2:
+                self._add_dense(paths, weights, logp, logits)
+            else:
+                self._add_pairs(paths, weights, logp, logits)
 
-    def _add_sampled(self, contexts: np.ndarray, tokens: np.ndarray, weights: np.ndarray, logp: np.ndarray) -> None:
-        vocabulary = self.policy.shape[1]
-        cell = contexts * vocabulary + tokens
-        weighted = logp * weights[:, None]
-        self.table += np.bincount(cell.ravel(), weighted.ravel(), self.policy.size).reshape(self.policy.shape)
-        if self.tree:
-            squares = np.bincount(cell.ravel(), (weighted * logp).ravel(), self.policy.size).reshape(self.policy.shape)
-            self.second_moment += float((squares * (1 - 2 * self._probability + self._square[:, None])).sum())
-        else:
-            full = np.zeros((*logp.shape, vocabulary))
-            np.put_along_axis(full, tokens[..., None], logp[..., None], axis=2)
-            self._add_shared(contexts, weights, full)
+    def _squared_norms(self, paths: Paths, logits: np.ndarray) -> np.ndarray:
+        """(N, T) ‖A_t − π(c_t)·ΣA_t‖²."""
+        projected = logits - paths.everything(self._probability) * logits.sum(axis=2, keepdims=True)
+        return np.einsum("ntv,ntv->nt", projected, projected)
 
-    def _add_full(self, contexts: np.ndarray, weights: np.ndarray, full: np.ndarray) -> None:
-        vocabulary = self.policy.shape[1]
-        weighted = (full * weights[:, None, None]).reshape(-1, vocabulary)
-        for token in range(vocabulary):
-            self.table[:, token] += np.bincount(contexts.ravel(), weighted[:, token], len(self.policy))
-        if self.tree:
-            total = full.sum(axis=2)
-            norms = (
-                (full**2).sum(axis=2)
-                - 2 * total * (full * self._probability[contexts]).sum(axis=2)
-                + total**2 * self._square[contexts]
-            )
-            self.second_moment += float(weights @ norms.sum(axis=1))
-        else:
-            self._add_shared(contexts, weights, full)
+    def _add_dense(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
+        """Each rollout's gradient in full, where the table is small."""
+        contexts, vocabulary = self.policy.shape
+        row = np.arange(len(paths))[:, None]
+        each: np.ndarray = np.zeros((len(paths), contexts, vocabulary))
+        if logits is not None:
+            np.add.at(each.reshape(-1, vocabulary), row * contexts + paths.contexts, logits)
+        elif logp is not None:
+            cell = (row * contexts + paths.contexts) * vocabulary + paths.tokens
+            each = np.bincount(cell.ravel(), logp.ravel(), each.size).reshape(each.shape)
+        each -= self._probability * each.sum(axis=2, keepdims=True)
+        flat = each.reshape(len(paths), -1)
+        self._others += float(weights @ np.einsum("nd,nd->n", flat, flat))
 
-    def _add_shared(self, contexts: np.ndarray, weights: np.ndarray, full: np.ndarray) -> None:
-        projected = full - self._probability[contexts] * full.sum(axis=2, keepdims=True)
-        same = contexts[:, :, None] == contexts[:, None, :]
-        gram = np.einsum("btv,bsv->bts", projected, projected, optimize=True)
-        self.second_moment += float(weights @ np.where(same, gram, 0.0).sum(axis=(1, 2)))
+    def _add_pairs(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
+        """Inner products of each pair of tokens that share a context, where the table is large."""
+        contexts = np.ascontiguousarray(paths.contexts.T)
+        steps = len(contexts)
+        if logits is not None:
+            projected = logits - paths.everything(self._probability) * logits.sum(axis=2, keepdims=True)
+            for later in range(steps):
+                for earlier in range(later + 1):
+                    rows = np.flatnonzero(contexts[earlier] == contexts[later])
+                    inner = np.einsum("nv,nv->n", projected[rows, earlier], projected[rows, later])
+                    self._others += (1 if earlier == later else 2) * float(weights[rows] @ inner)
+        elif logp is not None:
+            tokens, probability = np.ascontiguousarray(paths.tokens.T), paths.chosen(self._probability)
+            columns, probability = np.ascontiguousarray(logp.T), np.ascontiguousarray(probability.T)
+            for later in range(steps):
+                for earlier in range(later + 1):
+                    rows = np.flatnonzero(contexts[earlier] == contexts[later])
+                    kernel = (
+                        (tokens[earlier, rows] == tokens[later, rows]).astype(float)
+                        - probability[earlier, rows]
+                        - probability[later, rows]
+                        + self._norm[contexts[later, rows]]
+                    )
+                    kernel *= columns[earlier, rows] * columns[later, rows]
+                    self._others += (1 if earlier == later else 2) * float(weights[rows] @ kernel)
