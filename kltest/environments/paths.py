@@ -61,16 +61,15 @@ class Paths:
         """(N, T, V) rows of a (C, V) table at the contexts visited; anything at dead positions."""
         return table[self.contexts]
 
-    def total(self, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-        """(C, V) = `shape` sums of values (N, T), or (N, T, V), over the positions of each context and token.
+    def collect(self, values: np.ndarray, into: np.ndarray) -> None:
+        """Add values (N, T), or (N, T, V), to the entries of a (C, V) table that `chosen`, or `everything`, reads.
 
         Values at dead positions must be zero.
         """
         if values.ndim == 2:
-            cell = self.contexts * shape[1] + self.tokens
-            return np.bincount(cell.ravel(), values.ravel(), shape[0] * shape[1]).reshape(shape)
-        columns = [np.bincount(self.contexts.ravel(), values[..., v].ravel(), shape[0]) for v in range(shape[1])]
-        return np.stack(columns, axis=1)
+            np.add.at(into.reshape(-1), self.contexts * into.shape[1] + self.tokens, values)
+        else:
+            np.add.at(into, self.contexts, values)
 
     def log_probability(self, log_probs: np.ndarray) -> np.ndarray:
         """(N,) log-probability of each rollout, prompt and dynamics included, under a (C, V) table of log-probs."""
@@ -136,7 +135,8 @@ class Level:
             cells: np.ndarray | slice = slice(self.cells.start + nodes.start, self.cells.start + nodes.stop)
         else:
             cells = self.cells[nodes]
-        return Level(cells, rows, None if self.live is None else self.live[nodes])
+        live = None if self.live is None or self.live[nodes].all() else self.live[nodes]
+        return Level(cells, rows, live)
 
 
 class Tree(Paths):
@@ -212,19 +212,16 @@ class Tree(Paths):
     def everything(self, table: np.ndarray) -> np.ndarray:
         return self._spread([table[level.index // self.vocabulary] for level in self.levels])
 
-    def total(self, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-        table = np.zeros(shape[0] * shape[1] if values.ndim == 2 else shape)
+    def collect(self, values: np.ndarray, into: np.ndarray) -> None:
+        flat = into.reshape(-1)
         for step, level in enumerate(self.levels):
             sums = level.collect(values[:, step])
             if values.ndim == 3:
-                context = level.index // self.vocabulary
-                for token in range(shape[1]):
-                    table[:, token] += np.bincount(context, sums[:, token], shape[0])
+                np.add.at(into, level.index // self.vocabulary, sums)
             elif isinstance(level.cells, slice):
-                table[level.cells] += sums
+                flat[level.cells] += sums
             else:
-                table += np.bincount(level.cells, sums, len(table))
-        return table.reshape(shape)
+                np.add.at(flat, level.cells, sums)
 
     def log_probability(self, log_probs: np.ndarray) -> np.ndarray:
         flat = log_probs.reshape(-1)
