@@ -1,0 +1,289 @@
+"""The table of estimators: complete, unambiguous, separate from the truth, open to users, and light to load."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import warnings
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import kltest
+from kltest.errors import UsageError
+from kltest.estimators import Spec, find, register, registry, spec
+from kltest.rollout import FIELDS
+from kltest.truth import ATLAS
+
+PACKAGE = Path(kltest.__file__).parent
+
+# The names that the calling contract fixes, group by group; those that couple the rows of a group are apart.
+PROMISED = [
+    "k1-loss",
+    "k2-loss",
+    "k3-loss",
+    "abs-loss",
+    "full-loss",
+    "k2-loss-sequence",
+    "k3-loss-sequence",
+    "last-token",
+    "k3-clamped",
+    "k3-inverted",
+    "k3-straight-through",
+    "length-normalised",
+    "token-mean",
+    "top-k",
+    "top-k-detached",
+    "k1-reward",
+    "k1-reward-to-go",
+    "k1-reward-immediate",
+    "k2-reward",
+    "k3-reward",
+    "k3-reward-sequence",
+    "full-reward",
+    "k1-reward-stale",
+    "k1-both",
+    "k3-both",
+    "rao-blackwell",
+    "lambda-baseline",
+    "k3-ratio",
+    "k3-ratio-detached",
+    "k2-ratio",
+    "k2-ratio-detached",
+    "k2-prefix-ratio",
+    "k1-reward-sequence-ratio",
+    "k1-reward-to-go-prefix-ratio",
+    "k3-broadcast-ratio",
+]
+
+OURS = {name: entry for name, entry in registry().items() if entry.function.__module__.startswith("kltest.")}
+
+
+@pytest.fixture
+def clean_table(monkeypatch):
+    """A table that forgets what the test registers."""
+    registry()
+    monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
+    monkeypatch.setattr(spec, "_LOADED", {"package"})
+
+
+def described(name: str = "my-kl", **changes) -> Spec:
+    fields = {
+        "formula": "Σ_t u_t",
+        "source": "a notebook",
+        "placement": "loss",
+        "claims": "an estimate",
+        "known_false": "nothing",
+    }
+    return Spec(**{"name": name, **fields, **changes})
+
+
+def test_every_promised_name_is_there():
+    assert set(PROMISED) <= set(OURS)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_spec_says_everything(name):
+    entry = OURS[name].spec
+    for text in (entry.formula, entry.source, entry.claims, entry.known_false):
+        assert text.strip() == text
+        assert len(text) > 2
+        assert not text.endswith(".")
+    assert set(entry.identified) == {"current", "stale"}
+    for row in entry.identified.values():
+        assert set(row) in ({"bandit", "tokens"}, {"bandit", "sequence", "ragged", "mdp"})
+        for combination in row.values():
+            assert combination is None or set(combination) <= set(ATLAS)
+    assert OURS[name].function.__doc__
+    assert "(B, T" in OURS[name].function.__doc__
+
+
+def test_names_and_aliases_are_unique_and_all_are_found():
+    labels = [(label, name) for name, entry in OURS.items() for label in (name, *entry.spec.aliases)]
+    normal = [label.lower().replace("_", "-") for label, _ in labels]
+    assert len(set(normal)) == len(normal)
+    for label, name in labels:
+        for spelling in (label, label.upper(), label.replace("-", "_")):
+            assert find(spelling).spec.name == name
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("low_var_kl", "k3-clamped"),
+        ("low_var_kl+", "k3-straight-through"),
+        ("k3+", "k3-straight-through"),
+        ("kl", "k1-loss"),
+        ("mse", "k2-loss"),
+        ("abs", "abs-loss"),
+        ("full", "full-loss"),
+        ("k3", "k3-loss"),
+    ],
+)
+def test_names_of_real_libraries(library, name):
+    assert find(library).spec.name == name
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("k3-los", "k3-loss"), ("rao-blackwel", "rao-blackwell"), ("mes", "mse")])
+def test_a_typo_is_answered_with_the_nearest_names(typo, meant):
+    with pytest.raises(UsageError, match=f"no estimator called '{typo}'.*did you mean.*{meant}"):
+        find(typo)
+
+
+def test_what_is_like_nothing_is_told_where_to_look():
+    with pytest.raises(UsageError, match="kltest list"):
+        find("zzzzzz")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_parameters_are_fields_or_settings_with_defaults(name):
+    for parameter in inspect.signature(OURS[name].function).parameters.values():
+        is_field = parameter.name in FIELDS
+        assert is_field == (parameter.default is inspect.Parameter.empty)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_module_is_one_estimator_of_20_to_60_lines_named_after_it(name):
+    path = Path(inspect.getfile(OURS[name].function))
+    assert path.stem == name.replace("-", "_") == OURS[name].function.__name__
+    assert 20 <= len(path.read_text(encoding="utf-8").splitlines()) <= 60
+
+
+# --- walls ------------------------------------------------------------------------------------------------------------
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports anywhere, with relative imports resolved and `from a import b` as a and a.b."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(parts[: len(parts) - node.level]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def reached(package: str) -> set[str]:
+    """All of kltest's modules that a package imports, directly or not."""
+    waiting, seen = sorted((PACKAGE / package).rglob("*.py")), set()
+    while waiting:
+        for name in imported(waiting.pop()):
+            if name.startswith("kltest") and name not in seen:
+                seen.add(name)
+                path = PACKAGE.parent.joinpath(*name.split("."))
+                waiting += [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()]
+    return seen
+
+
+@pytest.mark.parametrize(("package", "forbidden"), [("estimators", "kltest.truth"), ("truth", "kltest.estimators")])
+def test_no_answer_can_leak(package, forbidden):
+    assert not [name for name in reached(package) if name == forbidden or name.startswith(forbidden + ".")]
+
+
+def test_the_wall_test_follows_imports():
+    """Grading sees both sides, through modules of its own."""
+    assert {"kltest.truth", "kltest.estimators"} <= reached("grading")
+
+
+def test_the_table_loads_without_torch():
+    code = "import sys, kltest.estimators as e; e.registry(); print('torch' in sys.modules, len(e.registry()))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert answer[0] == "False"
+    assert int(answer[1]) >= len(PROMISED)
+
+
+# --- users' own -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("clean_table")
+def test_a_decorated_function_is_found_by_name_and_alias():
+    @register(described(aliases=("mine",)))
+    def my_kl(logp):
+        return logp
+
+    assert find("my-kl").function is my_kl
+    assert find("Mine").function is my_kl
+    assert find("my-kl").spec.expectation("ragged", "stale") is None
+
+
+@pytest.mark.usefixtures("clean_table")
+@pytest.mark.parametrize("taken", ["k3-loss", "MSE", "low-var-kl"])
+def test_a_taken_name_is_refused_with_its_owner(taken):
+    owner = find(taken).spec.name
+    with pytest.raises(UsageError, match=f"belongs to '{owner}'"):
+        register(described(aliases=(taken,)))(lambda logp: logp)
+    with pytest.raises(UsageError, match="belongs to 'k3-loss'"):
+        register(described("k3-loss"))(lambda logp: logp)
+
+
+@pytest.mark.usefixtures("clean_table")
+def test_the_same_function_may_register_again_when_its_module_is_reloaded():
+    def module():
+        @register(described())
+        def my_kl(logp):
+            return logp
+
+        return my_kl
+
+    module()
+    again = module()
+    assert find("my-kl").function is again
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "My KL"}, "lower case"),
+        ({"name": "my_kl"}, "hyphens"),
+        ({"name": ""}, "name"),
+        ({"placement": "advantage"}, "'advantage' is none of loss, reward, both"),
+        ({"credit": "discounted"}, "'discounted' is none of return, to-go, immediate"),
+        ({"identified": {"fresh": {}}}, "'fresh'.*current, stale"),
+        ({"identified": {"current": {"atari": None}}}, "'atari'.*bandit"),
+        ({"identified": {"current": {"bandit": {}}}}, "'zero': 1.0"),
+    ],
+)
+def test_a_wrong_spec_is_refused_where_it_is_written(changes, message):
+    with pytest.raises(UsageError, match=message):
+        described(**changes)
+
+
+@pytest.mark.usefixtures("clean_table")
+def test_entry_points_join_and_a_broken_one_is_named_and_left_out(monkeypatch, tmp_path):
+    (tmp_path / "kltest_plugin_good.py").write_text(
+        "from kltest.estimators import Spec, register\n"
+        "SPEC = Spec(name='from-a-plugin', formula='u', source='s', placement='loss', claims='c', known_false='f')\n"
+        "@register(SPEC)\n"
+        "def estimator(logp):\n    return logp\n"
+    )
+    (tmp_path / "kltest_plugin_leaves.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entries = [
+        metadata.EntryPoint(name=name, value=value, group=spec.ENTRY_POINT_GROUP)
+        for name, value in [
+            ("missing", "kltest_plugin_that_is_not_there"),
+            ("leaving", "kltest_plugin_leaves"),
+            ("attribute", "kltest.estimators:nothing_of_that_name"),
+            ("good", "kltest_plugin_good"),
+        ]
+    ]
+    asked = []
+    monkeypatch.setattr(spec.metadata, "entry_points", lambda group: asked.append(group) or entries)
+    with pytest.warns(RuntimeWarning) as caught:
+        known = registry()
+    assert asked == ["kltest.estimators"]
+    assert {"from-a-plugin", "k3-loss"} <= set(known)
+    messages = [str(warning.message) for warning in caught]
+    for name, message in zip(("missing", "leaving", "attribute"), messages, strict=True):
+        assert f"entry point '{name}'" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registry()
+    assert find_spec("kltest_plugin_good")
