@@ -51,8 +51,9 @@ def answered(command: Callable[..., int | None]) -> Callable[..., NoReturn]:
             code = 141
         except Exception as error:
             from kltest.commands.bugs import note_bug
+            from kltest.isolation import describe
 
-            typer.echo(f"kltest: {note_bug(f'{type(error).__name__}: {error}', traceback.format_exc())}", err=True)
+            typer.echo(f"kltest: {note_bug(describe(error), traceback.format_exc())}", err=True)
             code = 3
         raise typer.Exit(code)
 

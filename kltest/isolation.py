@@ -26,19 +26,21 @@ from typing import Any, Literal
 from kltest.errors import KltestError, UsageError
 
 Work = Callable[..., Iterator[Any]]
-Kind = Literal["value", "usage", "failed", "crashed"]
+Kind = Literal["value", "usage", "failed", "ended", "crashed"]
 POSIX = os.name == "posix"
 TAIL = 16_384
 GRACE = 0.5
 DUMP = b"(most recent call first):"
+FATAL = b"Fatal Python error"
 ORPHAN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """What came of one step of a child: a value; a usage error; a failure of the code it ran; a crash of our own.
+    """What came of one step of a child: a value; a usage error; a failure that was told; an end of the process without
+    a word; a crash of our own.
 
-    `message` is for people, `trace` the traceback of a crash.
+    `message` is for people (of an end, what comes after its subject), `trace` the traceback of a crash.
     """
 
     kind: Kind
@@ -53,14 +55,21 @@ class Output:
 
     newlines: int = 0
     tail: bytes = b""
+    limit: int = TAIL
 
     def add(self, chunk: bytes) -> None:
         self.newlines += chunk.count(b"\n")
-        self.tail = (self.tail + chunk)[-TAIL:]
+        self.tail = (self.tail + chunk)[-self.limit :]
 
     @property
     def lines(self) -> int:
         return self.newlines + bool(self.tail and not self.tail.endswith(b"\n"))
+
+    def cut(self, mark: bytes) -> None:
+        """Forget what comes from `mark` on."""
+        kept, _, cut = self.tail.partition(mark)
+        self.newlines -= cut.count(b"\n")
+        self.tail = kept
 
     def last(self, count: int) -> list[str]:
         return self.tail.decode("utf-8", "backslashreplace").splitlines()[-count:]
@@ -132,34 +141,40 @@ class Child:
                 return self._overdue(timeout)
 
     def _overdue(self, timeout: float | None) -> Step:
-        where = self._stack() if POSIX else ""
-        return Step("failed", message=f"it did not return within {timeout:g} s (--timeout){where}")
+        return Step("ended", message=f"did not return within {timeout:g} s (--timeout){self._stack() if POSIX else ''}")
 
     def _stack(self) -> str:
         """Where the child is at this moment, as it says itself when it is sent SIGUSR1."""
-        seen = len(self.output.tail)
+        printed, self.output = self.output, Output(limit=64 * TAIL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid or 0, signal.SIGUSR1)
         until = time.monotonic() + GRACE
-        while self._printed is not None and wait([self._printed], max(0.0, until - time.monotonic())):
-            self._read_output(once=True)
-            if seen < TAIL and DUMP in self.output.tail[seen:] and not wait([self._printed], GRACE / 10):
+        while (left := until - time.monotonic()) > 0 and self._printed is not None:
+            found = DUMP in self.output.tail
+            if wait([self._printed], min(left, GRACE / 10)):
+                self._read_output(once=True)
+            if found:
                 break
-        return _last_frame(self.output.tail)
+        dumped, self.output = self.output, printed
+        return _innermost(dumped.tail)
 
     def _ended(self) -> Step:
-        if not wait([self._process.sentinel], GRACE):
-            return Step("failed", message="it cut its connection to kltest")
+        until = time.monotonic() + GRACE
+        while self._process.exitcode is None and time.monotonic() < until:
+            time.sleep(GRACE / 100)
+        code = self._process.exitcode
         self._kill()
         self._read_output()
-        code = self._process.exitcode or 0
-        if code >= 0:
-            message = f"it left the process (exit status {code}) before there was a result"
+        if code is None:
+            message = "cut its connection to kltest"
+        elif code >= 0:
+            message = f"left the process (exit status {code}) before there was a result"
         elif -code == getattr(signal, "SIGKILL", None):
-            message = "its process was killed (SIGKILL); the usual reason is that memory ran out"
+            message = "was killed (SIGKILL); the usual reason is that memory ran out"
         else:
-            message = f"it crashed the interpreter ({_signal_name(-code)}){_last_frame(self.output.tail)}"
-        return Step("failed", message=message)
+            message = f"crashed the interpreter ({_signal_name(-code)}){_innermost(self.output.tail)}"
+            self.output.cut(FATAL)
+        return Step("ended", message=message)
 
     def _read_output(self, *, once: bool = False) -> None:
         if self._printed is None or self._printed.closed:
@@ -179,7 +194,6 @@ class Child:
         if self._killed or self._process.pid is None:
             return
         self._killed = True
-        # Until it is joined, a dead child keeps its number, so that nobody else's group can be hit.
         if POSIX:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -222,16 +236,21 @@ def _serve(
         except KltestError as error:
             step = Step("failed", message=str(error))
         except MemoryError:
-            step = Step("failed", message="memory ran out")
+            step = Step("ended", message="exhausted the memory")
         except (SystemExit, KeyboardInterrupt) as error:
-            step = Step("failed", message=f"it left the process ({type(error).__name__}: {error})")
+            step = Step("ended", message=f"left the process ({describe(error)})")
         except BaseException as error:
-            step = Step("crashed", message=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+            step = Step("crashed", message=describe(error), trace=traceback.format_exc())
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(pickle.dumps(step))
+
+
+def describe(error: BaseException) -> str:
+    """An exception on one line."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _capture(printing: Connection | None) -> None:
@@ -250,13 +269,14 @@ def _capture(printing: Connection | None) -> None:
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
 
 
-def _last_frame(output: bytes) -> str:
-    """`, in f at file:line`: the innermost frame in the last stack dumped that is not kltest's, Python's or torch's."""
-    _, found, dump = output.rpartition(DUMP)
+def _innermost(output: bytes) -> str:
+    """`, in f at file:line`: the innermost frame of the first stack dumped that is not Python's, torch's or kltest's."""
+    _, found, dump = output.partition(DUMP)
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', dump.decode("utf-8", "backslashreplace")) if found else []
-    foreign = (str(Path(__file__).parent), str(Path(os.__file__).parent / "multiprocessing"), f"{os.sep}torch{os.sep}")
+    ours, python, torch = str(Path(__file__).parent), str(Path(os.__file__).parent), f"{os.sep}torch{os.sep}"
     for file, line, function in frames:
-        if not file.startswith("<") and not any(part in file for part in foreign):
+        standard = file.startswith(python) and "-packages" not in file
+        if not (file.startswith(("<", ours)) or standard or torch in file):
             return f", in {function} at {file}:{line}"
     return ""
 

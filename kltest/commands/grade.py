@@ -18,12 +18,12 @@ from kltest.commands.destinations import Destination, destinations, write
 from kltest.configuration import Configuration, Target, nearest
 from kltest.errors import UsageError
 from kltest.grading.report import EXIT_CODES, Report
-from kltest.isolation import Child, Output, Step
+from kltest.isolation import Child, Kind, Output, Step
 
 NOTHING, INTERRUPTED = 5, 130
 WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
 WAITING = 8
-LINES_SHOWN = 5
+LINES_SHOWN, LINE_SHOWN = 5, 200
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,12 @@ def _nothing(configuration: Configuration) -> str:
 
 def _run(jobs: Sequence[Job], where: Sequence[Destination]) -> int:
     reports: list[Report] = []
+    misused = False
     try:
         with _terminated_as_interrupted():
-            for report in _graded(jobs):
+            for report, kind in _graded(jobs):
                 reports.append(report)
+                misused |= kind == "usage"
     except KeyboardInterrupt:
         if reports:
             write(reports, where)
@@ -87,11 +89,14 @@ def _run(jobs: Sequence[Job], where: Sequence[Destination]) -> int:
         return INTERRUPTED
     write(reports, where)
     worst = min((report.verdict for report in reports), key=WORST_FIRST.index)
-    return EXIT_CODES[worst]
+    return UsageError.exit_code if misused else EXIT_CODES[worst]
 
 
-def _graded(jobs: Sequence[Job]) -> Iterator[Report]:
-    """A report a job, in order; UsageError before any grading if a target cannot be found or called."""
+def _graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
+    """A report a job, in order; UsageError before any grading if a target cannot be found or called.
+
+    A misuse that shows only when the target is called comes as a report, of the kind "usage".
+    """
     _import_once()
     with ExitStack() as stack:
         waiting: list[tuple[Child, Step]] = []
@@ -112,7 +117,7 @@ def _graded(jobs: Sequence[Job]) -> Iterator[Report]:
             if step.kind == "value":
                 step = child.step(job.timeout)
             child.close()
-            yield _report(job, step, child.output)
+            yield _report(job, step, child.output), step.kind
 
 
 def steps(target: str, settings: Mapping[str, Any]) -> Iterator[Report | None]:
@@ -138,16 +143,14 @@ def _import_once() -> None:
 
 def _report(job: Job, step: Step, output: Output) -> Report:
     if step.kind == "value":
-        report = step.value
-    else:
-        message, trace = step.message, ""
-        if step.kind == "crashed":
-            message, trace = note_bug(step.message, step.trace), step.trace
-        report = _failed(job, message, trace)
-    return _with_output(report, output)
+        return _with_output(step.value, output)
+    message = f"{job.target} {step.message}" if step.kind == "ended" else step.message
+    if step.kind == "crashed":
+        message = note_bug(message, step.trace)
+    return _with_output(_failed(job, message), output)
 
 
-def _failed(job: Job, message: str, trace: str) -> Report:
+def _failed(job: Job, message: str) -> Report:
     """A report for a target of which nothing is known but how it ended."""
     from kltest.grading.grader import versions
 
@@ -161,7 +164,6 @@ def _failed(job: Job, message: str, trace: str) -> Report:
         reduction="per-row",
         dtype="float64",
         error=message,
-        traceback=trace,
     )
 
 
@@ -169,10 +171,9 @@ def _with_output(report: Report, output: Output) -> Report:
     """What the target printed stays out of the report, but that it did is said, and shown where that may help."""
     if not output.lines:
         return report
-    note = f"the target printed {output.lines} line{'s' if output.lines > 1 else ''}, not shown here"
-    if report.verdict == "error":
-        last = output.last(LINES_SHOWN)
-        note = f"the target printed {output.lines} line{'s' if output.lines > 1 else ''}; the last: {' ⏎ '.join(last)}"
+    count = f"the target printed {output.lines} line{'s' if output.lines > 1 else ''}"
+    last = " ⏎ ".join(line[:LINE_SHOWN] for line in output.last(LINES_SHOWN))
+    note = f"{count}; the last: {last}" if report.verdict == "error" else f"{count}, not shown here"
     return replace(report, notes=[*report.notes, note])
 
 

@@ -115,6 +115,8 @@ def headline(report: Report) -> str:
 
 def settings(report: Report) -> list[str]:
     """How the target was called and graded, the parts that change what is found."""
+    if not report.gradients:
+        return [f"seed {report.seed}"]
     parts = [f"placement {report.placement}"]
     if report.credit:
         parts.append(f"credit {report.credit}")

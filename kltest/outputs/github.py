@@ -38,4 +38,4 @@ def _annotation(level: str, report: Report, title: str, message: str) -> str:
 
 
 def _escape(text: str, table: dict[str, str]) -> str:
-    return visible(text, keep="\r\n").translate(str.maketrans(table))
+    return "".join(table.get(character, character) for character in visible(text, keep="\r\n"))

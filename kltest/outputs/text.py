@@ -44,7 +44,7 @@ def _lines(report: Report, terminal: Terminal) -> Iterator[str]:
     if report.error:
         yield ""
         for line in report.error.splitlines():
-            yield from _wrap(line, terminal)
+            yield from _wrap(line, terminal, indent=" " * (len(line) - len(line.lstrip())))
     if report.traceback:
         yield from ("", *textwrap.indent(visible(report.traceback.rstrip()), "  ").splitlines())
     yield from _notes(report, terminal)
@@ -98,7 +98,7 @@ def _summary(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
 def _wrap(text: str, terminal: Terminal, *, indent: str = "", first: str | None = None) -> list[str]:
     """Broken at spaces only: a name, a path or a number longer than the line stays whole, to be copied."""
     return textwrap.wrap(
-        visible(text),
+        visible(text).strip(),
         max(terminal.width, 40),
         initial_indent=indent if first is None else first,
         subsequent_indent=indent,
