@@ -22,6 +22,7 @@ from kltest.reproduce.drawing import draw
 from kltest.reproduce.experiment import Experiment, Scale
 from kltest.reproduce.files import as_csv, as_json, as_markdown, writable, write
 from kltest.reproduce.typesetting import typeset
+from kltest.sweeps.run import Failure
 
 INTERRUPTED = 130
 
@@ -96,14 +97,23 @@ def _experiments(checkout: Checkout, names: Sequence[str], folder: Path, scale: 
             claims.extend(outcome.claims)
             for note in outcome.notes:
                 _warn(f"{name}: {note}")
-            for failure in outcome.failures:
-                failed = True
-                _warn(f"{name}: {failure.title} failed: {failure.reason}\n{failure.traceback}")
+            failed |= bool(outcome.failures)
+            _tell(name, outcome.failures)
 
         if _attempt(name, once):
             failed = True
             claims.append(Claim(name, "all of its claims", "", "", "the experiment failed", None))
     return claims, failed
+
+
+def _tell(name: str, failures: Sequence[Failure]) -> None:
+    """Each reason once, with the configurations that it stopped and one traceback."""
+    reasons: dict[str, list[Failure]] = {}
+    for failure in failures:
+        reasons.setdefault(failure.reason, []).append(failure)
+    for reason, same in reasons.items():
+        titles = ", ".join(failure.title for failure in same)
+        _warn(f"{name}: {titles} failed: {reason}\n{same[0].traceback}")
 
 
 def _figures(checkout: Checkout, folder: Path) -> bool:

@@ -62,7 +62,9 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table for people."""
+    """A table for people; nothing for no rows."""
+    if not rows:
+        return ""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [columns, ["---"] * len(columns), *([_escaped(row.get(column, "")) for column in columns] for row in rows)]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)

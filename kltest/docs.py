@@ -1,0 +1,99 @@
+"""Keeps the generated parts of the README in step: `python -m kltest.docs` tells what is not, `--write` mends it.
+
+A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kltest.errors import UsageError
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.files import as_markdown, write
+
+# Rounding noise (6.2e-16, say) differs from one processor to the next: it is no reason to rewrite a page.
+NOISE = re.compile(r"\b\d(?:\.\d+)?e-1\d\b")
+
+
+def estimators() -> str:
+    """Every registered estimator, from its SPEC."""
+    from kltest.commands.listing import follows, placement
+    from kltest.estimators import registry
+
+    rows = [
+        {
+            "estimator": f"`{name}`",
+            "placement": placement(estimator.spec),
+            "one step": follows(estimator.spec, "bandit"),
+            "sequences": follows(estimator.spec, "sequence"),
+            "sequences, stale sampler": follows(estimator.spec, "sequence", "stale"),
+        }
+        for name, estimator in registry().items()
+    ]
+    return as_markdown(rows)
+
+
+def checks() -> str:
+    """Every check, from its own file."""
+    from kltest.grading.checks import CHECKS
+
+    return as_markdown([{"code": code, "name": f"`{check.name}`", "finds": check.title} for code, check in CHECKS.items()])
+
+
+def grade() -> str:
+    """What `kltest grade k3-loss` prints."""
+    code = "import sys; sys.argv[1:] = ['grade', 'k3-loss']; from kltest.cli import main; main()"
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, encoding="utf-8", check=False
+    )
+    if done.returncode != 1:  # k3 in the loss is refuted; anything else is not what the page is to show
+        raise UsageError(f"`kltest grade k3-loss` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return f"```text\n$ kltest grade k3-loss\n{done.stdout.rstrip()}\n```\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"estimators": estimators, "checks": checks, "grade": grade}
+
+
+def blocks(text: str) -> dict[str, str]:
+    """The marked parts of a page by name, whoever writes them."""
+    found = re.findall(r"<!-- begin: ([\w-]+) -->\n(.*?)<!-- end: \1 -->", text, flags=re.DOTALL)
+    return dict(found)
+
+
+def replace(text: str, name: str, content: str) -> str:
+    """The page with another content for one of its marked parts; UsageError if it has no such part."""
+    begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
+    if begin not in text or end not in text:
+        raise UsageError(f"the page has no part between {begin.strip()} and {end}")
+    before, rest = text.split(begin, 1)
+    return before + begin + content + end + rest.split(end, 1)[1]
+
+
+def stale(text: str) -> dict[str, str]:
+    """The generated parts of a page that are not in step, with what they should be."""
+    fresh = {name: BLOCKS[name]() for name in blocks(text) if name in BLOCKS}
+    return {name: new for name, new in fresh.items() if NOISE.sub("0", new) != NOISE.sub("0", blocks(text)[name])}
+
+
+def main(arguments: list[str]) -> int:
+    page = Checkout.find().root / "README.md"
+    text = page.read_text(encoding="utf-8")
+    found = stale(text)
+    for name, content in found.items():
+        text = replace(text, name, content)
+    if found and arguments == ["--write"]:
+        write(page, text)
+        print(f"{page.name}: {', '.join(found)} rewritten")
+        return 0
+    print(f"{page.name}: not in step: {', '.join(found)}; run python -m kltest.docs --write" if found else "in step")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
