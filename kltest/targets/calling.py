@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from kltest.targets.frames import describe, failure
 from kltest.targets.handing import KINDS, Handed, Kind, no_integer_mask_as_index
 from kltest.targets.outcome import Call, Outcome
 from kltest.targets.placement import place
-from kltest.targets.precision import lowest_precision
+from kltest.targets.precision import PrecisionTrace, lowest_precision
 from kltest.targets.results import Result, check_finite, read
+
+_TRACED_ROWS = 4096
+"""The first call follows rounding step by step, unless the batch is larger than this: it does every step twice."""
 
 
 def bind(
@@ -75,10 +79,12 @@ class BoundLoss:
         self.home = source_file(function)
         self._function, self._fillings, self._parameters, self._receiver = function, fillings, parameters, receiver
         self._kind: Kind | None = None
+        self._traced: list[torch.dtype] | None = None
 
     def __repr__(self) -> str:
         return f"<loss {self.name}({', '.join(f'{key}={value}' for key, value in self.fields.items())})>"
 
+    @torch.enable_grad()
     def __call__(self, rollout: Rollout) -> Outcome:
         """The loss on one batch.
 
@@ -87,7 +93,9 @@ class BoundLoss:
         """
         beta = rollout.peek("beta") if self._beta is None else self._beta
         random = torch.get_rng_state()
-        result, view = self._run(rollout, beta)
+        trace = PrecisionTrace() if self._traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
+        with trace:
+            result, view = self._run(rollout, beta)
         results = {self.name: result}
         loss = result.loss.to(torch.float64)
         self.takes_beta = self.takes_beta or "beta" in view.accessed
@@ -95,7 +103,8 @@ class BoundLoss:
             if not beta or not math.isfinite(beta):
                 raise UsageError(f"β is {beta}: the KL part of {self.name} is taken as (ℓ(β) − ℓ(0))/β, with β ≠ 0")
             torch.set_rng_state(random)
-            without, _ = self._run(rollout, 0.0)
+            with trace:
+                without, _ = self._run(rollout, 0.0)
             results[f"{self.name} at β = 0"] = without
             if without.returned not in (result.returned, "scalar"):
                 raise TargetError(f"{self.name} returned {result.returned} at β = {beta}, {without.returned} at β = 0")
@@ -105,6 +114,8 @@ class BoundLoss:
         if not math.isfinite(float(placed.detach().sum())):
             for name, part in results.items():
                 check_finite(name, part.loss, rollout, self.fields)
+        if isinstance(trace, PrecisionTrace):
+            self._traced = [trace.of(part.loss) for part in results.values()]
         scalar = result.returned == "scalar"
         return Outcome(
             objective=placed if scalar else placed.mean(),
@@ -112,18 +123,19 @@ class BoundLoss:
             rows=None if scalar else placed,
             value=None if scalar else loss.detach(),
             metric=result.metric,
-            dtype=lowest_precision(*(part.loss for part in results.values())),
+            dtype=lowest_precision((part.loss for part in results.values()), self._traced or ()),
         )
 
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
         """One call, with the first kind of mask that the loss accepts; that kind is kept for the calls that follow."""
         first: BaseException | None = None
         for kind in KINDS if self._kind is None else (self._kind,):
-            view = Handed(rollout, beta, kind, always_copy=bool(self.mutated))
-            if kind.mask in (torch.bool, torch.int64) and "mask" not in rollout.accessed and first is not None:
+            if first is not None and not kind.may_mend(first, takes_mask="mask" in rollout.accessed):
                 continue
+            view = Handed(rollout, beta, kind, always_copy=bool(self.mutated))
+            clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
             try:
-                answer = self._call_once(view, beta)
+                answer = self._call_once(view)
             except (TypeError, IndexError, RuntimeError) as error:
                 first = first or error
                 continue
@@ -136,12 +148,12 @@ class BoundLoss:
             if first is not None:
                 self.notes.append(f"It was given {kind}: with {KINDS[0]} it raised {describe(first)}")
             self._kind = kind
-            self._check_inputs(rollout, view)
+            self._check_inputs(rollout, view, clean)
             return read(self.name, _zero_as_tensor(answer, beta), rollout), view
         assert first is not None
         raise self._failure(first, beta) from first
 
-    def _call_once(self, view: Handed, beta: float) -> Any:
+    def _call_once(self, view: Handed) -> Any:
         positional, named = [], {}
         for parameter in self._parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -164,7 +176,7 @@ class BoundLoss:
         with torch.enable_grad(), eagerly(), no_integer_mask_as_index(mask):
             return self._function(*positional, **named)
 
-    def _check_inputs(self, rollout: Rollout, view: Handed) -> None:
+    def _check_inputs(self, rollout: Rollout, view: Handed, clean: set[str]) -> None:
         for name in sorted(written := view.written()):
             if view.shared(name):
                 what = "the policy's own log-probs" if name in LEAVES else "an input that is shared with other calls"
@@ -172,7 +184,7 @@ class BoundLoss:
                     f"{self.name} wrote into {name}, {what}, in place. Work on a copy: {name} = {name}.clone()."
                 )
         self.mutated |= written
-        for name in LEAVES:
+        for name in clean:
             leaf = rollout.built(name)
             if leaf is not None and leaf.grad is not None:
                 leaf.grad = None

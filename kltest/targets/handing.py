@@ -15,6 +15,7 @@ from kltest.rollout import LEAVES, Rollout
 
 _SMALL = 2**16
 """Fields of up to this many numbers are copied for every call; of larger ones, writes are noticed by their version."""
+_ABOUT_TYPES = ("dtype", "float", "double", "scalar type")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class Kind:
 
     mask: torch.dtype
     floats: torch.dtype = torch.float64
+
+    def may_mend(self, error: BaseException, *, takes_mask: bool) -> bool:
+        """Whether trying this kind makes sense after another one failed so."""
+        if self.floats == torch.float32 and not any(word in str(error).lower() for word in _ABOUT_TYPES):
+            return False
+        return takes_mask or self.mask.is_floating_point
 
     def __str__(self) -> str:
         mask = f"a mask of {str(self.mask).removeprefix('torch.')}"

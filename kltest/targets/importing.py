@@ -111,7 +111,7 @@ def attribute(holder: Any, names: str, where: str) -> Found:
             thing = getattr(parent, name)
         except AttributeError:
             known = [key for key in dir(parent) if not key.startswith("__")]
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else _offers(parent, where)
             raise UsageError(f"{where} has no {name!r}; {hint}") from None
         except KeyboardInterrupt:

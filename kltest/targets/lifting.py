@@ -6,22 +6,21 @@ Annotations are not evaluated. What cannot be had is replaced by an object that 
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import builtins
 import copy
-import dis
-from collections.abc import Iterator
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kltest.targets.frames import describe, failure
 from kltest.targets.importing import Found, attribute, package_of, searching, source_of
+from kltest.targets.syntax import compiled, is_plain, is_table, names_bound, names_read, parse, root
 
-_FLAGS = __future__.annotations.compiler_flag
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_PREFIX = "kltest_lifted_"
 
 
 def lift(path: Path, names: str, *, because: BaseException) -> Found:
@@ -35,28 +34,17 @@ def lift(path: Path, names: str, *, because: BaseException) -> Found:
     if not lifter.knows(head):
         holder = SimpleNamespace(**dict.fromkeys(lifter.units))
         attribute(holder, head, str(path))
-    try:
-        thing = lifter.get(head)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise failure(f"lifting {head} out of {path.name}", error, str(path)) from error
+    thing = lifter.get(head)
     if isinstance(thing, _Absent):
-        raise failure(f"importing {path.name} failed, and {head} could not be lifted out of it: it", because, str(path))
+        text = f"{head} could not be lifted out of {path.name} ({vars(thing)['_why']}), and importing the file"
+        raise failure(text, because, str(path)) from because
     found = attribute(SimpleNamespace(**{head: thing}), names, str(path))
     note = f"{names} was lifted out of {path.name} by its syntax tree, since importing the file failed: "
-    return Found(found.function, found.owner, (note + describe(because), *lifter.notes))
+    return Found(found.function, found.owner, (note + describe(because), *lifter.all_notes()))
 
 
 class MissingNameError(NameError):
     """Lifted code used something that could not be had."""
-
-
-class _AbsentType(type):
-    """Makes `isinstance(x, absent)` say what is missing too."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return super().__instancecheck__(instance)
 
 
 class _Absent:
@@ -85,9 +73,15 @@ class _LiftedModule:
         self._lifter = lifter
 
     def __getattr__(self, name: str) -> Any:
-        if not self._lifter.knows(name):
-            raise AttributeError(f"{self._lifter.path} defines no {name!r}")
-        return self._lifter.get(name)
+        if self._lifter.knows(name):
+            thing = self._lifter.get(name)
+            if isinstance(thing, _Absent):
+                raise ImportError(f"{self._lifter.path.name} has no usable {name}: {vars(thing)['_why']}")
+            return thing
+        submodule = self._lifter.path.parent / f"{name}.py"
+        if self._lifter.path.name == "__init__.py" and submodule.is_file():
+            return _LiftedModule(self._lifter._sibling(submodule))
+        raise AttributeError(f"{self._lifter.path} defines no {name!r}")
 
 
 class _Lifter:
@@ -95,21 +89,31 @@ class _Lifter:
 
     def __init__(self, path: Path, family: dict[Path, _Lifter] | None = None) -> None:
         self.path = path
-        self.notes: list[str] = []
-        self.root, self.module = package_of(path)
+        self.root, name = package_of(path)
         self.family = {} if family is None else family
         self.family[path] = self
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        self.notes: list[str] = []
+        tree = parse(path)
         self.units: dict[str, list[ast.stmt]] = {}
         self.stars: list[ast.ImportFrom] = []
         for statement in tree.body:
             self._index(statement)
-        self.namespace: dict[str, Any] = {"__name__": self.module, "__file__": str(path), "__builtins__": builtins}
+        for statement in tree.body:
+            self._index_registration(statement)
+        own = {**vars(builtins), "__import__": self._import_or_lift}
+        module = ModuleType(_PREFIX + name)
+        sys.modules[module.__name__] = module  # dataclasses look their module up there
+        self.namespace: dict[str, Any] = vars(module)
+        self.namespace.update(__file__=str(path), __builtins__=own)
         self._done: set[int] = set()
         self._asked: set[str] = set()
 
     def knows(self, name: str) -> bool:
         return name in self.units
+
+    def all_notes(self) -> list[str]:
+        """What was left out, in this file and in those that it led to."""
+        return [note for lifter in self.family.values() for note in lifter.notes]
 
     def get(self, name: str) -> Any:
         """The value of a module-level name, after executing what it takes."""
@@ -125,27 +129,40 @@ class _Lifter:
             if id(unit) not in self._done:
                 self._done.add(id(unit))
                 self._execute(name, unit)
-        if name not in self.namespace and name not in self.units and not hasattr(builtins, name):
+        if name in self.namespace or hasattr(builtins, name):
+            return
+        if name in self.units:
+            self.namespace[name] = _Absent(name, f"no statement of {self.path.name} that ran gives it a value")
+        else:
             self._from_stars(name)
 
     def _index(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
             self.stars.append(statement)
-        for name in dict.fromkeys(_bound(statement)):
+        for name in dict.fromkeys(names_bound(statement)):
             self.units.setdefault(name, []).append(statement)
+
+    def _index_registration(self, statement: ast.stmt) -> None:
+        """A decorated function changes the tables that its decorator, defined in this file, writes it into."""
+        for decorator in getattr(statement, "decorator_list", ()):
+            for name in root(decorator.func if isinstance(decorator, ast.Call) else decorator):
+                for unit in self.units.get(name, ()):
+                    for used in names_read(unit, self.path) if isinstance(unit, ast.FunctionDef) else ():
+                        if any(is_table(binding) for binding in self.units.get(used, ())):
+                            self.units[used].append(statement)
 
     def _execute(self, name: str, unit: ast.stmt) -> None:
         if isinstance(unit, ast.Import | ast.ImportFrom):
             self._done.discard(id(unit))
             self._import(name, unit)
             return
-        for needed in _globals(unit, self.path):
+        for needed in names_read(unit, self.path):
             self.define(needed)
-        if isinstance(unit, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            self._define_function_or_class(unit)
-            return
         try:
-            self._run(unit)
+            if isinstance(unit, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                self._define_function_or_class(unit)
+            else:
+                self._run(unit)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -158,8 +175,9 @@ class _Lifter:
     def _inside(self, name: str, unit: ast.stmt) -> None:
         """Take a name out of a block that failed as a whole: whichever of its statements can bind it."""
         for inner in ast.iter_child_nodes(unit):
-            for statement in inner.body if isinstance(inner, ast.ExceptHandler) else [inner]:
-                if isinstance(statement, ast.stmt) and name in _bound(statement):
+            statements: list[ast.AST] = [*inner.body] if isinstance(inner, ast.ExceptHandler) else [inner]
+            for statement in statements:
+                if isinstance(statement, ast.stmt) and name in names_bound(statement):
                     self._execute(name, statement)
                     if not isinstance(self.namespace.get(name), _Absent):
                         return
@@ -192,7 +210,9 @@ class _Lifter:
             unit.decorator_list = []
             if isinstance(unit, ast.ClassDef):
                 unit.bases, unit.keywords = [], []
-                unit.body = [node for node in unit.body if _plain(node)] or [ast.Pass(lineno=unit.lineno, col_offset=0)]
+                unit.body = [node for node in unit.body if is_plain(node)] or [
+                    ast.Pass(lineno=unit.lineno, col_offset=0)
+                ]
             self._run(unit)
 
     def _lacks(self, node: ast.expr) -> bool:
@@ -200,55 +220,51 @@ class _Lifter:
         return any(isinstance(self.namespace.get(name), _Absent) for name in names)
 
     def _run(self, statement: ast.stmt) -> None:
-        exec(_compiled(statement, self.path), self.namespace)
+        exec(compiled(statement, self.path), self.namespace)
 
     def _import(self, name: str, unit: ast.Import | ast.ImportFrom) -> None:
-        """One name of an import statement; where that fails, out of the source of the module that it names."""
-        alias = next(alias for alias in unit.names if (alias.asname or alias.name.split(".")[0]) == name)
+        """One name of an import statement, by itself."""
         single = copy.copy(unit)
-        single.names = [alias]
-        if isinstance(single, ast.ImportFrom) and single.level:
-            self._follow(name, alias.name, self._relative(single), None)
-            return
+        single.names = [alias for alias in unit.names if (alias.asname or alias.name.split(".")[0]) == name]
         try:
-            with searching(self.root):
-                self._run(single)
+            self._run(single)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            module = alias.name if isinstance(single, ast.Import) else str(single.module)
-            source = source_of(module)
-            self._follow(name, alias.name if isinstance(single, ast.ImportFrom) else None, source, error)
+            self.namespace[name] = _Absent(name, f"line {unit.lineno} of {self.path.name} raised {describe(error)}")
 
-    def _follow(self, name: str, wanted: str | None, source: Path | None, error: BaseException | None) -> None:
-        why = describe(error) if error else "its file was not found"
-        if source is not None and source.is_file() and wanted is not None:
-            lifter = self.family.get(source) or _Lifter(source, self.family)
-            submodule = source.parent / f"{wanted}.py" if source.name == "__init__.py" else None
-            if lifter.knows(wanted):
-                self.namespace[name] = lifter.get(wanted)
-                self.notes += [note for note in lifter.notes if note not in self.notes]
-                return
-            if submodule is not None and submodule.is_file():
-                self.namespace[name] = _LiftedModule(self.family.get(submodule) or _Lifter(submodule, self.family))
-                return
-            why = f"{source} does not define {wanted}"
-        elif source is not None and source.is_dir() and wanted is not None:
-            submodule = source / f"{wanted}.py"
-            if submodule.is_file():
-                self.namespace[name] = _LiftedModule(self.family.get(submodule) or _Lifter(submodule, self.family))
-                return
-        self.namespace[name] = _Absent(name, why)
+    def _import_or_lift(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
+    ) -> Any:
+        """`__import__` of the lifted code: what cannot be imported is lifted too, where its source is found."""
+        if level:
+            return _LiftedModule(self._sibling(self._relative(name, level)))
+        try:
+            with searching(self.root):
+                return builtins.__import__(name, globals, locals, fromlist, 0)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            source = source_of(name) if fromlist else None
+            if source is None:
+                raise
+            return _LiftedModule(self._sibling(source))
 
-    def _relative(self, statement: ast.ImportFrom) -> Path:
-        folder = self.path.parent
-        for _ in range(statement.level - 1):
-            folder = folder.parent
-        target = folder.joinpath(*(statement.module or "").split(".")) if statement.module else folder
-        for candidate in (target.with_name(target.name + ".py"), target / "__init__.py"):
+    def _sibling(self, path: Path) -> _Lifter:
+        return self.family.get(path) or _Lifter(path, self.family)
+
+    def _relative(self, name: str, level: int) -> Path:
+        folder = self.path.parents[level - 1]
+        target = folder.joinpath(*name.split(".")) if name else folder
+        for candidate in (target.with_suffix(".py"), target / "__init__.py"):
             if candidate.is_file():
                 return candidate
-        return target
+        raise ModuleNotFoundError(f"there is no module {'.' * level}{name} beside {self.path}")
 
     def _from_stars(self, name: str) -> None:
         for statement in self.stars:
@@ -259,69 +275,3 @@ class _Lifter:
                 del self.namespace[name]
             else:
                 return
-
-
-def _compiled(statement: ast.stmt, path: Path) -> CodeType:
-    tree = ast.fix_missing_locations(ast.Module(body=[statement], type_ignores=[]))
-    return compile(tree, str(path), "exec", flags=_FLAGS, dont_inherit=True)
-
-
-def _globals(statement: ast.stmt, path: Path) -> list[str]:
-    """The module-level names that a statement reads when it runs or, for a function, when it is called."""
-    found: dict[str, None] = {}
-    codes = [_compiled(statement, path)]
-    while codes:
-        code = codes.pop()
-        for instruction in dis.get_instructions(code):
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                found[instruction.argval] = None
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return list(found)
-
-
-def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The module-level names that a statement binds, or changes in place."""
-    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-        yield statement.name
-        return
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name.split(".")[0] for alias in statement.names if alias.name != "*")
-        return
-    if isinstance(statement, ast.If) and _type_checking(statement.test):
-        return
-    if isinstance(statement, ast.Expr):
-        yield from _receivers(statement.value)
-        return
-    for node in ast.iter_child_nodes(statement):
-        if isinstance(node, ast.stmt):
-            yield from _bound(node)
-        elif isinstance(node, ast.ExceptHandler):
-            for inner in node.body:
-                yield from _bound(inner)
-        elif isinstance(node, ast.expr | ast.withitem):
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-                    yield inner.id
-                elif isinstance(inner, ast.Subscript | ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                    yield from _root(inner)
-
-
-def _receivers(call: ast.expr) -> Iterator[str]:
-    """`TABLE.update(…)` changes TABLE."""
-    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        yield from _root(call.func)
-
-
-def _root(node: ast.expr) -> Iterator[str]:
-    while isinstance(node, ast.Subscript | ast.Attribute):
-        node = node.value
-    if isinstance(node, ast.Name):
-        yield node.id
-
-
-def _type_checking(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def _plain(node: ast.stmt) -> bool:
-    return isinstance(node, _FUNCTIONS) or (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))

@@ -2,22 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
 
 _BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 
 
-def lowest_precision(*results: Tensor) -> str:
-    """The least precise floating type among tensors and all that they were computed from, as autograd recorded it."""
-    found = {result.dtype for result in results if result.dtype.is_floating_point}
-    nodes = [result.grad_fn for result in results if result.grad_fn is not None]
+def lowest_precision(results: Iterable[Tensor], traced: Iterable[torch.dtype] = ()) -> str:
+    """The least precise floating type that went into some tensors: the name of a type, without "torch.".
+
+    Autograd's record of what they were computed from tells of every differentiable step; `traced` (from a
+    PrecisionTrace) of the others, such as a detached weight in float32.
+    """
+    found = set(traced).union(*(_in_graph(result) for result in results))
+    return str(min(found, key=_bits)).removeprefix("torch.")
+
+
+class PrecisionTrace(TorchDispatchMode):
+    """While active, follows rounding: which tensors went through a type narrower than float64 that cost them digits.
+
+    A step counts if it is not exact: a mask of zeros and ones, or a count, loses nothing in float32. Tensors are known
+    by their storage, so that views and writes through views are followed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._narrowest: dict[int, torch.dtype] = {}
+        self._alive: list[Any] = []
+
+    def of(self, tensor: Tensor) -> torch.dtype:
+        """The narrowest type that cost this tensor digits, float64 where none did."""
+        return self._narrowest.get(tensor.untyped_storage()._cdata, torch.float64)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
+        seen = min((self.of(item) for item in inputs), key=_bits, default=torch.float64)
+        exact = tree_map_only(Tensor, _widened, (args, kwargs))
+        outputs = func(*args, **kwargs)
+        for output in tree_iter(outputs):
+            if isinstance(output, Tensor) and output.dtype in _BITS:
+                narrow = _bits(output.dtype) < 52 and _rounded(func, exact, output)
+                found = min((seen, output.dtype if narrow else torch.float64), key=_bits)
+                if _bits(found) < _bits(self.of(output)):
+                    self._narrowest[output.untyped_storage()._cdata] = found
+                    self._alive.append(output.untyped_storage())
+        return outputs
+
+
+def _in_graph(result: Tensor) -> Iterator[torch.dtype]:
+    yield result.dtype
+    nodes = [] if result.grad_fn is None else [result.grad_fn]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        found |= {entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry.dtype.is_floating_point}
+        yield from (entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry.dtype.is_floating_point)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-    return str(min(found, key=lambda kind: _BITS.get(kind, 0), default=torch.float64)).removeprefix("torch.")
+
+
+def _rounded(func: Any, exact: tuple[tuple, dict], output: Tensor) -> bool:
+    """Whether an operation lost digits, by doing it again in float64."""
+    args, kwargs = exact
+    if func._schema.is_mutable:
+        return any(isinstance(item, Tensor) and item.is_floating_point() for item in args[1:])
+    if isinstance(kwargs.get("dtype"), torch.dtype):
+        kwargs = {**kwargs, "dtype": torch.float64}
+    try:
+        again = func(*args, **kwargs)
+    except (RuntimeError, TypeError):
+        return True
+    if not isinstance(again, Tensor) or again.shape != output.shape:
+        return True
+    return not torch.equal(torch.nan_to_num(again.double()), torch.nan_to_num(output.double()))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype in _BITS else tensor
+
+
+def _bits(kind: torch.dtype) -> int:
+    return _BITS.get(kind, 0)

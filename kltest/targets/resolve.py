@@ -15,6 +15,7 @@ from kltest.targets.frames import failure
 from kltest.targets.importing import Found, ImportFailedError, attribute, import_by_name, import_file, source_of
 from kltest.targets.lifting import lift
 from kltest.targets.outcome import Call
+from kltest.targets.syntax import parse
 
 FORMS = "a registered name (k3-loss), package.module:function, or path/to/file.py:function"
 
@@ -86,18 +87,13 @@ def _lifted(path: Path | None, names: str, error: ImportFailedError, what: str) 
     try:
         return lift(path, names, because=error.__cause__)
     except UsageError as problem:
-        problem.__cause__ = error.__cause__
-        raise
+        raise UsageError(f"{problem} (importing it failed: {error})") from error.__cause__
 
 
 def _functions(path: Path) -> list[str]:
     """The functions and methods that a file defines; FailedError where it is no Python."""
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        raise failure(f"reading {path.name}", error, str(path)) from error
     found = []
-    for node in tree.body:
+    for node in parse(path).body:
         if isinstance(node, ast.FunctionDef):
             found.append(node.name)
         elif isinstance(node, ast.ClassDef):

@@ -1,0 +1,338 @@
+"""Lifting functions out of files that cannot be imported."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from kltest.environments import Instance, ragged
+from kltest.errors import TargetError, UsageError
+from kltest.rollout import Rollout
+from kltest.targets.outcome import Call
+from kltest.targets.resolve import resolve
+
+ROLLOUT = Rollout.of(Instance.draw(ragged(), 3), sampler="stale")
+U = (ROLLOUT.peek("logp") - ROLLOUT.peek("ref_logp")).detach()
+K2 = U * ROLLOUT.peek("mask") / len(ROLLOUT)
+BROKEN = "import no_such_accelerator\n"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a file into a fresh current directory; forget afterwards what was imported from there."""
+    before, paths = set(sys.modules), list(sys.path)
+    monkeypatch.chdir(tmp_path)
+
+    def writer(name, text, head=BROKEN):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + textwrap.dedent(text))
+        return path
+
+    yield writer
+    sys.path[:] = paths
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def follows(loss, expected):
+    fresh = ROLLOUT.take(range(len(ROLLOUT)))
+    outcome = loss(fresh)
+    (found,) = torch.autograd.grad(outcome.objective, [fresh.built("logp")])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+LIBRARY = """
+    import math, os
+    import torch as th
+    from typing import Optional, TYPE_CHECKING
+    from dataclasses import dataclass, field
+    if TYPE_CHECKING:
+        from no_such_accelerator.types import Model
+
+    try:
+        from flash_attn.losses import fast_loss
+        HAS_FLASH = True
+    except ImportError:
+        HAS_FLASH = False
+
+    HALF = 0.5
+    DOUBLE = HALF * 4
+    WEIGHTS = {"kl": 0.0}
+    WEIGHTS["kl"] = 1.0
+    WEIGHTS.update(other=2.0)
+    ESTIMATORS = {}
+
+    def register(name):
+        def decorate(function):
+            ESTIMATORS[name] = function
+            return function
+        return decorate
+
+    def unrelated():
+        raise AssertionError("must not run")
+
+    CRASH = unrelated
+
+    @register("k2")
+    def squared(u: "Model", scale: no_such_accelerator.Tensor = HALF) -> no_such_accelerator.Tensor:
+        return scale * u ** 2
+
+    def masked_mean(values, mask, axis=None):
+        return (values * mask).sum(axis) / mask.sum(axis)
+
+    def uses_everything(
+        logp: th.Tensor, ref_logp: Optional[no_such_accelerator.Tensor], mask: "Model" = None
+    ) -> no_such_accelerator.Tensor:
+        if HAS_FLASH:
+            return fast_loss(logp, ref_logp)
+        value: Model = ESTIMATORS["k2"](logp - ref_logp) * WEIGHTS["kl"] * DOUBLE / 2
+        return (value * mask).sum(-1) * th.ones(()).item() * math.sqrt(1.0)
+
+    @dataclass
+    class Config(no_such_accelerator.Base):
+        beta: float = 1.0
+        names: list[no_such_accelerator.Tensor] = field(default_factory=list)
+
+    def with_config(logp, ref_logp, config=Config()):
+        return squared(logp - ref_logp) * config.beta
+
+    @no_such_accelerator.jit(fast=True)
+    @th.no_grad
+    def never_differentiated(logp, ref_logp):
+        return squared(logp - ref_logp)
+
+    @no_such_accelerator.jit
+    def decorated(logp, ref_logp):
+        return squared(logp - ref_logp)
+
+    class Trainer(no_such_accelerator.Trainer, metaclass=no_such_accelerator.Meta):
+        scale = 2.0
+        device = no_such_accelerator.current_device()
+
+        def loss(self, logp, ref_logp):
+            return self._kl(logp, ref_logp) * self.beta * self.scale
+
+        @staticmethod
+        def _kl(logp, ref_logp):
+            return squared(logp - ref_logp)
+
+    def is_even(logp, ref_logp, n=4):
+        return squared(logp - ref_logp) if n == 0 else is_odd(logp, ref_logp, n - 1)
+
+    def is_odd(logp, ref_logp, n):
+        return is_even(logp, ref_logp, n - 1)
+
+    def needs_it(logp):
+        logp = logp * 2
+        return no_such_accelerator.reduce(logp)
+
+    def needs_it_elsewhere(logp, ref_logp, distributed=False):
+        if distributed:
+            logp = no_such_accelerator.reduce(logp)
+        return squared(logp - ref_logp)
+
+    def imports_inside(logp, ref_logp):
+        from .neighbours import kl
+        return kl(logp, ref_logp)
+
+    BAD = math.sqrt(-1)
+
+    def needs_a_constant(logp):
+        return logp * BAD
+
+    if HAS_FLASH:
+        def chosen(logp, ref_logp):
+            return fast_loss(logp, ref_logp)
+    else:
+        def chosen(logp, ref_logp):
+            return squared(logp - ref_logp)
+
+    def bad_default(logp, n=no_such_accelerator.size()):
+        return logp
+"""
+
+
+@pytest.mark.parametrize("form", ["library.py", "library"])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("uses_everything", 1.0),
+        ("with_config", 1.0),
+        ("decorated", 1.0),
+        ("is_even", 1.0),
+        ("needs_it_elsewhere", 1.0),
+        ("chosen", 1.0),
+    ],
+)
+def test_what_can_be_lifted(form, name, scale, write):
+    write("library.py", LIBRARY)
+    loss = resolve(f"{form}:{name}")
+    assert "lifted out of library.py" in loss.notes[0]
+    assert "No module named 'no_such_accelerator'" in loss.notes[0]
+    follows(loss, scale * K2)
+
+
+def test_a_lifted_method_on_a_stand_in(write):
+    write("library.py", LIBRARY)
+    loss = resolve("library.py:Trainer.loss", Call(arguments={"self.beta": 1.5}))
+    follows(loss, 3 * K2)
+    assert any("Trainer was lifted without no_such_accelerator.Trainer" in note for note in loss.notes)
+    assert any("bare" in note for note in loss.notes)
+    with pytest.raises(UsageError, match=r"--arg self.beta=VALUE"):
+        resolve("library.py:Trainer.loss")(ROLLOUT)
+
+
+def test_decorators_that_are_left_out_are_named_and_the_others_kept(write):
+    write("library.py", LIBRARY)
+    loss = resolve("library.py:never_differentiated")
+    assert any("@no_such_accelerator.jit(fast=True) of never_differentiated" in note for note in loss.notes)
+    assert not loss(ROLLOUT).reaches_policy
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [
+        ("needs_it", "return no_such_accelerator.reduce(logp)", "No module named 'no_such_accelerator'"),
+        ("needs_a_constant", "return logp * BAD", "math domain error"),
+    ],
+)
+def test_a_name_that_cannot_be_had_is_named_with_the_line_that_uses_it(name, source, words, write):
+    path = write("library.py", LIBRARY)
+    with pytest.raises(TargetError) as refused:
+        resolve(f"library.py:{name}")(ROLLOUT)
+    frame = refused.value.frame
+    assert frame.file == str(path)
+    assert frame.source == source
+    assert path.read_text().splitlines()[frame.line - 1].strip() == source
+    assert "is not available to the lifted function" in str(refused.value)
+    assert words in str(refused.value)
+
+
+def test_a_function_that_cannot_be_defined(write):
+    write("library.py", LIBRARY)
+    with pytest.raises(TargetError, match=r"bad_default could not be lifted.*no_such_accelerator"):
+        resolve("library.py:bad_default")
+
+
+def test_a_name_that_is_not_there(write):
+    write("library.py", LIBRARY)
+    with pytest.raises(UsageError, match=r"did you mean masked_mean.*importing it failed"):
+        resolve("library.py:masked_meen")
+    with pytest.raises(UsageError, match=r"Trainer.*has no 'los'.*did you mean loss"):
+        resolve("library.py:Trainer.los")
+
+
+def test_only_what_is_needed_runs(write, capsys):
+    write(
+        "library.py",
+        """
+        print("ran")
+        open("must-not-exist", "w")
+        raise SystemExit(3)
+        def loss(logp, ref_logp):
+            return (logp - ref_logp) ** 2 / 2
+        """,
+        head="",
+    )
+    loss = resolve("library.py:loss")
+    assert "SystemExit" in loss.notes[0]
+    follows(loss, K2)
+    assert capsys.readouterr().out == "ran\n", "once, at the import that was tried first"
+
+
+@pytest.mark.parametrize("target", ["pack.models.utils:compute", "pack/models/utils.py:compute"])
+def test_a_package_whose_init_fails(target, write):
+    """What OpenRLHF's layout asks for: the module itself is harmless, its parents are not."""
+    write("pack/__init__.py", "")
+    write("pack/models/__init__.py", "from .actor import Actor\n")
+    write("pack/models/actor.py", "class Actor: pass\n")
+    write("pack/models/constants.py", "HALF = 0.5\nclass Never(no_such_accelerator.X): pass\n")
+    write("pack/models/helpers.py", "from .constants import *\ndef half(x):\n    return HALF * x\n")
+    write("pack/other.py", "def square(x):\n    return x ** 2\n")
+    write("pack/late.py", "def one():\n    return 1.0\n")
+    write(
+        "pack/models/utils.py",
+        """
+        from typing import Optional
+        from .helpers import half as halved
+        from . import constants
+        from pack.other import square
+        from .. import other
+
+        def compute(log_probs, log_probs_base: Optional[int] = None):
+            from ..late import one
+            assert constants.HALF == 0.5 and other.square(2) == 4
+            return halved(square(log_probs - log_probs_base)) * one()
+        """,
+    )
+    loss = resolve(target)
+    assert "lifted out of utils.py" in loss.notes[0]
+    follows(loss, K2)
+
+
+def test_a_sibling_that_lacks_the_name(write):
+    write("pack/__init__.py", "")
+    write("pack/helpers.py", "")
+    write("pack/utils.py", "from .helpers import gone\ndef loss(logp):\n    return gone(logp)\n")
+    with pytest.raises(TargetError) as refused:
+        resolve("pack/utils.py:loss")(ROLLOUT)
+    assert refused.value.frame.source == "return gone(logp)"
+    assert "line 2 of utils.py" in str(refused.value)
+
+
+def test_files_that_import_each_other(write):
+    write("pack/__init__.py", "")
+    write(
+        "pack/a.py",
+        "from .b import second\ndef first(x):\n    return x\ndef loss(logp, ref_logp):\n    return second(logp, ref_logp)\n",
+    )
+    write("pack/b.py", "from .a import first\ndef second(x, y):\n    return first((x - y) ** 2 / 2)\n")
+    follows(resolve("pack/a.py:loss"), K2)
+
+
+def test_names_of_conditional_imports(write):
+    write(
+        "library.py",
+        """
+        try:
+            import no_such_accelerator.fused as backend
+            from no_such_accelerator import half
+        except Exception:
+            from math import pi
+            half = 0.5
+            backend = None
+
+        def loss(logp, ref_logp):
+            assert backend is None
+            return half * (logp - ref_logp) ** 2
+        """,
+    )
+    follows(resolve("library.py:loss"), K2)
+
+
+def test_a_block_that_fails_as_a_whole_still_gives_what_it_can(write):
+    write(
+        "library.py",
+        """
+        if True:
+            import no_such_accelerator.fused
+            half = 0.5
+
+        def loss(logp, ref_logp):
+            return half * (logp - ref_logp) ** 2
+        """,
+    )
+    follows(resolve("library.py:loss"), K2)
+
+
+def test_lifting_is_not_used_where_the_import_works(write):
+    text = "LATER = 1.0\ndef loss(logp, ref_logp):\n    return LATER * (logp - ref_logp) ** 2 / 2\n"
+    write("library.py", text, head="")
+    loss = resolve("library.py:loss")
+    assert loss.notes == []
+    follows(loss, K2)
