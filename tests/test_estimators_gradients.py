@@ -406,6 +406,7 @@ UNBIASED = [
     "k3-loss",
     "k3-loss-sequence",
     "full-loss",
+    "full-reward",
     "k3-straight-through",
     "k3-clamped",
     "top-k",

@@ -24,11 +24,11 @@ SPEC = Spec(
 def full_reward(logits, ref_logits, mask):
     """KL of the *next* prefix per token, as a cost to go. Gradient as placed: Σ_t g_t Σ_(s>t) KL_s. (B, T, V) → (B, T).
 
-    Value: the KL(π‖ref) of all prefixes but the first, which no token led to. Live tokens of a row stand together.
+    The KL itself is logged: the cost leaves out the first prefix's, to which no token led. Live tokens stand together.
     """
     live = (mask != 0).unsqueeze(-1)
     log_pi = logits.where(live, 0.0)
     kl = (log_pi.exp() * (log_pi - ref_logits.where(live, 0.0))).sum(dim=-1)
     following = kl.roll(-1, dims=1)
     following[:, -1] = 0.0
-    return following
+    return following, {"kl": kl.detach()}

@@ -25,7 +25,7 @@ SPEC = Spec(
 def rao_blackwell(logits, ref_logits, mask):
     """Gradient of this prefix's KL, value of the next one's, per token; the KL itself is logged. (B, T, V) → (B, T).
 
-    Gradient as placed: Σ_t [∇KL_t + g_t Σ_(s>t) KL_s], the reverse KL's. Live tokens of a row stand together.
+    Gradient as placed: Σ_t [∇KL_t + g_t Σ_(s>t) KL_s], the reverse KL's. Live tokens stand together.
     """
     live = (mask != 0).unsqueeze(-1)
     log_pi = logits.where(live, 0.0)
