@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from kltest import __version__
-from kltest.errors import KltestError, TargetError, UsageError
+from kltest.errors import TargetError, UsageError
 from kltest.grading.evaluate import Evaluator
-from kltest.grading.findings import Findings, Row
+from kltest.grading.findings import Combination, Findings, Row
 from kltest.grading.judge import run_checks, selected_codes, verdict
-from kltest.grading.report import GradientRow, Report
+from kltest.grading.report import CheckResult, GradientRow, Report
 from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, WORLDS, instances
 from kltest.rollout import SAMPLER_FIELDS, Rollout
 from kltest.targets.outcome import Call, Loss
@@ -60,7 +60,10 @@ def grade(
     declared = parse(expect if isinstance(expect, str) else plain(expect))
     environments = _choices(environment, WORLDS, "environment")
     codes = selected_codes(_listed(select), _listed(ignore))
-    _check_options(sampler, seed, group_size, batch_size, beta)
+    _one_of(placement, get_args(Placement), "placement")
+    _one_of(credit, get_args(Credit), "credit")
+    _one_of(sampler, SAMPLERS, "sampler")
+    _check_numbers(seed, group_size, batch_size, beta)
     call = Call(placement=placement, credit=credit, beta=beta, arguments=dict(arguments or {}))  # type: ignore[arg-type]
     blank = Report(
         target=name or (loss if isinstance(loss, str) else _callable_name(loss)),
@@ -72,37 +75,68 @@ def grade(
         reduction="mean",
         dtype="float64",
     )
-    with time_limit(timeout):
-        try:
-            ready = resolve(loss, call) if isinstance(loss, str) else bind(loss, call, name=name)
-        except TargetError as error:
-            return _failed(blank, error)
-        blank = replace(blank, placement=ready.placement, credit=_credit(ready))
-        try:
-            samplers = SAMPLERS[sampler] if sampler else _samplers_used(ready, environments[0], seed)
-        except TargetError as error:
-            return _failed(replace(blank, notes=list(ready.notes)), error)
-        evaluator = Evaluator(ready, declared, seed=seed, batch_size=batch_size)
-        findings = Findings(declared, ready.placement, environments, samplers, evaluator)
-        error: KltestError | None = None
-        try:
-            for world in environments:
-                for who in samplers:
-                    findings.rows += evaluator.rows(world, who)
-            results = run_checks(findings, codes)
-        except TargetError as caught:
-            error, results = caught, []
-    report = replace(
-        blank,
-        verdict=verdict(findings, results, error=str(error or "")),
-        reduction=evaluator.reduction,
-        dtype=evaluator.dtype,
-        gradients=[_published(row) for row in findings.rows],
-        value=[row.value for row in findings.rows if row.value is not None],
-        checks=results,
-        notes=[*ready.notes, *evaluator.notes],
-    )
-    return report if error is None else _failed(report, error)
+    grading = _Grading(blank, declared, environments, codes, sampler, batch_size)
+    try:
+        with time_limit(timeout):
+            grading.run(loss, call, name)
+    except TargetError as error:
+        return grading.report(error)
+    return grading.report()
+
+
+class _Grading:
+    """One grading as far as it has come, so that a failure keeps what was measured before it."""
+
+    def __init__(
+        self,
+        blank: Report,
+        declared: Combination,
+        environments: tuple[str, ...],
+        codes: list[str],
+        sampler: str | None,
+        batch_size: int | None,
+    ) -> None:
+        self.blank = blank
+        self.declared = declared
+        self.environments = environments
+        self.codes = codes
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.loss: Loss | None = None
+        self.findings: Findings | None = None
+        self.results: list[CheckResult] = []
+
+    def run(self, target: Callable[..., Any] | str, call: Call, name: str | None) -> None:
+        loss = resolve(target, call) if isinstance(target, str) else bind(target, call, name=name)
+        self.loss = loss
+        seed = self.blank.seed
+        samplers = SAMPLERS[self.sampler] if self.sampler else _samplers_used(loss, self.environments[0], seed)
+        evaluator = Evaluator(loss, self.declared, seed=seed, batch_size=self.batch_size)
+        self.findings = Findings(self.declared, loss.placement, self.environments, samplers, evaluator)
+        for environment in self.environments:
+            for sampler in samplers:
+                self.findings.rows += evaluator.rows(environment, sampler)
+        self.results = run_checks(self.findings, self.codes)
+
+    def report(self, error: TargetError | None = None) -> Report:
+        found = self.blank if error is None else replace(self.blank, error=str(error))
+        loss, findings = self.loss, self.findings
+        if loss is None:
+            return found
+        credit = None if loss.placement == "loss" else loss.credit
+        found = replace(found, placement=loss.placement, credit=credit, notes=list(loss.notes))
+        if findings is None:
+            return found
+        return replace(
+            found,
+            verdict=verdict(findings, self.results, error=found.error),
+            reduction=findings.evaluator.reduction,
+            dtype=findings.evaluator.dtype,
+            gradients=[_published(row) for row in findings.rows],
+            value=[row.value for row in findings.rows if row.value is not None],
+            checks=self.results,
+            notes=[*loss.notes, *findings.evaluator.notes],
+        )
 
 
 def versions() -> dict[str, str]:
@@ -113,6 +147,10 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
+
+
+class _TimeIsUp(KeyboardInterrupt):
+    """Passes everything that catches a loss's own errors, as an interrupt from the keyboard does."""
 
 
 @contextmanager
@@ -127,12 +165,14 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         raise UsageError(f"timeout must be a positive number of seconds, not {seconds}")
 
     def ring(signum: int, frame: object) -> None:
-        raise TargetError(f"grading did not finish within {seconds:g} s: does the loss return?")
+        raise _TimeIsUp
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except _TimeIsUp:
+        raise TargetError(f"grading did not finish within {seconds:g} s: does the loss return?") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -166,14 +206,6 @@ def _published(row: Row) -> GradientRow:
         batch=row.batch,
         note=row.note,
     )
-
-
-def _failed(report: Report, error: TargetError) -> Report:
-    return replace(report, verdict="error", error=str(error))
-
-
-def _credit(loss: Loss) -> str | None:
-    return None if loss.placement == "loss" else loss.credit
 
 
 def _callable_name(loss: Callable[..., Any]) -> str:

@@ -43,7 +43,7 @@ class Probes:
         return self._once("influence", environment, self._sampler_has_influence)
 
     def only_through_the_sum(self, environment: str) -> bool:
-        """Whether the sampler matters, and only by the sum of its log-probs over each sequence."""
+        """Whether the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
         return self._once("sum", environment, self._only_through_the_sum)
 
     def right_near_current(self, environment: str) -> bool:
@@ -77,12 +77,25 @@ class Probes:
         old, mask = rollout.peek("old_logp"), rollout.peek("mask")
         shift = torch.zeros_like(old)
         shift[:, 0], shift[:, 1] = 0.3, -0.3
-        shift = torch.where(mask[:, 1:2] != 0, shift, 0.0)
-        moved, same_sum = old.clone(), old + shift
+        same_sum = old + torch.where(mask[:, 1:2] != 0, shift, 0.0)
+        if not self._same(rollout, rollout.replace(old_logp=same_sum)):
+            return False
+        moved = old.clone()
         moved[:, 0] += 0.3
-        return self._same(rollout, rollout.replace(old_logp=same_sum)) and not self._same(
-            rollout, rollout.replace(old_logp=moved)
-        )
+        return self._scaled_alike(rollout, rollout.replace(old_logp=moved))
+
+    def _scaled_alike(self, one: Rollout, other: Rollout) -> bool:
+        """Whether the gradients of sequences of one length shrink by one factor: what a ratio to the sampler does."""
+        before, after, limit = self._gradients(one, other)
+        lengths = one.peek("mask").sum(dim=1)
+        for length in lengths.unique():
+            rows = lengths == length
+            base = torch.cat([part[rows].flatten() for part in before])
+            moved = torch.cat([part[rows].flatten() for part in after])
+            factor = float(base @ moved) / max(float(base @ base), 1e-300)
+            if not 0 < factor < 1 - 1e-6 or not _close(factor * base, moved, limit):
+                return False
+        return True
 
     def _right_near_current(self, instance: Instance) -> bool:
         near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
@@ -96,11 +109,13 @@ class Probes:
         return Rollout.of(instance, sampler="stale", padding=self.padding)
 
     def _same(self, one: Rollout, other: Rollout) -> bool:
+        before, after, limit = self._gradients(one, other)
+        return all(_close(a, b, limit) for a, b in zip(before, after, strict=True))
+
+    def _gradients(self, one: Rollout, other: Rollout) -> tuple[list[Tensor], list[Tensor], float]:
         one = one.replace()
         first, second = self.loss(one), self.loss(other)
-        limit = SAME.get(first.dtype, 1e-2)
-        gradients = zip(_leaf_gradients(first, one), _leaf_gradients(second, other), strict=True)
-        return all(_close(a, b, limit) for a, b in gradients)
+        return _leaf_gradients(first, one), _leaf_gradients(second, other), SAME.get(first.dtype, 1e-2)
 
 
 class Reattached:
@@ -149,7 +164,7 @@ class _LiftStops(TorchFunctionMode):
     STOPS = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.detach_})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.STOPS or func == torch.Tensor.data.__get__:
+        if func in self.STOPS or func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0]
         if func is torch._C._set_grad_enabled:
             args = (True,)

@@ -1,0 +1,477 @@
+"""Whole gradings of losses written as users write them: what is identified, which checks fail, what the verdict is."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from kltest.errors import UsageError
+from kltest.grading import grade
+from kltest.grading.report import RefutedError
+
+# ------------------------------------------------------------------------------------- correct losses, many spellings
+
+
+def k2_of_the_sequence(logp, ref_logp, mask):
+    return 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2
+
+
+def score_function_return(logp, ref_logp, mask):
+    log_ratio = ((logp - ref_logp) * mask).sum(-1)
+    return log_ratio.detach() * (logp * mask).sum(-1)
+
+
+def score_function_to_go(per_token_logps, ref_per_token_logps, completion_mask):
+    cost = ((per_token_logps - ref_per_token_logps) * completion_mask).detach()
+    to_go = cost.flip(-1).cumsum(-1).flip(-1)
+    return (to_go * per_token_logps * completion_mask).sum(-1).mean()
+
+
+def prefix_ratio(logp, ref_logp, old_logp, mask):
+    log_rho = torch.where(mask.bool(), logp - old_logp, 0.0)
+    rho = log_rho.cumsum(-1).exp().detach()
+    cost = torch.where(mask.bool(), rho * (logp - ref_logp).detach(), 0.0)
+    return (cost.flip(-1).cumsum(-1).flip(-1) * logp).masked_fill(mask == 0, 0.0).sum(-1)
+
+
+def sequence_ratio(logp, ref_logp, old_logp, mask):
+    rho = ((logp - old_logp) * mask).sum(-1).exp().detach()
+    return rho * 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2
+
+
+CORRECT = [k2_of_the_sequence, score_function_return, score_function_to_go, prefix_ratio, sequence_ratio]
+
+
+@pytest.mark.parametrize("loss", CORRECT)
+def test_correct_losses_are_confirmed(loss):
+    report = grade(loss, environment=("bandit", "sequence", "ragged", "mdp"))
+    assert report.verdict == "confirmed", report.to_json()
+    assert report.failed == []
+    for row in report.gradients:
+        assert row.identified == pytest.approx({"reverse_kl": 1.0})
+        assert row.relative_bias < 1e-10
+        assert row.cosine == pytest.approx(1)
+    assert {row.sampler for row in report.gradients} == (
+        {"current", "stale"} if "ratio" in loss.__name__ else {"current"}
+    )
+    report.raise_for_failure()
+
+
+# ------------------------------------------------------------------------------- planted bugs in the correct losses
+
+
+def wrong_sign(logp, ref_logp, mask):
+    return -score_function_return(logp, ref_logp, mask)
+
+
+def missing_detach(logp, ref_logp, mask):
+    return ((logp - ref_logp) * mask).sum(-1) * (logp * mask).sum(-1)
+
+
+def to_go_off_by_one(logp, ref_logp, mask):
+    cost = ((logp - ref_logp) * mask).detach()
+    to_go = cost.flip(-1).cumsum(-1).flip(-1) - cost
+    return (to_go * logp * mask).sum(-1)
+
+
+def mask_off_by_one(logp, ref_logp, mask):
+    shifted = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
+    return score_function_return(logp, ref_logp, shifted)
+
+
+def mask_ignored(logp, ref_logp):
+    return 0.5 * (logp - ref_logp).sum(-1) ** 2
+
+
+def swapped_direction(logp, ref_logp, mask):
+    log_ratio = ((ref_logp - logp) * mask).sum(-1)
+    return (-log_ratio).exp() - 1 + log_ratio
+
+
+def inverted_ratio(logp, ref_logp, old_logp, mask):
+    rho = ((old_logp - logp) * mask).sum(-1).exp().detach()
+    return rho * 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2
+
+
+def sampler_instead_of_reference(logp, old_logp, mask):
+    return 0.5 * ((logp - old_logp) * mask).sum(-1) ** 2
+
+
+PLANTED = [
+    (wrong_sign, {"KL103"}),
+    (missing_detach, {"KL105"}),
+    (to_go_off_by_one, {"KL101", "KL105"}),
+    (mask_off_by_one, {"KL101", "KL105"}),
+    (mask_ignored, {"KL105"}),
+    (swapped_direction, {"KL105"}),
+    (inverted_ratio, {"KL105"}),
+    (sampler_instead_of_reference, {"KL101", "KL105"}),
+]
+
+
+@pytest.mark.parametrize(("loss", "codes"), PLANTED)
+def test_planted_bugs_are_refuted(loss, codes):
+    report = grade(loss)
+    assert report.verdict == "refuted"
+    assert {check.code for check in report.failed} == codes
+    for check in report.failed:
+        assert check.message
+        assert check.fix
+    with pytest.raises(RefutedError, match=next(iter(codes))):
+        report.raise_for_failure()
+
+
+# --------------------------------------------------------------------------------------- each check, seen and not seen
+
+
+def k1(logp):
+    return logp
+
+
+def k3(logp, ref_logp):
+    return (ref_logp - logp).exp() - 1 + logp - ref_logp
+
+
+def k2(logp, ref_logp):
+    return 0.5 * (logp - ref_logp) ** 2
+
+
+def last(logp, ref_logp, mask):
+    final = mask.sum(-1).long() - 1
+    return 0.5 * (logp - ref_logp).gather(1, final[:, None])[:, 0] ** 2
+
+
+def k2_over_length(logp, ref_logp, mask):
+    return k2_of_the_sequence(logp, ref_logp, mask) / mask.sum(-1)
+
+
+def k3_over_length(logp, ref_logp, mask):
+    return ((k3(logp, ref_logp) * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def k2_over_batch_tokens(logp, ref_logp, mask):
+    return (k2(logp, ref_logp) * mask).sum() / mask.sum()
+
+
+def over_constant(logp, ref_logp, mask):
+    return (k2_of_the_sequence(logp, ref_logp, mask) / 3).mean()
+
+
+def log_ratio(logp, ref_logp):
+    return logp - ref_logp
+
+
+def stale_log_ratio(logp, ref_logp, old_logp, mask):
+    rho = ((logp - old_logp) * mask).sum(-1).exp()
+    return rho * ((old_logp - ref_logp) * mask).sum(-1)
+
+
+def k3_differentiable_ratio(logp, ref_logp, old_logp):
+    return (logp - old_logp).exp() * k3(logp, ref_logp)
+
+
+def k3_detached_ratio(logp, ref_logp, old_logp):
+    return (logp - old_logp).exp().detach() * k3(logp, ref_logp)
+
+
+def k3_ratio_under_no_grad(logp, ref_logp, old_logp):
+    with torch.no_grad():
+        rho = (logp - old_logp).exp()
+    return rho * k3(logp, ref_logp)
+
+
+def k2_detached_ratio(logp, ref_logp, old_logp):
+    return (logp - old_logp).exp().detach() * k2(logp, ref_logp)
+
+
+def k2_clipped_ratio(logp, ref_logp, old_logp, mask):
+    rho = ((logp - old_logp) * mask).sum(-1).exp().clamp(0.8, 1.2).detach()
+    return rho * k2_of_the_sequence(logp, ref_logp, mask)
+
+
+def k3_geometric_ratio(logp, ref_logp, old_logp, mask):
+    rho = (((logp - old_logp) * mask).sum(-1) / mask.sum(-1)).exp()
+    return rho[:, None] * k3(logp, ref_logp)
+
+
+def under_no_grad(logp, ref_logp):
+    with torch.no_grad():
+        return k3(logp, ref_logp)
+
+
+SEEN = [
+    (k1, {}, {"KL101"}),
+    (k3, {}, {"KL102"}),
+    (lambda logp, ref_logp: 2 * k3(logp, ref_logp), {}, {"KL102"}),
+    (lambda logp, ref_logp, mask: 2 * k2_of_the_sequence(logp, ref_logp, mask), {}, {"KL106"}),
+    (over_constant, {}, {"KL106"}),
+    (k3, {"placement": "reward"}, {"KL104"}),
+    (lambda logp, ref_logp: (logp - ref_logp).abs(), {}, {"KL105"}),
+    (k2, {}, {"KL201"}),
+    (log_ratio, {"placement": "reward", "credit": "immediate"}, {"KL201"}),
+    (last, {}, {"KL202"}),
+    (k2_over_length, {}, {"KL203"}),
+    (k3_over_length, {}, {"KL102", "KL203"}),
+    (k2_over_batch_tokens, {}, {"KL204", "KL201"}),
+    (k2_of_the_sequence, {"sampler": "both"}, {"KL301"}),
+    (k2_of_the_sequence, {"sampler": "stale"}, {"KL301"}),
+    (k3_detached_ratio, {}, {"KL102", "KL302", "KL303"}),
+    (k3_ratio_under_no_grad, {"environment": "bandit"}, {"KL102", "KL302"}),
+    (k3_differentiable_ratio, {}, {"KL201", "KL303"}),
+    (k2_detached_ratio, {"expect": "local_reverse_kl"}, {"KL303"}),
+    (k2_clipped_ratio, {}, {"KL306"}),
+    (k3_geometric_ratio, {}, {"KL105", "KL304"}),
+    (stale_log_ratio, {"placement": "reward"}, {"KL305"}),
+    (under_no_grad, {}, {"KL509"}),
+]
+
+
+@pytest.mark.parametrize(("loss", "options", "codes"), SEEN)
+def test_each_pitfall_has_its_code(loss, options, codes):
+    report = grade(loss, **options)
+    assert report.verdict == "refuted"
+    assert {check.code for check in report.failed} == codes, [c.message for c in report.failed]
+
+
+DECLARED = [
+    (k1, {"expect": "zero"}),
+    (k3, {"expect": "local_forward_kl"}),
+    (k3, {"expect": "forward_kl", "environment": "bandit"}),
+    (k2, {"expect": "local_reverse_kl"}),
+    (last, {"expect": "last_token_reverse_kl"}),
+    (k3, {"expect": "reverse_kl-local_forward_kl", "placement": "reward"}),
+    (k3_differentiable_ratio, {"expect": "local_reverse_kl@sampler", "sampler": "stale"}),
+    (lambda logp, ref_logp: 2 * k2(logp, ref_logp), {"expect": "2*local_reverse_kl"}),
+    (log_ratio, {"placement": "reward"}),
+    (log_ratio, {"placement": "both"}),
+    (stale_log_ratio, {"placement": "reward", "sampler": "stale", "expect": "reverse_kl-to_sampler_kl"}),
+]
+
+
+@pytest.mark.parametrize(("loss", "options"), DECLARED)
+def test_what_is_declared_and_followed_is_confirmed(loss, options):
+    report = grade(loss, **options)
+    assert report.verdict == "confirmed", report.to_json()
+    assert report.failed == []
+
+
+def test_combinations_are_named_with_their_coefficients():
+    report = grade(k3, placement="reward")
+    bandit, sequence, ragged = report.gradients
+    assert bandit.identified == pytest.approx({"reverse_kl": 1.0, "forward_kl": -1.0})
+    assert sequence.identified == pytest.approx({"reverse_kl": 1.0, "local_forward_kl": -1.0})
+    assert ragged.identified == pytest.approx({"reverse_kl": 1.0, "local_forward_kl": -1.0})
+
+
+def test_the_broadcast_ratio_is_a_mixture_by_length():
+    report = grade(k3_geometric_ratio, environment="sequence", sampler="current")
+    assert report.gradients[0].identified == pytest.approx({"local_forward_kl": 2 / 3, "reverse_kl": 1 / 3})
+
+
+@pytest.mark.parametrize("power", [3, 4, 5])
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_nonsense_is_null(power, placement):
+    def nonsense(logp, ref_logp):
+        return torch.sin(power * (logp - ref_logp)) + 0.1 * logp**power
+
+    report = grade(nonsense, placement=placement, sampler="both")
+    assert all(row.identified is None for row in report.gradients)
+    assert report.verdict == "refuted"
+    assert all(row.residual > 1e-3 for row in report.gradients)
+
+
+def test_moot_checks_are_skipped_with_the_reason():
+    report = grade(k2, expect="local_reverse_kl")
+    by_code = {check.code: check for check in report.checks}
+    assert by_code["KL201"].status == "skip"
+    assert "declared" in by_code["KL201"].message
+    assert by_code["KL301"].status == "skip"
+    assert "--sampler both" in by_code["KL301"].message
+    assert by_code["KL101"].status == "pass"
+
+
+def test_selection_narrows_the_checks_and_never_the_verdict():
+    report = grade(k3, select="KL2", ignore=["KL204"])
+    assert [check.code for check in report.checks] == ["KL201", "KL202", "KL203"]
+    assert report.failed == []
+    assert report.verdict == "refuted"
+
+
+# ------------------------------------------------------------------------------------------- whole policy losses
+
+
+def grpo(logp, old_logp, ref_logp, advantages, mask, beta=0.04, epsilon=0.2):
+    ratio = (logp - old_logp).exp()
+    advantage = advantages[:, None]
+    policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * advantage)
+    return ((policy + beta * k3(logp, ref_logp)) * mask).sum(-1).mean()
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.04])
+def test_the_kl_part_of_a_policy_loss_is_what_changes_with_beta(beta):
+    report = grade(grpo, beta=beta, sampler="current")
+    assert [row.identified for row in report.gradients] == [
+        pytest.approx({"forward_kl": 1.0}),
+        pytest.approx({"local_forward_kl": 1.0}),
+        pytest.approx({"local_forward_kl": 1.0}),
+    ]
+
+
+def test_a_policy_loss_with_the_sequence_gradient_is_confirmed():
+    def whole(logp, ref_logp, reward, mask, beta):
+        return -reward * (logp * mask).sum(-1) + beta * k2_of_the_sequence(logp, ref_logp, mask)
+
+    assert grade(whole).verdict == "confirmed"
+
+
+# ------------------------------------------------------------------------------------------------- report and options
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [
+        (k2_of_the_sequence, "per-row"),
+        (score_function_to_go, "mean"),
+        (lambda logp, ref_logp, mask: k2_of_the_sequence(logp, ref_logp, mask).sum(), "sum"),
+        (k2_over_batch_tokens, "coupled"),
+    ],
+)
+def test_the_reduction_is_told(loss, reduction):
+    assert grade(loss).reduction == reduction
+
+
+def test_a_coupled_loss_is_graded_in_batches_too():
+    rows = grade(k2_over_batch_tokens, environment=("sequence", "ragged")).gradients
+    assert [(row.environment, row.batch) for row in rows] == [("sequence", 1), ("ragged", 1), ("ragged", 2)]
+
+
+def test_float32_losses_are_graded_at_their_precision():
+    def single(logp, ref_logp, mask):
+        return k2_of_the_sequence(logp.float(), ref_logp.float(), mask.float())
+
+    report = grade(single)
+    assert report.dtype == "float32"
+    assert report.verdict == "confirmed"
+    # Rounding of float32 is 6e-8; sums of a few terms stay within a hundred of it, and are not exact.
+    assert 1e-12 < report.gradients[0].relative_bias < 1e-5
+
+
+def test_reports_are_reproducible_and_depend_on_the_seed():
+    one, again, other = grade(k3), grade(k3), grade(k3, seed=1)
+    assert one.to_json() == again.to_json()
+    assert one.gradients[0].relative_bias != other.gradients[0].relative_bias
+    assert one.gradients[0].identified == pytest.approx(other.gradients[0].identified)
+
+
+def test_the_json_is_json_without_non_finite_numbers():
+    found = json.loads(grade(k1).to_json())
+    assert found["schema"] == "kltest.grade/1"
+    assert found["gradients"][0]["identified"] == {"zero": 1.0}
+    assert found["gradients"][0]["cosine"] is None
+    assert found["gradients"][0]["relative_bias"] == pytest.approx(1.0)
+
+
+def test_relative_variance_is_that_of_single_rollouts():
+    """k1 in the loss on a bandit: the gradient of one rollout is e_y − π, so E‖ĝ‖² = 1 − ‖π‖² and the mean is 0."""
+    from kltest.grading.worlds import instances
+    from kltest.truth import gradient
+
+    worst = max(
+        (1 - float((math.e**instance.policy**1 * math.e**instance.policy).sum()))
+        / float((gradient("reverse_kl", instance) ** 2).sum())
+        for instance in instances("bandit", 0)
+    )
+    assert grade(k1, environment="bandit").gradients[0].relative_variance == pytest.approx(worst)
+
+
+def with_metric(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp) * mask
+    loss = (0.5 * log_ratio.sum(-1) ** 2).mean()
+    return loss, {"kl": log_ratio.sum(-1).mean().detach(), "entropy": None}
+
+
+def with_token_metric(logp, ref_logp, mask):
+    loss, _ = with_metric(logp, ref_logp, mask)
+    return loss, {"kl": (((logp - ref_logp) * mask).sum(-1) / mask.sum(-1)).mean()}
+
+
+@pytest.mark.parametrize(("loss", "matches"), [(with_metric, "kl"), (with_token_metric, "mean_of_token_means")])
+def test_the_logged_value_is_named(loss, matches):
+    report = grade(loss, environment="ragged")
+    assert report.verdict == "confirmed"
+    assert report.value[0].matches == matches
+
+
+BAD_OPTIONS = [
+    ({"expect": "revers_kl"}, "reverse_kl"),
+    ({"expect": "reverse_kl--"}, "combination"),
+    ({"environment": "bandits"}, "bandit"),
+    ({"environment": ()}, "at least one"),
+    ({"sampler": "old"}, "current"),
+    ({"select": "XX"}, "XX"),
+    ({"beta": 0.0}, "beta"),
+    ({"beta": float("nan")}, "beta"),
+    ({"seed": -1}, "seed"),
+    ({"group_size": 0}, "group"),
+    ({"timeout": -1.0}, "timeout"),
+    ({"placement": "los"}, "placement"),
+    ({"credit": "togo"}, "credit"),
+    ({"arguments": {"nope": 1}}, "nope"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_OPTIONS)
+def test_bad_options_are_usage_errors_that_say_what_to_do(options, words):
+    with pytest.raises(UsageError, match=words):
+        grade(k3, **options)
+
+
+def raising(logp):
+    raise ValueError("no such thing")
+
+
+def endless(logp):
+    while True:
+        pass
+
+
+def infinite(logp, ref_logp):
+    return (logp - ref_logp) / 0.0
+
+
+def from_numpy(logp, ref_logp):
+    return float((logp - ref_logp).sum())
+
+
+def wrong_shape(logp, ref_logp):
+    return (logp - ref_logp).flatten()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "words"),
+    [
+        (raising, {}, "no such thing"),
+        (endless, {"timeout": 0.5}, "0.5 s"),
+        (infinite, {}, "finite|inf"),
+        (from_numpy, {}, "float"),
+        (wrong_shape, {"environment": "sequence"}, "shape"),
+    ],
+)
+def test_a_loss_that_fails_is_an_error_and_not_a_verdict(loss, options, words):
+    report = grade(loss, **options)
+    assert report.verdict == "error"
+    assert report.exit_code == 3
+    assert __import__("re").search(words, report.error), report.error
+
+
+def test_what_was_computed_before_a_failure_is_kept():
+    def fails_on_sequences(logp, ref_logp):
+        if logp.shape[1] > 1:
+            raise RuntimeError("too long")
+        return k2(logp, ref_logp)
+
+    report = grade(fails_on_sequences)
+    assert report.verdict == "error"
+    assert [row.environment for row in report.gradients] == ["bandit"]
+    assert report.gradients[0].identified == pytest.approx({"reverse_kl": 1.0})
