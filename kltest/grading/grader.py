@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from kltest import __version__
 from kltest.errors import TargetError, UsageError
+from kltest.estimators.spec import Credit, Placement
 from kltest.grading.evaluate import Evaluator
 from kltest.grading.findings import Combination, Findings, Row
 from kltest.grading.judge import run_checks, selected_codes, verdict
@@ -220,16 +221,18 @@ def _choices(given: str | Iterable[str], known: Iterable[str], what: str) -> tup
     wanted = tuple(dict.fromkeys(_listed(given)))
     known = list(known)
     for choice in wanted:
-        if choice not in known:
-            raise UsageError(f"there is no {what} {choice!r}; choose from {', '.join(known)}")
+        _one_of(choice, known, what)
     if not wanted:
         raise UsageError(f"at least one {what} is needed; choose from {', '.join(known)}")
     return wanted
 
 
-def _check_options(sampler: str | None, seed: int, group_size: int, batch_size: int | None, beta: float | None) -> None:
-    if sampler is not None and sampler not in SAMPLERS:
-        raise UsageError(f"there is no sampler {sampler!r}; choose from {', '.join(SAMPLERS)}")
+def _one_of(given: str | None, known: Iterable[str], what: str) -> None:
+    if given is not None and given not in (known := list(known)):
+        raise UsageError(f"there is no {what} {given!r}; choose from {', '.join(known)}")
+
+
+def _check_numbers(seed: int, group_size: int, batch_size: int | None, beta: float | None) -> None:
     if not isinstance(seed, int) or seed < 0:
         raise UsageError(f"the seed must be a whole number from 0 up, not {seed!r}")
     if group_size < 1 or (batch_size is not None and batch_size < 1):

@@ -92,7 +92,7 @@ class Probes:
             rows = lengths == length
             base = torch.cat([part[rows].flatten() for part in before])
             moved = torch.cat([part[rows].flatten() for part in after])
-            factor = float(base @ moved) / max(float(base @ base), 1e-300)
+            factor = float((base @ moved) / (base @ base).clamp(min=1e-300))
             if not 0 < factor < 1 - 1e-6 or not _close(factor * base, moved, limit):
                 return False
         return True
