@@ -32,10 +32,32 @@ def softmax_gradient(weights: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
     Both (C, V). log π = logits − logsumexp(logits), so the gradient is weights − π·Σ_v weights.
     """
     # weights·(1 − π) − π·Σ_others weights: the same, without cancelling where one token is all but certain.
-    likeliest = np.argmax(log_probs, axis=1)[:, None]
-    rest = weights.copy()
-    np.put_along_axis(rest, likeliest, 0.0, axis=1)
-    rest = rest.sum(axis=1, keepdims=True)
-    others = rest - weights + np.take_along_axis(weights, likeliest, axis=1)
-    np.put_along_axis(others, likeliest, rest, axis=1)
-    return -np.expm1(log_probs) * weights - np.exp(log_probs) * others
+    return remainder(log_probs) * weights - np.exp(log_probs) * sum_of_others(weights)
+
+
+def score_norms(log_probs: np.ndarray) -> np.ndarray:
+    """(C, V) ‖∇_logits log π(v|c)‖² = (1 − π_v)² + Σ_{u≠v} π_u²."""
+    return remainder(log_probs) ** 2 + sum_of_others(np.exp(log_probs) ** 2)
+
+
+def remainder(log_probs: np.ndarray) -> np.ndarray:
+    """(C, V) 1 − π, to full relative accuracy where π is all but 1."""
+    return -np.expm1(log_probs)
+
+
+def sum_of_others(values: np.ndarray) -> np.ndarray:
+    """(C, V) Σ_{u≠v} values[c, u], added up from both ends and never subtracted, so that nothing cancels."""
+    # Running sums go along the longer axis of memory: a column at a time where rows are short.
+    columns = np.ascontiguousarray(values.T)
+    if len(columns) > columns.shape[1]:
+        zero = np.zeros((1, columns.shape[1]))
+        before = np.concatenate([zero, columns[:-1].cumsum(axis=0)])
+        return np.ascontiguousarray((before + np.concatenate([columns[:0:-1].cumsum(axis=0)[::-1], zero])).T)
+    others = np.zeros_like(columns)
+    below, above = np.zeros((2, columns.shape[1]))
+    for step in range(len(columns)):
+        others[step] += below
+        below += columns[step]
+        others[-1 - step] += above
+        above += columns[-1 - step]
+    return np.ascontiguousarray(others.T)

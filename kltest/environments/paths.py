@@ -101,15 +101,12 @@ class Level:
         """(n,) cells as an array."""
         return np.arange(self.cells.start, self.cells.stop) if isinstance(self.cells, slice) else self.cells
 
-    def spread(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Write a value (n, …) per node into all of its rows, a column (N, …) of `out`."""
+    def spread(self, values: np.ndarray, out: np.ndarray, step: int) -> None:
+        """Write a value (n, …) per node into all of its rows, at one step of `out` (N, T, …)."""
         if isinstance(self.rows, int):
-            # Rows of one node are equally far apart in memory, so that splitting the first axis needs no copy.
-            strides = (self.rows * out.strides[0], *out.strides)
-            shape = (len(values), self.rows, *out.shape[1:])
-            np.lib.stride_tricks.as_strided(out, shape, strides)[...] = values[:, None]
+            out.reshape(len(self), self.rows, *out.shape[1:])[:, :, step] = values[:, None]
         else:
-            out[...] = np.repeat(values, self.rows, axis=0)
+            out[:, step] = np.repeat(values, self.rows, axis=0)
 
     def collect(self, column: np.ndarray) -> np.ndarray:
         """(n, …) sums of a column (N, …) over the rows of each node."""
@@ -237,5 +234,5 @@ class Tree(Paths):
     def _spread(self, values: list[np.ndarray]) -> np.ndarray:
         out = np.empty((*self.shape, *values[0].shape[1:]), dtype=values[0].dtype)
         for step, (level, column) in enumerate(zip(self.levels, values, strict=True)):
-            level.spread(column, out[:, step])
+            level.spread(column, out, step)
         return out

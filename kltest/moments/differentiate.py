@@ -54,8 +54,8 @@ def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None, factor:
     leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
     found: dict[str, np.ndarray] = {}
     if leaves and outcome.objective.requires_grad:
-        start = torch.full_like(outcome.objective, factor)
-        gradients = torch.autograd.grad(outcome.objective, list(leaves.values()), start, allow_unused=True)
+        # Scaled here, since a gradient given to start from makes torch import its symbolic shapes, for a second.
+        gradients = torch.autograd.grad(outcome.objective * factor, list(leaves.values()), allow_unused=True)
         found = {
             name: _live_only(loss, rollout, name, gradient.numpy(), live)
             for name, gradient in zip(leaves, gradients, strict=True)

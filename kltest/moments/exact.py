@@ -17,9 +17,9 @@ from kltest.targets.outcome import Loss
 ONE_BY_ONE = 300
 MOST_SINGLES = 20_000
 # Numbers in one field of a chunk: few enough to stay in the processor's cache from one operation to the next.
-CHUNK = 2**17
-POOL = 6
-SPOT_CHECKS = 8
+CHUNK = 2**18
+POOL = 3
+SPOT_CHECKS = 3
 
 
 def exact(loss: Loss, instance: Instance, sampler: str = "current", *, padding: int = 0, seed: int = 0) -> Moments:
@@ -38,7 +38,7 @@ def exact(loss: Loss, instance: Instance, sampler: str = "current", *, padding: 
     generator = np.random.default_rng([seed, len(paths)])
     if len(paths) > ONE_BY_ONE:
         pool = Rollout.of(instance, paths.take(_pool(paths, generator)), sampler=sampler, padding=padding)
-        witness = probe(loss, pool, generator)
+        witness = probe(loss, pool, generator, few=True)
         if witness.reduction != "coupled":
             moments = _in_chunks(witness, instance, sampler, padding, generator)
             if moments is not None:

@@ -10,10 +10,12 @@ tokens that share a context; where no two do, it is a sum over tokens as well:
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from kltest.environments import Paths
-from kltest.policies import softmax_gradient
+from kltest.policies import score_norms, softmax_gradient
 
 
 class Projection:
@@ -28,8 +30,6 @@ class Projection:
         self.table = np.zeros(policy.shape)
         self._others = 0.0
         self._squares = np.zeros(policy.shape)
-        self._probability = np.exp(policy)
-        self._norm = (self._probability**2).sum(axis=1)
 
     @property
     def gradient(self) -> np.ndarray:
@@ -39,7 +39,12 @@ class Projection:
     @property
     def second_moment(self) -> float:
         """E‖ĝ‖²."""
-        return self._others + float((self._squares * (1 - 2 * self._probability + self._norm[:, None])).sum())
+        sampled = float((self._squares * score_norms(self.policy)).sum()) if self._squares.any() else 0.0
+        return self._others + sampled
+
+    @cached_property
+    def _probability(self) -> np.ndarray:
+        return np.exp(self.policy)
 
     def add(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
         """Rollouts of probability `weights` (N,) and their gradients (N, T) and (N, T, V), zero where padded."""
@@ -52,11 +57,11 @@ class Projection:
                 self._others += float(weights @ self._squared_norms(paths, logits).sum(axis=1))
         elif logp is not None:
             # Transposed, so that each token's column is contiguous for the sums over prefixes.
-            weighted = np.empty(logp.shape[::-1])
-            np.multiply(logp.T, weights, out=weighted)
+            columns = np.ascontiguousarray(logp.T)
+            weighted = columns * weights
             paths.collect(weighted.T, self.table)
             if self.distinct:
-                paths.collect(np.multiply(weighted, logp.T, out=weighted).T, self._squares)
+                paths.collect(np.multiply(weighted, columns, out=weighted).T, self._squares)
         if not self.distinct and (logp is not None or logits is not None):
             width = 1 if logits is None else self.policy.shape[1]
             if self.policy.size <= width * paths.shape[1] ** 2:
@@ -95,6 +100,7 @@ class Projection:
                     inner = np.einsum("nv,nv->n", projected[rows, earlier], projected[rows, later])
                     self._others += (1 if earlier == later else 2) * float(weights[rows] @ inner)
         elif logp is not None:
+            norm = (self._probability**2).sum(axis=1)
             tokens, probability = np.ascontiguousarray(paths.tokens.T), paths.chosen(self._probability)
             columns, probability = np.ascontiguousarray(logp.T), np.ascontiguousarray(probability.T)
             for later in range(steps):
@@ -104,7 +110,7 @@ class Projection:
                         (tokens[earlier, rows] == tokens[later, rows]).astype(float)
                         - probability[earlier, rows]
                         - probability[later, rows]
-                        + self._norm[contexts[later, rows]]
+                        + norm[contexts[later, rows]]
                     )
                     kernel *= columns[earlier, rows] * columns[later, rows]
                     self._others += (1 if earlier == later else 2) * float(weights[rows] @ kernel)

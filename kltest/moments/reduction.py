@@ -80,13 +80,13 @@ class Witness:
         return "per-row" if any(single.outcome.rows is not None for single in self.singles.values()) else "mean"
 
 
-def probe(loss: Loss, base: Rollout, generator: np.random.Generator) -> Witness:
-    """Call a loss on single rows, on pairs of every kind and on larger batches of a base of at least one row.
+def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: bool = False) -> Witness:
+    """Call a loss on single rows, on pairs of every kind and on larger batches; `few` makes each of them count.
 
     Raises BatchOfOneError if it fails on one rollout and not on more, TargetError if it is not deterministic.
     """
     witness = Witness(loss, base)
-    batches = list(_batches(base, generator))
+    batches = list(_few(base, generator) if few else _batches(base, generator))
     try:
         witness.single(batches[0][0])
     except KltestError as error:
@@ -118,6 +118,14 @@ def _batches(base: Rollout, generator: np.random.Generator) -> Iterator[list[int
     for size in (2, 2, 2, 3):
         yield [int(row) for row in generator.integers(n, size=size)]
     yield [int(row) for row in order[:8]]
+
+
+def _few(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
+    """Fewer batches for the same purpose: a pair, a row twice beside all others, and all rows once."""
+    order = generator.permutation(len(base)).tolist()
+    yield order[:2]
+    yield [order[0], *order]
+    yield [order[-1]] * 2
 
 
 def _explain_failure(witness: Witness, error: KltestError) -> None:
