@@ -475,3 +475,50 @@ def test_what_was_computed_before_a_failure_is_kept():
     assert report.verdict == "error"
     assert [row.environment for row in report.gradients] == ["bandit"]
     assert report.gradients[0].identified == pytest.approx({"reverse_kl": 1.0})
+
+
+# ---------------------------------------------------------------------------------- losses that need more than one row
+
+
+def leave_one_out(logp, ref_logp, mask):
+    cost = ((logp - ref_logp) * mask).sum(-1).detach()
+    baseline = (cost.sum() - cost) / (len(cost) - 1)
+    return ((cost - baseline) * (logp * mask).sum(-1)).mean()
+
+
+def mean_with_self(logp, ref_logp, mask):
+    cost = ((logp - ref_logp) * mask).sum(-1).detach()
+    return ((cost - cost.mean()) * (logp * mask).sum(-1)).mean()
+
+
+def reshaped_groups(logp, ref_logp, rewards, mask):
+    grouped = rewards.view(-1, 4)
+    advantage = (grouped - grouped.mean(1, keepdim=True)).flatten()
+    return score_function_return(logp, ref_logp, mask).mean() - (advantage * (logp * mask).sum(-1)).mean()
+
+
+def test_a_loss_that_fails_on_one_rollout_is_graded_over_batches():
+    report = grade(leave_one_out)
+    assert report.verdict == "confirmed"
+    assert report.reduction == "coupled"
+    assert [row.batch for row in report.gradients] == [2, 2, 2]
+    assert any("batch of one" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_baseline_that_includes_itself_shrinks_the_gradient(size):
+    rows = [row for row in grade(mean_with_self, batch_size=size, environment="bandit").gradients if row.batch > 1]
+    assert [row.identified for row in rows] == [pytest.approx({"reverse_kl": 1 - 1 / size})]
+
+
+def test_losses_that_reshape_by_group_are_graded_over_groups():
+    report = grade(reshaped_groups, expect="reverse_kl-0.75*expected_reward", environment=("bandit", "ragged"))
+    assert report.verdict == "confirmed"
+    assert [row.batch for row in report.gradients] == [4, 4]
+
+
+def test_more_groups_than_can_be_enumerated_are_inconclusive_and_say_so():
+    report = grade(reshaped_groups, expect="reverse_kl-0.75*expected_reward", environment="sequence")
+    assert report.verdict == "inconclusive"
+    assert report.exit_code == 4
+    assert "27405 groups" in report.gradients[0].note

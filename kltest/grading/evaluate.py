@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kltest.environments import Instance
-from kltest.errors import KltestError, WorldError
+from kltest.errors import KltestError, TargetError, WorldError
 from kltest.grading.findings import Combination, Row
 from kltest.grading.identify import Identification, identify, tolerance
 from kltest.grading.probes import Probes
@@ -20,7 +20,11 @@ from kltest.rollout import LEAVES, Rollout
 from kltest.targets.outcome import Loss
 from kltest.truth import ATLAS, combine, gradient, gradient_again
 
-DEFAULT_BATCH = 2
+# Without a size that was asked for: the smallest batch that the loss accepts.
+BATCHES = (2, 4, 8)
+# Batches are called one by one, about half a millisecond each; beyond this grading would take minutes.
+MOST_BATCHES = 5_000
+GROUP_FIELDS = frozenset({"reward", "advantage", "group"})
 # The two routes to one number differ by rounding only; anything more is a defect of kltest's.
 ROUTES_AGREE = 1e-9
 LOWEST_FIRST = ("float16", "bfloat16", "float32", "float64")
@@ -33,11 +37,20 @@ class DisagreementError(KltestError):
 class Evaluator:
     """Measures a loss in one world after another; `reduction`, `dtype`, `blocked` and `notes` collect what it saw."""
 
-    def __init__(self, loss: Loss, declared: Combination, *, seed: int = 0, batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        declared: Combination,
+        *,
+        seed: int = 0,
+        group_size: int = 4,
+        batch_size: int | None = None,
+    ) -> None:
         self.loss = loss
         self.declared = declared
         self.seed = seed
-        self.batch_size = batch_size
+        self.grouped = bool(set(loss.takes) & GROUP_FIELDS) and batch_size is None
+        self.sizes = (batch_size,) if batch_size else (group_size,) if self.grouped else BATCHES
         self.reductions: list[str] = []
         self.dtype = "float64"
         self.blocked = True
@@ -74,18 +87,35 @@ class Evaluator:
         except BatchOfOneError as error:
             coupling = str(error)
         if coupling:
-            rows.append(self._batched(environment, sampler, drawn, coupling))
+            note = f"The loss couples the rows of a batch: {coupling}."
+            self.notes += [note] * (note not in self.notes)
+            rows.append(self._batched(environment, sampler, drawn))
         return rows
 
-    def _batched(self, environment: str, sampler: str, drawn: Sequence[Instance], coupling: str) -> Row:
-        size = self.batch_size or DEFAULT_BATCH
-        try:
-            found = [exact_batches(self.loss, instance, sampler, size=size, padding=self.seed) for instance in drawn]
-        except WorldError as error:
-            return self._not_judged(environment, sampler, drawn, size, f"{coupling}; {error}")
+    def _batched(self, environment: str, sampler: str, drawn: Sequence[Instance]) -> Row:
+        for size in self.sizes:
+            try:
+                found = [self._over_batches(instance, sampler, size) for instance in drawn]
+                break
+            except WorldError as error:
+                return self._not_judged(environment, sampler, drawn, size, str(error))
+            except TargetError:
+                if size == self.sizes[-1]:
+                    raise
         self._note(found)
         self.reductions.append("coupled")
-        return self._row(environment, sampler, drawn, found, note=coupling)
+        return self._row(
+            environment,
+            sampler,
+            drawn,
+            found,
+            note=f"{coupling}; graded over groups of one prompt" if self.grouped else coupling,
+        )
+
+    def _over_batches(self, instance: Instance, sampler: str, size: int) -> Moments:
+        return exact_batches(
+            self.loss, instance, sampler, size, grouped=self.grouped, padding=self.seed, most=MOST_BATCHES
+        )
 
     def _note(self, found: list[Moments]) -> None:
         self.reductions += [moments.reduction for moments in found]

@@ -76,7 +76,7 @@ def grade(
         reduction="mean",
         dtype="float64",
     )
-    grading = _Grading(blank, declared, environments, codes, sampler, batch_size)
+    grading = _Grading(blank, declared, environments, codes, sampler, group_size, batch_size)
     try:
         with time_limit(timeout):
             grading.run(loss, call, name)
@@ -95,6 +95,7 @@ class _Grading:
         environments: tuple[str, ...],
         codes: list[str],
         sampler: str | None,
+        group_size: int,
         batch_size: int | None,
     ) -> None:
         self.blank = blank
@@ -102,6 +103,7 @@ class _Grading:
         self.environments = environments
         self.codes = codes
         self.sampler = sampler
+        self.group_size = group_size
         self.batch_size = batch_size
         self.loss: Loss | None = None
         self.findings: Findings | None = None
@@ -112,7 +114,7 @@ class _Grading:
         self.loss = loss
         seed = self.blank.seed
         samplers = SAMPLERS[self.sampler] if self.sampler else _samplers_used(loss, self.environments[0], seed)
-        evaluator = Evaluator(loss, self.declared, seed=seed, batch_size=self.batch_size)
+        evaluator = Evaluator(loss, self.declared, seed=seed, group_size=self.group_size, batch_size=self.batch_size)
         self.findings = Findings(self.declared, loss.placement, self.environments, samplers, evaluator)
         for environment in self.environments:
             for sampler in samplers:

@@ -8,7 +8,11 @@ from kltest.grading.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return findings.coupled and (row.batch > 1 or divided_by_length(row, findings))
+    if not findings.coupled:
+        return False
+    if row.batch > 1:
+        return row.length is None and row.identified is None
+    return divided_by_length(row, findings)
 
 
 def moot(findings: Findings) -> str | None:
