@@ -30,6 +30,7 @@ Kind = Literal["value", "usage", "failed", "ended", "crashed"]
 POSIX = os.name == "posix"
 TAIL = 16_384
 GRACE = 0.5
+LONGEST = 30 * 86_400.0
 DUMP = b"(most recent call first):"
 FATAL = b"Fatal Python error"
 ORPHAN_SECONDS = 30.0
@@ -105,6 +106,8 @@ class Child:
 
     def step(self, timeout: float | None = None) -> Step:
         """Let the child run to its next value; it is ended after `timeout` seconds, or if it fails."""
+        if timeout is not None and timeout > LONGEST:
+            timeout = None
         with contextlib.suppress(OSError):
             self._connection.send(timeout)
         step = self._answer(None if timeout is None else time.monotonic() + timeout, timeout)
@@ -270,7 +273,7 @@ def _capture(printing: Connection | None) -> None:
 
 
 def _innermost(output: bytes) -> str:
-    """`, in f at file:line`: the innermost frame of the first stack dumped that is not Python's, torch's or kltest's."""
+    """`, in f at file:line`: the innermost frame of a dumped stack that is not Python's, torch's or kltest's."""
     _, found, dump = output.partition(DUMP)
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', dump.decode("utf-8", "backslashreplace")) if found else []
     ours, python, torch = str(Path(__file__).parent), str(Path(os.__file__).parent), f"{os.sep}torch{os.sep}"

@@ -23,7 +23,7 @@ from kltest.isolation import Child, Kind, Output, Step
 NOTHING, INTERRUPTED = 5, 130
 WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
 WAITING = 8
-LINES_SHOWN, LINE_SHOWN = 5, 200
+LINES_SHOWN, LINE_SHOWN = 5, 100
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,11 @@ def _report(job: Job, step: Step, output: Output) -> Report:
 def _failed(job: Job, message: str) -> Report:
     """A report for a target of which nothing is known but how it ended."""
     from kltest.grading.grader import versions
+    from kltest.truth import parse, plain
 
     return Report(
         target=job.target,
-        expect=job.settings.get("expect", "reverse_kl"),
+        expect=plain(parse(job.settings.get("expect", "reverse_kl"))),
         placement=job.settings.get("placement", "loss"),
         seed=job.settings.get("seed", 0),
         versions=versions(),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kltest.grading.report import CheckResult, GradientRow, Report
+from kltest.grading.report import CheckResult, GradientRow, Report, ValueRow
 
 COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosine", "relative variance")
 
@@ -149,20 +150,30 @@ def skipped(report: Report) -> dict[str, list[str]]:
 
 
 def value_rows(report: Report) -> list[str]:
-    """What the logged value estimates, a line a world; empty where the loss shows none."""
+    """What the logged value estimates, a line for each answer; empty where the loss shows no value."""
     words = {
         "kl": "KL(π‖ref)",
         "kl_per_token": "KL(π‖ref) per token",
         "mean_of_token_means": "the mean over rollouts of the mean log-ratio per token",
         None: "none of the KL values",
     }
-    lines = []
+    found: dict[str | None, list[ValueRow]] = {}
     for row in report.value:
-        detail = [
-            f"{name} {number(value)}"
-            for name, value in (("relative bias", row.relative_bias), ("relative std", row.relative_std))
-            if value is not None
-        ]
-        matches = words.get(row.matches, row.matches)
-        lines.append(f"{row.environment}, {row.sampler}: {matches}" + (f" ({', '.join(detail)})" if detail else ""))
-    return lines
+        found.setdefault(row.matches, []).append(row)
+    return [f"{words.get(matches, matches)} ({_worlds(group)}{_span(group)})" for matches, group in found.items()]
+
+
+def _worlds(group: Sequence[ValueRow]) -> str:
+    worlds: dict[str, list[str]] = {}
+    for row in group:
+        worlds.setdefault(row.sampler, []).append(row.environment)
+    return "; ".join(f"{', '.join(names)}: {sampler}" for sampler, names in worlds.items())
+
+
+def _span(group: Sequence[ValueRow]) -> str:
+    """The worst bias where the value is none of the KLs, else how noisy it is."""
+    if group[0].matches is None:
+        biases = [row.relative_bias for row in group if row.relative_bias is not None]
+        return f"; relative bias up to {number(max(biases))}" if biases else ""
+    stds = [row.relative_std for row in group if row.relative_std is not None]
+    return f"; relative std up to {number(max(stds))}" if stds else ""

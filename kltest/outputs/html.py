@@ -92,7 +92,7 @@ def _check(check: CheckResult) -> Iterator[str]:
 
 
 def _notes(report: Report) -> Iterator[str]:
-    notes = [f"Logged value, {line}" for line in value_rows(report)]
+    notes = [f"Logged value: {line}" for line in value_rows(report)]
     notes += [one_line(note) for note in report.notes]
     notes += [f"Skipped {', '.join(codes)}: {why}" for why, codes in skipped(report).items()]
     if notes:

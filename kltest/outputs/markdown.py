@@ -31,7 +31,7 @@ def _lines(report: Report) -> Iterator[str]:
             yield f"  **Fix:** {_escape(one_line(check.fix))}"
     if report.error:
         yield f"- **{_escape(one_line(report.error))}**"
-    yield from (f"- Logged value, {_escape(line)}" for line in value_rows(report))
+    yield from (f"- Logged value: {_escape(line)}" for line in value_rows(report))
     yield from (f"- {_escape(one_line(note))}" for note in report.notes)
     yield from (f"- Skipped {', '.join(codes)}: {_escape(why)}" for why, codes in skipped(report).items())
     if report.traceback:

@@ -76,7 +76,7 @@ def _check(check: CheckResult, terminal: Terminal) -> Iterator[str]:
 
 def _notes(report: Report, terminal: Terminal) -> Iterator[str]:
     passed = [check.code for check in report.checks if check.status == "pass"]
-    notes = [f"logged value, {line}" for line in value_rows(report)]
+    notes = [f"logged value: {line}" for line in value_rows(report)]
     notes += [one_line(note) for note in report.notes]
     notes += [f"passed: {', '.join(passed)}"] if passed else []
     notes += [f"skipped: {', '.join(codes)} ({why})" for why, codes in skipped(report).items()]

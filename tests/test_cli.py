@@ -1,0 +1,547 @@
+"""The command line: every exit code, every bad input answered with one message, nothing lost, nothing heavy loaded."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kltest import __version__
+from kltest.cli import app
+from kltest.commands import grade as grade_command
+from kltest.estimators import registry
+from kltest.grading.checks import CHECKS
+from kltest.grading.report import Report
+from kltest.outputs.json import schema
+from kltest.truth import ATLAS
+
+LOSSES = """
+import ctypes, os, sys, time
+import torch
+
+def truth(logp, ref_logp):
+    return 0.5 * (logp - ref_logp).sum(-1) ** 2
+
+def k3(logp, ref_logp):
+    u = logp - ref_logp
+    return torch.exp(-u) - 1 + u
+
+def coupled(logp, ref_logp):
+    u = (logp - ref_logp).sum(-1)
+    return 0.5 * (u * u.roll(1)).mean() + torch.cos(u).prod()
+
+def unfillable(logp, banana):
+    return logp
+
+def misshapen(logp):
+    return logp.new_ones(1, 7) * logp.sum()
+
+def nan(logp, ref_logp):
+    return (logp - ref_logp) * float("nan")
+
+def infinite(logp, ref_logp):
+    return (logp - ref_logp).abs() * float("inf")
+
+def detached(logp, ref_logp):
+    return (logp - ref_logp).detach()
+
+def no_tensor(logp):
+    return "hello"
+
+def raises(logp):
+    helper(logp)
+
+def helper(logp):
+    raise ValueError("the user's own words")
+
+def prints(logp, ref_logp):
+    print("to standard output")
+    print("to standard error", file=sys.stderr)
+    os.write(1, b"below Python\\n")
+    return truth(logp, ref_logp)
+
+def floods(logp):
+    while True:
+        print("x" * 1000)
+
+def never(logp):
+    while True:
+        try:
+            time.sleep(1)
+        except BaseException:
+            pass
+
+def leaves(logp):
+    os._exit(7)
+
+def exits(logp):
+    sys.exit(7)
+
+def crashes(logp):
+    ctypes.string_at(0)
+
+def exhausts(logp):
+    return torch.zeros(10**14)
+
+def is_killed(logp):
+    os.kill(os.getpid(), 9)
+
+def closes_everything(logp):
+    os.closerange(3, 256)
+    time.sleep(60)
+
+def asks(logp):
+    return logp * float(input())
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty folder with the losses above, in which kltest is called."""
+    (tmp_path / "losses.py").write_text(LOSSES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in result.output
+    return result
+
+
+def graded(*arguments, code=None):
+    """The JSON of a quick grading, which holds to the schema."""
+    result = call("grade", *arguments, "--environment", "bandit", "--output", "json")
+    assert code is None or result.exit_code == code, result.output
+    found = json.loads(result.stdout)
+    jsonschema.validate(found, schema())
+    return found
+
+
+def refused(*arguments, saying):
+    """A usage error: exit 2, one message that says it, nothing on standard output."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    for words in [saying] if isinstance(saying, str) else saying:
+        assert words in result.stderr
+    return result
+
+
+def test_confirmed_is_0():
+    assert graded("losses.py:truth", code=0)["verdict"] == "confirmed"
+
+
+def test_refuted_is_1():
+    found = graded("losses.py:k3", code=1)
+    assert found["verdict"] == "refuted"
+    assert found["gradients"][0]["identified"].keys() == {"forward_kl"}
+    assert "KL102" in [check["code"] for check in found["checks"] if check["status"] == "fail"]
+
+
+def test_what_is_declared_decides():
+    assert graded("losses.py:k3", "--expect", "forward_kl", code=0)["verdict"] == "confirmed"
+    assert graded("losses.py:truth", "--expect", "forward_kl", code=1)["verdict"] == "refuted"
+
+
+def test_inconclusive_is_4():
+    result = call("grade", "k3-ratio", "--environment", "bandit", "--sampler", "current")
+    spec = registry()["k3-ratio"].spec
+    assert result.exit_code == (4 if spec.off_policy_only else 0)
+    off_policy = next(name for name, entry in registry().items() if entry.spec.off_policy_only)
+    assert graded(off_policy, "--sampler", "current", code=4)["verdict"] == "inconclusive"
+
+
+def test_nothing_to_grade_is_5():
+    result = call("grade")
+    assert result.exit_code == 5
+    assert "nothing to grade" in result.stderr
+
+
+def test_of_several_targets_the_worst_counts_and_all_are_reported_in_order():
+    targets = ["losses.py:truth", "losses.py:k3", "losses.py:leaves"]
+    found = graded(*targets, code=3)
+    assert [report["target"] for report in found] == targets
+    assert [report["verdict"] for report in found] == ["confirmed", "refuted", "error"]
+    assert [report["verdict"] for report in graded(*targets[:2], code=1)] == ["confirmed", "refuted"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "code"),
+    [
+        (["confirmed"], 0),
+        (["confirmed", "inconclusive"], 4),
+        (["inconclusive", "refuted", "confirmed"], 1),
+        (["refuted", "error", "inconclusive"], 3),
+    ],
+)
+def test_the_worst_is_error_then_refuted_then_inconclusive(kinds, code, monkeypatch):
+    monkeypatch.setattr(grade_command, "_graded", canned(kinds))
+    assert call("grade", *(f"t{number}" for number in range(len(kinds)))).exit_code == code
+
+
+def canned(verdicts):
+    def reports(jobs):
+        for job, verdict in zip(jobs, verdicts, strict=False):
+            yield Report(job.target, "reverse_kl", "loss", 0, {}, verdict, "per-row", "float64", error="x"), "value"
+
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ("misshapen", "(1, 7)"),
+        ("nan", "nan"),
+        ("infinite", "inf"),
+        ("no_tensor", "str"),
+        ("raises", "the user's own words"),
+        ("exits", "7"),
+        ("leaves", "exit status 7"),
+        ("crashes", "SIGSEGV"),
+        ("exhausts", "memory"),
+        ("is_killed", "memory ran out"),
+        ("closes_everything", "cut its connection"),
+        ("asks", "EOF"),
+    ],
+)
+def test_a_loss_that_fails_is_3_with_one_message(loss, says):
+    found = graded(f"losses.py:{loss}", "--timeout", "40", code=3)
+    assert found["verdict"] == "error"
+    assert says in found["error"]
+    assert f"losses.py:{loss}" in found["error"]
+
+
+def test_a_loss_that_raises_shows_the_users_own_line():
+    line = LOSSES.splitlines().index('    raise ValueError("the user\'s own words")') + 1
+    result = call("grade", "losses.py:raises", "--environment", "bandit")
+    assert f"losses.py:{line}, in helper" in result.stdout
+    assert "site-packages" not in result.stdout
+
+
+@pytest.mark.parametrize("loss", ["never", "floods"])
+def test_a_loss_that_never_returns_is_ended_in_time_and_says_where_it_was(loss):
+    started = time.monotonic()
+    found = graded(f"losses.py:{loss}", "--timeout", "4", code=3)
+    assert "did not return within 4 s" in found["error"]
+    assert f"in {loss} at" in found["error"]
+    # Twice the timeout at most (finding the target, calling it), and what torch takes to load.
+    assert time.monotonic() - started < 30
+
+
+def test_no_gradient_refutes():
+    found = graded("losses.py:detached", code=1)
+    assert found["gradients"][0]["identified"] == {"zero": 1.0}
+
+
+def test_what_a_loss_prints_stays_out_of_the_report_but_is_counted():
+    found = graded("losses.py:prints", code=0)
+    assert any("printed" in note for note in found["notes"])
+    assert "to standard output" not in json.dumps(found)
+
+
+def test_the_last_lines_are_shown_when_the_loss_fails(folder):
+    (folder / "talks.py").write_text("import os\ndef f(logp):\n    print('last words', flush=True)\n    os._exit(1)\n")
+    assert "last words" in " ".join(graded("talks.py:f", code=3)["notes"])
+
+
+def test_reruns_are_byte_identical():
+    first, again = (call("grade", "losses.py:k3", "--environment", "bandit", "--output", "json") for _ in range(2))
+    assert first.stdout_bytes == again.stdout_bytes
+    other = call("grade", "losses.py:k3", "--environment", "bandit", "--output", "json", "--seed", "1")
+    assert other.stdout_bytes != first.stdout_bytes
+
+
+def test_options_reach_the_grading():
+    found = graded("losses.py:k3", "--placement", "reward", "--credit", "to-go", "--seed", "3", "--select", "KL1")
+    assert (found["placement"], found["credit"], found["seed"]) == ("reward", "to-go", 3)
+    assert all(check["code"].startswith("KL1") for check in found["checks"])
+    found = graded("losses.py:truth", "--ignore", "KL1,KL5", "--sampler", "both")
+    assert not any(check["code"].startswith(("KL1", "KL5")) for check in found["checks"])
+    assert [row["sampler"] for row in found["gradients"]] == ["current", "stale"]
+
+
+def test_an_unlimited_time_is_allowed():
+    assert graded("losses.py:truth", "--timeout", "inf", code=0)["verdict"] == "confirmed"
+    assert graded("losses.py:truth", "--timeout", "1e300", code=0)["verdict"] == "confirmed"
+
+
+def test_arguments_reach_the_loss(folder):
+    (folder / "scaled.py").write_text("def f(a, b, c=1.0):\n    return c * 0.5 * (a - b).sum(-1) ** 2\n")
+    arguments = ["--arg", "a=@logp", "--arg", "b=@ref_logp", "--arg", "c=2"]
+    found = graded("scaled.py:f", *arguments, "--expect", "2*reverse_kl", code=0)
+    assert found["gradients"][0]["identified"]["reverse_kl"] == pytest.approx(2, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (["k3-los"], ["k3-los", "did you mean k3-loss"]),
+        (["no_such_module:f"], "no_such_module"),
+        (["no_such_file.py:f"], "no_such_file.py"),
+        (["losses.py:no_such_function"], "no_such_function"),
+        (["losses.py:unfillable"], ["banana", "--arg banana=VALUE", "ref_logp"]),
+        ([""], "empty"),
+        (["k3-loss", "--expect", "revers_kl"], ["--expect", "reverse_kl"]),
+        (["k3-loss", "--expect", ""], "--expect"),
+        (["k3-loss", "--expect", "2*"], "--expect"),
+        (["k3-loss", "--placement", "rewards"], ["--placement", "did you mean reward", "loss, reward, both"]),
+        (["k3-loss", "--credit", "togo"], ["--credit", "did you mean to-go"]),
+        (["k3-loss", "--environment", "bandits"], ["--environment", "did you mean bandit", "ragged"]),
+        (["k3-loss", "--environment", ","], "--environment"),
+        (["k3-loss", "--sampler", "stael"], ["--sampler", "did you mean stale"]),
+        (["k3-loss", "--select", "KL999"], ["--select", "KL999", "KL101"]),
+        (["k3-loss", "--ignore", "banana"], ["--ignore", "KL101"]),
+        (["k3-loss", "--arg", "novalue"], "NAME=VALUE"),
+        (["k3-loss", "--arg", "1x=2"], "NAME=VALUE"),
+        (["k3-loss", "--seed", "-1"], "--seed"),
+        (["k3-loss", "--seed", "x"], "--seed"),
+        (["k3-loss", "--timeout", "0"], "--timeout"),
+        (["k3-loss", "--timeout", "nan"], "--timeout"),
+        (["k3-loss", "--group-size", "0"], "--group-size"),
+        (["k3-loss", "--batch-size", "0"], "--batch-size"),
+        (["k3-loss", "--output", "jsn"], ["jsn", "did you mean json"]),
+        (["k3-loss", "--output", "json:"], "no file"),
+        (["k3-loss", "--output", "json:missing/x.json"], ["missing", "does not exist"]),
+        (["k3-loss", "--output", "json:."], "is a folder"),
+        (["k3-loss", "--output", "json:a", "--output", "text:./a"], "two formats"),
+        (["k3-loss", "--output", "json:a\0b"], "cannot be written"),
+        (["k3-loss", "--output", f"json:{'x' * 5000}"], "cannot be written"),
+        (["k3-loss", "--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_a_question_put_wrongly_is_2_and_is_found_before_the_work(arguments, saying, monkeypatch):
+    monkeypatch.setattr("kltest.grading.grader.grade", lambda *_, **__: pytest.fail("was graded"))
+    refused("grade", *arguments, saying=saying)
+
+
+def test_one_wrong_target_stops_all_before_anything_is_graded_or_written(folder):
+    refused("grade", "losses.py:truth", "k3-los", "--output", "json:out.json", saying="k3-los")
+    assert not (folder / "out.json").exists()
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_path_without_permission_is_refused(folder):
+    (folder / "locked").mkdir(mode=0o500)
+    refused("grade", "k3-loss", "--output", "json:locked/x.json", saying="cannot be written")
+
+
+def test_trying_a_path_neither_leaves_a_file_nor_changes_one(folder):
+    (folder / "there.json").write_text("as it was")
+    outputs = ["--output", "json:there.json", "--output", "json:new.json"]
+    refused("grade", "k3-los", *outputs, saying="k3-los")
+    assert (folder / "there.json").read_text() == "as it was"
+    assert not (folder / "new.json").exists()
+
+
+def test_several_outputs_go_to_their_places(folder):
+    outputs = ["text", "json:r.json", "junit:r.xml", "markdown:r.md", "github", "html:r.html"]
+    options = [part for output in outputs for part in ("--output", output)]
+    result = call("grade", "losses.py:k3", "--environment", "bandit", *options)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("REFUTED")
+    assert "::error file=losses.py,title=KL102" in result.stdout
+    assert json.loads((folder / "r.json").read_text())["verdict"] == "refuted"
+    for name in ("r.xml", "r.md", "r.html"):
+        assert "KL102" in (folder / name).read_text()
+
+
+def test_a_report_that_cannot_be_written_after_the_work_is_said_and_the_others_are_written(folder, monkeypatch):
+    def reports(jobs):
+        (folder / "gone").rmdir()
+        yield from canned(["confirmed"])(jobs)
+
+    (folder / "gone").mkdir()
+    monkeypatch.setattr(grade_command, "_graded", reports)
+    result = call("grade", "t", "--output", "json:gone/a.json", "--output", "json:kept.json")
+    assert result.exit_code == 3
+    assert "gone" in result.stderr
+    assert json.loads((folder / "kept.json").read_text())["verdict"] == "confirmed"
+
+
+def test_a_bug_of_kltest_says_so_and_keeps_the_traceback(monkeypatch):
+    def broken(jobs):
+        raise ZeroDivisionError("planted")
+        yield
+
+    monkeypatch.setattr(grade_command, "_graded", broken)
+    result = call("grade", "k3-loss")
+    assert result.exit_code == 3
+    assert "bug in kltest" in result.stderr
+    path = result.stderr.split("the traceback in ")[1].strip()
+    with open(path) as file:
+        assert "ZeroDivisionError: planted" in file.read()
+    os.unlink(path)
+
+
+def test_a_bug_of_kltest_in_the_child_says_so_and_spares_the_other_targets(monkeypatch):
+    def broken(target, **options):
+        if "truth" in target:
+            raise ZeroDivisionError("planted")
+        return Report(target, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64")
+
+    monkeypatch.setattr("kltest.grading.grader.grade", broken)
+    if sys.platform != "linux":
+        pytest.skip("only a forked child sees the planted bug")
+    found = graded("losses.py:truth", "losses.py:k3", code=3)
+    assert "bug in kltest" in found[0]["error"]
+    assert found[1]["verdict"] == "confirmed"
+    os.unlink(found[0]["error"].split("the traceback in ")[1])
+
+
+def test_an_interrupted_run_keeps_what_is_finished(folder, monkeypatch):
+    def interrupted(jobs):
+        yield from canned(["confirmed"])(jobs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grade_command, "_graded", interrupted)
+    result = call("grade", "one", "two", "--output", "json:out.json")
+    assert result.exit_code == 130
+    assert "1 of 2 graded, not graded: two" in result.stderr
+    assert json.loads((folder / "out.json").read_text())["target"] == "one"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_children_and_keeps_what_is_finished(folder, number):
+    (folder / "slow.py").write_text(
+        "import os, time\ndef f(logp):\n    open('started', 'w').write(str(os.getpid()))\n    time.sleep(300)\n"
+    )
+    command = [sys.executable, "-m", "kltest.cli", "grade", "losses.py:truth", "slow.py:f", "--environment", "bandit"]
+    process = subprocess.Popen([*command, "--output", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until = time.monotonic() + 60
+    while not ((folder / "started").exists() and (folder / "started").read_text()):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert b"Traceback" not in err
+    assert b"not graded: slow.py:f" in err
+    assert json.loads(out)["target"] == "losses.py:truth"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "started").read_text()), 0)
+
+
+def test_list_shows_everything_there_is():
+    text = call("list").stdout
+    for name in [*registry(), *ATLAS, *CHECKS, "bandit", "sequence", "ragged", "mdp"]:
+        assert name in text
+    listed = json.loads(call("list", "--json").stdout)
+    assert [entry["name"] for entry in listed["estimators"]] == list(registry())
+    assert [entry["name"] for entry in listed["gradients"]] == list(ATLAS)
+    assert [entry["code"] for entry in listed["checks"]] == list(CHECKS)
+    worlds = {entry["name"]: entry for entry in listed["environments"]}
+    # V^T sequences; with an end token, Σ_{t<T} 2^(t−1) that end early and 2²·3 that reach the end.
+    assert worlds["bandit"]["rollouts"] == 4
+    assert worlds["sequence"]["rollouts"] == 3**3
+    assert worlds["ragged"]["rollouts"] == 1 + 2 + 2**2 * 3
+
+
+@pytest.mark.parametrize("name", [*CHECKS, *ATLAS, *registry(), "kl102", "forward-kl-gradient", "K3_LOSS", "k3"])
+def test_explain_knows_every_name(name):
+    result = call("explain", name)
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) >= 4
+
+
+def test_explain_gives_all_parts_of_a_check():
+    text = " ".join(call("explain", "KL102").stdout.split())
+    check = CHECKS["KL102"]
+    for part in (check.title, check.what, check.why, check.example, check.fix, *check.sources):
+        assert " ".join(part.split()) in text
+
+
+def test_explain_of_an_unknown_name_suggests():
+    refused("explain", "KL10", saying=["KL10", "did you mean"])
+    refused("explain", "reverse_k", saying="reverse_kl")
+
+
+def test_version_and_help():
+    assert call("--version").stdout == f"kltest {__version__}\n"
+    assert call("--help").exit_code == 0
+    for command in ("grade", "list", "explain", "reproduce", "run", "figures", "paper"):
+        assert call(command, "--help").exit_code == 0
+        assert command in call("--help").stdout
+
+
+HEAVY = {"torch", "numpy", "scipy", "pandas", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "forbidden"),
+    [
+        (["--help"], HEAVY),
+        (["grade", "--help"], HEAVY),
+        (["--version"], HEAVY),
+        (["explain", "KL102"], {"torch", "pandas", "matplotlib"}),
+        (["list"], {"torch", "pandas", "matplotlib"}),
+        (["grade", "k3-loss", "--sampler", "x"], HEAVY),
+        (["grade", "losses.py:truth", "--environment", "bandit"], {"pandas", "matplotlib", "scipy.stats"}),
+    ],
+)
+def test_nothing_heavy_is_imported_where_it_is_not_used(arguments, forbidden):
+    script = f"""
+        import sys
+        from kltest.cli import app
+        try:
+            app({arguments!r})
+        except SystemExit:
+            pass
+        print("\\nimported", *sorted(sys.modules))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    imported = set(run.stdout.split("\nimported")[1].split())
+    assert "kltest.cli" in imported
+    assert not imported & forbidden
+
+
+def test_importing_kltest_is_cheap_and_still_gives_grade():
+    script = "import sys, kltest; assert 'torch' not in sys.modules; print(kltest.grade, kltest.Report, dir(kltest))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "function grade" in run.stdout
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = f"{sys.executable} -m kltest.cli list | head -n 1"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert run.stdout == "Estimators\n"
+    assert run.stderr == ""
+
+
+def test_a_terminal_that_knows_no_unicode_still_gets_json():
+    command = [sys.executable, "-m", "kltest.cli", "list", "--json"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    run = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert json.loads(run.stdout.decode("utf-8"))["gradients"]
+
+
+WORDS = """
+    grade list explain reproduce run figures paper k3-loss KL102 reverse_kl losses.py:k3 a.b:c
+    --expect --placement --credit --environment --sampler --arg --select --ignore --seed --timeout --group-size
+    --batch-size --output --json --scale --only --help --version -h -- -
+    reward to-go bandit,mdp stale x=@logp x=1 KL1 0 -1 5 nan inf 1e400 text json:- junit:x.xml github:/ html:
+    2*forward_kl-entropy quick
+"""
+TOKENS = st.one_of(st.sampled_from(WORDS.split()), st.text(max_size=8))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TOKENS, max_size=8))
+def test_no_list_of_arguments_gives_a_traceback_or_an_unknown_exit_code(arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grade_command, "_graded", lambda jobs: canned(["confirmed"] * len(jobs))(jobs))
+        for name in ("reproduce", "run", "figures", "paper"):
+            patch.setattr(f"kltest.reproduce.commands.{name}", lambda *_, **__: 0)
+        result = call(*arguments)
+    assert result.exit_code in (0, 2, 5), (arguments, result.output)

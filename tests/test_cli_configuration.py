@@ -1,0 +1,125 @@
+"""`[tool.kltest]`: defaults and targets from the nearest pyproject.toml, and clear words about a wrong one."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kltest.cli import app
+from kltest.configuration import nearest
+from kltest.errors import UsageError
+
+LOSSES = """
+def truth(logp, ref_logp, scale=1.0):
+    return scale * 0.5 * (logp - ref_logp).sum(-1) ** 2
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "losses.py").write_text(LOSSES)
+    monkeypatch.chdir(tmp_path)
+
+    def write(text):
+        (tmp_path / "pyproject.toml").write_text(text)
+        return tmp_path
+
+    return write
+
+
+def grade(*arguments):
+    result = CliRunner().invoke(app, ["grade", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_targets_and_defaults_are_taken_and_each_target_may_differ(project):
+    project(
+        """
+        [tool.kltest]
+        environment = ["bandit"]
+        output = ["json"]
+        seed = 5
+        targets = [
+            "losses.py:truth",
+            {target = "losses.py:truth", expect = "2*reverse_kl", arg = {scale = 2.0}, seed = 6},
+            {target = "losses.py:truth", arg = ["scale=3"]},
+        ]
+        """
+    )
+    result = grade()
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert [report["verdict"] for report in found] == ["confirmed", "confirmed", "refuted"]
+    assert [report["seed"] for report in found] == [5, 6, 5]
+    assert [row["environment"] for report in found for row in report["gradients"]] == ["bandit"] * 3
+    assert found[2]["gradients"][0]["identified"]["reverse_kl"] == pytest.approx(3, rel=1e-9)
+
+
+def test_the_command_line_wins_and_its_targets_replace_the_configured(project):
+    project('[tool.kltest]\nenvironment = "mdp"\nseed = 5\ntargets = ["no-such-name"]\n')
+    result = grade("losses.py:truth", "--environment", "bandit", "--output", "json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert found["seed"] == 5
+    assert [row["environment"] for row in found["gradients"]] == ["bandit"]
+
+
+def test_the_nearest_file_is_found_from_below_and_paths_are_relative_to_it(project, monkeypatch):
+    folder = project('[tool.kltest]\nenvironment="bandit"\noutput="json:out.json"\ntargets=["losses.py:truth"]\n')
+    (folder / "deep" / "er").mkdir(parents=True)
+    monkeypatch.chdir(folder / "deep" / "er")
+    assert grade().exit_code == 0
+    assert json.loads((folder / "out.json").read_text())["target"] == str(folder / "losses.py:truth")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[project]\nname='x'\n", "[tool.kltest]\nseed = 1\n", "[tool.kltest]\ntargets=[]"]
+)
+def test_without_targets_there_is_nothing_to_grade(project, text):
+    project(text)
+    result = grade()
+    assert result.exit_code == 5
+    assert "pyproject.toml" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "saying"),
+    [
+        ("[tool.kltest]\n\nexpct = 'reverse_kl'\n", ["line 3", "expct", "did you mean expect"]),
+        ("[tool.kltest]\nseed = 'one'\n", ["line 2", "seed", "whole number"]),
+        ("[tool.kltest]\nseed = true\n", ["line 2", "seed"]),
+        ("[tool.kltest]\ntimeout = -1\n", ["line 2", "timeout"]),
+        ("[tool.kltest]\ngroup_size = 0\n", ["line 2", "group-size"]),
+        ("[tool.kltest]\nenvironment = ['bandit', 'moon']\n", ["line 2", "moon"]),
+        ("[tool.kltest]\nenvironment = [1]\n", ["line 2", "environment"]),
+        ("[tool.kltest]\nselect = 'KL999'\n", ["line 2", "KL999"]),
+        ("[tool.kltest]\nexpect = 'revers_kl'\n", ["line 2", "reverse_kl"]),
+        ("[tool.kltest]\narg = 3\n", ["line 2", "arg"]),
+        ("[tool.kltest]\noutput = 3\n", ["line 2", "output"]),
+        ("[tool.kltest]\ntargets = 'k3-loss'\n", ["line 2", "targets", "list"]),
+        ("[tool.kltest]\ntargets = [3]\n", ["line 2", "targets"]),
+        ("[tool.kltest]\ntargets = [{expect = 'zero'}]\n", ["line 2", "target"]),
+        ("[tool.kltest]\ntargets = [{target = 'k3-loss', sed = 3}]\n", ["line 2", "sed", "did you mean seed"]),
+        ("[tool]\nkltest = 3\n", ["line 2", "table"]),
+        ("[tool.kltest]\nseed = \n", ["not valid TOML", "line 2"]),
+    ],
+)
+def test_a_wrong_file_is_a_usage_error_that_names_file_and_line(project, text, saying):
+    folder = project(text)
+    result = grade("losses.py:truth")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    for words in [*saying, str(folder / "pyproject.toml")]:
+        assert words in result.stderr
+
+
+def test_a_file_that_is_no_text_is_a_usage_error(tmp_path):
+    (tmp_path / "pyproject.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot be read"):
+        nearest(tmp_path)
+
+
+def test_other_tools_settings_are_left_alone(project):
+    folder = project("[tool.ruff]\nline-length = 3\n")
+    assert dict(nearest(folder).options) == {}

@@ -1,0 +1,111 @@
+"""A child process: steps, failures, and that nothing it started outlives it."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kltest.commands import grade as grade_command
+from kltest.commands.grade import Job
+from kltest.errors import TargetError, UsageError
+from kltest.isolation import Child, Output
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and signals")
+
+
+def counts(first):
+    print("before", first)
+    yield first
+    print("after")
+    yield first + 1
+
+
+def raises(error):
+    yield None
+    raise error
+
+
+def starts_another(path):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    with open(path, "w") as file:
+        file.write(str(other.pid))
+    yield other.pid
+    time.sleep(300)
+
+
+def gone(pid):
+    """Whether a process has ended (a zombie that nobody waits for has)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split(")")[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_values_come_one_step_at_a_time_and_prints_are_kept(method, monkeypatch):
+    if method == "forkserver":
+        pytest.skip("is not used")
+    monkeypatch.setattr("kltest.isolation.sys.platform", "linux" if method == "fork" else "darwin")
+    with Child(counts, 3) as child:
+        assert (child.step(60).value, child.output.lines) == (3, 1)
+        assert child.step(60).value == 4
+        assert child.step(60).kind == "crashed"
+    assert child.output.last(5) == ["before 3", "after"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (UsageError("put it so"), "usage", "put it so"),
+        (TargetError("it failed"), "failed", "it failed"),
+        (SystemExit(3), "ended", "left the process"),
+        (MemoryError(), "ended", "memory"),
+        (ZeroDivisionError("ours"), "crashed", "ZeroDivisionError: ours"),
+    ],
+)
+def test_each_failure_has_its_kind(error, kind, words):
+    with Child(raises, error) as child:
+        assert child.step().kind == "value"
+        step = child.step()
+    assert step.kind == kind
+    assert words in step.message
+    assert ("Traceback" in step.trace) == (kind == "crashed")
+
+
+def test_what_a_child_started_ends_with_it(tmp_path):
+    with Child(starts_another, tmp_path / "pid") as child:
+        pid = child.step(60).value
+        assert not gone(pid)
+        assert "did not return within 0.3 s" in child.step(0.3).message
+    until = time.monotonic() + 10
+    while not gone(pid):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_leaving_the_block_ends_a_child_that_is_still_at_work(tmp_path):
+    with Child(starts_another, tmp_path / "pid") as child:
+        pid = child.step(60).value
+    assert gone(pid) or (not time.sleep(1) and gone(pid))
+
+
+def test_output_counts_all_lines_and_keeps_the_last():
+    output = Output()
+    for number in range(10_000):
+        output.add(f"line {number}\n".encode())
+    output.add(b"unfinished \xff")
+    assert output.lines == 10_001
+    assert output.last(2) == ["line 9999", "unfinished \\xff"]
+    assert len(output.tail) <= output.limit
+
+
+def test_more_targets_than_may_wait_are_all_graded_in_order():
+    names = ["k2-loss-sequence", "k3-loss"] * (grade_command.WAITING // 2 + 1)
+    jobs = [Job.of(name, {"environment": ("bandit",), "select": ("KL1",)}) for name in names]
+    found = [report for report, _ in grade_command._graded(jobs)]
+    assert [report.target for report in found] == names
+    assert [report.verdict for report in found] == ["confirmed", "refuted"] * (len(names) // 2)
