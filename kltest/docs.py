@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from kltest.errors import UsageError
 from kltest.reproduce.checkout import Checkout
@@ -42,7 +41,9 @@ def checks() -> str:
     """Every check, from its own file."""
     from kltest.grading.checks import CHECKS
 
-    return as_markdown([{"code": code, "name": f"`{check.name}`", "finds": check.title} for code, check in CHECKS.items()])
+    return as_markdown(
+        [{"code": code, "name": f"`{check.name}`", "finds": check.title} for code, check in CHECKS.items()]
+    )
 
 
 def grade() -> str:
@@ -50,7 +51,11 @@ def grade() -> str:
     code = "import sys; sys.argv[1:] = ['grade', 'k3-loss']; from kltest.cli import main; main()"
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, encoding="utf-8", check=False
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
     )
     if done.returncode != 1:  # k3 in the loss is refuted; anything else is not what the page is to show
         raise UsageError(f"`kltest grade k3-loss` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -58,6 +63,10 @@ def grade() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"estimators": estimators, "checks": checks, "grade": grade}
+
+
+# Pictures on the page, each a copy of a figure among the results.
+PICTURES = {"docs/atlas.png": "results/figures/atlas.png"}
 
 
 def blocks(text: str) -> dict[str, str]:
@@ -82,17 +91,21 @@ def stale(text: str) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    page = Checkout.find().root / "README.md"
+    root = Checkout.find().root
+    page = root / "README.md"
     text = page.read_text(encoding="utf-8")
     found = stale(text)
+    if arguments != ["--write"]:
+        print(f"README.md: not in step: {', '.join(found)}; run python -m kltest.docs --write" if found else "in step")
+        return 1 if found else 0
     for name, content in found.items():
         text = replace(text, name, content)
-    if found and arguments == ["--write"]:
-        write(page, text)
-        print(f"{page.name}: {', '.join(found)} rewritten")
-        return 0
-    print(f"{page.name}: not in step: {', '.join(found)}; run python -m kltest.docs --write" if found else "in step")
-    return 1 if found else 0
+    write(page, text)
+    for copy, original in PICTURES.items():
+        if (root / original).is_file():
+            write(root / copy, (root / original).read_bytes())
+    print(f"rewritten: {', '.join(found) or 'nothing'}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kltest.estimators import registry
@@ -80,10 +80,10 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {"table": [_table_row(name, rows) for name in dict.fromkeys(row["estimator"] for row in rows)]}
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, float | int | None]:
+def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
     """By name; "bias of NAME, WORLD, SAMPLER" is the largest relative bias over the seeds."""
     names = {row["estimator"] for row in rows}
-    result: dict[str, float | int | None] = {
+    result: dict[str, float | int | str | None] = {
         "estimators": len(names),
         "worlds": len({row["environment"] for row in rows}),
         "cells": len(rows),
@@ -94,20 +94,30 @@ def numbers(rows: Sequence[Row]) -> dict[str, float | int | None]:
         ),
     }
     for sampler in SAMPLERS:
-        for world in WORLDS:
-            here = [row for row in rows if (row["environment"], row["sampler"]) == (world, sampler)]
-            result[f"unbiased, {world}, {sampler}"] = len(
-                {row["estimator"] for row in here} - {row["estimator"] for row in here if not unbiased(row)}
-            )
-    for sampler in SAMPLERS:
-        everywhere = {row["estimator"] for row in rows if row["sampler"] == sampler}
-        everywhere -= {row["estimator"] for row in rows if row["sampler"] == sampler and not unbiased(row)}
+        right = {world: _all(unbiased, rows, world, sampler) for world in WORLDS}
+        everywhere = sorted(set.intersection(*right.values()))
+        result |= {f"unbiased, {world}, {sampler}": len(found) for world, found in right.items()}
+        result[f"local, sequence, {sampler}"] = len(_all(_is_local, rows, "sequence", sampler))
         result[f"unbiased everywhere, {sampler}"] = len(everywhere)
+        result[f"names unbiased everywhere, {sampler}"] = " and ".join([", ".join(everywhere[:-1]), *everywhere[-1:]])
+    cells: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
+        cells.setdefault((row["estimator"], row["environment"], row["sampler"]), []).append(row)
+    for cell, same_cell in cells.items():
         for quantity in ("bias", "variance"):
-            key = f"{quantity} of {row['estimator']}, {row['environment']}, {row['sampler']}"
-            result[key] = max(result.get(key) or 0.0, row[f"relative_{quantity}"] or 0.0)
+            known = [row[f"relative_{quantity}"] for row in same_cell if row[f"relative_{quantity}"] is not None]
+            result[f"{quantity} of {', '.join(cell)}"] = max(known, default=None)
     return result
+
+
+def _all(holds: Callable[[Row], bool], rows: Sequence[Row], world: str, sampler: str) -> set[str]:
+    """The estimators for which it holds in a world, under a sampler, for every seed."""
+    here = [row for row in rows if (row["environment"], row["sampler"]) == (world, sampler)]
+    return {row["estimator"] for row in here} - {row["estimator"] for row in here if not holds(row)}
+
+
+def _is_local(row: Row) -> bool:
+    return same(row["identified"], {"local_reverse_kl": 1.0})
 
 
 def unbiased(row: Row) -> bool:
@@ -128,8 +138,8 @@ def _table_row(name: str, rows: Sequence[Row]) -> Row:
         "estimator": name,
         "placement": next(row["placement"] for row in rows if row["estimator"] == name),
         **{title: "" if row is None else _rendered(row["identified"]) for title, row in found.items()},
-        "bias on sequences": "" if sequence is None else _short(sequence["relative_bias"]),
-        "variance on sequences": "" if sequence is None else _short(sequence["relative_variance"]),
+        "bias": "" if sequence is None else _short(sequence["relative_bias"]),
+        "variance": "" if sequence is None else _short(sequence["relative_variance"]),
     }
 
 

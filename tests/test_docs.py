@@ -1,0 +1,179 @@
+"""The public face: what the README, the citation and the constraints say is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import kltest
+from kltest import docs
+from kltest.errors import UsageError
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    return {name: make() for name, make in docs.BLOCKS.items()}
+
+
+@pytest.mark.parametrize("name", sorted(docs.BLOCKS))
+def test_generated_parts_of_the_readme_are_in_step(fresh, name):
+    assert docs.NOISE.sub("0", docs.blocks(README)[name]) == docs.NOISE.sub("0", fresh[name])
+
+
+def test_a_changed_number_in_the_readme_is_noticed(fresh, monkeypatch):
+    monkeypatch.setattr(docs, "BLOCKS", {name: (lambda text=text: text) for name, text in fresh.items()})
+    assert docs.stale(README.replace("0.474", "0.475")).keys() == {"grade"}
+    assert docs.stale(README.replace("| `k1-loss` | loss | 0 |", "| `k1-loss` | loss | 1 |")).keys() == {"estimators"}
+
+
+def test_rounding_noise_is_no_change_but_a_number_is():
+    assert docs.NOISE.sub("0", "bias 6.16e-16, std 1.82e-3") == "bias 0, std 1.82e-3"
+
+
+def test_a_part_is_replaced_and_nothing_else():
+    page = "a\n<!-- begin: x -->\nold\n<!-- end: x -->\nb\n<!-- begin: y -->\n<!-- end: y -->\n"
+    assert docs.replace(page, "x", "new\n") == page.replace("old", "new")
+    assert docs.blocks(page) == {"x": "old\n", "y": ""}
+    with pytest.raises(UsageError, match="begin: z"):
+        docs.replace(page, "z", "")
+
+
+def test_the_readmes_python_says_what_happens():
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "my_loss" in block)
+    names: dict = {}
+    exec(code.split("report.verdict")[0], names)
+    report = names["report"]
+    told = dict(re.findall(r"^report\.(\S+)\s+# (?:'(\w+)')?", code, flags=re.MULTILINE))
+    assert report.verdict == told["verdict"] == "refuted"
+    assert report.gradients[1].environment == "sequence"
+    assert report.gradients[1].identified == pytest.approx({"local_reverse_kl": 1.0}, abs=1e-9)
+    with pytest.raises(AssertionError, match="KL201"):
+        report.raise_for_failure()
+
+
+def test_every_link_and_picture_of_the_pages_exists():
+    for page in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            assert target.startswith("http") or (ROOT / target).exists(), f"{page.name} points to {target}"
+
+
+def test_ci_runs_exactly_the_readmes_test_command():
+    script = (ROOT / ".ci" / "run").read_text()
+    extract = next(line for line in script.splitlines() if line.startswith("command="))
+    done = subprocess.run(
+        ["bash", "-c", f'{extract}; printf %s "$command"'], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert f"```bash\n{done.stdout}\n```\n" == docs.blocks(README)["test-command"]
+    assert "pytest" in done.stdout
+    assert "constraints.txt" in done.stdout
+
+
+def test_ci_ends_as_the_command_ends(tmp_path):
+    """A copy of the script, beside a README with another command, in a clean copy of nothing."""
+    (tmp_path / ".ci").mkdir()
+    script = tmp_path / ".ci" / "run"
+    script.write_text((ROOT / ".ci" / "run").read_text())
+    for command, code in (("echo all passed", 0), ("echo 1 failed && exit 7", 7), ("false && echo never", 1)):
+        page = f"<!-- begin: test-command -->\n```bash\n{command}\n```\n<!-- end: test-command -->\n"
+        (tmp_path / "README.md").write_text(page)
+        done = subprocess.run(["bash", script], capture_output=True, text=True)
+        assert done.returncode == code
+        assert code == 1 or done.stdout.splitlines()[-1] in ("all passed", "1 failed")
+    (tmp_path / "README.md").write_text("no marks")
+    assert subprocess.run(["bash", script], capture_output=True).returncode == 2
+
+
+def test_the_citation_is_valid_and_of_this_version():
+    """The keys that Citation File Format 1.2.0 requires, and those whose content can be held to something."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= citation.keys()
+    assert citation["type"] in ("software", "dataset")
+    assert all("name" in author or "family-names" in author for author in citation["authors"])
+    assert citation["version"] == PROJECT["version"] == kltest.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert isinstance(citation["version"], str)
+    known = {"cff-version", "message", "type", "title", "abstract", "authors", "version", "license", "keywords", "url"}
+    known |= {"repository-code", "date-released", "doi", "identifiers", "references", "preferred-citation"}
+    assert citation.keys() <= known
+
+
+def test_the_workflow_runs_the_ci_script():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    assert {"run": ".ci/run"} in workflow["jobs"]["tests"]["steps"]
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    matches = {line: re.fullmatch(r"([A-Za-z0-9_.-]+)==([0-9][0-9A-Za-z.]*)", line) for line in lines}
+    assert all(matches.values()), "every line is NAME==VERSION"
+    return {canonicalize_name(match[1]): match[2] for match in matches.values() if match}
+
+
+def needed() -> dict[str, list[Requirement]]:
+    """Everything that the README's two commands install, by following the installed packages' own requirements."""
+    found: dict[str, list[Requirement]] = {}
+    waiting = [Requirement("kltest[paper,test]")]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        found.setdefault(name, []).append(requirement)
+        if (name, frozenset(requirement.extras)) in seen:
+            continue
+        seen.add((name, frozenset(requirement.extras)))
+        for text in metadata.requires(name) or []:
+            child = Requirement(text)
+            extras = ["", *requirement.extras]
+            if child.marker is None or any(child.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(child)
+    found.pop("kltest")
+    return found
+
+
+def is_pinned_by_its_user(requirements: list[Requirement]) -> bool:
+    """Wheels of torch for accelerators ask for exact versions of their own, which needs no second pin."""
+    return any(str(requirement.specifier).startswith("==") for requirement in requirements)
+
+
+def test_constraints_cover_everything_that_is_installed_and_nothing_else():
+    required = needed()
+    # Extras of this checkout may be newer than the installed metadata, so the project's own file is what counts.
+    own = [*PROJECT["dependencies"], *(line for lines in PROJECT["optional-dependencies"].values() for line in lines)]
+    assert {canonicalize_name(Requirement(line).name) for line in own} - {"kltest"} <= required.keys()
+    assert {name for name, asked in required.items() if not is_pinned_by_its_user(asked)} - pins().keys() == set()
+    assert pins().keys() - required.keys() == set()
+
+
+def test_constraints_meet_what_is_asked_for():
+    for name, requirements in needed().items():
+        for requirement in requirements:
+            if name in pins():
+                assert requirement.specifier.contains(pins()[name], prereleases=True), f"{requirement} against the pin"
+
+
+def test_this_environment_is_the_pinned_one():
+    """The README's command installs with the constraints; a version of one's own is fine, but said."""
+    installed = {name: metadata.version(name).split("+")[0] for name in pins()}
+    different = {name: (version, pins()[name]) for name, version in installed.items() if version != pins()[name]}
+    if different:
+        pytest.skip(f"other versions than the pinned ones: {different}")
+
+
+def test_the_pages_say_nothing_of_the_python_that_is_not_so():
+    assert PROJECT["requires-python"] == ">=3.11"
+    assert "Python 3.11 or later" in README
+    assert sys.version_info >= (3, 11)

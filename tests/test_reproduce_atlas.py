@@ -1,0 +1,131 @@
+"""The main job itself, once, as a user runs it: every claim agrees, and a wrong result would be seen."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from kltest.estimators import registry
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.typesetting import CITATION, cited, uncovered
+
+ROOT = Path(__file__).parent.parent
+PAPER = (ROOT / "paper" / "paper.typ").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    output = tmp_path_factory.mktemp("results")
+    code = "from kltest.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "reproduce", "--output", str(output)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (output / "printed.txt").write_text(done.stdout, encoding="utf-8")
+    return output
+
+
+@pytest.fixture(scope="module")
+def rows(results):
+    return json.loads((results / "atlas" / "atlas.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def analysis():
+    return Checkout(ROOT).load("experiments", "atlas", "analysis")
+
+
+def test_every_estimator_world_and_sampler_is_there(rows):
+    cells = {(row["estimator"], row["environment"], row["sampler"]) for row in rows}
+    worlds = ("bandit", "sequence", "ragged", "mdp")
+    assert cells == {(name, world, who) for name in registry() for world in worlds for who in ("current", "stale")}
+
+
+def test_every_claim_agrees(results):
+    claims = json.loads((results / "summary.json").read_text())
+    assert {claim["agrees"] for claim in claims} == {True}
+    assert {claim["claim"].split()[2] for claim in claims} == registry().keys()
+    printed = (results / "printed.txt").read_text(encoding="utf-8")
+    assert f"{len(claims)} of {len(claims)} claims agree, 0 disagree, 0 not run." in printed
+
+
+def test_the_table_for_machines_says_the_same_as_the_json(results, rows):
+    with (results / "atlas" / "atlas.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(rows)
+    for line, row in zip(table, rows, strict=True):
+        assert line["estimator"] == row["estimator"]
+        assert float(line["relative_bias"]) == row["relative_bias"]
+        assert (json.loads(line["identified"]) if line["identified"] else None) == row["identified"]
+
+
+def test_what_the_papers_say_of_the_best_known_estimators(rows):
+    """Tang & Munos 2025 (k3 in the loss, partial gradients), Liu et al. 2025 (k2 in the loss), Shah et al. 2025."""
+    found = {(row["estimator"], row["environment"], row["sampler"]): row["identified"] for row in rows}
+    for name, world, expected in (
+        ("k1-loss", "bandit", {"zero": 1.0}),
+        ("k3-loss", "bandit", {"forward_kl": 1.0}),
+        ("k3-loss", "sequence", {"local_forward_kl": 1.0}),
+        ("k2-loss", "bandit", {"reverse_kl": 1.0}),
+        ("k2-loss", "sequence", {"local_reverse_kl": 1.0}),
+        ("k1-reward", "mdp", {"reverse_kl": 1.0}),
+        ("k3-reward", "bandit", {"reverse_kl": 1.0, "forward_kl": -1.0}),
+    ):
+        assert found[name, world, "current"] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "identified",
+    [{"forward_kl": 1.0}, {"reverse_kl": -1.0}, {"reverse_kl": 1.0 + 1e-6}, {"reverse_kl": 1.0, "zero": 1.0}, None],
+)
+def test_one_wrong_cell_is_a_disagreeing_claim(analysis, rows, identified):
+    planted = copy.deepcopy(rows)
+    cell = next(row for row in planted if (row["estimator"], row["environment"]) == ("k1-reward", "ragged"))
+    assert cell["identified"] == pytest.approx({"reverse_kl": 1.0})
+    cell["identified"] = identified
+    wrong = [claim for claim in analysis.claims(analysis.tidy(planted)) if claim.agrees is not True]
+    assert [claim.claim for claim in wrong] == ["which gradient k1-reward follows"]
+
+
+def test_a_missing_world_is_not_agreement(analysis, rows):
+    kept = [row for row in rows if (row["estimator"], row["environment"]) != ("k2-loss", "mdp")]
+    claims = {claim.claim: claim.agrees for claim in analysis.claims(kept)}
+    assert claims["which gradient k2-loss follows"] is False
+    assert analysis.claims([])[0].agrees is None
+
+
+def test_unbiased_is_a_matter_of_the_gradient_alone(analysis, rows):
+    for row in rows:
+        if row["batch"] == 1:
+            named = row["identified"] is not None and analysis.same(row["identified"], {"reverse_kl": 1.0})
+            assert analysis.unbiased(row) == named, row
+
+
+def test_the_papers_numbers_are_all_in_the_results(results):
+    assert len(cited(PAPER)) > 10
+    assert uncovered(PAPER, results) == []
+
+
+def test_no_number_of_a_result_is_typed_by_hand():
+    """What is left of the text without markup, mathematics and citations has no digits but in k1, k2, k3."""
+    text = re.sub(r"//.*", "", PAPER.split("*Abstract.*")[1].split("#bibliography")[0])
+    text = CITATION.sub("", text)
+    text = re.sub(r"#figure\(.*?^\) <\w+>", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r'\$[^$]*\$|`[^`]*`|@[\w-]+|#set [^\n]*|digits: \d+|"[^"]*"', "", text)
+    assert re.findall(r".{20}\d.*", text) == []
+
+
+def test_the_readmes_picture_is_the_figure(results):
+    """Pixels, since another processor may round a bias, and so a shade, differently in the last place."""
+    shown, drawn = imread(ROOT / "docs" / "atlas.png"), imread(results / "figures" / "atlas.png")
+    assert shown.shape == drawn.shape, "python -m kltest.docs --write after kltest reproduce"
+    assert np.abs(shown - drawn).mean() < 1e-4
