@@ -53,7 +53,7 @@ class Evaluator:
         self.sizes = (batch_size,) if batch_size else (group_size,) if self.grouped else BATCHES
         self.reductions: list[str] = []
         self.dtype = "float64"
-        self.blocked = True
+        self.reached: list[bool] = []
         self.notes: list[str] = []
         self._rows: dict[tuple[str, str], list[Row]] = {}
         self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
@@ -62,6 +62,11 @@ class Evaluator:
     def reduction(self) -> str:
         """The one reduction that fits all worlds: at a fixed length a token-mean looks like a mean, and is not one."""
         return "coupled" if "coupled" in self.reductions else (self.reductions or ["mean"])[-1]
+
+    @property
+    def blocked(self) -> bool:
+        """Whether no gradient reached the policy in any world that was measured."""
+        return bool(self.reached) and not any(self.reached)
 
     def rows(self, environment: str, sampler: str) -> list[Row]:
         """The row of batches of one; where the loss couples the rows of a batch, that of larger batches as well."""
@@ -109,7 +114,7 @@ class Evaluator:
             sampler,
             drawn,
             found,
-            note=f"{coupling}; graded over groups of one prompt" if self.grouped else coupling,
+            note="whole groups of one prompt" if self.grouped else "",
         )
 
     def _over_batches(self, instance: Instance, sampler: str, size: int) -> Moments:
@@ -120,7 +125,7 @@ class Evaluator:
     def _note(self, found: list[Moments]) -> None:
         self.reductions += [moments.reduction for moments in found]
         self.dtype = min([self.dtype, *(moments.dtype for moments in found)], key=LOWEST_FIRST.index)
-        self.blocked &= not any(moments.leaves for moments in found)
+        self.reached += [bool(moments.leaves) for moments in found]
 
     def _row(
         self, environment: str, sampler: str, drawn: Sequence[Instance], found: list[Moments], *, note: str = ""

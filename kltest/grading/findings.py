@@ -63,7 +63,7 @@ class Findings:
     @property
     def blocked(self) -> bool:
         """Whether no gradient reached the policy in any world."""
-        return self.evaluator.blocked and bool(self.rows)
+        return self.evaluator.blocked
 
     @property
     def coupled(self) -> bool:

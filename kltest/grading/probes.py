@@ -6,8 +6,9 @@ loss was not called for.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from contextlib import nullcontext as _nothing
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,7 +151,9 @@ class Reattached:
     def _towards_sampler(self, rollout: Rollout, *, lifted: bool = False) -> Tensor:
         old = rollout.peek("old_logp").detach().clone().requires_grad_()
         changed = rollout.replace(old_logp=old)
-        with _LiftStops() if lifted else _nothing():
+        with _LiftStops() if lifted else nullcontext(), warnings.catch_warnings():
+            # A number that was detached to be read is attached now, which torch remarks on.
+            warnings.simplefilter("ignore", UserWarning)
             objective = self.loss(changed).objective
         if not objective.requires_grad:
             return torch.zeros_like(old)
