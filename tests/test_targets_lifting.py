@@ -289,7 +289,13 @@ def test_files_that_import_each_other(write):
     write("pack/__init__.py", "")
     write(
         "pack/a.py",
-        "from .b import second\ndef first(x):\n    return x\ndef loss(logp, ref_logp):\n    return second(logp, ref_logp)\n",
+        """
+        from .b import second
+        def first(x):
+            return x
+        def loss(logp, ref_logp):
+            return second(logp, ref_logp)
+        """,
     )
     write("pack/b.py", "from .a import first\ndef second(x, y):\n    return first((x - y) ** 2 / 2)\n")
     follows(resolve("pack/a.py:loss"), K2)
