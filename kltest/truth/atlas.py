@@ -7,10 +7,10 @@ held fixed; `…@sampler` weights the prefixes by the sampler μ instead of the 
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from kltest.errors import UsageError
+from kltest.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,6 @@ ATLAS: dict[str, NamedGradient] = {row.name: row for row in (*_WHOLE, *_AT_SAMPL
 def named(name: str) -> NamedGradient:
     """The row of that name; UsageError with the nearest names otherwise."""
     if name not in ATLAS:
-        near = difflib.get_close_matches(name.lower().replace("-", "_"), ATLAS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the named gradients are {', '.join(ATLAS)}"
-        raise UsageError(f"there is no named gradient {name!r}; {hint}")
+        hint = did_you_mean(name, ATLAS) or f"the named gradients are {', '.join(ATLAS)}"
+        raise UsageError(f"there is no named gradient {name!r}; {hint.strip()}")
     return ATLAS[name]

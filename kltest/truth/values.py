@@ -11,6 +11,7 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import UsageError, WorldError
+from kltest.suggestions import did_you_mean
 from kltest.truth import divergences
 from kltest.truth.atlas import ATLAS
 from kltest.truth.recursions import ending, forward, onward, start, total_visits, visits
@@ -50,7 +51,8 @@ def _answer(
     local: Callable[[str, Instance, np.ndarray], float],
 ) -> float:
     if name not in VALUES:
-        raise UsageError(f"there is no value {name!r}; the values are {', '.join(VALUES)}")
+        hint = did_you_mean(name, VALUES) or f"the values are {', '.join(VALUES)}"
+        raise UsageError(f"there is no value {name!r}; {hint.strip()}")
     base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
     with np.errstate(over="ignore", invalid="ignore"):
         if base.startswith("local_"):

@@ -1,0 +1,364 @@
+"""Worlds: what they enumerate, in which order, with which probabilities, and that samples follow these."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
+from kltest.errors import WorldError
+from kltest.policies import table
+
+PROMPTS = np.array([0.2, 0.5, 0.3])
+WORLDS = {
+    "bandit": bandit(4),
+    "bandits": bandit(3, prompts=PROMPTS),
+    "sequence": sequence(3, 3),
+    "sequences": sequence(2, 4, prompts=PROMPTS),
+    "never-prompted": sequence(2, 2, prompts=np.array([0.5, 0.0, 0.5])),
+    "ragged": ragged(3, 4),
+    "raggeds": ragged(3, 3, prompts=PROMPTS),
+    "ends-on-first": sequence(3, 3, end_token=0),
+    "mdp": mdp(5, 3, 3, seed=3),
+    "mdp-wide": mdp(4, 2, 4, branches=4, seed=4),
+    "ngram": ngram(3, 5, 2),
+    "ngram-ragged": ngram(3, 5, 3, end_token=1),
+    "sometimes-ends": tabular(
+        np.array([[[1, END], [0, 1]], [[END, 0], [1, END]]]),
+        np.array([[[0.5, 0.5], [0.25, 0.75]], [[1.0, 0.0], [0.4, 0.6]]]),
+        np.ones((2, 2)),
+        4,
+        start=np.array([0.6, 0.4]),
+    ),
+}
+
+
+def by_hand(environment):
+    """All rollouts, one at a time: (prompt, [(context, token)], chance of all that is not the policy's choice)."""
+
+    def go_on(context, steps, chance, prompt):
+        for token in range(environment.vocabulary):
+            taken = [*steps, (context, token)]
+            if len(taken) == environment.horizon:
+                yield prompt, taken, chance
+                continue
+            for after, likely in zip(
+                environment.successors[context, token], environment.probabilities[context, token], strict=True
+            ):
+                if likely > 0 and after == END:
+                    yield prompt, taken, chance * likely
+                elif likely > 0:
+                    yield from go_on(int(after), taken, chance * likely, prompt)
+
+    for prompt, (context, chance) in enumerate(zip(environment.start, environment.prompts, strict=True)):
+        if chance > 0:
+            yield from go_on(int(context), [], chance, prompt)
+
+
+def rows(paths):
+    """Each rollout as it is written by hand, without its chance."""
+    for row in range(len(paths)):
+        live = paths.mask[row]
+        yield (
+            int(paths.prompt[row]),
+            list(zip(paths.contexts[row][live].tolist(), paths.tokens[row][live].tolist(), strict=True)),
+        )
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_enumeration_is_what_a_person_would_write_down(world):
+    environment = WORLDS[world]
+    paths = environment.enumerate()
+    expected = list(by_hand(environment))
+    found = list(rows(paths))
+    order = sorted(range(len(expected)), key=lambda row: expected[row][:2])
+    assert sorted(found) == [expected[row][:2] for row in order]
+    chances = np.array([chance for *_, chance in expected])[order]
+    again = np.exp(paths.log_weight)[sorted(range(len(found)), key=lambda row: found[row])]
+    np.testing.assert_allclose(again, chances, rtol=1e-14)
+    assert environment.count() == len(paths) == len(expected)
+    assert paths.complete
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_rollouts_stand_in_prefix_order(world):
+    """The rows that share their first t contexts and tokens stand together, for every t."""
+    found = [(prompt, *itertools.chain.from_iterable(steps)) for prompt, steps in rows(WORLDS[world].enumerate())]
+    for length in range(1, 2 * WORLDS[world].horizon + 2):
+        heads = [head for head, _ in itertools.groupby(row[:length] for row in found)]
+        assert len(heads) == len(set(heads))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_probabilities_sum_to_one(world):
+    environment = WORLDS[world]
+    for seed in range(3):
+        instance = Instance.draw(environment, seed)
+        for sampler in ("current", "stale"):
+            assert instance.rollout_weights(sampler).sum() == pytest.approx(1, rel=1e-13)
+        chance = instance.rollout_weights("current")
+        per_prompt = np.bincount(instance.paths.prompt, weights=chance, minlength=len(environment.prompts))
+        np.testing.assert_allclose(per_prompt, environment.prompts, rtol=1e-13)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_padding_is_zero_and_masks_are_prefixes(world):
+    paths = WORLDS[world].enumerate()
+    assert paths.mask[:, 0].all()
+    assert not (paths.mask[:, 1:] & ~paths.mask[:, :-1]).any()
+    assert not paths.contexts[~paths.mask].any()
+    assert not paths.tokens[~paths.mask].any()
+
+
+COUNTS = {
+    "bandit": 4,
+    "bandits": 3 * 3,
+    "sequence": 3**3,
+    "sequences": 3 * 2**4,
+    "never-prompted": 2 * 2**2,
+    # Ended after t tokens in 2^(t−1) ways, or cut off after 4 with any last token.
+    "ragged": 1 + 2 + 4 + 8 * 3,
+    # Two first states, three actions and two branches, three times, no branch after the last action.
+    "mdp": 2 * (3 * 2) ** 2 * 3,
+    "ngram": 3**5,
+}
+
+
+@pytest.mark.parametrize("world", COUNTS)
+def test_counts(world):
+    assert WORLDS[world].count() == COUNTS[world]
+
+
+def test_counting_does_not_enumerate():
+    assert ngram(10, 300, 2).count() == pytest.approx(1e300)
+    assert ngram(10, 10_000, 2).count() == np.inf
+    assert sequence(2, 16).count() == 2**16
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [(ngram(8, 40, 2), "1.32923e\\+36"), (mdp(1000, 4, 100), "e\\+"), (ngram(10, 10_000, 2), "inf")],
+)
+def test_what_does_not_fit_is_refused_with_its_size(environment, count):
+    with pytest.raises(WorldError, match=f"{count}.* rollouts.*GiB.*dynamic programming"):
+        environment.enumerate()
+
+
+def test_the_limit_on_memory_is_the_callers():
+    environment = sequence(4, 6)
+    with pytest.raises(WorldError, match="4096 rollouts of up to 6 tokens"):
+        environment.enumerate(memory=1e5)
+    assert len(environment.enumerate(memory=1e8)) == 4096
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_samples_follow_the_exact_probabilities(world):
+    """Pearson's χ² of 20,000 rollouts: of 100,000 seeds one would fail in any of the worlds. The seed is fixed."""
+    environment = WORLDS[world]
+    instance = Instance.draw(environment, 1)
+    expected = instance.rollout_weights("stale")
+    found = environment.sample(instance.sampler, 20_000, np.random.default_rng(12))
+    assert _p_value(instance.paths, expected, found) > 1e-5 / len(WORLDS)
+
+
+@pytest.mark.parametrize("world", ["sequence", "ragged", "mdp"])
+def test_a_wrong_sampler_is_noticed(world):
+    environment = WORLDS[world]
+    instance = Instance.draw(environment, 1)
+    found = environment.sample(instance.policy, 20_000, np.random.default_rng(12))
+    assert _p_value(instance.paths, instance.rollout_weights("stale"), found) < 1e-6
+
+
+def _p_value(paths, expected, found):
+    number = {(prompt, tuple(steps)): row for row, (prompt, steps) in enumerate(rows(paths))}
+    counts = np.bincount([number[prompt, tuple(steps)] for prompt, steps in rows(found)], minlength=len(number))
+    expected = expected * len(found)
+    # The χ² approximation wants at least 5 expected in a cell: the rarest rollouts share one.
+    rare = expected < 5
+    cells = [np.append(each[~rare], each[rare].sum()) if rare.any() else each for each in (counts, expected)]
+    return stats.chisquare(*cells).pvalue
+
+
+def test_sampling_is_seeded():
+    environment, policy = WORLDS["mdp"], Instance.draw(WORLDS["mdp"], 0).policy
+    one, again, other = (environment.sample(policy, 50, np.random.default_rng(seed)) for seed in (3, 3, 4))
+    np.testing.assert_array_equal(one.tokens, again.tokens)
+    np.testing.assert_array_equal(one.contexts, again.contexts)
+    assert (one.tokens != other.tokens).any()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sampled_rollouts_know_their_probability(world):
+    environment = WORLDS[world]
+    instance = Instance.draw(environment, 2)
+    found = environment.sample(instance.policy, 200, np.random.default_rng(0))
+    known = dict(
+        zip(((p, tuple(s)) for p, s in rows(instance.paths)), instance.rollout_weights("current"), strict=True)
+    )
+    expected = [known[prompt, tuple(steps)] for prompt, steps in rows(found)]
+    np.testing.assert_allclose(np.exp(found.log_probability(instance.policy)), expected, rtol=1e-12)
+
+
+def test_prompts_are_worlds_of_their_own():
+    """P prompts at once are the P worlds one by one, context after context."""
+    together, alone = sequence(3, 2, prompts=PROMPTS), sequence(3, 2)
+    paths, single = together.enumerate(), alone.enumerate()
+    for prompt in range(len(PROMPTS)):
+        part = paths.take(np.flatnonzero(paths.prompt == prompt))
+        np.testing.assert_array_equal(part.tokens, single.tokens)
+        np.testing.assert_array_equal(part.contexts, single.contexts + prompt * alone.n_contexts)
+        np.testing.assert_allclose(np.exp(part.log_weight), PROMPTS[prompt], rtol=1e-15)
+
+
+@pytest.mark.parametrize("end_token", [None, 2])
+@pytest.mark.parametrize("order", [3, 4])
+def test_an_ngram_that_remembers_everything_is_a_sequence(order, end_token):
+    """For order ≥ length every prefix has its own context; numbering differs only where an end token prunes."""
+    length = 3
+    short, long = ngram(3, length, order, end_token=end_token), sequence(3, length, end_token=end_token)
+    shared, separate = short.enumerate(), long.enumerate()
+    np.testing.assert_array_equal(shared.tokens, separate.tokens)
+    np.testing.assert_array_equal(shared.mask, separate.mask)
+    pairs = set(zip(shared.contexts[shared.mask].tolist(), separate.contexts[separate.mask].tolist(), strict=True))
+    assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs}) == long.n_contexts
+
+
+def test_an_ngram_sees_its_last_tokens_only():
+    world = ngram(3, 6, 3)
+    paths = world.enumerate()
+    for steps in (contexts for _, contexts in itertools.islice(rows(paths), 0, None, 37)):
+        tokens = [token for _, token in steps]
+        for step, (context, _) in enumerate(steps):
+            history = tokens[max(0, step - 2) : step]
+            offset = (3 ** len(history) - 1) // 2
+            assert context == offset + int("".join(map(str, history)) or "0", 3)
+
+
+def test_returns_sum_the_reward_of_live_tokens():
+    reward = np.random.default_rng(0).standard_normal((7, 3))
+    world = ragged(3, 3, reward=reward)
+    paths = world.enumerate()
+    expected = [sum(reward[context, token] for context, token in steps) for _, steps in rows(paths)]
+    np.testing.assert_allclose(world.returns(paths), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_transition_is_the_dynamics(world):
+    environment = WORLDS[world]
+    dense = environment.transition.toarray().reshape(*environment.reward.shape, environment.n_contexts)
+    for context, token in np.ndindex(environment.reward.shape):
+        expected = np.zeros(environment.n_contexts)
+        for after, chance in zip(
+            environment.successors[context, token], environment.probabilities[context, token], strict=True
+        ):
+            if after != END:
+                expected[after] += chance
+        np.testing.assert_allclose(dense[context, token], expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_drawn_instances_are_mild_but_not_trivial(world):
+    for seed in range(5):
+        instance = Instance.draw(WORLDS[world], seed)
+        paths = instance.paths
+        for other, bound in ((instance.reference, 2.0), (instance.sampler, 1.0)):
+            apart = np.abs(paths.log_probability(instance.policy) - paths.log_probability(other)).max()
+            assert 0.05 < apart < bound
+
+
+def test_instances_depend_on_their_seed_alone():
+    one, again, other = (Instance.draw(WORLDS["mdp"], seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one.reference, again.reference)
+    assert (one.reference != other.reference).any()
+
+
+def test_a_bandit_is_a_sequence_of_one_token():
+    np.testing.assert_array_equal(bandit(5).successors, sequence(5, 1).successors)
+    assert bandit(5).name == "bandit"
+
+
+@pytest.mark.parametrize("states", [1, 2, 5])
+def test_random_processes_are_processes(states):
+    for branches in range(1, states + 1):
+        world = mdp(states, 2, 3, branches=branches, seed=branches)
+        assert world.count() == len(world.enumerate())
+        # Nothing ends before the horizon.
+        np.testing.assert_allclose(world.transition.sum(axis=1), 1, rtol=1e-12)
+
+
+BAD = {
+    "no token": (lambda: bandit(0), "at least 1"),
+    "no length": (lambda: sequence(3, 0), "at least 1"),
+    "end token": (lambda: sequence(3, 3, end_token=3), "end token must lie in 0 … 2"),
+    "order": (lambda: ngram(3, 3, 0), "order"),
+    "prompts sum": (lambda: sequence(3, 2, prompts=np.array([0.5, 0.6])), "sum to 1"),
+    "prompts NaN": (lambda: sequence(3, 2, prompts=np.array([np.nan, 1.0])), "sum to 1"),
+    "prompts negative": (lambda: sequence(3, 2, prompts=np.array([1.5, -0.5])), "negative"),
+    "reward shape": (lambda: sequence(3, 2, reward=np.zeros((2, 3))), r"shape \(4, 3\), not \(2, 3\)"),
+    "reward NaN": (lambda: bandit(2, reward=np.array([[0, np.nan]])), "NaN"),
+    "branches": (lambda: mdp(3, 2, branches=4), "1 to 3 branches"),
+    "contexts": (lambda: sequence(10, 20), r"1.11111e\+19 contexts"),
+    "length": (lambda: sequence(10, 2000), "inf contexts"),
+    "ngram contexts": (lambda: ngram(50, 10_000, 9), "lower order"),
+}
+
+
+def process(successors=((1,), (0,)), probabilities=((1.0,), (1.0,)), reward=((0.0,), (0.0,)), horizon=2, start=(1, 0)):
+    """Two states, one action; each argument can be wrong."""
+    return tabular(
+        np.array(successors).reshape(2, 1, -1),
+        np.array(probabilities).reshape(2, 1, -1),
+        np.array(reward),
+        horizon,
+        start=np.array(start),
+    )
+
+
+BAD |= {
+    "horizon": (lambda: process(horizon=0), "horizon must be at least 1"),
+    "start length": (lambda: process(start=(1, 0, 0)), "2 states"),
+    "start sum": (lambda: process(start=(1, 1)), "sum to 1"),
+    "unknown successor": (lambda: process(successors=((2,), (0,))), "context below 2"),
+    "below the end": (lambda: process(successors=((-2,), (0,))), "context below 2"),
+    "chances": (lambda: process(probabilities=((0.9,), (1.0,))), "sum to 1"),
+    "chance NaN": (lambda: process(probabilities=((np.nan,), (1.0,))), "NaN"),
+    "shapes": (lambda: process(probabilities=((0.5, 0.5), (0.5, 0.5))), "differ in shape"),
+    "twice": (
+        lambda: process(successors=((1, 1), (0, 1)), probabilities=((0.5, 0.5), (0.5, 0.5))),
+        "same successor twice",
+    ),
+    "flat": (lambda: tabular(np.zeros((2, 2)), np.ones((2, 2)), np.zeros((2, 2)), 3, start=[0.5, 0.5]), "branches"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_world_that_cannot_be_is_refused(what):
+    make, message = BAD[what]
+    with pytest.raises(WorldError, match=message):
+        make()
+
+
+def test_a_process_that_is_right_passes():
+    assert process().count() == 1
+    # An unlikely repetition is no repetition.
+    assert process(successors=((1, 1), (0, 0)), probabilities=((1.0, 0.0), (0.0, 1.0))).count() == 1
+
+
+@pytest.mark.parametrize("which", ["policy", "reference", "sampler"])
+def test_policies_of_the_wrong_shape_or_content_are_refused(which):
+    good = {what: np.zeros((1, 3)) for what in ("policy", "reference", "sampler")}
+    with pytest.raises(WorldError, match=rf"{which}.*\(1, 4\)"):
+        Instance.of(bandit(3), **{**good, which: np.zeros((1, 4))})
+    with pytest.raises(WorldError, match=rf"{which}.*NaN"):
+        Instance.of(bandit(3), **{**good, which: np.array([[0, np.nan, 0]])})
+    with pytest.raises(WorldError, match=rf"{which}"):
+        Instance.of(bandit(3), **{**good, which: np.zeros(3)})
+
+
+def test_tables_are_normalised():
+    logits = np.random.default_rng(0).standard_normal((4, 6)) * 30
+    np.testing.assert_allclose(np.exp(table(logits)).sum(axis=1), 1, rtol=1e-14)
+    np.testing.assert_allclose(table(logits + 1000), table(logits), rtol=1e-12)

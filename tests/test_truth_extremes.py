@@ -1,0 +1,258 @@
+"""Truth at the edges of float64, against definitions written out in mpmath."""
+
+from __future__ import annotations
+
+import mpmath
+import numpy as np
+import pytest
+
+from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence, tabular
+from kltest.errors import WorldError
+from kltest.policies import softmax_gradient, table
+from kltest.truth import ATLAS, VALUES, gradient, value
+
+# 50 digits are left after the 35 that a policy of certainty 1 − e^(−80) costs, and after the 300 of e^(−690).
+DIGITS = {"forty": 50 + 35, "tiny": 50 + 600}
+# A float64 log-probability of size x is known to x·1e-16, so a chance of e^(−80) is known to 1e-14 and one of e^(−690)
+# to 1e-13; three tokens, their sums, and a margin of a few.
+TOLERANCE = {"forty": 1e-12, "tiny": 1e-12}
+
+
+def log_softmax(row):
+    largest = max(row)
+    total = mpmath.log(sum(mpmath.exp(x - largest) for x in row))
+    return [x - largest - total for x in row]
+
+
+class Definition:
+    """Every named gradient as Σ_y p(y)·Σ_t weight_t·g_t, and every value, in mpmath, from logits."""
+
+    def __init__(self, environment, policy, reference, sampler):
+        self.environment, self.paths = environment, environment.enumerate()
+        self.policy, self.reference, self.sampler = (
+            [log_softmax([mpmath.mpf(float(x)) for x in row]) for row in logits]
+            for logits in (policy, reference, sampler)
+        )
+
+    def rollouts(self):
+        """(chance of everything but the policy, [(context, token)]) for each rollout.
+
+        Chances of the dynamics are normalised here: float64 ones sum to 1 within 1e-16 only, and a gradient may be
+        smaller than that.
+        """
+        world = self.environment
+        for row in range(len(self.paths)):
+            live = self.paths.mask[row]
+            contexts, tokens = self.paths.contexts[row][live].tolist(), self.paths.tokens[row][live].tolist()
+            chance = mpmath.mpf(float(world.prompts[self.paths.prompt[row]])) / mpmath.fsum(map(float, world.prompts))
+            for step, (context, token) in enumerate(zip(contexts, tokens, strict=True)):
+                if step < world.horizon - 1:
+                    after = contexts[step + 1] if step + 1 < len(contexts) else -1
+                    branches = [mpmath.mpf(float(x)) for x in world.probabilities[context, token]]
+                    taken = world.successors[context, token].tolist().index(after)
+                    chance *= branches[taken] / sum(branches)
+            yield chance, list(zip(contexts, tokens, strict=True))
+
+    def weights(self, name, steps):
+        """The chance of a rollout (without dynamics) and the weight of each of its scores."""
+        log = {
+            what: [log_probs[c][v] for c, v in steps]
+            for what, log_probs in (("π", self.policy), ("ref", self.reference), ("μ", self.sampler))
+        }
+        u = [a - b for a, b in zip(log["π"], log["ref"], strict=True)]
+        chance = {what: mpmath.exp(sum(values)) for what, values in log.items()}
+        base = name.removesuffix("@sampler")
+        prefix = "μ" if name.endswith("@sampler") else "π"
+        ratio = [mpmath.exp(a - b) for a, b in zip(log["π"], log[prefix], strict=True)]
+        local = {
+            "local_reverse_kl": lambda x: x,
+            "local_forward_kl": lambda x: 1 - mpmath.exp(-x),
+            "local_squared_log_ratio": lambda x: x + x * x / 2,
+            "local_chi_square": mpmath.exp,
+            "local_total_variation": lambda x: mpmath.sign(x) / 2,
+        }
+        if base in local:
+            return chance[prefix], [r * local[base](x) for r, x in zip(ratio, u, strict=True)]
+        reward = sum(mpmath.mpf(float(self.environment.reward[c, v])) for c, v in steps)
+        total, ones = sum(u), [mpmath.mpf(1)] * len(u)
+        whole = {
+            "reverse_kl": ("π", [total * x for x in ones]),
+            "future_reverse_kl": ("π", [sum(u[t + 1 :]) for t in range(len(u))]),
+            "last_token_reverse_kl": ("π", [x * (t == len(u) - 1) for t, x in enumerate(u)]),
+            "forward_kl": ("ref", [-x for x in ones]),
+            "squared_log_ratio": ("π", [total * total / 2 + total] * len(u)),
+            "squared_log_ratio_sum": ("π", [sum(x * x for x in u) / 2 + x for x in u]),
+            "chi_square": ("π", [mpmath.exp(total)] * len(u)),
+            "total_variation": ("π", [mpmath.sign(total) / 2] * len(u)),
+            "from_sampler_kl": ("μ", [-x for x in ones]),
+            "to_sampler_kl": ("π", [sum(log["π"]) - sum(log["μ"])] * len(u)),
+            "expected_reward": ("π", [reward] * len(u)),
+            "entropy": ("π", [-sum(log["π"])] * len(u)),
+            "zero": ("π", [0 * x for x in ones]),
+        }
+        under, weights = whole[base]
+        return chance[under], weights
+
+    def gradient(self, name):
+        contexts, vocabulary = self.environment.reward.shape
+        result = [[mpmath.mpf(0)] * vocabulary for _ in range(contexts)]
+        for dynamics, steps in self.rollouts():
+            chance, weights = self.weights(name, steps)
+            for (context, token), weight in zip(steps, weights, strict=True):
+                for other in range(vocabulary):
+                    score = (other == token) - mpmath.exp(self.policy[context][other])
+                    result[context][other] += dynamics * chance * weight * score
+        return np.array([[float(x) for x in row] for row in result])
+
+    def kl(self):
+        total = mpmath.mpf(0)
+        for dynamics, steps in self.rollouts():
+            u = sum(self.policy[c][v] - self.reference[c][v] for c, v in steps)
+            total += dynamics * mpmath.exp(sum(self.policy[c][v] for c, v in steps)) * u
+        return float(total)
+
+
+def worlds():
+    generator = np.random.default_rng(7)
+    return {
+        "bandit": bandit(4, reward=generator.standard_normal((1, 4))),
+        "sequence": sequence(2, 3, prompts=np.array([0.25, 0.75]), reward=generator.standard_normal((14, 2))),
+        "ragged": ragged(3, 2, reward=generator.standard_normal((3, 3))),
+        "mdp": mdp(3, 2, 3, seed=1),
+        "ngram": ngram(3, 3, 2, reward=generator.standard_normal((4, 3))),
+    }
+
+
+def extreme(kind, shape, generator):
+    """Logits of ±40 beside ordinary ones, or of −690 beside ordinary ones."""
+    ordinary = generator.standard_normal(shape)
+    if kind == "forty":
+        return np.where(generator.random(shape) < 0.6, generator.choice([-40.0, 40.0], size=shape), 0) + ordinary
+    logits = np.where(generator.random(shape) < 0.4, -690.0, 0) + ordinary
+    logits[:, 0] = ordinary[:, 0]
+    return logits
+
+
+@pytest.mark.parametrize("name", ATLAS)
+@pytest.mark.parametrize("kind", ["forty", "tiny"])
+@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged", "mdp", "ngram"])
+def test_every_gradient_is_exact_with_extreme_policies(world, kind, name):
+    environment = worlds()[world]
+    shape = environment.reward.shape
+    generator = np.random.default_rng(3)
+    logits = [extreme(kind, shape, generator) for _ in range(3)]
+    if kind == "tiny" and name == "chi_square" and world != "bandit":
+        # e^U of two tokens of 1e-300 is not a float64 (see the next test): one such token a rollout.
+        logits[1][1:] = generator.standard_normal((shape[0] - 1, shape[1]))
+    with mpmath.workdps(DIGITS[kind]):
+        expected = Definition(environment, *logits).gradient(name)
+    found = gradient(name, Instance.of(environment, *logits))
+    # Relative to the largest entry, however small that is: 1e-17 where the policies are all but deterministic.
+    assert np.abs(found - expected).max() <= TOLERANCE[kind] * np.abs(expected).max()
+
+
+def test_what_float64_cannot_hold_is_refused_not_rounded():
+    world = sequence(2, 2)
+    reference = np.zeros((3, 2))
+    reference[:, 1] = -690.0
+    instance = Instance.of(world, np.zeros((3, 2)), reference)
+    with pytest.raises(WorldError, match=r"chi_square exceeds the range of float64"):
+        gradient("chi_square", instance)
+    with pytest.raises(WorldError, match=r"chi_square exceeds the range of float64"):
+        value("chi_square", instance)
+    assert np.isfinite(gradient("local_chi_square", instance)).all()
+
+
+@pytest.mark.parametrize("kind", ["forty", "tiny"])
+@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged", "mdp", "ngram"])
+def test_kl_is_exact_with_extreme_policies(world, kind):
+    environment = worlds()[world]
+    generator = np.random.default_rng(4)
+    logits = [extreme(kind, environment.reward.shape, generator) for _ in range(3)]
+    with mpmath.workdps(DIGITS[kind]):
+        expected = Definition(environment, *logits).kl()
+    assert value("kl", Instance.of(environment, *logits)) == pytest.approx(expected, rel=TOLERANCE[kind], abs=0)
+
+
+def test_kl_of_nearly_equal_and_nearly_certain_policies():
+    # KL ≈ 1e-34, a difference of two numbers that agree to more digits than a float64 has.
+    policy, reference = np.array([[40.0, -40.0]]), np.array([[39.0, -40.0]])
+    with mpmath.workdps(100):
+        p, q = (log_softmax([mpmath.mpf(float(x)) for x in row[0]]) for row in (policy, reference))
+        expected = float(sum(mpmath.exp(a) * (a - b) for a, b in zip(p, q, strict=True)))
+    assert 0 < expected < 1e-34
+    found = value("kl", Instance.of(bandit(2), policy, reference))
+    assert found == pytest.approx(expected, rel=1e-12, abs=0)
+    # The textbook sum, on textbook log-probs, is wrong in its first digit: the test can fail.
+    naive = np.array([-np.logaddexp(0, -80), -80.0]), np.array([-np.logaddexp(0, -79), -79.0])
+    rounded = [np.round(row, 17) for row in naive]
+    assert not np.isclose((np.exp(rounded[0]) * (rounded[0] - rounded[1])).sum(), expected, rtol=0.5, atol=0)
+
+
+MUST_VANISH = [
+    name
+    for name in ATLAS
+    if name.split("@")[0] not in ("expected_reward", "entropy", "from_sampler_kl", "to_sampler_kl")
+]
+
+
+@pytest.mark.parametrize("name", MUST_VANISH)
+@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged", "mdp", "ngram"])
+def test_equal_policies_leave_exactly_nothing(world, name):
+    environment = worlds()[world]
+    generator = np.random.default_rng(0)
+    policy, sampler = (3 * generator.standard_normal(environment.reward.shape) for _ in range(2))
+    assert not gradient(name, Instance.of(environment, policy, policy, sampler)).any()
+    if name in VALUES:
+        assert value(name, Instance.of(environment, policy, policy, sampler)) == 0.0
+
+
+@pytest.mark.parametrize("name", ["from_sampler_kl", "to_sampler_kl"])
+def test_an_equal_sampler_leaves_exactly_nothing(name):
+    environment = worlds()["ragged"]
+    policy, reference = np.random.default_rng(0).standard_normal((2, *environment.reward.shape))
+    assert not gradient(name, Instance.of(environment, policy, reference, policy)).any()
+    assert gradient(name, Instance.of(environment, policy, policy, reference)).any()
+
+
+@pytest.mark.parametrize("name", ATLAS)
+@pytest.mark.parametrize("environment", [bandit(1), ragged(1, 3), sequence(1, 4), ngram(1, 5, 2)], ids=lambda e: e.name)
+def test_one_token_leaves_nothing_to_choose(environment, name):
+    logits = np.random.default_rng(1).standard_normal((3, *environment.reward.shape)) * 40
+    assert not gradient(name, Instance.of(environment, *logits)).any()
+
+
+@pytest.mark.parametrize("name", ATLAS)
+def test_rollouts_that_all_end_at_once_are_a_bandit(name):
+    """A ragged world whose policies all but surely end at once has the bandit's gradient in its first context."""
+    generator = np.random.default_rng(5)
+    arms = bandit(3, reward=generator.standard_normal((1, 3)))
+    logits = generator.standard_normal((3, 1, 3))
+    # The same arms, and a successor that always ends the rollout; what stands in later contexts must not matter.
+    ends = np.full((4, 3, 1), -1)
+    world = tabular(ends, np.ones((4, 3, 1)), np.repeat(arms.reward, 4, axis=0), 3, start=np.array([1.0, 0, 0, 0]))
+    padded = np.concatenate([logits, generator.standard_normal((3, 3, 3))], axis=1)
+    found = gradient(name, Instance.of(world, *padded))
+    # The same sums in another order.
+    np.testing.assert_allclose(found[:1], gradient(name, Instance.of(arms, *logits)), rtol=0, atol=1e-15)
+    assert not found[1:].any()
+
+
+def test_log_probabilities_keep_their_digits_near_certainty():
+    with mpmath.workdps(100):
+        expected = [float(x) for x in log_softmax([mpmath.mpf(40), mpmath.mpf(-40), mpmath.mpf(39.5)])]
+        near = float(log_softmax([mpmath.mpf(40), mpmath.mpf(-40)])[0])
+    # Units in the last place of numbers up to 80.
+    np.testing.assert_allclose(table(np.array([[40.0, -40.0, 39.5]]))[0], expected, rtol=3e-15)
+    assert table(np.array([[40.0, -40.0]]))[0, 0] == pytest.approx(near, rel=1e-14, abs=0)
+    assert near < 0
+
+
+def test_chain_rule_of_softmax_against_its_jacobian():
+    generator = np.random.default_rng(2)
+    weights, log_probs = generator.standard_normal((3, 5)), table(40 * generator.standard_normal((3, 5)))
+    p = np.exp(log_probs)
+    jacobian = np.eye(5)[None] - p[:, None, :]
+    np.testing.assert_allclose(
+        softmax_gradient(weights, log_probs), np.einsum("cv,cvk->ck", weights, jacobian), rtol=0, atol=1e-14
+    )

@@ -1,0 +1,279 @@
+"""The atlas as properties over one table: every name × every world × several seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
+from kltest.errors import UsageError
+from kltest.truth import (
+    ATLAS,
+    VALUES,
+    divergences,
+    gradient,
+    gradient_again,
+    gradients,
+    recursions,
+    value,
+    value_again,
+)
+
+# Both routes sum at most 10^4 terms of size 1; their gradients are of size 0.01 to 1.
+EXACT = 1e-11
+SEEDS = range(3)
+
+
+def _reward(environment):
+    return np.random.default_rng(11).standard_normal(environment.reward.shape)
+
+
+def _paid(make, *arguments, **options):
+    return make(*arguments, **options, reward=_reward(make(*arguments, **options)))
+
+
+WORLDS = {
+    "bandit": _paid(bandit, 4),
+    "bandits": _paid(bandit, 3, prompts=np.array([0.2, 0.5, 0.3])),
+    "sequence": _paid(sequence, 3, 3),
+    "sequences": _paid(sequence, 2, 4, prompts=np.array([0.35, 0.65])),
+    "ragged": _paid(ragged, 3, 4),
+    "raggeds": _paid(ragged, 3, 3, prompts=np.array([0.5, 0.5])),
+    "ragged-first": _paid(sequence, 3, 3, end_token=0),
+    "mdp": mdp(5, 3, 4, seed=3),
+    "mdp-wide": mdp(4, 2, 4, branches=3, seed=4),
+    "ngram": _paid(ngram, 3, 5, 2),
+    "ngram-ragged": _paid(ngram, 3, 5, 3, end_token=1),
+    "unigram": _paid(ngram, 3, 5, 1),
+}
+SHARED = [name for name, world in WORLDS.items() if not world.tree]
+LONG = [name for name, world in WORLDS.items() if world.horizon > 1]
+
+
+def _absorbing(environment):
+    """The same process, where a token may also end the rollout by chance."""
+    successors = environment.successors.copy()
+    successors[::2, :, -1] = END
+    start = environment.start_distribution()
+    return tabular(successors, environment.probabilities, environment.reward, environment.horizon, start=start)
+
+
+WORLDS["mdp-ending"] = _absorbing(WORLDS["mdp"])
+
+
+def draw(world, seed):
+    return Instance.draw(WORLDS[world], seed)
+
+
+def relative(found, expected):
+    """‖found − expected‖ over ‖expected‖; over 1 where that is zero but for rounding."""
+    size = np.linalg.norm(expected)
+    return np.linalg.norm(found - expected) / (size if size > 1e-12 else 1.0)
+
+
+@pytest.mark.parametrize("name", ATLAS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_routes_agree(world, name):
+    for seed in SEEDS:
+        instance = draw(world, seed)
+        assert relative(gradient(name, instance), gradient_again(name, instance)) < EXACT
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_routes_to_a_value_agree(world, name):
+    for seed in SEEDS:
+        instance = draw(world, seed)
+        assert value(name, instance) == pytest.approx(value_again(name, instance), rel=EXACT, abs=1e-15)
+
+
+def _shortened(environment, weights, true=recursions.visits):
+    return list(true(environment, weights))[:-1]
+
+
+def _without_past(environment, weights, state, true=recursions.forward):
+    return true(environment, weights, state) * np.eye(1, state.shape[1])
+
+
+# What goes wrong: (module, function, its wrong version, a name, a world).
+PLANTED = {
+    "only the horizon ends rollouts": (
+        gradients,
+        "ending",
+        lambda e: np.zeros_like(e.reward),
+        "last_token_reverse_kl",
+        "ragged",
+    ),
+    "time is one step short": (recursions, "visits", _shortened, "local_reverse_kl", "sequence"),
+    "no future": (gradients, "onward", lambda e, values: np.zeros_like(e.reward), "reverse_kl", "mdp"),
+    "policies swapped": (divergences, "difference", lambda p, q: np.exp(q) - np.exp(p), "forward_kl", "ngram"),
+    "no past": (gradients, "forward", _without_past, "squared_log_ratio", "sequences"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_breaks_the_agreement(bug, monkeypatch):
+    module, function, wrong, name, world = PLANTED[bug]
+    instance = draw(world, 0)
+    assert relative(gradient(name, instance), gradient_again(name, instance)) < EXACT
+    monkeypatch.setattr(module, function, wrong)
+    assert relative(gradient(name, instance), gradient_again(name, instance)) > 1e-3
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_whole_is_the_local_and_the_future(world):
+    instance = draw(world, 7)
+    parts = gradient("local_reverse_kl", instance) + gradient("future_reverse_kl", instance)
+    assert relative(parts, gradient("reverse_kl", instance)) < EXACT
+
+
+COINCIDE = {
+    "reverse_kl": ["local_reverse_kl", "last_token_reverse_kl", "local_reverse_kl@sampler"],
+    "forward_kl": ["local_forward_kl", "local_forward_kl@sampler"],
+    "squared_log_ratio": ["squared_log_ratio_sum", "local_squared_log_ratio", "local_squared_log_ratio@sampler"],
+    "chi_square": ["local_chi_square", "local_chi_square@sampler"],
+    "total_variation": ["local_total_variation", "local_total_variation@sampler"],
+    "zero": ["future_reverse_kl"],
+}
+
+
+@pytest.mark.parametrize("name", COINCIDE)
+def test_names_that_coincide_for_one_token_and_differ_for_more(name):
+    for other in COINCIDE[name]:
+        assert relative(gradient(other, draw("bandits", 1)), gradient(name, draw("bandits", 1))) < EXACT
+        assert relative(gradient(other, draw("sequence", 1)), gradient(name, draw("sequence", 1))) > 1e-2
+
+
+def test_the_atlas_tells_its_names_apart():
+    """No named gradient is a multiple of another where the horizon is above 1 and there is a sampler."""
+    instance = draw("raggeds", 2)
+    rows = np.stack([gradient(name, instance).ravel() for name in ATLAS if name != "zero"])
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    alike = np.abs(rows @ rows.T) - np.eye(len(rows))
+    assert alike.max() < 1 - 1e-6
+
+
+def test_squared_log_ratio_of_an_unbiased_reward():
+    """E_π[½U²·G] = squared_log_ratio − reverse_kl: k2 of whole rollouts, detached, in the reward."""
+    instance = draw("raggeds", 3)
+    paths = instance.paths
+    total = paths.log_probability(instance.policy) - paths.log_probability(instance.reference)
+    weight = np.exp(paths.log_probability(instance.policy)) * 0.5 * total**2
+    expected = np.zeros_like(instance.policy)
+    for row, step in zip(*np.nonzero(paths.mask), strict=True):
+        context = paths.contexts[row, step]
+        expected[context] -= weight[row] * np.exp(instance.policy[context])
+        expected[context, paths.tokens[row, step]] += weight[row]
+    found = gradient("squared_log_ratio", instance) - gradient("reverse_kl", instance)
+    assert relative(found, expected) < EXACT
+
+
+# Central differences of a smooth function with step h: error h² from the third derivative, 1e-16/h from rounding.
+STEP, DIFFERENCED = 1e-5, 1e-7
+
+
+def _moved(instance, cell, by):
+    logits = instance.policy.copy()
+    logits[cell] += by
+    return Instance.of(instance.environment, logits, instance.reference, instance.sampler)
+
+
+def _differences(function, instance):
+    """d function / d logits by central differences, over all cells."""
+    cells = list(np.ndindex(instance.policy.shape))
+    return np.stack(
+        [
+            (np.asarray(function(_moved(instance, cell, STEP))) - function(_moved(instance, cell, -STEP))) / (2 * STEP)
+            for cell in cells
+        ]
+    )
+
+
+FIELDS = [name for name, row in ATLAS.items() if row.field and name != "zero"]
+SMALL = {
+    "bandits": WORLDS["bandits"],
+    "sequence": _paid(sequence, 2, 3),
+    "ragged": _paid(ragged, 3, 2),
+    "mdp": mdp(3, 2, 3, seed=3),
+    "ngram": _paid(ngram, 2, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("world", SMALL)
+def test_gradients_are_the_finite_differences_of_their_values(world, name):
+    instance = Instance.draw(SMALL[world], 5)
+    found = _differences(lambda moved: value(name, moved), instance).reshape(instance.policy.shape)
+    assert relative(found, gradient(name, instance)) < DIFFERENCED
+
+
+def _asymmetry(name, world):
+    instance = Instance.draw(SMALL[world], 5)
+    jacobian = _differences(lambda moved: gradient(name, moved).ravel(), instance)
+    return np.linalg.norm(jacobian - jacobian.T) / np.linalg.norm(jacobian)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("world", SMALL)
+def test_a_gradient_field_has_a_symmetric_jacobian(world, name):
+    assert _asymmetry(name, world) < DIFFERENCED
+
+
+@pytest.mark.parametrize("name", [name for name, row in ATLAS.items() if not row.field])
+@pytest.mark.parametrize("world", [world for world in SMALL if world != "bandits"])
+def test_what_is_no_gradient_field_has_none(world, name):
+    assert _asymmetry(name, world) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["local_reverse_kl", "last_token_reverse_kl"])
+def test_one_token_makes_a_field_of_it(name):
+    assert _asymmetry(name, "bandits") < DIFFERENCED
+
+
+@pytest.mark.parametrize("name", ATLAS)
+def test_gradients_do_not_depend_on_a_constant_in_the_logits(name):
+    for seed in SEEDS:
+        found = gradient(name, draw("ngram-ragged", seed))
+        # Rows of a softmax gradient sum to zero, up to the rounding of their entries.
+        assert np.abs(found.sum(axis=1)).max() <= 1e-15 * (1 + np.abs(found).max())
+
+
+@pytest.mark.parametrize("world", SHARED)
+def test_checkpoints_give_the_same_as_keeping_everything(world, monkeypatch):
+    instance = draw(world, 0)
+    kept = [gradient(name, instance) for name in ("reverse_kl", "squared_log_ratio", "chi_square")]
+    monkeypatch.setattr(recursions, "MEMORY", 0)
+    again = [gradient(name, instance) for name in ("reverse_kl", "squared_log_ratio", "chi_square")]
+    assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True))
+
+
+@pytest.mark.parametrize("memory", [0, 2**40])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9, 10, 17, 100])
+def test_time_runs_backwards_over_every_state_once(count, memory, monkeypatch):
+    monkeypatch.setattr(recursions, "MEMORY", memory)
+    calls = []
+
+    def step(state):
+        calls.append(1)
+        return state + 1
+
+    assert [int(state[0]) for state in recursions.backwards(step, np.zeros(1), count)] == list(range(count))[::-1]
+    # Twice the work at most is the price of √T memory.
+    assert len(calls) <= (count - 1) * (1 if memory else 2)
+
+
+def test_every_atlas_row_is_described():
+    assert list(ATLAS)[:3] == ["reverse_kl", "local_reverse_kl", "future_reverse_kl"]
+    assert list(ATLAS)[-1] == "zero"
+    assert len({row.formula for row in ATLAS.values()}) == len(ATLAS)
+    for name, row in ATLAS.items():
+        assert row.name == name
+        assert row.meaning
+        assert row.stale == (name.endswith("@sampler") or "sampler" in name)
+        assert ("μ" in row.formula) == row.stale
+
+
+@pytest.mark.parametrize("ask", [gradient, gradient_again, value, value_again])
+def test_an_unknown_name_is_a_usage_error(ask):
+    with pytest.raises(UsageError, match="revers_kl"):
+        ask("revers_kl", draw("bandit", 0))
