@@ -1,0 +1,187 @@
+"""Expected gradients by dynamic programming: exact where rollouts are too many or too long to be enumerated.
+
+For a loss whose term for a token depends on that token's fields alone, every (context, token) pair is a rollout of
+length 1, and one call of the loss on all pairs gives the whole table of what it does: h(c, v), the derivative of the
+term at the token's log-probs, and the detached cost k(c, v) where it is placed in the reward. With visits d_t and
+chances of the policy that draws the rollouts, E[A(c, v)] is then
+
+    loss: Σ_t d_t·h    immediate: Σ_t d_t·k    to-go: Σ_t d_t·E[Σ_{s≥t} k_s]    return: to-go, and what was paid before,
+
+the last of which vanishes in the gradient where rollouts are the policy's own. The formula of the estimator is written
+once, in the estimator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kltest.environments import Instance, Paths
+from kltest.errors import UsageError
+from kltest.moments.differentiate import RowGradients, differentiate
+from kltest.moments.horizon import Horizon
+from kltest.moments.moments import Reduction
+from kltest.moments.reduction import probe
+from kltest.policies import softmax_gradient
+from kltest.rollout import Rollout
+from kltest.targets.outcome import Loss
+
+# Numbers in the largest field of one call.
+CHUNK = 2**22
+# Rollouts on which the table is compared with what the loss does to whole rollouts.
+WITNESSES = 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """`gradient` (C, V) = E[ĝ] with respect to logits; `value` = E[Σ_t of what the loss returned per token]."""
+
+    gradient: np.ndarray
+    value: float
+    reduction: Reduction
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """What a loss does to each context and token: `sampled` (C, V), `full` (C, V) in expectation over the sampled."""
+
+    sampled: np.ndarray
+    full: np.ndarray | None
+    cost: np.ndarray
+    reduction: Reduction
+    dtype: str
+
+
+def dynamic(loss: Loss, instance: Instance, sampler: str = "current", *, padding: int = 0, seed: int = 0) -> Expected:
+    """The expected gradient of a batch of one rollout, without enumerating rollouts.
+
+    Raises UsageError for a loss that is seen to depend on more than each token's own fields.
+    """
+    chances = np.exp(instance.behaviour(sampler))
+    pairs = _call_on_pairs(loss, instance, sampler, chances, padding, seed)
+    _compare(loss, instance, sampler, pairs, padding, seed)
+    horizon = Horizon(instance.environment, chances)
+    visits = horizon.visits()[:, None]
+    table = visits * chances * pairs.sampled
+    if pairs.full is not None:
+        table += visits * pairs.full
+    value = float((visits * chances * pairs.cost).sum())
+    if loss.placement != "loss":
+        charged = visits * pairs.cost
+        if loss.credit != "immediate":
+            charged += horizon.following(pairs.cost)
+        if loss.credit == "return" and sampler != "current":
+            charged += horizon.preceding(pairs.cost)[:, None]
+        table += chances * charged
+    return Expected(softmax_gradient(table, instance.policy), value, pairs.reduction, pairs.dtype)
+
+
+def _pairs(instance: Instance, contexts: np.ndarray) -> Paths:
+    """Every token of the given contexts as a rollout of length 1."""
+    vocabulary = instance.environment.vocabulary
+    rows = len(contexts) * vocabulary
+    return Paths(
+        np.repeat(contexts, vocabulary)[:, None],
+        np.tile(np.arange(vocabulary), len(contexts))[:, None],
+        np.ones((rows, 1), dtype=bool),
+        np.zeros(rows, dtype=np.int64),
+        np.zeros(rows),
+    )
+
+
+def _call_on_pairs(
+    loss: Loss, instance: Instance, sampler: str, chances: np.ndarray, padding: int, seed: int
+) -> _Pairs:
+    contexts, vocabulary = chances.shape
+    generator = np.random.default_rng([seed, contexts])
+    some = _pairs(instance, generator.choice(contexts, size=min(contexts, 4), replace=False))
+    witness = probe(loss, Rollout.of(instance, some, sampler=sampler, padding=padding), generator, few=True)
+    if witness.reduction == "coupled":
+        raise UsageError(f"{loss.name} couples the rows of a batch ({witness.coupling}): enumerate its batches instead")
+    wide = any("logits" in single.leaves for single in witness.singles.values()) or "ref_logits" in loss.takes
+    step = max(1, CHUNK // (vocabulary * (vocabulary if wide else 1)))
+    sampled, cost = np.zeros((contexts, vocabulary)), np.zeros((contexts, vocabulary))
+    full: np.ndarray | None = None
+    dtype = "float64"
+    for first in range(0, contexts, step):
+        here = np.arange(first, min(first + step, contexts))
+        rollout = Rollout.of(instance, _pairs(instance, here), sampler=sampler, padding=padding)
+        factor = 1.0 if witness.reduction == "sum" else float(len(rollout))
+        called = differentiate(loss, rollout, None, factor)
+        dtype = called.outcome.dtype
+        cost[here] = _values(loss, called, (len(here), vocabulary))
+        if called.logp is not None:
+            sampled[here] = called.logp.reshape(-1, vocabulary)
+        if called.logits is not None:
+            full = np.zeros_like(sampled) if full is None else full
+            each = called.logits.reshape(len(here), vocabulary, vocabulary)
+            full[here] = np.einsum("cy,cyv->cv", chances[here], each)
+    if loss.placement != "loss":
+        sampled -= cost
+    return _Pairs(sampled, full, cost, witness.reduction, dtype)
+
+
+def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndarray:
+    value = called.outcome.value
+    if value is None or value.dim() != 2:
+        raise UsageError(
+            f"{loss.name} must return one number a token, (B, T), for dynamic programming; it returned "
+            f"{called.outcome.returned}"
+        )
+    return value.numpy().reshape(shape)
+
+
+def _compare(loss: Loss, instance: Instance, sampler: str, pairs: _Pairs, padding: int, seed: int) -> None:
+    """Raise UsageError if whole rollouts, drawn at random, are not treated as their tokens are one by one."""
+    generator = np.random.default_rng([seed, WITNESSES])
+    paths = instance.environment.sample(instance.behaviour(sampler), WITNESSES, generator)
+    mask = paths.mask
+    tokens = Paths(
+        paths.contexts[mask][:, None],
+        paths.tokens[mask][:, None],
+        np.ones((int(mask.sum()), 1), dtype=bool),
+        np.zeros(int(mask.sum()), dtype=np.int64),
+        np.zeros(int(mask.sum())),
+    )
+    whole, single = (
+        differentiate(
+            loss,
+            Rollout.of(instance, part, sampler=sampler, padding=padding),
+            part.mask,
+            1.0 if pairs.reduction == "sum" else float(len(part)),
+        )
+        for part in (paths, tokens)
+    )
+    value = whole.outcome.value
+    agrees = value is not None and tuple(value.shape) == paths.shape and whole.leaves == single.leaves
+    if agrees and value is not None:
+        cost = np.zeros(paths.shape)
+        cost[mask] = _values(loss, single, (len(tokens), 1))[:, 0]
+        agrees = _near(value.numpy()[mask], cost[mask], whole.tolerance)
+        if whole.logp is not None and single.logp is not None:
+            expected = single.logp[:, 0]
+            if loss.placement != "loss":
+                expected = expected - cost[mask] + _charged(cost, loss.credit)[mask]
+            agrees &= _near(whole.logp[mask], expected, whole.tolerance)
+        if whole.logits is not None and single.logits is not None:
+            agrees &= _near(whole.logits[mask], single.logits[:, 0], whole.tolerance)
+    if not agrees:
+        raise UsageError(
+            f"{loss.name} depends on more than each token's own log-probs: on whole rollouts it gives something else "
+            "than on their tokens one by one, so that dynamic programming does not apply. Enumerate the rollouts"
+        )
+
+
+def _charged(cost: np.ndarray, credit: str) -> np.ndarray:
+    """(B, T) the costs that each token is held to account for."""
+    if credit == "immediate":
+        return cost
+    to_go = cost[:, ::-1].cumsum(axis=1)[:, ::-1]
+    return to_go if credit == "to-go" else np.broadcast_to(to_go[:, :1], cost.shape)
+
+
+def _near(found: np.ndarray, expected: np.ndarray, tolerance: float) -> bool:
+    scale = max(np.abs(found).max(initial=0.0), np.abs(expected).max(initial=0.0))
+    return bool(np.abs(found - expected).max(initial=0.0) <= tolerance * scale)

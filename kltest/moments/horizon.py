@@ -1,0 +1,88 @@
+"""What a stationary policy's visits add up to over a horizon: sums over time by products with sparse matrices.
+
+With d_t(c) the chance of standing in context c at time t and M(c, c') = Σ_v π(v|c)·P(c'|c, v), the sums below need M
+once a step, in one direction or in both, and (C, V) tables once in all; nothing is kept per time step but d_t itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt
+
+import numpy as np
+from scipy import sparse
+
+from kltest.environments import Environment
+
+# Visits of all time steps are kept up to this many bytes; beyond it, every √T-th, and the others are worked out again.
+MEMORY = 2**28
+
+
+class Horizon:
+    """The visits of a policy, given by its (C, V) chances, in an environment."""
+
+    def __init__(self, environment: Environment, chances: np.ndarray) -> None:
+        self.environment = environment
+        self.chances = chances
+        self._onward = environment.transition
+        self._step = self._mixed(chances)
+        self._back = self._step.T
+
+    def visits(self) -> np.ndarray:
+        """(C,) Σ_t d_t."""
+        total = np.zeros(len(self.chances))
+        for visit in self._forward():
+            total += visit
+        return total
+
+    def following(self, cost: np.ndarray) -> np.ndarray:
+        """(C, V) Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v]: what a token leads to."""
+        mean = (self.chances * cost) @ np.ones(cost.shape[1])
+        total = np.zeros(cost.size)
+        value = np.zeros(len(mean))
+        width = cost.shape[1]
+        for visit in self._backward():
+            later = self._onward @ value
+            value = mean + self._step @ value
+            later *= np.repeat(visit, width)
+            total += later
+        return total.reshape(cost.shape)
+
+    def preceding(self, cost: np.ndarray) -> np.ndarray:
+        """(C,) Σ_t E[1{c_t = c}·Σ_{s<t} cost_s]: what was paid before a context was reached."""
+        paying = self._mixed(self.chances * cost).T
+        total = paid = np.zeros(len(self.chances))
+        for visit in self._forward():
+            total = total + paid
+            paid = self._back @ paid + paying @ visit
+        return total
+
+    def _mixed(self, weights: np.ndarray) -> sparse.csr_array:
+        """(C, C) Σ_v weights(c, v)·P(·|c, v), entries of one context side by side and not yet added up."""
+        onward = self._onward
+        rows = np.repeat(weights.ravel(), np.diff(onward.indptr))
+        contexts, vocabulary = weights.shape
+        pointers = onward.indptr[::vocabulary].copy()
+        return sparse.csr_array((onward.data * rows, onward.indices, pointers), shape=(contexts, contexts))
+
+    def _forward(self, first: np.ndarray | None = None, steps: int | None = None) -> Iterator[np.ndarray]:
+        visit = self.environment.start_distribution() if first is None else first
+        for step in range(self.environment.horizon if steps is None else steps):
+            if step:
+                visit = self._back @ visit
+            if not visit.any():
+                return
+            yield visit
+
+    def _backward(self) -> Iterator[np.ndarray]:
+        """d_{T−1}, …, d_0."""
+        horizon, contexts = self.environment.horizon, len(self.chances)
+        stride = 1 if horizon * contexts * 8 <= MEMORY else isqrt(horizon - 1) + 1
+        kept = [visit for step, visit in enumerate(self._forward()) if step % stride == 0]
+        missing = -(-horizon // stride) - len(kept)
+        kept += [np.zeros(contexts)] * missing
+        for index in reversed(range(len(kept))):
+            steps = min(stride, horizon - index * stride)
+            segment = list(self._forward(kept[index], steps)) if stride > 1 else [kept[index]]
+            segment += [np.zeros(contexts)] * (steps - len(segment))
+            yield from reversed(segment)
