@@ -262,6 +262,25 @@ def test_time_runs_backwards_over_every_state_once(count, memory, monkeypatch):
     assert len(calls) <= (count - 1) * (1 if memory else 2)
 
 
+@pytest.mark.parametrize("name", [name for name in ATLAS if not name.startswith("total_variation")])
+def test_work_grows_linearly_with_the_horizon(name, monkeypatch):
+    """One sparse product a step and direction, two where a second moment is carried; never an enumeration."""
+    done = []
+    for function in ("forward", "onward"):
+        true = getattr(recursions, function)
+        counted = lambda *given, true=true: (done.append(1), true(*given))[1]  # noqa: E731
+        monkeypatch.setattr(recursions, function, counted)
+        monkeypatch.setattr(gradients, function, counted)
+
+    def products(length):
+        done.clear()
+        gradient(name, Instance.draw(ngram(2, length, 2), 0))
+        return len(done)
+
+    assert products(200) <= 4 * 200
+    assert products(200) - products(100) == products(300) - products(200)
+
+
 def test_every_atlas_row_is_described():
     assert list(ATLAS)[:3] == ["reverse_kl", "local_reverse_kl", "future_reverse_kl"]
     assert list(ATLAS)[-1] == "zero"

@@ -92,8 +92,8 @@ def test_geometric_lengths():
 
 
 def test_large_worlds_obey_the_identities():
-    """100,000 states, horizon 100: no enumeration. KL(π‖ref) + H(π) = −E_π[Σ log ref], three separate recursions."""
-    world = mdp(100_000, 4, 100, branches=5, seed=1)
+    """100,000 states, horizon 30: no enumeration. KL(π‖ref) + H(π) = −E_π[Σ log ref], three separate recursions."""
+    world = mdp(100_000, 4, 30, branches=5, seed=1)
     generator = np.random.default_rng(0)
     instance = Instance.of(world, *generator.standard_normal((2, 100_000, 4)))
     pays_reference = type(world)(**{**vars(world), "reward": instance.reference})
@@ -101,7 +101,7 @@ def test_large_worlds_obey_the_identities():
     # Entries are 1e-3 of the sums that they are differences of.
     total = gradient("reverse_kl", instance) + gradient("entropy", instance) + gradient("expected_reward", cross)
     assert np.abs(total).max() <= 1e-11 * np.abs(gradient("entropy", instance)).max()
-    assert value("expected_length", instance) == pytest.approx(100, rel=1e-11)
+    assert value("expected_length", instance) == pytest.approx(30, rel=1e-11)
 
 
 def test_visits_of_a_stationary_process():
