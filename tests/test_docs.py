@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -82,18 +83,27 @@ def test_ci_runs_exactly_the_readmes_test_command():
 
 
 def test_ci_ends_as_the_command_ends(tmp_path):
-    """A copy of the script, beside a README with another command, in a clean copy of nothing."""
+    """The script beside a README with another command, and a python that only pretends to make an environment."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nmkdir -p "$3/bin" && : > "$3/bin/activate"\n')
+    python.chmod(0o755)
     (tmp_path / ".ci").mkdir()
     script = tmp_path / ".ci" / "run"
     script.write_text((ROOT / ".ci" / "run").read_text())
-    for command, code in (("echo all passed", 0), ("echo 1 failed && exit 7", 7), ("false && echo never", 1)):
-        page = f"<!-- begin: test-command -->\n```bash\n{command}\n```\n<!-- end: test-command -->\n"
+
+    def run(page: str) -> subprocess.CompletedProcess:
         (tmp_path / "README.md").write_text(page)
-        done = subprocess.run(["bash", script], capture_output=True, text=True)
-        assert done.returncode == code
-        assert code == 1 or done.stdout.splitlines()[-1] in ("all passed", "1 failed")
-    (tmp_path / "README.md").write_text("no marks")
-    assert subprocess.run(["bash", script], capture_output=True).returncode == 2
+        environment = {**os.environ, "PYTHON": str(python)}
+        return subprocess.run(["bash", script], capture_output=True, text=True, env=environment, check=False)
+
+    for command, code, last in (
+        ("echo all passed", 0, "all passed"),
+        ("echo 1 failed && exit 7", 7, "1 failed"),
+        ("false && echo never", 1, "+ false && echo never"),
+    ):
+        done = run(f"<!-- begin: test-command -->\n```bash\n{command}\n```\n<!-- end: test-command -->\n")
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (code, last), done.stderr
+    assert run("no marks").returncode == 2
 
 
 def test_the_citation_is_valid_and_of_this_version():
