@@ -753,3 +753,49 @@ def test_the_leaf_is_the_rollouts_own(rollout):
     outcome = bind(lambda rollout: k2(rollout.logp, rollout.ref_logp))(fresh)
     (found,) = torch.autograd.grad(outcome.objective, [fresh.built("logp")])
     torch.testing.assert_close(found, by_hand(rollout, u(rollout)))
+
+
+@given(
+    names=st.permutations([name for name in FIELDS if name not in ("logits", "ref_logits", "old_logits")]),
+    cuts=st.tuples(st.integers(0, 10), st.integers(0, 10)),
+    defaults=st.booleans(),
+)
+def test_any_order_and_kind_of_parameters(names, cuts, defaults):
+    first, second = sorted(cuts)
+    mark = "=None" if defaults else ""
+    parts = [f"{name}{mark}" for name in names]
+    groups = [
+        parts[:first] + ["/"] * bool(first),
+        parts[first:second],
+        ["*", *parts[second:]] if parts[second:] else [],
+    ]
+    scope = {"seen": (seen := {})}
+    text = ", ".join(part for group in groups for part in group)
+    exec(f"def loss({text}):\n    seen.update(locals())\n    return logp", scope)
+    rollout = Rollout.of(Instance.draw(ragged(), 1), sampler="stale")
+    bind(scope["loss"])(rollout)
+    for name in set(names) - {"beta", "rollout"}:
+        torch.testing.assert_close(seen[name], rollout.peek(name), rtol=0, atol=0)
+
+
+def test_a_kind_of_mask_that_only_some_worlds_need(short):
+    def loss(logp, ref_logp, mask):
+        return k2(logp, ref_logp) if mask.all() else k2(logp, ref_logp).masked_fill(~mask, 0.0)
+
+    bound = bind(loss)
+    bound(Rollout.of(Instance.draw(bandit(), 1)))
+    assert bound.notes == []
+    torch.testing.assert_close(gradient(bound, short), by_hand(short, u(short)))
+    assert len(bound.notes) == 1
+
+
+def test_inference_mode_is_no_gradient(short):
+    def loss(logp, ref_logp):
+        with torch.inference_mode():
+            return k2(logp, ref_logp)
+
+    assert not bind(loss)(short).reaches_policy
+
+
+def test_a_compiled_loss_runs_as_written(short):
+    torch.testing.assert_close(gradient(bind(torch.compile(k2)), short), by_hand(short, u(short)))

@@ -127,9 +127,10 @@ class BoundLoss:
         )
 
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
-        """One call, with the first kind of mask that the loss accepts; that kind is kept for the calls that follow."""
+        """One call, with the first kind of mask that the loss accepts; the calls that follow begin with that kind."""
         first: BaseException | None = None
-        for kind in KINDS if self._kind is None else (self._kind,):
+        kinds = sorted(KINDS, key=lambda kind: kind is not self._kind)
+        for kind in kinds:
             if first is not None and not kind.may_mend(first, takes_mask="mask" in rollout.accessed):
                 continue
             view = Handed(rollout, beta, kind, always_copy=bool(self.mutated))
@@ -146,7 +147,7 @@ class BoundLoss:
             finally:
                 rollout.accessed |= view.accessed
             if first is not None:
-                self.notes.append(f"It was given {kind}: with {KINDS[0]} it raised {describe(first)}")
+                self.notes.append(f"It was given {kind}: with {kinds[0]} it raised {describe(first)}")
             self._kind = kind
             self._check_inputs(rollout, view, clean)
             return read(self.name, _zero_as_tensor(answer, beta), rollout), view
