@@ -384,10 +384,10 @@ def test_a_bug_of_kltest_says_so_and_keeps_the_traceback(monkeypatch):
 
 
 def test_a_bug_of_kltest_in_the_child_says_so_and_spares_the_other_targets(monkeypatch):
-    def broken(target, **options):
-        if "truth" in target:
+    def broken(loss, name, **options):
+        if "truth" in name:
             raise ZeroDivisionError("planted")
-        return Report(target, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64")
+        return Report(name, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64")
 
     monkeypatch.setattr("kltest.grading.grader.grade", broken)
     if sys.platform != "linux":

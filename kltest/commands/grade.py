@@ -131,9 +131,9 @@ def steps(target: str, settings: Mapping[str, Any]) -> Iterator[Report | None]:
     from kltest.targets.resolve import resolve
 
     call = {name: settings[name] for name in ("placement", "credit", "arguments") if name in settings}
-    resolve(target, Call(**call))
+    loss = resolve(target, Call(**call))
     yield None
-    yield grade_here(target, **settings)
+    yield grade_here(loss, name=target, **{key: value for key, value in settings.items() if key not in call})
 
 
 def _import_once() -> None:

@@ -22,6 +22,7 @@ from kltest.grading.judge import run_checks, selected_codes, verdict
 from kltest.grading.report import CheckResult, GradientRow, Report
 from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, WORLDS, instances
 from kltest.rollout import SAMPLER_FIELDS, Rollout
+from kltest.targets.calling import BoundLoss
 from kltest.targets.outcome import Call, Loss
 from kltest.targets.resolve import bind, resolve
 from kltest.truth import parse, plain
@@ -50,7 +51,8 @@ def grade(
     """Which gradient does this loss follow, exactly, and is it the one that it is meant to follow?
 
     `loss` is a callable whose parameters are filled by name from the rollout, or what `kltest grade` takes: a
-    registered name, `package.module:function`, `path/to/file.py:function`. `expect` is a named gradient or a
+    registered name, `package.module:function`, `path/to/file.py:function`; or what `kltest.targets.resolve` made of
+    one, which says itself how it is placed and called. `expect` is a named gradient or a
     combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit` default to
     the estimator's own, else to a loss and to the whole return; `sampler` to both if the loss takes the sampler's
     log-probs.
@@ -110,7 +112,10 @@ class _Grading:
         self.results: list[CheckResult] = []
 
     def run(self, target: Callable[..., Any] | str, call: Call, name: str | None) -> None:
-        loss = resolve(target, call) if isinstance(target, str) else bind(target, call, name=name)
+        if isinstance(target, BoundLoss):
+            loss = target
+        else:
+            loss = resolve(target, call) if isinstance(target, str) else bind(target, call, name=name)
         self.loss = loss
         seed = self.blank.seed
         samplers = SAMPLERS[self.sampler] if self.sampler else _samplers_used(loss, self.environments[0], seed)
