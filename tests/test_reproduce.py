@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -439,14 +440,30 @@ def test_figures_are_the_same_bytes_when_drawn_again_in_another_process(checkout
 
 def test_a_figure_without_results_says_which_file_is_missing(checkout, capsys):
     assert figures() == 3
-    assert "roots.json" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "there is no" in err
+    assert "roots.json" in err
+    assert "Traceback" not in err
 
 
 def test_the_paper_refuses_a_number_that_results_do_not_contain(checkout):
     run("roots")
-    populate(checkout, {"paper/paper.typ": PAPER + '#n("roots", "smallest") #n("cubes", "largest")'})
-    with pytest.raises(UsageError, match="cubes:largest, roots:smallest"):
+    populate(checkout, {"paper/paper.typ": PAPER + '#n("roots", "smallest") #n("roots", "mean", digits: 2)'})
+    with pytest.raises(UsageError, match="roots:mean; roots:smallest"):
         paper()
+    populate(checkout, {"paper/paper.typ": PAPER + '#n("cubes", "largest")'})
+    with pytest.raises(UsageError, match=r"no results of cubes.*kltest reproduce"):
+        paper()
+
+
+def test_a_terminal_without_unicode_gets_question_marks(checkout, monkeypatch):
+    analysis = checkout / "experiments/roots/analysis.py"
+    analysis.write_text(analysis.read_text().replace("roots are small", "∇ is small"))
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert run("roots") == 0
+    stdout.seek(0)
+    assert "? is small" in stdout.read()
 
 
 def test_the_paper_is_the_same_bytes_when_built_again(checkout, tmp_path):

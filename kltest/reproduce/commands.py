@@ -164,7 +164,9 @@ def _width() -> int:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    """What a terminal cannot show (∇ on an ASCII one) is a question mark there, never an error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
 
 def _warn(text: str) -> None:

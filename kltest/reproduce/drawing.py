@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kltest.errors import KltestError
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.files import write
 
@@ -25,7 +26,10 @@ def draw(checkout: Checkout, name: str, output: Path) -> list[Path]:
     script, style = checkout.load("figures", name), checkout.load("figures", "style")
     # Fonts and resolution count when a figure is saved as much as when it is drawn.
     with style.styled():
-        figure = script.draw(output)
+        try:
+            figure = script.draw(output)
+        except FileNotFoundError as error:
+            raise KltestError(f"there is no {error.filename} to draw; `kltest reproduce` makes it") from error
         return [write(output / "figures" / f"{name}.{kind}", render(figure, kind)) for kind in FORMATS]
 
 

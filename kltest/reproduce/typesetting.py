@@ -27,10 +27,13 @@ def typeset(checkout: Checkout, output: Path) -> Path:
     except ImportError as error:
         raise UsageError("the paper needs Typst: pip install 'kltest[paper]', or pip install typst") from error
     text = (checkout.root / "paper" / "paper.typ").read_text()
+    for experiment in sorted({experiment for experiment, _ in cited(text)}):
+        if not (output / experiment / "numbers.json").is_file():
+            raise UsageError(f"there are no results of {experiment} in {output}; `kltest reproduce` makes them")
     if missing := uncovered(text, output):
         raise UsageError(
-            f"the paper cites numbers that the results in {output} do not contain: {', '.join(missing)}. "
-            "Run `kltest reproduce` first, or mend the text"
+            f"the paper cites numbers that the results in {output} do not contain: {'; '.join(missing)}. "
+            "Run `kltest reproduce` again, or mend the text"
         )
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
