@@ -55,7 +55,8 @@ class Case:
     @property
     def title(self) -> str:
         settings = " ".join(f"{key}={value}" for key, value in self.arguments.items())
-        return f"{self.target.rpartition(':')[2]} {settings}"
+        declared = "" if self.expect == "reverse_kl" else f" --expect {self.expect}"
+        return f"{self.target.rpartition(':')[2]} {settings}{declared}"
 
 
 @dataclass(frozen=True)
