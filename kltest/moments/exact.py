@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from torch import Tensor
 
@@ -22,25 +25,35 @@ POOL = 3
 SPOT_CHECKS = 3
 
 
-def exact(loss: Loss, instance: Instance, sampler: str = "current", *, padding: int = 0, seed: int = 0) -> Moments:
+def exact(
+    loss: Loss,
+    instance: Instance,
+    sampler: str = "current",
+    *,
+    padding: int = 0,
+    seed: int = 0,
+    projection: Callable[[], Projection] | None = None,
+) -> Moments:
     """E[ĝ], E‖ĝ‖² of a batch of one rollout drawn from the policy ("current") or the sampler ("stale").
 
     The loss is called on single rollouts, on pairs and on larger batches first, to learn how it combines rows. Where
     there are few rollouts every one is then called on its own, which is the definition; where there are many and the
     loss was seen to treat rows apart, they are called in large batches, with single ones compared again. `padding`
-    seeds what stands at padded positions, `seed` the choice of probes.
+    seeds what stands at padded positions, `seed` the choice of probes; `projection` makes what adds up the
+    rollouts, where gradients with respect to something else are wanted as well.
 
     Raises BatchOfOneError for a loss that cannot be called with one rollout, TargetError where its gradient is not
     finite or not reproducible, UsageError if it couples rows and there are too many to call it on each, WorldError if
     the world cannot be enumerated.
     """
     paths = instance.paths
+    projection = projection or partial(Projection, instance.policy, distinct=instance.environment.tree)
     generator = np.random.default_rng([seed, len(paths)])
     if len(paths) > ONE_BY_ONE:
         pool = Rollout.of(instance, paths.take(_pool(paths, generator)), sampler=sampler, padding=padding)
         witness = probe(loss, pool, generator, few=True)
         if witness.reduction != "coupled":
-            moments = _in_chunks(witness, instance, sampler, padding, generator)
+            moments = _in_chunks(witness, instance, sampler, padding, generator, projection)
             if moments is not None:
                 return moments
         if len(paths) > MOST_SINGLES:
@@ -55,7 +68,7 @@ def exact(loss: Loss, instance: Instance, sampler: str = "current", *, padding: 
     else:
         witness = probe(loss, Rollout.of(instance, sampler=sampler, padding=padding), generator)
         witness.look(list(range(len(paths))))
-    return _one_by_one(witness, instance, sampler)
+    return _one_by_one(witness, instance, sampler, projection())
 
 
 def _pool(paths: Paths, generator: np.random.Generator) -> np.ndarray:
@@ -71,11 +84,16 @@ def _pool(paths: Paths, generator: np.random.Generator) -> np.ndarray:
 
 
 def _in_chunks(
-    witness: Witness, instance: Instance, sampler: str, padding: int, generator: np.random.Generator
+    witness: Witness,
+    instance: Instance,
+    sampler: str,
+    padding: int,
+    generator: np.random.Generator,
+    make: Callable[[], Projection],
 ) -> Moments | None:
     """Large batches, each row's gradient scaled to what it gives alone; None if the rows turn out to be coupled."""
     paths, weights = instance.paths, instance.rollout_weights(sampler)
-    projection = Projection(instance.policy, distinct=instance.environment.tree)
+    projection = make()
     wide = any("logits" in single.leaves for single in witness.singles.values())
     width = paths.shape[1] * (instance.environment.vocabulary if wide else 1)
     size = max(1, CHUNK // width)
@@ -87,15 +105,22 @@ def _in_chunks(
     for number, (rows, part) in enumerate(paths.split(size)):
         rollout = Rollout.of(instance, part, sampler=sampler, padding=padding)
         live = part.mask if part.padded else None
-        spot = int(generator.integers(len(part)))
-        alone = None
-        if number in spots:
-            alone = differentiate(witness.loss, rollout.take([spot]), None if live is None else live[[spot]])
         factor = 1.0 if witness.reduction == "sum" else float(len(part))
         called = differentiate(witness.loss, rollout, live, factor)
-        if alone is not None and not close(alone.row(0), called.row(spot), called.tolerance):
-            witness.found_coupled(f"a batch of {len(part)} rollouts")
-            return None
+        if number in spots or (witness.mean and witness.sum):
+            fresh = Rollout.of(instance, part, sampler=sampler, padding=padding)
+            for spot in {_most_moved(called), int(generator.integers(len(part)))}:
+                alone = differentiate(witness.loss, fresh.take([spot]), None if live is None else live[[spot]])
+                if close(alone.row(0), called.row(spot), called.tolerance):
+                    continue
+                if witness.mean and witness.sum and close(alone.row(0), called.row(spot), called.tolerance, 1 / factor):
+                    # Until now every gradient was zero, and a sum could not be told from a mean.
+                    witness.mean = False
+                    return _in_chunks(witness, instance, sampler, padding, generator, make)
+                witness.found_coupled(f"a batch of {len(part)} rollouts")
+                return None
+            if any(part_.any() for part_ in called.parts):
+                witness.sum = witness.reduction == "sum"
         projection.add(part, weights[rows], called.logp, called.logits)
         leaves |= called.leaves
         values.append(_per_row(called.outcome.value, part))
@@ -114,11 +139,10 @@ def _in_chunks(
     )
 
 
-def _one_by_one(witness: Witness, instance: Instance, sampler: str) -> Moments:
+def _one_by_one(witness: Witness, instance: Instance, sampler: str, projection: Projection) -> Moments:
     """Every rollout as a batch of its own: the definition."""
     paths, weights = instance.paths, instance.rollout_weights(sampler)
     singles = [witness.single(row) for row in range(len(paths))]
-    projection = Projection(instance.policy, distinct=instance.environment.tree)
     for leaves in ({"logp"}, {"logits"}, {"logp", "logits"}):
         index = [row for row, single in enumerate(singles) if single.leaves == leaves]
         if index:
@@ -137,6 +161,12 @@ def _one_by_one(witness: Witness, instance: Instance, sampler: str) -> Moments:
         metric=_expectation([_per_row(s.outcome.metric, p) for s, p in zip(singles, one, strict=True)], weights),
         coupling=witness.coupling,
     )
+
+
+def _most_moved(called: RowGradients) -> int:
+    """The row with the largest gradient."""
+    sizes = [np.abs(part).reshape(len(part), -1).max(axis=1) for part in called.parts]
+    return int(np.argmax(np.max(sizes, axis=0))) if sizes else 0
 
 
 def _stack(singles: list[RowGradients], rows: list[int], leaf: str) -> np.ndarray:

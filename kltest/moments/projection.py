@@ -52,6 +52,7 @@ class Projection:
             if logp is not None:
                 logits = logits.copy()
                 logits[np.arange(len(paths))[:, None], np.arange(paths.shape[1]), paths.tokens] += logp
+                logp = None
             paths.collect(logits * weights[:, None, None], self.table)
             if self.distinct:
                 self._others += float(weights @ self._squared_norms(paths, logits).sum(axis=1))
@@ -76,16 +77,7 @@ class Projection:
 
     def _add_dense(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
         """Each rollout's gradient in full, where the table is small."""
-        contexts, vocabulary = self.policy.shape
-        row = np.arange(len(paths))[:, None]
-        each: np.ndarray = np.zeros((len(paths), contexts, vocabulary))
-        if logits is not None:
-            np.add.at(each.reshape(-1, vocabulary), row * contexts + paths.contexts, logits)
-        elif logp is not None:
-            cell = (row * contexts + paths.contexts) * vocabulary + paths.tokens
-            each = np.bincount(cell.ravel(), logp.ravel(), each.size).reshape(each.shape)
-        each -= self._probability * each.sum(axis=2, keepdims=True)
-        flat = each.reshape(len(paths), -1)
+        flat = each_gradient(paths, self.policy, logp, logits).reshape(len(paths), -1)
         self._others += float(weights @ np.einsum("nd,nd->n", flat, flat))
 
     def _add_pairs(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
@@ -114,3 +106,16 @@ class Projection:
                     )
                     kernel *= columns[earlier, rows] * columns[later, rows]
                     self._others += (1 if earlier == later else 2) * float(weights[rows] @ kernel)
+
+
+def each_gradient(paths: Paths, policy: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> np.ndarray:
+    """(N, C, V) each rollout's gradient with respect to logits; either leaf may be None."""
+    contexts, vocabulary = policy.shape
+    row = np.arange(len(paths))[:, None]
+    each: np.ndarray = np.zeros((len(paths), contexts, vocabulary))
+    if logits is not None:
+        np.add.at(each.reshape(-1, vocabulary), row * contexts + paths.contexts, logits)
+    if logp is not None:
+        cell = (row * contexts + paths.contexts) * vocabulary + paths.tokens
+        each += np.bincount(cell.ravel(), logp.ravel(), each.size).reshape(each.shape)
+    return each - np.exp(policy) * each.sum(axis=2, keepdims=True)
