@@ -1,8 +1,8 @@
 """Exact moments of the gradient of any loss: by enumeration, over batches, by dynamic programming, for any module."""
 
 from kltest.moments.batches import exact_batches
-from kltest.moments.dynamic import Expected, dynamic
-from kltest.moments.exact import exact
+from kltest.moments.dynamic_programming import Expected, dynamic
+from kltest.moments.enumeration import exact
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.reduction import BatchOfOneError
 

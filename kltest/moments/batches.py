@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError, WorldError
+from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
-from kltest.moments.reduction import close
 from kltest.rollout import LEAVES, Rollout
 from kltest.targets.outcome import Loss
 
@@ -126,7 +126,7 @@ class _Batches:
         for _ in range(tries if size > 1 else 0):
             rows, order = generator.choice(pool, size=size), generator.permutation(size)
             before, after = self.call(rows), self.call(rows[order])
-            if not close(tuple(part[order] for part in before.parts), after.parts, before.tolerance):
+            if not close(tuple(part[order] for part in before.parts), after.parts, before.dtype):
                 return False
         return True
 

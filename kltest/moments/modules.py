@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
 from kltest.modules import pull_back, trainable
-from kltest.moments.exact import exact
+from kltest.moments.enumeration import exact
 from kltest.moments.moments import Moments
 from kltest.moments.projection import Projection, each_gradient
 from kltest.targets.outcome import Loss

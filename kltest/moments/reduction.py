@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kltest.errors import KltestError, TargetError
+from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
 from kltest.rollout import Rollout
@@ -50,7 +51,7 @@ class Witness:
     def check_deterministic(self, row: int) -> None:
         """Raise TargetError if the same batch gives two different gradients."""
         again = self.call([row])
-        if not close(self.single(row).row(0), again.row(0), again.tolerance):
+        if not close(self.single(row).row(0), again.row(0), again.dtype):
             raise TargetError(
                 f"{self.loss.name} gives different gradients for the same batch: it draws random numbers or keeps "
                 "state between calls. Make it deterministic (dropout off, seeds fixed) to have it graded exactly"
@@ -60,8 +61,8 @@ class Witness:
         """Call the loss on a batch of these rows and compare with each row's own gradient."""
         batch, own = self.call(rows), [self.single(row) for row in rows]
         pairs = [(single.row(0), batch.row(position)) for position, single in enumerate(own)]
-        self.mean &= all(close(single, part, batch.tolerance, len(rows)) for single, part in pairs)
-        self.sum &= all(close(single, part, batch.tolerance) for single, part in pairs)
+        self.mean &= all(close(single, part, batch.dtype, len(rows)) for single, part in pairs)
+        self.sum &= all(close(single, part, batch.dtype) for single, part in pairs)
         if not (self.mean or self.sum):
             twice = len(set(rows)) < len(rows) == 2
             self.found_coupled("the same rollout twice" if twice else f"a batch of {len(rows)} rollouts")
@@ -138,13 +139,3 @@ def _explain_failure(witness: Witness, error: KltestError) -> None:
             f"{witness.loss.name} fails on a batch of one rollout and runs on {size}: it needs whole groups, so "
             f"that its gradient must be graded by batches of {size} or more ({error})"
         ) from error
-
-
-def close(single: tuple[np.ndarray, ...], part: tuple[np.ndarray, ...], tolerance: float, factor: float = 1.0) -> bool:
-    if len(single) != len(part):
-        return not any(array.any() for array in (*single, *part))
-    return all(
-        np.abs(a - factor * b).max(initial=0.0)
-        <= tolerance * max(np.abs(a).max(initial=0.0), factor * np.abs(b).max(initial=0.0))
-        for a, b in zip(single, part, strict=True)
-    )

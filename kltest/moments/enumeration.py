@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
+from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
-from kltest.moments.reduction import Witness, close, probe
+from kltest.moments.reduction import Witness, probe
 from kltest.rollout import LEAVES, Rollout
 from kltest.targets.outcome import Loss
 
@@ -111,9 +112,9 @@ def _in_chunks(
             fresh = Rollout.of(instance, part, sampler=sampler, padding=padding)
             for spot in {_most_moved(called), int(generator.integers(len(part)))}:
                 alone = differentiate(witness.loss, fresh.take([spot]), None if live is None else live[[spot]])
-                if close(alone.row(0), called.row(spot), called.tolerance):
+                if close(alone.row(0), called.row(spot), called.dtype):
                     continue
-                if witness.mean and witness.sum and close(alone.row(0), called.row(spot), called.tolerance, 1 / factor):
+                if witness.mean and witness.sum and close(alone.row(0), called.row(spot), called.dtype, 1 / factor):
                     # Until now every gradient was zero, and a sum could not be told from a mean.
                     witness.mean = False
                     return _in_chunks(witness, instance, sampler, padding, generator, make)

@@ -19,6 +19,7 @@ import numpy as np
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
+from kltest.moments.agreement import near
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Reduction
@@ -159,14 +160,14 @@ def _compare(loss: Loss, instance: Instance, sampler: str, pairs: _Pairs, paddin
     if agrees and value is not None:
         cost = np.zeros(paths.shape)
         cost[mask] = _values(loss, single, (len(tokens), 1))[:, 0]
-        agrees = _near(value.numpy()[mask], cost[mask], whole.tolerance)
+        agrees = near(value.numpy()[mask], cost[mask], whole.dtype)
         if whole.logp is not None and single.logp is not None:
             expected = single.logp[:, 0]
             if loss.placement != "loss":
                 expected = expected - cost[mask] + _charged(cost, loss.credit)[mask]
-            agrees &= _near(whole.logp[mask], expected, whole.tolerance)
+            agrees &= near(whole.logp[mask], expected, whole.dtype)
         if whole.logits is not None and single.logits is not None:
-            agrees &= _near(whole.logits[mask], single.logits[:, 0], whole.tolerance)
+            agrees &= near(whole.logits[mask], single.logits[:, 0], whole.dtype)
     if not agrees:
         raise UsageError(
             f"{loss.name} depends on more than each token's own log-probs: on whole rollouts it gives something else "
@@ -180,8 +181,3 @@ def _charged(cost: np.ndarray, credit: str) -> np.ndarray:
         return cost
     to_go = cost[:, ::-1].cumsum(axis=1)[:, ::-1]
     return to_go if credit == "to-go" else np.broadcast_to(to_go[:, :1], cost.shape)
-
-
-def _near(found: np.ndarray, expected: np.ndarray, tolerance: float) -> bool:
-    scale = max(np.abs(found).max(initial=0.0), np.abs(expected).max(initial=0.0))
-    return bool(np.abs(found - expected).max(initial=0.0) <= tolerance * scale)

@@ -1,0 +1,75 @@
+"""An independent, slow route to the moments of a loss: one rollout and one backward pass at a time, through a table."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import torch
+
+from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
+from kltest.rollout import Rollout
+
+PROMPTS = np.array([0.3, 0.7])
+WORLDS = {
+    "bandit": bandit(4),
+    "bandit with prompts": bandit(3, prompts=PROMPTS),
+    "sequence": sequence(3, 3),
+    "sequence with prompts": sequence(2, 3, prompts=PROMPTS),
+    "ragged": ragged(3, 3),
+    "ragged with prompts": ragged(3, 2, prompts=PROMPTS),
+    "mdp": mdp(4, 2, 3),
+    "ngram": ngram(2, 4, 2),
+    "ragged ngram": ngram(3, 3, 2, end_token=1),
+    "large table ngram": ngram(3, 3, 3),
+}
+
+
+def drawn(world, seed=0):
+    """A random instance whose rewards differ."""
+    environment = WORLDS[world] if isinstance(world, str) else world
+    object.__setattr__(environment, "reward", np.random.default_rng(7).standard_normal(environment.reward.shape))
+    return Instance.draw(environment, seed)
+
+
+def objective(function, fields):
+    """What a function of fields asks to be differentiated: its scalar, or the mean over rows of sums over tokens."""
+    answer = function(**{name: fields[name] for name in inspect.signature(function).parameters})
+    answer = answer[0] if isinstance(answer, tuple) else answer
+    if answer.dim() == 2:
+        answer = torch.where(fields["mask"] != 0, answer, 0.0).sum(dim=1)
+    return answer.mean()
+
+
+def plain_batch(function, instance, rows, sampler="current", padding=0):
+    """(C, V) gradient of a batch of rows with respect to the table of logits, by autograd through its log-softmax."""
+    paths = instance.paths
+    logits = torch.from_numpy(instance.policy.copy()).requires_grad_()
+    log_probs = logits.log_softmax(dim=1)
+    contexts, tokens = torch.from_numpy(paths.contexts[rows]), torch.from_numpy(paths.tokens[rows])
+    live = torch.from_numpy(paths.mask[rows])
+    given = Rollout.of(instance, sampler=sampler, padding=padding)
+    fields = {
+        name: given.peek(name)[torch.tensor(rows)].clone() for name in given.names() if name not in ("beta", "rollout")
+    }
+    fields["logp"] = torch.where(live, log_probs[contexts, tokens], fields["logp"].detach())
+    fields["logits"] = torch.where(live[..., None], log_probs[contexts], fields["logits"].detach())
+    total = objective(function, fields)
+    if not total.requires_grad:
+        return np.zeros(instance.policy.shape)
+    return torch.autograd.grad(total, logits)[0].numpy()
+
+
+def plain(function, instance, sampler="current", padding=0):
+    """E[ĝ] and E‖ĝ‖² of a batch of one rollout."""
+    weights = np.exp(
+        instance.paths.log_weight
+        + [
+            sum(instance.behaviour(sampler)[c, t] for c, t, m in zip(*row, strict=True) if m)
+            for row in zip(instance.paths.contexts, instance.paths.tokens, instance.paths.mask, strict=True)
+        ]
+    )
+    assert abs(weights.sum() - 1) < 1e-12
+    each = [plain_batch(function, instance, [row], sampler, padding) for row in range(len(weights))]
+    expected = sum(w * g for w, g in zip(weights, each, strict=True))
+    return expected, sum(w * (g**2).sum() for w, g in zip(weights, each, strict=True)), each, weights

@@ -1,0 +1,113 @@
+"""Dynamic programming equals enumeration, for every estimator that works token by token, in every world."""
+
+import numpy as np
+import pytest
+from moments_plain import WORLDS, drawn
+
+from kltest.environments import Instance, mdp, ngram
+from kltest.errors import UsageError
+from kltest.estimators import find, registry
+from kltest.moments import dynamic, exact
+from kltest.moments import horizon as horizon_module
+from kltest.targets.calling import bind
+from kltest.targets.outcome import Call
+from kltest.truth import gradient
+
+PER_TOKEN = [name for name, entry in registry().items() if entry.spec.per_token]
+CREDITS = ["return", "to-go", "immediate"]
+
+
+def estimator(name, **options):
+    return bind(find(name).function, Call(**options), name, spec=find(name).spec)
+
+
+def agrees(loss, instance, sampler):
+    enumerated, computed = exact(loss, instance, sampler), dynamic(loss, instance, sampler)
+    scale = max(np.sqrt(enumerated.second_moment), 1e-300)
+    # Sums of the same terms in another order.
+    assert np.abs(computed.gradient - enumerated.gradient).max() <= 1e-12 * scale
+    assert computed.value == pytest.approx(enumerated.value.mean, rel=1e-12, abs=1e-14)
+    assert computed.reduction == enumerated.reduction
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("name", PER_TOKEN)
+@pytest.mark.parametrize("world", WORLDS)
+def test_dynamic_programming_equals_enumeration(world, name, sampler):
+    for seed in range(2):
+        agrees(estimator(name), drawn(world, seed), sampler)
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("credit", CREDITS)
+@pytest.mark.parametrize("placement", ["reward", "both"])
+@pytest.mark.parametrize("world", ["ragged with prompts", "mdp", "ragged ngram"])
+def test_every_placement_and_credit(world, placement, credit, sampler):
+    agrees(estimator("k3-ratio", placement=placement, credit=credit), drawn(world), sampler)
+
+
+@pytest.mark.parametrize("name", ["k3-loss", "k1-reward", "k1-reward-to-go", "full-loss"])
+def test_recomputed_visits_change_nothing(name, monkeypatch):
+    """Where visits do not fit into memory, every √T-th is kept; the result is the same to the last bits."""
+    instance = Instance.draw(mdp(7, 3, 23, seed=2), 1, distance=20.0, staleness=20.0)
+    kept = dynamic(estimator(name), instance, "stale").gradient
+    monkeypatch.setattr(horizon_module, "MEMORY", 0)
+    assert np.abs(dynamic(estimator(name), instance, "stale").gradient - kept).max() <= 1e-14 * np.abs(kept).max()
+
+
+@pytest.mark.parametrize("pairs", [1, 7])
+def test_calling_in_parts_changes_nothing(pairs, monkeypatch):
+    from kltest.moments import dynamic_programming
+
+    instance = drawn("mdp")
+    whole = dynamic(estimator("full-loss"), instance).gradient
+    monkeypatch.setattr(dynamic_programming, "CHUNK", pairs * 4)
+    assert np.abs(dynamic(estimator("full-loss"), instance).gradient - whole).max() < 1e-14
+
+
+def test_long_horizons_equal_the_truth():
+    """What no enumeration can reach: 3^2000 rollouts, against the atlas's own recursion."""
+    instance = Instance.draw(ngram(3, 2000, 2, end_token=0), 0, distance=5.0)
+    for name, target in (
+        ("k3-loss", "local_forward_kl"),
+        ("k1-reward-to-go", "reverse_kl"),
+        ("k2-loss", "local_reverse_kl"),
+    ):
+        expected = gradient(target, instance)
+        found = dynamic(estimator(name), instance).gradient
+        assert np.abs(found - expected).max() <= 1e-10 * np.abs(expected).max()
+
+
+REFUSED = {
+    "a sequence's sum": lambda logp, ref_logp, mask: (
+        (logp - ref_logp) * ((logp - ref_logp) * mask).sum(1, keepdim=True)
+    ),
+    "the token before": lambda logp: logp * logp.roll(1, dims=1).detach(),
+    "the position": lambda logp, mask: logp * mask.cumsum(dim=1),
+    "the length": lambda logp, mask: logp / mask.sum(dim=1, keepdim=True),
+    "the last token": lambda logp, mask: logp * (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True)),
+    "the same value, another gradient": lambda logp, mask: (
+        logp.detach() + (logp - logp.detach()) * mask.sum(dim=1, keepdim=True)
+    ),
+    "logits of another token": lambda logits: logits.roll(1, dims=1).exp().square().sum(dim=-1),
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("world", ["ragged", "mdp"])
+def test_what_looks_beyond_the_token_is_refused(loss, world):
+    with pytest.raises(UsageError, match="depends on more than each token's own"):
+        dynamic(bind(loss), drawn(world))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda logp: logp.sum(dim=1), "one number a token"),
+        (lambda logp: (logp - logp.mean()) ** 2, "couples the rows"),
+        (lambda logp, mask: (logp * mask).sum(), "one number a token"),
+    ],
+)
+def test_other_losses_are_refused_with_the_reason(loss, words):
+    with pytest.raises(UsageError, match=words):
+        dynamic(bind(loss), drawn("ragged"))

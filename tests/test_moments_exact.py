@@ -1,0 +1,437 @@
+"""The expected gradient and its second moment equal those of one backward pass per rollout, in every world."""
+
+import itertools
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moments_plain import WORLDS, drawn, plain, plain_batch
+
+from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
+from kltest.errors import TargetError, UsageError
+from kltest.moments import BatchOfOneError, enumeration, exact, exact_batches
+from kltest.targets.calling import bind
+from kltest.targets.outcome import Call
+
+# Two sums of the same terms in another order, in float64.
+EXACT = 1e-12
+
+
+def k3(logp, ref_logp):
+    return (ref_logp - logp).exp() - 1 + logp - ref_logp
+
+
+def k2_sequence(logp, ref_logp, mask):
+    return ((logp - ref_logp) * mask).sum(dim=1) ** 2 / 2
+
+
+def full(logits, ref_logits):
+    return (logits.exp() * (logits - ref_logits)).sum(dim=-1)
+
+
+def full_and_sampled(logits, ref_logits, logp, ref_logp, tokens):
+    """Both leaves at once, and the logits a second time through a gather."""
+    again = logits.gather(-1, tokens[..., None])[..., 0]
+    return full(logits, ref_logits) + (logp - ref_logp) ** 2 + again.exp() * logp
+
+
+def ratio(logp, old_logp, ref_logp):
+    return (logp - old_logp).exp() * (logp - ref_logp).detach()
+
+
+def neighbours(logp, mask):
+    """Each token with the one after it, so that the tokens of a rollout are not apart."""
+    masked = logp * mask
+    return (masked[:, 1:] * masked[:, :-1]).sum(dim=1) + masked[:, 0] ** 3
+
+
+def rewarded(logp, advantage, reward, mask):
+    return -((logp * mask).sum(dim=1) * advantage) + reward * (logp * mask).sum(dim=1) ** 2
+
+
+def scalar(logp, ref_logp, mask):
+    return (k3(logp, ref_logp) * mask).sum() / len(logp)
+
+
+LOSSES = [k3, k2_sequence, full, full_and_sampled, ratio, neighbours, rewarded, scalar]
+
+
+def agrees(moments, expected, second):
+    scale = np.sqrt(second)
+    assert np.abs(moments.gradient - expected).max() <= EXACT * scale
+    assert abs(moments.second_moment - second) <= EXACT * second
+    assert abs(moments.variance - (second - (expected**2).sum())) <= EXACT * second
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("world", WORLDS)
+def test_moments_equal_one_backward_pass_per_rollout(world, loss, sampler):
+    instance = drawn(world)
+    expected, second, _, _ = plain(loss, instance, sampler)
+    moments = exact(bind(loss), instance, sampler)
+    agrees(moments, expected, second)
+    assert moments.rollouts == len(instance.paths)
+    assert moments.reduction == ("mean" if loss is scalar else "per-row")
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "environment",
+    [
+        sequence(4, 4, prompts=np.array([0.2, 0.8])),
+        ragged(4, 4, prompts=np.array([0.5, 0.5])),
+        mdp(6, 3, 3, branches=3),
+        ngram(3, 6, 2),
+        ngram(3, 5, 4),
+        ngram(3, 7, 2, end_token=0),
+        mdp(40, 2, 4, branches=2),
+    ],
+    ids=lambda environment: f"{environment.name}{environment.n_contexts}",
+)
+@pytest.mark.parametrize("chunk", [97, 2**18])
+def test_chunks_equal_single_rollouts(environment, loss, sampler, chunk, monkeypatch):
+    """Where rollouts are many they are called in batches; the same as one by one, however they are cut."""
+    instance = drawn(environment)
+    assert len(instance.paths) > 200
+    monkeypatch.setattr(enumeration, "ONE_BY_ONE", 10**9)
+    one_by_one = enumeration.exact(bind(loss), instance, sampler)
+    monkeypatch.setattr(enumeration, "ONE_BY_ONE", 0)
+    monkeypatch.setattr(enumeration, "CHUNK", chunk * (environment.vocabulary if "logits" in loss.__name__ else 1))
+    monkeypatch.setattr(enumeration, "_one_by_one", None)  # must not be needed
+    chunked = enumeration.exact(bind(loss), instance, sampler)
+    agrees(chunked, one_by_one.gradient, one_by_one.second_moment)
+    assert chunked.reduction == one_by_one.reduction
+    for what in ("value", "metric"):
+        mine, theirs = getattr(chunked, what), getattr(one_by_one, what)
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert abs(mine.mean - theirs.mean) < EXACT
+            assert abs(mine.std - theirs.std) < EXACT
+
+
+def test_padding_never_reaches_the_gradient():
+    """A loss that reads padded positions without a mask still has a gradient at live tokens only."""
+    instance = drawn("ragged")
+
+    def leaks(logp):
+        return logp.sum(dim=1) ** 2
+
+    expected, second, _, _ = plain(leaks, instance, padding=3)
+    agrees(exact(bind(leaks), instance, padding=3), expected, second)
+    assert np.abs(exact(bind(leaks), instance, padding=4).gradient - expected).max() > 1e-3
+
+
+def test_reported_values_and_metrics():
+    instance = drawn("ragged")
+    u = np.where(instance.paths.mask, instance.paths.chosen(instance.policy - instance.reference), 0.0)
+    weights = instance.rollout_weights("current")
+
+    def loss(logp, ref_logp, mask):
+        u = logp - ref_logp
+        return u**2, {"kl": (u * mask).sum(dim=1).mean()}
+
+    moments = exact(bind(loss), instance)
+    assert moments.value.mean == pytest.approx(weights @ (u**2).sum(axis=1), rel=EXACT)
+    kl = weights @ u.sum(axis=1)
+    assert moments.metric.mean == pytest.approx(kl, rel=EXACT)
+    assert moments.metric.std == pytest.approx(np.sqrt(weights @ (u.sum(axis=1) - kl) ** 2), rel=EXACT)
+
+
+def test_a_loss_that_does_not_reach_the_policy_says_so():
+    moments = exact(bind(lambda logp, ref_logp: (ref_logp * 2).sum(dim=1)), drawn("sequence"))
+    assert not moments.leaves
+    assert moments.second_moment == 0
+    assert not moments.gradient.any()
+
+
+def test_a_derivative_without_a_value_is_an_error_that_names_the_token():
+    instance = drawn("sequence")
+    with pytest.raises(TargetError, match=r"not finite at token 0 .* \[.*\]"):
+        exact(bind(lambda logp: (logp - logp.detach()).abs().sqrt()), instance)
+
+
+def test_randomness_is_an_error():
+    def noisy(logp):
+        return logp * torch.rand(1, dtype=torch.float64)
+
+    with pytest.raises(TargetError, match="different gradients for the same batch"):
+        exact(bind(noisy), drawn("sequence"))
+
+
+def test_single_precision_is_seen_and_tolerated():
+    moments = exact(bind(lambda logp, ref_logp: k3(logp.float(), ref_logp.float())), drawn("sequence"))
+    assert (moments.dtype, moments.reduction) == ("float32", "per-row")
+
+
+coefficients = st.lists(st.floats(-2, 2, allow_nan=False), min_size=4, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["sequence", "ragged", "mdp", "ngram"]),
+    st.integers(2, 3),
+    st.integers(1, 3),
+    coefficients,
+    coefficients,
+    st.integers(0, 5),
+    st.sampled_from(["current", "stale"]),
+)
+def test_random_polynomials_in_random_worlds(kind, vocabulary, length, first, second, seed, sampler):
+    environment = {
+        "sequence": lambda: sequence(vocabulary, length),
+        "ragged": lambda: ragged(vocabulary, length),
+        "mdp": lambda: mdp(3, vocabulary, length, seed=seed),
+        "ngram": lambda: ngram(vocabulary, length, 2),
+    }[kind]()
+    instance = Instance.draw(environment, seed)
+
+    def polynomial(logp, ref_logp, old_logp, mask):
+        u = (logp - ref_logp) * mask
+        powers = sum(c * u**k for k, c in enumerate(first, start=1))
+        total = sum(c * ((logp - old_logp + u) * mask).sum(dim=1) ** k for k, c in enumerate(second, start=1))
+        return powers.sum(dim=1) + total + (u.cumsum(dim=1) * u).sum(dim=1)
+
+    expected, square, _, _ = plain(polynomial, instance, sampler)
+    moments = exact(bind(polynomial), instance, sampler)
+    assert np.abs(moments.gradient - expected).max() <= 1e-12 * np.sqrt(square) + 1e-15
+    assert abs(moments.second_moment - square) <= 1e-12 * square + 1e-15
+
+
+def test_memory_stays_within_six_times_the_fields():
+    instance = Instance.draw(sequence(6, 6), 0)
+    loss = bind(k3)
+    exact(loss, instance)
+    fields = 3 * instance.paths.tokens.nbytes
+    del instance.paths.__dict__["tokens"]
+    tracemalloc.start()
+    exact(loss, instance)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # What torch allocates is not traced; its chunks are bounded by CHUNK numbers a field.
+    assert peak < 3 * fields
+    assert "tokens" not in instance.paths.__dict__
+    assert "contexts" not in instance.paths.__dict__
+
+
+# How a loss combines rows.
+
+
+def mean_of_rows(logp, ref_logp, mask):
+    return (k3(logp, ref_logp) * mask).sum(dim=1).mean()
+
+
+def sum_of_rows(logp, ref_logp, mask):
+    return (k3(logp, ref_logp) * mask).sum()
+
+
+def a_third_of_the_sum(logp, ref_logp, mask):
+    return (k3(logp, ref_logp) * mask).sum() / 3
+
+
+def coupled_when_two_rows_are_equal(logp, tokens, mask):
+    live = tokens * mask - (1 - mask)
+    equal = (live[:, None, :] == live[None, :, :]).all(dim=-1).sum(dim=1) > 1
+    return (logp * mask).sum(dim=1) * torch.where(equal, 1.01, 1.0)
+
+
+def coupled_when_lengths_differ(logp, mask):
+    differ = mask.sum(dim=1).max() != mask.sum(dim=1).min()
+    return (logp * mask).sum(dim=1) * (1.01 if differ else 1.0)
+
+
+def coupled_when_prompts_differ(logp, mask, group):
+    return (logp * mask).sum(dim=1) * (1.01 if len(set(group.tolist())) > 1 else 1.0)
+
+
+def batch_norm(logp, mask):
+    rows = (logp * mask).sum(dim=1)
+    return ((rows - rows.mean()) / (rows.std(unbiased=False) + 1)) ** 3
+
+
+def token_mean(logp, ref_logp, mask):
+    return (k3(logp, ref_logp) * mask).sum() / mask.sum()
+
+
+def largest_of_the_batch(logp, mask):
+    return (logp * mask).sum(dim=1).max()
+
+
+def rows_that_couple_in_secret(logp, mask):
+    rows = (logp * mask).sum(dim=1)
+    return rows + 1e-5 * (rows * rows.roll(1)).detach() * rows
+
+
+def nothing_but_rounding(logp, mask):
+    """Its gradient is zero whatever the batch, but comes out as 1e-17, in another way for every size."""
+    rows = (logp * mask).sum(dim=1)
+    return (rows - rows.mean()) / (rows.std(unbiased=False) + 1)
+
+
+def coupled_beyond_pairs(logp, mask):
+    rows = (logp * mask).sum(dim=1)
+    return rows * (1.1 if len(rows) > 2 else 1.0)
+
+
+def root_of_the_size(logp, mask):
+    return (logp * mask).sum() / len(logp) ** 0.5
+
+
+REDUCTIONS = {
+    k3: "per-row",
+    nothing_but_rounding: "per-row",
+    mean_of_rows: "mean",
+    sum_of_rows: "sum",
+    a_third_of_the_sum: "sum",
+    coupled_when_two_rows_are_equal: "coupled",
+    coupled_when_lengths_differ: "coupled",
+    coupled_when_prompts_differ: "coupled",
+    batch_norm: "coupled",
+    token_mean: "coupled",
+    largest_of_the_batch: "coupled",
+    rows_that_couple_in_secret: "coupled",
+    coupled_beyond_pairs: "coupled",
+    root_of_the_size: "coupled",
+}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [ragged(3, 3, prompts=np.array([0.5, 0.5])), ragged(4, 5, prompts=np.array([0.5, 0.5]))],
+    ids=["few rollouts", "many rollouts"],
+)
+@pytest.mark.parametrize(("loss", "reduction"), REDUCTIONS.items(), ids=lambda item: getattr(item, "__name__", item))
+def test_the_reduction_is_found(loss, reduction, environment):
+    instance = drawn(environment)
+    for seed in range(3):
+        moments = exact(bind(loss), instance, seed=seed)
+        assert moments.reduction == reduction
+        assert bool(moments.coupling) == (reduction == "coupled")
+    if len(instance.paths) < 100 or reduction == "coupled":
+        rows = range(0, len(instance.paths), max(1, len(instance.paths) // 40))
+        weights = instance.rollout_weights("current")
+        if len(rows) == len(instance.paths):
+            expected, second, _, _ = plain(loss, instance)
+            agrees(moments, expected, second)
+        assert weights.sum() == pytest.approx(1)
+
+
+def test_a_sum_whose_probes_are_all_zero_is_not_taken_for_a_mean():
+    """Only one rollout in a thousand has a gradient: what the probes see is zero whichever way rows are combined."""
+    instance = drawn(sequence(6, 4))
+
+    def rare(logp, tokens):
+        chosen = (tokens == 5).all(dim=1)
+        return torch.where(chosen, logp.sum(dim=1), 0.0).sum()
+
+    last = instance.rollout_weights("current")[-1]
+    moments = exact(bind(rare), instance)
+    row = len(instance.paths) - 1
+    assert moments.reduction == "sum"
+    assert np.abs(moments.gradient - last * plain_batch(rare, instance, [row])).max() < EXACT * last
+
+
+def test_too_many_rollouts_of_a_coupled_loss_are_refused_with_their_number():
+    with pytest.raises(UsageError, match=r"32768 .*at most"):
+        exact(bind(batch_norm), Instance.draw(sequence(8, 5), 0))
+
+
+def test_a_loss_that_needs_groups_is_told_from_one_that_fails():
+    def grouped(logp, mask):
+        pairs = (logp * mask).sum(dim=1).view(-1, 2)
+        return ((pairs - pairs.mean(dim=1, keepdim=True)) ** 2).sum()
+
+    with pytest.raises(BatchOfOneError, match="runs on 2"):
+        exact(bind(grouped), drawn("sequence"))
+    with pytest.raises(TargetError) as caught:
+        exact(bind(lambda logp: logp.view(-1, 0)), drawn("sequence"))
+    assert not isinstance(caught.value, BatchOfOneError)
+
+
+# Batches.
+
+
+def by_hand(loss, instance, size, sampler="current", grouped=False):
+    """E[ĝ] and E‖ĝ‖² over ordered batches, one backward pass each."""
+    paths, weights = instance.paths, instance.rollout_weights(sampler)
+    prompts = instance.environment.prompts
+    expected, second = np.zeros(instance.policy.shape), 0.0
+    for rows in itertools.product(range(len(weights)), repeat=size):
+        chance = np.prod(weights[list(rows)])
+        if grouped:
+            first = paths.prompt[rows[0]]
+            chance = chance / prompts[first] ** (size - 1) if (paths.prompt[list(rows)] == first).all() else 0.0
+        gradient = plain_batch(loss, instance, list(rows), sampler)
+        expected += chance * gradient
+        second += chance * (gradient**2).sum()
+    return expected, second
+
+
+def in_order(logp, mask):
+    rows = (logp * mask).sum(dim=1)
+    return (rows * rows.roll(1).detach() * torch.arange(1, len(rows) + 1)).sum()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("loss", [token_mean, batch_norm, in_order, full, full_and_sampled])
+@pytest.mark.parametrize(
+    "environment",
+    [ragged(2, 2, prompts=np.array([0.4, 0.6])), ngram(2, 2, 1), bandit(3)],
+    ids=lambda environment: environment.name,
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_batches_equal_every_ordered_tuple(environment, loss, grouped, size):
+    instance = drawn(environment)
+    expected, second = by_hand(loss, instance, size, "stale", grouped)
+    moments = exact_batches(bind(loss), instance, "stale", size, grouped=grouped)
+    # The cube of a pair's deviations has gradient 0, of which rounding leaves 1e-17.
+    assert np.abs(moments.gradient - expected).max() <= EXACT * np.sqrt(second) + 1e-16
+    assert abs(moments.second_moment - second) <= EXACT * second + 1e-31
+    assert moments.batch == size
+
+
+def test_independent_rows_divide_the_variance_by_the_batch_size():
+    instance = drawn("sequence with prompts")
+    one, three = exact(bind(k3), instance), exact_batches(bind(k3), instance, size=3)
+    assert np.abs(one.gradient - three.gradient).max() < EXACT
+    assert three.variance == pytest.approx(one.variance / 3, rel=1e-10)
+
+
+def test_the_advantage_in_a_batch_is_centred_on_the_rows_of_its_prompt():
+    instance = drawn(bandit(3, prompts=np.array([0.5, 0.5])))
+    paths, weights = instance.paths, instance.rollout_weights("current")
+    reward = instance.environment.returns(paths)
+    expected = np.zeros(instance.policy.shape)
+    for i, j in itertools.product(range(6), repeat=2):
+        centre = (reward[i] + reward[j]) / 2 if paths.prompt[i] == paths.prompt[j] else reward[i]
+        score = np.zeros(instance.policy.shape)
+        context = paths.contexts[i, 0]
+        score[context] = -np.exp(instance.policy[context])
+        score[context, paths.tokens[i, 0]] += 1
+        expected += weights[i] * weights[j] * (reward[i] - centre) * score
+    moments = exact_batches(bind(lambda logp, advantage: logp[:, 0] * advantage), instance, size=2)
+    assert np.abs(moments.gradient - expected).max() < EXACT
+
+
+def test_too_many_batches_are_refused_with_their_number():
+    with pytest.raises(UsageError, match=r"27405 batches of 4 rollouts and at most 100"):
+        exact_batches(bind(token_mean), drawn("sequence"), size=4, most=100)
+    with pytest.raises(UsageError, match=r"729 batches of 2 rollouts in their order"):
+        exact_batches(bind(in_order), drawn("sequence"), size=2, most=100)
+    with pytest.raises(UsageError, match="at least one"):
+        exact_batches(bind(k3), drawn("sequence"), size=0)
+
+
+def test_placement_in_the_reward_goes_through_unchanged():
+    instance = drawn("ragged")
+
+    def by_hand(logp, ref_logp, mask):
+        u = (logp - ref_logp).detach() * mask
+        return (logp * mask).sum(dim=1) * u.sum(dim=1)
+
+    expected, second, _, _ = plain(by_hand, instance)
+    agrees(exact(bind(lambda logp, ref_logp: logp - ref_logp, Call(placement="reward")), instance), expected, second)
