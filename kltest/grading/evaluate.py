@@ -20,11 +20,17 @@ from kltest.rollout import LEAVES, Rollout
 from kltest.targets.outcome import Loss
 from kltest.truth import ATLAS, combine, gradient, gradient_again
 
-# Without a size that was asked for: the smallest batch that the loss accepts.
+# Without a size that was asked for: the smallest batch that the loss accepts, the largest group up to the usual one.
 BATCHES = (2, 4, 8)
-# Batches are called one by one, about half a millisecond each; beyond this grading would take minutes.
-MOST_BATCHES = 5_000
+GROUPS = (4, 3, 2)
+# Batches are called one by one, about half a millisecond each: up to a second an instance, up to a few if that is the
+# only size that the loss takes or the one that was asked for.
+FEW_BATCHES, MOST_BATCHES = 1_000, 5_000
 GROUP_FIELDS = frozenset({"reward", "advantage", "group"})
+# Beyond this the last digits are not rounding any more.
+ALMOST = 1e-9
+# A target that is smaller than this share of its terms is zero up to rounding.
+CANCELS = 1e-12
 # The two routes to one number differ by rounding only; anything more is a defect of kltest's.
 ROUTES_AGREE = 1e-9
 LOWEST_FIRST = ("float16", "bfloat16", "float32", "float64")
@@ -41,20 +47,24 @@ class Evaluator:
         self,
         loss: Loss,
         declared: Combination,
+        uses: frozenset[str],
         *,
         seed: int = 0,
-        group_size: int = 4,
+        group_size: int | None = None,
         batch_size: int | None = None,
     ) -> None:
         self.loss = loss
         self.declared = declared
         self.seed = seed
-        self.grouped = bool(set(loss.takes) & GROUP_FIELDS) and batch_size is None
-        self.sizes = (batch_size,) if batch_size else (group_size,) if self.grouped else BATCHES
+        self.grouped = bool(uses & GROUP_FIELDS) and batch_size is None
+        asked = group_size if self.grouped else batch_size
+        sizes = (asked,) if asked else GROUPS if self.grouped else BATCHES
+        self.plans = [(size, FEW_BATCHES) for size in sizes] * (not asked) + [(sizes[0], MOST_BATCHES)]
         self.reductions: list[str] = []
         self.dtype = "float64"
         self.reached: list[bool] = []
         self.notes: list[str] = []
+        self.coupled_in: set[str] = set()
         self._rows: dict[tuple[str, str], list[Row]] = {}
         self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
 
@@ -68,6 +78,11 @@ class Evaluator:
         """Whether no gradient reached the policy in any world that was measured."""
         return bool(self.reached) and not any(self.reached)
 
+    @property
+    def measured(self) -> list[Row]:
+        """Every row so far, those that were only looked at for comparison included."""
+        return [row for rows in self._rows.values() for row in rows]
+
     def rows(self, environment: str, sampler: str) -> list[Row]:
         """The row of batches of one; where the loss couples the rows of a batch, that of larger batches as well."""
         key = (environment, sampler)
@@ -78,7 +93,7 @@ class Evaluator:
     def meets(self, loss: Loss, instance: Instance) -> bool:
         """Whether a loss's expected gradient under the instance's stale sampler is the declared one."""
         found = exact(loss, instance, "stale", padding=self.seed)
-        return _bias(found.gradient, combine(self.declared, instance), instance) <= tolerance(found.dtype)
+        return _bias(found.gradient, _target(self.declared, instance), instance) <= tolerance(found.dtype)
 
     def _measure(self, environment: str, sampler: str) -> list[Row]:
         drawn = instances(environment, self.seed)
@@ -91,36 +106,34 @@ class Evaluator:
             coupling = next((moments.coupling for moments in found if moments.reduction == "coupled"), "")
         except BatchOfOneError as error:
             coupling = str(error)
-        if coupling:
-            note = f"The loss couples the rows of a batch: {coupling}."
-            self.notes += [note] * (note not in self.notes)
-            rows.append(self._batched(environment, sampler, drawn))
-        return rows
+        if not coupling:
+            return rows
+        self.coupled_in.add(environment)
+        note = f"The loss couples the rows of a batch: {coupling}."
+        self.notes += [note] * (note not in self.notes)
+        batched = self._batched(environment, sampler, drawn)
+        # A baseline taken from the batch itself leaves nothing of a batch of one: that says nothing of larger ones.
+        nothing = [row for row in rows if row.identified == {"zero": 1.0} != batched.identified]
+        return [row for row in rows if row not in nothing] + [batched]
 
     def _batched(self, environment: str, sampler: str, drawn: Sequence[Instance]) -> Row:
-        for size in self.sizes:
+        failure: KltestError | None = None
+        for size, most in self.plans:
             try:
-                found = [self._over_batches(instance, sampler, size) for instance in drawn]
-                break
-            except WorldError as error:
-                return self._not_judged(environment, sampler, drawn, size, str(error))
-            except TargetError:
-                if size == self.sizes[-1]:
-                    raise
-        self._note(found)
-        self.reductions.append("coupled")
-        return self._row(
-            environment,
-            sampler,
-            drawn,
-            found,
-            note="whole groups of one prompt" if self.grouped else "",
-        )
+                found = [self._over_batches(instance, sampler, size, most) for instance in drawn]
+            except (WorldError, TargetError) as error:
+                failure = error
+                continue
+            self._note(found)
+            self.reductions.append("coupled")
+            note = "whole groups of one prompt" if self.grouped else ""
+            return self._row(environment, sampler, drawn, found, note=note)
+        if isinstance(failure, TargetError):
+            raise failure
+        return self._not_judged(environment, sampler, drawn, self.plans[-1][0], str(failure))
 
-    def _over_batches(self, instance: Instance, sampler: str, size: int) -> Moments:
-        return exact_batches(
-            self.loss, instance, sampler, size, grouped=self.grouped, padding=self.seed, most=MOST_BATCHES
-        )
+    def _over_batches(self, instance: Instance, sampler: str, size: int, most: int) -> Moments:
+        return exact_batches(self.loss, instance, sampler, size, grouped=self.grouped, padding=self.seed, most=most)
 
     def _note(self, found: list[Moments]) -> None:
         self.reductions += [moments.reduction for moments in found]
@@ -132,10 +145,12 @@ class Evaluator:
     ) -> Row:
         dtype = min((moments.dtype for moments in found), key=LOWEST_FIRST.index)
         gradients = [moments.gradient for moments in found]
-        targets = [combine(self.declared, instance) for instance in drawn]
+        targets = [_target(self.declared, instance) for instance in drawn]
         candidates = _candidates(environment, sampler, self.seed)
         magnitudes = [float(np.sqrt(moments.second_moment)) for moments in found]
-        identification = identify(gradients, candidates, magnitudes=magnitudes, dtype=dtype)
+        identification = identify(
+            gradients, candidates, magnitudes=magnitudes, units=[_size(i) for i in drawn], dtype=dtype
+        )
         bias = max(_bias(*triple) for triple in zip(gradients, targets, drawn, strict=True))
         agrees: bool | None = bias <= tolerance(dtype)
         if not agrees and found[0].batch == 1:
@@ -143,6 +158,8 @@ class Evaluator:
         spec = self.loss.spec
         if spec is not None and spec.off_policy_only and sampler == "current":
             agrees, note = None, "means something only when the sampler is not the policy"
+        elif agrees and dtype == "float64" and bias > ALMOST:
+            note = f"to {bias:.1g} of it only, as with a small constant in a denominator"
         reported = [moments.metric or moments.value for moments in found]
         values = [expectation for expectation in reported if expectation is not None]
         return Row(
@@ -193,7 +210,7 @@ class Evaluator:
                 "the declared gradient comes out differently by dynamic programming and by autograd"
             )
         gradient_of_table = _through_table(self.loss, instance, sampler, self.seed)
-        scale = max(float(np.sqrt(moments.second_moment)), 1e-300)
+        scale = max(float(np.sqrt(moments.second_moment)), _size(instance))
         if np.linalg.norm(moments.gradient - gradient_of_table) > max(ROUTES_AGREE, tolerance(moments.dtype)) * scale:
             raise DisagreementError(
                 f"the expected gradient of {self.loss.name} comes out differently through a table of logits: does it "
@@ -246,6 +263,13 @@ def _spelt(declared: Combination, environment: str, sampler: str, seed: int) -> 
 def _size(instance: Instance) -> float:
     """‖∇KL(π‖ref)‖, the unit of all relative numbers."""
     return float(np.linalg.norm(gradient("reverse_kl", instance)))
+
+
+def _target(declared: Combination, instance: Instance) -> np.ndarray:
+    """The declared gradient; exactly zero where its terms cancel up to rounding."""
+    target = combine(declared, instance)
+    terms = sum(abs(c) * float(np.linalg.norm(gradient(name, instance))) for name, c in declared.items())
+    return np.zeros_like(target) if np.linalg.norm(target) <= CANCELS * terms else target
 
 
 def _bias(found: np.ndarray, target: np.ndarray, instance: Instance) -> float:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import TYPE_CHECKING
 
+from kltest.errors import KltestError
+
 if TYPE_CHECKING:
     from kltest.grading.evaluate import Evaluator
     from kltest.grading.probes import Probes
@@ -70,8 +72,22 @@ class Findings:
         return self.evaluator.reduction == "coupled"
 
     @property
+    def coupled_by_length(self) -> bool:
+        """Whether rows are coupled where lengths differ and nowhere else."""
+        lengths = {row.environment: row.length for row in self.evaluator.measured}
+        return self.coupled and all(lengths[world] is None for world in self.evaluator.coupled_in)
+
+    @property
     def probes(self) -> Probes:
         return self.evaluator.probes
+
+    def alone(self, environment: str, sampler: str) -> Row | None:
+        """The row of batches of one in a world, measured now if it was not asked for; None where it cannot be."""
+        try:
+            rows = self.evaluator.rows(environment, sampler)
+        except KltestError:
+            return None
+        return next((row for row in rows if row.batch == 1), None)
 
     def why_not_stale(self) -> str | None:
         """The reason to skip what only shows with a stale sampler, where that was not graded."""
@@ -81,7 +97,8 @@ class Findings:
 
     def right_when_current(self, row: Row) -> bool:
         """Whether the same world agrees when the sampler is the policy."""
-        return any(current.agrees is True for current in self.evaluator.rows(row.environment, "current"))
+        current = self.alone(row.environment, "current")
+        return current is not None and current.agrees is True
 
 
 def proportion(identified: Combination | None, expected: Combination) -> float | None:

@@ -6,7 +6,7 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kltest import __version__
-from kltest.errors import TargetError, UsageError
+from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Placement
 from kltest.grading.evaluate import Evaluator
 from kltest.grading.findings import Combination, Findings, Row
@@ -44,7 +44,7 @@ def grade(
     ignore: str | Iterable[str] = (),
     seed: int = 0,
     timeout: float | None = None,
-    group_size: int = 4,
+    group_size: int | None = None,
     batch_size: int | None = None,
     name: str | None = None,
 ) -> Report:
@@ -97,7 +97,7 @@ class _Grading:
         environments: tuple[str, ...],
         codes: list[str],
         sampler: str | None,
-        group_size: int,
+        group_size: int | None,
         batch_size: int | None,
     ) -> None:
         self.blank = blank
@@ -118,8 +118,13 @@ class _Grading:
             loss = resolve(target, call) if isinstance(target, str) else bind(target, call, name=name)
         self.loss = loss
         seed = self.blank.seed
-        samplers = SAMPLERS[self.sampler] if self.sampler else _samplers_used(loss, self.environments[0], seed)
-        evaluator = Evaluator(loss, self.declared, seed=seed, group_size=self.group_size, batch_size=self.batch_size)
+        uses = _fields_used(loss, seed)
+        off_policy_only = loss.spec is not None and loss.spec.off_policy_only
+        by_itself = "both" if uses & SAMPLER_FIELDS or off_policy_only else "current"
+        samplers = SAMPLERS[self.sampler or by_itself]
+        evaluator = Evaluator(
+            loss, self.declared, uses, seed=seed, group_size=self.group_size, batch_size=self.batch_size
+        )
         self.findings = Findings(self.declared, loss.placement, self.environments, samplers, evaluator)
         for environment in self.environments:
             for sampler in samplers:
@@ -186,15 +191,12 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _samplers_used(loss: Loss, environment: str, seed: int) -> tuple[str, ...]:
-    """Both if the loss takes the sampler's log-probs, by a parameter or by reading them from the rollout."""
-    used = set(loss.takes)
-    if "rollout" in used:
-        rollout = Rollout.of(instances(environment, seed)[0], padding=seed).take([0])
+def _fields_used(loss: Loss, seed: int) -> frozenset[str]:
+    """The fields that a loss takes by a parameter or reads from the rollout, seen on a batch of several."""
+    rollout = Rollout.of(instances("ragged", seed)[0], padding=seed).take([0, 3, 7, 11])
+    with suppress(KltestError):  # whatever is wrong with the loss comes out when it is measured
         loss(rollout)
-        used |= rollout.accessed
-    off_policy_only = loss.spec is not None and loss.spec.off_policy_only
-    return SAMPLERS["both" if used & SAMPLER_FIELDS or off_policy_only else "current"]
+    return frozenset(loss.takes) | frozenset(rollout.accessed)
 
 
 def _published(row: Row) -> GradientRow:
@@ -239,10 +241,11 @@ def _one_of(given: str | None, known: Iterable[str], what: str) -> None:
         raise UsageError(f"there is no {what} {given!r}; choose from {', '.join(known)}")
 
 
-def _check_numbers(seed: int, group_size: int, batch_size: int | None, beta: float | None) -> None:
+def _check_numbers(seed: int, group_size: int | None, batch_size: int | None, beta: float | None) -> None:
     if not isinstance(seed, int) or seed < 0:
         raise UsageError(f"the seed must be a whole number from 0 up, not {seed!r}")
-    if group_size < 1 or (batch_size is not None and batch_size < 1):
-        raise UsageError("a group or a batch has at least one rollout")
+    for size, what in ((group_size, "group"), (batch_size, "batch")):
+        if size is not None and size < 2:
+            raise UsageError(f"a {what} to grade has at least 2 rollouts, not {size}; single ones are always graded")
     if beta is not None and not 0 < abs(beta) < float("inf"):
         raise UsageError(f"beta must be a finite number other than 0, not {beta}: the KL part is what changes with it")

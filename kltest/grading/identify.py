@@ -19,14 +19,20 @@ HELD_OUT = 1
 DEPENDENT = 1e-9
 # Spelt with reverse_kl and local_reverse_kl as well, it would give three names to one gradient: alone only.
 ALONE = frozenset({"future_reverse_kl"})
-RESIDUAL = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 3e-3}
-# A mean gradient below this share of the root mean square of the per-rollout gradient is rounding, not signal.
-ZERO = {"float64": 1e-11, "float32": 1e-6, "bfloat16": 3e-3, "float16": 4e-4}
+# What is left after the fit is rounding; where nothing fits that well, what a small constant in a denominator leaves
+# (1e-8 is usual) still has a name, with the residual saying how exactly.
+RESIDUAL = {"float64": (1e-9, 1e-7), "float32": (1e-4,), "float16": (3e-3,), "bfloat16": (2e-2,)}
+# With this much rounding several combinations of two or three terms fit almost anything.
+ONE_TERM = frozenset({"float16", "bfloat16"})
+# A mean gradient below this share of the root mean square of the per-rollout gradient is rounding, not signal; so is
+# one below this share of the unit, when every single gradient already is rounding.
+ZERO = {"float64": 1e-11, "float32": 1e-6, "float16": 4e-4, "bfloat16": 3e-3}
+ZERO_IN_UNITS = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def tolerance(dtype: str) -> float:
     """How far, relative to its size, a gradient computed in this precision may be from what it is."""
-    return RESIDUAL[dtype]
+    return RESIDUAL[dtype][-1]
 
 
 @dataclass(frozen=True)
@@ -42,18 +48,20 @@ def identify(
     candidates: Mapping[str, Sequence[np.ndarray]],
     *,
     magnitudes: Sequence[float] | None = None,
+    units: Sequence[float] | None = None,
     held_out: int = HELD_OUT,
     dtype: str = "float64",
 ) -> Identification:
     """The fewest named gradients, at most three, that together equal `gradients` on all instances; ties go to order.
 
     `gradients` (C, V) one an instance, the last `held_out` of them for confirmation; `candidates[name]` likewise, in
-    the order of preference; `magnitudes` the root mean square norm of the per-rollout gradient, by which zero is told.
+    the order of preference; `magnitudes` the root mean square norm of the per-rollout gradient and `units` the size of
+    ∇KL(π‖ref), by which zero is told.
     """
-    limit = tolerance(dtype)
     norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
     scales = norms if magnitudes is None else magnitudes
-    if all(norm <= ZERO[dtype] * scale for norm, scale in zip(norms, scales, strict=True)):
+    floors = [0.0] * len(norms) if units is None else [ZERO_IN_UNITS[dtype] * unit for unit in units]
+    if all(n <= max(ZERO[dtype] * scale, floor) for n, scale, floor in zip(norms, scales, floors, strict=True)):
         return Identification({"zero": 1.0}, 0.0)
 
     fitted = len(gradients) - held_out
@@ -68,24 +76,29 @@ def identify(
     order = {name: place for place, name in enumerate(columns)}
     singles = sorted([*basis, *alone], key=order.__getitem__)
 
-    best = Identification(None, 1.0)
-    for terms in range(1, MOST_TERMS + 1):
-        if freedom < 2 * terms:
-            break
+    most = 1 if dtype in ONE_TERM else MOST_TERMS
+    best = 1.0
+    fits: list[tuple[float, Identification]] = []
+    for terms in range(1, most + 1):
         subsets = [(name,) for name in singles] if terms == 1 else list(combinations(basis, terms))
-        if not subsets:
+        if freedom < 2 * terms or not subsets:
             break
         residuals = _residuals(target, columns, subsets)
-        for index in np.flatnonzero(residuals < 100 * limit):
+        best = min(best, float(residuals.min()))
+        for index in np.flatnonzero(residuals < 100 * tolerance(dtype)):
             names = subsets[index]
             coefficients = _fit(target, columns, names)
             error = _relative(target, columns, names, coefficients)
             confirmed = _relative(unseen, later, names, coefficients) if held_out else error
             # An instance on which the gradient is nearly zero has fewer correct digits: hence the factor ten.
-            if error < limit and confirmed < 10 * limit:
-                return Identification(dict(zip(names, map(float, coefficients), strict=True)), max(error, confirmed))
-        best = Identification(None, min(best.residual, float(residuals.min())))
-    return best
+            worst = max(error, confirmed / (1 if dtype in ONE_TERM else 10))
+            combination = dict(zip(names, map(float, coefficients), strict=True))
+            fits.append((worst, Identification(combination, max(error, confirmed))))
+    for limit in RESIDUAL[dtype]:
+        for worst, identification in fits:
+            if worst < limit:
+                return identification
+    return Identification(None, best)
 
 
 def independent(columns: Mapping[str, np.ndarray]) -> list[str]:

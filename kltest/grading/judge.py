@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kltest.errors import UsageError
 from kltest.grading.checks import CHECKS, Check
-from kltest.grading.findings import Findings, Row
+from kltest.grading.findings import Findings, Row, proportion
 from kltest.grading.report import CheckResult, Verdict
 from kltest.truth import render
 
@@ -65,4 +65,6 @@ def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
 def _words(row: Row) -> str:
     if row.identified is None:
         return f"no named gradient (the best fit leaves {row.residual:.2g} of it)"
-    return render(row.identified)
+    factor = proportion(row.identified, row.expected)
+    nearly = factor is not None and abs(factor - 1) < 1e-3
+    return render(row.identified) + (f" (off by {row.relative_bias:.2g} of it)" if nearly else "")

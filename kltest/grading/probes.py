@@ -6,6 +6,7 @@ loss was not called for.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,6 +26,8 @@ from kltest.targets.outcome import Loss, Outcome
 # Near enough to the policy that no usual clip (0.2) bites, far enough that a missing ratio shows (its bias is about
 # this size, and the tolerance is 1e-9 or 1e-4).
 NEAR = 0.01
+# Far below the tightest clip in use (3e-4), far above rounding.
+CLOSE = 1e-6
 # Two gradients that should be one differ by rounding only: about 1e-16 or 1e-7 relative, with room for cancellation.
 SAME = {"float64": 1e-10, "float32": 1e-5}
 
@@ -47,9 +50,9 @@ class Probes:
         """Whether the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
         return self._once("sum", environment, self._only_through_the_sum)
 
-    def right_near_current(self, environment: str) -> bool:
-        """Whether the gradient is the declared one for a sampler that is nearly the policy."""
-        return self._once("near", environment, self._right_near_current)
+    def right_without_clip(self, environment: str) -> bool:
+        """Whether the gradient is the declared one where no clip bites: nearly on-policy, or with clips lifted."""
+        return self._once("clip", environment, self._right_without_clip)
 
     def mended_by_reattaching(self, environment: str) -> bool:
         """Whether letting the gradient through where the sampler's ratio was detached gives the declared one."""
@@ -65,13 +68,18 @@ class Probes:
         return self._answers[key]
 
     def _sampler_has_influence(self, instance: Instance) -> bool:
+        """Tried far from the sampler and close to the policy: a clipped ratio may be saturated at one of the two."""
         rollout = self._rollout(instance)
         generator = torch.Generator().manual_seed(1)
-        other = {
-            name: rollout.peek(name) + 0.3 * torch.randn(rollout.peek(name).shape, generator=generator).double()
-            for name in ("old_logp", "old_logits")
-        }
-        return not self._same(rollout, rollout.replace(**other))
+
+        def moved(start: str, distance: float) -> Rollout:
+            fields = {}
+            for name in ("logp", "logits"):
+                base = rollout.peek(start + name).detach()
+                fields[f"old_{name}"] = base + distance * torch.randn(base.shape, generator=generator).double()
+            return rollout.replace(**fields)
+
+        return not (self._same(rollout, moved("old_", 0.3)) and self._same(rollout, moved("", CLOSE)))
 
     def _only_through_the_sum(self, instance: Instance) -> bool:
         rollout = self._rollout(instance)
@@ -83,24 +91,28 @@ class Probes:
             return False
         moved = old.clone()
         moved[:, 0] += 0.3
-        return self._scaled_alike(rollout, rollout.replace(old_logp=moved))
+        factors = self._factors(rollout, rollout.replace(old_logp=moved))
+        # A weight of exactly 1/μ is the importance weight itself, and no mistake.
+        return bool(factors) and any(abs(factor - math.exp(-0.3)) > 1e-4 for factor in factors)
 
-    def _scaled_alike(self, one: Rollout, other: Rollout) -> bool:
-        """Whether the gradients of sequences of one length shrink by one factor: what a ratio to the sampler does."""
+    def _factors(self, one: Rollout, other: Rollout) -> list[float]:
+        """The factor by which the gradients of sequences of each length shrink; nothing if it is not one a length."""
         before, after, limit = self._gradients(one, other)
         lengths = one.peek("mask").sum(dim=1)
+        factors = []
         for length in lengths.unique():
             rows = lengths == length
             base = torch.cat([part[rows].flatten() for part in before])
             moved = torch.cat([part[rows].flatten() for part in after])
             factor = float((base @ moved) / (base @ base).clamp(min=1e-300))
             if not 0 < factor < 1 - 1e-6 or not _close(factor * base, moved, limit):
-                return False
-        return True
+                return []
+            factors.append(factor)
+        return factors
 
-    def _right_near_current(self, instance: Instance) -> bool:
+    def _right_without_clip(self, instance: Instance) -> bool:
         near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
-        return self.agrees(self.loss, replace(instance, sampler=near))
+        return self.agrees(Lifted(self.loss), instance) or self.agrees(self.loss, replace(instance, sampler=near))
 
     def _mended_by_reattaching(self, instance: Instance) -> bool:
         mended = Reattached(self.loss)
@@ -159,6 +171,60 @@ class Reattached:
             return torch.zeros_like(old)
         found = torch.autograd.grad(objective, [old], allow_unused=True)[0]
         return torch.zeros_like(old) if found is None else found
+
+
+class Lifted:
+    """A loss in which clamps and limits by a constant do nothing."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name)
+
+    def __call__(self, rollout: Rollout) -> Outcome:
+        with _LiftLimits():
+            return self.loss(rollout)
+
+
+class _LiftLimits(TorchFunctionMode):
+    """Inside, clamp and clip do nothing, and the smaller or larger of something and a constant is that something."""
+
+    CLAMPS = frozenset(
+        getattr(home, name + ending)
+        for home in (torch, torch.Tensor)
+        for name in ("clamp", "clip", "clamp_min", "clamp_max")
+        for ending in ("", "_")
+        if hasattr(home, name + ending)
+    )
+    CHOICES = frozenset(
+        getattr(home, n) for home in (torch, torch.Tensor) for n in ("minimum", "maximum", "min", "max")
+    )
+    MAKERS = frozenset(
+        getattr(home, prefix + name + suffix)
+        for name in ("tensor", "scalar_tensor", "as_tensor", "ones", "zeros", "full")
+        for home, prefix, suffix in ((torch, "", ""), (torch, "", "_like"), (torch.Tensor, "new_", ""))
+        if hasattr(home, prefix + name + suffix)
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.CLAMPS:
+            return args[0] if args else (kwargs or {})["input"]
+        if func in self.CHOICES and len(args) == 2 and isinstance(args[1], Tensor):
+            constant = [self._is_constant(item) for item in args]
+            if any(constant) and not all(constant):
+                return args[constant.index(False)]
+        made = func(*args, **(kwargs or {}))
+        if func in self.MAKERS:
+            self._made.append(made)
+        return made
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return tensor.dim() == 0 or any(tensor is made for made in self._made)
 
 
 class _LiftStops(TorchFunctionMode):

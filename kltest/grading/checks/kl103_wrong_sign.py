@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
-from kltest.grading.findings import Findings, Row, proportion
+from kltest.grading.findings import Findings, Row, local_form, proportion, without_sampler
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    factor = proportion(row.identified, row.expected)
-    return factor is not None and factor < 0
+    found = without_sampler(row.identified)
+    meant = [row.expected, local_form(row.expected)]
+    if row.expected.keys() & {"reverse_kl", "local_reverse_kl"}:
+        meant += [{"forward_kl": 1.0}, {"local_forward_kl": 1.0}]
+    return any((proportion(found, target) or 0) < 0 for target in meant)
 
 
 CHECK = Check(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
-from kltest.grading.findings import Findings, Row, proportion
+from kltest.grading.findings import Findings, Row, local_form, proportion, without_sampler
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    factor = proportion(row.identified, row.expected)
-    return factor is not None and factor > 0
+    whole = proportion(row.identified, row.expected)
+    if whole is not None:
+        return whole > 0
+    partial = proportion(without_sampler(row.identified), local_form(row.expected))
+    return partial is not None and partial > 0 and abs(partial - 1) > 1e-6
 
 
 CHECK = Check(

@@ -10,8 +10,7 @@ def explains(row: Row, findings: Findings) -> bool:
     partial = local_form(row.expected)
     if partial == row.expected:
         return False
-    factor = proportion(without_sampler(row.identified), partial)
-    return factor is not None and factor > 0
+    return proportion(without_sampler(row.identified), partial) is not None
 
 
 def moot(findings: Findings) -> str | None:

@@ -14,18 +14,15 @@ def divided_by_length(row: Row, findings: Findings) -> bool:
     """At fixed length T the coefficients are 1/T of those at length one; where lengths vary, nothing is identified."""
     if row.length == 1:
         return False
-    if row.length is None:
-        fixed = [other for other in findings.rows if other.length not in (None, 1) and other.sampler == row.sampler]
-        return row.identified is None and any(divided_by_length(other, findings) for other in fixed)
-    if row.identified is None or "zero" in row.identified:
+    fixed, varying = (findings.alone(world, row.sampler) for world in ("sequence", "ragged"))
+    if row.length is not None:
+        fixed = row
+    if varying is None or varying.identified is not None or fixed is None or fixed.identified is None:
         return False
-    varying = [other for other in findings.rows if other.length is None and other.sampler == row.sampler]
-    if any(other.identified is not None for other in varying):
-        return False
-    single = next((r for r in findings.rows if (r.environment, r.sampler) == ("bandit", row.sampler)), None)
+    single = findings.alone("bandit", row.sampler)
     unit = sum(map(abs, single.identified.values())) if single and single.identified else 1.0
-    size = sum(map(abs, row.identified.values()))
-    return abs(size * row.length - unit) < 1e-3 * unit
+    size = sum(map(abs, fixed.identified.values()))
+    return "zero" not in fixed.identified and abs(size * (fixed.length or 1) - unit) < 1e-3 * unit
 
 
 def moot(findings: Findings) -> str | None:

@@ -8,10 +8,10 @@ from kltest.grading.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    if not findings.coupled:
+    if not findings.coupled_by_length:
         return False
     if row.batch > 1:
-        return row.length is None and row.identified is None
+        return row.identified is None
     return divided_by_length(row, findings)
 
 

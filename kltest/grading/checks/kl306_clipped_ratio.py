@@ -7,9 +7,9 @@ from kltest.grading.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    if row.sampler != "stale" or row.identified is not None:
+    if row.sampler != "stale" or row.agrees is not False:
         return False
-    return findings.probes.right_near_current(row.environment)
+    return findings.probes.right_without_clip(row.environment)
 
 
 def moot(findings: Findings) -> str | None:
