@@ -413,7 +413,8 @@ BAD_OPTIONS = [
     ({"beta": 0.0}, "beta"),
     ({"beta": float("nan")}, "beta"),
     ({"seed": -1}, "seed"),
-    ({"group_size": 0}, "group"),
+    ({"group_size": 1}, "group"),
+    ({"batch_size": 1}, "batch"),
     ({"timeout": -1.0}, "timeout"),
     ({"placement": "los"}, "placement"),
     ({"credit": "togo"}, "credit"),
@@ -517,8 +518,163 @@ def test_losses_that_reshape_by_group_are_graded_over_groups():
     assert [row.batch for row in report.gradients] == [4, 4]
 
 
-def test_more_groups_than_can_be_enumerated_are_inconclusive_and_say_so():
+def test_groups_that_reshape_by_four_are_graded_by_four_where_that_can_be_enumerated():
     report = grade(reshaped_groups, expect="reverse_kl-0.75*expected_reward", environment="sequence")
     assert report.verdict == "inconclusive"
     assert report.exit_code == 4
     assert "27405 groups" in report.gradients[0].note
+
+
+def rloo(logp, ref_logp, rewards, mask, kl_coef=0.1):
+    value = rewards - kl_coef * ((logp - ref_logp) * mask).sum(-1).detach()
+    baseline = (value.sum() - value) / (len(value) - 1)
+    return -((value - baseline) * (logp * mask).sum(-1)).mean()
+
+
+def rloo_guarded(logp, ref_logp, rewards, mask, kl_coef=0.1):
+    value = rewards - kl_coef * ((logp - ref_logp) * mask).sum(-1).detach()
+    n = len(value)
+    return -((value - value.mean()) * n / max(n - 1, 1) * (logp * mask).sum(-1)).mean()
+
+
+def rloo_of_the_rollout(rollout):
+    return rloo(rollout.logp, rollout.ref_logp, rollout.reward, rollout.mask, rollout.beta)
+
+
+@pytest.mark.parametrize("loss", [rloo, rloo_guarded, rloo_of_the_rollout])
+def test_leave_one_out_with_the_kl_in_the_reward_is_confirmed_however_it_is_written(loss):
+    report = grade(loss)
+    assert report.verdict == "confirmed", report.to_json()
+    assert all(row.batch > 1 for row in report.gradients)
+
+
+def test_a_coupling_that_is_not_by_length_is_not_called_one():
+    def standardised(logp, ref_logp, rewards, mask, kl_coef=0.1):
+        value = rewards - kl_coef * ((logp - ref_logp) * mask).sum(-1).detach()
+        advantage = (value - value.mean()) / (value.std() + 1e-4)
+        return -(advantage * (logp * mask).sum(-1)).mean()
+
+    report = grade(standardised, group_size=2)
+    assert {check.code for check in report.failed} == {"KL105"}
+
+
+# ---------------------------------------------------------------------------- rounding is no gradient, and no bias
+
+
+def detached_probabilities(logits, ref_logits):
+    return (logits.exp().detach() * (logits - ref_logits)).sum(-1)
+
+
+def detached_probabilities_normalised(logits, ref_logits):
+    log_probs = logits.log_softmax(-1)
+    return (log_probs.exp().detach() * (log_probs - ref_logits)).sum(-1)
+
+
+def sum_of_probabilities(logits):
+    return logits.softmax(-1).sum(-1)
+
+
+def rounding_as_weight(logp):
+    return (logp.exp().log() - logp).detach() * logp
+
+
+@pytest.mark.parametrize(
+    "loss", [detached_probabilities, detached_probabilities_normalised, sum_of_probabilities, rounding_as_weight]
+)
+def test_a_gradient_that_is_rounding_everywhere_is_zero(loss):
+    report = grade(loss, environment=("bandit", "sequence", "ragged", "mdp"))
+    assert {check.code for check in report.failed} == {"KL101"}
+    assert report.reduction == "per-row"
+    for row in report.gradients:
+        assert row.identified == {"zero": 1.0}
+        assert row.cosine is None
+        assert row.residual == 0.0
+
+
+def test_a_small_constant_in_a_denominator_is_noted_and_not_refuted():
+    def with_constant(logp, ref_logp, mask):
+        length = mask.sum(-1)
+        return k2_of_the_sequence(logp, ref_logp, mask) * length / (length + 1e-8)
+
+    report = grade(with_constant)
+    assert report.verdict == "confirmed"
+    assert all("denominator" in row.note for row in report.gradients)
+
+
+def test_a_larger_constant_is_refuted_with_its_size():
+    report = grade(lambda logp, ref_logp, mask: k2_of_the_sequence(logp, ref_logp, mask) * (1 + 1e-5))
+    assert {check.code for check in report.failed} == {"KL106"}
+    assert "1e-05" in report.failed[0].message
+
+
+def test_a_target_that_cancels_is_zero():
+    target = "reverse_kl-local_reverse_kl-future_reverse_kl"
+    assert grade(k1, expect=target).verdict == "confirmed"
+    assert grade(k2, expect=target).verdict == "refuted"
+
+
+def test_half_precision_gets_a_single_name_or_none():
+    def curved(logp, ref_logp):
+        return torch.log(torch.cosh(logp.bfloat16() - ref_logp.bfloat16()))
+
+    report = grade(curved)
+    assert report.dtype == "bfloat16"
+    assert all(row.identified is None for row in report.gradients)
+    plain = grade(lambda logp, ref_logp: k2(logp.bfloat16(), ref_logp.bfloat16()), environment="bandit")
+    assert plain.gradients[0].identified == pytest.approx({"reverse_kl": 1.0}, rel=2e-2)
+
+
+# ------------------------------------------------------------------------- causes under a stale sampler, told apart
+
+
+def weighted(limit):
+    def loss(logp, ref_logp, old_logp, mask):
+        rho = limit(((logp - old_logp) * mask).sum(-1).exp()).detach()
+        return rho * k2_of_the_sequence(logp, ref_logp, mask)
+
+    return loss
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        lambda rho: rho.clamp(max=1.0),
+        lambda rho: rho.clamp(max=1.2),
+        lambda rho: torch.clip(rho, 1 - 3e-4, 1 + 4e-4),
+        lambda rho: torch.minimum(rho, torch.ones_like(rho)),
+        lambda rho: torch.min(rho, torch.tensor(1.1, dtype=rho.dtype)),
+        lambda rho: torch.where(rho > 1.1, 1.1, rho),
+    ],
+)
+def test_limits_on_the_ratio_are_clips_however_tight(limit, seed):
+    report = grade(weighted(limit), seed=seed)
+    assert {check.code for check in report.failed} == {"KL306"}, [check.message for check in report.failed]
+
+
+def test_an_exact_ratio_is_never_blamed():
+    def over_length(logp, ref_logp, old_logp, mask):
+        return weighted(lambda rho: rho)(logp, ref_logp, old_logp, mask) / mask.sum(-1)
+
+    assert {check.code for check in grade(over_length).failed} == {"KL203"}
+
+
+# ----------------------------------------------------------------------------------------------- factors and signs
+
+
+@pytest.mark.parametrize("environment", ["sequence", "ragged", ("sequence", "mdp")])
+def test_a_division_by_the_length_is_told_from_a_constant_in_any_world(environment):
+    assert {check.code for check in grade(k2_over_length, environment=environment).failed} == {"KL203"}
+    assert {check.code for check in grade(over_constant, environment=environment).failed} == {"KL106"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "codes"),
+    [
+        (lambda logp, ref_logp: -k3(logp, ref_logp), {"KL102", "KL103"}),
+        (lambda logp, ref_logp: -k2(logp, ref_logp), {"KL103", "KL201"}),
+        (lambda logp, ref_logp: k2(logp, ref_logp) / 2, {"KL106", "KL201"}),
+    ],
+)
+def test_signs_and_factors_are_told_on_other_gradients_too(loss, codes):
+    assert {check.code for check in grade(loss).failed} == codes
