@@ -21,6 +21,8 @@ from kltest.environments.paths import Level, Paths, Tree
 from kltest.errors import WorldError
 
 END = -1
+# Prefixes that so many rollouts share, on average, are kept together with the steps before them.
+FEW_ROWS = 32
 
 
 def memory_limit() -> float:
@@ -232,10 +234,28 @@ def _levels(grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]]) -> tu
     """Levels from each step's (cells, live, parents), counting from the leaves up how many rows a node has."""
     levels: list[Level] = []
     rows: np.ndarray | int = 1
-    for cell, live, parent in reversed(grown):
+    leaves = len(grown[-1][0])
+    for step in reversed(range(len(grown))):
+        cell, live, parent = grown[step]
+        if len(cell) * FEW_ROWS <= leaves and step > 0:
+            levels.append(_stem(grown[: step + 1], rows))
+            break
         consecutive = live is None and cell[-1] - cell[0] == len(cell) - 1 and bool((np.diff(cell) == 1).all())
-        cells = slice(int(cell[0]), int(cell[-1]) + 1) if consecutive else cell
-        levels.append(Level(cells, rows, live))
+        cells = slice(int(cell[0]), int(cell[-1]) + 1) if consecutive else cell[:, None]
+        levels.append(Level(slice(step, step + 1), cells, rows, None if live is None else live[:, None]))
         counts = np.bincount(parent, np.broadcast_to(rows, parent.shape)).astype(np.int64)
         rows = int(counts[0]) if (counts == counts[0]).all() else counts
     return tuple(reversed(levels))
+
+
+def _stem(grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]], rows: np.ndarray | int) -> Level:
+    """The first steps as one level, whose nodes are those of the last of them."""
+    node = np.arange(len(grown[-1][0]))
+    cells: list[np.ndarray] = []
+    live: list[np.ndarray] = []
+    for cell, alive, parent in reversed(grown):
+        cells.append(cell[node])
+        live.append(np.ones(len(node), dtype=bool) if alive is None else alive[node])
+        node = parent[node]
+    alive = np.stack(live[::-1], axis=1)
+    return Level(slice(0, len(grown)), np.stack(cells[::-1], axis=1), rows, None if alive.all() else alive)

@@ -43,6 +43,11 @@ class Paths:
         """Whether any position is dead."""
         return not self.mask.all()
 
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(N,) live tokens of each rollout."""
+        return self.mask.sum(axis=1)
+
     def take(self, rows: np.ndarray | slice) -> Paths:
         """The given rows, in the given order, repeats allowed."""
         return Paths(self.contexts[rows], self.tokens[rows], self.mask[rows], self.prompt[rows], self.log_weight[rows])
@@ -78,11 +83,14 @@ class Paths:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """The n nodes of one level: `cells` c·V + v (a slice where they are consecutive), 0 where a node is not `live`.
+    """The n distinct prefixes up to some step, and the cells c·V + v of their last tokens; 0 where they are not `live`.
 
-    `rows` is how many rollouts pass through each node: (n,), or one number for all. `live` is None if all are.
+    `cells` is (n, steps), or a slice where there is one step and the cells are consecutive; `steps` says which columns
+    of (N, T) they are. `rows` is how many rollouts pass through each node: (n,), or one number for all. `live` is of
+    the shape of `cells`, None if all are.
     """
 
+    steps: slice
     cells: np.ndarray | slice
     rows: np.ndarray | int
     live: np.ndarray | None
@@ -98,24 +106,33 @@ class Level:
 
     @property
     def index(self) -> np.ndarray:
-        """(n,) cells as an array."""
-        return np.arange(self.cells.start, self.cells.stop) if isinstance(self.cells, slice) else self.cells
+        """(n, steps) cells as an array."""
+        if isinstance(self.cells, slice):
+            return np.arange(self.cells.start, self.cells.stop)[:, None]
+        return self.cells
 
-    def spread(self, values: np.ndarray, out: np.ndarray, step: int) -> None:
-        """Write a value (n, …) per node into all of its rows, at one step of `out` (N, T, …)."""
+    def read(self, flat: np.ndarray) -> np.ndarray:
+        """(n, steps) entries of a table (C·V,) at the cells."""
+        return flat[self.cells, None] if isinstance(self.cells, slice) else flat[self.cells]
+
+    def spread(self, values: np.ndarray, out: np.ndarray) -> None:
+        """Write values (n, steps, …) of nodes into all of their rows of `out` (N, T, …)."""
         if isinstance(self.rows, int):
-            out.reshape(len(self), self.rows, *out.shape[1:])[:, :, step] = values[:, None]
+            out.reshape(len(self), self.rows, *out.shape[1:])[:, :, self.steps] = values[:, None]
         else:
-            out[:, step] = np.repeat(values, self.rows, axis=0)
+            out[:, self.steps] = np.repeat(values, self.rows, axis=0)
 
-    def collect(self, column: np.ndarray) -> np.ndarray:
-        """(n, …) sums of a column (N, …) over the rows of each node."""
-        if not isinstance(self.rows, int):
-            return np.add.reduceat(column, self.starts[:-1], axis=0)
-        if self.rows == 1:
-            return column
-        grouped = column.reshape(len(self), self.rows, *column.shape[1:])
-        return grouped @ np.ones(self.rows) if column.ndim == 1 else grouped.sum(axis=1)
+    def collect(self, values: np.ndarray) -> np.ndarray:
+        """(n, steps, …) sums of `values` (N, T, …) over the rows of each node."""
+        columns = values[:, self.steps].swapaxes(0, 1)
+        if isinstance(self.rows, int) and self.rows == 1:
+            sums = columns
+        elif not isinstance(self.rows, int):
+            sums = np.add.reduceat(columns, self.starts[:-1], axis=1)
+        else:
+            grouped = columns.reshape(len(columns), len(self), self.rows, *columns.shape[2:])
+            sums = grouped @ np.ones(self.rows) if grouped.ndim == 3 else grouped.sum(axis=2)
+        return sums.swapaxes(0, 1)
 
     def part(self, first: int, last: int) -> Level:
         """The nodes of the rows `first` … `last` − 1, with those rows alone."""
@@ -133,11 +150,14 @@ class Level:
         else:
             cells = self.cells[nodes]
         live = None if self.live is None or self.live[nodes].all() else self.live[nodes]
-        return Level(cells, rows, live)
+        return Level(self.steps, cells, rows, live)
 
 
 class Tree(Paths):
-    """Every rollout of a world, or a run of consecutive ones, in prefix order, kept level by level."""
+    """Every rollout of a world, or a run of consecutive ones, in prefix order, kept level by level.
+
+    The first steps, where nodes are few, share one level, so that the cost of a part does not grow with their number.
+    """
 
     levels: tuple[Level, ...]
     vocabulary: int
@@ -156,7 +176,7 @@ class Tree(Paths):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self), len(self.levels)
+        return len(self), self.levels[-1].steps.stop
 
     @cached_property
     def padded(self) -> bool:
@@ -174,7 +194,7 @@ class Tree(Paths):
     def mask(self) -> np.ndarray:  # type: ignore[override]
         if not self.padded:
             return np.ones(self.shape, dtype=bool)
-        ones = [np.ones(len(level), dtype=bool) if level.live is None else level.live for level in self.levels]
+        ones = [np.ones(level.index.shape, dtype=bool) if level.live is None else level.live for level in self.levels]
         return self._spread(ones)
 
     def take(self, rows: np.ndarray | slice) -> Paths:
@@ -185,14 +205,15 @@ class Tree(Paths):
                 return Tree(levels, self.vocabulary, self.prompt[rows], self.log_weight[rows], complete=False)
             rows = np.arange(first, last, step)
         index = np.arange(len(self))[rows]
-        cells, live = np.empty((len(index), len(self.levels)), dtype=np.int64), np.ones((len(index), 1), dtype=bool)
-        live = np.repeat(live, len(self.levels), axis=1)
-        for step, level in enumerate(self.levels):
+        shape = (len(index), self.shape[1])
+        cells, live = np.empty(shape, dtype=np.int64), np.ones(shape, dtype=bool)
+        for level in self.levels:
             uniform = isinstance(level.rows, int)
             node = index // level.rows if uniform else np.searchsorted(level.starts, index, side="right") - 1
-            cells[:, step] = level.cells.start + node if isinstance(level.cells, slice) else level.cells[node]
+            start = level.cells.start + node[:, None] if isinstance(level.cells, slice) else level.cells[node]
+            cells[:, level.steps] = start
             if level.live is not None:
-                live[:, step] = level.live[node]
+                live[:, level.steps] = level.live[node]
         return Paths(
             cells // self.vocabulary, cells % self.vocabulary, live, self.prompt[index], self.log_weight[index]
         )
@@ -204,35 +225,47 @@ class Tree(Paths):
 
     def chosen(self, table: np.ndarray) -> np.ndarray:
         flat = table.reshape(-1)
-        return self._spread([flat[level.cells] for level in self.levels])
+        return self._spread([level.read(flat) for level in self.levels])
 
     def everything(self, table: np.ndarray) -> np.ndarray:
         return self._spread([table[level.index // self.vocabulary] for level in self.levels])
 
     def collect(self, values: np.ndarray, into: np.ndarray) -> None:
         flat = into.reshape(-1)
-        for step, level in enumerate(self.levels):
-            sums = level.collect(values[:, step])
+        for level in self.levels:
+            sums = level.collect(values)
             if values.ndim == 3:
                 np.add.at(into, level.index // self.vocabulary, sums)
             elif isinstance(level.cells, slice):
-                flat[level.cells] += sums
+                flat[level.cells] += sums[:, 0]
             else:
                 np.add.at(flat, level.cells, sums)
 
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        live = [np.ones(level.index.shape) if level.live is None else level.live for level in self.levels]
+        return self._along(live, np.zeros(len(self), dtype=np.int64))
+
     def log_probability(self, log_probs: np.ndarray) -> np.ndarray:
         flat = log_probs.reshape(-1)
-        total = self.log_weight.copy()
-        for level in self.levels:
-            values = flat[level.cells] if level.live is None else np.where(level.live, flat[level.cells], 0.0)
+        values = [level.read(flat) for level in self.levels]
+        for nodes, level in zip(values, self.levels, strict=True):
+            if level.live is not None:
+                nodes *= level.live
+        return self._along(values, self.log_weight.copy())
+
+    def _along(self, values: list[np.ndarray], total: np.ndarray) -> np.ndarray:
+        """Add up what the nodes on the way of each rollout have, onto `total` (N,)."""
+        for level, nodes in zip(self.levels, values, strict=True):
+            sums = nodes.sum(axis=1).astype(total.dtype)
             if isinstance(level.rows, int):
-                total.reshape(len(level), level.rows)[...] += values[:, None]
+                total.reshape(len(level), level.rows)[...] += sums[:, None]
             else:
-                total += np.repeat(values, level.rows)
+                total += np.repeat(sums, level.rows)
         return total
 
     def _spread(self, values: list[np.ndarray]) -> np.ndarray:
-        out = np.empty((*self.shape, *values[0].shape[1:]), dtype=values[0].dtype)
-        for step, (level, column) in enumerate(zip(self.levels, values, strict=True)):
-            level.spread(column, out, step)
+        out = np.empty((*self.shape, *values[0].shape[2:]), dtype=values[0].dtype)
+        for level, columns in zip(self.levels, values, strict=True):
+            level.spread(columns, out)
         return out

@@ -21,9 +21,9 @@ from kltest.targets.outcome import Loss
 ONE_BY_ONE = 300
 MOST_SINGLES = 20_000
 # Numbers in one field of a chunk: few enough to stay in the processor's cache from one operation to the next.
-CHUNK = 2**18
+CHUNK = 2**17
 POOL = 3
-SPOT_CHECKS = 3
+SPOT_CHECKS = 2
 
 
 def exact(
@@ -76,8 +76,7 @@ def _pool(paths: Paths, generator: np.random.Generator) -> np.ndarray:
     """A few rows that differ in every way in which rollouts can: length, prompt, tokens."""
     chosen = generator.choice(len(paths), size=POOL, replace=False)
     if paths.padded:
-        lengths = paths.mask.sum(axis=1)
-        chosen = np.append(chosen, [lengths.argmin(), lengths.argmax()])
+        chosen = np.append(chosen, [paths.lengths.argmin(), paths.lengths.argmax()])
     if len(ends := np.unique(paths.prompt[[0, -1]])) > 1:
         mates = [generator.choice(np.flatnonzero(paths.prompt == prompt), size=2) for prompt in ends]
         chosen = np.append(chosen, np.concatenate(mates))
@@ -98,7 +97,7 @@ def _in_chunks(
     wide = any("logits" in single.leaves for single in witness.singles.values())
     width = paths.shape[1] * (instance.environment.vocabulary if wide else 1)
     size = max(1, CHUNK // width)
-    spots = set(generator.integers(-(-len(paths) // size), size=SPOT_CHECKS).tolist())
+    checked = set(generator.integers(-(-len(paths) // size), size=SPOT_CHECKS).tolist())
     leaves: frozenset[str] = frozenset()
     values: list[np.ndarray | None] = []
     metrics: list[np.ndarray | None] = []
@@ -108,10 +107,11 @@ def _in_chunks(
         live = part.mask if part.padded else None
         factor = 1.0 if witness.reduction == "sum" else float(len(part))
         called = differentiate(witness.loss, rollout, live, factor)
-        if number in spots or (witness.mean and witness.sum):
-            fresh = Rollout.of(instance, part, sampler=sampler, padding=padding)
-            for spot in {_most_moved(called), int(generator.integers(len(part)))}:
-                alone = differentiate(witness.loss, fresh.take([spot]), None if live is None else live[[spot]])
+        if number in checked or (witness.mean and witness.sum):
+            spots = np.array([_most_moved(called), int(generator.integers(len(part)))])
+            fresh = _rows_again(instance, part, spots, sampler, padding)
+            for row, spot in enumerate(spots):
+                alone = differentiate(witness.loss, fresh.take([row]), None if live is None else live[[spot]])
                 if close(alone.row(0), called.row(spot), called.dtype):
                     continue
                 if witness.mean and witness.sum and close(alone.row(0), called.row(spot), called.dtype, 1 / factor):
@@ -164,10 +164,19 @@ def _one_by_one(witness: Witness, instance: Instance, sampler: str, projection: 
     )
 
 
+def _rows_again(instance: Instance, part: Paths, rows: np.ndarray, sampler: str, padding: int) -> Rollout:
+    """Rows of a part once more, with the same padding and untouched by the loss."""
+    if part.padded:
+        return Rollout.of(instance, part, sampler=sampler, padding=padding).take(rows)
+    return Rollout.of(instance, part.take(rows), sampler=sampler, padding=padding)
+
+
 def _most_moved(called: RowGradients) -> int:
     """The row with the largest gradient."""
-    sizes = [np.abs(part).reshape(len(part), -1).max(axis=1) for part in called.parts]
-    return int(np.argmax(np.max(sizes, axis=0))) if sizes else 0
+    if not called.parts:
+        return 0
+    part = max((np.abs(part) for part in called.parts), key=np.max)
+    return int(part.argmax()) // part[0].size
 
 
 def _stack(singles: list[RowGradients], rows: list[int], leaf: str) -> np.ndarray:
@@ -180,7 +189,7 @@ def _per_row(value: Tensor | None, paths: Paths) -> np.ndarray | None:
         return None
     reported = value.numpy()
     if reported.ndim == 2:
-        return np.where(paths.mask, reported, 0.0).sum(axis=1) if paths.padded else reported.sum(axis=1)
+        return (np.where(paths.mask, reported, 0.0) if paths.padded else reported) @ np.ones(paths.shape[1])
     return reported.reshape(-1) if reported.size == len(paths) else None
 
 

@@ -10,12 +10,16 @@ tokens that share a context; where no two do, it is a sum over tokens as well:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
 
 from kltest.environments import Paths
 from kltest.policies import score_norms, softmax_gradient
+
+# Entries of a table that are worked on at a time.
+BLOCK = 2**14
 
 
 class Projection:
@@ -34,13 +38,21 @@ class Projection:
     @property
     def gradient(self) -> np.ndarray:
         """(C, V) expected gradient with respect to logits."""
-        return softmax_gradient(self.table, self.policy)
+        gradient = np.empty_like(self.table)
+        for rows in self._blocks():
+            gradient[rows] = softmax_gradient(self.table[rows], self.policy[rows])
+        return gradient
 
     @property
     def second_moment(self) -> float:
         """E‖ĝ‖²."""
-        sampled = float((self._squares * score_norms(self.policy)).sum()) if self._squares.any() else 0.0
-        return self._others + sampled
+        squares = [self._squares[rows] * score_norms(self.policy[rows]) for rows in self._blocks()]
+        return self._others + float(sum(part.sum() for part in squares))
+
+    def _blocks(self) -> Iterator[slice]:
+        """Contexts, as many at a time as fit into the processor's cache."""
+        step = max(1, BLOCK // self.policy.shape[1])
+        return (slice(first, first + step) for first in range(0, len(self.policy), step))
 
     @cached_property
     def _probability(self) -> np.ndarray:
@@ -49,63 +61,73 @@ class Projection:
     def add(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
         """Rollouts of probability `weights` (N,) and their gradients (N, T) and (N, T, V), zero where padded."""
         if logits is not None:
-            if logp is not None:
-                logits = logits.copy()
-                logits[np.arange(len(paths))[:, None], np.arange(paths.shape[1]), paths.tokens] += logp
-                logp = None
-            paths.collect(logits * weights[:, None, None], self.table)
-            if self.distinct:
-                self._others += float(weights @ self._squared_norms(paths, logits).sum(axis=1))
+            self._add_full(paths, weights, logits if logp is None else _with_sampled(paths, logits, logp))
         elif logp is not None:
-            # Transposed, so that each token's column is contiguous for the sums over prefixes.
-            columns = np.ascontiguousarray(logp.T)
-            weighted = columns * weights
-            paths.collect(weighted.T, self.table)
-            if self.distinct:
-                paths.collect(np.multiply(weighted, columns, out=weighted).T, self._squares)
-        if not self.distinct and (logp is not None or logits is not None):
-            width = 1 if logits is None else self.policy.shape[1]
-            if self.policy.size <= width * paths.shape[1] ** 2:
-                self._add_dense(paths, weights, logp, logits)
-            else:
-                self._add_pairs(paths, weights, logp, logits)
+            self._add_sampled(paths, weights, logp)
 
-    def _squared_norms(self, paths: Paths, logits: np.ndarray) -> np.ndarray:
-        """(N, T) ‖A_t − π(c_t)·ΣA_t‖²."""
-        projected = logits - paths.everything(self._probability) * logits.sum(axis=2, keepdims=True)
-        return np.einsum("ntv,ntv->nt", projected, projected)
+    def _in_full(self, steps: int) -> bool:
+        """Whether tables of each rollout's whole gradient are less work than all pairs of its tokens."""
+        return not self.distinct and self.policy.size <= steps**2
 
-    def _add_dense(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
-        """Each rollout's gradient in full, where the table is small."""
-        flat = each_gradient(paths, self.policy, logp, logits).reshape(len(paths), -1)
-        self._others += float(weights @ np.einsum("nd,nd->n", flat, flat))
+    def _add_sampled(self, paths: Paths, weights: np.ndarray, logp: np.ndarray) -> None:
+        # Transposed, so that each token's column is contiguous for the sums over prefixes.
+        columns = np.ascontiguousarray(logp.T)
+        weighted = columns * weights
+        paths.collect(weighted.T, self.table)
+        if self._in_full(paths.shape[1]):
+            vocabulary = self.policy.shape[1]
+            cell = paths.contexts * vocabulary + paths.tokens
+            cell += np.arange(0, len(paths) * self.policy.size, self.policy.size)[:, None]
+            each = np.bincount(cell.ravel(), logp.ravel(), len(paths) * self.policy.size).reshape(len(paths), -1)
+            self._others += float(weights @ np.einsum("nd,nd->n", each @ self._gram, each))
+            return
+        if not self.distinct:
+            self._add_pairs(paths, columns, weighted)
+        weighted *= columns
+        paths.collect(weighted.T, self._squares)
 
-    def _add_pairs(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
-        """Inner products of each pair of tokens that share a context, where the table is large."""
-        contexts = np.ascontiguousarray(paths.contexts.T)
-        steps = len(contexts)
-        if logits is not None:
-            projected = logits - paths.everything(self._probability) * logits.sum(axis=2, keepdims=True)
-            for later in range(steps):
-                for earlier in range(later + 1):
+    @cached_property
+    def _gram(self) -> np.ndarray:
+        """(C·V, C·V) inner products of the gradients of all log π(v|c): 0 between contexts."""
+        contexts, vocabulary = self.policy.shape
+        scores = np.zeros((contexts, vocabulary, contexts, vocabulary))
+        for context, chances in enumerate(self._probability):
+            scores[context, :, context] = np.eye(vocabulary) - chances
+        flat = scores.reshape(self.policy.size, -1)
+        return flat @ flat.T
+
+    def _add_pairs(self, paths: Paths, columns: np.ndarray, weighted: np.ndarray) -> None:
+        """Inner products a·b·(1{y = y'} − π(y|c) − π(y'|c) + ‖π(c)‖²) of every two tokens that share a context."""
+        contexts, tokens = (np.ascontiguousarray(part.T, dtype=np.int32) for part in (paths.contexts, paths.tokens))
+        norm = (self._probability**2).sum(axis=1, keepdims=True)
+        chance = np.ascontiguousarray(paths.chosen(self._probability).T)
+        rest = np.ascontiguousarray(paths.chosen(norm - self._probability).T)
+        for later in range(1, len(columns)):
+            for earlier in range(later):
+                kernel = rest[later] - chance[earlier]
+                kernel += tokens[earlier] == tokens[later]
+                kernel *= contexts[earlier] == contexts[later]
+                kernel *= columns[earlier]
+                self._others += 2 * float(weighted[later] @ kernel)
+
+    def _add_full(self, paths: Paths, weights: np.ndarray, full: np.ndarray) -> None:
+        paths.collect(full * weights[:, None, None], self.table)
+        projected = full - paths.everything(self._probability) * full.sum(axis=2, keepdims=True)
+        self._others += float(weights @ np.einsum("ntv,ntv->n", projected, projected))
+        if not self.distinct:
+            contexts = np.ascontiguousarray(paths.contexts.T)
+            for later in range(1, len(contexts)):
+                for earlier in range(later):
                     rows = np.flatnonzero(contexts[earlier] == contexts[later])
                     inner = np.einsum("nv,nv->n", projected[rows, earlier], projected[rows, later])
-                    self._others += (1 if earlier == later else 2) * float(weights[rows] @ inner)
-        elif logp is not None:
-            norm = (self._probability**2).sum(axis=1)
-            tokens, probability = np.ascontiguousarray(paths.tokens.T), paths.chosen(self._probability)
-            columns, probability = np.ascontiguousarray(logp.T), np.ascontiguousarray(probability.T)
-            for later in range(steps):
-                for earlier in range(later + 1):
-                    rows = np.flatnonzero(contexts[earlier] == contexts[later])
-                    kernel = (
-                        (tokens[earlier, rows] == tokens[later, rows]).astype(float)
-                        - probability[earlier, rows]
-                        - probability[later, rows]
-                        + norm[contexts[later, rows]]
-                    )
-                    kernel *= columns[earlier, rows] * columns[later, rows]
-                    self._others += (1 if earlier == later else 2) * float(weights[rows] @ kernel)
+                    self._others += 2 * float(weights[rows] @ inner)
+
+
+def _with_sampled(paths: Paths, logits: np.ndarray, logp: np.ndarray) -> np.ndarray:
+    """(N, T, V) gradients at all next tokens, the sampled one's share included."""
+    full = logits.copy()
+    full[np.arange(len(paths))[:, None], np.arange(paths.shape[1]), paths.tokens] += logp
+    return full
 
 
 def each_gradient(paths: Paths, policy: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> np.ndarray:
