@@ -65,6 +65,20 @@ FIELDS: dict[str, Field] = {
     "rollout": Field("Rollout", "all of the above"),
 }
 
+
+def field_named(name: object) -> str | None:
+    """The field of that name or alias."""
+    if name in FIELDS:
+        return str(name)
+    return next((key for key, entry in FIELDS.items() if name in entry.aliases), None)
+
+
+class NotGivenError(AttributeError, KeyError):
+    """A loss asked a rollout, or an object that stands in for another, for something that it does not have."""
+
+    __str__ = Exception.__str__
+
+
 Centre = Literal["world", "batch"]
 LEAVES = ("logp", "logits")
 SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
@@ -73,6 +87,7 @@ SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
 class Rollout:
     """A batch of B rollouts of up to T tokens over a vocabulary of V; every field of FIELDS is an attribute.
 
+    It reads as a dictionary too, by field or alias (`batch["log_probs"]`, `in`, `get`); `keys` are those of tensors.
     Values are tensors or functions that build them. `accessed` collects the names that were asked for, so that the
     grader knows what a loss uses. `logp` and `logits` are leaves that require grad.
     """
@@ -86,16 +101,37 @@ class Rollout:
         self.accessed: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in FIELDS:
-            raise AttributeError(f"a rollout has no field {name!r}; its fields are {', '.join(FIELDS)}")
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in FIELDS:
+            raise _no_field(name)
         self.accessed.add(name)
         return self.peek(name)
+
+    def __getitem__(self, key: object) -> Any:
+        name = field_named(key)
+        if name is None:
+            raise _no_field(key)
+        return getattr(self, name)
+
+    def get(self, key: object, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except NotGivenError:
+            return default
+
+    def keys(self) -> list[str]:
+        """The fields that are tensors: a loss that copies a batch has not asked for β."""
+        return [name for name in self.names() if name not in ("beta", "rollout")]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
 
     def peek(self, name: str) -> Any:
         """A field, without counting as an access by the loss."""
         if name not in self._built:
             if name not in self._builders:
-                raise AttributeError(f"this rollout was made without the field {name!r}")
+                raise NotGivenError(f"this rollout was made without the field {name!r}")
             value = self._builders[name]
             value = value() if callable(value) else value
             if name in LEAVES:
@@ -103,7 +139,8 @@ class Rollout:
             self._built[name] = value
         return self._built[name]
 
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, key: object) -> bool:
+        name = field_named(key)
         return name in self._builders or name in self._built
 
     def __len__(self) -> int:
@@ -148,6 +185,10 @@ class Rollout:
         """
         paths = instance.paths if paths is None else paths
         return cls(_builders(instance, paths, sampler, padding, centre), beta=beta)
+
+
+def _no_field(name: object) -> NotGivenError:
+    return NotGivenError(f"a rollout has no field {name!r}; its fields are {', '.join(FIELDS)}")
 
 
 def _row_picker(rollout: Rollout, name: str, index: Tensor) -> Callable[[], Tensor]:

@@ -346,6 +346,38 @@ def test_a_logged_value_that_is_none(short):
         bind(lambda logp: (logp, {"kl": torch.ones(2, 2, 2)}))(short)
 
 
+def test_a_number_is_logged_as_exactly_as_it_was_computed(short):
+    value = 0.1 + 1e-12
+    for metric in (value, np.float64(value), torch.tensor(value, dtype=torch.float64, requires_grad=True)):
+        outcome = bind(lambda logp, metric: (logp, {"kl": metric}), Call(arguments={"metric": metric}))(short)
+        assert outcome.metric.item() == value
+        assert not outcome.metric.requires_grad
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda kl: (torch.tensor(0.1), 2.0),
+        lambda kl: (kl.sum(), kl.mean(), None),
+        lambda kl: (kl.detach(), kl.sum(1).detach()),
+        lambda kl: (0.5, {"kl": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("reduce", [lambda kl: kl, lambda kl: kl.sum(1), lambda kl: kl.sum() / len(kl)])
+def test_the_first_of_many_results_is_the_loss(reduce, more, rollout):
+    def loss(logp, ref_logp, mask):
+        kl = k2(logp, ref_logp) * mask
+        return (reduce(kl), *more(kl))
+
+    bound = bind(loss)
+    torch.testing.assert_close(gradient(bound, rollout), by_hand(rollout, u(rollout)))
+    gradient(bound, rollout)
+    (note,) = bound.notes
+    assert "the first was taken as the loss" in note
+    metric = bound(rollout).metric
+    assert (None if metric is None else metric.item()) == (0.5 if "dict" in note else None)
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
@@ -358,7 +390,9 @@ def test_a_logged_value_that_is_none(short):
         (lambda logp: "loss", ["a str"]),
         (lambda logp: {"loss": logp.sum()}, ["'loss'", "(loss, metrics)"]),
         (lambda logp: (logp, logp), ["tuple of (tensor of shape (15, 3)"]),
-        (lambda logp: (logp, {}, 3), ["int"]),
+        (lambda logp: (logp.sum(), 3), ["int"]),
+        (lambda logp: (logp, 2 * logp.sum(1), 3), ["tensor of shape (15, 3), tensor of shape (15,), int"]),
+        (lambda logp: (3, logp, logp.sum()), ["int"]),
         (lambda logp: (logp > 0).sum(), ["torch.int64", "floating-point"]),
     ],
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.rollout import FIELDS, Rollout
+from kltest.rollout import FIELDS, NotGivenError, Rollout, field_named
 
 
 def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
@@ -31,13 +32,6 @@ def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
     return parsed
 
 
-def field_named(name: str) -> str | None:
-    """The rollout field of that name or alias."""
-    if name in FIELDS:
-        return name
-    return next((key for key, entry in FIELDS.items() if name in entry.aliases), None)
-
-
 def field_asked(value: object) -> str | None:
     """The field that an argument's value "@name" stands for, None for an ordinary value; UsageError if unknown."""
     if not (isinstance(value, str) and value.startswith("@")):
@@ -52,15 +46,12 @@ def fields_listed() -> str:
     return ", ".join(f"@{name}" for name in FIELDS)
 
 
-class MissingAttributeError(AttributeError):
-    """A loss asked a stand-in object for something that nobody gave."""
-
-
 class Stub:
     """An object that has the attributes given by `--arg NAME.attribute=value`, those of its class, and no others.
 
     Where a method of a class is graded, the stub is its `self`: methods, properties and constants of the class work,
-    with the stub as their `self`. Fields ("@beta") are read from the rollout of the present call.
+    with the stub as their `self`. Fields ("@beta") are read from the rollout of the present call. What is given can be
+    read by key as well, so that a stub can stand in for a dictionary.
     """
 
     def __init__(self, name: str, attributes: Mapping[str, object], kind: type | None = None) -> None:
@@ -77,17 +68,36 @@ class Stub:
             asked = field_asked(value)
             return value if asked is None else getattr(vars(self)["_stub_rollout"], asked)
         found = inspect.getattr_static(kind, attribute, None) if kind is not None else None
-        dunder = attribute.startswith("__") and attribute.endswith("__")
-        if found is None or dunder:
-            name = vars(self)["_stub_name"]
-            message = f"{name} stands in for an object that was not built and has no attribute {attribute!r}"
-            if dunder:
-                raise AttributeError(message)
-            raise MissingAttributeError(f"{message}; give it with --arg {name}.{attribute}=VALUE")
+        if attribute.startswith("__") and attribute.endswith("__"):
+            raise AttributeError(attribute)
+        if found is None:
+            if attribute in _OF_A_DICTIONARY:
+                return partial(_OF_A_DICTIONARY[attribute], self)
+            raise self._not_given(attribute)
         return found.__get__(self, kind) if hasattr(found, "__get__") else found
 
     def __setattr__(self, attribute: str, value: object) -> None:
         vars(self)["_stub_given"][attribute] = value
+
+    def __getitem__(self, key: object) -> Any:
+        if key not in self:
+            raise self._not_given(key)
+        return getattr(self, str(key))
+
+    def __setitem__(self, key: str, value: object) -> None:
+        setattr(self, key, value)
+
+    def __contains__(self, key: object) -> bool:
+        return key in vars(self)["_stub_given"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self)["_stub_given"])
+
+    def _not_given(self, what: object) -> NotGivenError:
+        name = vars(self)["_stub_name"]
+        known = isinstance(what, str) and what.isidentifier()
+        advice = f"give it with --arg {name}.{what}=VALUE" if known else "--arg can give it names alone"
+        return NotGivenError(f"{name} stands in for an object that was not built and has no {what!r}; {advice}")
 
     def fields(self) -> set[str]:
         """The rollout fields among its attributes, at any depth."""
@@ -108,6 +118,17 @@ class Stub:
         }
         vars(copy).update(vars(self), _stub_given=given, _stub_rollout=rollout)
         return copy
+
+
+def _get(stub: Stub, key: object, default: Any = None) -> Any:
+    try:
+        return stub[key]
+    except NotGivenError:
+        return default
+
+
+_OF_A_DICTIONARY: dict[str, Callable[..., Any]] = {"get": _get, "keys": list}
+"""No methods, since an object that is no dictionary may have its own of these names."""
 
 
 def split_dotted(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, dict[str, object]]]:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Placement, Spec
-from kltest.rollout import LEAVES, Rollout
-from kltest.targets.arguments import MissingAttributeError, Stub
+from kltest.rollout import LEAVES, NotGivenError, Rollout
+from kltest.targets.arguments import Stub
 from kltest.targets.callables import described, eagerly, source_file
 from kltest.targets.filling import FieldOf, Filling, fill, fixed_beta, value_of
 from kltest.targets.frames import describe, failure
-from kltest.targets.handing import KINDS, Handed, Kind, no_integer_mask_as_index
+from kltest.targets.handing import (
+    KINDS,
+    ROW_FIELDS,
+    Handed,
+    Kind,
+    no_integer_mask_as_index,
+    telling_rows_from_tokens,
+    tells_rows_from_tokens,
+)
 from kltest.targets.outcome import Call, Outcome
 from kltest.targets.placement import place
 from kltest.targets.precision import PrecisionTrace, lowest_precision
@@ -79,6 +87,7 @@ class BoundLoss:
         self.home = source_file(function)
         self._function, self._fillings, self._parameters, self._receiver = function, fillings, parameters, receiver
         self._kind: Kind | None = None
+        self._per_token: bool | None = None
         self._traced: list[torch.dtype] | None = None
 
     def __repr__(self) -> str:
@@ -91,7 +100,9 @@ class BoundLoss:
         Raises TargetError where the loss raises (FailedError, with the user's own frame), leaves the process, or
         returns what is no loss; UsageError where it asks a stand-in object for an attribute that was not given.
         """
-        beta = rollout.peek("beta") if self._beta is None else self._beta
+        if not tells_rows_from_tokens(rollout):
+            self.settle(rollout)
+        beta = self._beta_of(rollout)
         random = torch.get_rng_state()
         trace = PrecisionTrace() if self._traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
         with trace:
@@ -126,12 +137,28 @@ class BoundLoss:
             dtype=lowest_precision((part.loss for part in results.values()), self._traced or ()),
         )
 
+    def settle(self, rollout: Rollout) -> None:
+        """Find out on a batch whether the loss wants rewards and advantages as (B,) or as (B, T), for all later calls.
+
+        With one token, or as many tokens as rows, a (B,) field combines with a (B, T) one into something else without
+        an error, so the question is put to a copy of the batch where B and T differ. A loss that takes neither field is
+        not called; one that fails whatever it is given stays unsettled, and fails when it is called.
+        """
+        if self._per_token is not None or not self.takes & {*ROW_FIELDS, "rollout"}:
+            return
+        with torch.random.fork_rng(devices=[]), suppress(KltestError):
+            self._run(telling_rows_from_tokens(rollout), self._beta_of(rollout))
+
+    def _beta_of(self, rollout: Rollout) -> float:
+        return rollout.peek("beta") if self._beta is None else self._beta
+
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
-        """One call, with the first kind of mask that the loss accepts; the calls that follow begin with that kind."""
+        """One call, with the first kind of fields that the loss accepts; the calls that follow begin with that kind."""
         first: BaseException | None = None
-        kinds = sorted(KINDS, key=lambda kind: kind is not self._kind)
+        kinds = [kind for kind in KINDS if self._per_token in (None, kind.per_token)]
+        kinds.sort(key=lambda kind: kind is not self._kind)
         for kind in kinds:
-            if first is not None and not kind.may_mend(first, takes_mask="mask" in rollout.accessed):
+            if first is not None and not kind.may_mend(first, rollout.accessed):
                 continue
             view = Handed(rollout, beta, kind, always_copy=bool(self.mutated))
             clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
@@ -147,10 +174,16 @@ class BoundLoss:
             finally:
                 rollout.accessed |= view.accessed
             if first is not None:
-                self.notes.append(f"It was given {kind}: with {kinds[0]} it raised {describe(first)}")
+                given, refused = kind.unlike(kinds[0]), kinds[0].unlike(kind)
+                self.notes.append(f"It was given {given}: with {refused} it raised {describe(first)}")
             self._kind = kind
+            if tells_rows_from_tokens(rollout):
+                self._per_token = kind.per_token
             self._check_inputs(rollout, view, clean)
-            return read(self.name, _zero_as_tensor(answer, beta), rollout), view
+            result = read(self.name, _zero_as_tensor(answer, beta), rollout)
+            if result.note and result.note not in self.notes:
+                self.notes.append(result.note)
+            return result, view
         assert first is not None
         raise self._failure(first, beta) from first
 
@@ -194,7 +227,7 @@ class BoundLoss:
                 )
 
     def _failure(self, error: BaseException, beta: float) -> KltestError:
-        if isinstance(error, MissingAttributeError):
+        if isinstance(error, NotGivenError):
             return UsageError(f"{self.name}: {error}")
         at = " (called with β = 0, to take the part that β multiplies)" if self.takes_beta and beta == 0 else ""
         return failure(self.name + at, error, self.home)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.rollout import FIELDS, Rollout
-from kltest.targets.arguments import Stub, field_asked, field_named, fields_listed, split_dotted
+from kltest.rollout import FIELDS, Rollout, field_named
+from kltest.targets.arguments import Stub, field_asked, fields_listed, split_dotted
 from kltest.targets.outcome import Call
 
 

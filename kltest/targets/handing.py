@@ -1,8 +1,8 @@
-"""A rollout as one call of a loss sees it: copies that it may write on, masks and floats of the kind that it wants."""
+"""A rollout as one call of a loss sees it: copies that it may write on, of the types and shapes that it wants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,39 +10,53 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
 from kltest.rollout import LEAVES, Rollout
 
 _SMALL = 2**16
 """Fields of up to this many numbers are copied for every call; of larger ones, writes are noticed by their version."""
 _ABOUT_TYPES = ("dtype", "float", "double", "scalar type")
+ROW_FIELDS = frozenset({"reward", "advantage"})
+"""Fields of one number a rollout, which many trainers repeat for every token."""
+
+
+_BY_INDEX = frozenset(
+    {Tensor.__getitem__, Tensor.__setitem__, Tensor.index_select, torch.index_select, Tensor.take, torch.take}
+)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The types in which a loss is given its mask and its floating-point fields."""
+    """The types in which a loss is given its mask and its floating-point fields, and whether rewards are (B, T)."""
 
     mask: torch.dtype
     floats: torch.dtype = torch.float64
+    per_token: bool = False
 
-    def may_mend(self, error: BaseException, *, takes_mask: bool) -> bool:
-        """Whether trying this kind makes sense after another one failed so."""
+    def may_mend(self, error: BaseException, accessed: Set[str]) -> bool:
+        """Whether trying this kind makes sense after a loss that had read these fields of another one failed so."""
         if self.floats == torch.float32 and not any(word in str(error).lower() for word in _ABOUT_TYPES):
             return False
-        return takes_mask or self.mask.is_floating_point
+        if self.per_token and not accessed & ROW_FIELDS:
+            return False
+        return "mask" in accessed or self.mask.is_floating_point
 
-    def __str__(self) -> str:
-        mask = f"a mask of {str(self.mask).removeprefix('torch.')}"
-        return mask if self.floats == torch.float64 else f"float32 fields and {mask}"
+    def unlike(self, other: Kind) -> str:
+        """In what this kind differs from another one."""
+        parts = {
+            "floats": f"{str(self.floats).removeprefix('torch.')} fields",
+            "per_token": f"rewards and advantages of shape {'(B, T)' if self.per_token else '(B,)'}",
+            "mask": f"a mask of {str(self.mask).removeprefix('torch.')}",
+        }
+        return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
 
 
-KINDS = (
-    Kind(torch.float64),
-    Kind(torch.bool),
-    Kind(torch.int64),
-    Kind(torch.float32, torch.float32),
-    Kind(torch.bool, torch.float32),
-    Kind(torch.int64, torch.float32),
+KINDS = tuple(
+    Kind(mask or floats, floats, per_token)
+    for per_token in (False, True)
+    for floats in (torch.float64, torch.float32)
+    for mask in (None, torch.bool, torch.int64)
 )
 
 
@@ -80,7 +94,9 @@ class Handed(Rollout):
         if name in LEAVES:
             return original.to(self._kind.floats)
         given = original
-        if name == "mask":
+        if name in ROW_FIELDS and self._kind.per_token:
+            given = original[:, None].repeat(1, self._base.peek("mask").shape[1]).to(self._kind.floats)
+        elif name == "mask":
             given = original.to(self._kind.mask)
         elif original.dtype.is_floating_point:
             given = original.to(self._kind.floats)
@@ -93,23 +109,56 @@ class Handed(Rollout):
         if given is original or given.numel() > _SMALL:
             return False
         expected = original.detach().to(given.dtype)
+        if expected.dim() < given.dim():
+            expected = expected[:, None].expand_as(given)
         return not torch.equal(torch.nan_to_num(given.detach()), torch.nan_to_num(expected))
+
+
+def tells_rows_from_tokens(rollout: Rollout) -> bool:
+    """Whether B and T differ and neither is 1, so that a (B,) field cannot pass where (B, T) is wanted."""
+    rows, tokens = rollout.peek("mask").shape
+    return 1 < rows != tokens > 1
+
+
+def telling_rows_from_tokens(rollout: Rollout) -> Rollout:
+    """A copy with fresh leaves that does: a single row is repeated, and padding is added as far as needed."""
+    rows = rollout.take([0, 0] if len(rollout) == 1 else range(len(rollout)))
+    while not tells_rows_from_tokens(rows):
+        rows = Rollout({name: _padded(rows, name) for name in rows}, beta=rows.peek("beta"))
+    return rows
+
+
+def _padded(rollout: Rollout, name: str) -> Callable[[], Tensor]:
+    """A field with one more token, a dead one that repeats the last."""
+
+    def build() -> Tensor:
+        field = rollout.peek(name).detach()
+        if field.dim() < 2:
+            return field
+        last = field[:, -1:]
+        return torch.cat([field, torch.zeros_like(last) if name == "mask" else last], dim=1)
+
+    return build
 
 
 @contextmanager
 def no_integer_mask_as_index(mask: Tensor | None) -> Iterator[None]:
-    """Make indexing by an integer mask raise: it would gather rows 0 and 1 where a boolean one selects."""
+    """Make indexing by an integer mask, or a part of it, raise: it would gather 0 and 1 where a boolean one selects."""
     if mask is None or mask.dtype != torch.int64:
         yield
         return
 
+    memory = mask.untyped_storage()._cdata
+
     class Guard(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func in (Tensor.__getitem__, Tensor.__setitem__):
-                index = args[1] if isinstance(args[1], tuple) else (args[1],)
-                if any(item is mask for item in index):
-                    raise IndexError("the integer mask is used as an index")
-            return func(*args, **(kwargs or {}))
+            kwargs = kwargs or {}
+            if func in _BY_INDEX:
+                index = (args[1:2] if func is Tensor.__setitem__ else args[1:], kwargs.get("index"))
+                for item in tree_iter(index):
+                    if isinstance(item, Tensor) and item.untyped_storage()._cdata == memory:
+                        raise IndexError("the integer mask is used as an index")
+            return func(*args, **kwargs)
 
     with Guard():
         yield

@@ -13,22 +13,23 @@ from kltest.errors import TargetError
 from kltest.rollout import Rollout
 from kltest.targets.outcome import Returned
 
-ACCEPTED = "a scalar, (B,) or (B, T) tensor, or a pair (loss, metrics) of one and a mapping"
+ACCEPTED = "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, or (loss, metric, metric, …)"
 
 
 @dataclass(frozen=True)
 class Result:
-    """A loss as returned, before placement; `metric` is the logged KL, detached, float64."""
+    """A loss as returned, before placement; `metric` is the logged KL, detached, float64; `note` is for the report."""
 
     loss: Tensor
     returned: Returned
     metric: Tensor | None
+    note: str | None = None
 
 
 def read(name: str, answer: Any, rollout: Rollout) -> Result:
     """The loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else."""
     shape = tuple(rollout.peek("mask").shape)
-    loss, metrics = _pair(name, answer)
+    loss, metrics, note = _split(name, answer, shape)
     if not isinstance(loss, Tensor):
         _refuse(name, loss)
     if not loss.dtype.is_floating_point:
@@ -40,7 +41,7 @@ def read(name: str, answer: Any, rollout: Rollout) -> Result:
             f"T = {shape[1]} tokens; it must be (), {(shape[0],)} or {shape}. Reduce it, or keep one number a sequence "
             "or a token."
         )
-    return Result(loss, returned, None if metrics is None else _metric(name, metrics, shape))
+    return Result(loss, returned, None if metrics is None else _metric(name, metrics, shape), note)
 
 
 def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str, str]) -> None:
@@ -59,13 +60,23 @@ def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str,
     )
 
 
-def _pair(name: str, answer: Any) -> tuple[Any, Any]:
-    if isinstance(answer, list | tuple):
-        if len(answer) == 2 and isinstance(answer[0], Tensor) and isinstance(answer[1], Mapping | list | tuple):
-            return answer[0], answer[1]
-        kinds = ", ".join(_described(item) for item in answer)
-        raise TargetError(f"{name} returned a {type(answer).__name__} of ({kinds}); accepted are {ACCEPTED}.")
-    return answer, None
+def _split(name: str, answer: Any, shape: tuple[int, ...]) -> tuple[Any, Any, str | None]:
+    """The loss, its metrics, and what is to be said about taking them so."""
+    if not isinstance(answer, list | tuple):
+        return answer, None, None
+    kinds = ", ".join(_described(item) for item in answer)
+    if answer and isinstance(answer[0], Tensor):
+        if len(answer) == 2 and isinstance(answer[1], Mapping | list | tuple):
+            return answer[0], answer[1], None
+        if len(answer) > 2 and sum(_could_be_the_loss(item, shape) for item in answer) < 2:
+            note = f"Of the {len(answer)} items that it returned ({kinds}) the first was taken as the loss."
+            return answer[0], next((item for item in answer if isinstance(item, Mapping)), None), note
+    raise TargetError(f"{name} returned a {type(answer).__name__} of ({kinds}); accepted are {ACCEPTED}.")
+
+
+def _could_be_the_loss(item: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an item could be the loss as well: a scalar is one more metric, a number a rollout may be more."""
+    return isinstance(item, Tensor) and item.requires_grad and tuple(item.shape) in (shape[:1], shape)
 
 
 def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> Tensor | None:
@@ -73,7 +84,7 @@ def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> Tensor | None:
     if not isinstance(metrics, Mapping) or metrics.get("kl") is None:
         return None
     try:
-        metric = torch.as_tensor(metrics["kl"]).detach().to(torch.float64)
+        metric = torch.as_tensor(metrics["kl"], dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
         metric = None
     if metric is None or _kind(tuple(metric.shape), shape) is None:
