@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from kltest.errors import UsageError
 from kltest.rollout import FIELDS, Rollout, field_named
 from kltest.targets.arguments import Stub, field_asked, fields_listed, split_dotted
 from kltest.targets.outcome import Call
+from kltest.targets.suggesting import near_spelling, suggested_field
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str
 
 
 def _cannot_fill(name: str, parameter: str, parameters: list[inspect.Parameter]) -> UsageError:
-    near = _near(parameter, [*FIELDS, *(alias for entry in FIELDS.values() for alias in entry.aliases)])
+    near = suggested_field(parameter)
     hint = f" (did you mean {near}, --arg {parameter}=@{near}?)" if near else ""
     table = "\n".join(
         f"  {field:10} {entry.shape:12} {entry.meaning}"
@@ -78,15 +78,11 @@ def _cannot_fill(name: str, parameter: str, parameters: list[inspect.Parameter])
 
 def _no_such_parameter(name: str, argument: str, fillable: list[inspect.Parameter]) -> UsageError:
     names = [parameter.name for parameter in fillable]
-    near = _near(argument, names)
+    near = near_spelling(argument, names)
     hint = f"did you mean {near!r}?" if near else f"its parameters are {', '.join(names) or 'none'}"
     if argument == "self":
         hint = "--arg self.NAME=VALUE is for methods that are named through their class (Class.method)"
     return UsageError(f"--arg {argument}=…: {name} has no parameter of that name; {hint}")
-
-
-def _near(word: str, words: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.75)), None)
 
 
 def _shown(parameters: list[inspect.Parameter]) -> str:

@@ -1,0 +1,73 @@
+"""Which field a parameter may be meant for, by what its name says: a wrong proposal, obeyed, is graded without a word.
+
+Whose log-probs they are is told by the role words of a name; names that differ there are never proposed for each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+from kltest.rollout import FIELDS
+
+_ROLES = {
+    "": ("current", "curr", "cur", "new"),
+    "ref_": ("reference", "ref", "base"),
+    "old_": ("old", "previous", "prev", "behaviour", "behavior", "sampler", "rollout", "mu"),
+}
+"""Words that say whose log-probs, by the prefix of the field."""
+_ANY_POLICY = frozenset({"policy", "actor", "pi", "theta"})
+"""Words of the current policy, unless a word of _ROLES stands beside them: old_policy_logps."""
+_NEUTRAL = frozenset({"per", "token", "action", "sequence", "seq", "model", "p", "prob", "probs"})
+_PREFIX = {word: prefix for prefix, words in _ROLES.items() for word in words}
+_ROLE = "|".join([*_PREFIX, *_ANY_POLICY])
+_RUN_TOGETHER = re.compile(rf"({_ROLE})?(logits?|logprobs?|logps?|log)({_ROLE})?")
+_KNOWN = _NEUTRAL | _ANY_POLICY | _PREFIX.keys()
+_NEAR = 0.75
+
+
+def suggested_field(name: str) -> str | None:
+    """The field whose role and quantity a name states (`prev_logprobs`: old_logp), or one that is filled for a near
+    spelling of it; None where neither is clear."""
+    stated = _stated(name)
+    if stated in FIELDS:
+        return stated
+    fields = {spelling: field for field, entry in FIELDS.items() for spelling in (field, *entry.aliases)}
+    near = near_spelling(name, fields)
+    return fields[near] if near else None
+
+
+def near_spelling(name: str, known: Iterable[str]) -> str | None:
+    """The nearest of the names whose words are, one by one, near to those of `name`."""
+    words = _words(name)
+
+    def is_near(other: str) -> bool:
+        theirs = _words(other)
+        return len(theirs) == len(words) and all(map(_near, words, theirs))
+
+    return max(filter(is_near, known), key=lambda other: SequenceMatcher(None, name, other).ratio(), default=None)
+
+
+def _stated(name: str) -> str | None:
+    parts = [part for word in _words(name) for part in _parts(word)]
+    prefixes = {_PREFIX[part] for part in parts if part in _PREFIX}
+    quantities = {"logits" if part.startswith("logit") else "logp" for part in parts if part.startswith("log")}
+    known = all(part in _KNOWN or _RUN_TOGETHER.fullmatch(part) for part in parts)
+    if not known or len(quantities) != 1 or len(prefixes) > 1 or not (prefixes or _ANY_POLICY & set(parts)):
+        return None
+    return "".join(prefixes) + quantities.pop()
+
+
+def _words(name: str) -> list[str]:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("_", " ").split()
+
+
+def _parts(word: str) -> list[str]:
+    """`oldlogprobs` as old, logprobs."""
+    found = _RUN_TOGETHER.fullmatch(word)
+    return [part for part in found.groups() if part] if found else [word]
+
+
+def _near(word: str, other: str) -> bool:
+    return SequenceMatcher(None, word, other).ratio() >= _NEAR
