@@ -88,15 +88,18 @@ class Child:
         self.output = Output()
         self._connection, theirs = context.Pipe()
         self._printed: Connection | None = None
+        self._stacks: Connection | None = None
         printing: Connection | None = None
+        stacking: Connection | None = None
         if POSIX:
             self._printed, printing = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing))
+            self._stacks, stacking = context.Pipe(duplex=False)
+        self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing, stacking))
         self._killed = False
         self._process.start()
-        theirs.close()
-        if printing is not None:
-            printing.close()
+        for end in (theirs, printing, stacking):
+            if end is not None:
+                end.close()
 
     def __enter__(self) -> Child:
         return self
@@ -122,9 +125,9 @@ class Child:
         self._kill()
         self._process.join()
         self._read_output()
-        self._connection.close()
-        if self._printed is not None:
-            self._printed.close()
+        for end in (self._connection, self._printed, self._stacks):
+            if end is not None:
+                end.close()
 
     def _answer(self, deadline: float | None, timeout: float | None) -> Step:
         while True:
@@ -144,22 +147,22 @@ class Child:
                 return self._overdue(timeout)
 
     def _overdue(self, timeout: float | None) -> Step:
-        return Step("ended", message=f"did not return within {timeout:g} s (--timeout){self._stack() if POSIX else ''}")
+        return Step("ended", message=f"did not return within {timeout:g} s (--timeout){self._stack()}")
 
     def _stack(self) -> str:
-        """Where the child is at this moment, as it says itself when it is sent SIGUSR1."""
-        printed, self.output = self.output, Output(limit=64 * TAIL)
+        """Where the child is at this moment, as it says itself, by a way of its own, when it is sent SIGUSR1."""
+        if self._stacks is None or self._process.pid is None:
+            return ""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, signal.SIGUSR1)
+            os.kill(self._process.pid, signal.SIGUSR1)
+        dumped = b""
+        # Nothing marks a dump's end, so the first line of the target's own code ends the wait.
         until = time.monotonic() + GRACE
-        while (left := until - time.monotonic()) > 0 and self._printed is not None:
-            found = DUMP in self.output.tail
-            if wait([self._printed], min(left, GRACE / 10)):
-                self._read_output(once=True)
-            if found:
+        while not (found := _innermost(dumped)) and wait([self._stacks], max(0.0, until - time.monotonic())):
+            if not (chunk := os.read(self._stacks.fileno(), 1 << 16)):
                 break
-        dumped, self.output = self.output, printed
-        return _innermost(dumped.tail)
+            dumped += chunk
+        return found
 
     def _ended(self) -> Step:
         until = time.monotonic() + GRACE
@@ -208,6 +211,7 @@ def _serve(
     arguments: tuple[Any, ...],
     connection: Connection,
     printing: Connection | None,
+    stacking: Connection | None,
 ) -> None:
     """The child's whole life: a step for every timeout received, until the parent hangs up."""
     if POSIX:
@@ -218,6 +222,8 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _capture(printing)
+    if stacking is not None:
+        faulthandler.register(signal.SIGUSR1, file=stacking.fileno(), all_threads=False)
     steps = iter(())  # type: Iterator[Any]
     started = False
     while True:
@@ -268,14 +274,12 @@ def _capture(printing: Connection | None) -> None:
     if printing is not None:
         printing.close()
     faulthandler.enable(file=2)
-    if POSIX:
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
 
 
 def _innermost(output: bytes) -> str:
     """`, in f at file:line`: the innermost frame of a dumped stack that is not Python's, torch's or kltest's."""
     _, found, dump = output.partition(DUMP)
-    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', dump.decode("utf-8", "backslashreplace")) if found else []
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)\n', dump.decode("utf-8", "backslashreplace")) if found else []
     ours, python, torch = str(Path(__file__).parent), str(Path(os.__file__).parent), f"{os.sep}torch{os.sep}"
     for file, line, function in frames:
         standard = file.startswith(python) and "-packages" not in file

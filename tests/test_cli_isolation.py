@@ -36,6 +36,18 @@ def starts_another(path):
     time.sleep(300)
 
 
+def prints_and_sleeps(count):
+    for number in range(count):
+        print("said", number)
+    yield None
+    print("and then", flush=True)
+    deep(40)
+
+
+def deep(depth):
+    return time.sleep(300) if depth == 0 else deep(depth - 1)
+
+
 def gone(pid):
     """Whether a process has ended (a zombie that nobody waits for has)."""
     try:
@@ -91,6 +103,18 @@ def test_leaving_the_block_ends_a_child_that_is_still_at_work(tmp_path):
     with Child(starts_another, tmp_path / "pid") as child:
         pid = child.step(60).value
     assert gone(pid) or (not time.sleep(1) and gone(pid))
+
+
+@pytest.mark.parametrize("count", [0, 3, 5000])
+def test_a_timeout_says_where_without_mixing_it_into_what_was_printed(count):
+    for _ in range(5):
+        with Child(prints_and_sleeps, count) as child:
+            assert child.step(60).kind == "value"
+            step = child.step(0.2)
+        assert "in deep at" in step.message
+        assert child.output.lines == count + 1
+        assert child.output.last(1) == ["and then"]
+        assert b"File" not in child.output.tail
 
 
 def test_output_counts_all_lines_and_keeps_the_last():
