@@ -17,7 +17,8 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from published import LIBRARIES, Case, Combination, Library
@@ -29,35 +30,100 @@ TOLERANCE = {"float64": 1e-8, "float32": 1e-3}
 """On coefficients: identification accepts residuals of 1e-9 and 1e-4, which a close pair of names can magnify."""
 
 
-def prepare(name: str, library: Library, folder: Path) -> Path:
-    """The Python of an environment that has the library and this checkout of kltest; built if it is not there."""
-    recipe = json.dumps([TORCH, COMPANIONS, library.installs, sys.version, str(ROOT)])
-    home = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
-    python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    complete = home / "complete"
-    if not complete.exists():
-        shutil.rmtree(home, ignore_errors=True)
+class UnreachableError(RuntimeError):
+    """Nothing was installed, because no package index answers."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An interpreter with kltest and a library; `beside` is the folder that holds the library, if it is not its own."""
+
+    python: Path
+    beside: Path | None = None
+
+    def run(self, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        """The interpreter called in a folder, with no other packages than its own and those beside it."""
+        kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+        path = {"PYTHONPATH": str(self.beside)} if self.beside else {}
+        environment = {**kept, **path, "OMP_NUM_THREADS": "1"}
+        command = [str(self.python), *arguments]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=False)
+
+    def pip(self, *arguments: str) -> None:
+        """`pip install`; UnreachableError where it found no index to ask, RuntimeError for any other failure."""
+        done = self.run("-m", "pip", "install", "--quiet", "--retries", "2", *arguments, folder=ROOT)
+        if done.returncode:
+            kind = UnreachableError if "connection broken by" in done.stderr else RuntimeError
+            raise kind(_told(["pip", "install", *arguments], done))
+
+
+def prepare(name: str, library: Library, folder: Path) -> Installed:
+    """A virtual environment with torch, the library and this checkout of kltest; built if it is not there."""
+
+    def build(home: Path) -> None:
         venv.create(home, with_pip=True)
         for packages in ((TORCH,), *library.installs, COMPANIONS, ("--no-deps", "--editable", str(ROOT))):
-            _run([str(python), "-m", "pip", "install", "--quiet", *packages])
-        complete.write_text(recipe)
-    return python
+            inside(home).pip(*packages)
+
+    def inside(home: Path) -> Installed:
+        return Installed(home / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+
+    recipe = [TORCH, COMPANIONS, library.installs, sys.version, str(ROOT)]
+    return inside(_kept(folder, name, recipe, build))
 
 
-def grade(python: Path, case: Case, folder: Path) -> dict:
+def lay_beside(name: str, library: Library, folder: Path) -> Installed:
+    """The running interpreter, its torch and its kltest, and the library alone in a folder beside it.
+
+    For a library that is installed without dependencies; any other gets an environment of its own.
+    """
+    if not all("--no-deps" in packages for packages in library.installs):
+        return prepare(name, library, folder)
+    here = Installed(Path(sys.executable))
+
+    def build(home: Path) -> None:
+        for packages in library.installs:
+            here.pip("--target", str(home), *packages)
+
+    recipe = ["beside", library.installs, sys.version]
+    return Installed(here.python, _kept(folder, name, recipe, build))
+
+
+def grade(installed: Installed, case: Case, folder: Path) -> dict:
     """The report of `kltest grade` on a case, run in an empty folder as a user would."""
-    command = [str(python), "-m", "kltest.cli", "grade", case.target, "--expect", case.expect, "--output", "json:-"]
+    command = ["-m", "kltest.cli", "grade", case.target, "--expect", case.expect, "--output", "json:-"]
     for key, value in case.arguments.items():
         command += ["--arg", f"{key}={value}"]
     command += ["--timeout", "600"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=_environment(), check=False)
+    done = installed.run(*command, folder=folder)
     codes = {"confirmed": 0, "refuted": 1}
     if done.returncode not in codes.values():
-        raise RuntimeError(f"{' '.join(command)}\nexited with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(_told(command, done))
     report = json.loads(done.stdout)
     if codes[report["verdict"]] != done.returncode:
         raise RuntimeError(f"{case.title}: verdict {report['verdict']} and exit code {done.returncode}")
     return report
+
+
+def grade_together(installed: Installed, cases: Sequence[Case], folder: Path) -> list[dict]:
+    """The reports of `kltest.grade` on some cases, all in one process."""
+    answer = folder / "reports.json"
+    asked = [(case.target, case.expect, case.arguments) for case in cases]
+    done = installed.run("-c", _TOGETHER, json.dumps(asked), str(answer), folder=folder)
+    if done.returncode:
+        raise RuntimeError(_told(["kltest.grade"], done))
+    return json.loads(answer.read_text())
+
+
+_TOGETHER = """
+import json, sys, kltest
+reports = [
+    kltest.grade(target, expect=expect, arguments=arguments).to_dict()
+    for target, expect, arguments in json.loads(sys.argv[1])
+]
+with open(sys.argv[2], "w") as file:
+    json.dump(reports, file)
+"""
 
 
 def disagreements(case: Case, report: dict) -> Iterator[str]:
@@ -98,15 +164,19 @@ def chosen(text: str) -> list[str]:
     return names
 
 
-def _environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+def _kept(folder: Path, name: str, recipe: object, build: Callable[[Path], None]) -> Path:
+    """The folder that was built by this recipe; built now if it is not there, or not whole."""
+    text = json.dumps(recipe)
+    home = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if not (home / "complete").exists():
+        shutil.rmtree(home, ignore_errors=True)
+        build(home)
+        (home / "complete").write_text(text)
+    return home
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\nexited with {done.returncode}\n{done.stdout}\n{done.stderr}")
+def _told(command: Sequence[str], done: subprocess.CompletedProcess[str]) -> str:
+    return f"{' '.join(command)}\nexited with {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
 def main() -> int:
@@ -117,11 +187,11 @@ def main() -> int:
     options = parser.parse_args()
     wrong = 0
     for name in chosen(options.real):
-        python = prepare(name, LIBRARIES[name], options.environments)
+        installed = prepare(name, LIBRARIES[name], options.environments)
         scratch = options.environments / f"{name}-scratch"
         scratch.mkdir(exist_ok=True)
         for case in LIBRARIES[name].cases:
-            found = list(disagreements(case, grade(python, case, scratch)))
+            found = list(disagreements(case, grade(installed, case, scratch)))
             wrong += bool(found)
             print(f"{'DIFFERS' if found else 'as stated':10} {name}: {case.title}", *found, sep="\n    ", flush=True)
     return 1 if wrong else 0

@@ -1,33 +1,75 @@
-"""Published libraries follow what their source says they do; $KLTEST_REAL names which are graded (or "all")."""
+"""Published libraries follow what their source says they do; $KLTEST_REAL names which are graded (or "all").
+
+The interpreter that runs the tests, its torch and its kltest are shared; a library that needs nothing else is installed
+alone, into a folder that is put on the path, and its cases are graded in one process, one of them by the command too.
+`grade_published.py` does the same from a bare machine, everything installed anew and every case by the command.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import os
 
 import pytest
-from grade_published import chosen, default_folder, disagreements, grade, prepare
-from published import LIBRARIES, LOG_RATIO, Case
+from grade_published import (
+    UnreachableError,
+    chosen,
+    default_folder,
+    disagreements,
+    grade,
+    grade_together,
+    lay_beside,
+)
+from published import LIBRARIES, LOG_RATIO, Case, Library
 
 NAMES = chosen(os.environ.get("KLTEST_REAL") or next(iter(LIBRARIES)))
 
 
-@functools.cache
-def python_of(name):
-    """The interpreter of a library's environment, built when it is first asked for."""
-    return prepare(name, LIBRARIES[name], default_folder())
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def installed(name):
+    try:
+        return lay_beside(name, LIBRARIES[name], default_folder())
+    except UnreachableError as error:
+        pytest.skip(f"no package index can be reached, so {name} was not graded: {error}")
+
+
+@pytest.fixture(scope="module")
+def reports(name, installed, tmp_path_factory):
+    return grade_together(installed, LIBRARIES[name].cases, tmp_path_factory.mktemp(name))
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [pytest.param(name, case, id=f"{name} {case.title}") for name in NAMES for case in LIBRARIES[name].cases],
-)
-def test_what_is_identified_is_what_the_source_says(name, case, tmp_path):
-    report = grade(python_of(name), case, tmp_path)
-    assert list(disagreements(case, report)) == []
+def test_what_is_identified_is_what_the_source_says(name, reports):
+    cases = LIBRARIES[name].cases
+    assert len(reports) == len(cases) > 0
+    found = {case.title: list(disagreements(case, report)) for case, report in zip(cases, reports, strict=True)}
+    assert found == {case.title: [] for case in cases}
+
+
+@pytest.mark.real
+def test_the_command_reports_the_same(name, installed, reports, tmp_path):
+    assert grade(installed, LIBRARIES[name].cases[0], tmp_path) == reports[0]
+
+
+def test_only_an_index_that_does_not_answer_is_no_failure(tmp_path, monkeypatch):
+    """A closed port answers nothing; an index that is an empty folder answers that there is no such package."""
+    library = Library((("--no-deps", "no-such-package-of-ours"),), ())
+    for key in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(UnreachableError, match="no-such-package-of-ours"):
+        lay_beside("none", library, tmp_path)
+    monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
+    with pytest.raises(RuntimeError) as failed:
+        lay_beside("none", library, tmp_path)
+    assert not isinstance(failed.value, UnreachableError)
 
 
 CASE = Case("module:function", {}, LOG_RATIO, expect="reverse_kl")
