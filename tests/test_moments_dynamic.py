@@ -1,10 +1,13 @@
 """Dynamic programming equals enumeration, for every estimator that works token by token, in every world."""
 
+import functools
+import inspect
+
 import numpy as np
 import pytest
 from moments_plain import WORLDS, drawn
 
-from kltest.environments import Instance, mdp, ngram
+from kltest.environments import Instance, mdp, ngram, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.moments import dynamic, exact
@@ -44,6 +47,73 @@ def test_dynamic_programming_equals_enumeration(world, name, sampler):
 @pytest.mark.parametrize("world", ["ragged with prompts", "mdp", "ragged ngram"])
 def test_every_placement_and_credit(world, placement, credit, sampler):
     agrees(estimator("k3-ratio", placement=placement, credit=credit), drawn(world), sampler)
+
+
+PLACED_IN_LOSS = [
+    name
+    for name in PER_TOKEN
+    if find(name).spec.placement == "loss" and "logits" not in inspect.signature(find(name).function).parameters
+]
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("name", PLACED_IN_LOSS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_variance_equals_enumeration(world, name, sampler):
+    loss, instance = estimator(name), drawn(world)
+    enumerated, computed = exact(loss, instance, sampler), dynamic(loss, instance, sampler, variance=True)
+    assert computed.second_moment == pytest.approx(enumerated.second_moment, rel=1e-12)
+    assert computed.variance == pytest.approx(enumerated.variance, rel=1e-10, abs=1e-14)
+    assert dynamic(loss, instance, sampler).variance is None
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("name", PLACED_IN_LOSS)
+@pytest.mark.parametrize(
+    "environment",
+    [
+        ragged(4, 5, prompts=np.array([0.3, 0.7])),
+        sequence(3, 6),
+        mdp(6, 3, 4, branches=2),
+        ngram(3, 8, 3, end_token=0),
+    ],
+    ids=lambda environment: environment.name,
+)
+def test_declared_estimators_are_not_called_on_every_rollout_and_come_out_the_same(environment, name, sampler):
+    instance = drawn(environment)
+    entry, calls = find(name), []
+
+    @functools.wraps(entry.function)
+    def counted(**fields):
+        calls.append(len(next(iter(fields.values()))))
+        return entry.function(**fields)
+
+    declared, other = bind(counted, name=name, spec=entry.spec), bind(entry.function, name=name)
+    short, long = exact(declared, instance, sampler), exact(other, instance, sampler)
+    assert max(calls) < len(instance.paths)
+    assert np.abs(short.gradient - long.gradient).max() <= 1e-12 * np.sqrt(long.second_moment)
+    assert short.second_moment == pytest.approx(long.second_moment, rel=1e-12)
+    assert (short.reduction, short.leaves, short.dtype) == (long.reduction, long.leaves, long.dtype)
+    assert np.abs(short.value.rows - long.value.rows).max() < 1e-12
+    assert short.value.std == pytest.approx(long.value.std, rel=1e-12)
+
+
+def test_a_false_declaration_is_noticed():
+    loss = bind(lambda logp, mask: logp * (logp * mask).sum(dim=1, keepdim=True), spec=find("k3-loss").spec)
+    with pytest.raises(UsageError, match="more than each token's own"):
+        exact(loss, drawn(sequence(3, 6)))
+
+
+@pytest.mark.parametrize(("name", "options"), [("k1-reward", {}), ("full-loss", {})])
+def test_a_variance_that_needs_rollouts_is_refused(name, options):
+    with pytest.raises(UsageError, match="enumerate rollouts"):
+        dynamic(estimator(name, **options), drawn("ragged"), variance=True)
+
+
+def test_a_variance_between_too_many_contexts_is_refused(monkeypatch):
+    monkeypatch.setattr(horizon_module, "MEMORY", 8 * 9)
+    with pytest.raises(UsageError, match=r"4 contexts.* at most 3 contexts fit"):
+        dynamic(estimator("k3-loss"), drawn("mdp"), variance=True)
 
 
 @pytest.mark.parametrize("name", ["k3-loss", "k1-reward", "k1-reward-to-go", "full-loss"])

@@ -188,7 +188,6 @@ class Environment:
 
     def sample(self, log_probs: np.ndarray, n: int, generator: np.random.Generator) -> Paths:
         """`n` rollouts drawn with a (C, V) table of the sampler's log-probs."""
-        chances = np.exp(log_probs).cumsum(axis=1)
         prompt = generator.choice(len(self.prompts), size=n, p=self.prompts)
         current = self.start[prompt].astype(np.int64)
         log_weight = np.log(self.prompts[prompt])
@@ -200,8 +199,8 @@ class Environment:
             if not live.any():
                 break
             context = np.where(live, current, 0)
-            total = chances[context, -1:]
-            token = (generator.random((n, 1)) * total >= chances[context]).sum(axis=1).clip(0, self.vocabulary - 1)
+            chances = np.exp(log_probs[context]).cumsum(axis=1)
+            token = (generator.random((n, 1)) * chances[:, -1:] >= chances).sum(axis=1).clip(0, self.vocabulary - 1)
             arrivals = self.probabilities[context, token].cumsum(axis=1)
             branch = (generator.random((n, 1)) * arrivals[:, -1:] >= arrivals).sum(axis=1)
             branch = branch.clip(0, self.successors.shape[2] - 1)
@@ -215,7 +214,7 @@ class Environment:
 
     def returns(self, paths: Paths) -> np.ndarray:
         """(N,) total reward of each rollout."""
-        return np.where(paths.mask, paths.chosen(self.reward), 0.0).sum(axis=1)
+        return paths.along(self.reward)
 
     def expected_returns(self, log_probs: np.ndarray) -> np.ndarray:
         """(P,) expected total reward of each prompt's rollouts, under a (C, V) table of log-probs."""

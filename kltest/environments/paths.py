@@ -76,9 +76,13 @@ class Paths:
         else:
             np.add.at(into, self.contexts, values)
 
+    def along(self, table: np.ndarray) -> np.ndarray:
+        """(N,) sum over live tokens of the entries of a (C, V) table."""
+        return np.where(self.mask, self.chosen(table), 0.0).sum(axis=1)
+
     def log_probability(self, log_probs: np.ndarray) -> np.ndarray:
         """(N,) log-probability of each rollout, prompt and dynamics included, under a (C, V) table of log-probs."""
-        return self.log_weight + np.where(self.mask, self.chosen(log_probs), 0.0).sum(axis=1)
+        return self.log_weight + self.along(log_probs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,20 +248,18 @@ class Tree(Paths):
     @cached_property
     def lengths(self) -> np.ndarray:
         live = [np.ones(level.index.shape) if level.live is None else level.live for level in self.levels]
-        return self._along(live, np.zeros(len(self), dtype=np.int64))
+        return self._add_up(live).astype(np.int64)
 
-    def log_probability(self, log_probs: np.ndarray) -> np.ndarray:
-        flat = log_probs.reshape(-1)
+    def along(self, table: np.ndarray) -> np.ndarray:
+        flat = table.reshape(-1)
         values = [level.read(flat) for level in self.levels]
-        for nodes, level in zip(values, self.levels, strict=True):
-            if level.live is not None:
-                nodes *= level.live
-        return self._along(values, self.log_weight.copy())
+        return self._add_up([v if n.live is None else v * n.live for v, n in zip(values, self.levels, strict=True)])
 
-    def _along(self, values: list[np.ndarray], total: np.ndarray) -> np.ndarray:
-        """Add up what the nodes on the way of each rollout have, onto `total` (N,)."""
+    def _add_up(self, values: list[np.ndarray]) -> np.ndarray:
+        """(N,) what the nodes on the way of each rollout have, (n, steps) a level, added up."""
+        total = np.zeros(len(self))
         for level, nodes in zip(self.levels, values, strict=True):
-            sums = nodes.sum(axis=1).astype(total.dtype)
+            sums = nodes[:, 0] if nodes.shape[1] == 1 else nodes.sum(axis=1)
             if isinstance(level.rows, int):
                 total.reshape(len(level), level.rows)[...] += sums[:, None]
             else:

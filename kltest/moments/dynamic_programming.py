@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kltest.environments import Instance, Paths
+from kltest.environments import Instance, Paths, Tree
+from kltest.environments.paths import Level
 from kltest.errors import UsageError
 from kltest.moments.agreement import near
 from kltest.moments.differentiate import RowGradients, differentiate
@@ -28,24 +29,35 @@ from kltest.policies import softmax_gradient
 from kltest.rollout import Rollout
 from kltest.targets.outcome import Loss
 
-# Numbers in the largest field of one call.
-CHUNK = 2**22
+# Numbers in the largest field of one call, few enough to stay in the processor's cache.
+CHUNK = 2**17
 # Rollouts on which the table is compared with what the loss does to whole rollouts.
 WITNESSES = 8
 
 
 @dataclass(frozen=True)
 class Expected:
-    """`gradient` (C, V) = E[ĝ] with respect to logits; `value` = E[Σ_t of what the loss returned per token]."""
+    """`gradient` (C, V) = E[ĝ] with respect to logits; `value` = E[Σ_t of what the loss returned per token].
+
+    `second_moment` = E‖ĝ‖², where it was asked for.
+    """
 
     gradient: np.ndarray
     value: float
     reduction: Reduction
     dtype: str
+    second_moment: float | None = None
+
+    @property
+    def variance(self) -> float | None:
+        """Trace of the covariance of the gradient of one rollout, where it was asked for."""
+        if self.second_moment is None:
+            return None
+        return max(self.second_moment - float((self.gradient**2).sum()), 0.0)
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class Pairs:
     """What a loss does to each context and token: `sampled` (C, V), `full` (C, V) in expectation over the sampled."""
 
     sampled: np.ndarray
@@ -53,16 +65,21 @@ class _Pairs:
     cost: np.ndarray
     reduction: Reduction
     dtype: str
+    leaves: frozenset[str]
 
 
-def dynamic(loss: Loss, instance: Instance, sampler: str = "current", *, padding: int = 0, seed: int = 0) -> Expected:
-    """The expected gradient of a batch of one rollout, without enumerating rollouts.
+def dynamic(
+    loss: Loss, instance: Instance, sampler: str = "current", *, variance: bool = False, padding: int = 0, seed: int = 0
+) -> Expected:
+    """The expected gradient of a batch of one rollout, and with `variance` its variance too.
 
+    The variance is for losses of log-probs alone that are placed in the loss: a cost in the reward ties a token to all
+    those that it is held to account for. No rollouts are enumerated.
     Raises UsageError for a loss that is seen to depend on more than each token's own fields.
     """
     chances = np.exp(instance.behaviour(sampler))
-    pairs = _call_on_pairs(loss, instance, sampler, chances, padding, seed)
-    _compare(loss, instance, sampler, pairs, padding, seed)
+    pairs = call_on_pairs(loss, instance, sampler, padding, seed)
+    compare(loss, instance, sampler, pairs, padding, seed)
     horizon = Horizon(instance.environment, chances)
     visits = horizon.visits()[:, None]
     table = visits * chances * pairs.sampled
@@ -76,28 +93,28 @@ def dynamic(loss: Loss, instance: Instance, sampler: str = "current", *, padding
         if loss.credit == "return" and sampler != "current":
             charged += horizon.preceding(pairs.cost)[:, None]
         table += chances * charged
-    return Expected(softmax_gradient(table, instance.policy), value, pairs.reduction, pairs.dtype)
+    second = None
+    if variance:
+        if loss.placement != "loss" or pairs.full is not None:
+            raise UsageError(f"the variance of {loss.name} is not to be had by dynamic programming: enumerate rollouts")
+        second = horizon.second_moment(pairs.sampled, instance.policy)
+    return Expected(softmax_gradient(table, instance.policy), value, pairs.reduction, pairs.dtype, second)
 
 
-def _pairs(instance: Instance, contexts: np.ndarray) -> Paths:
-    """Every token of the given contexts as a rollout of length 1."""
+def _pairs(instance: Instance, contexts: slice) -> Tree:
+    """Every token of consecutive contexts as a rollout of length 1."""
     vocabulary = instance.environment.vocabulary
-    rows = len(contexts) * vocabulary
-    return Paths(
-        np.repeat(contexts, vocabulary)[:, None],
-        np.tile(np.arange(vocabulary), len(contexts))[:, None],
-        np.ones((rows, 1), dtype=bool),
-        np.zeros(rows, dtype=np.int64),
-        np.zeros(rows),
-    )
+    cells = slice(contexts.start * vocabulary, contexts.stop * vocabulary)
+    rows = cells.stop - cells.start
+    level = Level(slice(0, 1), cells, 1, None)
+    return Tree((level,), vocabulary, np.zeros(rows, dtype=np.int64), np.zeros(rows), complete=False)
 
 
-def _call_on_pairs(
-    loss: Loss, instance: Instance, sampler: str, chances: np.ndarray, padding: int, seed: int
-) -> _Pairs:
-    contexts, vocabulary = chances.shape
+def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Pairs:
+    contexts, vocabulary = instance.policy.shape
     generator = np.random.default_rng([seed, contexts])
-    some = _pairs(instance, generator.choice(contexts, size=min(contexts, 4), replace=False))
+    everywhere = _pairs(instance, slice(0, contexts))
+    some = everywhere.take(generator.choice(len(everywhere), size=min(len(everywhere), 4), replace=False))
     witness = probe(loss, Rollout.of(instance, some, sampler=sampler, padding=padding), generator, few=True)
     if witness.reduction == "coupled":
         raise UsageError(f"{loss.name} couples the rows of a batch ({witness.coupling}): enumerate its batches instead")
@@ -106,22 +123,24 @@ def _call_on_pairs(
     sampled, cost = np.zeros((contexts, vocabulary)), np.zeros((contexts, vocabulary))
     full: np.ndarray | None = None
     dtype = "float64"
+    leaves: frozenset[str] = frozenset()
     for first in range(0, contexts, step):
-        here = np.arange(first, min(first + step, contexts))
+        here = slice(first, min(first + step, contexts))
         rollout = Rollout.of(instance, _pairs(instance, here), sampler=sampler, padding=padding)
         factor = 1.0 if witness.reduction == "sum" else float(len(rollout))
         called = differentiate(loss, rollout, None, factor)
-        dtype = called.outcome.dtype
-        cost[here] = _values(loss, called, (len(here), vocabulary))
+        dtype = called.dtype
+        leaves |= called.leaves
+        cost[here] = _values(loss, called, (-1, vocabulary))
         if called.logp is not None:
             sampled[here] = called.logp.reshape(-1, vocabulary)
         if called.logits is not None:
             full = np.zeros_like(sampled) if full is None else full
-            each = called.logits.reshape(len(here), vocabulary, vocabulary)
-            full[here] = np.einsum("cy,cyv->cv", chances[here], each)
+            each = called.logits.reshape(-1, vocabulary, vocabulary)
+            full[here] = np.einsum("cy,cyv->cv", np.exp(instance.behaviour(sampler)[here]), each)
     if loss.placement != "loss":
         sampled -= cost
-    return _Pairs(sampled, full, cost, witness.reduction, dtype)
+    return Pairs(sampled, full, cost, witness.reduction, dtype, leaves)
 
 
 def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndarray:
@@ -134,7 +153,7 @@ def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndar
     return value.numpy().reshape(shape)
 
 
-def _compare(loss: Loss, instance: Instance, sampler: str, pairs: _Pairs, padding: int, seed: int) -> None:
+def compare(loss: Loss, instance: Instance, sampler: str, pairs: Pairs, padding: int, seed: int) -> None:
     """Raise UsageError if whole rollouts, drawn at random, are not treated as their tokens are one by one."""
     generator = np.random.default_rng([seed, WITNESSES])
     paths = instance.environment.sample(instance.behaviour(sampler), WITNESSES, generator)

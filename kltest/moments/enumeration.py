@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
+from kltest.moments import token_by_token
 from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Expectation, Moments
@@ -39,7 +40,8 @@ def exact(
 
     The loss is called on single rollouts, on pairs and on larger batches first, to learn how it combines rows. Where
     there are few rollouts every one is then called on its own, which is the definition; where there are many and the
-    loss was seen to treat rows apart, they are called in large batches, with single ones compared again. `padding`
+    loss was seen to treat rows apart, they are called in large batches, with single ones compared again; a registered
+    estimator that works token by token is called on contexts and tokens alone (token_by_token). `padding`
     seeds what stands at padded positions, `seed` the choice of probes; `projection` makes what adds up the
     rollouts, where gradients with respect to something else are wanted as well.
 
@@ -48,6 +50,8 @@ def exact(
     the world cannot be enumerated.
     """
     paths = instance.paths
+    if len(paths) > ONE_BY_ONE and projection is None and token_by_token.applies(loss, instance):
+        return token_by_token.from_tables(loss, instance, sampler, padding, seed)
     projection = projection or partial(Projection, instance.policy, distinct=instance.environment.tree)
     generator = np.random.default_rng([seed, len(paths)])
     if len(paths) > ONE_BY_ONE:

@@ -13,6 +13,8 @@ import numpy as np
 from scipy import sparse
 
 from kltest.environments import Environment
+from kltest.errors import WorldError
+from kltest.policies import score_norms, softmax_gradient
 
 # Visits of all time steps are kept up to this many bytes; beyond it, every √T-th, and the others are worked out again.
 MEMORY = 2**28
@@ -56,6 +58,36 @@ class Horizon:
             total = total + paid
             paid = self._back @ paid + paying @ visit
         return total
+
+    def second_moment(self, moved: np.ndarray, policy: np.ndarray) -> float:
+        """E‖Σ_t moved(c_t, v_t)·∇log π(v_t|c_t)‖² with respect to the logits of `policy`, log-probs (C, V).
+
+        Two tokens meet only in a shared context c: the later one then moves, in expectation, by the mean m(c) of what
+        is moved there, as often as c is visited after the earlier one.
+        Raises WorldError where the visits from every context to every other do not fit into memory.
+        """
+        environment, (contexts, vocabulary) = self.environment, policy.shape
+        own = float((self.visits()[:, None] * self.chances * moved**2 * score_norms(policy)).sum())
+        if environment.tree:
+            return own
+        if contexts**2 * 8 > MEMORY:
+            raise WorldError(
+                f"environment {environment.name!r} has {contexts} contexts; the variance by dynamic programming needs "
+                f"the visits between all pairs of them, and at most {isqrt(MEMORY // 8)} contexts fit. Use a smaller "
+                "world, or sampling"
+            )
+        mean = softmax_gradient(self.chances * moved, policy)
+        inner = self.chances * moved * (mean - (np.exp(policy) * mean).sum(axis=1, keepdims=True))
+        entries = self._onward.tocoo()
+        row, following = entries.coords
+        revisits = np.zeros((contexts, contexts))
+        crossed = 0.0
+        for visit in self._backward():
+            again = np.bincount(row, entries.data * revisits[following, row // vocabulary], contexts * vocabulary)
+            crossed += float(visit @ (inner * again.reshape(inner.shape)).sum(axis=1))
+            revisits = self._step @ revisits
+            revisits[np.diag_indices(contexts)] += 1
+        return own + 2 * crossed
 
     def _mixed(self, weights: np.ndarray) -> sparse.csr_array:
         """(C, C) Σ_v weights(c, v)·P(·|c, v), entries of one context side by side and not yet added up."""

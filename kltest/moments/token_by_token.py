@@ -1,0 +1,78 @@
+"""Exact moments of a token-by-token loss over every rollout, from one call for each context and token.
+
+Such a loss has the gradient h(c, v) at each token of a rollout. Where no two tokens share a context, with P(c, v) the
+chance of passing through a context and token,
+
+    E[A(c, v)] = P·h    and    E‖ĝ‖² = Σ_(c,v) P·h²·‖∇log π(v|c)‖²;
+
+where they do, dynamic programming adds what they have in common. What is reported is summed along every rollout. Only
+an estimator that is registered as token by token is taken at its word, and then whole rollouts, drawn at random, are
+compared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kltest.environments import Instance
+from kltest.moments.dynamic_programming import Pairs, call_on_pairs, compare
+from kltest.moments.horizon import Horizon
+from kltest.moments.moments import Expectation, Moments
+from kltest.policies import score_norms, softmax_gradient
+from kltest.targets.outcome import Loss
+
+# Entries of a table that are worked on at a time, few enough for the processor's cache.
+BLOCK = 2**14
+# Contexts that may be shared, whose visits among each other are a table.
+FEW_CONTEXTS = 200
+
+
+def applies(loss: Loss, instance: Instance) -> bool:
+    """Whether the loss is declared token by token, is placed in the loss, and its tables are small."""
+    declared = getattr(loss, "spec", None)
+    return (
+        declared is not None
+        and declared.per_token
+        and loss.placement == "loss"
+        and "logits" not in loss.takes
+        and (instance.environment.tree or instance.environment.n_contexts <= FEW_CONTEXTS)
+    )
+
+
+def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Moments:
+    """E[ĝ], E‖ĝ‖² of a batch of one rollout. Raises UsageError for a loss that looks beyond its tokens after all."""
+    pairs = call_on_pairs(loss, instance, sampler, padding, seed)
+    compare(loss, instance, sampler, pairs, padding, seed)
+    paths, weights = instance.paths, instance.rollout_weights(sampler)
+    gradient, second_moment = (_apart if instance.environment.tree else _shared)(instance, sampler, weights, pairs)
+    return Moments(
+        gradient=gradient,
+        second_moment=second_moment,
+        rollouts=len(paths),
+        reduction=pairs.reduction,
+        dtype=pairs.dtype,
+        leaves=pairs.leaves,
+        takes=frozenset(loss.takes),
+        value=Expectation.of(paths.along(pairs.cost), weights),
+    )
+
+
+def _apart(instance: Instance, sampler: str, weights: np.ndarray, pairs: Pairs) -> tuple[np.ndarray, float]:
+    paths, passing = instance.paths, np.zeros(instance.policy.shape)
+    each = np.broadcast_to(weights[:, None], paths.shape)
+    paths.collect(np.where(paths.mask, each, 0.0) if paths.padded else each, passing)
+    gradient, second_moment = np.empty_like(passing), 0.0
+    step = max(1, BLOCK // instance.environment.vocabulary)
+    for first in range(0, len(passing), step):
+        rows = slice(first, first + step)
+        policy, moved = instance.policy[rows], passing[rows] * pairs.sampled[rows]
+        gradient[rows] = softmax_gradient(moved, policy)
+        moved *= pairs.sampled[rows]
+        second_moment += float((moved * score_norms(policy)).sum())
+    return gradient, second_moment
+
+
+def _shared(instance: Instance, sampler: str, weights: np.ndarray, pairs: Pairs) -> tuple[np.ndarray, float]:
+    horizon = Horizon(instance.environment, np.exp(instance.behaviour(sampler)))
+    table = horizon.visits()[:, None] * horizon.chances * pairs.sampled
+    return softmax_gradient(table, instance.policy), horizon.second_moment(pairs.sampled, instance.policy)
