@@ -58,11 +58,13 @@ FIELDS: dict[str, Field] = {
     "logits": Field("(B, T, V)", "next-token log-probs of the policy; requires grad"),
     "ref_logits": Field("(B, T, V)", "next-token log-probs of the reference"),
     "old_logits": Field("(B, T, V)", "next-token log-probs of the sampler"),
-    "reward": Field("(B,)", "task reward of the rollout", ("rewards", "scores")),
-    "advantage": Field("(B,)", "group-centred reward", ("advantages",)),
+    "reward": Field(
+        "(B,)", "task reward of the rollout; (B, T), repeated, where a loss wants that", ("rewards", "scores")
+    ),
+    "advantage": Field("(B,)", "group-centred reward; (B, T), repeated, where a loss wants that", ("advantages",)),
     "group": Field("(B,) int", "which prompt", ("group_ids",)),
     "beta": Field("float", "coefficient of the KL term", ("kl_coef", "kl_coeff", "kl_beta")),
-    "rollout": Field("Rollout", "all of the above"),
+    "rollout": Field("Rollout", "all of the above, as attributes or by key"),
 }
 
 

@@ -99,8 +99,8 @@ GRADE: dict[str, Callable[[object, str], Any]] = {
     "ignore": codes,
     "seed": whole(0),
     "timeout": seconds,
-    "group-size": whole(1),
-    "batch-size": whole(1),
+    "group-size": whole(2),
+    "batch-size": whole(2),
 }
 """The options that may differ from target to target."""
 
