@@ -142,7 +142,7 @@ class BoundLoss:
 
         With one token, or as many tokens as rows, a (B,) field combines with a (B, T) one into something else without
         an error, so the question is put to a copy of the batch where B and T differ. A loss that takes neither field is
-        not called; one that fails whatever it is given stays unsettled, and fails when it is called.
+        not called; one that fails there whatever it is given stays unsettled, and is given (B,) where that works.
         """
         if self._per_token is not None or not self.takes & {*ROW_FIELDS, "rollout"}:
             return
