@@ -1,0 +1,26 @@
+"""All benchmarks, and their table in Markdown."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import import_module
+
+import torch
+
+from benchmarks.measure import table
+
+SCRIPTS = ("start_up", "moments", "per_rollout", "dynamic_programming")
+
+
+def main() -> None:
+    rows = [row for name in SCRIPTS for row in import_module(f"benchmarks.{name}").main()]
+    print(
+        f"\n{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__} on {torch.get_num_threads()} "
+        "threads; median of ratios within one run (min – max)\n"
+    )
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Timing two things side by side, and the row that a benchmark leaves behind."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`ratio` is the median over rounds of ours/theirs, `low` … `high` its range; `bound` is what was promised.
+
+    `at_most` says on which side of the bound the ratio must lie. Seconds are medians, for orientation only.
+    """
+
+    claim: str
+    case: str
+    ratio: float
+    low: float
+    high: float
+    bound: float | None
+    at_most: bool
+    ours: float
+    theirs: float
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median keeps the promise; None where none was made."""
+        if self.bound is None:
+            return None
+        return self.ratio <= self.bound if self.at_most else self.ratio >= self.bound
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def compare(
+    claim: str,
+    case: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    *,
+    bound: float | None,
+    at_most: bool = True,
+    rounds: int = 11,
+    scale: float = 1.0,
+) -> Row:
+    """Time both in turn, after one warm-up, and take the ratio ours/(scale·theirs) in each round.
+
+    With `at_most` false the ratio is (scale·theirs)/ours: how many times faster.
+    """
+    ours(), theirs()
+    pairs = [(seconds(ours), scale * seconds(theirs)) for _ in range(rounds)]
+    ratios = [mine / other if at_most else other / mine for mine, other in pairs]
+    return Row(
+        claim,
+        case,
+        statistics.median(ratios),
+        min(ratios),
+        max(ratios),
+        bound,
+        at_most,
+        statistics.median(mine for mine, _ in pairs),
+        statistics.median(other for _, other in pairs),
+    )
+
+
+def save(name: str, rows: list[Row]) -> None:
+    """Print the rows and write them to results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    written = [{**asdict(row), "met": row.met} for row in rows]
+    (RESULTS / f"{name}.json").write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(table(rows), flush=True)
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in Markdown."""
+    lines = ["| claim | case | ratio (min – max) | promised | met |", "|---|---|---|---|---|"]
+    for row in rows:
+        promised = "–" if row.bound is None else f"{'≤' if row.at_most else '≥'} {row.bound:g}"
+        met = {None: "–", True: "yes", False: "no"}[row.met]
+        times = "" if row.at_most else " times faster"
+        numbers = f"{_short(row.ratio)}{times} ({_short(row.low)} – {_short(row.high)})"
+        lines.append(f"| {row.claim} | {row.case} | {numbers} | {promised} | {met} |")
+    return "\n".join(lines)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2f}"
