@@ -10,11 +10,12 @@ from benchmarks.worlds import FIXED, OTHERS, built, drawn, forward_backward, los
 from kltest.moments import exact
 
 CLAIM = "exact moments / the loss's own forward and backward"
+WORLDS = (("fixed length", FIXED, 1.5), ("ragged or shared contexts", OTHERS, 3.0))
 
 
 def main() -> list[Row]:
     rows = []
-    for worlds, bound in ((FIXED, 1.5), (OTHERS, 3.0)):
+    for kind, worlds, bound in WORLDS:
         for case, environment in worlds.items():
             instance = drawn(environment)
             for name in ("k3-loss", "k2-loss"):
@@ -23,7 +24,7 @@ def main() -> list[Row]:
                     rollout = built(instance, taken)
                     rows.append(
                         compare(
-                            CLAIM,
+                            f"{CLAIM}, {kind}",
                             f"{case}: {name}{'' if declared else ' as a stranger’s function'}",
                             lambda taken=taken, instance=instance: exact(taken, instance),
                             lambda taken=taken, rollout=rollout: forward_backward(taken, rollout),

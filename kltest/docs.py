@@ -5,6 +5,7 @@ A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -62,7 +63,45 @@ def grade() -> str:
     return f"```text\n$ kltest grade k3-loss\n{done.stdout.rstrip()}\n```\n"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"estimators": estimators, "checks": checks, "grade": grade}
+def benchmarks() -> str:
+    """What was measured last, from benchmarks/results: the medians of all cases of a claim, smallest to largest."""
+    groups: dict[tuple[str, str, float | None, bool], list[float]] = {}
+    for path in sorted((Checkout.find().root / "benchmarks" / "results").glob("*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            kind = "any function" if STRANGER in row["case"] else "registered" if row["claim"] in BY_KIND else ""
+            groups.setdefault((row["claim"], kind, row["bound"], row["at_most"]), []).append(row["ratio"])
+    rows = []
+    for (claim, kind, bound, at_most), ratios in groups.items():
+        low, high = (f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
+        met = sum(ratio <= bound if at_most else ratio >= bound for ratio in ratios) if bound is not None else None
+        rows.append(
+            {
+                "ratio": claim,
+                "loss": kind,
+                "measured": low if low == high else f"{low} – {high}",
+                "aim": "–" if bound is None else f"{'≤' if at_most else '≥'} {bound:g}",
+                "met": "–" if met is None else "yes" if met == len(ratios) else f"{met} of {len(ratios)}",
+            }
+        )
+    return as_markdown(rows)
+
+
+# Claims that are measured both for estimators that declare how they work and for functions of which nothing is known.
+STRANGER = "as a stranger"
+BY_KIND = (
+    "exact moments / the loss's own forward and backward, fixed length",
+    "exact moments / the loss's own forward and backward, ragged or shared contexts",
+    "peak memory of exact moments / fields of the loss",
+    "one backward pass per rollout / exact moments",
+    "vmap(grad) / exact moments",
+)
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "estimators": estimators,
+    "checks": checks,
+    "grade": grade,
+    "benchmarks": benchmarks,
+}
 
 
 # Pictures on the page, each a copy of a figure among the results.
