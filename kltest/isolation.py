@@ -279,7 +279,8 @@ def _capture(printing: Connection | None) -> None:
 def _innermost(output: bytes) -> str:
     """`, in f at file:line`: the innermost frame of a dumped stack that is not Python's, torch's or kltest's."""
     _, found, dump = output.partition(DUMP)
-    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)\n', dump.decode("utf-8", "backslashreplace")) if found else []
+    text = dump.decode("utf-8", "backslashreplace") if found else ""
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)\n', text)
     ours, python, torch = str(Path(__file__).parent), str(Path(os.__file__).parent), f"{os.sep}torch{os.sep}"
     for file, line, function in frames:
         standard = file.startswith(python) and "-packages" not in file
