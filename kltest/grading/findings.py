@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import isclose
 from typing import TYPE_CHECKING
 
 from kltest.errors import KltestError
+from kltest.grading.report import GradientRow, ValueRow
 
 if TYPE_CHECKING:
     from kltest.grading.evaluate import Evaluator
     from kltest.grading.probes import Probes
-    from kltest.grading.report import ValueRow
 
 Combination = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Row:
-    """The expected gradient in one world under one sampler, and what was declared for it.
+class Row(GradientRow):
+    """A row of the report while it is judged.
 
     `identified` and `expected` are spelt with the names that are independent in that world (on a bandit the local forms
     are the sequence-level ones). `length` is the common length of all rollouts, None where it varies.
     """
 
-    environment: str
-    sampler: str
-    identified: Combination | None
-    expected: Combination
-    agrees: bool | None
-    relative_bias: float
-    cosine: float | None
-    residual: float
-    relative_variance: float
-    instances: int
-    rollouts: int
-    length: int | None
-    batch: int = 1
-    note: str = ""
+    length: int | None = None
     value: ValueRow | None = None
+
+    @property
+    def published(self) -> GradientRow:
+        """The row without what only judging needs."""
+        return GradientRow(**{entry.name: getattr(self, entry.name) for entry in fields(GradientRow)})
 
     @property
     def where(self) -> str:

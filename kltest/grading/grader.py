@@ -17,9 +17,9 @@ from kltest import __version__
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Placement
 from kltest.grading.evaluate import Evaluator
-from kltest.grading.findings import Combination, Findings, Row
+from kltest.grading.findings import Combination, Findings
 from kltest.grading.judge import run_checks, selected_codes, verdict
-from kltest.grading.report import CheckResult, GradientRow, Report
+from kltest.grading.report import CheckResult, Report
 from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, WORLDS, instances
 from kltest.rollout import SAMPLER_FIELDS, Rollout
 from kltest.targets.calling import BoundLoss
@@ -145,7 +145,7 @@ class _Grading:
             verdict=verdict(findings, self.results, error=found.error),
             reduction=findings.evaluator.reduction,
             dtype=findings.evaluator.dtype,
-            gradients=[_published(row) for row in findings.rows],
+            gradients=[row.published for row in findings.rows],
             value=[row.value for row in findings.rows if row.value is not None],
             checks=self.results,
             notes=[*loss.notes, *findings.evaluator.notes],
@@ -197,25 +197,6 @@ def _fields_used(loss: Loss, seed: int) -> frozenset[str]:
     with suppress(KltestError):  # whatever is wrong with the loss comes out when it is measured
         loss(rollout)
     return frozenset(loss.takes) | frozenset(rollout.accessed)
-
-
-def _published(row: Row) -> GradientRow:
-    return GradientRow(
-        environment=row.environment,
-        sampler=row.sampler,
-        identified=row.identified,
-        relative_bias=row.relative_bias,
-        cosine=row.cosine,
-        residual=row.residual,
-        relative_variance=row.relative_variance,
-        method="exact",
-        instances=row.instances,
-        rollouts=row.rollouts,
-        expected=row.expected,
-        agrees=row.agrees,
-        batch=row.batch,
-        note=row.note,
-    )
 
 
 def _callable_name(loss: Callable[..., Any]) -> str:
