@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import isclose
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kltest.errors import KltestError
 from kltest.grading.report import GradientRow, ValueRow
@@ -12,7 +13,9 @@ from kltest.grading.report import GradientRow, ValueRow
 if TYPE_CHECKING:
     from kltest.grading.evaluate import Evaluator
     from kltest.grading.probes import Probes
+    from kltest.targets.outcome import Loss
 
+T = TypeVar("T")
 Combination = dict[str, float]
 
 
@@ -53,6 +56,27 @@ class Findings:
     samplers: tuple[str, ...]
     evaluator: Evaluator
     rows: list[Row] = field(default_factory=list)
+    _answers: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def loss(self) -> Loss:
+        return self.evaluator.loss
+
+    @property
+    def seed(self) -> int:
+        return self.evaluator.seed
+
+    def once(self, experiment: Callable[[Findings], T]) -> T:
+        """What an experiment that several checks look at found; made once, its KltestError raised again."""
+        if experiment not in self._answers:
+            try:
+                self._answers[experiment] = experiment(self)
+            except KltestError as error:
+                self._answers[experiment] = error
+        answer = self._answers[experiment]
+        if isinstance(answer, KltestError):
+            raise answer
+        return answer
 
     @property
     def blocked(self) -> bool:

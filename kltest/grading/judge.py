@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kltest.errors import UsageError
-from kltest.grading.checks import CHECKS, Check
+from kltest.errors import KltestError, UsageError
+from kltest.grading.checks import CHECKS, Check, Found
 from kltest.grading.findings import Findings, Row, proportion
 from kltest.grading.report import CheckResult, Verdict
 from kltest.truth import render
@@ -56,10 +56,23 @@ def _explained(check: Check, findings: Findings) -> list[Row]:
 
 def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
     if rows:
-        found = "; ".join(f"{row.where}: {_words(row)}" for row in rows)
-        return CheckResult(check.code, check.name, "fail", f"{check.title}. Found {found}.", check.fix)
-    reason = check.moot(findings)
-    return CheckResult(check.code, check.name, "skip" if reason else "pass", reason or "")
+        words = "; ".join(f"{row.where}: {_words(row)}" for row in rows)
+        return CheckResult(check.code, check.name, "fail", f"{check.title}. Found {words}. {check.why}", check.remedy)
+    if reason := check.moot(findings):
+        return CheckResult(check.code, check.name, "skip", reason)
+    found = _examined(check, findings)
+    if found is None:
+        return CheckResult(check.code, check.name, "pass")
+    if found.status != "fail":
+        return CheckResult(check.code, check.name, found.status, found.message)
+    return CheckResult(check.code, check.name, "fail", f"{check.title}. {found.message} {check.why}", check.remedy)
+
+
+def _examined(check: Check, findings: Findings) -> Found | None:
+    try:
+        return check.examine(findings)
+    except KltestError as error:
+        return Found(f"the experiment could not be made: {error}", "inconclusive")
 
 
 def _words(row: Row) -> str:

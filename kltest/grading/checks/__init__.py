@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from kltest.grading.checks.check import Check
+from kltest.grading.checks.check import Check, Found
 
-__all__ = ["CHECKS", "Check"]
+__all__ = ["CHECKS", "Check", "Found"]
 
 
 def _discover() -> dict[str, Check]:

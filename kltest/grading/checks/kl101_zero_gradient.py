@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -12,6 +14,17 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return "zero is what was declared" if set(findings.expect) <= {"zero"} else None
+
+
+def k1_as_loss(logp, ref_logp):
+    return logp - ref_logp
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": k1_as_loss, "mended": squared_sum})
 
 
 CHECK = Check(
@@ -40,6 +53,9 @@ CHECK = Check(
         "Tang & Munos 2025, arXiv 2506.09477",
         "Liu et al. 2025, arXiv 2510.01555",
     ),
+    wrong=k1_as_loss,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
     moot=moot,
 )

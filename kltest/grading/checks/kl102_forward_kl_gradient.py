@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row, without_sampler
 
 FORWARD = frozenset({"forward_kl", "local_forward_kl"})
@@ -16,6 +18,17 @@ def explains(row: Row, findings: Findings) -> bool:
 def moot(findings: Findings) -> str | None:
     declared = {name.removesuffix("@sampler") for name in findings.expect}
     return "a forward KL is what was declared" if declared & FORWARD else None
+
+
+def k3_as_loss(logp, ref_logp):
+    return (ref_logp - logp).exp() - 1 + (logp - ref_logp)
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": k3_as_loss, "mended": squared_sum})
 
 
 CHECK = Check(
@@ -45,6 +58,9 @@ CHECK = Check(
         "Shah et al. 2025, arXiv 2512.21852",
         "DeepSeek-V3.2, arXiv 2512.02556, §3.1",
     ),
+    wrong=k3_as_loss,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
     moot=moot,
 )

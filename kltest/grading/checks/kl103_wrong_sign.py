@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row, local_form, proportion, without_sampler
 
 
@@ -12,6 +14,18 @@ def explains(row: Row, findings: Findings) -> bool:
     if row.expected.keys() & {"reverse_kl", "local_reverse_kl"}:
         meant += [{"forward_kl": 1.0}, {"local_forward_kl": 1.0}]
     return any((proportion(found, target) or 0) < 0 for target in meant)
+
+
+def subtracted(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return -log_ratio.square() / 2
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": subtracted, "mended": squared_sum})
 
 
 CHECK = Check(
@@ -32,5 +46,8 @@ CHECK = Check(
         "which convention the surrounding code has, and the order in logp − ref_logp."
     ),
     sources=("Tang & Munos 2025, arXiv 2506.09477",),
+    wrong=subtracted,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
 )

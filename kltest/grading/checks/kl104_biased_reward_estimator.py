@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import k1_as_reward
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -14,6 +16,19 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return "the term is not placed in the reward" if findings.placement == "loss" else None
+
+
+def k3_as_reward(logp, ref_logp):
+    return (ref_logp - logp).exp() - 1 + (logp - ref_logp)
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(
+        WORLD, {"as written": k3_as_reward, "mended": k1_as_reward}, call=lambda name: {"placement": "reward"}
+    )
 
 
 CHECK = Check(
@@ -42,6 +57,10 @@ CHECK = Check(
         "Tang & Munos 2025, arXiv 2506.09477",
         "Shah et al. 2025, arXiv 2512.21852",
     ),
+    wrong=k3_as_reward,
+    mended=k1_as_reward,
+    demonstrate=demonstrate,
+    options={"placement": "reward"},
     explains=explains,
     moot=moot,
 )

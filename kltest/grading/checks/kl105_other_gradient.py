@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -11,6 +13,17 @@ def explains(row: Row, findings: Findings) -> bool:
     if findings.placement == "loss" or row.identified is None or len(row.identified) < 2:
         return False
     return any(abs(row.identified.get(name, 0.0) - factor) > 1e-3 for name, factor in row.expected.items())
+
+
+def absolute(logp, ref_logp):
+    return (logp - ref_logp).abs()
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": absolute, "mended": squared_sum})
 
 
 CHECK = Check(
@@ -32,5 +45,8 @@ CHECK = Check(
         "--expect; otherwise start from k1 in the reward or ½(Σ_t (logp − ref_logp))² in the loss."
     ),
     sources=("Tang & Munos 2025, arXiv 2506.09477",),
+    wrong=absolute,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row, local_form, proportion, without_sampler
 
 
@@ -12,6 +14,18 @@ def explains(row: Row, findings: Findings) -> bool:
         return whole > 0
     partial = proportion(without_sampler(row.identified), local_form(row.expected))
     return partial is not None and partial > 0 and abs(partial - 1) > 1e-6
+
+
+def without_the_half(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return log_ratio.square()
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": without_the_half, "mended": squared_sum})
 
 
 CHECK = Check(
@@ -29,5 +43,8 @@ CHECK = Check(
     ),
     fix="Divide by the factor that the report names, or declare it: --expect '2*reverse_kl'.",
     sources=("Schulman 2020, Approximating KL Divergence",),
+    wrong=without_the_half,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row, local_form, proportion, without_sampler
 
 
@@ -20,6 +22,21 @@ def moot(findings: Findings) -> str | None:
     return "only worlds of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
 
 
+def token_by_token(logp, ref_logp):
+    return (logp - ref_logp).square() / 2
+
+
+WORLD = SmallWorld(
+    policy=[(0.5, 0.5), (0.8, 0.2), (0.5, 0.5)],
+    reference=[(0.5, 0.5)] * 3,
+    length=2,
+)
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": token_by_token, "mended": squared_sum})
+
+
 CHECK = Check(
     code="KL201",
     name="partial-gradient",
@@ -34,8 +51,8 @@ CHECK = Check(
     ),
     example=(
         "Two tokens of two actions. At the root π = ref = (0.5, 0.5); after the first action π = (0.8, 0.2) "
-        "against ref = (0.5, 0.5), after the second they are equal. With respect to the root's first logit "
-        "the truth is 0.25·0.192745 = 0.048186; a token-level loss gives exactly 0."
+        "against ref = (0.5, 0.5), after the second they are equal. With respect to the root's first "
+        "probability the truth is the difference in what follows, 0.192745; a token-level loss gives exactly 0."
     ),
     fix=(
         "Credit each token with the later log-ratios too: k1 in the reward with the whole return or the "
@@ -43,6 +60,9 @@ CHECK = Check(
         "intended, declare it: --expect local_reverse_kl."
     ),
     sources=("Tang & Munos 2025, arXiv 2506.09477",),
+    wrong=token_by_token,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
     moot=moot,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -14,6 +16,19 @@ def moot(findings: Findings) -> str | None:
     if "last_token_reverse_kl" in findings.expect:
         return "the last token is what was declared"
     return "only worlds of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+
+
+def at_the_end(logp, ref_logp, mask):
+    left = mask.flip(-1).cumsum(-1).flip(-1)
+    last = (mask != 0) & (left == 1)
+    return (logp - ref_logp).where(last, 0.0).square() / 2
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": at_the_end, "mended": squared_sum})
 
 
 CHECK = Check(
@@ -29,6 +44,9 @@ CHECK = Check(
     ),
     fix="Sum the log-ratio over all live tokens before it is used: ((logp − ref_logp) * mask).sum(-1).",
     sources=("Tang & Munos 2025, arXiv 2506.09477",),
+    wrong=at_the_end,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
     moot=moot,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -27,6 +29,18 @@ def divided_by_length(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return "only worlds of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+
+
+def per_token(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return log_ratio.square() / 2 / mask.sum(-1)
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": per_token, "mended": squared_sum})
 
 
 CHECK = Check(
@@ -54,6 +68,9 @@ CHECK = Check(
         "Tang & Munos 2025, arXiv 2506.09477",
         "Liu et al. 2025, Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783",
     ),
+    wrong=per_token,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
     moot=moot,
 )

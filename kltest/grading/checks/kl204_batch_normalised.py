@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.checks.kl203_length_normalised import divided_by_length
 from kltest.grading.findings import Findings, Row
 
@@ -19,6 +21,18 @@ def moot(findings: Findings) -> str | None:
     return "only worlds of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
 
 
+def mean_over_tokens(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return (log_ratio.square() / 2).sum() / mask.sum()
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": mean_over_tokens, "mended": squared_sum}, batch=2)
+
+
 CHECK = Check(
     code="KL204",
     name="batch-normalised",
@@ -33,14 +47,18 @@ CHECK = Check(
         "which tends to the declared one over E[L] only as batches grow."
     ),
     example=(
-        "A rollout of one token has weight 1/2 next to another of one token and 1/4 next to one of three "
-        "tokens; averaged over sequences it has weight 1/2 in both."
+        "Two actions, of which the second ends the rollout, two tokens at most; π = (0.8, 0.2) at the root and "
+        "equal to ref = (0.5, 0.5) after it, batches of two. With respect to the root's first probability the truth "
+        "is ln 4 = 1.386294; divided by the batch's live tokens it is 0.922615."
     ),
     fix=(
         "Sum over live tokens and average over sequences: (term * mask).sum(-1).mean(). Where a token-mean is "
         "wanted, divide by a constant."
     ),
     sources=("Liu et al. 2025, Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783",),
+    wrong=mean_over_tokens,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
     moot=moot,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum_with_ratio
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -14,6 +16,18 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return findings.why_not_stale()
+
+
+def without_ratio(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return log_ratio.square() / 2
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": without_ratio, "mended": squared_sum_with_ratio}, sampler="stale")
 
 
 CHECK = Check(
@@ -31,7 +45,7 @@ CHECK = Check(
     ),
     example=(
         "Two actions, sampler (0.5, 0.5), π = (0.8, 0.2), ref = (0.5, 0.5); derivatives with respect to the "
-        "first probability; the truth is ln 4 = 1.386294. k2 in the loss without a ratio gives 2.584480."
+        "first probability; the truth is ln 4 = 1.386294. k2 in the loss without a ratio gives 2.584479."
     ),
     fix=(
         "Weight with the ratio of policy to sampler, detached for k2 and for terms in the reward: exp((logp − "
@@ -42,6 +56,10 @@ CHECK = Check(
         "DeepSeek-V3.2, arXiv 2512.02556, §3.1",
         "Zhang et al. 2025, RPG, arXiv 2505.17508",
     ),
+    wrong=without_ratio,
+    mended=squared_sum_with_ratio,
+    demonstrate=demonstrate,
+    options={"sampler": "both"},
     explains=explains,
     moot=moot,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum_with_ratio
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -14,6 +16,19 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return findings.why_not_stale()
+
+
+def ratio_detached(logp, ref_logp, old_logp, mask):
+    ratio = (logp - old_logp).where(mask != 0, 0.0).sum(-1).exp().detach()
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return ratio * ((-log_ratio).exp() - 1 + log_ratio)
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.6, 0.4)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": ratio_detached, "mended": squared_sum_with_ratio}, sampler="stale")
 
 
 CHECK = Check(
@@ -42,6 +57,10 @@ CHECK = Check(
         "DeepSeek-V3.2, arXiv 2512.02556, §3.1",
         "Zhang et al. 2025, RPG, arXiv 2505.17508",
     ),
+    wrong=ratio_detached,
+    mended=squared_sum_with_ratio,
+    demonstrate=demonstrate,
+    options={"sampler": "both"},
     explains=explains,
     moot=moot,
 )

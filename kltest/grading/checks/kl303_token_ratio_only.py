@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import prefix_ratio
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -14,6 +16,25 @@ def moot(findings: Findings) -> str | None:
     if any(name.endswith("@sampler") for name in findings.expect):
         return "prefixes weighted by the sampler are what was declared"
     return findings.why_not_stale()
+
+
+def own_ratio_only(logp, ref_logp, old_logp):
+    ratio = (logp - old_logp).exp().detach()
+    return ratio * (logp - ref_logp).square() / 2
+
+
+WORLD = SmallWorld(
+    policy=[(0.5, 0.5), (0.8, 0.2), (0.5, 0.5)],
+    reference=[(0.5, 0.5)] * 3,
+    sampler=[(0.8, 0.2), (0.8, 0.2), (0.5, 0.5)],
+    length=2,
+)
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(
+        WORLD, {"as written": own_ratio_only, "mended": prefix_ratio}, declared="local_reverse_kl", sampler="stale"
+    )
 
 
 CHECK = Check(
@@ -41,6 +62,10 @@ CHECK = Check(
         "Zhang et al. 2025, RPG, arXiv 2505.17508",
         "Tang & Munos 2025, arXiv 2506.09477",
     ),
+    wrong=own_ratio_only,
+    mended=prefix_ratio,
+    demonstrate=demonstrate,
+    options={"sampler": "both", "expect": "local_reverse_kl"},
     explains=explains,
     moot=moot,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import prefix_ratio
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -14,6 +16,26 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return findings.why_not_stale()
+
+
+def one_mean_ratio(logp, ref_logp, old_logp, mask):
+    log_ratio = (logp - old_logp).where(mask != 0, 0.0).sum(-1, keepdim=True)
+    ratio = (log_ratio / mask.sum(-1, keepdim=True)).exp().detach()
+    return ratio * (logp - ref_logp).where(mask != 0, 0.0).square() / 2
+
+
+WORLD = SmallWorld(
+    policy=[(0.5, 0.5), (0.8, 0.2), (0.8, 0.2)],
+    reference=[(0.5, 0.5)] * 3,
+    sampler=[(0.8, 0.2), (0.8, 0.2), (0.8, 0.2)],
+    length=2,
+)
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(
+        WORLD, {"as written": one_mean_ratio, "mended": prefix_ratio}, declared="local_reverse_kl", sampler="stale"
+    )
 
 
 CHECK = Check(
@@ -31,9 +53,9 @@ CHECK = Check(
     ),
     example=(
         "Two tokens of two actions. Root: π = ref = (0.5, 0.5), sampler (0.8, 0.2). Then π = sampler = (0.8, "
-        "0.2) against ref = (0.5, 0.5) in both contexts. With respect to the first probability there, summed "
-        "over both, the truth is 1.386294; the geometric-mean ratio on k2, detached, gives (√0.4 + "
-        "√0.1)·1.386294 = 1.315153."
+        "0.2) against ref = (0.5, 0.5) in both contexts. With respect to the first probability there the "
+        "truth is 0.5·1.386294 = 0.693147 in both; the geometric-mean ratio on k2, detached, gives √0.4·1.386294 "
+        "= 0.876770 and √0.1·1.386294 = 0.438385."
     ),
     fix=(
         "Use the full-sequence ratio, detached, on a sequence-level term, or prefix ratios on token terms: "
@@ -43,6 +65,10 @@ CHECK = Check(
         "Zheng et al. 2025, GSPO, arXiv 2507.18071",
         "TRL pull request #4638",
     ),
+    wrong=one_mean_ratio,
+    mended=prefix_ratio,
+    demonstrate=demonstrate,
+    options={"sampler": "both", "expect": "local_reverse_kl"},
     explains=explains,
     moot=moot,
 )

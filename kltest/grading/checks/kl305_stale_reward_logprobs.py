@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import k1_as_reward_with_ratio
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -12,6 +14,23 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return findings.why_not_stale()
+
+
+def from_stale_logprobs(logp, ref_logp, old_logp, mask):
+    ratio = (logp - old_logp).where(mask != 0, 0.0).sum(-1, keepdim=True).exp()
+    return ratio * (old_logp - ref_logp)
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.6, 0.4)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(
+        WORLD,
+        {"as written": from_stale_logprobs, "mended": k1_as_reward_with_ratio},
+        sampler="stale",
+        call=lambda name: {"placement": "reward"},
+    )
 
 
 CHECK = Check(
@@ -36,6 +55,10 @@ CHECK = Check(
         "before it enters the reward; or penalise the sampler too, with log π − log sampler."
     ),
     sources=("Tang & Munos 2025, arXiv 2506.09477",),
+    wrong=from_stale_logprobs,
+    mended=k1_as_reward_with_ratio,
+    demonstrate=demonstrate,
+    options={"sampler": "both", "placement": "reward"},
     explains=explains,
     moot=moot,
 )

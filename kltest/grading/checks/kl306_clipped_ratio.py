@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum_with_ratio
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -14,6 +16,19 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return findings.why_not_stale()
+
+
+def clipped(logp, ref_logp, old_logp, mask):
+    ratio = (logp - old_logp).where(mask != 0, 0.0).sum(-1).exp().clamp(0.8, 1.2)
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return ratio.detach() * log_ratio.square() / 2
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": clipped, "mended": squared_sum_with_ratio}, sampler="stale")
 
 
 CHECK = Check(
@@ -38,6 +53,10 @@ CHECK = Check(
         "wide enough never to bite and say so."
     ),
     sources=("Schulman et al. 2017, PPO, arXiv 1707.06347",),
+    wrong=clipped,
+    mended=squared_sum_with_ratio,
+    demonstrate=demonstrate,
+    options={"sampler": "both"},
     explains=explains,
     moot=moot,
 )

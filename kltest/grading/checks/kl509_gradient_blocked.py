@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.losses import squared_sum
+from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
 
@@ -12,6 +14,18 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return "a value in the reward needs no gradient" if findings.placement == "reward" else None
+
+
+def detached(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).detach().where(mask != 0, 0.0).sum(-1)
+    return log_ratio.square() / 2
+
+
+WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+
+
+def demonstrate() -> Demonstration:
+    return of_gradients(WORLD, {"as written": detached, "mended": squared_sum})
 
 
 CHECK = Check(
@@ -32,6 +46,9 @@ CHECK = Check(
         "--placement reward."
     ),
     sources=("OpenRLHF #1309",),
+    wrong=detached,
+    mended=squared_sum,
+    demonstrate=demonstrate,
     explains=explains,
     moot=moot,
 )

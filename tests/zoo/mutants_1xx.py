@@ -1,0 +1,75 @@
+"""Losses whose expected gradient is another one than that of KL(π‖ref)."""
+
+import torch
+from zoo.table import Mutant
+
+
+def value_baseline_left_out(logp, ref_logp):
+    return (logp - ref_logp) - (logp - ref_logp).detach().mean()
+
+
+def log_ratio_summed(logp, ref_logp, mask):
+    return torch.where(mask.bool(), logp - ref_logp, 0).sum(-1).mean()
+
+
+def schulman_k3(logp, ref_logp, mask):
+    delta = torch.where(mask.bool(), ref_logp - logp, 0.0)
+    return (torch.expm1(delta) - delta).sum(-1)
+
+
+def cross_entropy_of_the_reference(logits, ref_logits):
+    return -(ref_logits.exp() * logits).sum(-1)
+
+
+def reward_bonus(logp, ref_logp):
+    return -(logp - ref_logp)
+
+
+def swapped_arguments(logp, ref_logp, mask):
+    total = torch.where(mask.bool(), ref_logp - logp, 0.0).sum(-1)
+    return total.detach() * torch.where(mask.bool(), logp, 0.0).sum(-1)
+
+
+def k2_in_the_reward(logp, ref_logp):
+    return 0.5 * (logp - ref_logp).square()
+
+
+def k3_in_the_reward(logp, ref_logp):
+    ratio = torch.exp(ref_logp - logp)
+    return ratio - 1 - torch.log(ratio)
+
+
+def cubed(logp, ref_logp, mask):
+    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1) ** 3
+
+
+def square_root(logp, ref_logp, mask):
+    total = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
+    return torch.sqrt(1 + total * total)
+
+
+def doubled(logp, ref_logp, mask):
+    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1).pow(2)
+
+
+def scaled_by_a_constant(logp, ref_logp, mask):
+    total = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
+    return 0.1 * total.detach() * torch.where(mask.bool(), logp, 0.0).sum(-1)
+
+
+REWARD = {"placement": "reward"}
+
+MUTANTS = [
+    Mutant("KL101", value_baseline_left_out, options={"environment": "bandit,sequence"}),
+    Mutant("KL101", log_ratio_summed),
+    Mutant("KL102", schulman_k3, also=("KL503",)),
+    Mutant("KL102", cross_entropy_of_the_reference),
+    Mutant("KL103", reward_bonus, options=REWARD),
+    Mutant("KL103", swapped_arguments),
+    Mutant("KL104", k2_in_the_reward, options=REWARD),
+    Mutant("KL104", k3_in_the_reward, also=("KL503",), options=REWARD),
+    Mutant("KL105", cubed),
+    Mutant("KL105", square_root),
+    Mutant("KL106", doubled),
+    Mutant("KL106", scaled_by_a_constant),
+]
