@@ -1,4 +1,4 @@
-"""The exact example in the words of every check, computed again by hand from the table it describes: the gradient checks."""
+"""The exact example in the words of every gradient check, computed again by hand from the table it describes."""
 
 from math import log, sqrt
 
