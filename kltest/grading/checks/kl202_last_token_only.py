@@ -42,7 +42,7 @@ CHECK = Check(
         "respect to the root's first probability the truth is ln 4 = 1.386294; a penalty on the last token "
         "gives exactly 0."
     ),
-    fix="Sum the log-ratio over all live tokens before it is used: ((logp − ref_logp) * mask).sum(-1).",
+    fix="Sum the log-ratio over all live tokens before it is used.",
     sources=("Tang & Munos 2025, arXiv 2506.09477",),
     wrong=at_the_end,
     mended=squared_sum,

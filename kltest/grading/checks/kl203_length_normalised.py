@@ -61,7 +61,7 @@ CHECK = Check(
         "2 gives 0.693147."
     ),
     fix=(
-        "Sum over live tokens and average over sequences: (term * mask).sum(-1).mean(). Where a scale is "
+        "Sum over live tokens and average over sequences. Where a scale is "
         "wanted, divide by a constant such as the maximal length."
     ),
     sources=(

@@ -51,10 +51,7 @@ CHECK = Check(
         "equal to ref = (0.5, 0.5) after it, batches of two. With respect to the root's first probability the truth "
         "is ln 4 = 1.386294; divided by the batch's live tokens it is 0.922615."
     ),
-    fix=(
-        "Sum over live tokens and average over sequences: (term * mask).sum(-1).mean(). Where a token-mean is "
-        "wanted, divide by a constant."
-    ),
+    fix=("Sum over live tokens and average over sequences. Where a token-mean is wanted, divide by a constant."),
     sources=("Liu et al. 2025, Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783",),
     wrong=mean_over_tokens,
     mended=squared_sum,

@@ -55,8 +55,7 @@ CHECK = Check(
         "0.5·1.386294 = 0.693147; with token ratios it is 0.8·1.386294 = 1.109035."
     ),
     fix=(
-        "Use the ratio of the whole prefix, detached: exp(((logp − old_logp) * mask).cumsum(-1)).detach(); or "
-        "declare what is followed: --expect local_reverse_kl@sampler."
+        "Use the ratio of the whole prefix, detached; or declare what is followed: --expect local_reverse_kl@sampler."
     ),
     sources=(
         "Zhang et al. 2025, RPG, arXiv 2505.17508",

@@ -57,10 +57,7 @@ CHECK = Check(
         "truth is 0.5·1.386294 = 0.693147 in both; the geometric-mean ratio on k2, detached, gives √0.4·1.386294 "
         "= 0.876770 and √0.1·1.386294 = 0.438385."
     ),
-    fix=(
-        "Use the full-sequence ratio, detached, on a sequence-level term, or prefix ratios on token terms: "
-        "exp(((logp − old_logp) * mask).cumsum(-1)).detach()."
-    ),
+    fix=("Use the full-sequence ratio, detached, on a sequence-level term, or prefix ratios on token terms."),
     sources=(
         "Zheng et al. 2025, GSPO, arXiv 2507.18071",
         "TRL pull request #4638",
