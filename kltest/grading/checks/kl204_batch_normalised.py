@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kltest.grading.checks.check import Check
+from kltest.grading.checks.kl203_length_normalised import divided_by_length
 from kltest.grading.checks.losses import squared_sum
 from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
-from kltest.grading.checks.kl203_length_normalised import divided_by_length
 from kltest.grading.findings import Findings, Row
 
 
