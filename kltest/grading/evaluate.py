@@ -66,6 +66,7 @@ class Evaluator:
         self.notes: list[str] = []
         self.coupled_in: set[str] = set()
         self._rows: dict[tuple[str, str], list[Row]] = {}
+        self._gradients: dict[tuple[str, str, int], list[np.ndarray]] = {}
         self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
 
     @property
@@ -89,6 +90,10 @@ class Evaluator:
         if key not in self._rows:
             self._rows[key] = self._measure(environment, sampler)
         return self._rows[key]
+
+    def gradients(self, row: Row) -> list[np.ndarray]:
+        """(C, V) the expected gradient of a measured row on each instance of its world; none where there was no row."""
+        return self._gradients.get((row.environment, row.sampler, row.batch), [])
 
     def meets(self, loss: Loss, instance: Instance) -> bool:
         """Whether a loss's expected gradient under the instance's stale sampler is the declared one."""
@@ -145,6 +150,7 @@ class Evaluator:
     ) -> Row:
         dtype = min((moments.dtype for moments in found), key=LOWEST_FIRST.index)
         gradients = [moments.gradient for moments in found]
+        self._gradients[environment, sampler, found[0].batch] = gradients
         targets = [_target(self.declared, instance) for instance in drawn]
         candidates = _candidates(environment, sampler, self.seed)
         magnitudes = [float(np.sqrt(moments.second_moment)) for moments in found]

@@ -56,7 +56,7 @@ def _explained(check: Check, findings: Findings) -> list[Row]:
 
 def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
     if rows:
-        words = "; ".join(f"{row.where}: {_words(row)}" for row in rows)
+        words = "; ".join(f"{row.where}: {check.tells(row, findings) or _words(row)}" for row in rows)
         return CheckResult(check.code, check.name, "fail", f"{check.title}. Found {words}. {check.why}", check.remedy)
     if reason := check.moot(findings):
         return CheckResult(check.code, check.name, "skip", reason)

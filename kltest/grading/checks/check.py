@@ -31,6 +31,11 @@ def explains_nothing(row: Row, findings: Findings) -> bool:
     return False
 
 
+def adds_nothing(row: Row, findings: Findings) -> str:
+    """There is no more to say of a row than what was identified."""
+    return ""
+
+
 def finds_nothing(findings: Findings) -> Found | None:
     """The check makes no experiment of its own."""
     return None
@@ -45,7 +50,7 @@ class Check:
     shows it; the numbers of `example` are among those that it prints.
 
     A check speaks in one of two ways. `explains(row, findings)`: this pitfall accounts for the disagreement of that
-    row. `examine(findings)`: an experiment of its own and what it found, None where nothing is wrong; a KltestError on
+    row, and `tells(row, findings)` says in a few words how, where the identified gradient does not. `examine(findings)`: an experiment of its own and what it found, None where nothing is wrong; a KltestError on
     the way makes the check inconclusive. `moot(findings)`: why the check has nothing to say here (then it is skipped
     with that reason), or None.
     """
@@ -63,6 +68,7 @@ class Check:
     demonstrate: Callable[[], Demonstration] = field(repr=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     explains: Callable[[Row, Findings], bool] = field(default=explains_nothing, repr=False)
+    tells: Callable[[Row, Findings], str] = field(default=adds_nothing, repr=False)
     examine: Callable[[Findings], Found | None] = field(default=finds_nothing, repr=False)
     moot: Callable[[Findings], str | None] = field(default=never_moot, repr=False)
 
