@@ -50,9 +50,10 @@ class Check:
     shows it; the numbers of `example` are among those that it prints.
 
     A check speaks in one of two ways. `explains(row, findings)`: this pitfall accounts for the disagreement of that
-    row, and `tells(row, findings)` says in a few words how, where the identified gradient does not. `examine(findings)`: an experiment of its own and what it found, None where nothing is wrong; a KltestError on
-    the way makes the check inconclusive. `moot(findings)`: why the check has nothing to say here (then it is skipped
-    with that reason), or None.
+    row, and `tells(row, findings)` says in a few words how, where the identified gradient does not.
+    `examine(findings)`: an experiment of its own and what it found, None where nothing is wrong; a KltestError on the
+    way makes the check inconclusive. `moot(findings)`: why the check has nothing to say here (then it is skipped with
+    that reason), or None.
     """
 
     code: str
