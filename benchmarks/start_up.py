@@ -16,6 +16,8 @@ def main() -> list[Row]:
     claims = [
         (["--help"], "typer", 3.0),
         (["grade", "k3-loss", "--select", "KL1,KL2,KL3"], "torch", 2.5),
+        (["grade", "k3-loss"], "torch", 10.0),
+        (["grade", "k2-ratio-detached"], "torch", 10.0),
     ]
     rows = [
         compare(
