@@ -24,6 +24,8 @@ ALONE = frozenset({"future_reverse_kl"})
 RESIDUAL = {"float64": (1e-9, 1e-7), "float32": (1e-4,), "float16": (3e-3,), "bfloat16": (2e-2,)}
 # With this much rounding several combinations of two or three terms fit almost anything.
 ONE_TERM = frozenset({"float16", "bfloat16"})
+# The held-out instance may miss the tolerance by this factor: where a gradient is nearly zero it has fewer digits.
+NEARLY_ZERO = 10
 # A mean gradient below this share of the root mean square of the per-rollout gradient is rounding, not signal; so is
 # one below this share of the unit, when every single gradient already is rounding.
 ZERO = {"float64": 1e-11, "float32": 1e-6, "float16": 4e-4, "bfloat16": 3e-3}
@@ -90,8 +92,7 @@ def identify(
             coefficients = _fit(target, columns, names)
             error = _relative(target, columns, names, coefficients)
             confirmed = _relative(unseen, later, names, coefficients) if held_out else error
-            # An instance on which the gradient is nearly zero has fewer correct digits: hence the factor ten.
-            worst = max(error, confirmed / (1 if dtype in ONE_TERM else 10))
+            worst = max(error, confirmed / (1 if dtype in ONE_TERM else NEARLY_ZERO))
             combination = dict(zip(names, map(float, coefficients), strict=True))
             fits.append((worst, Identification(combination, max(error, confirmed))))
     for limit in RESIDUAL[dtype]:
@@ -99,6 +100,32 @@ def identify(
             if worst < limit:
                 return identification
     return Identification(None, best)
+
+
+def solve(
+    gradients: Sequence[np.ndarray],
+    columns: Mapping[str, Sequence[np.ndarray]],
+    *,
+    held_out: int = HELD_OUT,
+    dtype: str = "float64",
+) -> dict[str, float] | None:
+    """The coefficients of all `columns` that together equal `gradients` on all instances, the held-out ones included.
+
+    None where there are none, or where it cannot be told: columns that depend on each other, too few or rough numbers.
+    """
+    given = {name: np.concatenate([column.ravel() for column in parts[:-held_out]]) for name, parts in columns.items()}
+    later = {name: np.concatenate([column.ravel() for column in parts[-held_out:]]) for name, parts in columns.items()}
+    target = np.concatenate([gradient.ravel() for gradient in gradients[:-held_out]])
+    unseen = np.concatenate([gradient.ravel() for gradient in gradients[-held_out:]])
+    freedom = sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:-held_out])
+    names = list(given)
+    if dtype in ONE_TERM or freedom < 2 * len(names) or len(independent(given)) < len(names):
+        return None
+    coefficients = _fit(target, given, names)
+    error = max(
+        _relative(target, given, names, coefficients), _relative(unseen, later, names, coefficients) / NEARLY_ZERO
+    )
+    return dict(zip(names, map(float, coefficients), strict=True)) if error <= tolerance(dtype) else None
 
 
 def independent(columns: Mapping[str, np.ndarray]) -> list[str]:
