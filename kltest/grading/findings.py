@@ -56,6 +56,7 @@ class Findings:
     samplers: tuple[str, ...]
     evaluator: Evaluator
     rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     _answers: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

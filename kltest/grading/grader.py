@@ -17,6 +17,7 @@ from kltest import __version__
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Placement
 from kltest.grading.evaluate import Evaluator
+from kltest.grading.excuses import Excuses, checked
 from kltest.grading.findings import Combination, Findings
 from kltest.grading.judge import run_checks, selected_codes, verdict
 from kltest.grading.report import CheckResult, Report
@@ -46,6 +47,8 @@ def grade(
     timeout: float | None = None,
     group_size: int | None = None,
     batch_size: int | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+    allow_stale_excuses: bool = False,
     name: str | None = None,
 ) -> Report:
     """Which gradient does this loss follow, exactly, and is it the one that it is meant to follow?
@@ -55,7 +58,8 @@ def grade(
     one, which says itself how it is placed and called. `expect` is a named gradient or a
     combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit` default to
     the estimator's own, else to a loss and to the whole return; `sampler` to both if the loss takes the sampler's
-    log-probs.
+    log-probs. `expected_failures` gives the reasons why checks are expected to fail, by code: they do not refute then,
+    and one that passes refutes unless `allow_stale_excuses`.
 
     Runs the loss in this process. A loss that fails gives a report whose verdict is "error"; a question that is put
     wrongly raises UsageError before anything is run.
@@ -63,6 +67,7 @@ def grade(
     declared = parse(expect if isinstance(expect, str) else plain(expect))
     environments = _choices(environment, WORLDS, "environment")
     codes = selected_codes(_listed(select), _listed(ignore))
+    excuses = Excuses(checked({} if expected_failures is None else expected_failures), bool(allow_stale_excuses))
     _one_of(placement, get_args(Placement), "placement")
     _one_of(credit, get_args(Credit), "credit")
     _one_of(sampler, SAMPLERS, "sampler")
@@ -78,7 +83,7 @@ def grade(
         reduction="mean",
         dtype="float64",
     )
-    grading = _Grading(blank, declared, environments, codes, sampler, group_size, batch_size)
+    grading = _Grading(blank, declared, environments, codes, sampler, group_size, batch_size, excuses)
     try:
         with time_limit(timeout):
             grading.run(loss, call, name)
@@ -99,6 +104,7 @@ class _Grading:
         sampler: str | None,
         group_size: int | None,
         batch_size: int | None,
+        excuses: Excuses,
     ) -> None:
         self.blank = blank
         self.declared = declared
@@ -107,6 +113,7 @@ class _Grading:
         self.sampler = sampler
         self.group_size = group_size
         self.batch_size = batch_size
+        self.excuses = excuses
         self.loss: Loss | None = None
         self.findings: Findings | None = None
         self.results: list[CheckResult] = []
@@ -129,7 +136,7 @@ class _Grading:
         for environment in self.environments:
             for sampler in samplers:
                 self.findings.rows += evaluator.rows(environment, sampler)
-        self.results = run_checks(self.findings, self.codes)
+        self.results = run_checks(self.findings, self.codes, self.excuses)
 
     def report(self, error: TargetError | None = None) -> Report:
         found = self.blank if error is None else replace(self.blank, error=str(error))
@@ -148,7 +155,7 @@ class _Grading:
             gradients=[row.published for row in findings.rows],
             value=[row.value for row in findings.rows if row.value is not None],
             checks=self.results,
-            notes=[*loss.notes, *findings.evaluator.notes],
+            notes=[*loss.notes, *findings.evaluator.notes, *findings.notes],
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from kltest.errors import KltestError, UsageError
 from kltest.grading.checks import CHECKS, Check, Found
+from kltest.grading.excuses import Excuses
 from kltest.grading.findings import Findings, Row, proportion
 from kltest.grading.report import CheckResult, Verdict
 from kltest.truth import render
@@ -13,7 +14,6 @@ from kltest.truth import render
 # These account for a constant factor by what causes it, so the factor itself is not reported once more.
 CAUSES_OF_A_FACTOR = ("KL203", "KL204")
 LEFTOVER = "KL105"
-WARNINGS = "KL8"
 
 
 def selected_codes(select: Iterable[str], ignore: Iterable[str]) -> list[str]:
@@ -26,22 +26,30 @@ def selected_codes(select: Iterable[str], ignore: Iterable[str]) -> list[str]:
     return [code for code in kept if not any(code.startswith(prefix.upper()) for prefix in ignore)]
 
 
-def run_checks(findings: Findings, codes: Iterable[str]) -> list[CheckResult]:
-    """The result of each check: which of the disagreeing rows it accounts for."""
+NO_EXCUSES = Excuses()
+
+
+def run_checks(findings: Findings, codes: Iterable[str], excuses: Excuses = NO_EXCUSES) -> list[CheckResult]:
+    """The result of each check: which of the disagreeing rows it accounts for; excused rows are marked as such."""
     explained = {code: _explained(check, findings) for code, check in CHECKS.items()}
     caused = [row for code in CAUSES_OF_A_FACTOR for row in explained[code]]
     explained["KL106"] = [row for row in explained["KL106"] if row not in caused]
     named = [row for rows in explained.values() for row in rows]
     explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
-    return [_result(CHECKS[code], explained[code], findings) for code in codes]
+    results = [excuses.result(_result(CHECKS[code], explained[code], findings)) for code in codes]
+    findings.rows = [excuses.row(row, explained) for row in findings.rows]
+    findings.notes += excuses.notes(results, explained)
+    return results
 
 
 def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = "") -> Verdict:
-    """Error over refuted over inconclusive over confirmed; one disagreeing row or one failed check refutes."""
-    failed = [result for result in results if result.status == "fail" and not result.code.startswith(WARNINGS)]
+    """Error over refuted over inconclusive over confirmed.
+
+    One disagreeing row or one failed check refutes, unless it is excused; so does a stale excuse.
+    """
     if error:
         return "error"
-    if failed or any(row.wrong for row in findings.rows):
+    if any(result.refutes for result in results) or any(row.refutes for row in findings.rows):
         return "refuted"
     if not findings.rows or any(row.agrees is None for row in findings.rows):
         return "inconclusive"

@@ -11,6 +11,7 @@ from kltest.errors import KltestError
 
 SCHEMA = "kltest.grade/1"
 Verdict = Literal["confirmed", "refuted", "inconclusive", "error"]
+WARNINGS = "KL8"
 EXIT_CODES: dict[str, int] = {"confirmed": 0, "refuted": 1, "error": 3, "inconclusive": 4}
 
 
@@ -25,7 +26,8 @@ class GradientRow:
     """The expected gradient in one world under one sampler; numbers are the worst over the instances.
 
     `expected` is what the declared target asks for there; `agrees` whether the gradient met it (None: not to be said).
-    `batch` is the number of rollouts in a batch: 1, or more where a loss couples the rows of a batch.
+    `batch` is the number of rollouts in a batch: 1, or more where a loss couples the rows of a batch. `excused` are the
+    codes of the expected failures that account for a disagreement, which then does not refute.
     """
 
     environment: str
@@ -42,6 +44,11 @@ class GradientRow:
     agrees: bool | None = None
     batch: int = 1
     note: str = ""
+    excused: tuple[str, ...] = ()
+
+    @property
+    def refutes(self) -> bool:
+        return self.agrees is False and not self.excused
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,36 @@ class ValueRow:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one check: `message` says what happened and why it matters, `fix` what to change."""
+    """The outcome of one check: `message` says what happened and why it matters, `fix` what to change.
+
+    `excused` is the reason why a failure was expected: with status "fail" it does not refute, with "pass" it is stale.
+    """
 
     code: str
     name: str
     status: Literal["pass", "fail", "skip", "inconclusive"]
     message: str = ""
     fix: str = ""
+    excused: str = ""
+
+    @property
+    def words(self) -> str:
+        """What it found and what to change, the fix on lines of its own."""
+        return "\n".join(part for part in (f"{self.code} {self.name}: {self.message}", self.fix) if part)
+
+    @property
+    def warns(self) -> bool:
+        """Whether a failure only warns (the variance family)."""
+        return self.code.startswith(WARNINGS)
+
+    @property
+    def stale(self) -> bool:
+        """Whether it was expected to fail and passes."""
+        return self.status == "pass" and bool(self.excused)
+
+    @property
+    def refutes(self) -> bool:
+        return self.stale or (self.status == "fail" and not self.excused and not self.warns)
 
 
 @dataclass(frozen=True)
@@ -92,8 +122,18 @@ class Report:
 
     @property
     def failed(self) -> list[CheckResult]:
-        """The checks that failed, in the order of their codes."""
-        return [check for check in self.checks if check.status == "fail"]
+        """The checks that failed and were not expected to, in the order of their codes; warnings are among them."""
+        return [check for check in self.checks if check.status == "fail" and not check.excused]
+
+    @property
+    def excused(self) -> list[CheckResult]:
+        """The checks that failed as expected."""
+        return [check for check in self.checks if check.status == "fail" and check.excused]
+
+    @property
+    def stale(self) -> list[CheckResult]:
+        """The checks that were expected to fail and pass."""
+        return [check for check in self.checks if check.stale]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries and lists; non-finite numbers are None."""
@@ -107,7 +147,7 @@ class Report:
         """Raise RefutedError unless the verdict is confirmed."""
         if self.verdict != "confirmed":
             lines = [f"{self.target}: {self.verdict} (declared {self.expect})", *self.notes]
-            lines += [f"{check.code} {check.name}: {check.message} {check.fix}".strip() for check in self.failed]
+            lines += [check.words for check in (*self.failed, *self.stale)]
             raise RefutedError("\n".join([*lines, self.error] if self.error else lines))
 
 
