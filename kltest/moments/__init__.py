@@ -4,6 +4,15 @@ from kltest.moments.batches import exact_batches
 from kltest.moments.dynamic_programming import Expected, dynamic
 from kltest.moments.enumeration import exact
 from kltest.moments.moments import Expectation, Moments
-from kltest.moments.reduction import BatchOfOneError
+from kltest.moments.reduction import BatchOfOneError, NonDeterministicError
 
-__all__ = ["BatchOfOneError", "Expectation", "Expected", "Moments", "dynamic", "exact", "exact_batches"]
+__all__ = [
+    "BatchOfOneError",
+    "Expectation",
+    "Expected",
+    "Moments",
+    "NonDeterministicError",
+    "dynamic",
+    "exact",
+    "exact_batches",
+]

@@ -20,8 +20,15 @@ from kltest.rollout import Rollout
 from kltest.targets.outcome import Loss
 
 
+SEVERAL = 8
+
+
 class BatchOfOneError(TargetError):
     """The loss cannot be called with one rollout, but can with more: it is to be graded by batches or groups."""
+
+
+class NonDeterministicError(TargetError):
+    """The loss gives different gradients for one batch, so that no expectation over rollouts alone is its own."""
 
 
 @dataclass
@@ -49,10 +56,14 @@ class Witness:
         return self.singles[row]
 
     def check_deterministic(self, row: int) -> None:
-        """Raise TargetError if the same batch gives two different gradients."""
-        again = self.call([row])
-        if not close(self.single(row).row(0), again.row(0), again.dtype):
-            raise TargetError(
+        """Raise NonDeterministicError if the same batch, of one row or of several, gives two different gradients.
+
+        Several rows, since noise that drops one entry in ten leaves most single rows alone.
+        """
+        several = [each % len(self.base) for each in range(row, row + SEVERAL)]
+        pairs = [(self.single(row), self.call([row])), (self.call(several), self.call(several))]
+        if not all(close(once.parts, again.parts, again.dtype) for once, again in pairs):
+            raise NonDeterministicError(
                 f"{self.loss.name} gives different gradients for the same batch: it draws random numbers or keeps "
                 "state between calls. Make it deterministic (dropout off, seeds fixed) to have it graded exactly"
             )
@@ -84,7 +95,7 @@ class Witness:
 def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: bool = False) -> Witness:
     """Call a loss on single rows, on pairs of every kind and on larger batches; `few` makes each of them count.
 
-    Raises BatchOfOneError if it fails on one rollout and not on more, TargetError if it is not deterministic.
+    Raises BatchOfOneError if it fails on one rollout and not on more, NonDeterministicError if it is not deterministic.
     """
     witness = Witness(loss, base)
     batches = list(_few(base, generator) if few else _batches(base, generator))
