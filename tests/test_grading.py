@@ -525,11 +525,10 @@ def test_losses_that_reshape_by_group_are_graded_over_groups():
     assert [row.batch for row in report.gradients] == [4, 4]
 
 
-def test_groups_that_reshape_by_four_are_graded_by_four_where_that_can_be_enumerated():
+def test_groups_of_sequences_are_graded_by_four():
     report = grade(reshaped_groups, expect="reverse_kl-0.75*expected_reward", environment="sequence")
-    assert report.verdict == "inconclusive"
-    assert report.exit_code == 4
-    assert "27405 groups" in report.gradients[0].note
+    assert report.verdict == "confirmed"
+    assert [row.batch for row in report.gradients] == [4]
 
 
 def rloo(logp, ref_logp, rewards, mask, kl_coef=0.1):

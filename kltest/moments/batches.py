@@ -9,22 +9,31 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, islice, product
+from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kltest.environments import Instance, Paths
-from kltest.errors import UsageError, WorldError
+from kltest.errors import KltestError, UsageError, WorldError
 from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
+from kltest.moments.reduction import NonDeterministicError
 from kltest.rollout import LEAVES, Rollout
 from kltest.targets.outcome import Loss
 
 MOST_BATCHES = 30_000
 # Batches whose gradients are kept until they are added up together.
 KEPT = 500
+# So many times as many groups are enumerated where they share calls, of which a few in each are made alone as well.
+TOGETHER = 20
+SPOT_CHECKS = 2
+# Between √(3/2) and 4/3: see `adds_up`.
+MORE_THAN_A_MEAN = 1.28
+Share = Literal["mean", "sum"]
 
 
 def exact_batches(
@@ -41,17 +50,23 @@ def exact_batches(
     """E[ĝ], E‖ĝ‖² of a batch of `size` rollouts: independent rows, or with `grouped` one prompt's group of that size.
 
     `advantage` is the reward minus the mean over the batch's rows of the same prompt. Every ordered tuple counts with
-    its probability; a loss that is seen not to care for the order of rows is called once for each multiset.
-    Raises WorldError, with the number of batches, when there are more than `most`.
+    its probability; a loss that is seen not to care for the order of rows is called once for each multiset, and one
+    that is seen to tell groups apart by `group` is given many groups in one call. `added_up` says that rows are summed.
+
+    Raises WorldError, with the number of batches, when there are more than `most` (TOGETHER times as many where calls
+    are of many groups), NonDeterministicError for a loss that gives one batch two gradients.
     """
     if size < 1:
         raise UsageError(f"a batch has at least one rollout, not {size}")
     paths = instance.paths
     batches = _Batches(loss, Rollout.of(instance, sampler=sampler, padding=padding))
     pools = _pools(instance, sampler, grouped)
-    ordered = not batches.order_is_free(pools[0][0], size, np.random.default_rng([seed, size]))
+    generator = np.random.default_rng([seed, size])
+    ordered = not batches.order_is_free(pools[0][0], size, generator)
+    if grouped and not ordered:
+        batches.learn_to_tell_apart(pools[0][0], size, generator)
     count = sum(len(pool) ** size if ordered else math.comb(len(pool) + size - 1, size) for pool, _, _ in pools)
-    if count > most:
+    if count > most * (TOGETHER if batches.apart else 1):
         kind = "groups" if grouped else "batches"
         order = " in their order, which matters to this loss," if ordered else ""
         raise WorldError(
@@ -61,14 +76,12 @@ def exact_batches(
     projection = Projection(instance.policy, distinct=False)
     leaves: frozenset[str] = frozenset()
     weights: list[np.ndarray] = []
-    metrics: list[Tensor | None] = []
-    dtype = "float64"
+    metrics: list[np.ndarray | None] = []
     for pool, chances, prompt in pools:
         drawn = iter(_drawn(pool, size, ordered))
         while kept := list(islice(drawn, KEPT)):
             rows = np.array([batch for batch, _ in kept])
             weight = prompt * chances[rows].prod(axis=1) * np.array([orders for _, orders in kept])
-            called = [batches.call(batch) for batch in rows]
             # A batch is one long rollout whose tokens share contexts.
             shape = (len(kept), -1)
             long = Paths(
@@ -78,57 +91,152 @@ def exact_batches(
                 paths.prompt[rows[:, 0]],
                 np.log(weight),
             )
-            for reached in {one.leaves for one in called}:
-                index = [i for i, one in enumerate(called) if one.leaves == reached]
-                stacked = {
-                    leaf: np.stack([getattr(called[i], leaf) for i in index]) for leaf in LEAVES if leaf in reached
-                }
-                logp, logits = stacked.get("logp"), stacked.get("logits")
+            for index, found, metric in batches.gradients(rows, generator):
+                logp, logits = found.get("logp"), found.get("logits")
                 projection.add(
-                    long.take(np.array(index)),
+                    long.take(index),
                     weight[index],
                     None if logp is None else logp.reshape(len(index), -1),
                     None if logits is None else logits.reshape(len(index), -1, logits.shape[-1]),
                 )
-                leaves |= reached
-            weights.append(weight)
-            metrics += [one.outcome.metric for one in called]
-            dtype = called[-1].outcome.dtype
-    scalars = [float(metric) for metric in metrics if metric is not None and metric.dim() == 0]
+                leaves |= found.keys()
+                weights.append(weight[index])
+                metrics.append(metric)
+    known = [metric for metric in metrics if metric is not None]
     return Moments(
         gradient=projection.gradient,
         second_moment=projection.second_moment,
         rollouts=len(paths),
         reduction="coupled",
-        dtype=dtype,
+        dtype=batches.dtype,
         batch=size,
         leaves=leaves,
         takes=frozenset(loss.takes),
-        metric=Expectation.of(np.array(scalars), np.concatenate(weights)) if len(scalars) == len(metrics) else None,
+        metric=Expectation.of(np.concatenate(known), np.concatenate(weights)) if len(known) == len(metrics) else None,
+        added_up=batches.adds_up(pools[0][0], size, generator),
     )
 
 
 class _Batches:
-    """Calls a loss on batches of known rows."""
+    """Calls a loss on batches of known rows, one by one, or as many groups in one call where it tells them apart."""
 
     def __init__(self, loss: Loss, base: Rollout) -> None:
         self.loss = loss
         self.base = base
         self.live = live_positions(base)
+        self.dtype = "float64"
+        self.apart: Share | None = None
+        self.reads_groups = False
 
-    def call(self, rows: np.ndarray) -> RowGradients:
-        taken = self.base.take(rows)
+    def call(self, rows: np.ndarray, *, groups: bool = False) -> RowGradients:
+        """The gradients of a batch of these rows (n,), or of several groups of rows (G, n)."""
+        flat = rows.reshape(-1)
+        taken = self.base.take(flat)
+        if groups:
+            taken = taken.replace(group=lambda: torch.arange(len(rows)).repeat_interleave(rows.shape[1]))
         batch = taken.replace(advantage=lambda: _centred(taken))
-        return differentiate(self.loss, batch, None if self.live is None else self.live[rows])
+        called = differentiate(self.loss, batch, None if self.live is None else self.live[flat])
+        self.dtype = called.dtype
+        self.reads_groups |= "group" in batch.accessed or "group" in self.loss.takes
+        return called
 
-    def order_is_free(self, pool: np.ndarray, size: int, generator: np.random.Generator, tries: int = 8) -> bool:
+    def gradients(
+        self, rows: np.ndarray, generator: np.random.Generator
+    ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], np.ndarray | None]]:
+        """For batches (N, n): which of them, their gradients (·, n, T) or (·, n, T, V) by leaf, and the logged KL."""
+        if self.apart and (together := self._together(rows, generator)):
+            yield together
+            return
+        called = [self.call(batch) for batch in rows]
+        for reached in {one.leaves for one in called}:
+            index = [i for i, one in enumerate(called) if one.leaves == reached]
+            metrics = [_metric(called[i].outcome.metric, rows.shape[1:]) for i in index]
+            known = [metric[0] for metric in metrics if metric is not None]
+            yield (
+                np.array(index),
+                {leaf: np.stack([getattr(called[i], leaf) for i in index]) for leaf in reached},
+                np.array(known) if len(known) == len(index) else None,
+            )
+
+    def _together(
+        self, rows: np.ndarray, generator: np.random.Generator
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray | None] | None:
+        """All groups (N, n) in one call; None if some, called alone, turn out otherwise."""
+        called = self.call(rows, groups=True)
+        scale = len(rows) if self.apart == "mean" else 1
+        parts = [scale * part.reshape(*rows.shape, *part.shape[1:]) for part in called.parts]
+        for spot in generator.integers(len(rows), size=SPOT_CHECKS):
+            alone = self.call(rows[spot])
+            if alone.leaves != called.leaves or not close(alone.parts, tuple(p[spot] for p in parts), alone.dtype):
+                self.apart = None
+                return None
+        found = dict(zip((leaf for leaf in LEAVES if leaf in called.leaves), parts, strict=True))
+        return np.arange(len(rows)), found, _metric(called.outcome.metric, rows.shape)
+
+    def learn_to_tell_apart(self, pool: np.ndarray, size: int, generator: np.random.Generator) -> None:
+        """See whether several groups in one call give each what it gives alone, as a mean over groups or as a sum."""
+        if not self.reads_groups:
+            return
+        possible: set[Share] = {"mean", "sum"}
+        for groups in (2, 3):
+            rows = generator.choice(pool, size=(groups, size))
+            try:
+                called = self.call(rows, groups=True)
+            except KltestError:  # made for one group a call
+                return
+            if called.outcome.metric is not None and called.outcome.metric.dim() == 0:
+                return  # the one logged number of a call would be that of all its groups
+            for spot, batch in enumerate(rows):
+                alone = self.call(batch)
+                part = tuple(p[spot * size : (spot + 1) * size] for p in called.parts)
+                for share in list(possible):
+                    if not close(alone.parts, part, alone.dtype, groups if share == "mean" else 1):
+                        possible.discard(share)
+        # Where all was zero a mean cannot be told from a sum.
+        self.apart = possible.pop() if len(possible) == 1 else None
+
+    def order_is_free(self, pool: np.ndarray, size: int, generator: np.random.Generator, tries: int = 4) -> bool:
         """Whether reordering a batch was seen to do no more than reorder the gradients of its rows."""
-        for _ in range(tries if size > 1 else 0):
+        for attempt in range(tries if size > 1 else 0):
             rows, order = generator.choice(pool, size=size), generator.permutation(size)
             before, after = self.call(rows), self.call(rows[order])
+            if attempt == 0 and not close(before.parts, self.call(rows).parts, before.dtype):
+                raise NonDeterministicError(
+                    f"{self.loss.name} gives different gradients for the same batch: it draws random numbers or keeps "
+                    "state between calls"
+                )
             if not close(tuple(part[order] for part in before.parts), after.parts, before.dtype):
                 return False
         return True
+
+    def adds_up(self, pool: np.ndarray, size: int, generator: np.random.Generator, tries: int = 3) -> bool:
+        """Whether a batch with every row twice moves each rollout about twice as much, as a sum over rows does.
+
+        A mean moves it as much, or a little less or more: by 2(n−1)/(2n−1) with a baseline that leaves the row itself
+        out, by up to √(3/2) with a standard deviation over n − 1. The lowest of a sum is twice 2/3, at n = 2.
+        """
+        for _ in range(tries if size > 1 else 0):
+            rows = generator.choice(pool, size=size, replace=len(pool) < size)
+            try:
+                once, twice = self.call(rows), self.call(np.concatenate([rows, rows]))
+            except KltestError:  # it takes batches of one size only
+                return False
+            if once.leaves == twice.leaves and any(part.any() for part in once.parts):
+                pairs = [(one, two[:size] + two[size:]) for one, two in zip(once.parts, twice.parts, strict=True)]
+                return sum(float((a * b).sum()) for a, b in pairs) > MORE_THAN_A_MEAN * sum(
+                    float((a * a).sum()) for a, _ in pairs
+                )
+        return False
+
+
+def _metric(metric: Tensor | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    """(N,) the logged KL of each batch of a call: the mean over its rows of what it says of rows."""
+    if metric is None:
+        return None
+    reported = metric.numpy()
+    if reported.ndim == 0:
+        return reported.reshape(1)
+    return reported.reshape(-1, shape[-1]).mean(axis=1) if reported.ndim == 1 else None
 
 
 def _pools(instance: Instance, sampler: str, grouped: bool) -> list[tuple[np.ndarray, np.ndarray, float]]:

@@ -33,7 +33,8 @@ class Moments:
     batch is `batch` rollouts: one, unless the loss was graded over larger ones. `rollouts` is how many were enumerated.
     `leaves` names the fields that the gradient reached (empty: nothing can be learnt from this loss).
     `value` and `metric` are the expectations of what the loss returned per rollout and of its logged KL, where it has
-    them. `coupling` says what gave a coupled loss away.
+    them. `coupling` says what gave a coupled loss away. `added_up`: a coupled loss was seen to sum over rows
+    instead of averaging.
     """
 
     gradient: np.ndarray
@@ -48,6 +49,7 @@ class Moments:
     value: Expectation | None = None
     metric: Expectation | None = None
     coupling: str = ""
+    added_up: bool = False
 
     @property
     def variance(self) -> float:
