@@ -133,6 +133,20 @@ def grade(
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", help="Rollouts in a batch, where the loss couples them.")
     ] = None,
+    expect_failure: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CODE=REASON",
+            help="A check that is expected to fail, and why, repeatable: it does not refute, but passing does.",
+        ),
+    ] = None,
+    allow_stale_excuses: Annotated[
+        bool, typer.Option("--allow-stale-excuses", help="Let checks pass that are expected to fail.")
+    ] = False,
+    diff: Annotated[
+        str | None,
+        typer.Option(metavar="OLD.json", help="Say what changed since this report (--output json:OLD.json)."),
+    ] = None,
     output: Annotated[
         list[str] | None,
         typer.Option(
@@ -158,8 +172,10 @@ def grade(
         "timeout": timeout,
         "group-size": group_size,
         "batch-size": batch_size,
+        "expected-failures": expect_failure or None,
+        "allow-stale-excuses": allow_stale_excuses or None,
     }
-    return run(targets or [], given, output or [])
+    return run(targets or [], given, output or [], diff)
 
 
 @app.command("list")

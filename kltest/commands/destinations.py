@@ -1,4 +1,8 @@
-"""Where reports go: `FORMAT[:PATH]`, found to be writable before the work and written after it."""
+"""Where reports go: `FORMAT[:PATH]`, found to be writable before the work and written after it.
+
+GitHub Actions keeps the summary of a step in a file that other commands of the step write to as well (its path is in
+the environment): that one is added to, and the format `github` writes its summary there without being asked.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,35 @@ from pathlib import Path
 
 from kltest.errors import KltestError, UsageError
 from kltest.grading.report import Report
-from kltest.outputs import PLAIN, Terminal, render, renderer
+from kltest.outputs import PLAIN, Terminal, render, render_changes, renderer
+from kltest.outputs._changes import Changes
+
+SUMMARY = "GITHUB_STEP_SUMMARY"
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A format, and the file it is written to (None: standard output)."""
+    """A format, and the file it is written to (None: standard output), or added to."""
 
     form: str
     path: Path | None = None
+    adds: bool = False
 
 
 def destinations(texts: Iterable[str]) -> list[Destination]:
     """Parsed and tried out; UsageError for an unknown format or a path that cannot be written."""
     found: list[Destination] = []
+    texts = list(texts)
+    summary = os.environ.get(SUMMARY, "")
+    if summary and "github" in texts and not any(text.endswith(f":{summary}") for text in texts):
+        texts.append(f"markdown:{summary}")
     for text in texts:
         form, colon, path = text.partition(":")
         renderer(form)
         if colon and not path:
             raise UsageError(f"--output {text!r} names no file after the colon; give {form}:PATH, or {form} alone")
-        destination = Destination(form, Path(path) if path not in ("", "-") else None)
+        file = Path(path) if path not in ("", "-") else None
+        destination = Destination(form, file, adds=bool(path) and path == summary)
         if destination.path is not None:
             _try(destination.path)
             if any(other.path is not None and _same(other.path, destination.path) for other in found):
@@ -40,21 +53,30 @@ def destinations(texts: Iterable[str]) -> list[Destination]:
     return found
 
 
-def write(reports: Sequence[Report], where: Iterable[Destination]) -> None:
-    """Write all that can be written; KltestError, once the rest is done, for what can not."""
-    failed = []
+def write(reports: Sequence[Report], where: Iterable[Destination], changes: Changes | None = None) -> None:
+    """Write all that can be written; KltestError, once the rest is done, for what can not.
+
+    Changes stand behind the reports in the formats that show them, and on standard error if none of these does.
+    """
+    failed, told = [], changes is None
     for destination in where:
         terminal = _terminal() if destination.path is None else PLAIN
-        data = render(destination.form, reports, terminal).encode("utf-8", "backslashreplace")
+        text = render(destination.form, reports, terminal)
+        if changes is not None and (words := render_changes(destination.form, changes, terminal)):
+            text, told = f"{text}\n{words}", True
+        data = text.encode("utf-8", "backslashreplace")
         try:
             if destination.path is not None:
-                destination.path.write_bytes(data)
+                with destination.path.open("ab" if destination.adds else "wb") as file:
+                    file.write(data)
             else:
                 say(data)
         except BrokenPipeError:
             raise
         except OSError as error:
             failed.append(f"{destination.path or 'standard output'}: {error.strerror or error}")
+    if changes is not None and not told:
+        sys.stderr.write(render_changes("text", changes, PLAIN))
     if failed:
         raise KltestError("the report could not be written to " + "; ".join(failed))
 

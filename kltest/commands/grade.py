@@ -12,18 +12,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kltest.commands import options
+from kltest.commands import diff, options
 from kltest.commands.bugs import note_bug
 from kltest.commands.destinations import Destination, destinations, write
 from kltest.configuration import Configuration, Target, nearest
 from kltest.errors import UsageError
 from kltest.grading.report import EXIT_CODES, Report
 from kltest.isolation import Child, Kind, Output, Step
+from kltest.outputs._changes import Changes, compare
 
 NOTHING, INTERRUPTED = 5, 130
 WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
 WAITING = 8
 LINES_SHOWN, LINE_SHOWN = 5, 100
+# An earlier report: its file, and what is in it.
+Old = tuple[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,13 @@ class Job:
         return cls(target, given.get("timeout", cls.timeout), settings)
 
 
-def grade(targets: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str]) -> int:
-    """Grade the targets (none: those of the configuration), write the reports, return the exit code."""
+def grade(
+    targets: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str], diff_with: str | None = None
+) -> int:
+    """Grade the targets (none: those of the configuration), write the reports, return the exit code.
+
+    `diff_with` is the file of an earlier report; what changed since is told beside the reports.
+    """
     asked = options.checked(given)
     for target in targets:
         if not target.strip():
@@ -53,16 +61,17 @@ def grade(targets: Sequence[str], given: Mapping[str, Any], outputs: Sequence[st
             )
     configuration = nearest(Path.cwd())
     where = destinations(outputs or configuration.outputs or ["text"])
+    old = None if diff_with is None else (diff_with, diff.read(diff_with))
     jobs = _jobs(targets, asked, configuration)
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
-    return _run(jobs, where)
+    return _run(jobs, where, old)
 
 
 def _jobs(targets: Sequence[str], asked: Mapping[str, Any], configuration: Configuration) -> list[Job]:
     chosen = [Target(text) for text in dict.fromkeys(targets)] or configuration.targets
-    return [Job.of(target.text, {**configuration.options, **target.options, **asked}) for target in chosen]
+    return [Job.of(target.text, options.merged(configuration.options, target.options, asked)) for target in chosen]
 
 
 def _nothing(configuration: Configuration) -> str:
@@ -73,7 +82,7 @@ def _nothing(configuration: Configuration) -> str:
     )
 
 
-def _run(jobs: Sequence[Job], where: Sequence[Destination]) -> int:
+def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None = None) -> int:
     reports: list[Report] = []
     misused = False
     try:
@@ -83,13 +92,17 @@ def _run(jobs: Sequence[Job], where: Sequence[Destination]) -> int:
                 misused |= kind == "usage"
     except KeyboardInterrupt:
         if reports:
-            write(reports, where)
+            write(reports, where, _changes(old, reports))
         missing = ", ".join(job.target for job in jobs[len(reports) :])
         print(f"kltest: interrupted; {len(reports)} of {len(jobs)} graded, not graded: {missing}", file=sys.stderr)
         return INTERRUPTED
-    write(reports, where)
+    write(reports, where, _changes(old, reports))
     worst = min((report.verdict for report in reports), key=WORST_FIRST.index)
     return UsageError.exit_code if misused else EXIT_CODES[worst]
+
+
+def _changes(old: Old | None, reports: Sequence[Report]) -> Changes | None:
+    return None if old is None else compare(*old, reports)
 
 
 def _graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:

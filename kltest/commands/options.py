@@ -81,6 +81,31 @@ def seconds(value: object, where: str) -> float:
     return float(value)
 
 
+def expected_failures(value: object, where: str) -> dict[str, str]:
+    """A table of reasons by code, or texts CODE=REASON."""
+    from kltest.grading.excuses import checked as reasons
+
+    if isinstance(value, Mapping):
+        return reasons(value, where)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and "=" in text for text in texts):
+        raise UsageError(f"{where}: give CODE=REASON, as KL201='token-level on purpose'; it is {value!r}")
+    found: dict[str, str] = {}
+    for text in texts:
+        code, _, reason = text.partition("=")
+        excused = reasons({code.strip(): reason}, where)
+        if found.keys() & excused:
+            raise UsageError(f"{where}: {code.strip()} is excused twice")
+        found |= excused
+    return found
+
+
+def switch(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{where}: give true or false; it is {value!r}")
+    return value
+
+
 def outputs(value: object, where: str) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
@@ -101,13 +126,31 @@ GRADE: dict[str, Callable[[object, str], Any]] = {
     "timeout": seconds,
     "group-size": whole(2),
     "batch-size": whole(2),
+    "expected-failures": expected_failures,
+    "allow-stale-excuses": switch,
 }
 """The options that may differ from target to target."""
 
 
-def checked(options: Mapping[str, object], place: Callable[[str], str] = "--{}".format) -> dict[str, Any]:
+def flag(name: str) -> str:
+    """How an option is written on the command line, where one excuse is given at a time."""
+    return "--expect-failure" if name == "expected-failures" else f"--{name}"
+
+
+def checked(options: Mapping[str, object], place: Callable[[str], str] = flag) -> dict[str, Any]:
     """The options that were given (not None), in their checked form; UsageError for the first that is wrong."""
     return {name: GRADE[name](value, place(name)) for name, value in options.items() if value is not None}
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Checked options, a later layer winning; excuses add up."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        excuses = {**found.get("expected-failures", {}), **layer.get("expected-failures", {})}
+        found |= layer
+        if excuses:
+            found["expected-failures"] = excuses
+    return found
 
 
 def _text(value: object, where: str) -> str:

@@ -1,6 +1,7 @@
 """One output format a file: each module here renders reports as text of its format; adding a file adds a format.
 
-A format is a module with `render(reports, terminal=PLAIN) -> str`, whose first docstring line describes it.
+A format is a module with `render(reports, terminal=PLAIN) -> str`, whose first docstring line describes it; those that
+people read may have `render_changes(changes, terminal=PLAIN) -> str` as well.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import TYPE_CHECKING
 
 from kltest.errors import UsageError
 from kltest.grading.report import Report
+
+if TYPE_CHECKING:
+    from kltest.outputs._changes import Changes
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,13 @@ Renderer = Callable[[Sequence[Report], Terminal], str]
 def formats() -> tuple[str, ...]:
     """The names of all formats."""
     return tuple(sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_")))
+
+
+def render_changes(name: str, changes: Changes, terminal: Terminal = PLAIN) -> str:
+    """What changed since an earlier report in a format; empty where the format has no place for it."""
+    renderer(name)
+    module = import_module(f"{__name__}.{name}")
+    return module.render_changes(changes, terminal) if hasattr(module, "render_changes") else ""
 
 
 def renderer(name: str) -> Renderer:

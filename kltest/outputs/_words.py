@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,19 @@ COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosi
 
 @dataclass(frozen=True)
 class Row:
-    """A gradient row as text; `agrees` is None where the row could not be judged."""
+    """A gradient row as text; `agrees` is None where the row could not be judged.
+
+    `excused` are the codes of the expected failures that account for a disagreement.
+    """
 
     cells: tuple[str, ...]
     agrees: bool | None
     note: str
+    excused: tuple[str, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        return self.agrees is False and not self.excused
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
@@ -81,7 +90,7 @@ def declared(report: Report) -> str:
 
 def rows(report: Report) -> list[Row]:
     """The gradient rows of a report as text, columns as in COLUMNS."""
-    return [Row(_cells(row), row.agrees, _note(row)) for row in report.gradients]
+    return [Row(_cells(row), row.agrees, _note(row), tuple(row.excused)) for row in report.gradients]
 
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
@@ -106,12 +115,30 @@ def _note(row: GradientRow) -> str:
 def headline(report: Report) -> str:
     """The verdict as one sentence."""
     target = declared(report) if report.verdict != "error" else ""
+    excused = dict.fromkeys(code for row in report.gradients for code in row.excused)
+    exception = f", apart from what {' and '.join(excused)} accounts for, as expected" if excused else ""
     return {
-        "confirmed": f"the expected gradient is {target}",
-        "refuted": f"the loss does not follow {target} as declared",
+        "confirmed": f"the expected gradient is {target}{exception}",
+        "refuted": _refutation(report, f"{target}{exception}", target),
         "inconclusive": f"could not be compared with {target}",
         "error": "could not be graded",
     }[report.verdict]
+
+
+def _refutation(report: Report, found: str, target: str) -> str:
+    """What refutes: the gradient, or else a check, or else an excuse that is stale."""
+    failed = [check.code for check in report.failed if not check.warns]
+    stale = [check.code for check in report.stale]
+    judged = bool(report.gradients) and all(row.agrees is not None and not row.refutes for row in report.gradients)
+    if not judged or not (failed or stale):
+        return f"the loss does not follow {target} as declared"
+    if failed:
+        return f"the expected gradient is {found}, but {_codes(failed)} failed"
+    return f"the expected gradient is {found}, but {_codes(stale)}, expected to fail, passed"
+
+
+def _codes(codes: Sequence[str]) -> str:
+    return " and ".join([", ".join(codes[:-1]), codes[-1]] if len(codes) > 1 else codes)
 
 
 def settings(report: Report) -> list[str]:
@@ -133,10 +160,22 @@ def is_warning(check: CheckResult) -> bool:
     return check.warns
 
 
+def remedy(check: CheckResult) -> tuple[str, str]:
+    """What to change: the words on one line, and the corrected lines of code as they stand, each empty if not given."""
+    words, _, code = check.fix.partition("\n\n")
+    return one_line(words), visible(code.expandtabs(4)).strip("\n").rstrip()
+
+
 def reason(check: CheckResult) -> str:
-    """What a check found and what to do, on one line."""
-    fix = f" Fix: {one_line(check.fix)}" if check.fix else ""
-    return one_line(check.message) + fix
+    """What a check found and what to do, code on lines of its own."""
+    words, code = remedy(check)
+    found = one_line(check.message) + (f" Fix: {words}" if words else "")
+    return f"{found}\n\n{textwrap.indent(code, '    ')}" if code else found
+
+
+def excuses(report: Report) -> list[str]:
+    """The expected failures, a line each."""
+    return [f"{check.code} {one_line(check.name)}: {one_line(check.excused)}" for check in report.excused]
 
 
 def skipped(report: Report) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""GitHub Actions annotations: an `::error` line a failed check, `::warning` for checks that only warn."""
+"""GitHub Actions annotations: `::error` a failed check, `::warning` where it only warns, `::notice` an expected one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from kltest.grading.report import Report
 from kltest.outputs import PLAIN, Terminal
-from kltest.outputs._words import headline, is_warning, reason, rows, visible
+from kltest.outputs._words import excuses, headline, is_warning, reason, rows, visible
 
 DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 PROPERTY = {**DATA, ":": "%3A", ",": "%2C"}
@@ -19,14 +19,16 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 
 def _lines(report: Report) -> Iterator[str]:
     errors = 0
-    for check in report.failed:
-        level = "warning" if is_warning(check) else "error"
+    for check in (*report.failed, *report.stale):
+        level = "warning" if is_warning(check) and not check.stale else "error"
         errors += level == "error"
         yield _annotation(level, report, f"{check.code} {check.name}", f"{report.target}: {reason(check)}")
+    for check, line in zip(report.excused, excuses(report), strict=True):
+        yield _annotation("notice", report, f"{check.code} {check.name}", f"{report.target}: expected failure: {line}")
     if report.verdict == "confirmed":
         yield _annotation("notice", report, "kltest confirmed", f"{report.target}: {headline(report)}")
     elif not errors:
-        wrong = [f"{row.cells[0]}, {row.cells[1]}: {row.cells[2]}" for row in rows(report) if row.agrees is False]
+        wrong = [f"{row.cells[0]}, {row.cells[1]}: {row.cells[2]}" for row in rows(report) if row.differs]
         detail = "\n".join([report.error or headline(report), *wrong, *report.notes])
         yield _annotation("error", report, f"kltest {report.verdict}", f"{report.target}: {detail}")
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from kltest.grading.report import Report
+from kltest.grading.report import CheckResult, Report
 from kltest.outputs import PLAIN, Terminal
-from kltest.outputs._words import COLUMNS, headline, is_warning, one_line, rows, settings, skipped, value_rows, visible
+from kltest.outputs._changes import Changes
+from kltest.outputs._words import (
+    COLUMNS,
+    excuses,
+    headline,
+    is_warning,
+    one_line,
+    remedy,
+    rows,
+    settings,
+    skipped,
+    value_rows,
+    visible,
+)
 
 MARKS = {"confirmed": "✅", "refuted": "❌", "inconclusive": "❔", "error": "💥"}
 
@@ -24,13 +37,11 @@ def _lines(report: Report) -> Iterator[str]:
     if report.gradients:
         yield from _table(report)
         yield ""
-    for check in report.failed:
-        mark = "⚠️" if is_warning(check) else "❌"
-        yield f"- {mark} **{check.code} {_escape(check.name)}**: {_escape(one_line(check.message))}"
-        if check.fix:
-            yield f"  **Fix:** {_escape(one_line(check.fix))}"
+    for check in (*report.failed, *report.stale):
+        yield from _check(check)
     if report.error:
         yield f"- **{_escape(one_line(report.error))}**"
+    yield from (f"- Expected failure: {_escape(line)}" for line in excuses(report))
     yield from (f"- Logged value: {_escape(line)}" for line in value_rows(report))
     yield from (f"- {_escape(one_line(note))}" for note in report.notes)
     yield from (f"- Skipped {', '.join(codes)}: {_escape(why)}" for why, codes in skipped(report).items())
@@ -39,11 +50,24 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
 
 
+def _check(check: CheckResult) -> Iterator[str]:
+    """An item of a list; paragraphs and code of its own are indented by two."""
+    mark = "⚠️" if is_warning(check) else "❌"
+    words, code = remedy(check)
+    yield f"- {mark} **{check.code} {_escape(check.name)}**: {_escape(one_line(check.message))}"
+    if words:
+        yield from ("", f"  **Fix:** {_escape(words)}")
+    if code:
+        yield from ("", *(f"  {line}".rstrip() for text in _fenced(code, "python") for line in text.splitlines()))
+    yield ""
+
+
 def _table(report: Report) -> Iterator[str]:
     yield "| " + " | ".join((*COLUMNS, "agrees")) + " |"
     yield "|---|---|---|--:|--:|--:|---|"
     for row in rows(report):
         agrees = {True: "yes", False: "**no**", None: "not judged"}[row.agrees]
+        agrees = f"excused: {', '.join(row.excused)}" if row.excused else agrees
         agrees = f"{agrees}: {_escape(row.note)}" if row.note else agrees
         yield "| " + " | ".join((*map(_escape, row.cells), agrees)) + " |"
 
@@ -62,6 +86,27 @@ def _code(text: str) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def _fenced(text: str) -> Iterator[str]:
+def _fenced(text: str, language: str = "") -> Iterator[str]:
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
-    yield from (fence, visible(text.rstrip()), fence)
+    yield from (fence + language, visible(text.rstrip()), fence)
+
+
+def render_changes(changes: Changes, terminal: Terminal = PLAIN) -> str:
+    """What changed since an earlier report, a table for all targets."""
+    return "\n".join(_changed(changes)) + "\n"
+
+
+def _changed(changes: Changes) -> Iterator[str]:
+    yield from (f"### Changes since {_code(changes.since)}", "")
+    moved = [change for change in changes.targets if change.status or change.differences]
+    if moved:
+        yield from ("| target | what | was | is |", "|---|---|---|---|")
+    for change in moved:
+        target = _escape(one_line(change.target))
+        if change.status:
+            yield f"| {target} | {change.status} | | |"
+        for one in change.differences:
+            yield f"| {target} | {_escape(one.what)} | {_escape(one.was) or '–'} | {_escape(one.now) or '–'} |"
+    same = [_escape(one_line(change.target)) for change in changes.targets if change not in moved]
+    if same:
+        yield from ("", f"As before: {', '.join(same)}.")

@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 
 from kltest.grading.report import CheckResult, Report
 from kltest.outputs import PLAIN, Terminal
+from kltest.outputs._changes import Changes
 from kltest.outputs._words import (
+    excuses,
     headline,
     is_warning,
     one_line,
+    remedy,
     rows,
     settings,
     skipped,
@@ -22,6 +25,7 @@ from kltest.outputs._words import (
 COLOURS = {"confirmed": 32, "refuted": 31, "inconclusive": 33, "error": 31, "warning": 33, "faint": 2, "bold": 1}
 MARKS = {True: "agrees", False: "differs", None: "open"}
 MARK_COLOURS = {True: "confirmed", False: "refuted", None: "inconclusive"}
+EXCUSED = ("excused", "warning")
 HEADS = ("environment", "sampler", "expected gradient", "rel. bias", "cosine", "rel. variance", "")
 
 
@@ -39,7 +43,7 @@ def _lines(report: Report, terminal: Terminal) -> Iterator[str]:
     yield from _wrap(f"declared {one_line(report.expect)} · {' · '.join(settings(report))}", terminal)
     if report.gradients:
         yield from ("", *_table(report, terminal))
-    for check in report.failed:
+    for check in (*report.failed, *report.stale):
         yield from ("", *_check(check, terminal))
     if report.error:
         yield ""
@@ -52,7 +56,8 @@ def _lines(report: Report, terminal: Terminal) -> Iterator[str]:
 
 def _table(report: Report, terminal: Terminal) -> Iterator[str]:
     found = rows(report)
-    cells = [HEADS, *((*row.cells, MARKS[row.agrees]) for row in found)]
+    marks = [EXCUSED if row.excused else (MARKS[row.agrees], MARK_COLOURS[row.agrees]) for row in found]
+    cells = [HEADS, *((*row.cells, mark) for row, (mark, _) in zip(found, marks, strict=True))]
     widths = [max(_width(row[column]) for row in cells) for column in range(len(HEADS))]
     numeric = {3, 4, 5}
     for index, row in enumerate(cells):
@@ -60,8 +65,7 @@ def _table(report: Report, terminal: Terminal) -> Iterator[str]:
         if index == 0:
             yield _paint("  ".join(parts).rstrip(), "faint", terminal)
             continue
-        agrees = found[index - 1].agrees
-        yield "  ".join([*parts[:-1], _paint(row[-1], MARK_COLOURS[agrees], terminal)]).rstrip()
+        yield "  ".join([*parts[:-1], _paint(row[-1], marks[index - 1][1], terminal)]).rstrip()
         if found[index - 1].note:
             yield from _wrap(found[index - 1].note, terminal, indent=" " * (widths[0] + 2))
 
@@ -70,13 +74,17 @@ def _check(check: CheckResult, terminal: Terminal) -> Iterator[str]:
     colour, word = ("warning", "warning ") if is_warning(check) else ("refuted", "")
     yield _paint(f"{word}{check.code} {one_line(check.name)}", colour, terminal)
     yield from _wrap(one_line(check.message), terminal, indent="  ")
-    if check.fix:
-        yield from _wrap(f"Fix: {one_line(check.fix)}", terminal, indent="  ")
+    words, code = remedy(check)
+    if words:
+        yield from _wrap(f"Fix: {words}", terminal, indent="  ")
+    if code:
+        yield from ("", *textwrap.indent(code, " " * 6).splitlines())
 
 
 def _notes(report: Report, terminal: Terminal) -> Iterator[str]:
-    passed = [check.code for check in report.checks if check.status == "pass"]
-    notes = [f"logged value: {line}" for line in value_rows(report)]
+    passed = [check.code for check in report.checks if check.status == "pass" and not check.stale]
+    notes = [f"expected failure: {line}" for line in excuses(report)]
+    notes += [f"logged value: {line}" for line in value_rows(report)]
     notes += [one_line(note) for note in report.notes]
     notes += [f"passed: {', '.join(passed)}"] if passed else []
     notes += [f"skipped: {', '.join(codes)} ({why})" for why, codes in skipped(report).items()]
@@ -91,8 +99,28 @@ def _summary(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
     yield _paint(f"{len(reports)} targets", "bold", terminal)
     for report in reports:
         verdict = _paint(_pad(report.verdict, width), report.verdict, terminal)
-        failed = ", ".join(check.code for check in report.failed)
+        failed = ", ".join(check.code for check in (*report.failed, *report.stale))
         yield f"{verdict}  {one_line(report.target)}{f'  {failed}' if failed else ''}"
+
+
+def render_changes(changes: Changes, terminal: Terminal = PLAIN) -> str:
+    """What changed since an earlier report, a block a target; those that are as they were on one line."""
+    return "\n".join(_changed(changes, terminal)) + "\n"
+
+
+def _changed(changes: Changes, terminal: Terminal) -> Iterator[str]:
+    yield _paint(f"changes since {one_line(changes.since)}", "bold", terminal)
+    for change in changes.targets:
+        if change.status:
+            yield f"{one_line(change.target)}: {change.status}"
+        elif change.differences:
+            yield one_line(change.target)
+            width = max(_width(difference.what) for difference in change.differences)
+            for what, was, now in ((one.what, one.was, one.now) for one in change.differences):
+                yield f"  {_pad(what, width)}  {was or '–'} → {now or '–'}"
+    same = [one_line(change.target) for change in changes.targets if not (change.status or change.differences)]
+    if same:
+        yield from _wrap(f"as before: {', '.join(same)}", terminal)
 
 
 def _wrap(text: str, terminal: Terminal, *, indent: str = "", first: str | None = None) -> list[str]:
