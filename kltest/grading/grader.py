@@ -21,6 +21,8 @@ from kltest.grading.excuses import Excuses, checked
 from kltest.grading.findings import Combination, Findings
 from kltest.grading.judge import run_checks, selected_codes, verdict
 from kltest.grading.report import CheckResult, Report
+from kltest.grading.shrink import example, smallest_failure
+from kltest.grading.worked import WorkedExample
 from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, WORLDS, instances
 from kltest.rollout import SAMPLER_FIELDS, Rollout
 from kltest.targets.calling import BoundLoss
@@ -117,6 +119,8 @@ class _Grading:
         self.loss: Loss | None = None
         self.findings: Findings | None = None
         self.results: list[CheckResult] = []
+        self.smallest: WorkedExample | None = None
+        self.example: WorkedExample | None = None
 
     def run(self, target: Callable[..., Any] | str, call: Call, name: str | None) -> None:
         if isinstance(target, BoundLoss):
@@ -137,6 +141,8 @@ class _Grading:
             for sampler in samplers:
                 self.findings.rows += evaluator.rows(environment, sampler)
         self.results = run_checks(self.findings, self.codes, self.excuses)
+        self.smallest = smallest_failure(self.findings)
+        self.example = None if self.smallest else example(self.findings)
 
     def report(self, error: TargetError | None = None) -> Report:
         found = self.blank if error is None else replace(self.blank, error=str(error))
@@ -155,6 +161,8 @@ class _Grading:
             gradients=[row.published for row in findings.rows],
             value=[row.value for row in findings.rows if row.value is not None],
             checks=self.results,
+            smallest=self.smallest,
+            example=self.example,
             notes=[*loss.notes, *findings.evaluator.notes, *findings.notes],
         )
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from kltest.errors import KltestError
+from kltest.grading.worked import WorkedExample
 
 SCHEMA = "kltest.grade/1"
 Verdict = Literal["confirmed", "refuted", "inconclusive", "error"]
@@ -98,7 +99,11 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that grading found about one target."""
+    """Everything that grading found about one target.
+
+    `smallest` is the smallest world in which the gradient still is another than the declared one, None where it is
+    that everywhere or no small world shows the difference; `example` what the gradient is in a small world otherwise.
+    """
 
     target: str
     expect: str
@@ -113,6 +118,8 @@ class Report:
     checks: list[CheckResult] = field(default_factory=list)
     credit: str | None = None
     notes: list[str] = field(default_factory=list)
+    smallest: WorkedExample | None = None
+    example: WorkedExample | None = None
     error: str = ""
     traceback: str = ""
 

@@ -120,6 +120,11 @@ class Stub:
         return copy
 
 
+def given_to(stub: Stub) -> dict[str, object]:
+    """The attributes that `--arg` gave a stub: no method, since the object that it stands for may have one so called."""
+    return dict(vars(stub)["_stub_given"])
+
+
 def _get(stub: Stub, key: object, default: Any = None) -> Any:
     try:
         return stub[key]

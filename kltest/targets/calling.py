@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,22 @@ def bind(
     return BoundLoss(name, function, fill(name, parameters, call), parameters, call, receiver, spec, notes)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What it takes to call a function by hand as a BoundLoss calls it.
+
+    `kind` is the one in which it last took its fields, None before the first call; `beta` the coefficient at which the
+    KL part is taken, None for the rollout's own.
+    """
+
+    function: Callable[..., Any]
+    parameters: tuple[inspect.Parameter, ...]
+    fillings: Mapping[str, Filling]
+    receiver: Stub | None
+    kind: Kind | None
+    beta: float | None
+
+
 class BoundLoss:
     """A loss made ready (see kltest.targets.outcome.Loss)."""
 
@@ -92,6 +109,10 @@ class BoundLoss:
 
     def __repr__(self) -> str:
         return f"<loss {self.name}({', '.join(f'{key}={value}' for key, value in self.fields.items())})>"
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(self._function, tuple(self._parameters), self._fillings, self._receiver, self._kind, self._beta)
 
     @torch.enable_grad()
     def __call__(self, rollout: Rollout) -> Outcome:

@@ -1,0 +1,192 @@
+"""How a program gets hold of a loss without kltest: by an import, or with the loss's own lines in it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+# Modules that only exist inside a run of kltest, or that a program without it is not to need.
+OURS = frozenset({"kltest", "__main__", "__mp_main__"})
+FROM_FILE, LIFTED = "kltest_target_", "kltest_lifted_"
+
+
+class NoSourceError(Exception):
+    """A loss that no few lines can bring into another program; the message says why, as half a sentence."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Lines that make a callable known, and what it is called then."""
+
+    lines: tuple[str, ...]
+    name: str
+
+
+def source_of(function: Callable[..., Any], target: str, taken: frozenset[str]) -> Source:
+    """An import where the loss has an address, else its lines and those of the helpers and constants that it uses.
+
+    `target` is what the user named; names in `taken` are avoided. Raises NoSourceError where neither is possible.
+    """
+    home = _file_of(target)
+    if home is not None and _module_name(function).startswith(FROM_FILE):
+        folder, stem, names = home
+        found = _imported(stem, names, taken)
+        return Source(("import sys", f"sys.path.insert(0, {folder!r})", *found.lines), found.name)
+    if address := _address(function):
+        return _imported(*address, taken)
+    if not inspect.isroutine(function) and not isinstance(function, partial) and (address := _address(type(function))):
+        made = _imported(*address, taken)
+        return Source(made.lines, f"{made.name}()")
+    return _inlined(function, taken)
+
+
+def _imported(module: str, names: str, taken: frozenset[str]) -> Source:
+    head, _, rest = names.partition(".")
+    alias = f"graded_{head}" if head in taken else head
+    line = f"from {module} import {head}" + (f" as {alias}" if alias != head else "")
+    return Source((line,), f"{alias}.{rest}" if rest else alias)
+
+
+def _file_of(target: str) -> tuple[str, str, str] | None:
+    """Folder, module and names of a target in a file."""
+    file = re.fullmatch(r"(?P<path>.+\.py):(?P<names>[\w.]+)", target.strip())
+    return (str(Path(file["path"]).parent), Path(file["path"]).stem, file["names"]) if file else None
+
+
+def _module_name(thing: Any) -> str:
+    return str(getattr(thing, "__module__", None) or getattr(type(thing), "__module__", ""))
+
+
+def _address(thing: Any) -> tuple[str, str] | None:
+    """The module and the name by which anybody can import a thing, None if there is no such name."""
+    module, name = _module_name(thing), getattr(thing, "__qualname__", None)
+    home = sys.modules.get(module)
+    if home is None or not name or module.split(".")[0] in OURS or module.startswith((FROM_FILE, LIFTED)):
+        return None
+    found: Any = home
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return (module, name) if found is thing else None
+
+
+def _inlined(function: Callable[..., Any], taken: frozenset[str]) -> Source:
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function):
+        raise NoSourceError("it is an object of its own, made while the program ran")
+    lines = list(_definitions(function, set()))
+    name = "graded" if function.__name__ == "<lambda>" else function.__name__
+    defined = {match[1] for line in lines if (match := re.match(r"(?:def|class) (\w+)|(\w+) = ", line)) and match[1]}
+    if clash := defined & taken:
+        raise NoSourceError(f"a name in its source, {sorted(clash)[0]}, is one that the program needs")
+    return Source((*_imports_first(lines),), name)
+
+
+def _imports_first(lines: list[str]) -> Iterator[str]:
+    plain = [line for line in lines if line.startswith(("import ", "from "))]
+    yield from sorted(dict.fromkeys(plain))
+    yield from (line for line in lines if line not in plain)
+
+
+def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
+    """What a function needs at module level, then its own lines."""
+    for name, value in _used(function):
+        if name not in seen:
+            seen.add(name)
+            yield from _definition(name, value, seen)
+    yield from _own_lines(function)
+
+
+def _used(function: Any) -> Iterator[tuple[str, Any]]:
+    """The names that a function's code reads from its module and from the functions around it, with their values."""
+    try:
+        closed = inspect.getclosurevars(function).nonlocals
+    except ValueError:
+        closed = {}
+    yield from closed.items()
+    for name in sorted(set(_names(function.__code__)) - set(closed)):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+        elif not hasattr(builtins, name) and name in _global_names(function.__code__):
+            raise NoSourceError(f"it uses {name}, which is not there")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Those of `co_names` that stand for variables: attributes stand there too."""
+    import dis
+
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return found.union(*map(_global_names, inner))
+
+
+def _definition(name: str, value: Any, seen: set[str]) -> Iterator[str]:
+    if isinstance(value, ModuleType):
+        if value.__name__.split(".")[0] in OURS:
+            raise NoSourceError(f"it uses the module {value.__name__}")
+        yield f"import {name}" if name == value.__name__ else f"import {value.__name__} as {name}"
+    elif address := _address(value):
+        module, known_as = address
+        if "." in known_as:
+            raise NoSourceError(f"it uses {name}, which has no name of its own in {module}")
+        yield f"from {module} import {known_as}" + (f" as {name}" if name != known_as else "")
+    elif inspect.isfunction(value) and value.__name__ == name:
+        yield from _definitions(value, seen)
+    elif is_literal(value):
+        yield f"{name} = {value!r}"
+    else:
+        raise NoSourceError(f"it uses {name}, a {type(value).__name__} that cannot be written down")
+
+
+def is_literal(value: Any) -> bool:
+    """Whether a value's repr reads as that value."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value) and type(ast.literal_eval(repr(value))) is type(value)
+    except (ValueError, SyntaxError, TypeError, RecursionError):
+        return False
+
+
+def _own_lines(function: Any) -> Iterator[str]:
+    """The definition as it stands in its file, without kltest's own decorator and without its docstring."""
+    try:
+        text = textwrap.dedent(inspect.getsource(function))
+        tree = ast.parse(text)
+    except (OSError, TypeError, SyntaxError):
+        raise NoSourceError("its source cannot be read by itself") from None
+    if function.__name__ == "<lambda>":
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+        if len(found) != 1:
+            raise NoSourceError("it is one of several lambdas on a line")
+        yield f"graded = {ast.unparse(found[0])}"
+        return
+    node = tree.body[0]
+    if not isinstance(node, ast.FunctionDef):
+        raise NoSourceError("its source cannot be read by itself")
+    kept = [item for item in node.decorator_list if not ast.unparse(item).startswith("register(")]
+    if kept:
+        raise NoSourceError(f"it is decorated with {ast.unparse(kept[0])}")
+    lines = text.splitlines()
+    first = node.body[0]
+    documented = ast.get_docstring(node) is not None and len(node.body) > 1
+    dropped = range(first.lineno - 1, first.end_lineno or first.lineno) if documented else range(0)
+    yield from (
+        line
+        for number, line in enumerate(lines)
+        if node.lineno - 1 <= number < (node.end_lineno or 0) and number not in dropped
+    )
