@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from kltest.grading.declared import World
 from kltest.grading.findings import Findings, Row
 from kltest.grading.identify import solve
-from kltest.grading.worlds import instances
 from kltest.truth import gradient
 from kltest.truth.credit import credit_pairs
 
@@ -39,11 +39,12 @@ def _credit(row: Row, findings: Findings) -> str | None:
     if row.identified is not None:
         return _damped(row.identified)
     gradients = findings.evaluator.gradients(row)
-    parts = _parts(row.environment, findings.seed)
+    world = findings.evaluator.world(row)
+    parts = _parts(world)
     besides = [name for name in findings.expect if name not in ("reverse_kl", "local_reverse_kl", "zero")]
-    known = {name: [gradient(name, i) for i in instances(row.environment, findings.seed)] for name in besides}
+    known = {name: [gradient(name, i) for i in world.instances] for name in besides}
     for extra in ([], [BESIDES]):
-        more = known | {name: [gradient(name, i) for i in instances(row.environment, findings.seed)] for name in extra}
+        more = known | {name: [gradient(name, i) for i in world.instances] for name in extra}
         for by_distance in (True, False):
             columns: dict[str, list[np.ndarray]] = {}
             for (t, s), part in parts.items():
@@ -56,8 +57,8 @@ def _credit(row: Row, findings: Findings) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def _parts(environment: str, seed: int) -> dict[tuple[int, int], list[np.ndarray]]:
-    pairs = [credit_pairs(instance) for instance in instances(environment, seed)]
+def _parts(world: World) -> dict[tuple[int, int], list[np.ndarray]]:
+    pairs = [credit_pairs(instance) for instance in world.instances]
     return {pair: [each[pair] for each in pairs] for pair in pairs[0]}
 
 
