@@ -21,7 +21,7 @@ from kltest.truth import ATLAS
 
 PACKAGE = Path(kltest.__file__).parent
 
-# The names that the calling contract fixes, group by group; those that couple the rows of a group are apart.
+# The names that the calling contract fixes.
 PROMISED = [
     "k1-loss",
     "k2-loss",
@@ -58,6 +58,10 @@ PROMISED = [
     "k1-reward-sequence-ratio",
     "k1-reward-to-go-prefix-ratio",
     "k3-broadcast-ratio",
+    "group-mean",
+    "leave-one-out",
+    "group-std",
+    "tied-groups-masked",
 ]
 
 OURS = {name: entry for name, entry in registry().items() if entry.function.__module__.startswith("kltest.")}

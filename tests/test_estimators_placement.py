@@ -129,12 +129,12 @@ def test_estimators_that_take_a_mask_are_deaf_to_nan_at_padding(name, sampler):
     names = [key for key in inspect.signature(function).parameters if key in rollout]
     results = []
     for garbage in (None, math.nan):
-        fields = {key: rollout.peek(key).detach().clone() for key in {*names, "logp", "mask"}}
+        fields = {key: rollout.peek(key).detach().clone() for key in {*names, "logp", "mask"} - {"beta"}}
         for key in fields:
-            if garbage is not None and key not in ("mask", "tokens"):
+            if garbage is not None and fields[key].dim() > 1 and key not in ("mask", "tokens"):
                 fields[key][rollout.peek("mask") == 0] = garbage
         leaves = [fields[key].requires_grad_() for key in ("logp", "logits") if key in fields]
-        value = function(**{key: fields[key] for key in names})
+        value = function(**{key: fields.get(key, 1.0) for key in names})
         value = value[0] if isinstance(value, tuple) else value
         losses = place(value, fields["logp"], fields["mask"], spec.placement, spec.credit)
         slopes = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
