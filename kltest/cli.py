@@ -195,12 +195,16 @@ def list_(
 @answered
 def explain(
     name: Annotated[str, typer.Argument(metavar="CODE|NAME", help="A check's code, an estimator or a named gradient.")],
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Run a check's pitfall in the smallest world that shows it: its numbers.")
+    ] = False,
 ) -> int:
     """A check, an estimator or a named gradient in full."""
     from kltest.commands.destinations import say
+    from kltest.commands.explain import demonstrate
     from kltest.commands.explain import explain as words
 
-    say(words(name).encode("utf-8"))
+    say((demonstrate(name) if demo else words(name)).encode("utf-8"))
     return 0
 
 

@@ -1,6 +1,7 @@
-"""Keeps the generated parts of the README in step: `python -m kltest.docs` tells what is not, `--write` mends it.
+"""Keeps generated pages in step: `python -m kltest.docs` tells what is not, `--write` mends it.
 
-A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
+A generated part of the README stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; the pages of the checks,
+docs/checks/CODE.md and their index, are generated whole.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kltest.errors import UsageError
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.files import as_markdown, write
+
+if TYPE_CHECKING:
+    from kltest.grading.checks import Check
 
 # Rounding noise (6.2e-16, say) differs from one processor to the next: it is no reason to rewrite a page.
 NOISE = re.compile(r"\b\d(?:\.\d+)?e-1\d\b")
@@ -43,8 +48,77 @@ def checks() -> str:
     from kltest.grading.checks import CHECKS
 
     return as_markdown(
-        [{"code": code, "name": f"`{check.name}`", "finds": check.title} for code, check in CHECKS.items()]
+        [
+            {"code": f"[{code}]({PAGES}/{code}.md)", "name": f"`{check.name}`", "finds": check.title}
+            for code, check in CHECKS.items()
+        ]
     )
+
+
+def check_pages() -> dict[str, str]:
+    """A page a check, and their index, by the path below the root."""
+    from kltest.grading.checks import CHECKS
+
+    pages = {f"{PAGES}/{code}.md": check_page(check) for code, check in CHECKS.items()}
+    return {f"{PAGES}/README.md": check_index(), **pages}
+
+
+def check_page(check: Check) -> str:
+    """What `kltest explain` says of a check and what its demonstration prints."""
+    from kltest.commands.explain import parts
+
+    demonstration = check.demonstrate()
+    head, *rows = demonstration.cells()
+    sections = []
+    for part in parts(check):
+        paragraphs = [escaped(part.text)] if part.text else []
+        paragraphs += [f"```python\n{part.code}\n```"] if part.code else []
+        paragraphs += ["\n".join(f"- {escaped(item)}" for item in part.items)] if part.items else []
+        sections.append("\n\n".join([f"## {part.title}", *paragraphs]))
+    numbers = as_markdown([dict(zip(head, row, strict=True)) for row in rows])
+    shown = (
+        f"## Demonstration\n\n```text\n$ kltest explain {check.code} --demo\n{demonstration.setting}\n```\n\n{numbers}"
+    )
+    lines = [f"# {check.code} `{check.name}`", escaped(check.title) + ".", *sections[:3], shown.rstrip(), *sections[3:]]
+    return "\n\n".join([*lines, "[All checks](README.md)"]) + "\n"
+
+
+def check_index() -> str:
+    """All checks by family."""
+    from kltest.grading.checks import CHECKS
+
+    lines = [
+        "# The checks",
+        "Each is a known way to get a KL term wrong; its code is stable. "
+        "`kltest explain CODE` prints a page, `--demo` runs its demonstration.",
+    ]
+    for digit, family in FAMILIES.items():
+        rows = [
+            {"code": f"[{code}]({code}.md)", "name": f"`{check.name}`", "finds": check.title}
+            for code, check in CHECKS.items()
+            if code[2] == digit
+        ]
+        if rows:
+            lines.append(f"## {digit}xx {family}\n\n{as_markdown(rows).rstrip()}")
+    return "\n\n".join(lines) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Prose in which nothing is taken for markup."""
+    return re.sub(r"([\\`*_{}\[\]<>|$])", r"\\\1", text)
+
+
+def stale_pages() -> dict[str, str | None]:
+    """The pages of checks that are not in step, with what they should be; None for one that should not be there."""
+    root = Checkout.find().root
+    fresh = check_pages()
+    found: dict[str, str | None] = {}
+    for path, content in fresh.items():
+        file = root / path
+        if not file.is_file() or NOISE.sub("0", file.read_text(encoding="utf-8")) != NOISE.sub("0", content):
+            found[path] = content
+    left = sorted(f"{PAGES}/{file.name}" for file in (root / PAGES).glob("*.md"))
+    return found | {path: None for path in left if path not in fresh}
 
 
 def grade() -> str:
@@ -104,6 +178,19 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
+# Where the pages of the checks are, and what their codes begin with.
+PAGES = "docs/checks"
+FAMILIES = {
+    "1": "Which gradient",
+    "2": "Sequences",
+    "3": "Off-policy",
+    "4": "Groups",
+    "5": "Hygiene",
+    "6": "Logged value",
+    "7": "Approximations",
+    "8": "Variance (warnings)",
+}
+
 # Pictures on the page, each a copy of a figure among the results.
 PICTURES = {"docs/atlas.png": "results/figures/atlas.png"}
 
@@ -133,17 +220,23 @@ def main(arguments: list[str]) -> int:
     root = Checkout.find().root
     page = root / "README.md"
     text = page.read_text(encoding="utf-8")
-    found = stale(text)
+    found, pages = stale(text), stale_pages()
+    names = [*(f"README.md: {name}" for name in found), *pages]
     if arguments != ["--write"]:
-        print(f"README.md: not in step: {', '.join(found)}; run python -m kltest.docs --write" if found else "in step")
-        return 1 if found else 0
+        print(f"not in step: {', '.join(names)}; run python -m kltest.docs --write" if names else "in step")
+        return 1 if names else 0
     for name, content in found.items():
         text = replace(text, name, content)
     write(page, text)
+    for path, whole in pages.items():
+        if whole is None:
+            (root / path).unlink()
+        else:
+            write(root / path, whole)
     for copy, original in PICTURES.items():
         if (root / original).is_file():
             write(root / copy, (root / original).read_bytes())
-    print(f"rewritten: {', '.join(found) or 'nothing'}")
+    print(f"rewritten: {', '.join(names) or 'nothing'}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from kltest.commands.listing import follows, placement, worlds
 from kltest.errors import UsageError
@@ -15,6 +16,40 @@ from kltest.truth import ATLAS, NamedGradient
 
 WIDTH = 100
 SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of what is said of a check: a title, and words, or lines of code, or lines of a list."""
+
+    title: str
+    text: str = ""
+    code: str = ""
+    items: tuple[str, ...] = ()
+
+
+def parts(check: Check) -> list[Part]:
+    """Everything that a check says of its pitfall, in the order in which it is told."""
+    called = ", ".join(f"{name}={value!r}" for name, value in check.options.items())
+    return [
+        Part("What", check.what),
+        Part("Why", check.why),
+        Part("Example", check.example),
+        Part("Wrong", f"Graded with {called}." if called else "", code=check.wrong_code),
+        Part("Fix", check.fix, code=check.mended_code),
+        Part("Sources", items=tuple(source for source in check.sources if source)),
+    ]
+
+
+def demonstrate(name: str) -> str:
+    """The numbers of a check's pitfall in the smallest world that shows it; UsageError for a name of no check."""
+    check = _find(name.strip())
+    if check is None:
+        hint = did_you_mean(name.strip(), CHECKS)
+        raise UsageError(
+            f"--demo runs the demonstration of a check, and no check is called {name!r}; {hint}".rstrip("; ")
+        )
+    return f"{check.code} {check.name}\n{check.title}\n\n{check.demonstrate().text()}\n"
 
 
 def explain(name: str) -> str:
@@ -29,10 +64,14 @@ def explain(name: str) -> str:
     )
 
 
-def _check(name: str) -> Iterator[str] | None:
+def _find(name: str) -> Check | None:
     folded = name.casefold()
-    found = [check for check in CHECKS.values() if folded in (check.code.casefold(), check.name)]
-    return _check_words(found[0]) if found else None
+    return next((check for check in CHECKS.values() if folded in (check.code.casefold(), check.name)), None)
+
+
+def _check(name: str) -> Iterator[str] | None:
+    check = _find(name)
+    return None if check is None else _check_words(check)
 
 
 def _estimator(name: str) -> Iterator[str] | None:
@@ -54,10 +93,13 @@ def _estimator_names() -> Mapping[str, str]:
 def _check_words(check: Check) -> Iterator[str]:
     yield f"{check.code} {check.name}"
     yield check.title
-    parts = {"What": check.what, "Why": check.why, "Example": check.example, "Fix": check.fix}
-    for title, text in parts.items():
-        yield from _paragraph(title, text)
-    yield from _sources(check.sources)
+    for part in parts(check):
+        if part.text or part.code:
+            yield from ("", part.title, *_wrapped(part.text))
+        if part.code:
+            yield from ("", *textwrap.indent(part.code, " " * 4).splitlines())
+        yield from _listed(part.title, part.items)
+    yield from ("", f"kltest explain {check.code} --demo runs the pitfall in the smallest world that shows it.")
 
 
 def _estimator_words(spec: Spec) -> Iterator[str]:
@@ -71,7 +113,7 @@ def _estimator_words(spec: Spec) -> Iterator[str]:
     for sampler, words in SAMPLERS.items():
         for world in worlds(spec.identified.get(sampler, {})):
             yield f"  {words}, {world}: {follows(spec, world, sampler)}"
-    yield from _sources((spec.source,))
+    yield from _listed("Sources", (spec.source,))
 
 
 def _gradient_words(row: NamedGradient) -> Iterator[str]:
@@ -90,10 +132,14 @@ def _gradient_words(row: NamedGradient) -> Iterator[str]:
 
 def _paragraph(title: str, text: str) -> Iterator[str]:
     if text:
-        lines = textwrap.wrap(text, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
-        yield from ("", title, *(f"  {line}" for line in lines))
+        yield from ("", title, *_wrapped(text))
 
 
-def _sources(sources: tuple[str, ...]) -> Iterator[str]:
-    if any(sources):
-        yield from ("", "Sources", *(f"  {source}" for source in sources if source))
+def _wrapped(text: str) -> list[str]:
+    lines = textwrap.wrap(text, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    return [f"  {line}" for line in lines]
+
+
+def _listed(title: str, items: tuple[str, ...]) -> Iterator[str]:
+    if any(items):
+        yield from ("", title, *(f"  {item}" for item in items if item))
