@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kltest.grading.grader import grade
     from kltest.grading.report import Report
+    from kltest.parametrize import parametrize_with_checks
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "grade"]
+__all__ = ["Report", "__version__", "grade", "parametrize_with_checks"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from kltest.grading.report import Report
 
         return Report
+    if name == "parametrize_with_checks":
+        from kltest.parametrize import parametrize_with_checks
+
+        return parametrize_with_checks
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,6 +15,10 @@ class UsageError(KltestError, ValueError):
     exit_code = 2
 
 
+class KltestWarning(UserWarning):
+    """What does not fail a test but should be seen: a check that only warns, an excuse that excuses nothing."""
+
+
 class WorldError(UsageError):
     """A world that cannot be built or enumerated as asked."""
 

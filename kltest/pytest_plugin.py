@@ -1,0 +1,150 @@
+"""The pytest plugin: a marker, a line in the header, a summary of graded losses, and `[tool.kltest]` by `--kltest`.
+
+It loads neither torch nor the checks unless a test asks for them. Losses are graded in pytest's own process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kltest import __version__
+
+if TYPE_CHECKING:
+    from kltest.configuration import Target
+    from kltest.grading.items import GradedCheck
+
+COLOURS = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
+# What an item's report carries to the process that writes the summary, also from another one (pytest-xdist).
+CARRIED = "kltest_graded"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("kltest").addoption(
+        "--kltest", action="store_true", help="Also grade the targets of [tool.kltest] in pyproject.toml, as tests."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kltest: grades a loss with kltest (set by kltest on its own items)")
+    config.pluginmanager.register(_Summary(), "kltest-summary")
+    if config.getoption("kltest"):
+        path = config.rootpath / "pyproject.toml"
+        if not path.is_file():
+            raise pytest.UsageError(f"--kltest: there is no pyproject.toml in {config.rootpath}")
+        if str(path) not in config.args:
+            config.args.append(str(path))
+
+
+def pytest_report_header() -> str:
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    return f"kltest: {__version__}, torch {torch}; losses are graded in this process"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _check(item) is not None:
+        item.add_marker("kltest")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if file_path.name == "pyproject.toml" and parent.config.getoption("kltest"):
+        return ConfiguredTargets.from_parent(parent, path=file_path)
+    return None
+
+
+class ConfiguredTargets(pytest.File):
+    """The targets of a pyproject.toml, an item for each target and check."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        from kltest.configuration import read
+        from kltest.errors import UsageError
+
+        try:
+            configuration = read(self.path)
+        except UsageError as error:
+            raise self.CollectError(str(error)) from None
+        if not configuration.targets:
+            raise self.CollectError(f"--kltest: {self.path} lists no targets in [tool.kltest]")
+        for target in configuration.targets:
+            yield from self._items(target, configuration.options)
+
+    def _items(self, target: Target, defaults: Any) -> Iterator[pytest.Item]:
+        from kltest.commands import options
+        from kltest.commands.grade import Job
+        from kltest.grading.items import graded_checks
+
+        merged = options.merged(defaults, target.options)
+        settings = dict(Job.of(target.text, merged).settings)
+        if "timeout" in merged:
+            settings["timeout"] = merged["timeout"]
+        for check in graded_checks(target.text, target.text, settings):
+            yield ConfiguredCheck.from_parent(self, name=f"{target.text}-{check.code}", check=check)
+
+
+class ConfiguredCheck(pytest.Item):
+    """One check of one configured target."""
+
+    def __init__(self, *, check: GradedCheck, **node: Any) -> None:
+        super().__init__(**node)
+        self.check = check
+
+    def runtest(self) -> None:
+        self.check(self.check.grading.loss)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        from kltest.errors import KltestError
+
+        return str(excinfo.value) if isinstance(excinfo.value, KltestError) else super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, self.name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    check = _check(item) if call.when == "call" else None
+    if check is not None and (found := check.grading.known) is not None:
+        codes = [result.code for result in (*found.failed, *found.stale)]
+        setattr(report, CARRIED, [item.nodeid.partition("[")[0], found.target, found.verdict, codes])
+    return report
+
+
+class _Summary:
+    """A line for each graded loss, at the end."""
+
+    def __init__(self) -> None:
+        self.graded: dict[tuple[str, str], tuple[str, list[str]]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if carried := getattr(report, CARRIED, None):
+            where, target, verdict, codes = carried
+            self.graded[where, target] = verdict, codes
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self.graded:
+            return
+        terminalreporter.section("kltest")
+        width = max(len(verdict) for verdict, _ in self.graded.values())
+        for (_, target), (verdict, codes) in self.graded.items():
+            terminalreporter.write(verdict.ljust(width), **{COLOURS[verdict]: True})
+            terminalreporter.write_line(f"  {target}{'  ' if codes else ''}{', '.join(codes)}")
+
+
+def _check(item: pytest.Item) -> GradedCheck | None:
+    """The check that an item makes; None, at no cost, where none was ever made."""
+    if "kltest.grading.items" not in sys.modules:
+        return None
+    from kltest.grading.items import GradedCheck
+
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    check = item.check if isinstance(item, ConfiguredCheck) else parameters.get("check")
+    return check if isinstance(check, GradedCheck) else None
