@@ -19,7 +19,6 @@ from kltest.moments.moments import Reduction
 from kltest.rollout import Rollout
 from kltest.targets.outcome import Loss
 
-
 SEVERAL = 8
 
 

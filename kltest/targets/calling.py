@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from kltest.targets.handing import (
 from kltest.targets.outcome import Call, Outcome
 from kltest.targets.placement import place
 from kltest.targets.precision import PrecisionTrace, lowest_precision
-from kltest.targets.results import Result, check_finite, read
+from kltest.targets.results import Result, check_finite, read, with_stored
+from kltest.targets.stored import Kept, Place, Shelves
 
 _TRACED_ROWS = 4096
 """The first call follows rounding step by step, unless the batch is larger than this: it does every step twice."""
@@ -92,7 +94,8 @@ class BoundLoss:
         self.name = name
         self.spec = spec
         self.notes = list(notes)
-        self.mutated: set[str] = set()
+        self.writes: dict[str, str] = {}
+        self.made_trainable: set[str] = set()
         self.placement: Placement = call.placement or (spec.placement if spec else "loss")
         self.credit: Credit = call.credit or (spec.credit if spec else "return")
         self.settings: dict[str, object] = dict(call.arguments)
@@ -103,9 +106,38 @@ class BoundLoss:
         self.takes_beta = "beta" in self.takes
         self.home = source_file(function)
         self._function, self._fillings, self._parameters, self._receiver = function, fillings, parameters, receiver
+        self._kinds: tuple[Kind, ...] = KINDS
         self._kind: Kind | None = None
+        self._must_be_finite = True
         self._per_token: bool | None = None
         self._traced: list[torch.dtype] | None = None
+        self._given = {key: filling for key, filling in (*fillings.items(), ("", receiver)) if _keeps(filling)}
+        self._shelves = Shelves(function, list(self._given.values()))
+
+    @property
+    def mutated(self) -> set[str]:
+        """The fields that it was seen writing into; `writes` says what became of them."""
+        return set(self.writes)
+
+    def for_experiments(self, floats: torch.dtype | None = None) -> BoundLoss:
+        """The same loss, for input that is no usual one: its value may be NaN or infinite, and what it does is not
+        remembered here. `floats` is the type in which it is given its floating-point fields.
+        """
+        other = copy.copy(self)
+        other.notes, other.writes, other.made_trainable = [], {}, set()
+        other._must_be_finite = False
+        if floats is not None:
+            found = self._kind or KINDS[0]
+            same = replace(found, floats=floats, mask=floats if found.mask.is_floating_point else found.mask)
+            others = (replace(same, mask=mask) for mask in (floats, torch.bool, torch.int64) if mask != same.mask)
+            other._kinds, other._kind, other._traced = (same, *others), None, None
+        return other
+
+    def at(self, beta: float) -> BoundLoss:
+        """The same loss with another β."""
+        other = copy.copy(self)
+        other._beta = beta
+        return other
 
     def __repr__(self) -> str:
         return f"<loss {self.name}({', '.join(f'{key}={value}' for key, value in self.fields.items())})>"
@@ -143,7 +175,7 @@ class BoundLoss:
             loss = (loss - without.loss.to(torch.float64)) / beta
         logp = loss if self.placement == "loss" else rollout.peek("logp")
         placed = place(loss, logp, rollout.peek("mask"), self.placement, self.credit)
-        if not math.isfinite(float(placed.detach().sum())):
+        if self._must_be_finite and not math.isfinite(float(placed.detach().sum())):
             for name, part in results.items():
                 check_finite(name, part.loss, rollout, self.fields)
         if isinstance(trace, PrecisionTrace):
@@ -176,21 +208,24 @@ class BoundLoss:
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
         """One call, with the first kind of fields that the loss accepts; the calls that follow begin with that kind."""
         first: BaseException | None = None
-        kinds = [kind for kind in KINDS if self._per_token in (None, kind.per_token)]
+        kinds = [kind for kind in self._kinds if self._per_token in (None, kind.per_token)]
         kinds.sort(key=lambda kind: kind is not self._kind)
         for kind in kinds:
             if first is not None and not kind.may_mend(first, rollout.accessed):
                 continue
-            view = Handed(rollout, beta, kind, always_copy=bool(self.mutated))
+            view = Handed(rollout, beta, kind, always_copy=bool(self.writes))
             clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
+            before = self._shelves.look()
             try:
                 answer = self._call_once(view)
-            except (TypeError, IndexError, RuntimeError) as error:
+            except (TypeError, IndexError, RuntimeError, AssertionError) as error:
                 first = first or error
                 continue
             except (KeyboardInterrupt, KltestError):
                 raise
             except BaseException as error:
+                if first is not None and kind.lists:
+                    continue
                 raise self._failure(error, beta) from error
             finally:
                 rollout.accessed |= view.accessed
@@ -201,20 +236,39 @@ class BoundLoss:
             if tells_rows_from_tokens(rollout):
                 self._per_token = kind.per_token
             self._check_inputs(rollout, view, clean)
-            result = read(self.name, _zero_as_tensor(answer, beta), rollout)
+            result = read(self.name, _zero_as_tensor(answer, beta), rollout, lists=view.gave_lists)
+            if result.metric is None:
+                result = self._with_stored(result, before, rollout, beta, kind)
             if result.note and result.note not in self.notes:
                 self.notes.append(result.note)
             return result, view
         assert first is not None
         raise self._failure(first, beta) from first
 
+    def returned(self, rollout: Rollout, beta: float | None = None) -> Result:
+        """What one call at β (default: that of `__call__`) returned and logged, before it is placed."""
+        return self._run(rollout, self._beta_of(rollout) if beta is None else beta)[0]
+
+    def _with_stored(
+        self, result: Result, before: Mapping[Place, Kept], rollout: Rollout, beta: float, kind: Kind
+    ) -> Result:
+        """The result of the call that was just made, with the KL that it stored in what it was given or owns."""
+
+        def again() -> list[Any]:
+            self._call_once(Handed(rollout, beta, kind, always_copy=bool(self.writes)))
+            return list(self._given.values())
+
+        stored, note = self._shelves.read(before, list(self._given.values()), again)
+        return with_stored(result, stored, note, rollout)
+
     def _call_once(self, view: Handed) -> Any:
         positional, named = [], {}
+        values = {key: value_of(filling, view) for key, filling in self._fillings.items()}
         for parameter in self._parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             if parameter.name in self._fillings:
-                value = value_of(self._fillings[parameter.name], view)
+                value = values[parameter.name]
             elif parameter.kind is parameter.POSITIONAL_ONLY:
                 value = parameter.default
             else:
@@ -224,21 +278,25 @@ class BoundLoss:
             else:
                 named[parameter.name] = value
         known = {parameter.name for parameter in self._parameters}
-        named.update({key: value_of(filling, view) for key, filling in self._fillings.items() if key not in known})
+        named.update({key: value for key, value in values.items() if key not in known})
         if self._receiver is not None:
-            positional.insert(0, self._receiver.at(view))
+            values[""] = self._receiver.at(view)
+            positional.insert(0, values[""])
+        self._given = {key: values[key] for key in self._given}
         mask = view.peek("mask") if "mask" in self.takes or "rollout" in self.takes else None
         with torch.enable_grad(), eagerly(), no_integer_mask_as_index(mask):
             return self._function(*positional, **named)
 
     def _check_inputs(self, rollout: Rollout, view: Handed, clean: set[str]) -> None:
-        for name in sorted(written := view.written()):
+        writes = view.writes()
+        for name in sorted(writes):
             if view.shared(name):
                 what = "the policy's own log-probs" if name in LEAVES else "an input that is shared with other calls"
                 raise TargetError(
                     f"{self.name} wrote into {name}, {what}, in place. Work on a copy: {name} = {name}.clone()."
                 )
-        self.mutated |= written
+        self.writes = {**writes, **self.writes}
+        self.made_trainable |= view.made_trainable()
         for name in clean:
             leaf = rollout.built(name)
             if leaf is not None and leaf.grad is not None:
@@ -252,6 +310,11 @@ class BoundLoss:
             return UsageError(f"{self.name}: {error}")
         at = " (called with β = 0, to take the part that β multiplies)" if self.takes_beta and beta == 0 else ""
         return failure(self.name + at, error, self.home)
+
+
+def _keeps(filling: Filling) -> bool:
+    """Whether a loss may keep its metrics in what it is given."""
+    return isinstance(filling, Stub | Mapping)
 
 
 def _zero_as_tensor(answer: Any, beta: float) -> Any:

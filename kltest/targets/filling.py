@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.rollout import FIELDS, Rollout, field_named
+from kltest.rollout import FIELDS, field_named
 from kltest.targets.arguments import Stub, field_asked, fields_listed, split_dotted
+from kltest.targets.handing import Handed
 from kltest.targets.outcome import Call
 from kltest.targets.suggesting import near_spelling, suggested_field
 
 
 @dataclass(frozen=True)
 class FieldOf:
-    """What fills a parameter: a field of the rollout."""
+    """What fills a parameter: a field of the rollout; `listed`, as a list of one tensor a rollout."""
 
     name: str
+    listed: bool = False
 
 
 Filling = FieldOf | Stub | Any
+_LIST_OF_TENSORS = re.compile(r"\b(?:list|List|Sequence|Iterable|tuple|Tuple)\[[^\]]*Tensor\b")
 
 
-def value_of(filling: Filling, view: Rollout) -> Any:
+def value_of(filling: Filling, view: Handed) -> Any:
     if isinstance(filling, FieldOf):
-        return getattr(view, filling.name)
+        return view.listed(filling.name) if filling.listed else getattr(view, filling.name)
     return filling.at(view) if isinstance(filling, Stub) else filling
 
 
@@ -58,7 +62,18 @@ def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str
             fillings[parameter.name] = FieldOf(field)
         elif parameter.default is parameter.empty:
             raise _cannot_fill(name, parameter.name, parameters)
+    for parameter in fillable:
+        filling = fillings.get(parameter.name)
+        if isinstance(filling, FieldOf) and wants_lists(parameter.annotation):
+            fillings[parameter.name] = FieldOf(filling.name, listed=True)
     return fillings
+
+
+def wants_lists(annotation: Any) -> bool:
+    """Whether a parameter's annotation, evaluated or not, asks for a list of tensors and for nothing else."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    left, found = _LIST_OF_TENSORS.subn("", text)
+    return found > 0 and "Tensor" not in left
 
 
 def _cannot_fill(name: str, parameter: str, parameters: list[inspect.Parameter]) -> UsageError:

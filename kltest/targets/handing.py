@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from kltest.rollout import LEAVES, Rollout
+from kltest.rollout import FIELDS, Rollout
+from kltest.targets.given import SMALL, Given
 
-_SMALL = 2**16
-"""Fields of up to this many numbers are copied for every call; of larger ones, writes are noticed by their version."""
 _ABOUT_TYPES = ("dtype", "float", "double", "scalar type")
 ROW_FIELDS = frozenset({"reward", "advantage"})
 """Fields of one number a rollout, which many trainers repeat for every token."""
@@ -28,17 +27,23 @@ _BY_INDEX = frozenset(
 
 @dataclass(frozen=True)
 class Kind:
-    """The types in which a loss is given its mask and its floating-point fields, and whether rewards are (B, T)."""
+    """The types in which a loss is given its mask and its floating-point fields, and the shapes.
+
+    `per_token`: rewards are (B, T). `lists`: every field of tokens is a list, one tensor of live tokens a rollout.
+    """
 
     mask: torch.dtype
     floats: torch.dtype = torch.float64
     per_token: bool = False
+    lists: bool = False
 
     def may_mend(self, error: BaseException, accessed: Set[str]) -> bool:
         """Whether trying this kind makes sense after a loss that had read these fields of another one failed so."""
         if self.floats == torch.float32 and not any(word in str(error).lower() for word in _ABOUT_TYPES):
             return False
         if self.per_token and not accessed & ROW_FIELDS:
+            return False
+        if isinstance(error, AssertionError) and not self.lists:
             return False
         return "mask" in accessed or self.mask.is_floating_point
 
@@ -48,13 +53,14 @@ class Kind:
             "floats": f"{str(self.floats).removeprefix('torch.')} fields",
             "per_token": f"rewards and advantages of shape {'(B, T)' if self.per_token else '(B,)'}",
             "mask": f"a mask of {str(self.mask).removeprefix('torch.')}",
+            "lists": "a list of one tensor a rollout" if self.lists else "tensors",
         }
         return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
 
 
 KINDS = tuple(
-    Kind(mask or floats, floats, per_token)
-    for per_token in (False, True)
+    Kind(mask or floats, floats, per_token, lists)
+    for per_token, lists in ((False, False), (True, False), (False, True))
     for floats in (torch.float64, torch.float32)
     for mask in (None, torch.bool, torch.int64)
 )
@@ -62,38 +68,65 @@ KINDS = tuple(
 
 
 class Handed(Rollout):
-    """The view of `base` that one call of a loss gets, at a given β; the leaves are those of `base` themselves."""
+    """The view of `base` that one call of a loss gets, at a given β.
+
+    What it gives are copies; those of the leaves of `base` are computed from them, as a trainer's log-probs are from
+    its weights, so that writing into them is as legal here as it is there.
+    """
 
     def __init__(self, base: Rollout, beta: float, kind: Kind, *, always_copy: bool) -> None:
         super().__init__({}, beta=beta)
         self._builders = base._builders
         self._base, self._kind, self._always_copy = base, kind, always_copy
-        self._given: dict[str, tuple[Tensor, Tensor, int]] = {}
+        self._given: dict[str, Given] = {}
+        self._lists: dict[str, Given] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if self._kind.lists and name in FIELDS and "T" in FIELDS[name].shape[:6]:
+            return self.listed(name)
+        return super().__getattr__(name)
 
     def peek(self, name: str) -> Any:
         if name in ("beta", "rollout"):
             return self._built[name]
         if name not in self._given:
             original = self._base.peek(name)
-            given = self._hand(name, original)
-            self._given[name] = (given, original, given._version)
-        return self._given[name][0]
+            self._given[name] = Given.as_tensor(self._hand(name, original), original)
+        return self._given[name].tensor
+
+    def listed(self, name: str) -> Any:
+        """A field as a list of one tensor of live tokens a rollout, all of them parts of one stored tensor."""
+        self.accessed.add(name)
+        if name in ("beta", "rollout"):
+            return self.peek(name)
+        if name not in self._lists:
+            self._lists[name] = Given.as_list(self.peek(name), self._base.peek("mask") != 0)
+        return self._lists[name].items
+
+    @property
+    def gave_lists(self) -> bool:
+        return bool(self._lists)
 
     def built(self, name: str) -> Tensor | None:
         return self._base.built(name)
 
-    def written(self) -> set[str]:
-        """The fields that were written into since they were handed over."""
-        return {name for name, entry in self._given.items() if self._was_written(name, *entry)}
+    def writes(self) -> dict[str, str]:
+        """The fields that were written into since they were handed over, and what became of them."""
+        return {name: change for name, given in self._handed() if (change := given.change())}
+
+    def made_trainable(self) -> set[str]:
+        """The constants whose gradient was switched on, or that were left with one."""
+        return {name for name, given in self._handed() if given.made_trainable}
 
     def shared(self, name: str) -> bool:
         """Whether a write into this field has reached `base`."""
-        given, original, _ = self._given[name]
-        return given is original
+        return self._given[name].shared
+
+    def _handed(self) -> Iterator[tuple[str, Given]]:
+        yield from self._given.items()
+        yield from self._lists.items()
 
     def _hand(self, name: str, original: Tensor) -> Tensor:
-        if name in LEAVES:
-            return original.to(self._kind.floats)
         given = original
         if name in ROW_FIELDS and self._kind.per_token:
             given = original[:, None].repeat(1, self._base.peek("mask").shape[1]).to(self._kind.floats)
@@ -101,18 +134,8 @@ class Handed(Rollout):
             given = original.to(self._kind.mask)
         elif original.dtype.is_floating_point:
             given = original.to(self._kind.floats)
-        copied = given is original and (self._always_copy or original.numel() <= _SMALL)
+        copied = given is original and (self._always_copy or original.numel() <= SMALL)
         return given.clone() if copied else given
-
-    def _was_written(self, name: str, given: Tensor, original: Tensor, version: int) -> bool:
-        if given._version != version:
-            return True
-        if given is original or given.numel() > _SMALL:
-            return False
-        expected = original.detach().to(given.dtype)
-        if expected.dim() < given.dim():
-            expected = expected[:, None].expand_as(given)
-        return not torch.equal(torch.nan_to_num(given.detach()), torch.nan_to_num(expected))
 
 
 def tells_rows_from_tokens(rollout: Rollout) -> bool:

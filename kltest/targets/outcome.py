@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from kltest.estimators.spec import Credit, Placement, Spec
 from kltest.rollout import Rollout
@@ -47,7 +47,8 @@ class Loss(Protocol):
 
     `takes` names the rollout fields that it is given, `fields` says which parameter each one fills ("rollout" means
     that it may read any; `rollout.accessed` then tells). `settings` are the arguments that are not fields. `notes` are
-    sentences for the report, complete after the first call; `mutated` the fields that it was seen writing into.
+    sentences for the report, complete after the first call. `writes` says what became of the fields that it was seen
+    writing into, `mutated` are their names; `made_trainable` the constants whose gradient it switched on.
     `takes_beta`: it is called at β and at 0, and its objective is the difference over β. `spec` describes a registered
     estimator.
     """
@@ -60,10 +61,16 @@ class Loss(Protocol):
     settings: dict[str, object]
     takes_beta: bool
     notes: list[str]
-    mutated: set[str]
+    writes: dict[str, str]
+    made_trainable: set[str]
     spec: Spec | None
 
+    @property
+    def mutated(self) -> set[str]: ...
+
     def __call__(self, rollout: Rollout) -> Outcome: ...
+
+    def for_experiments(self, floats: dtype | None = None) -> Loss: ...
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -12,24 +12,43 @@ from torch import Tensor
 from kltest.errors import TargetError
 from kltest.rollout import Rollout
 from kltest.targets.outcome import Returned
+from kltest.targets.stored import Written
 
 ACCEPTED = "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, or (loss, metric, metric, …)"
 
 
 @dataclass(frozen=True)
 class Result:
-    """A loss as returned, before placement; `metric` is the logged KL, detached, float64; `note` is for the report."""
+    """A loss as returned, before placement; `metric` is the logged KL, a copy, float64; `note` is for the report.
+
+    `logged` is that KL itself, as the loss left it; `stored` says that the loss keeps it and did not return it.
+    """
 
     loss: Tensor
     returned: Returned
     metric: Tensor | None
     note: str | None = None
+    logged: Any = None
+    stored: bool = False
 
 
-def read(name: str, answer: Any, rollout: Rollout) -> Result:
-    """The loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else."""
-    shape = tuple(rollout.peek("mask").shape)
+class NotFiniteError(TargetError):
+    """A loss that is NaN or infinite for a rollout."""
+
+
+def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Result:
+    """The loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
+
+    A list of one tensor a rollout is put together; of one number a rollout only where the loss was given `lists`.
+    """
+    live = rollout.peek("mask") != 0
+    shape = tuple(live.shape)
+    answer = _joined(answer, live, lists)
+    if isinstance(answer, list | tuple) and answer and isinstance(answer[0], list | tuple):
+        answer = (_joined(answer[0], live, lists), *answer[1:])
     loss, metrics, note = _split(name, answer, shape)
+    if isinstance(metrics, Mapping) and "kl" in metrics:
+        metrics = {**metrics, "kl": _joined(metrics["kl"], live, lists)}
     if not isinstance(loss, Tensor):
         _refuse(name, loss)
     if not loss.dtype.is_floating_point:
@@ -41,7 +60,17 @@ def read(name: str, answer: Any, rollout: Rollout) -> Result:
             f"T = {shape[1]} tokens; it must be (), {(shape[0],)} or {shape}. Reduce it, or keep one number a sequence "
             "or a token."
         )
-    return Result(loss, returned, None if metrics is None else _metric(name, metrics, shape), note)
+    metric, logged = (None, None) if metrics is None else _metric(name, metrics, shape)
+    return Result(loss, returned, metric, note, logged)
+
+
+def with_stored(result: Result, stored: Written | None, note: str, rollout: Rollout) -> Result:
+    """The result with a KL that the loss stored, where that is a number or a tensor of a known shape."""
+    shape = tuple(rollout.peek("mask").shape)
+    metric = None if stored is None else _as_metric(stored.number, shape)
+    if stored is None or metric is None:
+        return replace(result, note=result.note or note or None)
+    return replace(result, metric=metric, logged=stored.item, stored=True)
 
 
 def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str, str]) -> None:
@@ -53,11 +82,28 @@ def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str,
     place = tuple(bad.nonzero()[0].tolist())
     words = "".join(f"{label} {index}" for label, index in zip((" at row", ", token"), place, strict=False))
     given = ", ".join(_given(name, rollout, place) for name in sorted(set(fields.values())))
-    raise TargetError(
+    raise NotFiniteError(
         f"{name} returned {loss.detach()[place].item()}{words} ({int(bad.sum())} of {int(live.sum())} values are not "
         f"finite){', where ' + given if place and given.strip(', ') else ''}. The inputs are finite and mild there: "
         "look for a logarithm of zero, a division by a count that can be zero, or an overflow."
     )
+
+
+def _joined(answer: Any, live: Tensor, lists: bool) -> Any:
+    """(B, T) of a list with the live tokens of each rollout, (B,) of one with a number a rollout; others as they are.
+
+    A tuple of as many tensors is a loss with its metrics, unless the loss works with lists.
+    """
+    if not isinstance(answer, list | tuple if lists else list) or len(answer) != len(live):
+        return answer
+    if not all(isinstance(item, Tensor) and item.is_floating_point() for item in answer):
+        return answer
+    if [tuple(item.shape) for item in answer] == [(int(length),) for length in live.sum(dim=1)]:
+        tokens = torch.cat(list(answer))
+        return tokens.new_zeros(live.shape).masked_scatter(live, tokens)
+    if lists and all(item.dim() == 0 for item in answer):
+        return torch.stack(list(answer))
+    return answer
 
 
 def _split(name: str, answer: Any, shape: tuple[int, ...]) -> tuple[Any, Any, str | None]:
@@ -79,20 +125,26 @@ def _could_be_the_loss(item: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(item, Tensor) and item.requires_grad and tuple(item.shape) in (shape[:1], shape)
 
 
-def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> Tensor | None:
-    """The logged KL as float64; metrics without names (a list) and other metrics are ignored."""
+def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Any]:
+    """The logged KL as float64, and as it was logged; metrics without names (a list) and other metrics are ignored."""
     if not isinstance(metrics, Mapping) or metrics.get("kl") is None:
-        return None
-    try:
-        metric = torch.as_tensor(metrics["kl"], dtype=torch.float64).detach()
-    except (TypeError, ValueError, RuntimeError):
-        metric = None
-    if metric is None or _kind(tuple(metric.shape), shape) is None:
+        return None, None
+    metric = _as_metric(metrics["kl"], shape)
+    if metric is None:
         raise TargetError(
             f'{name} logged {_described(metrics["kl"])} as metrics["kl"]; it must be a number or a tensor of shape (), '
             f"{(shape[0],)} or {shape}"
         )
-    return metric
+    return metric, metrics["kl"]
+
+
+def _as_metric(logged: Any, shape: tuple[int, ...]) -> Tensor | None:
+    """A copy as float64, since what the loss logged may share memory with what it goes on to use."""
+    try:
+        metric = torch.as_tensor(logged, dtype=torch.float64).detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return None if _kind(tuple(metric.shape), shape) is None else metric
 
 
 def _kind(found: tuple[int, ...], shape: tuple[int, ...]) -> Returned | None:

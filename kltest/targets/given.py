@@ -1,0 +1,107 @@
+"""A tensor as it was handed to a loss, and what the loss did to it: writes found bit for bit, gradients switched on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SMALL = 2**16
+"""Fields of up to this many numbers are copied for every call; of larger ones, writes are noticed by their version."""
+
+_AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Given:
+    """`tensor` was handed over, or parts of it, one a rollout (`items`); `before` is what it held, if that is kept.
+
+    `trainable` and `version` are the tensor's own at that moment.
+    """
+
+    tensor: Tensor
+    before: Tensor | None
+    trainable: bool
+    version: int
+    items: list[Tensor] | None = None
+    lengths: list[int] = field(default_factory=list)
+
+    @classmethod
+    def as_tensor(cls, tensor: Tensor, original: Tensor) -> Given:
+        """A field in one piece; `original` is what is kept of it."""
+        before: Tensor | None = original.detach()
+        if tensor is original:
+            before = None
+        elif tensor.dtype != original.dtype or tensor.shape != original.shape:
+            before = tensor.detach().clone() if tensor.numel() <= SMALL else None
+        return cls(tensor, before, tensor.requires_grad, tensor._version)
+
+    @classmethod
+    def as_list(cls, field_: Tensor, live: Tensor) -> Given:
+        """A field as RL loops store it: one tensor of live tokens a rollout, all of them parts of one stored tensor."""
+        lengths = live.sum(dim=1).tolist()
+        whole = field_[live] if field_.dim() > 1 else field_.clone()
+        before = whole.detach().clone()
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        if field_.dim() == 1:
+            items, lengths = [whole[row] for row in range(len(whole))], [1] * len(whole)
+        else:
+            # Slices and no split: torch lets nobody write into the parts that a split gives.
+            items = [whole[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        return cls(whole, before, whole.requires_grad, whole._version, items, lengths)
+
+    @property
+    def shared(self) -> bool:
+        """Whether there is no copy, so that a write has reached what other calls are given."""
+        return self.before is None
+
+    def change(self) -> str | None:
+        """What is other than it was, in words; None where every bit is the same."""
+        untouched = self.tensor._version == self.version
+        if self.before is None:
+            return None if untouched else "it was written into"
+        if untouched and self.tensor.numel() > SMALL:
+            return None
+        if found := difference(self.tensor.detach(), self.before):
+            return found
+        if self.items is None:
+            return None
+        return self._other_items()
+
+    def _other_items(self) -> str | None:
+        assert self.items is not None
+        assert self.before is not None
+        if len(self.items) != len(self.lengths):
+            return f"its list has {len(self.items)} items where it had {len(self.lengths)}"
+        parts = self.before.split(self.lengths)
+        for row, (item, part) in enumerate(zip(self.items, parts, strict=True)):
+            same = isinstance(item, Tensor) and item.numel() == part.numel()
+            if not same or difference(item.detach().reshape(part.shape), part):
+                return f"item {row} of its list was exchanged"
+        return None
+
+    @property
+    def made_trainable(self) -> bool:
+        """Whether a constant now asks for a gradient of its own, or has one."""
+        if self.trainable or not self.tensor.is_leaf:
+            return False
+        return self.tensor.requires_grad or self.tensor.grad is not None
+
+
+def difference(found: Tensor, before: Tensor) -> str | None:
+    """Where two tensors differ in any bit (a NaN equals the same NaN, −0 is not 0), in words; None if nowhere."""
+    if found.shape != before.shape or found.dtype != before.dtype:
+        return f"its shape {tuple(before.shape)} became {tuple(found.shape)}"
+    other = _bits(found) != _bits(before)
+    if not other.any():
+        return None
+    place = tuple(other.nonzero()[0].tolist())
+    digits = 6 if f"{before[place].item():.6g}" != f"{found[place].item():.6g}" else 17
+    was, now = (f"{part[place].item():.{digits}g}" for part in (before, found))
+    count = f" ({int(other.sum())} of {other.numel()} places differ)" if other.numel() > 1 else ""
+    return f"{list(place) or 'it'} was {was} and is {now}{count}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_AS_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
