@@ -184,9 +184,16 @@ class _Program:
             arguments = ", ".join(rows)
             cost = f"call({arguments}, {beta!r})"
             if self.loss.takes_beta:
-                cost = f"({cost} - call({arguments}, 0.0))" + (f" / {beta!r}" if beta != 1 else "")
+                cost = f"({cost} - call({arguments}, 0.0))"
+                cost = f"({cost} / {beta!r})" if beta != 1 else cost
         else:
             cost = f"{self._call(batch)}{first}"
+            line = f"expected = {start}sum({chance} * {self._placed(cost, batch)} {loops})"
+            if len(line) <= WIDTH:
+                yield line
+                return
+            yield f"call = lambda {', '.join(rows)}: {cost}"
+            cost = f"call({', '.join(rows)})"
         yield f"expected = {start}sum({chance} * {self._placed(cost, batch)} {loops})"
 
     def _placed(self, cost: str, batch: str) -> str:
@@ -278,7 +285,8 @@ class _Program:
     def _per_rollout(self, name: str, batch: str) -> str:
         chance = "q" if self.moved else "p.detach()"
         value = f"reward{batch}"
-        if name == "advantage":
+        paid = any(any(place.reward or ()) for place in self.example.contexts)
+        if name == "advantage" and paid:
             value = f"(reward{batch} - {f'{chance} @ reward' if self.example.batch == 1 else f'reward{batch}.mean()'})"
         if self.recipe.kind is not None and self.recipe.kind.per_token:
             value += f"[:, None].repeat(1, {self.instance.paths.shape[1]})"

@@ -164,17 +164,14 @@ def is_literal(value: Any) -> bool:
 
 def _own_lines(function: Any) -> Iterator[str]:
     """The definition as it stands in its file, without kltest's own decorator and without its docstring."""
+    if function.__name__ == "<lambda>":
+        yield f"graded = {ast.unparse(_lambda(function))}"
+        return
     try:
         text = textwrap.dedent(inspect.getsource(function))
         tree = ast.parse(text)
     except (OSError, TypeError, SyntaxError):
         raise NoSourceError("its source cannot be read by itself") from None
-    if function.__name__ == "<lambda>":
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-        if len(found) != 1:
-            raise NoSourceError("it is one of several lambdas on a line")
-        yield f"graded = {ast.unparse(found[0])}"
-        return
     node = tree.body[0]
     if not isinstance(node, ast.FunctionDef):
         raise NoSourceError("its source cannot be read by itself")
@@ -190,3 +187,16 @@ def _own_lines(function: Any) -> Iterator[str]:
         for number, line in enumerate(lines)
         if node.lineno - 1 <= number < (node.end_lineno or 0) and number not in dropped
     )
+
+
+def _lambda(function: Any) -> ast.Lambda:
+    """The one lambda on the line on which a function was made."""
+    try:
+        tree = ast.parse("".join(inspect.findsource(function)[0]))
+    except (OSError, TypeError, SyntaxError):
+        raise NoSourceError("its source cannot be read by itself") from None
+    line = function.__code__.co_firstlineno
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and node.lineno == line]
+    if len(found) != 1:
+        raise NoSourceError("it is one of several lambdas on a line")
+    return found[0]

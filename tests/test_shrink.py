@@ -1,0 +1,341 @@
+"""The smallest failing world: as small as known, its numbers those of plain torch, its program one that runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import losses_to_shrink as losses
+import numpy as np
+import pytest
+
+import kltest
+from kltest.grading.findings import Findings, Row
+from kltest.grading.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
+from kltest.grading.sources import NoSourceError, source_of
+
+HERE = Path(__file__).parent
+STALE = {"sampler": "stale"}
+
+
+def reward(credit: str, placement: str = "reward") -> dict:
+    return {"placement": placement, "credit": credit}
+
+
+# Loss, options, and the size of the smallest world that can show the failure, worked out by hand: (tokens, actions,
+# ragged, rollouts in a batch).
+BANDIT, PAIR, RAGGED = (1, 2, False, 1), (2, 2, False, 1), (2, 2, True, 1)
+CASES = {
+    "a value a token": (losses.k3_per_token, {}, BANDIT),
+    "a value a sequence": (losses.k3_of_sequences, {}, BANDIT),
+    # Right for one token alone, 1/T of it for more: as a mean over the batch it couples where lengths differ.
+    "a scalar": (losses.k3_scalar, {}, BANDIT),
+    "partial gradient": (losses.k2_per_token, {}, PAIR),
+    "boolean mask": (losses.boolean_mask, {}, BANDIT),
+    "a pair": (losses.with_metrics, {}, BANDIT),
+    "logits": (losses.whole_distribution, {}, PAIR),
+    "three actions": (losses.wrong_for_three_actions, {}, (1, 3, False, 1)),
+    "no ratio": (losses.no_ratio, {}, BANDIT),
+    "token ratio": (losses.token_ratio, {"environment": "bandit,sequence"}, PAIR),
+    "token ratio, stale": (losses.token_ratio, {"expect": "local_reverse_kl"}, PAIR),
+    "only where lengths differ": (losses.divided_where_lengths_differ, {}, RAGGED),
+    "no name": (losses.square_root, {}, BANDIT),
+    "argument": (losses.scaled, {"arguments": {"scale": 0.25}}, BANDIT),
+    "coefficient": (losses.policy_loss, {}, BANDIT),
+    "coefficient, given": (losses.policy_loss, {"beta": 0.04}, BANDIT),
+    "group": (losses.baseline_of_the_group, {"environment": "bandit,sequence"}, (1, 2, False, 2)),
+    "blocked": (losses.detached, {}, BANDIT),
+    "single precision": (losses.in_single_precision, {}, BANDIT),
+    "padding leaks": (losses.leaks_padding, {}, RAGGED),
+    "method": (f"{losses.__name__}:Trainer.loss", {"arguments": {"self.coefficient": 0.5}}, PAIR),
+    "reward, return": (losses.k3_per_token, reward("return"), BANDIT),
+    "reward, to-go": (losses.k3_of_sequences, reward("to-go"), BANDIT),
+    "reward, to-go, token": (losses.k3_per_token, reward("to-go"), BANDIT),
+    "reward, immediate": (lambda logp, ref_logp: logp - ref_logp, reward("immediate"), PAIR),
+    "reward, immediate, sequence": (losses.k3_of_sequences, reward("immediate"), BANDIT),
+    "both": (losses.k2_per_token, reward("return", "both"), BANDIT),
+    "both, to-go": (losses.k3_of_sequences, {**reward("to-go", "both"), "expect": "forward_kl"}, BANDIT),
+    "forward KL declared": (losses.k2_per_token, {"expect": "forward_kl"}, BANDIT),
+    "combination declared": (losses.k3_per_token, {"expect": "reverse_kl-0.5*entropy"}, BANDIT),
+    "registered": ("k3-broadcast-ratio", {}, PAIR),
+    "registered, in reward": ("k1-reward-immediate", {}, PAIR),
+    "registered, logits": ("full-loss", {}, PAIR),
+    "ragged alone": (losses.k3_scalar, {"environment": "ragged", "expect": "local_forward_kl"}, PAIR),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict:
+    return {name: kltest.grade(loss, **options) for name, (loss, options, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def printed(reports) -> dict:
+    """What the programs print, all run by one interpreter that never hears of kltest."""
+    runner = textwrap.dedent("""
+        import contextlib, io, json, sys
+        printed = {}
+        for name, code in json.load(sys.stdin).items():
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(code, name, "exec"), {})
+            printed[name] = [json.loads(line) for line in out.getvalue().splitlines()]
+        assert not any(module.split(".")[0] == "kltest" for module in sys.modules)
+        print(json.dumps(printed))
+    """)
+    codes = {name: report.smallest.code for name, report in reports.items() if report.smallest}
+    done = subprocess.run(
+        [sys.executable, "-c", runner],
+        input=json.dumps(codes),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_smallest_world_is_as_small_as_it_can_be(reports, name):
+    found = reports[name].smallest
+    assert found is not None
+    assert (found.length, found.actions, found.ends, found.batch) == CASES[name][2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_program_gives_both_numbers_without_kltest(reports, printed, name):
+    found = reports[name].smallest
+    assert found.code, found.note
+    # Float64 in another order of summation; the one loss in float32 carries seven digits.
+    limit = 1e-6 if name == "single precision" else 1e-12
+    truth, expected = ([getattr(place, part) for place in found.contexts] for part in ("truth", "found"))
+    assert np.allclose(printed[name][0], truth, rtol=0, atol=limit)
+    assert np.allclose(printed[name][1], expected, rtol=0, atol=limit)
+    assert not np.allclose(truth, expected, rtol=0, atol=1e-4), "there is nothing to see"
+
+
+@pytest.mark.parametrize("name", [name for name, (loss, _, _) in CASES.items() if not isinstance(loss, str)])
+def test_the_program_is_ten_lines_or_hardly_more(reports, name):
+    """Ten where a loss takes the two log-probs; a line more each for a mask, a sampler, rewards, β."""
+    lines = reports[name].smallest.code.splitlines()
+    assert len(lines) <= 14
+    if name in ("a value a token", "partial gradient", "reward, return"):
+        assert len(lines) <= 10
+    assert max(map(len, lines)) <= 140
+
+
+def test_the_textbook_world_comes_out():
+    """k3 in the loss: two actions, π = (.8, .2), ref = (.5, .5); with respect to logits p(1 − p) times those to p."""
+    (place,) = kltest.grade(losses.k3_per_token).smallest.contexts
+    assert (place.policy, place.reference) == ([0.8, 0.2], [0.5, 0.5])
+    assert place.truth == pytest.approx([0.16 * math.log(4), -0.16 * math.log(4)], rel=1e-12)
+    assert place.found == pytest.approx([0.16 * 1.875, -0.16 * 1.875], rel=1e-12)
+    # One draw gives (1 − w)(1{y = 0} − p): 0.375·0.2 with chance 0.8, −1.5·(−0.8) with chance 0.2.
+    assert place.std == pytest.approx([math.sqrt(0.8 * 0.075**2 + 0.2 * 1.2**2 - 0.3**2)] * 2, rel=1e-12)
+
+
+def test_a_partial_gradient_is_shown_where_the_root_is_blind(reports):
+    root, _, last = reports["partial gradient"].smallest.contexts
+    assert root.policy == root.reference == [0.5, 0.5]
+    assert root.found == [0.0, 0.0]
+    assert root.truth[0] == pytest.approx(0.25 * (0.8 * math.log(1.6) + 0.2 * math.log(0.4)), rel=1e-12)
+    assert last.policy == last.reference == [0.5, 0.5]
+
+
+def test_a_missing_ratio_needs_another_sampler(reports):
+    (place,) = reports["no ratio"].smallest.contexts
+    assert place.sampler is not None
+    assert place.sampler != place.policy
+    # E_μ[u·g]: the weights are the sampler's, the score the policy's.
+    u = [math.log(p / q) for p, q in zip(place.policy, place.reference, strict=True)]
+    expected = place.sampler[0] * u[0] * place.policy[1] - place.sampler[1] * u[1] * place.policy[0]
+    assert place.found[0] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["k2-loss-sequence", "k1-reward-to-go-prefix-ratio"])
+def test_where_nothing_is_wrong_an_example_shows_that(name):
+    report = kltest.grade(name)
+    assert report.smallest is None
+    assert report.example is not None
+    for place in report.example.contexts:
+        assert place.found == pytest.approx(place.truth, rel=1e-9, abs=1e-12)
+        assert place.policy != place.reference
+
+
+def test_the_same_bytes_every_time():
+    one, two = (kltest.grade(losses.k3_scalar, environment="ragged").to_json() for _ in range(2))
+    assert one == two
+
+
+def test_it_costs_little_beside_the_grading(monkeypatch):
+    calls = {"all": 0, "shrinking": 0}
+
+    def counted(logp, ref_logp, mask):
+        calls["all"] += 1
+        return losses.square_root(logp, ref_logp, mask)
+
+    original = Search.smallest
+
+    def smallest(self):
+        before = calls["all"]
+        found = original(self)
+        calls["shrinking"] += calls["all"] - before
+        return found
+
+    monkeypatch.setattr(Search, "smallest", smallest)
+    assert kltest.grade(counted).smallest is not None
+    assert 0 < calls["shrinking"] < 0.1 * calls["all"]
+
+
+def searching(loss, row: Row, rows: list[Row] | None = None, coupled: bool = False) -> Search:
+    """A search with an evaluator that only says how rows combine."""
+
+    class Evaluator:
+        reduction = "coupled" if coupled else "mean"
+
+    evaluator = Evaluator()
+    evaluator.loss = loss
+    findings = Findings({"reverse_kl": 1.0}, "loss", ("bandit",), ("current",), evaluator, rows or [row])
+    return Search(findings, row)
+
+
+def a_row(environment="bandit", sampler="current", agrees=False, batch=1) -> Row:
+    return Row(environment, sampler, None, 1.0, None, 1.0, 1.0, "exact", 4, 4, agrees=agrees, batch=batch)
+
+
+def test_a_search_that_finds_nothing_ends():
+    from kltest.targets.calling import bind
+
+    def right(logp, ref_logp, mask):
+        return 0.5 * (logp - ref_logp).where(mask > 0, 0.0).sum(-1) ** 2
+
+    search = searching(bind(right), a_row())
+    assert search.smallest() is None
+    assert 0 < search.calls <= MOST_CALLS + 1
+
+
+def test_kinds_in_which_the_loss_is_right_are_not_searched():
+    rows = [a_row("bandit", agrees=True), a_row("sequence", agrees=True), a_row("ragged")]
+    shapes = list(searching(None, rows[2], rows).shapes())
+    assert {shape.kind for shape in shapes} == {"ragged"}
+    assert shapes[0] == Shape(2, 2, ends=True, moved=False, batch=1)
+    assert shapes == sorted(shapes, key=lambda shape: (shape.length, shape.actions))
+
+
+@pytest.mark.parametrize("actions", SIMPLE)
+def test_simple_numbers_are_probabilities_that_can_be_copied(actions):
+    for row in SIMPLE[actions]:
+        assert len(row) == actions
+        assert sum(row) == pytest.approx(1, abs=1e-15)
+        assert all(0 < p < 1 and float(f"{p:g}") == p for p in row)
+    assert len(set(SIMPLE[actions])) == len(SIMPLE[actions])
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize(("length", "actions"), [(1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (3, 3)])
+def test_worlds_to_begin_with_are_mild_and_nowhere_equal(length, actions, moved, ends):
+    shape = Shape(length, actions, ends and length > 1, moved, 1)
+    world = unrelated(shape, 0, paid=True)
+    instance = world.instance()
+    paths = instance.paths
+    assert len(paths) == shape.rollouts
+    assert len(world.policy) == shape.contexts == instance.environment.n_contexts
+    assert np.abs(paths.along(instance.policy - instance.reference)).max() < MILD
+    assert np.abs(paths.along(instance.policy - instance.sampler)).max() < MILD_RATIO
+    assert all(p != q for p, q in zip(world.policy, world.reference, strict=True))
+    if moved:
+        assert all(p != m for p, m in zip(world.policy, world.sampler, strict=True))
+
+
+# Where a loss comes from.
+
+
+def run(code: str, folder: Path) -> list:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def numbers(found) -> list:
+    return [[getattr(place, part) for place in found.contexts] for part in ("truth", "found")]
+
+
+def test_a_target_in_a_file_is_imported_from_there(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "my_losses.py").write_text("def bad(logp, ref_logp):\n    return logp - ref_logp\n")
+    monkeypatch.chdir(tmp_path)
+    found = kltest.grade("mine/my_losses.py:bad").smallest
+    assert "from my_losses import bad" in found.code
+    assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
+    assert "my_losses" not in sys.modules
+
+
+def test_a_lifted_target_brings_its_lines_along(tmp_path, monkeypatch):
+    (tmp_path / "trainer.py").write_text(
+        "import a_package_that_is_not_there\nimport torch\nHALF = 0.5\n\n"
+        "def square(x):\n    return torch.square(x)\n\n"
+        "def bad(logp, ref_logp):\n    '''Half the square.'''\n    return HALF * square(logp - ref_logp)  # k2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = kltest.grade("trainer.py:bad").smallest
+    assert "HALF = 0.5" in found.code
+    assert "def square(x):" in found.code
+    assert "# k2" in found.code
+    assert "Half the square" not in found.code
+    assert np.allclose(run(found.code, Path("/")), numbers(found), atol=1e-12)
+
+
+def test_a_function_made_on_the_way_brings_what_it_closes_over(tmp_path):
+    weight = 0.25
+
+    def helper(x):
+        return x * x
+
+    def bad(logp, ref_logp):
+        return weight * helper(logp - ref_logp)
+
+    found = kltest.grade(bad).smallest
+    assert "weight = 0.25" in found.code
+    assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
+
+
+def test_what_cannot_be_written_down_is_said():
+    class Keeps:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, logp, ref_logp):
+            return self.factor * (logp - ref_logp)
+
+    found = kltest.grade(Keeps(3.0)).smallest
+    assert found is not None
+    assert found.code == ""
+    assert "no short program" in found.note
+    with pytest.raises(NoSourceError, match="object"):
+        source_of(Keeps(1.0), "Keeps", frozenset())
+
+
+def test_a_program_that_would_print_other_numbers_is_not_given():
+    """It remembers how often it was called, so that no program of a few lines can repeat what it did."""
+    factors = iter([1.0] * 10_000)
+
+    def bad(logp, ref_logp):
+        return next(factors) * (logp - ref_logp) ** 2
+
+    found = kltest.grade(bad).smallest
+    assert found is not None
+    assert found.code == ""
+    assert "cannot be written down" in found.note
+
+
+def test_a_name_that_the_program_needs_is_renamed():
+    source = source_of(losses.k3_per_token, "x", frozenset({"k3_per_token"}))
+    assert source.lines == ("from losses_to_shrink import k3_per_token as graded_k3_per_token",)
+    assert source.name == "graded_k3_per_token"
