@@ -27,6 +27,8 @@ FEW_BATCHES, MOST_BATCHES = 1_000, 5_000
 GROUP_FIELDS = frozenset({"reward", "advantage", "group"})
 # Beyond this the last digits are not rounding any more.
 ALMOST = 1e-9
+# What rounding may leave of the square of a gradient that is zero: worlds are mild, gradients of size one.
+NOTHING = 1e-24
 LOWEST_FIRST = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -172,7 +174,9 @@ class Evaluator:
     def _note(self, found: list[Moments]) -> None:
         self.reductions += [moments.reduction for moments in found]
         self.dtype = min([self.dtype, *(moments.dtype for moments in found)], key=LOWEST_FIRST.index)
-        self.reached += [bool(moments.leaves) for moments in found]
+        # Where a loss takes β a term without a gradient leaves the difference of two equal gradients.
+        least = NOTHING if self.loss.takes_beta else -1.0
+        self.reached += [bool(moments.leaves) and moments.second_moment > least for moments in found]
 
     def _row(self, world: World, found: list[Moments], *, note: str = "") -> Row:
         drawn = world.instances
@@ -210,7 +214,7 @@ class Evaluator:
             length=world.length,
             batch=found[0].batch,
             note=note,
-            value=shown and shown.row,
+            value=shown.row if shown else None,
             reported=shown,
         )
 

@@ -13,6 +13,7 @@ from kltest.grading.report import GradientRow, ValueRow
 if TYPE_CHECKING:
     from kltest.grading.evaluate import Evaluator
     from kltest.grading.probes import Probes
+    from kltest.grading.values import Reported
     from kltest.targets.outcome import Loss
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class Row(GradientRow):
 
     length: int | None = None
     value: ValueRow | None = None
+    reported: Reported | None = None
 
     @property
     def published(self) -> GradientRow:

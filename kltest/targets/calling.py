@@ -155,7 +155,7 @@ class BoundLoss:
         """
         if not tells_rows_from_tokens(rollout):
             self.settle(rollout)
-        beta = self._beta_of(rollout)
+        beta = self.beta(rollout)
         random = torch.get_rng_state()
         trace = PrecisionTrace() if self._traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
         with trace:
@@ -200,9 +200,10 @@ class BoundLoss:
         if self._per_token is not None or not self.takes & {*ROW_FIELDS, "rollout"}:
             return
         with torch.random.fork_rng(devices=[]), suppress(KltestError):
-            self._run(telling_rows_from_tokens(rollout), self._beta_of(rollout))
+            self._run(telling_rows_from_tokens(rollout), self.beta(rollout))
 
-    def _beta_of(self, rollout: Rollout) -> float:
+    def beta(self, rollout: Rollout) -> float:
+        """The coefficient at which it is graded: the one that was asked for, or the rollout's."""
         return rollout.peek("beta") if self._beta is None else self._beta
 
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
@@ -247,7 +248,7 @@ class BoundLoss:
 
     def returned(self, rollout: Rollout, beta: float | None = None) -> Result:
         """What one call at β (default: that of `__call__`) returned and logged, before it is placed."""
-        return self._run(rollout, self._beta_of(rollout) if beta is None else beta)[0]
+        return self._run(rollout, self.beta(rollout) if beta is None else beta)[0]
 
     def _with_stored(
         self, result: Result, before: Mapping[Place, Kept], rollout: Rollout, beta: float, kind: Kind
