@@ -11,8 +11,12 @@ from kltest.grading.findings import Findings, Row, proportion
 from kltest.grading.report import CheckResult, Verdict
 from kltest.truth import render
 
-# These account for a constant factor by what causes it, so the factor itself is not reported once more.
-CAUSES_OF_A_FACTOR = ("KL203", "KL204")
+# A factor, or a gradient that is zero, is not reported once more where one of these accounts for it by its cause.
+CAUSES = {
+    "KL101": ("KL510",),
+    "KL106": ("KL203", "KL204", "KL402", "KL403", "KL510"),
+    "KL509": ("KL510",),
+}
 LEFTOVER = "KL105"
 
 
@@ -32,8 +36,9 @@ NO_EXCUSES = Excuses()
 def run_checks(findings: Findings, codes: Iterable[str], excuses: Excuses = NO_EXCUSES) -> list[CheckResult]:
     """The result of each check: which of the disagreeing rows it accounts for; excused rows are marked as such."""
     explained = {code: _explained(check, findings) for code, check in CHECKS.items()}
-    caused = [row for code in CAUSES_OF_A_FACTOR for row in explained[code]]
-    explained["KL106"] = [row for row in explained["KL106"] if row not in caused]
+    for code, causes in CAUSES.items():
+        caused = [row for cause in causes for row in explained[cause]]
+        explained[code] = [row for row in explained[code] if row not in caused]
     named = [row for rows in explained.values() for row in rows]
     explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
     results = [excuses.result(_result(CHECKS[code], explained[code], findings)) for code in codes]

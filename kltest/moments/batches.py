@@ -134,7 +134,7 @@ class _Batches:
         taken = self.base.take(flat)
         if groups:
             taken = taken.replace(group=lambda: torch.arange(len(rows)).repeat_interleave(rows.shape[1]))
-        batch = taken.replace(advantage=lambda: _centred(taken))
+        batch = taken.replace(advantage=lambda: centred(taken))
         called = differentiate(self.loss, batch, None if self.live is None else self.live[flat])
         self.dtype = called.dtype
         self.reads_groups |= "group" in batch.accessed or "group" in self.loss.takes
@@ -239,6 +239,13 @@ def _metric(metric: Tensor | None, shape: tuple[int, ...]) -> np.ndarray | None:
     return reported.reshape(-1, shape[-1]).mean(axis=1) if reported.ndim == 1 else None
 
 
+def groups_of(instance: Instance, sampler: str, size: int) -> Iterator[tuple[np.ndarray, float]]:
+    """Every group of `size` rollouts of one prompt, their order aside, as rows, and its probability."""
+    for pool, chances, prompt in _pools(instance, sampler, grouped=True):
+        for rows, orders in _drawn(pool, size, ordered=False):
+            yield np.array(rows), prompt * orders * float(chances[list(rows)].prod())
+
+
 def _pools(instance: Instance, sampler: str, grouped: bool) -> list[tuple[np.ndarray, np.ndarray, float]]:
     """(rows, every row's chance of being drawn, the pool's own probability): one pool, or for groups one a prompt."""
     weights, prompt = instance.rollout_weights(sampler), instance.paths.prompt
@@ -261,7 +268,8 @@ def _drawn(pool: np.ndarray, size: int, ordered: bool) -> Iterator[tuple[tuple[i
         yield rows, math.factorial(size) / repeats
 
 
-def _centred(rollout: Rollout) -> Tensor:
+def centred(rollout: Rollout) -> Tensor:
+    """(B,) the reward less its mean over the rows of the same group."""
     reward, group = rollout.peek("reward"), rollout.peek("group")
     same = (group[:, None] == group[None, :]).to(reward.dtype)
     return reward - same @ reward / same.sum(dim=1)
