@@ -37,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
         path = config.rootpath / "pyproject.toml"
         if not path.is_file():
             raise pytest.UsageError(f"--kltest: there is no pyproject.toml in {config.rootpath}")
-        if str(path) not in config.args:
+        named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
+        if path.resolve() not in named:
             config.args.append(str(path))
 
 
@@ -114,7 +115,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     check = _check(item) if call.when == "call" else None
     if check is not None and (found := check.grading.known) is not None:
         codes = [result.code for result in (*found.failed, *found.stale)]
-        setattr(report, CARRIED, [item.nodeid.partition("[")[0], found.target, found.verdict, codes])
+        where = f"{item.parent.nodeid if item.parent else ''}::{getattr(item, 'originalname', '')}"
+        setattr(report, CARRIED, [where, found.target, found.verdict, codes])
     return report
 
 

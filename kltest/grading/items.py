@@ -67,7 +67,7 @@ class GradedCheck:
         __tracebackhide__ = True
         report = self.grading.of(loss).report
         if report.verdict == "error":
-            raise TargetError(f"{report.target} could not be graded: {report.error}")
+            raise TargetError(report.error)
         if self.code == GRADIENT:
             judge_gradient(report)
         else:

@@ -1,0 +1,366 @@
+"""pytest: an item for each loss and check, lazily graded, strict about excuses; the plugin around them."""
+
+import inspect
+import sys
+import textwrap
+
+import pytest
+
+# Loaded here, since what a run within this run imports is forgotten after it, and torch cannot be loaded twice.
+import kltest.commands.grade
+import kltest.grading.grader
+import kltest.grading.items
+import kltest.outputs.text
+from kltest import parametrize_with_checks
+from kltest.errors import KltestWarning, UsageError
+from kltest.estimators import registry
+from kltest.grading.checks import CHECKS
+from kltest.parametrize import OPTIONS, loss_name
+
+pytest_plugins = ["pytester"]
+
+LOSSES = """
+calls = []
+
+def right(logp, ref_logp, mask):
+    calls.append("right")
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+
+def token_level(logp, ref_logp, mask):
+    return (logp - ref_logp).where(mask != 0, 0.0).square() / 2
+
+def forward(logp, ref_logp):
+    u = logp - ref_logp
+    return (-u).exp() - 1 + u
+
+def broken(logp):
+    raise ValueError("the user's own words")
+
+def unfillable(logp, banana):
+    return logp
+"""
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A folder with the losses above and a test file that decorates with the given text."""
+    pytester.makepyfile(losses=LOSSES)
+    pytester.syspathinsert()
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def make(decoration, body="check(loss)", name="test_kl"):
+        text = f"import kltest\nfrom losses import *\n\n@kltest.parametrize_with_checks({decoration})\n"
+        return pytester.makepyfile(**{name: text + f"def test_kl(loss, check):\n    {body}\n"})
+
+    yield make
+    # A test file's module of losses must not be taken for the next one's.
+    sys.modules.pop("losses", None)
+
+
+def outcomes(pytester, *arguments):
+    """The outcome of each item by its id."""
+    run = pytester.inline_run("--strict-markers", "-p", "no:cacheprovider", "-W", "ignore", *arguments)
+    found = {}
+    for report in run.getreports("pytest_runtest_logreport"):
+        if report.when == "call" or report.outcome != "passed":
+            outcome = "xfailed" if hasattr(report, "wasxfail") and report.outcome == "skipped" else report.outcome
+            found[report.nodeid.partition("[")[2].rstrip("]")] = outcome
+    return found
+
+
+def failed(found):
+    return {name for name, outcome in found.items() if outcome == "failed"}
+
+
+def test_an_item_for_the_gradient_and_one_for_every_check_of_every_loss(project, pytester):
+    project('[right, forward, "k2-loss-sequence"]')
+    found = outcomes(pytester)
+    ids = [f"{name}-{code}" for name in ("right", "forward", "k2-loss-sequence") for code in ("gradient", *CHECKS)]
+    assert list(found) == ids
+    assert failed(found) == {"forward-gradient"} | {f"forward-{code}" for code in failing("k3-loss")}
+    assert "forward-KL102" in failed(found)
+    assert found["right-KL104"] == "skipped"
+
+
+def failing(loss, **options):
+    """The codes that kltest.grade finds, warnings aside."""
+    return [check.code for check in kltest.grade(loss, **options).failed if not check.warns]
+
+
+def test_every_loss_is_graded_once_and_not_when_tests_are_collected(project, pytester, monkeypatch):
+    graded = []
+    real = kltest.grading.grader.grade
+    monkeypatch.setattr(
+        "kltest.grading.grader.grade", lambda loss, **given: graded.append(given) or real(loss, **given)
+    )
+    project('[right, forward], environment="bandit", select="KL1"')
+    pytester.inline_run("--collect-only", "-q")
+    assert graded == []
+    assert len(outcomes(pytester)) == 2 * (1 + sum(code.startswith("KL1") for code in CHECKS))
+    assert [(given["name"], given["environment"]) for given in graded] == [("right", "bandit"), ("forward", "bandit")]
+
+
+def test_collecting_loads_no_torch(pytester):
+    pytester.makepyfile(
+        """
+        import sys, kltest
+
+        @kltest.parametrize_with_checks(["k3-loss", "losses.py:right"], expected_failed_checks={"KL102": "known"})
+        def test_kl(loss, check): ...
+
+        assert "torch" not in sys.modules
+        """
+    )
+    done = pytester.runpytest_subprocess("--collect-only", "-q")
+    done.assert_outcomes()
+    done.stdout.fnmatch_lines(["*test_kl[[]k3-loss-gradient[]]", "*test_kl[[]losses.py:right-KL101[]]"])
+
+
+def test_the_plugin_costs_no_import_of_torch_or_checks_when_unused(pytester):
+    pytester.makepyfile(
+        "import sys\n\ndef test_nothing():\n    assert 'kltest.pytest_plugin' in sys.modules\n"
+        "    assert not {'torch', 'numpy', 'kltest.grading', 'kltest.parametrize'} & set(sys.modules)\n"
+    )
+    done = pytester.runpytest_subprocess("-p", "no:hypothesispytest")
+    done.assert_outcomes(passed=1)
+    assert "= kltest =" not in done.stdout.str()
+
+
+def test_an_expected_failure_is_one_and_excuses_the_gradient_that_it_explains(project, pytester):
+    project('[token_level], expected_failed_checks={"KL201": "on purpose"}')
+    found = outcomes(pytester)
+    assert (found["token_level-KL201"], found["token_level-gradient"]) == ("xfailed", "xfailed")
+    assert failed(found) == set()
+
+
+def test_without_the_excuse_or_with_another_both_fail(project, pytester):
+    project('[token_level], expected_failed_checks={"KL102": "the wrong excuse"}')
+    assert failed(outcomes(pytester)) == {"token_level-gradient", "token_level-KL201", "token_level-KL102"}
+
+
+def test_an_excuse_may_depend_on_the_loss(project, pytester):
+    project('[right, token_level], expected_failed_checks=lambda loss: {"KL201": "x"} if loss is token_level else None')
+    assert failed(outcomes(pytester)) == set()
+
+
+def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(project, pytester):
+    project('[right], expected_failed_checks={"KL201": "was so once"}')
+    assert failed(outcomes(pytester)) == {"right-KL201"}
+    project('[right], expected_failed_checks={"KL201": "was so once"}, allow_stale_excuses=True')
+    assert failed(outcomes(pytester)) == set()
+
+
+def test_runxfail_shows_what_is_excused(project, pytester):
+    project('[token_level], expected_failed_checks={"KL201": "on purpose"}')
+    assert failed(outcomes(pytester, "--runxfail")) == {"token_level-gradient", "token_level-KL201"}
+
+
+def test_a_loss_that_raises_fails_everywhere_and_no_excuse_covers_it(project, pytester):
+    project('[broken], expected_failed_checks={"KL201": "on purpose"}, select="KL2"')
+    found = outcomes(pytester)
+    assert failed(found) == set(found)
+    done = pytester.runpytest_inprocess("-k", "KL201")
+    done.stdout.fnmatch_lines(["E*TargetError: broken raised ValueError:", "E*ValueError: the user's own words"])
+
+
+def test_a_question_put_wrongly_is_said_in_one_line_and_asked_once(project, pytester):
+    project('[unfillable], select="KL2"')
+    done = pytester.runpytest_inprocess("-k", "KL201")
+    done.stdout.fnmatch_lines(["E*UsageError: *banana*"])
+    done.stdout.no_fnmatch_line("*grader.py*")
+
+
+def test_a_gradient_that_cannot_be_judged_fails(project, pytester):
+    name = next(name for name, entry in registry().items() if entry.spec.off_policy_only)
+    assert kltest.grade(name, sampler="current", environment="bandit").verdict == "inconclusive"
+    project(f'["{name}"], sampler="current", environment="bandit"')
+    assert failed(outcomes(pytester)) == {f"{name}-gradient"}
+
+
+def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monkeypatch):
+    from kltest.grading.excuses import Excuses
+    from kltest.grading.report import CheckResult, Report
+
+    noisy = CheckResult("KL802", "inefficient", "fail", "noisier than need be")
+
+    def canned(loss, *, name, expected_failures, **options):
+        checks = [Excuses(expected_failures).result(noisy)]
+        return Report(name, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64", checks=checks)
+
+    monkeypatch.setitem(CHECKS, "KL802", CHECKS["KL101"])
+    monkeypatch.setattr("kltest.grading.grader.grade", canned)
+    project('[right], select="KL802"')
+    done = pytester.runpytest_inprocess("-k", "KL802")
+    done.assert_outcomes(passed=1, warnings=1)
+    done.stdout.fnmatch_lines(["*KltestWarning: right: KL802 inefficient: noisier than need be"])
+    project('[right], select="KL802", expected_failed_checks={"KL802": "known"}')
+    pytester.runpytest_inprocess("-k", "KL802").assert_outcomes(xfailed=1, warnings=0)
+
+
+def test_an_excuse_that_meets_no_check_gives_a_warning(project, pytester):
+    with pytest.warns(KltestWarning, match="KL501 is excused|KL201 is excused"):
+        parametrize_with_checks(["k2-loss"], expected_failed_checks={"KL201": "x"}, select="KL1")
+    project('[right], expected_failed_checks={"KL301": "never so"}')
+    done = pytester.runpytest_inprocess("-k", "KL301")
+    done.assert_outcomes(skipped=1, warnings=1)
+    done.stdout.fnmatch_lines(["*KltestWarning: KL301 is excused for right, but the check could not be made here*"])
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "saying"),
+    [
+        (["k3-loss"], {"expected_failed_checks": {"KL999": "x"}}, "no check 'KL999'"),
+        (["k3-loss"], {"expected_failed_checks": {"KL102": ""}}, "say why KL102"),
+        (["k3-loss"], {"expected_failed_checks": lambda loss: {"KL9": "x"}}, "no check 'KL9'"),
+        (["k3-loss"], {"expected_failed_checks": ["KL102"]}, "a reason for each code"),
+        (["k3-loss"], {"expct": "reverse_kl"}, "did you mean expect"),
+        (["k3-loss"], {"expected_failures": {}}, "expected_failed_checks"),
+        (["k3-loss"], {"select": "KL999"}, "KL999"),
+        ([], {}, "empty"),
+        ("k3-loss", {}, "a list of losses"),
+        ([3], {}, "one is 3"),
+        ([""], {}, "one is ''"),
+        (max, {}, "a list of losses"),
+        ([pytest.param("k3-loss", "k1-loss")], {}, "one loss"),
+    ],
+)
+def test_a_wrong_decoration_is_refused_at_once(losses, options, saying):
+    with pytest.raises(UsageError, match=saying):
+        parametrize_with_checks(losses, **options)
+
+
+def test_every_option_of_grade_may_be_given():
+    taken = set(inspect.signature(kltest.grade).parameters)
+    assert taken - {"loss", "name", "expected_failures"} == OPTIONS
+
+
+def test_ids_say_which_loss_it_is_whatever_it_is():
+    class Loss:
+        def method(self, logp): ...
+
+        def __call__(self, logp): ...
+
+    def inner(logp, beta): ...
+
+    from functools import partial
+
+    assert loss_name(inner) == "inner"
+    assert loss_name(partial(inner, beta=0.5)) == "inner(beta=0.5)"
+    assert loss_name(Loss().method) == "Loss.method"
+    assert loss_name(Loss()) == "Loss"
+    assert loss_name(lambda logp: logp) == "lambda"
+    assert loss_name("package.module:function") == "package.module:function"
+
+
+def test_losses_of_one_name_are_told_apart_and_a_param_keeps_its_id_and_marks():
+    def loss(logp): ...
+
+    wrapped = pytest.param(loss, id="mine", marks=pytest.mark.skip)
+    mark = parametrize_with_checks([loss, loss, wrapped, "loss-2"], select="KL101").mark
+    parameters = mark.args[1]
+    assert [parameter.id.rpartition("-")[0] for parameter in parameters[::2]] == ["loss", "loss-3", "mine", "loss-2"]
+    assert [bool(parameter.marks) for parameter in parameters[::2]] == [False, False, True, False]
+
+
+def test_another_loss_made_by_the_test_is_graded_as_well_and_not_taken_for_the_first(project, pytester):
+    project('[right], select="KL1"', body="check(lambda logp, ref_logp: forward(logp, ref_logp))")
+    assert {"right-gradient", "right-KL102"} <= failed(outcomes(pytester))
+
+
+def test_items_carry_the_marker_and_the_header_and_summary_say_what_was_graded(project, pytester):
+    project('[right, forward], environment="bandit", select="KL1"')
+    pytester.makepyfile(test_other="def test_other(): ...")
+    done = pytester.runpytest_inprocess("-m", "kltest", "--strict-markers", "-W", "ignore")
+    done.stdout.fnmatch_lines(
+        [
+            f"kltest: {kltest.__version__}, torch *; losses are graded in this process",
+            "*= kltest =*",
+            "confirmed  right",
+            "refuted    forward  KL102",
+        ]
+    )
+    assert done.parseoutcomes()["deselected"] == 1
+    pytester.runpytest_inprocess("--markers").stdout.fnmatch_lines(["@pytest.mark.kltest: grades a loss*"])
+
+
+def test_the_summary_tells_functions_that_grade_one_loss_apart(pytester):
+    pytester.makepyfile(
+        """
+        import kltest
+
+        @kltest.parametrize_with_checks(["k3-loss"], environment="bandit", select="KL102")
+        def test_reverse(loss, check):
+            check(loss)
+
+        @kltest.parametrize_with_checks(["k3-loss"], environment="bandit", select="KL102", expect="forward_kl")
+        def test_forward(loss, check):
+            check(loss)
+        """
+    )
+    done = pytester.runpytest_inprocess("-W", "ignore")
+    done.stdout.fnmatch_lines(["refuted    k3-loss  KL102", "confirmed  k3-loss"])
+
+
+def test_several_processes_give_the_same_outcomes_and_one_summary(project, pytester):
+    project('[right, forward], environment="bandit", select="KL1"')
+    done = pytester.runpytest_subprocess("-n", "2", "--strict-markers", "-W", "ignore")
+    alone = pytester.runpytest_subprocess("--strict-markers", "-W", "ignore")
+    assert done.parseoutcomes() == alone.parseoutcomes()
+    assert done.stdout.str().count("refuted    forward  KL102") == 1
+    assert done.stdout.str().count("confirmed  right") == 1
+
+
+def test_without_the_plugin_the_decorator_still_works(project, pytester):
+    project('[forward], environment="bandit", select="KL1"')
+    done = pytester.runpytest_subprocess("-p", "no:kltest", "--strict-markers", "-k", "KL101 or KL102")
+    done.assert_outcomes(passed=1, failed=1)
+
+
+CONFIGURED = """
+    [tool.kltest]
+    environment = "bandit,sequence"
+    targets = [
+        "losses.py:right",
+        {target = "losses.py:token_level", expected-failures = {KL201 = "on purpose"}},
+        {target = "losses.py:forward", select = "KL1"},
+    ]
+"""
+
+
+def test_the_configured_targets_are_items_when_asked_for(project, pytester):
+    pytester.makefile(".toml", pyproject=textwrap.dedent(CONFIGURED))
+    project('["k2-loss-sequence"], select="KL101"')
+    assert "pyproject.toml" not in pytester.runpytest_inprocess("--collect-only", "-q").stdout.str()
+    for arguments in ([], ["."], ["test_kl.py"]):
+        done = pytester.runpytest_inprocess("--kltest", "--strict-markers", "-W", "ignore", "-rf", *arguments)
+        done.stdout.fnmatch_lines(
+            [
+                "confirmed  losses.py:right",
+                "confirmed  losses.py:token_level",
+                "refuted    losses.py:forward  KL102",
+                "FAILED pyproject.toml::losses.py:forward-gradient*",
+                "FAILED pyproject.toml::losses.py:forward-KL102*",
+            ]
+        )
+        counts = done.parseoutcomes()
+        assert (counts["failed"], counts["xfailed"]) == (2, 2)
+    done = pytester.runpytest_inprocess("--kltest", "-W", "ignore", "pyproject.toml::losses.py:forward-KL102")
+    done.assert_outcomes(failed=1)
+    done.stdout.no_fnmatch_line("*Traceback*")
+
+
+@pytest.mark.parametrize(
+    ("text", "saying"),
+    [
+        ("[tool.kltest]\nsed = 1\n", "did you mean seed"),
+        ("[tool.kltest]\n", "lists no targets"),
+        (None, "there is no pyproject.toml"),
+    ],
+)
+def test_a_configuration_that_cannot_be_graded_is_said(pytester, text, saying):
+    if text is not None:
+        pytester.makefile(".toml", pyproject=text)
+    done = pytester.runpytest_subprocess("--kltest", f"--rootdir={pytester.path}")
+    assert done.ret not in (0, 1)
+    assert saying in done.stdout.str() + done.stderr.str()
+    assert "Traceback" not in done.stdout.str() + done.stderr.str()
