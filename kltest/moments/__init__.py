@@ -1,10 +1,11 @@
-"""Exact moments of the gradient of any loss: by enumeration, over batches, by dynamic programming, for any module."""
+"""Moments of the gradient of any loss: by enumeration, over batches, by dynamic programming, for any module, sampled."""
 
 from kltest.moments.batches import exact_batches
 from kltest.moments.dynamic_programming import Expected, dynamic
 from kltest.moments.enumeration import exact
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.reduction import BatchOfOneError, NonDeterministicError
+from kltest.moments.sampled import Sampled, sampled
 
 __all__ = [
     "BatchOfOneError",
@@ -12,7 +13,9 @@ __all__ = [
     "Expected",
     "Moments",
     "NonDeterministicError",
+    "Sampled",
     "dynamic",
     "exact",
     "exact_batches",
+    "sampled",
 ]

@@ -1,0 +1,186 @@
+"""Confidence sequences for the mean of a stream of vectors: spheres that hold at all times at once.
+
+A sphere around an estimate contains the mean μ at every time, with probability at least 1 − α for the whole sequence,
+so that one may look after every sample and stop when one likes. One dimension gives the usual intervals, leading axes
+many streams side by side. Samples are a martingale difference sequence around μ: each is drawn in a way that may
+depend on earlier ones, as long as its mean, given these, is μ.
+
+`EmpiricalBernstein` holds as it stands, and needs to be told how long a sample can be. `Asymptotic` needs no such
+bound: its error rate is right in the limit of many samples only, as that of a central limit theorem.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kltest.errors import UsageError
+
+# Above 0.8 the vector-valued inequality is not proven.
+LARGEST_BET = 0.8
+# Beyond so many dimensions eigenvalues cost more than the bounds on them lose.
+FEW_DIMENSIONS = 256
+# Mixtures that are tried when one is tuned, as multiples of the largest eigenvalue.
+MIXTURES = np.logspace(-4, 2, 61)
+
+
+class Sphere(NamedTuple):
+    """`centre` (…, D) and `radius` (…): infinite before anything can be said."""
+
+    centre: np.ndarray
+    radius: np.ndarray
+
+
+class EmpiricalBernstein:
+    """Spheres for samples of norm at most `bound`, in any number of dimensions.
+
+        ‖Σ λᵢxᵢ/Σλᵢ − μ‖ ≤ (log(2/α) + Σ ψ(λᵢ)‖xᵢ − cᵢ‖²)/Σλᵢ,   ψ(λ) = −log(1 − λ) − λ,
+
+    in units of the diameter 2·bound, with a bet λᵢ ≤ 0.8 and a centre cᵢ from earlier samples alone: valid at every
+    sample size, since cosh‖Σλᵢ(xᵢ − μ)‖·exp(−Σψ(λᵢ)‖xᵢ − cᵢ‖²) is a supermartingale. The bets are those that suit the
+    variance seen so far. In one dimension it is the predictable plug-in empirical Bernstein confidence sequence of
+    Waudby-Smith & Ramdas 2024 (Estimating means of bounded random variables by betting, Theorem 2), whose
+    supermartingale is that of Howard, Ramdas, McAuliffe & Sekhon 2021 (Time-uniform, nonparametric, nonasymptotic
+    confidence sequences, Theorem 4); for vectors see Martinez-Taboada & Ramdas 2024 (Empirical Bernstein in smooth
+    Banach spaces, arXiv 2409.06060).
+    """
+
+    asymptotic = False
+
+    def __init__(self, bound: float, error_rate: float) -> None:
+        self.bound = bound
+        self.error_rate = error_rate
+        self.count = 0
+        self._bets: np.ndarray | float = 0.0
+        self._sum: np.ndarray | float = 0.0
+        self._penalty: np.ndarray | float = 0.0
+        self._mean: np.ndarray | float = 0.0
+        self._squares: np.ndarray | float = 0.0
+
+    def update(self, samples: np.ndarray, *, bound: float | None = None) -> None:
+        """Take in samples (n, …, D); `bound` is what holds for these, known before they were drawn.
+
+        Bets and centre are those of the time before the call. Raises UsageError for a sample beyond the bound.
+        """
+        bound = self.bound if bound is None else bound
+        if (longest := float(np.sqrt(np.einsum("...d,...d->...", samples, samples).max()))) > bound * (1 + 1e-9):
+            raise UsageError(f"a sample has norm {longest:.6g}, beyond the bound of {bound:.6g} that was stated")
+        diameter, size = 2 * bound, len(samples)
+        distance = np.linalg.norm(self._mean, axis=-1, keepdims=True) if self.count else np.zeros(1)
+        centre = self._mean * np.minimum(1.0, bound / np.maximum(distance, bound))
+        deviations = ((samples - centre) ** 2).sum(axis=-1).sum(axis=0) / diameter**2
+        later = self.count + size
+        # The variance begins at its largest value, 1/4, as if that had been seen once.
+        variance = (0.25 + self._squares) / (self.count + 1)
+        bet = np.sqrt(2 * np.log(2 / self.error_rate) / (variance * later * np.log1p(later))).clip(max=LARGEST_BET)
+        self._bets = self._bets + size * bet / diameter
+        self._sum = self._sum + np.asarray(bet / diameter)[..., None] * samples.sum(axis=0)
+        self._penalty = self._penalty + (-np.log1p(-bet) - bet) * deviations
+        self._squares = self._squares + deviations
+        self._mean = self._mean + (samples.sum(axis=0) - size * self._mean) / later
+        self.count = later
+
+    @property
+    def sphere(self) -> Sphere:
+        if self.count == 0:
+            return Sphere(np.zeros(1), np.array(np.inf))
+        radius = (np.log(2 / self.error_rate) + self._penalty) / self._bets
+        return Sphere(self._sum / np.asarray(self._bets)[..., None], np.asarray(radius))
+
+
+class Asymptotic:
+    """Spheres for samples of finite variance, with an error rate that is right as `start` grows.
+
+    With n samples, S their sum, V the sum of their centred outer products and κ = `mixture` fixed in advance,
+
+        (S − nμ)ᵀ(V + κ)⁻¹(S − nμ) ≤ 2·log(1/α) + log det(1 + V/κ)   for all n,
+
+    Robbins' normal mixture in several dimensions: for Gaussian samples of covariance V/n the mixture over λ of
+    exp(λ·(S − nμ) − λᵀVλ/2) is a martingale. For others it holds along the Gaussian walk that a strong invariance
+    principle puts beside theirs, from `start` on, as in Waudby-Smith, Arbour, Sinha, Kennedy & Ramdas 2024
+    (Time-uniform central limit theory and asymptotic confidence sequences, Theorem 2.2 and section 2.4, of which this
+    is the multivariate form; there ρ² = σ²/κ). The sphere is the smallest around that ellipsoid,
+
+        radius = √((λ_max(V) + κ)·(2·log(1/α) + log det(1 + V/κ)))/n + log(1/α)·b/n,
+
+    where b, the longest sample seen (or what `update` is told), stands for what was not: an event that n samples miss
+    with probability α has a chance of log(1/α)/n. This second term vanishes faster than the first, as a Bernstein
+    bound's does, and keeps what has had no variance so far from having no radius.
+    """
+
+    asymptotic = True
+
+    def __init__(self, error_rate: float, mixture: np.ndarray | float, *, start: int = 100, scale: float = 0.0) -> None:
+        self.error_rate = error_rate
+        self.mixture = np.asarray(mixture, dtype=float)
+        self.start = start
+        self.count = 0
+        self._longest: np.ndarray | float = scale
+        self._origin: np.ndarray | float = 0.0
+        self._sum: np.ndarray | float = 0.0
+        self._outer: np.ndarray | float = 0.0
+
+    def update(self, samples: np.ndarray, *, longest: np.ndarray | float | None = None) -> None:
+        """Take in samples (n, …, D); `longest` is the length to reckon with where it is not that of these samples."""
+        if self.count == 0:
+            # Sums are kept of differences from the first mean, so that little cancels in the covariance.
+            self._origin = samples.mean(axis=0)
+        if longest is None:
+            longest = np.sqrt((samples**2).sum(axis=-1)).max(axis=0)
+        shifted = samples - self._origin
+        self._sum = self._sum + shifted.sum(axis=0)
+        self._outer = self._outer + outer_products(shifted)
+        self._longest = np.maximum(self._longest, longest)
+        self.count += len(samples)
+
+    @property
+    def scatter(self) -> np.ndarray:
+        """(…, D, D) sum of centred outer products, V."""
+        total = np.asarray(self._sum)
+        return self._outer - total[..., :, None] * total[..., None, :] / self.count
+
+    @property
+    def sphere(self) -> Sphere:
+        if self.count == 0:
+            return Sphere(np.zeros(1), np.array(np.inf))
+        centre = self._origin + np.asarray(self._sum) / self.count
+        if self.count < self.start:
+            return Sphere(centre, np.full(centre.shape[:-1], np.inf))
+        spread = np.sqrt(squared_radius(self.scatter, self.mixture, self.error_rate))
+        unseen = np.log(1 / self.error_rate) * self._longest
+        return Sphere(centre, (spread + unseen) / self.count)
+
+
+def squared_radius(scatter: np.ndarray, mixture: np.ndarray, error_rate: float) -> np.ndarray:
+    """(…) (λ_max + κ)·(2·log(1/α) + log det(1 + V/κ)) of matrices (…, D, D), from above in many dimensions."""
+    dimensions = scatter.shape[-1]
+    if dimensions <= FEW_DIMENSIONS:
+        eigenvalues = np.linalg.eigvalsh(scatter).clip(min=0.0)
+        largest = eigenvalues[..., -1]
+        volume = np.log1p(eigenvalues / mixture[..., None]).sum(axis=-1)
+    else:
+        largest = np.linalg.norm(scatter, axis=(-2, -1))
+        trace = np.trace(scatter, axis1=-2, axis2=-1).clip(min=0.0)
+        volume = dimensions * np.log1p(trace / (dimensions * mixture))
+    return (largest + mixture) * (2 * np.log(1 / error_rate) + volume)
+
+
+def tuned(covariance: np.ndarray, accuracy: float, error_rate: float) -> tuple[float, float]:
+    """The mixture κ whose sphere is smallest when its radius is `accuracy`, and how many samples that takes.
+
+    `covariance` (D, D) is a guess from samples that are not used again; a wrong one costs samples, not validity.
+    """
+    largest = max(float(np.linalg.norm(covariance, 2)), 1e-12 * accuracy**2)
+    squared = [float(squared_radius(covariance, np.asarray(k * largest), error_rate)) for k in MIXTURES]
+    best = int(np.argmin(squared))
+    samples = max(1.0, squared[best] / accuracy**2)
+    return float(MIXTURES[best] * largest * samples), samples
+
+
+def outer_products(samples: np.ndarray) -> np.ndarray:
+    """(…, D, D) sum of x·xᵀ over samples (n, …, D)."""
+    if samples.ndim == 2:
+        return samples.T @ samples
+    moved = np.moveaxis(samples, 0, -2)
+    return moved.swapaxes(-1, -2) @ moved

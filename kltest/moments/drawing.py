@@ -1,0 +1,231 @@
+"""Samples of a loss's gradient: rollouts are drawn, the loss is called on them, a batch gives one gradient."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kltest.environments import Environment, Instance, Paths
+from kltest.errors import KltestError
+from kltest.moments.agreement import close
+from kltest.moments.batches import _Batches
+from kltest.moments.differentiate import RowGradients, differentiate, live_positions
+from kltest.moments.moments import Reduction
+from kltest.moments.projection import each_gradient
+from kltest.moments.reduction import probe
+from kltest.rollout import Centre, Rollout
+from kltest.targets.outcome import Loss
+
+# Batches on which it is seen how a loss combines rows.
+PROBED = 16
+
+
+class CoupledError(KltestError):
+    """Rows that had seemed to be apart turn out to touch each other."""
+
+
+@dataclass
+class Drawing:
+    """Draws the rollouts of batches."""
+
+    loss: Loss
+    instance: Instance
+    sampler: str
+    size: int
+    grouped: bool
+    padding: int
+    generator: np.random.Generator
+
+    def __post_init__(self) -> None:
+        prompts = self.instance.environment.prompts
+        self._each = [self.instance.environment]
+        if self.grouped and len(prompts) > 1:
+            self._each = [replace(self.instance.environment, prompts=one) for one in np.eye(len(prompts))]
+
+    def paths(self, count: int) -> Paths:
+        """`count` batches, one after the other."""
+        if len(self._each) == 1:
+            return self._sample(self._each[0], count)
+        groups = self.generator.multinomial(count, self.instance.environment.prompts)
+        parts = [self._sample(world, n) for world, n in zip(self._each, groups.tolist(), strict=True) if n]
+
+        def joined(column: str) -> np.ndarray:
+            return np.concatenate([getattr(part, column) for part in parts])
+
+        return Paths(joined("contexts"), joined("tokens"), joined("mask"), joined("prompt"), joined("log_weight"))
+
+    def _sample(self, world: Environment, count: int) -> Paths:
+        return world.sample(self.instance.behaviour(self.sampler), count * self.size, self.generator)
+
+    def rollout(self, paths: Paths) -> Rollout:
+        centre: Centre = "batch" if self.size > 1 else "world"
+        return Rollout.of(self.instance, paths, sampler=self.sampler, padding=self.padding, centre=centre)
+
+    def call(self, paths: Paths, factor: float = 1.0, rollout: Rollout | None = None) -> RowGradients:
+        live = paths.mask if paths.padded else None
+        return differentiate(self.loss, rollout or self.rollout(paths), live, factor)
+
+    def project(self, paths: Paths, leaves: Mapping[str, np.ndarray]) -> np.ndarray:
+        """(n, C·V) gradients with respect to logits."""
+        policy = self.instance.policy
+        if not leaves:
+            return np.zeros((len(paths), policy.size))
+        return each_gradient(paths, policy, leaves.get("logp"), leaves.get("logits")).reshape(len(paths), -1)
+
+
+class Source(Protocol):
+    """Where samples come from: `take` gives the rollouts of n batches and the gradient (n, C·V) of each."""
+
+    drawn: Drawing
+    together: bool
+    reduction: Reduction
+    leaves: frozenset[str]
+
+    @property
+    def dtype(self) -> str: ...
+
+    def take(self, count: int) -> tuple[Paths, np.ndarray]: ...
+
+
+def source_of(drawn: Drawing, noisy: bool) -> Source:
+    """The way of sampling that asks the least calls; `noisy` says that the loss draws random numbers of its own."""
+    if drawn.size > 1:
+        return Batches(drawn, noisy=noisy)
+    if noisy:
+        return Singles(drawn, "mean")
+    witness = probe(drawn.loss, drawn.rollout(drawn.paths(PROBED)), drawn.generator)
+    if witness.reduction == "coupled" or (witness.mean and witness.sum):
+        # Where every gradient was zero a mean cannot be told from a sum.
+        return Singles(drawn, witness.reduction)
+    return Rows(drawn, witness.reduction)
+
+
+class Rows:
+    """Rows that do not touch each other are called together, and each is a sample; one of a chunk is called again."""
+
+    together = True
+
+    def __init__(self, drawn: Drawing, reduction: Reduction) -> None:
+        self.drawn, self.reduction = drawn, reduction
+        self.dtype = "float64"
+        self.leaves: frozenset[str] = frozenset()
+
+    def take(self, count: int) -> tuple[Paths, np.ndarray]:
+        paths = self.drawn.paths(count)
+        rollout = self.drawn.rollout(paths)
+        called = self.drawn.call(paths, 1.0 if self.reduction == "sum" else float(count), rollout)
+        self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
+        row = int(self.drawn.generator.integers(count))
+        alone = self.drawn.call(paths.take(np.array([row])), 1.0, rollout.take([row]))
+        if not close(alone.row(0), called.row(row), called.dtype):
+            raise CoupledError(f"in a batch of {count} rollouts {self.drawn.loss.name} gives a row another gradient")
+        return paths, self.drawn.project(paths, _leaves(called))
+
+
+class Singles:
+    """Each rollout is a call."""
+
+    together = False
+
+    def __init__(self, drawn: Drawing, reduction: Reduction) -> None:
+        self.drawn, self.reduction = drawn, reduction
+        self.dtype = "float64"
+        self.leaves: frozenset[str] = frozenset()
+
+    def take(self, count: int) -> tuple[Paths, np.ndarray]:
+        paths = self.drawn.paths(count)
+        rollout = self.drawn.rollout(paths)
+        gradients = np.empty((count, self.drawn.instance.policy.size))
+        for row in range(count):
+            part = paths.take(np.array([row]))
+            called = self.drawn.call(part, rollout=rollout.take([row]))
+            gradients[row] = self.drawn.project(part, _leaves(called))
+            self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
+        return paths, gradients
+
+
+class Batches:
+    """Each batch is a call, or many groups are one where the loss tells them apart; what adds up rows is divided."""
+
+    together = False
+
+    def __init__(self, drawn: Drawing, *, noisy: bool) -> None:
+        self.drawn = drawn
+        self.reduction: Reduction = "mean" if noisy else "coupled"
+        self.leaves: frozenset[str] = frozenset()
+        size, generator = drawn.size, drawn.generator
+        paths = drawn.paths(PROBED)
+        self._calls = _Batches(drawn.loss, drawn.rollout(paths))
+        pool = np.flatnonzero(paths.prompt == paths.prompt[0]) if drawn.grouped else np.arange(len(paths))
+        if noisy:
+            added_up = self._noise_adds_up(pool)
+        else:
+            free = self._calls.order_is_free(pool, size, generator)
+            if drawn.grouped and free:
+                self._calls.learn_to_tell_apart(pool, size, generator)
+            added_up = self._calls.adds_up(pool, size, generator)
+        if added_up and noisy:
+            self.reduction = "sum"
+        self.factor = 1.0 / size if added_up else 1.0
+
+    @property
+    def dtype(self) -> str:
+        return self._calls.dtype
+
+    def take(self, count: int) -> tuple[Paths, np.ndarray]:
+        paths = self.drawn.paths(count)
+        calls = self._calls
+        calls.base = self.drawn.rollout(paths)
+        calls.live = live_positions(calls.base)
+        rows = np.arange(len(paths)).reshape(count, self.drawn.size)
+        # A batch is one long rollout whose tokens share contexts.
+        contexts, tokens, mask = (part.reshape(count, -1) for part in (paths.contexts, paths.tokens, paths.mask))
+        long = Paths(contexts, tokens, mask, paths.prompt[rows[:, 0]], np.zeros(count))
+        gradients = np.empty((count, self.drawn.instance.policy.size))
+        for index, found, _ in calls.gradients(rows, self.drawn.generator):
+            leaves = {name: part.reshape(len(index), -1, *part.shape[3:]) for name, part in found.items()}
+            gradients[index] = self.drawn.project(long.take(index), leaves)
+            self.leaves |= found.keys()
+        return paths, gradients * self.factor
+
+    def _noise_adds_up(self, pool: np.ndarray) -> bool:
+        """Whether a loss that draws random numbers adds rows up: noise does not hide a factor of the batch's size.
+
+        The gradients of a batch's rows come, in absolute value, to what one row has alone on average, or to as many
+        times that as there are rows.
+        """
+        size, generator = self.drawn.size, self.drawn.generator
+
+        def total(rows: int) -> float:
+            called = [self._calls.call(generator.choice(pool, size=rows)) for _ in range(4 * PROBED // rows + PROBED)]
+            return float(np.mean([sum(np.abs(part).sum() for part in one.parts) for one in called]))
+
+        try:
+            return total(size) > total(1) * np.sqrt(size)
+        except KltestError:  # it does not take one row
+            return False
+
+
+def _leaves(called: RowGradients) -> dict[str, np.ndarray]:
+    return {name: getattr(called, name) for name in called.leaves}
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the global generators of torch, numpy and Python begin at `seed`; afterwards they are as before."""
+    before = np.random.get_state(), random.getstate()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0])  # noqa: NPY002
+            random.setstate(before[1])

@@ -1,0 +1,231 @@
+"""The expected gradient of any loss from samples, with a sphere around the estimate that holds whenever one stops.
+
+For what cannot be enumerated: worlds with too many rollouts, losses that couple the rows of large batches or groups,
+losses that draw random numbers of their own. A sample is the gradient of one batch with respect to the policy's logits,
+less the noise that it shares with estimators of known expectation on the same rollouts (kltest.moments.pairing).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kltest.environments import Instance
+from kltest.errors import WorldError
+from kltest.moments.confidence import Asymptotic, EmpiricalBernstein, tuned
+from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, seeded, source_of
+from kltest.moments.moments import Reduction
+from kltest.moments.pairing import Pairing
+from kltest.targets.outcome import Loss
+
+# How many samples are drawn unless it is said: where rows can be called together, and where each batch is a call.
+ROWS, BATCHES = 200_000, 10_000
+# Samples that only set coefficients and the mixture, and as many again before anything is claimed.
+PILOT_ROWS, PILOT_BATCHES = 512, 128
+# Samples of one chunk: between two looks at the sphere the coefficients stand still.
+MOST_ROWS = 4096
+# Numbers in a chunk of samples of all known estimators.
+CHUNK = 2**22
+# A sample's gradient is a vector, and its covariance a matrix, over all contexts and tokens.
+MOST_LOGITS = 2048
+# Rollouts and entries of a table of all known estimators on all of them, for their largest norms.
+MOST_KNOWN = 2**24
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What samples say of the expected gradient of a batch of `batch` rollouts, compared with a target.
+
+    `gradient` (C, V) is the estimate; E[ĝ] lies within `radius` of it, at the error rate asked for, whenever sampling
+    was stopped: surely if not `asymptotic`, in the limit of many samples if so. `distance` is ‖gradient − target‖.
+    `samples` gradients of batches were drawn. `second_moment` is E‖ĝ‖² and `variance` the trace of the covariance of
+    a batch's gradient, as far as samples tell; `left` is the share of it that pairing left over.
+    """
+
+    gradient: np.ndarray
+    radius: float
+    distance: float
+    samples: int
+    batch: int
+    reduction: Reduction
+    dtype: str
+    leaves: frozenset[str]
+    second_moment: float
+    variance: float
+    left: float
+    asymptotic: bool
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The distance ‖E[ĝ] − target‖ lies between these two."""
+        return max(0.0, self.distance - self.radius), self.distance + self.radius
+
+
+def sampled(
+    loss: Loss,
+    instance: Instance,
+    sampler: str = "current",
+    *,
+    target: np.ndarray,
+    accuracy: float,
+    error_rate: float = 1e-6,
+    samples: int | None = None,
+    size: int = 1,
+    grouped: bool = False,
+    noisy: bool = False,
+    bound: float | None = None,
+    pair: bool = True,
+    padding: int = 0,
+    seed: int = 0,
+) -> Sampled:
+    """Estimate E[ĝ] of a batch of `size` rollouts, until it is within `accuracy` of `target` or not, for sure.
+
+    Rollouts are drawn from the policy ("current") or the sampler ("stale"); `grouped` batches are rollouts of one
+    prompt, and `advantage` is then, as in any batch, centred among the rows of the same prompt. Stops after `samples`
+    batches (default ROWS, or BATCHES where each is a call of its own). A `noisy` loss draws random numbers of its own:
+    they are averaged over, whole batches are called, and a sum over rows is divided by their number. `bound` is a
+    number that no gradient of a batch exceeds in norm, if one is known: then the sphere is an empirical Bernstein one,
+    which holds at any number of samples, and else asymptotic (kltest.moments.confidence says why each is valid).
+    Without `pair` nothing is subtracted. The same `seed` gives the same samples, of the loss's own randomness as well
+    as far as it comes from torch, numpy's global generator or `random`.
+
+    Raises BatchOfOneError for a loss that cannot be called with one rollout, NonDeterministicError for one that draws
+    random numbers and is not `noisy`, TargetError where its gradient is not finite, UsageError where a gradient is
+    longer than `bound`, WorldError for worlds of more than MOST_LOGITS logits.
+    """
+    if target.size > MOST_LOGITS:
+        raise WorldError(
+            f"environment {instance.environment.name!r} has {target.size} logits, and gradients are sampled for at "
+            f"most {MOST_LOGITS}. Use a smaller vocabulary, or an n-gram world, whose contexts do not grow with length"
+        )
+    drawn = Drawing(loss, instance, sampler, size, grouped, padding, np.random.default_rng([seed, size, padding]))
+
+    def follow(source: Source) -> Sampled:
+        pairing = Pairing(instance, sampler, size) if pair else None
+        most = samples or (ROWS if source.together else BATCHES)
+        run = _Run(source, pairing, target.ravel(), accuracy, error_rate, bound, most)
+        run.follow()
+        return run.result(target.shape)
+
+    with seeded(seed):
+        try:
+            return follow(source_of(drawn, noisy))
+        except CoupledError:
+            return follow(Singles(drawn, "coupled"))
+
+
+class _Run:
+    """Pilot samples first, then a sequence of spheres from fresh ones, at most `samples` together."""
+
+    def __init__(
+        self,
+        source: Source,
+        pairing: Pairing | None,
+        target: np.ndarray,
+        accuracy: float,
+        error_rate: float,
+        bound: float | None,
+        samples: int,
+    ) -> None:
+        self.source, self.pairing, self.target, self.accuracy = source, pairing, target, accuracy
+        self.drawn = 0
+        self.longest = float(np.linalg.norm(target))
+        self._sum, self._squares = np.zeros(target.size), 0.0
+        self._left = 0.0
+        self.bounds = None if bound is None or pairing is None else _largest_known(pairing)
+        if bound is not None and self.bounds is None:
+            self.pairing = None
+        self.bound = bound
+        self.samples = samples
+        self.first = PILOT_ROWS if source.together else PILOT_BATCHES
+        gradients, known = self._draw(max(1, min(self.first, samples // 2)))
+        self._learn(gradients, known)
+        rest = self._less_noise(gradients, known)
+        self.spheres: Asymptotic | EmpiricalBernstein
+        if bound is not None:
+            self.spheres = EmpiricalBernstein(bound, error_rate)
+        else:
+            centred = rest - rest.mean(axis=0)
+            mixture, _ = tuned(centred.T @ centred / len(rest), accuracy, error_rate)
+            self.spheres = Asymptotic(error_rate, mixture, start=self.first)
+
+    def follow(self) -> None:
+        """Draw until the question is decided."""
+        while self.drawn < self.samples and not self._decided():
+            size = min(max(self.first, self.drawn // 4), self.samples - self.drawn, self._most)
+            gradients, known = self._draw(size)
+            rest = self._less_noise(gradients, known)
+            if isinstance(self.spheres, Asymptotic):
+                longest = max(self.longest, float(np.linalg.norm(rest, axis=1).max()))
+                self.spheres.update(rest, longest=longest)
+            else:
+                self.spheres.update(rest, bound=self._bound_of_rest())
+            self._left += float(((rest - self.spheres.sphere.centre) ** 2).sum())
+            self._learn(gradients, known)
+
+    def result(self, shape: tuple[int, ...]) -> Sampled:
+        sphere, source = self.spheres.sphere, self.source
+        mean = self._sum / self.drawn
+        variance = max(self._squares / self.drawn - float(mean @ mean), 0.0)
+        left = self._left / max(self.spheres.count, 1)
+        centre = sphere.centre if self.spheres.count else mean
+        return Sampled(
+            gradient=centre.reshape(shape),
+            radius=float(sphere.radius),
+            distance=float(np.linalg.norm(centre - self.target)),
+            samples=self.drawn,
+            batch=source.drawn.size,
+            reduction=source.reduction,
+            dtype=source.dtype,
+            leaves=source.leaves,
+            second_moment=self._squares / self.drawn,
+            variance=variance,
+            left=left / variance if variance > 0 else 1.0,
+            asymptotic=self.spheres.asymptotic,
+        )
+
+    @property
+    def _most(self) -> int:
+        estimators = 1 if self.pairing is None else len(self.pairing) + 1
+        return max(1, min(MOST_ROWS, CHUNK // (self.target.size * estimators * self.source.drawn.size)))
+
+    def _decided(self) -> bool:
+        if self.spheres.count == 0:
+            return False
+        sphere = self.spheres.sphere
+        distance = float(np.linalg.norm(sphere.centre - self.target))
+        return bool(distance + sphere.radius <= self.accuracy or distance - sphere.radius > self.accuracy)
+
+    def _draw(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        paths, gradients = self.source.take(count)
+        self.drawn += count
+        self._sum += gradients.sum(axis=0)
+        self._squares += float((gradients**2).sum())
+        self.longest = max(self.longest, float(np.linalg.norm(gradients, axis=1).max()))
+        nothing = np.empty((count, 0, self.target.size))
+        return gradients, nothing if self.pairing is None else self.pairing.samples(paths)
+
+    def _learn(self, gradients: np.ndarray, known: np.ndarray) -> None:
+        if self.pairing is not None:
+            self.pairing.learn(gradients, known)
+
+    def _less_noise(self, gradients: np.ndarray, known: np.ndarray) -> np.ndarray:
+        if self.pairing is None:
+            return gradients
+        return gradients - np.einsum("k,nkd->nd", self.pairing.coefficients, known)
+
+    def _bound_of_rest(self) -> float:
+        assert self.bound is not None
+        if self.pairing is None or self.bounds is None:
+            return self.bound
+        return self.bound + float(np.abs(self.pairing.coefficients) @ self.bounds)
+
+
+def _largest_known(pairing: Pairing) -> np.ndarray | None:
+    """(K,) the largest norm of each known estimator on any rollout; None where there are too many to look at."""
+    instance = pairing.instance
+    alone = Pairing(instance, pairing.sampler)
+    if pairing.products or instance.environment.count() * len(alone) * instance.policy.size > MOST_KNOWN:
+        return None
+    return np.linalg.norm(alone.samples(instance.paths), axis=2).max(axis=0)
