@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from kltest.errors import KltestError, UsageError
 from kltest.grading.checks import CHECKS, Check, Found
@@ -64,12 +65,26 @@ def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = 
 def _explained(check: Check, findings: Findings) -> list[Row]:
     if check.moot(findings):
         return []
-    return [row for row in findings.rows if (row.wrong or findings.blocked) and check.explains(row, findings)]
+    return [row for row in findings.rows if (row.wrong or findings.blocked) and _explains(check, row, findings)]
+
+
+def _explains(check: Check, row: Row, findings: Findings) -> bool:
+    """An experiment that cannot be made explains nothing; `examine` says that it could not."""
+    try:
+        return check.explains(row, findings)
+    except KltestError:
+        return False
+
+
+def _tells(check: Check, row: Row, findings: Findings) -> str:
+    with suppress(KltestError):
+        return check.tells(row, findings) or _words(row)
+    return _words(row)
 
 
 def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
     if rows:
-        words = "; ".join(f"{row.where}: {check.tells(row, findings) or _words(row)}" for row in rows)
+        words = "; ".join(f"{row.where}: {_tells(check, row, findings)}" for row in rows)
         return CheckResult(check.code, check.name, "fail", f"{check.title}. Found {words}. {check.why}", check.remedy)
     if reason := check.moot(findings):
         return CheckResult(check.code, check.name, "skip", reason)

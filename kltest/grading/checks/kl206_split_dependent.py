@@ -48,7 +48,7 @@ def demonstrate() -> Demonstration:
         assert found is not None
         return float(found[0, 0])
 
-    rows = (
+    rows: tuple[tuple[str | float, ...], ...] = (
         ("both in one batch", *(weight(loss, short, long) for loss in losses)),
         ("one after the other, accumulated", *(weight(loss, short) / 2 for loss in losses)),
     )
