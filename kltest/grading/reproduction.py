@@ -79,6 +79,8 @@ class _Program:
         if self._stubs():
             yield "from types import SimpleNamespace"
         yield from self.source.lines
+        if any(line.startswith("def ") for line in self.source.lines):
+            yield ""
         yield from self._world()
         yield f"true = {self._truth()}"
         yield from self._expected(first, blocked)

@@ -94,7 +94,11 @@ def _inlined(function: Callable[..., Any], taken: frozenset[str]) -> Source:
 def _imports_first(lines: list[str]) -> Iterator[str]:
     plain = [line for line in lines if line.startswith(("import ", "from "))]
     yield from sorted(dict.fromkeys(plain))
-    yield from (line for line in lines if line not in plain)
+    for line in lines:
+        if line.startswith("def "):
+            yield ""
+        if line not in plain:
+            yield line
 
 
 def _definitions(function: Any, seen: set[str]) -> Iterator[str]:

@@ -69,7 +69,9 @@ class WorkedExample:
         length = "1 token" if self.length == 1 else f"{self.length} tokens{' at most' * self.ends}"
         drawn = "drawn from the sampler" if self.drawn_from_sampler else "drawn from π"
         batches = f", in batches of {self.batch}" if self.batch > 1 else ""
-        return f"{length} of {actions}; rollouts {drawn}{batches}; derivatives with respect to logits"
+        unpaid = any(place.reward for place in self.contexts) and not any(any(p.reward or ()) for p in self.contexts)
+        reward = "; every reward is 0" if unpaid else ""
+        return f"{length} of {actions}; rollouts {drawn}{batches}{reward}; derivatives with respect to logits"
 
     def table(self) -> list[tuple[str, ...]]:
         """An action a row, the head first."""
