@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kltest.grading.demonstration import written
 from kltest.grading.worked import Place, WorkedExample
+from kltest.outputs._words import visible
 
 WIDTH = 380
 # A whisker longer than this many times the longest bar is cut, or no bar would be seen beside it.
@@ -39,7 +40,7 @@ def tree(example: WorkedExample) -> str:
     root = _grown(example, 0, 0, None, 1.0)
     tables = 3 if example.drawn_from_sampler else 2
     spacing, margin = 16 * tables + 10, 34
-    height = spacing * root.leaves + margin
+    height = spacing * root.leaves + margin + 6
     step = (WIDTH - 96) / example.length
     body = [f'<text class="faint" x="14" y="14">start</text><text class="faint" x="{WIDTH}" y="14" {END}>chance</text>']
     body += _branches(example, root, 20.0, margin - spacing / 2, step, spacing)
@@ -164,4 +165,4 @@ def _svg(height: float, words: str, body: list[str]) -> str:
 
 
 def _text(text: str) -> str:
-    return html.escape(text)
+    return html.escape(visible(text))

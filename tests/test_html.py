@@ -1,0 +1,257 @@
+"""The HTML page and its pictures: strictly well-formed, true to the numbers, and legible in a real browser."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from functools import cache
+
+import losses_to_shrink as losses
+import pytest
+
+import kltest
+from kltest.grading.shrink import Shape, unrelated
+from kltest.grading.small_worlds import worked
+from kltest.grading.worked import Place, WorkedExample
+from kltest.outputs import _pictures, render
+from kltest.outputs._pictures import bars, tree
+from kltest.targets.calling import bind
+
+VOID = {"meta", "br"}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+HOSTILE = "</pre></svg><script>alert(1)</script>\x1b\u202e&\"'<img src=x onerror=alert(1)>"
+
+
+def example(length=1, actions=2, ends=False, moved=False, batch=1) -> WorkedExample:
+    """A world in which nothing is equal, with the numbers of a loss that is wrong everywhere."""
+    world = unrelated(Shape(length, actions, ends, moved, batch), 0, paid=False)
+    sampler = "stale" if moved else "current"
+    answer = worked(bind(losses.k3_of_sequences), {"reverse_kl": 1.0}, world, sampler, batch, 0.0)
+    assert answer is not None
+    return answer[0]
+
+
+SHAPES = [
+    (1, 2, False, False),
+    (1, 4, False, True),
+    (2, 2, False, False),
+    (2, 2, True, True),
+    (2, 3, False, True),
+    (3, 2, True, False),
+    (3, 3, False, False),
+]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@cache
+def reports():
+    names = ("k2-loss", "k2-loss-sequence", "k3-loss", "group-mean")
+    graded = [kltest.grade(name) for name in names]
+    wrong = [losses.no_ratio, losses.divided_where_lengths_differ, losses.wrong_for_three_actions]
+    graded += [kltest.grade(loss) for loss in wrong]
+    big = example(3, 3, moved=True)
+    return [
+        *graded,
+        replace(graded[0], target="a" * 300, smallest=big),
+        kltest.grade(lambda logp: 1 / 0, name="broken"),
+    ]
+
+
+class Strict(html.parser.HTMLParser):
+    """Refuses what a forgiving browser would mend: tags that do not match, attributes twice, bare ampersands."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.counted: dict[str, int] = {}
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        names = [name for name, _ in attributes]
+        assert len(names) == len(set(names)), tag
+        assert not any(name.startswith("on") for name in names), tag
+        assert tag != "script"
+        self.counted[tag] = self.counted.get(tag, 0) + 1
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_is_strictly_well_formed_and_has_every_part():
+    page = Strict(render("html", reports()))
+    assert page.counted["section"] == len(reports())
+    shown = [report.smallest or report.example for report in reports()]
+    assert page.counted["svg"] == 2 * sum(one is not None for one in shown)
+    text = "".join(page.words)
+    for report, found in zip(reports(), shown, strict=True):
+        assert report.target in text
+        if found is not None:
+            assert found.code in text
+        for check in report.failed:
+            assert check.code in text
+            assert check.fix.split("\n\n", 1)[-1].strip() in text
+
+
+def test_hostile_text_stays_text_everywhere():
+    report = reports()[0]
+    place = replace(report.smallest.contexts[0], prefix=HOSTILE)
+    worst = replace(report.smallest, contexts=[place, *report.smallest.contexts[1:]], code=HOSTILE, note=HOSTILE)
+    page = Strict(render("html", [replace(report, target=HOSTILE, smallest=worst)]))
+    assert "script" not in page.counted
+    assert "img" not in page.counted
+    assert "\x1b" not in "".join(page.words)
+
+
+@every_shape
+def test_the_tree_has_every_rollout_with_its_chance(shape):
+    shown = example(*shape)
+    svg = ET.fromstring(tree(shown))
+    texts = [element.text for element in svg.iter("text")]
+    instance = shown.world.instance()
+    chances = instance.rollout_weights("stale" if shape[3] else "current")
+    written = [f"{chance:.4g}" for chance in chances]
+    right = [element.text for element in svg.iter("text") if element.get("text-anchor") == "end"]
+    assert sorted(right[1:]) == sorted(written)
+    assert sum(chances) == pytest.approx(1)
+    for place in shown.contexts:
+        for action in range(shown.actions):
+            assert f"π {place.policy[action]:g}" in texts
+            assert f"ref {place.reference[action]:g}" in texts
+
+
+def test_probabilities_stand_on_the_branch_that_they_belong_to():
+    """Two tokens: the branch to (0, 1) is the second from above; its label is that of context "after 0", action 1."""
+    place = Place("x", [0.6, 0.4], [0.5, 0.5], None, None, [0.0] * 2, [0.0] * 2, [0.0] * 2)
+    tables = ([0.6, 0.4], [0.7, 0.3], [0.8, 0.2])
+    contexts = [replace(place, policy=table) for table in tables]
+    svg = ET.fromstring(tree(WorkedExample("sequence", "current", 2, 2, False, 1, "rows", contexts)))
+    labels = [(float(e.get("y")), float(e.get("x")), e.text) for e in svg.iter("text") if "π" in (e.text or "")]
+    deep = max(x for _, x, _ in labels)
+    assert [text for _, x, text in sorted(labels) if x == deep] == ["π 0.7", "π 0.3", "π 0.8", "π 0.2"]
+    assert [text for _, x, text in sorted(labels) if x < deep] == ["π 0.6", "π 0.4"]
+    chances = [e.text for e in svg.iter("text") if e.get("text-anchor") == "end"][1:]
+    assert chances == ["0.42", "0.18", "0.32", "0.08"]
+
+
+@every_shape
+def test_bars_are_as_long_as_the_numbers_and_point_their_way(shape):
+    shown = example(*shape)
+    svg = ET.fromstring(bars(shown))
+    (axis,) = (e for e in svg.iter("path") if e.get("class") == "axis")
+    middle = float(re.match(r"M([\d.]+)", axis.get("d"))[1])
+    for kind, part in (("truth", "truth"), ("found", "found")):
+        drawn = [e for e in svg.iter("rect") if e.get("class") == kind]
+        values = [value for place in shown.contexts for value in getattr(place, part)]
+        assert len(drawn) == len(values)
+        scales = []
+        for rectangle, value in zip(drawn, values, strict=True):
+            x, width = float(rectangle.get("x")), float(rectangle.get("width"))
+            if width > 5:
+                assert (x + width / 2 > middle) == (value > 0)
+                # To the tenth of a pixel at either end.
+                scales.append((width / abs(value), 0.2 / abs(value)))
+        first = scales[0]
+        assert all(abs(scale - first[0]) <= slack + first[1] for scale, slack in scales)
+
+
+def test_a_whisker_is_one_standard_deviation_to_both_sides():
+    place = Place("root", [0.5, 0.5], [0.5, 0.5], None, None, [1.0, -1.0], [0.5, -0.5], [0.25, 0.0])
+    svg = ET.fromstring(bars(WorkedExample("bandit", "current", 1, 2, False, 1, "rows", [place])))
+    (whisker,) = (e.get("d") for e in svg.iter("path") if e.get("class") == "whisker")
+    low, high = (float(end) for end in re.match(r"M([\d.]+) [\d.]+ H([\d.]+)", whisker).groups())
+    found = next(e for e in svg.iter("rect") if e.get("class") == "found")
+    start, width = float(found.get("x")), float(found.get("width"))
+    unit = width / 0.5
+    assert low == pytest.approx(start + width - 0.25 * unit, abs=0.2)
+    assert high == pytest.approx(start + width + 0.25 * unit, abs=0.2)
+    assert len([e for e in svg.iter("text") if e.get("class") == "differs"]) == 2
+
+
+def test_enormous_noise_does_not_hide_the_bars():
+    place = Place("root", [0.5, 0.5], [0.5, 0.5], None, None, [1.0, -1.0], [0.5, -0.5], [1e6, 1e6])
+    svg = ET.fromstring(bars(WorkedExample("bandit", "current", 1, 2, False, 1, "rows", [place])))
+    assert all(float(e.get("width")) > 20 for e in svg.iter("rect"))
+    for whisker in (e.get("d") for e in svg.iter("path") if e.get("class") == "whisker"):
+        assert " v8" not in whisker, "an end would claim that the whisker ends there"
+        assert all(0 <= float(x) <= _pictures.WIDTH for x in re.findall(r"[MH]([\d.]+)", whisker))
+
+
+def test_the_same_bytes_every_time():
+    assert render("html", reports()) == render("html", reports())
+
+
+MEASURE = """
+<!doctype html><body><iframe id="f" src="page.html" width="WIDTH" height="900"></iframe><pre id="out"></pre><script>
+function overlap(a, b) {
+  const slack = 1.5;
+  return a.left + slack < b.right && b.left + slack < a.right && a.top + slack < b.bottom && b.top + slack < a.bottom;
+}
+document.getElementById("f").onload = function () {
+  const inner = this.contentDocument, view = this.contentWindow, found = {svgs: [], clashes: [], outside: []};
+  found.width = inner.documentElement.scrollWidth;
+  found.paper = view.getComputedStyle(inner.body).backgroundColor;
+  found.dark = view.matchMedia("(prefers-color-scheme: dark)").matches;
+  for (const svg of inner.querySelectorAll("svg")) {
+    const box = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll("text")];
+    const boxes = texts.map(text => text.getBoundingClientRect());
+    found.svgs.push({width: box.width, letters: 12 * box.width / svg.viewBox.baseVal.width});
+    boxes.forEach((one, i) => {
+      if (one.left < box.left - 1 || one.right > box.right + 1 || one.top < box.top - 1 || one.bottom > box.bottom + 1)
+        found.outside.push(texts[i].textContent);
+      for (let j = 0; j < i; j++)
+        if (overlap(one, boxes[j])) found.clashes.push([texts[i].textContent, texts[j].textContent]);
+    });
+  }
+  document.getElementById("out").textContent = JSON.stringify(found);
+};
+</script></body>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1100])
+def test_a_real_browser_finds_nothing_cut_off_or_overlapping(tmp_path, width, scheme):
+    (tmp_path / "page.html").write_text(render("html", reports()), encoding="utf-8")
+    (tmp_path / "measure.html").write_text(MEASURE.replace("WIDTH", str(width)), encoding="utf-8")
+    done = subprocess.run(
+        [
+            str(BROWSER),
+            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+            *("--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"),
+            f"--blink-settings=preferredColorScheme={'0' if scheme == 'dark' else '1'}",
+            *("--virtual-time-budget=5000", "--window-size=1300,1000", "--dump-dom"),
+            (tmp_path / "measure.html").as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    match = re.search(r'<pre id="out">(\{.*\})</pre>', done.stdout, flags=re.DOTALL)
+    assert match, done.stderr[-2000:]
+    found = json.loads(html.unescape(match[1]))
+    assert found["dark"] == (scheme == "dark")
+    assert found["paper"] == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(255, 255, 255)")
+    assert found["width"] <= width, "the page scrolls sideways"
+    assert len(found["svgs"]) == 2 * sum(bool(r.smallest or r.example) for r in reports())
+    assert min(svg["letters"] for svg in found["svgs"]) >= 10, "letters too small to be read"
+    assert found["outside"] == []
+    assert found["clashes"] == []
