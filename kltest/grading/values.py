@@ -71,12 +71,12 @@ def reported(
     limit = TOLERANCE.get(dtype, HALF_PRECISION)
     truths = [true_values(instance) for instance in instances]
     means = [answer.mean for answer in known]
-    matches, judged, padded = _first_match(means, truths, limit), True, instances[0].paths.padded
+    matches, judged, padded = first_match(means, truths, limit), True, instances[0].paths.padded
     if matches is None and padded and found[0].batch == 1:
         lengths = [instance.paths.lengths for instance in instances]
         chances = [instance.rollout_weights(sampler) for instance in instances]
         summed = [float(p @ (k.rows * n)) for p, k, n in zip(chances, known, lengths, strict=True)]
-        if _first_match(summed, [{"kl": truth["kl"]} for truth in truths], limit):
+        if first_match(summed, [{"kl": truth["kl"]} for truth in truths], limit):
             matches = "kl_per_token"
             if _weights_tokens_alike(loss, instances[0]):
                 means = [total / float(p @ n) for total, p, n in zip(summed, chances, lengths, strict=True)]
@@ -94,7 +94,8 @@ def reported(
     return Reported(row, is_metric, tuple(means), tuple(truths), judged)
 
 
-def _first_match(means: Sequence[float], truths: Sequence[dict[str, float]], limit: float) -> str | None:
+def first_match(means: Sequence[float], truths: Sequence[dict[str, float]], limit: float) -> str | None:
+    """The first name whose number each mean is, instance by instance, up to a relative `limit`."""
     pairs = list(zip(means, truths, strict=True))
     return next((n for n in truths[0] if all(abs(mean - t[n]) <= limit * abs(t[n]) for mean, t in pairs)), None)
 

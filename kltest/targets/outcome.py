@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, dtype
 
 from kltest.estimators.spec import Credit, Placement, Spec
 from kltest.rollout import Rollout
+
+if TYPE_CHECKING:
+    from kltest.targets.results import Result
 
 Returned = Literal["scalar", "rows", "tokens"]
 
@@ -71,6 +74,10 @@ class Loss(Protocol):
     def __call__(self, rollout: Rollout) -> Outcome: ...
 
     def for_experiments(self, floats: dtype | None = None) -> Loss: ...
+
+    def beta(self, rollout: Rollout) -> float: ...
+
+    def returned(self, rollout: Rollout, beta: float | None = None) -> Result: ...
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,11 @@ def _entries(thing: Any) -> Mapping[Any, Any]:
     return getattr(thing, "__dict__", {})
 
 
+def holds(owner: Any, item: Any) -> bool:
+    """Whether an object keeps this very thing as its newest KL."""
+    return any(kept.item is item for _, kept in _places(owner))
+
+
 def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Kept]]:
     """Every mapping with a "kl" in or under an object, by the keys that lead to it."""
     try:
