@@ -59,14 +59,20 @@ def _split(findings: Findings) -> Split:
 
 
 def _of_all_lengths(lengths: np.ndarray, count: int) -> np.ndarray:
-    """Rollouts, the shortest and the longest by turns, so that no two parts of a batch have the same mean length."""
+    """Rollouts, in the first quarter the shortest and then both kinds, so that parts differ in mean and largest length.
+
+    No two neighbours are equal where there are others of their length.
+    """
     order = np.argsort(lengths, kind="stable")
-    long = order[::-1]
-    return np.array([order[0] if place % 3 == 0 else long[place % len(long)] for place in range(count)])
+    long, short = order[::-1], order[lengths[order] == lengths.min()]
+    mixed = [short[place % len(short)] if place % 3 == 0 else long[place % len(long)] for place in range(count)]
+    return np.concatenate([np.resize(short, count // 4), mixed[count // 4 :]])
 
 
 def _batch(place: Bench, rows: np.ndarray, group: int) -> Rollout:
-    return place.rollout(rows, np.resize(place.untied, len(rows)).tolist(), (np.arange(len(rows)) // group).tolist())
+    """Groups of so many rollouts, one more of which is rewarded in each group than in the one before."""
+    number, within = np.divmod(np.arange(len(rows)), group)
+    return place.rollout(rows, (within <= number % group).astype(float).tolist(), number.tolist())
 
 
 def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:

@@ -1,0 +1,171 @@
+"""Losses that get something wrong about groups, the coefficient, or how a batch is cut."""
+
+import torch
+from zoo.table import Mutant
+
+
+def k2(logp, ref_logp, mask):
+    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1).square() / 2
+
+
+def score(logp, mask):
+    return torch.where(mask.bool(), logp, 0.0).sum(-1)
+
+
+def k1(logp, ref_logp, mask):
+    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1).detach()
+
+
+# --------------------------------------------------------------------------------------- KL401: tied groups masked
+
+
+def zero_variance_groups_dropped(logp, ref_logp, mask, rewards, group, beta):
+    """DAPO's dynamic sampling, inside the loss."""
+    loss = torch.zeros((), dtype=logp.dtype)
+    groups = group.unique()
+    for which in groups:
+        rows = group == which
+        if rows.sum() > 1 and rewards[rows].std() < 1e-6:
+            continue
+        kept = rewards[rows] - rewards[rows].mean()
+        policy = -(kept * score(logp[rows], mask[rows])).mean()
+        loss = loss + policy + beta * k2(logp[rows], ref_logp[rows], mask[rows]).mean()
+    return loss / len(groups)
+
+
+def masked_by_the_advantage(logp, ref_logp, mask, advantages, beta=0.04):
+    term = beta * k2(logp, ref_logp, mask) - advantages * score(logp, mask)
+    return (term * (advantages != 0)).mean()
+
+
+def reshaped_and_masked(logp, ref_logp, mask, rewards, num_generations=4):
+    spread = rewards.view(-1, num_generations).std(dim=1)
+    keep = (spread > 0).repeat_interleave(num_generations)
+    return torch.where(keep, k2(logp, ref_logp, mask), torch.zeros_like(rewards)).mean()
+
+
+def weighted_by_the_spread(logp, ref_logp, mask, rewards):
+    spread = (rewards - rewards.mean()).abs().mean()
+    return (k2(logp, ref_logp, mask) * spread / (spread + 1e-8)).mean()
+
+
+# ---------------------------------------------------------------------------------- KL402: self-inclusive baselines
+
+
+def mean_of_the_group(logp, ref_logp, mask, group):
+    cost = k1(logp, ref_logp, mask)
+    same = (group.unsqueeze(0) == group.unsqueeze(1)).to(cost.dtype)
+    return ((cost - same @ cost / same.sum(-1)) * score(logp, mask)).mean()
+
+
+def grpo_without_the_deviation(logp, ref_logp, mask, rewards, kl_coef=0.05, num_generations=4):
+    shaped = rewards - kl_coef * k1(logp, ref_logp, mask)
+    grouped = shaped.view(-1, num_generations)
+    advantages = (grouped - grouped.mean(dim=1, keepdim=True)).flatten()
+    return -(advantages * score(logp, mask)).mean()
+
+
+def added_up_with_self(logp, ref_logp, mask):
+    cost = k1(logp, ref_logp, mask)
+    return ((cost - cost.mean()) * score(logp, mask)).sum()
+
+
+# --------------------------------------------------------------------------------- KL403: the coefficient cancels
+
+
+def whitened(logp, ref_logp, mask, rewards, kl_coef=0.05):
+    shaped = rewards - kl_coef * k1(logp, ref_logp, mask)
+    centred = shaped - shaped.mean()
+    return -(centred * torch.rsqrt(centred.square().mean() + 1e-8) * score(logp, mask)).mean()
+
+
+def scaled_by_the_largest(logp, ref_logp, mask, rewards, group, beta):
+    shaped = rewards - beta * k1(logp, ref_logp, mask)
+    advantages = torch.zeros_like(shaped)
+    for which in group.unique():
+        rows = group == which
+        centred = shaped[rows] - shaped[rows].mean()
+        advantages[rows] = centred / centred.abs().max().clamp(min=1e-6)
+    return -(advantages * score(logp, mask))
+
+
+# ------------------------------------------------------------------------------------------ KL404: evaluation masked
+
+
+def nothing_for_one(logp, ref_logp, mask):
+    if len(logp) < 2:
+        return logp.sum() * 0
+    return k2(logp, ref_logp, mask).mean()
+
+
+def skips_groups_of_one(logp, ref_logp, mask, group):
+    count = (group[:, None] == group).sum(-1)
+    return torch.where(count > 1, k2(logp, ref_logp, mask), 0.0)
+
+
+# ------------------------------------------------------------------------------------------ KL510: coefficient ignored
+
+
+def default_that_nobody_reads(logp, ref_logp, mask, beta=0.1):
+    return k2(logp, ref_logp, mask).mean()
+
+
+def limited_coefficient(logp, ref_logp, mask, kl_coef):
+    return min(kl_coef, 0.3) * k2(logp, ref_logp, mask)
+
+
+def as_a_temperature(logp, ref_logp, mask, beta):
+    return torch.expm1(beta * k2(logp, ref_logp, mask))
+
+
+def switch(logp, ref_logp, mask, kl_coeff=0.0):
+    return k2(logp, ref_logp, mask) if kl_coeff else torch.zeros_like(logp[:, 0])
+
+
+# ------------------------------------------------------------------------------------------- KL206: split-dependent
+
+
+def over_the_longest(logp, ref_logp, mask):
+    return (k2(logp, ref_logp, mask) / mask.sum(-1).max()).mean()
+
+
+def dapo(logp, ref_logp, mask, advantages, beta):
+    """Token-level loss: one mean over all tokens of the batch."""
+    live = mask.bool()
+    kl = torch.where(live, logp - ref_logp, 0.0).square() / 2
+    term = beta * kl - advantages.unsqueeze(-1) * torch.where(live, logp, 0.0)
+    return term.sum() / live.sum()
+
+
+def scaled_over_the_batch(logp, ref_logp, mask, rewards, group, beta):
+    """Leave-one-out in each group, whitened over all of them."""
+    same = (group[:, None] == group).to(logp.dtype)
+    cost = beta * k1(logp, ref_logp, mask)
+    others = (same @ cost - cost) / (same.sum(-1) - 1).clamp(min=1)
+    advantage = (cost - others) / (1 + rewards.mean())
+    return (advantage * score(logp, mask)).mean()
+
+
+MUTANTS = [
+    Mutant("KL401", zero_variance_groups_dropped),
+    Mutant("KL401", masked_by_the_advantage, also=("KL404",)),
+    Mutant("KL401", reshaped_and_masked),
+    Mutant("KL401", weighted_by_the_spread, also=("KL404",)),
+    Mutant("KL401", "tied-groups-masked", also=("KL404",)),
+    Mutant("KL402", mean_of_the_group),
+    Mutant("KL402", grpo_without_the_deviation),
+    Mutant("KL402", added_up_with_self, options={"batch_size": 3}),
+    Mutant("KL402", "group-mean"),
+    Mutant("KL403", whitened),
+    Mutant("KL403", scaled_by_the_largest),
+    Mutant("KL403", "group-std"),
+    Mutant("KL404", nothing_for_one),
+    Mutant("KL404", skips_groups_of_one),
+    Mutant("KL510", default_that_nobody_reads),
+    Mutant("KL510", limited_coefficient),
+    Mutant("KL510", as_a_temperature),
+    Mutant("KL510", switch),
+    Mutant("KL206", over_the_longest, also=("KL204",)),
+    Mutant("KL206", dapo, also=("KL201", "KL204")),
+    Mutant("KL206", scaled_over_the_batch, also=("KL105",)),
+]
