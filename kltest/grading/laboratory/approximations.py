@@ -86,10 +86,13 @@ def head(findings: Findings) -> Head | None:
 
 
 def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
-    """The head that explains a row without a name."""
+    """The head that explains a row without a name; not one that does no harm in a bandit."""
     if not row.wrong or row.identified is not None:
         return None
     seen = head(findings)
+    single = findings.alone("bandit", "current") if seen else None
+    if single is not None and single.identified is not None:
+        return None
     actions = instances(row.environment, findings.seed)[0].environment.vocabulary
     return seen if seen and seen.drawn == drawn and seen.leaves_out(actions) else None
 
