@@ -31,10 +31,13 @@ class Demonstration:
 
     def text(self) -> str:
         """The setting and the table, aligned."""
-        cells = self.cells()
-        widths = [max(len(row[column]) for row in cells) for column in range(len(self.columns))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        return "\n".join([self.setting, "", *lines])
+        return "\n".join([self.setting, "", *aligned(self.cells())])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of texts as lines, column under column."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
 def written(cell: str | float) -> str:

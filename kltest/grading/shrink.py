@@ -75,8 +75,8 @@ class Shape(NamedTuple):
 
 
 def smallest_failure(findings: Findings) -> WorkedExample | None:
-    """The smallest world in which the first disagreeing row still disagrees, or None where none was found."""
-    row = next((row for row in findings.rows if row.wrong), None)
+    """The smallest world in which the first row that disagrees, exactly, still does, or None where none was found."""
+    row = next((row for row in findings.rows if row.wrong and row.method == "exact"), None)
     return None if row is None else Search(findings, row).smallest()
 
 

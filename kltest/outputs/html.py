@@ -41,7 +41,7 @@ p { margin: .25rem 0; } .lead { font-size: 1.1rem; } .faint { color: var(--faint
 .inconclusive, .warning { color: var(--inconclusive); } .error { color: var(--error); }
 .table { overflow-x: auto; margin: .75rem 0; } table { border-collapse: collapse; min-width: 100%; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
-th { white-space: normal; vertical-align: bottom; }
+th { white-space: normal; overflow-wrap: normal; vertical-align: bottom; }
 @media (max-width: 40rem) { th, td { padding: .3rem .4rem; font-size: .85rem; } }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 .note { white-space: normal; min-width: 12rem; }

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from kltest.grading.report import CheckResult, Report
+from kltest.grading.worked import WorkedExample
 from kltest.outputs import PLAIN, Terminal
 from kltest.outputs._changes import Changes
 from kltest.outputs._words import (
@@ -39,6 +40,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield ""
     for check in (*report.failed, *report.stale):
         yield from _check(check)
+    if report.smallest is not None:
+        yield from _smallest(report.smallest)
     if report.error:
         yield f"- **{_escape(one_line(report.error))}**"
     yield from (f"- Expected failure: {_escape(line)}" for line in excuses(report))
@@ -60,6 +63,21 @@ def _check(check: CheckResult) -> Iterator[str]:
     if code:
         yield from ("", *(f"  {line}".rstrip() for text in _fenced(code, "python") for line in text.splitlines()))
     yield ""
+
+
+def _smallest(found: WorkedExample) -> Iterator[str]:
+    """The smallest failing world as a table for pencil and paper, and the program that shows it."""
+    head, *numbers = found.table()
+    yield from (f"**Smallest world in which it fails:** {_escape(found.setting)}.", "")
+    yield "| " + " | ".join(map(_escape, head)) + " |"
+    yield "|---|---|" + "--:|" * (len(head) - 2)
+    yield from ("| " + " | ".join(map(_escape, row)) + " |" for row in numbers)
+    yield ""
+    if found.note:
+        yield from (_escape(found.note), "")
+    if found.code:
+        yield from ("The same without kltest (prints both gradients, a row a prefix):", "")
+        yield from (*_fenced(found.code, "python"), "")
 
 
 def _table(report: Report) -> Iterator[str]:

@@ -6,7 +6,9 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 
+from kltest.grading.demonstration import aligned
 from kltest.grading.report import CheckResult, Report
+from kltest.grading.worked import WorkedExample
 from kltest.outputs import PLAIN, Terminal
 from kltest.outputs._changes import Changes
 from kltest.outputs._words import (
@@ -45,6 +47,8 @@ def _lines(report: Report, terminal: Terminal) -> Iterator[str]:
         yield from ("", *_table(report, terminal))
     for check in (*report.failed, *report.stale):
         yield from ("", *_check(check, terminal))
+    if report.smallest is not None:
+        yield from ("", *_smallest(report.smallest, terminal))
     if report.error:
         yield ""
         for line in report.error.splitlines():
@@ -79,6 +83,18 @@ def _check(check: CheckResult, terminal: Terminal) -> Iterator[str]:
         yield from _wrap(f"Fix: {words}", terminal, indent="  ")
     if code:
         yield from ("", *textwrap.indent(code, " " * 6).splitlines())
+
+
+def _smallest(found: WorkedExample, terminal: Terminal) -> Iterator[str]:
+    """The smallest failing world as a table for pencil and paper, and the program that shows it."""
+    yield _paint("smallest world in which it fails", "bold", terminal)
+    yield from _wrap(found.setting, terminal, indent="  ")
+    yield from ("", *(f"  {line}" for line in aligned(found.table())))
+    if found.note:
+        yield from ("", *_wrap(found.note, terminal, indent="  "))
+    if found.code:
+        yield from ("", "  the same without kltest (prints both gradients, a row a prefix):", "")
+        yield from textwrap.indent(visible(found.code), " " * 6).splitlines()
 
 
 def _notes(report: Report, terminal: Terminal) -> Iterator[str]:
