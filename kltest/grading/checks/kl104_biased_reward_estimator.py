@@ -7,7 +7,6 @@ from kltest.grading.checks.losses import k1_as_reward
 from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
 
-
 # What no estimator of the KL brings along by its own derivative: it comes from somewhere else.
 NO_DERIVATIVE = frozenset({"to_sampler_kl", "from_sampler_kl", "entropy", "expected_reward"})
 
