@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 import kltest
 from kltest import docs
 from kltest.errors import UsageError
+from kltest.grading.checks import CHECKS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,6 +33,62 @@ def fresh():
 @pytest.mark.parametrize("name", sorted(docs.BLOCKS))
 def test_generated_parts_of_the_readme_are_in_step(fresh, name):
     assert docs.NOISE.sub("0", docs.blocks(README)[name]) == docs.NOISE.sub("0", fresh[name])
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return docs.check_pages()
+
+
+def test_every_check_has_its_page_in_step_and_there_is_no_other(pages):
+    folder = ROOT / docs.PAGES
+    assert {f"{docs.PAGES}/{file.name}" for file in folder.glob("*")} == pages.keys()
+    assert pages.keys() == {f"{docs.PAGES}/{name}.md" for name in (*CHECKS, "README")}
+    for path, content in pages.items():
+        written = (ROOT / path).read_text(encoding="utf-8")
+        assert docs.NOISE.sub("0", written) == docs.NOISE.sub("0", content), f"python -m kltest.docs --write: {path}"
+
+
+def test_pages_say_everything_and_are_listed_once_in_their_family(pages):
+    index = pages[f"{docs.PAGES}/README.md"]
+    for code, check in CHECKS.items():
+        page = pages[f"{docs.PAGES}/{code}.md"]
+        assert page.startswith(f"# {code} `{check.name}`\n")
+        for code_block in (check.wrong_code, check.mended_code):
+            assert f"```python\n{code_block}\n```" in page
+        for text in (check.what, check.why, check.example, check.fix):
+            assert docs.escaped(text) in page
+        assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
+        assert index.count(f"[{code}]({code}.md)") == 1
+        family = index[: index.index(f"[{code}]")].rsplit("## ", 1)[1]
+        assert family.startswith(f"{code[2]}xx ")
+
+
+def test_pages_out_of_step_are_noticed_and_mended(tmp_path, monkeypatch, capsys):
+    """A checkout in which one page is missing, one changed and one left over from a check that is gone."""
+    kept = dict(list(docs.check_pages().items())[:3])
+    monkeypatch.setattr(docs, "check_pages", lambda: kept)
+    monkeypatch.setattr(docs, "stale", lambda text: {})
+    monkeypatch.setattr(docs.Checkout, "find", lambda: docs.Checkout(tmp_path))
+    (tmp_path / docs.PAGES).mkdir(parents=True)
+    (tmp_path / "README.md").write_text("as it is\n")
+    missing, changed, right = kept
+    (tmp_path / changed).write_text(kept[changed].replace("the", "teh", 1))
+    (tmp_path / right).write_text(kept[right])
+    (tmp_path / docs.PAGES / "KL999.md").write_text("gone\n")
+    assert docs.main([]) == 1
+    said = capsys.readouterr().out
+    assert missing in said
+    assert changed in said
+    assert "KL999" in said
+    assert right not in said
+    assert docs.main(["--write"]) == 0
+    assert docs.main([]) == 0
+    assert {f"{docs.PAGES}/{file.name}": file.read_text() for file in (tmp_path / docs.PAGES).iterdir()} == kept
+
+
+def test_prose_is_not_taken_for_markup():
+    assert docs.escaped("a_b * [c](d) <e> `f` |g| $h$") == r"a\_b \* \[c\](d) \<e\> \`f\` \|g\| \$h\$"
 
 
 def test_a_changed_number_in_the_readme_is_noticed(fresh, monkeypatch):
@@ -66,9 +123,11 @@ def test_the_readmes_python_says_what_happens():
 
 
 def test_every_link_and_picture_of_the_pages_exists():
-    for page in ROOT.glob("*.md"):
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            assert target.startswith("http") or (ROOT / target).exists(), f"{page.name} points to {target}"
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"(?<!\\)\]\(([^)\s]+)\)", text):
+            reached = page.parent / target.split("#")[0]
+            assert target.startswith("http") or reached.exists(), f"{page.name} points to {target}"
 
 
 def test_ci_runs_exactly_the_readmes_test_command():

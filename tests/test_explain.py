@@ -1,0 +1,79 @@
+"""`kltest explain`: every part of every check, its code and its demonstration, in words and in numbers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from kltest.cli import app
+from kltest.commands.explain import demonstrate, explain, parts
+from kltest.errors import UsageError
+from kltest.grading.checks import CHECKS
+
+every_check = pytest.mark.parametrize("code", CHECKS)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@every_check
+def test_everything_that_a_check_says_is_printed(code):
+    check = CHECKS[code]
+    said = one_line(explain(code.lower()))
+    assert said == one_line(explain(check.name))
+    for text in (check.title, check.what, check.why, check.example, check.fix, *check.sources):
+        assert one_line(text) in said
+    for source in (check.wrong_code, check.mended_code):
+        assert one_line(source) in said
+    for option in check.options:
+        assert f"{option}=" in said
+    assert f"kltest explain {code} --demo" in said
+
+
+@every_check
+def test_code_can_be_copied_as_it_stands(code):
+    """The lines of both losses are those of Python once the common indentation is taken off."""
+    for part in parts(CHECKS[code]):
+        if part.code:
+            compile(part.code, code, "exec")
+            lines = [f"    {line}".rstrip() for line in part.code.splitlines()]
+            assert "\n".join(lines) in explain(code)
+
+
+@every_check
+def test_the_demonstration_prints_its_table(code):
+    printed = demonstrate(code)
+    demonstration = CHECKS[code].demonstrate()
+    assert printed.startswith(f"{code} {CHECKS[code].name}\n{CHECKS[code].title}\n\n{demonstration.setting}\n")
+    head, *rows = printed.split("\n\n")[-1].strip().splitlines()
+    assert len(rows) == len(demonstration.rows) >= 1
+    assert re.split(r"\s{2,}", head.strip()) == list(demonstration.columns)
+
+
+@every_check
+def test_the_demonstration_shows_numbers_of_the_example(code):
+    """At least one number with decimals stands both in the words and in the table, and the table shows a difference."""
+    numbers = set(re.findall(r"−?\d+\.\d{3,}", CHECKS[code].example))
+    if not numbers:
+        pytest.skip("its example is told without decimals")
+    printed = demonstrate(code)
+    assert any(number in printed for number in numbers), numbers
+
+
+def test_the_command_runs_it():
+    done = CliRunner().invoke(app, ["explain", "KL102", "--demo"])
+    assert done.exit_code == 0
+    assert "1.386294" in done.stdout
+    assert "1.875000" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["k3-loss", "reverse_kl", "KL1", ""])
+def test_only_checks_have_demonstrations(name):
+    with pytest.raises(UsageError, match="no check is called"):
+        demonstrate(name)
+    done = CliRunner().invoke(app, ["explain", name, "--demo"])
+    assert done.exit_code == 2
+    assert "Traceback" not in done.output
