@@ -74,6 +74,8 @@ class ConfiguredTargets(pytest.File):
             raise self.CollectError(str(error)) from None
         if not configuration.targets:
             raise self.CollectError(f"--kltest: {self.path} lists no targets in [tool.kltest]")
+        if str(self.path.parent) not in sys.path:
+            sys.path.append(str(self.path.parent))
         for target in configuration.targets:
             yield from self._items(target, configuration.options)
 

@@ -31,19 +31,20 @@ Old = tuple[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Job:
-    """One target with all its options, ready to be graded."""
+    """One target with all its options, ready to be graded; its module is looked for in `folder` too."""
 
     target: str
     timeout: float = options.DEFAULT_TIMEOUT
     settings: Mapping[str, Any] = field(default_factory=dict)
+    folder: str | None = None
 
     @classmethod
-    def of(cls, target: str, given: Mapping[str, Any]) -> Job:
+    def of(cls, target: str, given: Mapping[str, Any], folder: str | None = None) -> Job:
         """From checked options under the names of the command line."""
         settings = {name.replace("-", "_"): value for name, value in given.items() if name != "timeout"}
         if "arg" in settings:
             settings["arguments"] = settings.pop("arg")
-        return cls(target, given.get("timeout", cls.timeout), settings)
+        return cls(target, given.get("timeout", cls.timeout), settings, folder)
 
 
 def grade(
@@ -71,7 +72,9 @@ def grade(
 
 def _jobs(targets: Sequence[str], asked: Mapping[str, Any], configuration: Configuration) -> list[Job]:
     chosen = [Target(text) for text in dict.fromkeys(targets)] or configuration.targets
-    return [Job.of(target.text, options.merged(configuration.options, target.options, asked)) for target in chosen]
+    folder = str(configuration.path.parent) if configuration.path and not targets else None
+    settings = [options.merged(configuration.options, target.options, asked) for target in chosen]
+    return [Job.of(target.text, given, folder) for target, given in zip(chosen, settings, strict=True)]
 
 
 def _nothing(configuration: Configuration) -> str:
@@ -114,7 +117,7 @@ def _graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
     with ExitStack() as stack:
         waiting: list[tuple[Child, Step]] = []
         for job in jobs:
-            child = stack.enter_context(Child(steps, job.target, dict(job.settings)))
+            child = stack.enter_context(Child(steps, job.target, dict(job.settings), job.folder))
             step = child.step(job.timeout)
             if step.kind == "usage":
                 raise UsageError(step.message)
@@ -125,7 +128,7 @@ def _graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
             if len(jobs) > 1 and sys.stderr.isatty():
                 print(f"grading {job.target} ({number} of {len(jobs)})", file=sys.stderr)
             if step.kind == "value" and number > WAITING:
-                child = stack.enter_context(Child(steps, job.target, dict(job.settings)))
+                child = stack.enter_context(Child(steps, job.target, dict(job.settings), job.folder))
                 step = child.step(job.timeout)
             if step.kind == "value":
                 step = child.step(job.timeout)
@@ -133,8 +136,10 @@ def _graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
             yield _report(job, step, child.output), step.kind
 
 
-def steps(target: str, settings: Mapping[str, Any]) -> Iterator[Report | None]:
+def steps(target: str, settings: Mapping[str, Any], folder: str | None = None) -> Iterator[Report | None]:
     """In the child: first find the target and fit its parameters, then, when told to, grade it."""
+    if folder is not None and folder not in sys.path:
+        sys.path.append(folder)
     import torch
 
     # Threads would cost more than they gain in worlds this small, and a forked process cannot use its parent's.

@@ -1,0 +1,260 @@
+"""The example project as a new user tries it: by its own tests, by a bare `kltest grade`, and by the action's steps."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+PAGE = (ROOT / "docs" / "continuous-integration.md").read_text(encoding="utf-8")
+# A token's own log-ratio in place of its answer's, and the other direction's gradient: what a pull request may do.
+BREAKS = {"log_ratio.sum(dim=-1).square() / 2": "(-log_ratio).exp() - 1 + log_ratio"}
+# Mends the loss whose failure is excused.
+MENDS = {"    return log_ratio.square() / 2": "    return log_ratio.sum(dim=-1).square() / 2"}
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the project, with nothing of this checkout around it."""
+    folder = tmp_path / "project"
+    shutil.copytree(ROOT / "tests" / "example_project", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def change(project, replacements):
+    path = project / "tiny_rl" / "losses.py"
+    text = path.read_text()
+    for old, new in replacements.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def run(project, *command, **environment):
+    """A command in the project, as a user's shell runs it."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "PYTEST_"))}
+    return subprocess.run(
+        command, cwd=project, env={**given, **environment}, capture_output=True, encoding="utf-8", check=False
+    )
+
+
+def counts(done):
+    return {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|xfailed)", done.stdout)}
+
+
+def test_the_projects_own_tests_pass_and_fail_as_they_should(project):
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = run(project, *command)
+    assert done.returncode == 0, done.stdout
+    assert counts(done)["xfailed"] == 2
+    assert "confirmed  token_kl" in done.stdout
+    change(project, BREAKS)
+    done = run(project, *command)
+    assert done.returncode == 1
+    assert re.search(r"^refuted +sequence_kl +KL102", done.stdout, flags=re.MULTILINE)
+    assert re.search(r"FAILED .*test_kl\[sequence_kl-gradient\]", done.stdout)
+    assert re.search(r"FAILED .*test_kl\[sequence_kl-KL102\]", done.stdout)
+
+
+def test_the_plugin_grades_the_configured_targets(project):
+    change(project, MENDS)
+    done = run(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kltest", "pyproject.toml")
+    assert done.returncode == 1
+    assert counts(done)["failed"] == 1
+    assert "FAILED pyproject.toml::tiny_rl.losses:token_kl-KL201" in done.stdout
+
+
+def test_the_bare_command_holds_the_line_and_says_what_a_change_did(project):
+    grade = (sys.executable, "-m", "kltest.cli", "grade")
+    done = run(project, *grade, "--output", "json:before.json", "--output", "text")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "expected failure: KL201 partial-gradient: token-level on purpose" in done.stdout
+    before = json.loads((project / "before.json").read_text())
+    assert [report["verdict"] for report in before] == ["confirmed", "confirmed"]
+    excused = [(check["code"], check["status"]) for check in before[1]["checks"] if check["excused"]]
+    assert excused == [("KL201", "fail")]
+    change(project, BREAKS)
+    done = run(project, *grade, "--diff", "before.json")
+    assert done.returncode == 1
+    changes = done.stdout.split("changes since before.json\n")[1]
+    assert re.search(r"tiny_rl.losses:sequence_kl\n +verdict +confirmed → refuted\n", changes)
+    assert re.search(r"gradient, bandit \(current\) +∇KL\(π‖ref\) → ∇KL\(ref‖π\)\n", changes)
+    assert re.search(r"KL102 forward-kl-gradient +pass → fail\n", changes)
+    assert "as before: tiny_rl.losses:token_kl" in changes
+
+
+def test_a_stale_excuse_is_told_and_refutes(project):
+    change(project, MENDS)
+    done = run(project, sys.executable, "-m", "kltest.cli", "grade")
+    assert done.returncode == 1
+    assert "KL201 is expected to fail (token-level on purpose: long answers), but it passes" in done.stdout
+    assert run(project, sys.executable, "-m", "kltest.cli", "grade", "--allow-stale-excuses").returncode == 0
+
+
+class Runner:
+    """What GitHub does with the action's shell steps: inputs with their defaults, by way of the environment only."""
+
+    def __init__(self, project, tmp_path, path=""):
+        self.project, self.files = project, {name: tmp_path / name for name in ("output", "summary")}
+        self.path = path
+
+    def __call__(self, **given):
+        inputs = {name: entry["default"] for name, entry in ACTION["inputs"].items()} | given
+        assert inputs.keys() == ACTION["inputs"].keys()
+        for file in self.files.values():
+            file.touch()
+        done = None
+        for step in ACTION["runs"]["steps"]:
+            if "run" not in step or not self.wanted(step, inputs):
+                continue
+            assert "${{" not in step["run"], "an input that stands in a script is run as one"
+            folder = self.project / self.filled(step.get("working-directory", "."), inputs)
+            environment = {name: self.filled(text, inputs) for name, text in step.get("env", {}).items()}
+            assert step["shell"] == "bash"
+            done = run(
+                folder,
+                *("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]),
+                **environment,
+                GITHUB_OUTPUT=str(self.files["output"]),
+                GITHUB_STEP_SUMMARY=str(self.files["summary"]),
+                GITHUB_ACTION_PATH="/the/action",
+                PATH=f"{self.path}{Path(sys.executable).parent}:{os.environ['PATH']}",
+            )
+            if done.returncode:
+                return done
+        return done
+
+    @staticmethod
+    def filled(text, inputs):
+        return re.sub(r"\$\{\{ *inputs\.([\w-]+) *\}\}", lambda match: inputs[match[1]], text)
+
+    @staticmethod
+    def wanted(step, inputs):
+        """Of GitHub's expressions only the comparison that the action makes."""
+        if "if" not in step:
+            return True
+        name, value = re.fullmatch(r"\$\{\{ inputs\.([\w-]+) != '(\w*)' \}\}", step["if"]).groups()
+        return inputs[name] != value
+
+    def output(self):
+        return self.files["output"].read_text()
+
+    def summary(self):
+        return self.files["summary"].read_text()
+
+
+@pytest.fixture
+def action(project, tmp_path):
+    return Runner(project, tmp_path)
+
+
+def test_the_action_has_the_parts_that_github_asks_for():
+    assert {"name", "description", "inputs", "runs"} <= ACTION.keys()
+    assert ACTION["runs"]["using"] == "composite"
+    for step in ACTION["runs"]["steps"]:
+        assert ("run" in step) != ("uses" in step)
+        assert "run" not in step or "shell" in step
+    for entry in ACTION["inputs"].values():
+        assert entry.keys() == {"description", "default"}
+    names = set(re.findall(r"inputs\.([\w-]+)", (ROOT / "action.yml").read_text()))
+    assert names == set(ACTION["inputs"])
+    steps = {step["id"] for step in ACTION["runs"]["steps"] if "id" in step}
+    for entry in ACTION["outputs"].values():
+        assert re.search(r"steps\.(\w+)\.", entry["value"])[1] in steps
+
+
+def test_the_action_grades_what_is_configured_and_writes_the_summary(project, action):
+    done = action(install="none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert action.output() == "exit-code=0\n"
+    assert "::notice title=KL201 partial-gradient::tiny_rl.losses:token_kl: expected failure" in done.stdout
+    assert "CONFIRMED  tiny_rl.losses:sequence_kl" in done.stdout
+    assert action.summary().startswith("### ✅ `tiny_rl.losses:sequence_kl`: confirmed")
+    change(project, BREAKS)
+    done = action(install="none")
+    assert done.returncode == 1
+    assert action.output() == "exit-code=0\nexit-code=1\n"
+    assert "\n::error title=KL102 forward-kl-gradient::" in done.stdout
+    assert action.summary().count("### ") == 4, "a summary is added to what other steps have written"
+    assert "### ❌ `tiny_rl.losses:sequence_kl`: refuted" in action.summary()
+
+
+def test_the_action_takes_targets_and_options_a_line_each(action):
+    done = action(
+        install="none",
+        targets="  tiny_rl/losses.py:sequence_kl \n\n tiny_rl.losses:token_kl\n",
+        options="--environment bandit,sequence\n--expect-failure  KL201=a reason of several words \n\n--seed=3\n",
+    )
+    assert done.returncode == 1  # the excuse is stale for the first target
+    assert "KL201 is expected to fail (a reason of several words), but it passes" in done.stdout
+    assert "expected failure: KL201 partial-gradient: a reason of several words" in done.stdout
+    assert "seed 3" in done.stdout
+    assert "file=tiny_rl/losses.py" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"targets": "k3-los"}, 2),
+        ({"options": "reverse_kl"}, 2),
+        ({"options": "--no-such-option"}, 2),
+        ({"targets": "--help"}, 2),
+        ({"working-directory": "tests"}, 0),
+    ],
+)
+def test_the_actions_exit_code_is_kltests(action, given, code):
+    assert action(install="none", **given).returncode == code
+
+
+@pytest.mark.parametrize("name", ["targets", "options"])
+def test_nothing_in_an_input_is_run(project, action, name):
+    bait = '--seed $(touch ran) `touch ran`; touch ran "; touch ran\n$(touch ran)\n--arg=x=$(touch ran)'
+    assert action(install="none", **{name: bait}).returncode == 2
+    assert not list(project.rglob("ran"))
+
+
+@pytest.mark.parametrize(
+    ("given", "installed"),
+    [("", "/the/action"), ("kltest==0.1.0", "kltest==0.1.0"), ("./a b; touch ran", "./a b; touch ran")],
+)
+def test_the_action_installs_what_it_is_told_to(project, tmp_path, given, installed):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!/bin/sh\nprintf '%s|' \"$@\" >> {tmp_path}/called\n")
+    python.chmod(0o755)
+    assert Runner(project, tmp_path, f"{tmp_path}/bin:")(install=given).returncode == 0
+    assert (tmp_path / "called").read_text().startswith(f"-m|pip|install|--|{installed}|-m|kltest.cli|grade|")
+    assert not list(tmp_path.rglob("ran"))
+
+
+def workflows():
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    return [yaml.safe_load(block) for block in blocks]
+
+
+def test_the_pages_workflows_call_the_action_as_it_is():
+    steps = [step for flow in workflows() for job in flow.get("jobs", {}).values() for step in job["steps"]]
+    ours = [step for step in steps if "kltest" in step.get("uses", "")]
+    assert ours
+    for step in ours:
+        assert step.get("with", {}).keys() <= ACTION["inputs"].keys()
+    for flow in workflows():
+        assert True in flow, "YAML reads the key `on` as a boolean"
+        assert flow["permissions"] == {"contents": "read"}
+
+
+def test_the_pages_commands_run(project):
+    """Every `kltest …` of the page's shell blocks, in the example project; each says how it ends."""
+    commands = re.findall(r"^(kltest grade.*?)(?: +# exit (\d))?$", PAGE, flags=re.MULTILINE)
+    assert len(commands) >= 3
+    for command, code in commands:
+        script = re.sub(r"^kltest", f"{sys.executable} -m kltest.cli", command)
+        done = run(project, "bash", "-c", script)
+        assert done.returncode == int(code or 0), (command, done.stdout, done.stderr)
