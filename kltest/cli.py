@@ -133,6 +133,31 @@ def grade(
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", help="Rollouts in a batch, where the loss couples them.")
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="exact|sampled",
+            help="Enumerate, or sample until it is decided [default: exact, sampled where that is impossible]",
+        ),
+    ] = None,
+    error_rate: Annotated[
+        float | None, typer.Option(metavar="RATE", help="How often a sampled verdict may be wrong [default: 1e-6]")
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="The relative bias that a sampled verdict lets pass [default: 0.05]"),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="The most batches sampled in an instance [default: 200000, one a call 10000]"),
+    ] = None,
+    bound: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NORM",
+            help="What no gradient of a batch exceeds, if you know it: a sampled verdict is then not asymptotic.",
+        ),
+    ] = None,
     expect_failure: Annotated[
         list[str] | None,
         typer.Option(
@@ -172,6 +197,11 @@ def grade(
         "timeout": timeout,
         "group-size": group_size,
         "batch-size": batch_size,
+        "method": method,
+        "error-rate": error_rate,
+        "margin": margin,
+        "samples": samples,
+        "bound": bound,
         "expected-failures": expect_failure or None,
         "allow-stale-excuses": allow_stale_excuses or None,
     }

@@ -106,6 +106,16 @@ def switch(value: object, where: str) -> bool:
     return value
 
 
+def positive(below: float = math.inf) -> Callable[[object, str], float]:
+    def check(value: object, where: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
+            limit = f" below {below:g}" if below < math.inf else ""
+            raise UsageError(f"{where}: give a positive number{limit}; it is {value!r}")
+        return float(value)
+
+    return check
+
+
 def outputs(value: object, where: str) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
@@ -126,6 +136,11 @@ GRADE: dict[str, Callable[[object, str], Any]] = {
     "timeout": seconds,
     "group-size": whole(2),
     "batch-size": whole(2),
+    "method": choice("exact", "sampled"),
+    "error-rate": positive(below=1.0),
+    "margin": positive(),
+    "samples": whole(1),
+    "bound": positive(),
     "expected-failures": expected_failures,
     "allow-stale-excuses": switch,
 }

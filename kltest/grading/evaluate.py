@@ -1,7 +1,8 @@
-"""One row of a report: the exact expected gradient of a loss in one world, identified and compared with the target."""
+"""One row of a report: the expected gradient of a loss in one world, identified and compared with the target."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,10 @@ from kltest.grading.declared import World, relative_bias, size, target, worst_co
 from kltest.grading.findings import Combination, Row
 from kltest.grading.identify import identify, tolerance
 from kltest.grading.probes import Probes
+from kltest.grading.sampling import Sampling, sample, sampled_row
 from kltest.grading.values import reported
 from kltest.grading.worlds import instances
-from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches
+from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches
 from kltest.targets.outcome import Loss
 
 # Without a size that was asked for: the smallest batch that the loss accepts, the largest group up to the usual one.
@@ -24,6 +26,8 @@ GROUPS = (4, 3, 2)
 # Batches are called one by one, about half a millisecond each: up to a second an instance, up to a few if that is the
 # only size that the loss takes or the one that was asked for.
 FEW_BATCHES, MOST_BATCHES = 1_000, 5_000
+# Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
+NOISY_BATCH = 1024
 GROUP_FIELDS = frozenset({"reward", "advantage", "group"})
 # Beyond this the last digits are not rounding any more.
 ALMOST = 1e-9
@@ -48,8 +52,10 @@ class Evaluator:
         seed: int = 0,
         group_size: int | None = None,
         batch_size: int | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         self.loss = loss
+        self.sampling = sampling or Sampling()
         self.declared = declared
         self.uses = uses
         self.seed = seed
@@ -107,9 +113,8 @@ class Evaluator:
         rows = []
         coupling = ""
         try:
-            found = [exact(self.loss, instance, world.sampler, padding=self.seed) for instance in world.instances]
-            self._note(found)
-            rows.append(self._row(world, found))
+            found, row = self._from_samples(world) if self.sampling.asked else self._from_all(world)
+            rows.append(row)
             coupling = next((moments.coupling for moments in found if moments.reduction == "coupled"), "")
         except NonDeterministicError as error:
             return [self._gives_two_gradients(world, error)]
@@ -129,12 +134,19 @@ class Evaluator:
         nothing += [row for row in rows if self.grouped and row.wrong and batched.agrees]
         return [row for row in rows if row not in nothing] + [batched]
 
+    def _from_all(self, world: World) -> tuple[Sequence[Moments | Sampled], Row]:
+        found = [exact(self.loss, instance, world.sampler, padding=self.seed) for instance in world.instances]
+        self._note(found)
+        return found, self._row(world, found)
+
     def _batched(self, world: World) -> Row:
         """The row of the first size of batches, or groups, that the loss takes and that can be enumerated."""
         failure: KltestError | None = None
         for many, most in self.plans:
             place = World(world.environment, world.sampler, self.seed, many if self.grouped else None)
             try:
+                if self.sampling.asked:
+                    return self._from_samples(place, many)[1]
                 found = [self._over_batches(instance, place, many, most) for instance in place.instances]
             except NonDeterministicError as error:
                 return self._gives_two_gradients(place, error)
@@ -160,18 +172,35 @@ class Evaluator:
         return replace(found, gradient=found.gradient / many, second_moment=found.second_moment / many**2)
 
     def _gives_two_gradients(self, world: World, error: NonDeterministicError) -> Row:
+        """The row of a loss that draws random numbers, which are averaged over in whole batches or groups."""
         self.nondeterministic = str(error)
         self._remark(f"{error}.")
-        return self._by_sampling(world, 1, "the loss gives different gradients for the same batch")
+        asked = len(self.sizes) == 1
+        many = self.sizes[0] if asked or self.grouped else NOISY_BATCH
+        place = replace(world, group=many if self.grouped else None)
+        return self._by_sampling(place, many, "the loss gives different gradients for the same batch", noisy=True)
 
-    def _by_sampling(self, world: World, batch: int, why: str) -> Row:
-        """A row of what cannot be enumerated, and why it cannot."""
-        return self._not_judged(world, batch, why)
+    def _by_sampling(self, world: World, batch: int, why: str, *, noisy: bool = False) -> Row:
+        """A row of what cannot be enumerated, and why it cannot; not judged where it cannot be sampled either."""
+        try:
+            return self._from_samples(world, batch, why, noisy=noisy)[1]
+        except WorldError as error:
+            return self._not_judged(world, batch, f"{why}; {error}")
+
+    def _from_samples(
+        self, world: World, batch: int = 1, why: str = "", *, noisy: bool = False
+    ) -> tuple[Sequence[Moments | Sampled], Row]:
+        grouped = self.grouped and batch > 1
+        found = sample(self.loss, self.declared, world, self.sampling, batch, grouped=grouped, noisy=noisy)
+        self._note(found)
+        # What checks ask of a row's gradients they ask of exact ones.
+        self._measured[world.environment, world.sampler, found[0].batch] = world, []
+        return found, sampled_row(self.loss, self.declared, world, self.sampling, found, why)
 
     def _remark(self, note: str) -> None:
         self.notes += [note] * (note not in self.notes)
 
-    def _note(self, found: list[Moments]) -> None:
+    def _note(self, found: Sequence[Moments | Sampled]) -> None:
         self.reductions += [moments.reduction for moments in found]
         self.dtype = min([self.dtype, *(moments.dtype for moments in found)], key=LOWEST_FIRST.index)
         # Where a loss takes β a term without a gradient leaves the difference of two equal gradients.
@@ -208,6 +237,7 @@ class Evaluator:
             cosine=worst_cosine(gradients, targets, identification),
             residual=identification.residual,
             relative_variance=max(m.variance / size(i) ** 2 for m, i in zip(found, drawn, strict=True)),
+            variances=tuple(moments.variance for moments in found),
             method="exact",
             instances=len(drawn),
             rollouts=found[0].rollouts,

@@ -21,6 +21,7 @@ from kltest.grading.excuses import Excuses, checked
 from kltest.grading.findings import Combination, Findings
 from kltest.grading.judge import run_checks, selected_codes, verdict
 from kltest.grading.report import CheckResult, Report
+from kltest.grading.sampling import ERROR_RATE, MARGIN, METHODS, Sampling
 from kltest.grading.shrink import example, smallest_failure
 from kltest.grading.worked import WorkedExample
 from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, WORLDS, instances
@@ -49,6 +50,11 @@ def grade(
     timeout: float | None = None,
     group_size: int | None = None,
     batch_size: int | None = None,
+    method: str = "exact",
+    error_rate: float = ERROR_RATE,
+    margin: float = MARGIN,
+    samples: int | None = None,
+    bound: float | None = None,
     expected_failures: Mapping[str, str] | None = None,
     allow_stale_excuses: bool = False,
     name: str | None = None,
@@ -60,8 +66,10 @@ def grade(
     one, which says itself how it is placed and called. `expect` is a named gradient or a
     combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit` default to
     the estimator's own, else to a loss and to the whole return; `sampler` to both if the loss takes the sampler's
-    log-probs. `expected_failures` gives the reasons why checks are expected to fail, by code: they do not refute then,
-    and one that passes refutes unless `allow_stale_excuses`.
+    log-probs. With the method "sampled", and by itself where enumeration is impossible, gradients are sampled: at most
+    `samples` batches in an instance, until the relative bias is below or above `margin` at `error_rate`, which is
+    asymptotic unless no gradient of a batch is longer than a `bound`. `expected_failures` gives the reasons why checks
+    are expected to fail, by code: they do not refute then, and one that passes refutes unless `allow_stale_excuses`.
 
     Runs the loss in this process. A loss that fails gives a report whose verdict is "error"; a question that is put
     wrongly raises UsageError before anything is run.
@@ -73,7 +81,9 @@ def grade(
     _one_of(placement, get_args(Placement), "placement")
     _one_of(credit, get_args(Credit), "credit")
     _one_of(sampler, SAMPLERS, "sampler")
+    _one_of(method, METHODS, "method")
     _check_numbers(seed, group_size, batch_size, beta)
+    sampling = Sampling(method == "sampled", error_rate, margin, samples, bound)
     call = Call(placement=placement, credit=credit, beta=beta, arguments=dict(arguments or {}))  # type: ignore[arg-type]
     blank = Report(
         target=name or (loss if isinstance(loss, str) else _callable_name(loss)),
@@ -85,7 +95,7 @@ def grade(
         reduction="mean",
         dtype="float64",
     )
-    grading = _Grading(blank, declared, environments, codes, sampler, group_size, batch_size, excuses)
+    grading = _Grading(blank, declared, environments, codes, sampler, group_size, batch_size, sampling, excuses)
     try:
         with time_limit(timeout):
             grading.run(loss, call, name)
@@ -106,6 +116,7 @@ class _Grading:
         sampler: str | None,
         group_size: int | None,
         batch_size: int | None,
+        sampling: Sampling,
         excuses: Excuses,
     ) -> None:
         self.blank = blank
@@ -115,6 +126,7 @@ class _Grading:
         self.sampler = sampler
         self.group_size = group_size
         self.batch_size = batch_size
+        self.sampling = sampling
         self.excuses = excuses
         self.loss: Loss | None = None
         self.findings: Findings | None = None
@@ -134,7 +146,13 @@ class _Grading:
         by_itself = "both" if uses & SAMPLER_FIELDS or off_policy_only else "current"
         samplers = SAMPLERS[self.sampler or by_itself]
         evaluator = Evaluator(
-            loss, self.declared, uses, seed=seed, group_size=self.group_size, batch_size=self.batch_size
+            loss,
+            self.declared,
+            uses,
+            seed=seed,
+            group_size=self.group_size,
+            batch_size=self.batch_size,
+            sampling=replace(self.sampling, rows=len(self.environments) * len(samplers)),
         )
         self.findings = Findings(self.declared, loss.placement, self.environments, samplers, evaluator)
         for environment in self.environments:

@@ -29,6 +29,10 @@ class GradientRow:
     `expected` is what the declared target asks for there; `agrees` whether the gradient met it (None: not to be said).
     `batch` is the number of rollouts in a batch: 1, or more where a loss couples the rows of a batch. `excused` are the
     codes of the expected failures that account for a disagreement, which then does not refute.
+
+    Where the method is "sampled", the relative bias lies in `interval` but for a chance of `error_rate` (for all rows
+    together; in the limit of many samples where it is `asymptotic`), and the row agrees where that is below `margin`;
+    at most `samples` batches were drawn in an instance.
     """
 
     environment: str
@@ -46,6 +50,11 @@ class GradientRow:
     batch: int = 1
     note: str = ""
     excused: tuple[str, ...] = ()
+    error_rate: float | None = None
+    margin: float | None = None
+    samples: int | None = None
+    interval: tuple[float, float] | None = None
+    asymptotic: bool | None = None
 
     @property
     def refutes(self) -> bool:

@@ -1,4 +1,4 @@
-"""Moments of the gradient of any loss: by enumeration, over batches, by dynamic programming, for any module, sampled."""
+"""Moments of the gradient of any loss: enumerated, over batches, by dynamic programming, of any module, sampled."""
 
 from kltest.moments.batches import exact_batches
 from kltest.moments.dynamic_programming import Expected, dynamic

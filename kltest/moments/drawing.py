@@ -86,6 +86,7 @@ class Source(Protocol):
     together: bool
     reduction: Reduction
     leaves: frozenset[str]
+    coupling: str
 
     @property
     def dtype(self) -> str: ...
@@ -102,7 +103,7 @@ def source_of(drawn: Drawing, noisy: bool) -> Source:
     witness = probe(drawn.loss, drawn.rollout(drawn.paths(PROBED)), drawn.generator)
     if witness.reduction == "coupled" or (witness.mean and witness.sum):
         # Where every gradient was zero a mean cannot be told from a sum.
-        return Singles(drawn, witness.reduction)
+        return Singles(drawn, witness.reduction, witness.coupling)
     return Rows(drawn, witness.reduction)
 
 
@@ -110,6 +111,7 @@ class Rows:
     """Rows that do not touch each other are called together, and each is a sample; one of a chunk is called again."""
 
     together = True
+    coupling = ""
 
     def __init__(self, drawn: Drawing, reduction: Reduction) -> None:
         self.drawn, self.reduction = drawn, reduction
@@ -124,7 +126,7 @@ class Rows:
         row = int(self.drawn.generator.integers(count))
         alone = self.drawn.call(paths.take(np.array([row])), 1.0, rollout.take([row]))
         if not close(alone.row(0), called.row(row), called.dtype):
-            raise CoupledError(f"in a batch of {count} rollouts {self.drawn.loss.name} gives a row another gradient")
+            raise CoupledError(f"in a batch of {count} rollouts a row has not the gradient that it has alone")
         return paths, self.drawn.project(paths, _leaves(called))
 
 
@@ -133,8 +135,8 @@ class Singles:
 
     together = False
 
-    def __init__(self, drawn: Drawing, reduction: Reduction) -> None:
-        self.drawn, self.reduction = drawn, reduction
+    def __init__(self, drawn: Drawing, reduction: Reduction, coupling: str = "") -> None:
+        self.drawn, self.reduction, self.coupling = drawn, reduction, coupling
         self.dtype = "float64"
         self.leaves: frozenset[str] = frozenset()
 
@@ -154,6 +156,7 @@ class Batches:
     """Each batch is a call, or many groups are one where the loss tells them apart; what adds up rows is divided."""
 
     together = False
+    coupling = ""
 
     def __init__(self, drawn: Drawing, *, noisy: bool) -> None:
         self.drawn = drawn

@@ -41,6 +41,7 @@ class Sampled:
     was stopped: surely if not `asymptotic`, in the limit of many samples if so. `distance` is ‖gradient − target‖.
     `samples` gradients of batches were drawn. `second_moment` is E‖ĝ‖² and `variance` the trace of the covariance of
     a batch's gradient, as far as samples tell; `left` is the share of it that pairing left over.
+    `coupling` says what gave a loss away that couples the rows of a batch.
     """
 
     gradient: np.ndarray
@@ -55,6 +56,7 @@ class Sampled:
     variance: float
     left: float
     asymptotic: bool
+    coupling: str = ""
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -111,8 +113,8 @@ def sampled(
     with seeded(seed):
         try:
             return follow(source_of(drawn, noisy))
-        except CoupledError:
-            return follow(Singles(drawn, "coupled"))
+        except CoupledError as error:
+            return follow(Singles(drawn, "coupled", str(error)))
 
 
 class _Run:
@@ -183,6 +185,7 @@ class _Run:
             variance=variance,
             left=left / variance if variance > 0 else 1.0,
             asymptotic=self.spheres.asymptotic,
+            coupling=source.coupling,
         )
 
     @property
