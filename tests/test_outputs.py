@@ -5,17 +5,21 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 import pytest
+import xmlschema
 from hypothesis import given
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from kltest.errors import UsageError
 from kltest.grading.report import CheckResult, GradientRow, Report, ValueRow
 from kltest.outputs import Terminal, formats, render
 from kltest.outputs.json import schema
 
+JUNIT = Path(__file__).parent / "junit.xsd"
 NASTY = "a<b>&\"'`|\n\r%:,\x1b[31m\x00\ud800\u2028\u202e]]>--*_[x](http://y)@me-->é∇\ufffe"
 
 
@@ -79,6 +83,21 @@ HOSTILE = replace(
     checks=[CheckResult("KL102", NASTY, "fail", NASTY, NASTY), CheckResult("KL103", NASTY, "skip", NASTY)],
 )
 WARNED = replace(CONFIRMED, checks=[CheckResult("KL802", "inefficient", "fail", "noisy", "centre it")])
+CODE = "def mended(logp, ref_logp):\n    u = logp - ref_logp\n\n    return u.sum(-1) ** 2 / 2"
+MENDED = replace(REFUTED, checks=[CheckResult("KL102", "forward-kl-gradient", "fail", "wrong", f"square it\n\n{CODE}")])
+EXCUSED = replace(
+    CONFIRMED,
+    gradients=[row(), row("sequence", agrees=False, identified={"local_reverse_kl": 1.0}, excused=("KL201",))],
+    checks=[CheckResult("KL201", "partial-gradient", "fail", "only the partial", "sum it", "on <purpose>")],
+)
+STALE = replace(
+    CONFIRMED,
+    verdict="refuted",
+    checks=[CheckResult("KL201", "partial-gradient", "pass", "expected to fail, but it passes", excused="on purpose")],
+)
+HYGIENE = replace(
+    CONFIRMED, verdict="refuted", checks=[CheckResult("KL501", "padding-leak", "fail", "padding leaks", "mask it")]
+)
 ALL = {
     "confirmed": CONFIRMED,
     "refuted": REFUTED,
@@ -86,6 +105,10 @@ ALL = {
     "error": ERROR,
     "hostile": HOSTILE,
     "warned": WARNED,
+    "mended": MENDED,
+    "excused": EXCUSED,
+    "stale": STALE,
+    "hygiene": HYGIENE,
 }
 every_report = pytest.mark.parametrize("report", ALL.values(), ids=ALL)
 
@@ -198,12 +221,46 @@ def test_junit_has_the_shape_that_ci_services_read(report):
     for element in (root, *root):
         cases = list(element.iter("testcase"))
         assert int(element.get("tests")) == len(cases) > 0
-        for attribute, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        counted = [("failures", "failure"), ("errors", "error"), ("skipped", "skipped")]
+        for attribute, kind in counted if element is not root else counted[:2]:
             assert int(element.get(attribute)) == len(list(element.iter(kind)))
     for case in root.iter("testcase"):
         assert set(case.attrib) == {"classname", "name"}
         assert {child.tag for child in case} <= {"failure", "error", "skipped", "system-out"}
         assert len(case) <= 1
+
+
+@every_report
+def test_junit_is_valid_against_its_schema(report):
+    xmlschema.XMLSchema(JUNIT).validate(render("junit", [report, CONFIRMED]))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ('<testsuites name="kltest"', '<testsuites name="kltest" skipped="0"'),
+        (' failures="', ' failures="many'),
+        ("<skipped ", "<skip "),
+        ("<failure ", '<failure line="3" '),
+        (" classname=", " class="),
+    ],
+)
+def test_the_junit_schema_refuses_what_jenkins_would(right, wrong):
+    text = render("junit", [replace(REFUTED, gradients=[*REFUTED.gradients, row(agrees=None)])])
+    assert right in text
+    with pytest.raises(xmlschema.XMLSchemaException):
+        xmlschema.XMLSchema(JUNIT).validate(text.replace(right, wrong))
+
+
+def test_junit_keeps_the_lines_of_a_fix():
+    failure = next(junit(MENDED)[0].iterfind(".//failure[@type='KL102']"))
+    assert failure.text == f"square it\n\n{CODE}"
+    assert failure.get("message") == "wrong"
+
+
+def test_junit_tells_batches_apart():
+    names = [case.get("name") for case in junit(replace(CONFIRMED, gradients=[row(), row(batch=4)]))[0]]
+    assert names[:2] == ["gradient[bandit-current]", "gradient[bandit-current-batches-of-4]"]
 
 
 @every_report
@@ -239,6 +296,70 @@ def test_github_escapes_as_its_runner_decodes():
 def test_github_only_warns_of_variance():
     lines = render("github", [WARNED]).splitlines()
     assert [line.split(" ")[0] for line in lines] == ["::warning", "::notice"]
+
+
+def github_messages(report):
+    """Title and message of each annotation, as GitHub's runner decodes them."""
+    decoded = []
+    for line in render("github", [report]).splitlines():
+        level, title, message = re.fullmatch(r"::(\w+) .*title=([^:,]*)::(.*)", line).groups()
+        for code, character in (("%0A", "\n"), ("%0D", "\r"), ("%3A", ":"), ("%2C", ","), ("%25", "%")):
+            title, message = title.replace(code, character), message.replace(code, character)
+        decoded.append((level, title, message))
+    return decoded
+
+
+def test_github_shows_code_indented_on_lines_of_its_own():
+    ((_, _, message),) = github_messages(MENDED)
+    assert message == "loss.py:grpo: wrong Fix: square it\n\n" + re.sub("(?m)^(?=.)", "    ", CODE)
+
+
+def test_github_tells_what_is_excused_without_alarm_and_what_is_stale_with():
+    assert [level for level, _, _ in github_messages(EXCUSED)] == ["notice", "notice"]
+    assert "on <purpose>" in github_messages(EXCUSED)[0][2]
+    assert [(level, title) for level, title, _ in github_messages(STALE)] == [("error", "KL201 partial-gradient")]
+
+
+def test_text_shows_code_as_it_stands_however_narrow():
+    text = render("text", [MENDED], Terminal(width=40))
+    for line in CODE.splitlines():
+        assert f"      {line}".rstrip() in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (CONFIRMED, "the expected gradient is ∇KL(π‖ref)"),
+        (EXCUSED, "the expected gradient is ∇KL(π‖ref), apart from what KL201 accounts for, as expected"),
+        (REFUTED, "the loss does not follow ∇KL(π‖ref) as declared"),
+        (HYGIENE, "the expected gradient is ∇KL(π‖ref), but KL501 failed"),
+        (STALE, "the expected gradient is ∇KL(π‖ref), but KL201, expected to fail, passed"),
+        (INCONCLUSIVE, "could not be compared with ∇KL(π‖ref)"),
+    ],
+)
+def test_the_first_sentence_says_what_was_found_and_no_more(report, said):
+    assert f"{said}." in " ".join(render("text", [report]).split())
+    assert said in render("markdown", [report]).splitlines()[2]
+
+
+def test_an_excused_row_and_check_are_shown_as_such_everywhere():
+    text = render("text", [EXCUSED])
+    assert re.search(r"^sequence .* excused$", text, flags=re.MULTILINE)
+    assert "expected failure: KL201 partial-gradient: on <purpose>" in text
+    markdown = render("markdown", [EXCUSED])
+    assert "| excused: KL201 |" in markdown
+    assert r"- Expected failure: KL201 partial-gradient: on \<purpose\>" in markdown
+    cases = {case.get("name"): case for case in junit(EXCUSED)[0]}
+    for name in ("gradient[sequence-current]", "KL201 partial-gradient"):
+        assert cases[name].find("skipped").get("message").startswith("expected failure: ")
+    assert json.loads(render("json", [EXCUSED]))["gradients"][1]["excused"] == ["KL201"]
+
+
+def test_a_stale_excuse_is_a_failure_everywhere():
+    for name in ("text", "markdown", "github", "junit"):
+        assert "expected to fail, but it passes" in render(name, [STALE])
+    assert junit(STALE)[0].get("failures") == "1"
+    assert "passed: KL201" not in render("text", [STALE])
 
 
 class Page(html.parser.HTMLParser):
@@ -283,6 +404,32 @@ def test_markdown_tables_have_equal_columns(report):
     table = [line for line in render("markdown", [report]).splitlines() if line.startswith("|")]
     assert bool(table) == bool(report.gradients)
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) <= 1
+
+
+def tokens(text):
+    """The blocks that a Markdown reader sees, tables included."""
+    return MarkdownIt("commonmark").enable("table").parse(text)
+
+
+@every_report
+def test_markdown_is_read_as_it_is_meant(report):
+    found = tokens(render("markdown", [report, CONFIRMED]))
+    kinds = [token.type for token in found]
+    assert kinds.count("heading_open") == 2
+    assert kinds.count("table_open") == bool(report.gradients) + 1
+    assert "html_block" not in kinds
+    assert "code_block" not in kinds, "four blanks too many make code of words"
+    rows = sum(token.type == "tr_open" for token in found)
+    assert rows == len(report.gradients) + len(CONFIRMED.gradients) + kinds.count("table_open")
+
+
+@pytest.mark.parametrize("code", [CODE, 'text = """\n```\n````\n"""', "- not a list\n# no heading"])
+def test_markdown_shows_code_as_code_within_its_item(code):
+    check = CheckResult("KL102", "x", "fail", "wrong", f"do so\n\n{code}")
+    found = tokens(render("markdown", [replace(REFUTED, checks=[check, check])]))
+    fences = [token for token in found if token.type == "fence"]
+    assert [(fence.info, fence.content, fence.level) for fence in fences] == [("python", code + "\n", 2)] * 2
+    assert [token.type for token in found].count("bullet_list_open") == 1
 
 
 def test_markdown_neutralises_markup():

@@ -12,7 +12,7 @@ from kltest.grading.report import Report
 from kltest.outputs import PLAIN, Terminal
 from kltest.outputs._words import headline, is_warning, reason, rows, visible
 
-KINDS = ("failure", "error", "skipped")
+KINDS, COUNTS = ("failure", "error", "skipped"), ("failures", "errors", "skipped")
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
@@ -26,9 +26,10 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 
 def _suite(root: Element, report: Report) -> None:
     suite = SubElement(root, "testsuite", name=_text(report.target))
-    for row in rows(report):
+    for row, measured in zip(rows(report), report.gradients, strict=True):
         environment, sampler, found, bias, *_ = row.cells
-        case = _case(suite, report, f"gradient[{environment}-{sampler}]")
+        batches = f"-batches-of-{measured.batch}" if measured.batch > 1 else ""
+        case = _case(suite, report, f"gradient[{environment}-{sampler}{batches}]")
         if row.agrees is None:
             SubElement(case, "skipped", message=_text(row.note or "not judged"))
         elif row.excused:
@@ -46,7 +47,7 @@ def _suite(root: Element, report: Report) -> None:
             failure.text = _text(check.fix)
         elif check.status != "pass":
             SubElement(case, "skipped", message=_text(check.message))
-    if report.verdict != "confirmed" and not any(suite.iterfind(".//failure")):
+    if report.verdict != "confirmed" and suite.find(".//failure") is None:
         kind = "failure" if report.verdict == "refuted" else "error"
         summary = report.error or headline(report)
         problem = SubElement(_case(suite, report, "verdict"), kind, type=report.verdict, message=_text(summary))
@@ -61,7 +62,8 @@ def _case(suite: Element, report: Report, name: str) -> Element:
 def _count(element: Element) -> None:
     cases = list(element.iter("testcase"))
     element.set("tests", str(len(cases)))
-    for kind, attribute in zip(KINDS, ("failures", "errors", "skipped"), strict=True):
+    # Jenkins' schema knows no count of skipped cases at the top.
+    for kind, attribute in list(zip(KINDS, COUNTS, strict=True))[: 2 if element.tag == "testsuites" else 3]:
         element.set(attribute, str(sum(case.find(kind) is not None for case in cases)))
 
 
