@@ -5,11 +5,10 @@ Nothing heavy is imported until a demonstration is run: the list of checks is re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:
     from kltest.environments import Instance
@@ -44,7 +43,7 @@ def written(cell: str | float) -> str:
     """A cell as text: numbers with six decimals, in scientific notation where those would show nothing of them."""
     if isinstance(cell, str):
         return cell
-    if not np.isfinite(cell):
+    if not math.isfinite(cell):
         return str(cell)
     small, large = abs(cell) < 1e-4, abs(cell) >= 1e7
     text = f"{cell:.6g}" if cell != 0 and (small or large) else f"{cell:.6f}"
@@ -68,6 +67,8 @@ class SmallWorld:
 
     def instance(self) -> Instance:
         """The world with its policies, ready to be enumerated."""
+        import numpy as np
+
         from kltest.environments import Instance, ragged, sequence
 
         build = ragged if self.ends else sequence
@@ -97,8 +98,8 @@ class SmallWorld:
         while context >= first + going_on**depth:
             first += going_on**depth
             depth += 1
-        prefix = np.base_repr(context - first, going_on).zfill(depth) if depth and going_on > 1 else "0" * depth
-        return f"after {' '.join(prefix)}" if depth else "root"
+        taken = [(context - first) // going_on**later % going_on for later in reversed(range(depth))]
+        return f"after {' '.join(map(str, taken))}" if depth else "root"
 
 
 def of_gradients(
@@ -116,6 +117,8 @@ def of_gradients(
     With two actions the derivative is that with respect to the first one's probability, otherwise those with respect
     to the logits. `call(name)` gives the options (placement, credit, arguments) of a loss.
     """
+    import numpy as np
+
     from kltest.moments import exact, exact_batches
     from kltest.targets.calling import bind
     from kltest.targets.outcome import Call
