@@ -25,12 +25,14 @@ class Row(GradientRow):
     """A row of the report while it is judged.
 
     `identified` and `expected` are spelt with the names that are independent in that world (on a bandit the local forms
-    are the sequence-level ones). `length` is the common length of all rollouts, None where it varies.
+    are the sequence-level ones). `length` is the common length of all rollouts, None where it varies. `variances` are
+    those of the gradient of a batch, an instance each.
     """
 
     length: int | None = None
     value: ValueRow | None = None
     reported: Reported | None = None
+    variances: tuple[float, ...] = ()
 
     @property
     def published(self) -> GradientRow:
