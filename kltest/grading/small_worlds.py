@@ -110,5 +110,5 @@ def worked(
 
 
 def _plain(values: np.ndarray) -> list[float]:
-    """Plain numbers, without the −0 and the 1e-17 that rounding leaves of zero."""
-    return [0.0 if abs(value) < 1e-15 else float(value) for value in values]
+    """Plain numbers, without the last digits, which rounding makes, and without what it leaves of zero."""
+    return [0.0 if abs(value) < 1e-15 else float(f"{value:.14g}") for value in values]
