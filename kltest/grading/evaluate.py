@@ -27,7 +27,7 @@ GROUPS = (4, 3, 2)
 # only size that the loss takes or the one that was asked for.
 FEW_BATCHES, MOST_BATCHES = 1_000, 5_000
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
-NOISY_BATCH = 1024
+NOISY_BATCH = 512
 GROUP_FIELDS = frozenset({"reward", "advantage", "group"})
 # Beyond this the last digits are not rounding any more.
 ALMOST = 1e-9

@@ -166,9 +166,13 @@ class Pairing:
 
     def _of_batches(self, paths: Paths, weight: np.ndarray) -> np.ndarray:
         """(n, C·V) the mean over a batch of each rollout's gradient, of weights (N, T) or (N, T, V)."""
-        leaves = (weight, None) if weight.ndim == 2 else (None, weight)
-        each = each_gradient(paths, self.instance.policy, *leaves)
-        return each.reshape(-1, self.size, self.instance.policy.size).mean(axis=1)
+        # A batch is one long rollout whose tokens share contexts.
+        count = len(paths) // self.size
+        contexts, tokens, mask = (part.reshape(count, -1) for part in (paths.contexts, paths.tokens, paths.mask))
+        long = Paths(contexts, tokens, mask, paths.prompt[:: self.size], np.zeros(count))
+        each = weight.reshape(count, -1, *weight.shape[2:]) / self.size
+        leaves = (each, None) if weight.ndim == 2 else (None, each)
+        return each_gradient(long, self.instance.policy, *leaves).reshape(count, -1)
 
     def learn(self, gradients: np.ndarray, known: np.ndarray) -> None:
         """Take in gradients (n, C·V) and the known estimators (n, K, C·V) on the same rollouts."""

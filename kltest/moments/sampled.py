@@ -24,7 +24,7 @@ ROWS, BATCHES = 200_000, 10_000
 # Samples that only set coefficients and the mixture, and as many again before anything is claimed.
 PILOT_ROWS, PILOT_BATCHES = 512, 128
 # Samples of one chunk: between two looks at the sphere the coefficients stand still.
-MOST_ROWS = 4096
+MOST_ROWS = 2**14
 # Numbers in a chunk of samples of all known estimators.
 CHUNK = 2**22
 # A sample's gradient is a vector, and its covariance a matrix, over all contexts and tokens.
@@ -191,7 +191,7 @@ class _Run:
     @property
     def _most(self) -> int:
         estimators = 1 if self.pairing is None else len(self.pairing) + 1
-        return max(1, min(MOST_ROWS, CHUNK // (self.target.size * estimators * self.source.drawn.size)))
+        return max(1, min(MOST_ROWS // self.source.drawn.size, CHUNK // (self.target.size * estimators)))
 
     def _decided(self) -> bool:
         if self.spheres.count == 0:

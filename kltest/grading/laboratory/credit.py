@@ -39,6 +39,8 @@ def _credit(row: Row, findings: Findings) -> str | None:
     if row.identified is not None:
         return _damped(row.identified)
     gradients = findings.evaluator.gradients(row)
+    if not gradients:  # of a sampled row there are none that are exact
+        return None
     world = findings.evaluator.world(row)
     parts = _parts(world)
     besides = [name for name in findings.expect if name not in ("reverse_kl", "local_reverse_kl", "zero")]
