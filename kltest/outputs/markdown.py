@@ -40,7 +40,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield ""
     for check in (*report.failed, *report.stale):
         yield from _check(check)
-    if report.smallest is not None:
+    if report.smallest is not None and report.verdict != "confirmed":
         yield from _smallest(report.smallest)
     if report.error:
         yield f"- **{_escape(one_line(report.error))}**"

@@ -47,7 +47,7 @@ def _lines(report: Report, terminal: Terminal) -> Iterator[str]:
         yield from ("", *_table(report, terminal))
     for check in (*report.failed, *report.stale):
         yield from ("", *_check(check, terminal))
-    if report.smallest is not None:
+    if report.smallest is not None and report.verdict != "confirmed":
         yield from ("", *_smallest(report.smallest, terminal))
     if report.error:
         yield ""

@@ -1,0 +1,265 @@
+"""What a change did: compared with an earlier report, target by target; a wrong file is refused before any work."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kltest.cli import app
+from kltest.commands.diff import read
+from kltest.errors import UsageError
+from kltest.grading.report import CheckResult, GradientRow, Report
+from kltest.outputs import render_changes
+from kltest.outputs._changes import Change, Changes, Difference, compare
+
+
+def row(environment="bandit", bias=1e-16, variance=2.0, identified=None, **changes):
+    names = {"reverse_kl": 1.0} if identified is None else identified
+    return GradientRow(environment, "current", names, bias, 1.0, 0.0, variance, "exact", 4, 27, **changes)
+
+
+OLD = Report(
+    target="pkg.losses:kl",
+    expect="reverse_kl",
+    placement="loss",
+    seed=0,
+    versions={},
+    verdict="confirmed",
+    reduction="per-row",
+    dtype="float64",
+    gradients=[row(), row("sequence")],
+    checks=[
+        CheckResult("KL101", "zero-gradient", "pass"),
+        CheckResult("KL102", "forward-kl-gradient", "pass"),
+        CheckResult("KL201", "partial-gradient", "fail", "partial"),
+        CheckResult("KL301", "missing-importance-ratio", "skip", "no sampler"),
+    ],
+)
+NEW = replace(
+    OLD,
+    verdict="refuted",
+    gradients=[row(bias=0.5, variance=3.0, identified={"forward_kl": 1.0}), row("sequence", bias=2e-16)],
+    checks=[
+        CheckResult("KL101", "zero-gradient", "pass"),
+        CheckResult("KL102", "forward-kl-gradient", "fail", "the other one"),
+        CheckResult("KL201", "partial-gradient", "pass"),
+        CheckResult("KL301", "missing-importance-ratio", "skip", "no sampler"),
+    ],
+)
+
+
+def differences(old, new):
+    (change,) = compare("old.json", [json.loads(old.to_json())], [new]).targets
+    return {(one.what, one.was, one.now) for one in change.differences}
+
+
+def test_everything_that_changed_and_nothing_that_did_not():
+    assert differences(OLD, OLD) == set()
+    assert differences(OLD, NEW) == {
+        ("verdict", "confirmed", "refuted"),
+        ("gradient, bandit (current)", "∇KL(π‖ref)", "∇KL(ref‖π)"),
+        ("relative bias, bandit (current)", "1e-16", "0.5"),
+        ("relative variance, bandit (current)", "2", "3"),
+        ("KL102 forward-kl-gradient", "pass", "fail"),
+        ("KL201 partial-gradient", "fail", "pass"),
+    }
+    assert {(what, now, was) for what, was, now in differences(NEW, OLD)} == differences(OLD, NEW)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"seed": 1}, {("seed", "0", "1")}),
+        ({"expect": "forward_kl"}, {("expect", "reverse_kl", "forward_kl")}),
+        ({"credit": "return"}, {("credit", "none", "return")}),
+        ({"gradients": [row()]}, {("gradient, sequence (current)", "∇KL(π‖ref)", "")}),
+        ({"gradients": [row(identified={"reverse_kl": 1 + 1e-9}), row("sequence")]}, set()),
+        ({"gradients": [row(variance=2 + 1e-9), row("sequence")]}, set()),
+        (
+            {"gradients": [*OLD.gradients, row(batch=4)]},
+            {("gradient, bandit (current, batches of 4)", "", "∇KL(π‖ref)")},
+        ),
+        ({"gradients": [row(bias=float("nan")), row("sequence")]}, {("relative bias, bandit (current)", "1e-16", "–")}),
+        (
+            {"checks": [replace(check, excused="why") if check.status == "fail" else check for check in OLD.checks]},
+            {("KL201 partial-gradient", "fail", "fail, excused")},
+        ),
+        ({"checks": [*OLD.checks, CheckResult("KL501", "padding-leak", "pass")]}, set()),
+        (
+            {"checks": [*OLD.checks, CheckResult("KL501", "padding-leak", "fail")]},
+            {("KL501 padding-leak", "", "fail")},
+        ),
+    ],
+)
+def test_each_kind_of_change(changes, expected):
+    assert differences(OLD, replace(OLD, **changes)) == expected
+
+
+def test_a_gradient_without_a_name_and_one_of_another_version():
+    unnamed = replace(OLD, gradients=[replace(OLD.gradients[0], identified=None), OLD.gradients[1]])
+    assert differences(OLD, unnamed) == {("gradient, bandit (current)", "∇KL(π‖ref)", "no named gradient")}
+    old = json.loads(OLD.to_json())
+    old["gradients"][0]["identified"] = {"a_later_name": 1.0}
+    (change,) = compare("old.json", [old], [OLD]).targets
+    assert change.differences == (Difference("gradient, bandit (current)", '{"a_later_name": 1.0}', "∇KL(π‖ref)"),)
+
+
+def test_targets_are_matched_by_name_and_by_order_within_a_name():
+    old = [json.loads(report.to_json()) for report in (OLD, replace(OLD, target="gone"), NEW)]
+    changes = compare("old.json", old, [replace(OLD, target="fresh"), OLD, NEW])
+    assert changes.targets == (
+        Change("fresh", "new"),
+        Change(OLD.target),
+        Change(OLD.target),
+        Change("gone", "not graded now"),
+    )
+
+
+CHANGES = compare("old.json", [json.loads(OLD.to_json()), json.loads(replace(OLD, target="same").to_json())], [NEW])
+
+
+def test_changes_in_text_and_markdown():
+    text = render_changes("text", CHANGES)
+    assert text.startswith("changes since old.json\npkg.losses:kl\n")
+    assert "  KL102 forward-kl-gradient            pass → fail\n" in text
+    assert "same: not graded now\n" in text
+    markdown = render_changes("markdown", CHANGES)
+    assert markdown.startswith("### Changes since `old.json`\n")
+    assert "| pkg.losses:kl | KL102 forward-kl-gradient | pass | fail |" in markdown
+    bars = {line.count("|") for line in markdown.splitlines() if line.startswith("|")}
+    assert bars == {5}
+    unchanged = compare("old.json", [json.loads(OLD.to_json())], [OLD])
+    assert render_changes("text", unchanged) == "changes since old.json\nas before: pkg.losses:kl\n"
+    assert "As before: pkg.losses:kl." in render_changes("markdown", unchanged)
+    assert render_changes("json", CHANGES) == render_changes("junit", CHANGES) == ""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "losses.py").write_text("def kl(logp, ref_logp):\n    return (logp - ref_logp).sum(-1).square() / 2\n")
+    return tmp_path
+
+
+def call(*arguments):
+    options = ["--environment", "bandit", "--select", "KL1,KL2"]
+    result = CliRunner().invoke(app, ["grade", "losses.py:kl", *options, *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_the_command_tells_changes_beside_the_report_and_keeps_its_exit_code(folder):
+    assert call("--output", "json:old.json").exit_code == 0
+    assert call("--diff", "old.json").stdout.endswith("changes since old.json\nas before: losses.py:kl\n")
+    before = (folder / "losses.py").read_text()
+    (folder / "losses.py").write_text("def kl(logp, ref_logp):\n    return (ref_logp - logp).exp() - ref_logp + logp\n")
+    result = call("--diff", "old.json")
+    assert result.exit_code == 1
+    told = " ".join(result.stdout.split())
+    assert "losses.py:kl verdict confirmed → refuted" in told
+    assert "gradient, bandit (current) ∇KL(π‖ref) → ∇KL(ref‖π)" in told
+    # Where standard output is for a program, people are told on standard error.
+    result = call("--diff", "old.json", "--output", "json")
+    assert json.loads(result.stdout)["verdict"] == "refuted"
+    assert "confirmed → refuted" in result.stderr
+    result = call("--diff", "old.json", "--output", "json:old.json", "--output", "markdown:now.md")
+    assert result.stderr == ""
+    assert "| verdict | confirmed | refuted |" in (folder / "now.md").read_text()
+    # It is the old report that was read, before the new one took its place.
+    (folder / "losses.py").write_text(before)
+    result = call("--diff", "old.json")
+    assert (result.exit_code, "refuted → confirmed" in result.stdout) == (0, True)
+
+
+GOOD = json.loads(OLD.to_json())
+
+
+@pytest.mark.parametrize(
+    ("content", "saying"),
+    [
+        (None, "No such file"),
+        (b"", "Expecting value"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b"[]", "there is no report"),
+        (b"3", "no object"),
+        (b"{}", "schema is None"),
+        (json.dumps({**GOOD, "schema": "kltest.grade/2"}).encode(), "kltest.grade/2"),
+        (json.dumps([GOOD, {**GOOD, "verdict": None}]).encode(), "entry 2"),
+        (json.dumps({**GOOD, "target": 3}).encode(), "target is no text"),
+        (json.dumps({**GOOD, "gradients": [3]}).encode(), "gradients"),
+        (json.dumps({**GOOD, "gradients": [{"environment": "bandit"}]}).encode(), "lacks"),
+        (json.dumps({**GOOD, "checks": [{"code": "KL101"}]}).encode(), "lacks"),
+        (json.dumps({**GOOD, "gradients": [{**GOOD["gradients"][0], "identified": 3}]}).encode(), "identified as 3"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_is_graded(folder, monkeypatch, content, saying):
+    monkeypatch.setattr("kltest.commands.grade._graded", lambda jobs: pytest.fail("was graded"))
+    if content is not None:
+        (folder / "old.json").write_bytes(content)
+    result = call("--diff", "old.json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "--diff" in result.stderr
+    assert saying in result.stderr
+
+
+@pytest.mark.parametrize("path", ["", ".", "a\0b", "x" * 5000])
+def test_a_path_that_is_no_file_is_refused(folder, path):
+    assert call("--diff", path).exit_code == 2
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def damaged(draw):
+    """A report in which some values, anywhere, are other ones, or are missing."""
+    report = json.loads(draw(st.sampled_from([OLD, NEW])).to_json())
+    for _ in range(draw(st.integers(0, 3))):
+        part = report
+        while draw(st.booleans()) and any(isinstance(value, dict | list) and value for value in _values(part)):
+            part = draw(st.sampled_from([value for value in _values(part) if isinstance(value, dict | list) and value]))
+        key = draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))
+        if isinstance(part, dict) and draw(st.booleans()):
+            del part[key]
+        else:
+            part[key] = draw(ANYTHING)
+        if not report:
+            break
+    return report
+
+
+def _values(part):
+    return list(part.values()) if isinstance(part, dict) else part
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(damaged() | ANYTHING, max_size=2))
+def test_no_file_gives_anything_but_a_comparison_or_a_usage_error(tmp_path_factory, old):
+    path = tmp_path_factory.getbasetemp() / "old.json"
+    path.write_text(json.dumps(old))
+    try:
+        found = read(str(path))
+    except UsageError:
+        return
+    changes = compare("old.json", found, [NEW])
+    for name in ("text", "markdown"):
+        text = render_changes(name, changes)
+        text.encode("utf-8")
+        assert text.endswith("\n")
+        assert not set(text) & set("\x00\x1b\r")
+
+
+def test_hostile_names_keep_the_table_whole():
+    changes = Changes("a|b`c\n", (Change("x|y\n", "", (Difference("a|b", "<img>", "c\nd"),)), Change("**", "new")))
+    table = [line for line in render_changes("markdown", changes).splitlines() if line.startswith("|")]
+    assert len(table) == 4
+    assert "<img>" not in "".join(table)
