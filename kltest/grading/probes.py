@@ -115,8 +115,9 @@ class Probes:
         return self.agrees(Lifted(self.loss), instance) or self.agrees(self.loss, replace(instance, sampler=near))
 
     def _mended_by_reattaching(self, instance: Instance) -> bool:
-        mended = Reattached(self.loss)
-        return not mended.changes_nothing(self._rollout(instance)) and self.agrees(mended, instance)
+        rollout = self._rollout(instance)
+        mended = (Reattached(self.loss), Reattached(self.loss, one_sided=True))
+        return any(not loss.changes_nothing(rollout) and self.agrees(loss, instance) for loss in mended)
 
     def _rollout(self, instance: Instance) -> Rollout:
         return Rollout.of(instance, sampler="stale", padding=self.padding)
@@ -136,11 +137,13 @@ class Reattached:
 
     A ratio depends on logp − old_logp, so what a stop-gradient cuts off is minus the derivative with respect to
     old_logp: that is measured with all stops lifted, less what flowed there anyway, and added to the loss's own
-    gradient. Stops on anything that the sampler does not enter, such as a reward, stay as they are.
+    gradient. Stops on anything that the sampler does not enter, such as a reward, stay as they are. What flows to
+    old_logp need not flow to logp: with `one_sided`, none of it does, as in exp(logp.detach() − old_logp).
     """
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, *, one_sided: bool = False) -> None:
         self.loss = loss
+        self.one_sided = one_sided
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loss, name)
@@ -158,7 +161,8 @@ class Reattached:
 
     def _missing(self, rollout: Rollout) -> tuple[Outcome, Tensor]:
         outcome = self.loss(rollout)
-        return outcome, self._towards_sampler(rollout) - self._towards_sampler(rollout, lifted=True)
+        flowing = 0.0 if self.one_sided else self._towards_sampler(rollout)
+        return outcome, flowing - self._towards_sampler(rollout, lifted=True)
 
     def _towards_sampler(self, rollout: Rollout, *, lifted: bool = False) -> Tensor:
         old = rollout.peek("old_logp").detach().clone().requires_grad_()

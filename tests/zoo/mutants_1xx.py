@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant("KL102", cross_entropy_of_the_reference),
     Mutant("KL103", reward_bonus, options=REWARD),
     Mutant("KL103", swapped_arguments),
-    Mutant("KL104", k2_in_the_reward, options=REWARD),
+    Mutant("KL104", k2_in_the_reward, also=("KL105",), options=REWARD),
     Mutant("KL104", k3_in_the_reward, also=("KL503",), options=REWARD),
     Mutant("KL105", cubed),
     Mutant("KL105", square_root),

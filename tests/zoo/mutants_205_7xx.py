@@ -1,0 +1,142 @@
+"""Losses with discounted credit, with heads of the vocabulary, temperatures and truncations."""
+
+import torch
+import torch.nn.functional as F
+from zoo.table import Mutant
+
+LOCAL = {"expect": "local_reverse_kl"}
+
+
+def chosen(log_probs, tokens):
+    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+# KL205: later log-ratios with a factor.
+
+
+def advantages_by_gae(logp, ref_logp, mask, gamma=1.0, lam=0.95):
+    """Generalised advantage estimation of the penalty alone, without a critic."""
+    live = mask.bool()
+    rewards = torch.where(live, ref_logp - logp, 0.0).detach()
+    advantages, last = torch.zeros_like(rewards), torch.zeros(len(rewards), dtype=rewards.dtype)
+    for step in reversed(range(rewards.shape[1])):
+        last = rewards[:, step] + gamma * lam * last
+        advantages[:, step] = last
+    return -(advantages * torch.where(live, logp, 0.0)).sum(-1).mean()
+
+
+def discounted_from_the_start(logp, ref_logp, mask):
+    live = mask.bool()
+    powers = 0.9 ** torch.arange(mask.shape[1], dtype=logp.dtype)
+    cost = torch.where(live, (logp - ref_logp).detach(), 0.0) * powers
+    return cost.sum(-1) * torch.where(live, logp, 0.0).sum(-1)
+
+
+def next_token_only(logp, ref_logp, mask):
+    """Credit is cut off after one token."""
+    live = mask.bool()
+    cost = torch.where(live, (logp - ref_logp).detach(), 0.0)
+    following = F.pad(cost[:, 1:], (0, 1))
+    return ((cost + following) * torch.where(live, logp, 0.0)).sum(-1)
+
+
+def mixed_with_the_local_loss(logp, ref_logp, mask):
+    delta = torch.where(mask.bool(), logp - ref_logp, 0.0)
+    return 0.3 * delta.sum(-1).square() / 2 + 0.7 * delta.square().sum(-1) / 2
+
+
+# KL701: a head of the vocabulary.
+
+
+def ema_pg(logits, ref_logits, logp, ref_logp, tokens):
+    top = logits.topk(2, dim=-1)
+    head = (top.values.exp() * (top.values - ref_logits.gather(-1, top.indices))).sum(-1)
+    outside = (top.indices != tokens.unsqueeze(-1)).all(-1)
+    return head + 0.5 * (logp - ref_logp).square().where(outside, 0.0)
+
+
+def distillation_on_the_teachers_head(logits, ref_logits):
+    """Both renormalised over the reference's likeliest."""
+    teacher = ref_logits.topk(2, dim=-1)
+    own = logits.gather(-1, teacher.indices).log_softmax(-1)
+    return F.kl_div(teacher.values.log_softmax(-1), own, log_target=True, reduction="none").sum(-1)
+
+
+def nucleus_of_the_policy(logits, ref_logits):
+    ordered = logits.sort(-1, descending=True)
+    chances = ordered.values.exp()
+    inside = chances.cumsum(-1) - chances < 0.7
+    terms = chances * (ordered.values - ref_logits.gather(-1, ordered.indices))
+    return terms.where(inside, 0.0).sum(-1)
+
+
+def head_of_thirty_two(logits, ref_logits):
+    """Complete in worlds with few actions, and wrong with more."""
+    top = logits.topk(min(32, logits.shape[-1]), dim=-1)
+    return (top.values.exp() * (top.values - ref_logits.gather(-1, top.indices))).sum(-1)
+
+
+# KL702: a temperature.
+
+
+def generation_temperature_on_the_policy(logits, ref_logits, tokens):
+    own = chosen(torch.log_softmax(logits / 0.7, -1), tokens)
+    return 0.5 * (own - chosen(ref_logits, tokens)).square()
+
+
+def scaled_by_the_inverse(logits, ref_logits):
+    own = torch.log_softmax(logits, -1)
+    other = torch.log_softmax(ref_logits * 1.25, -1)
+    return (own.exp() * (own - other)).sum(-1)
+
+
+def distillation_temperature(logits, ref_logits):
+    own, other = (torch.log_softmax(scores / 2, -1) for scores in (logits, ref_logits))
+    return F.kl_div(other, own, log_target=True, reduction="none").sum(-1)
+
+
+def divided_field(logp, ref_logp):
+    return 0.5 * (logp / 0.6 - ref_logp).pow(2)
+
+
+# KL703: a truncated distribution on the drawn token.
+
+
+def top_p_log_prob(logits, ref_logp, tokens):
+    ordered = logits.sort(-1, descending=True)
+    chances = ordered.values.exp()
+    inside = (chances.cumsum(-1) - chances < 0.7).scatter(-1, ordered.indices, chances.cumsum(-1) - chances < 0.7)
+    own = chosen(logits.masked_fill(~inside, float("-inf")).log_softmax(-1), tokens)
+    inside = chosen(inside, tokens)
+    return torch.where(inside, 0.5 * (own.where(inside, 0.0) - ref_logp).square(), 0.0)
+
+
+def engine_reports_the_reference_truncated(logp, ref_logits, tokens):
+    kept = ref_logits >= ref_logits.topk(2, dim=-1).values[..., -1:]
+    other = chosen(ref_logits.masked_fill(~kept, -15.0).log_softmax(-1), tokens)
+    return 0.5 * (logp - other).square()
+
+
+def tokens_outside_are_skipped(logp, ref_logp, logits, tokens):
+    rank = (logits > chosen(logits, tokens).unsqueeze(-1)).sum(-1)
+    return (0.5 * (logp - ref_logp).square()).where(rank < 2, 0.0)
+
+
+MUTANTS = [
+    Mutant("KL205", advantages_by_gae),
+    Mutant("KL205", discounted_from_the_start),
+    Mutant("KL205", next_token_only),
+    Mutant("KL205", mixed_with_the_local_loss),
+    Mutant("KL701", ema_pg, options=LOCAL),
+    Mutant("KL701", distillation_on_the_teachers_head, options=LOCAL),
+    Mutant("KL701", nucleus_of_the_policy, options=LOCAL),
+    Mutant("KL701", head_of_thirty_two, options=LOCAL),
+    Mutant("KL701", "top-k"),
+    Mutant("KL702", generation_temperature_on_the_policy, options=LOCAL),
+    Mutant("KL702", scaled_by_the_inverse, options=LOCAL),
+    Mutant("KL702", distillation_temperature, options=LOCAL),
+    Mutant("KL702", divided_field, options=LOCAL),
+    Mutant("KL703", top_p_log_prob, options=LOCAL),
+    Mutant("KL703", engine_reports_the_reference_truncated, options=LOCAL),
+    Mutant("KL703", tokens_outside_are_skipped, options=LOCAL),
+]

@@ -1,0 +1,124 @@
+"""Losses that take rollouts of another policy for the policy's own, or correct for it in the wrong way."""
+
+import torch
+from zoo.table import Mutant
+
+BOTH = {"sampler": "both"}
+LOCAL = {"expect": "local_reverse_kl"}
+
+
+def sequence_log_ratio(logp, other, mask):
+    return torch.where(mask.bool(), logp - other, 0.0).sum(-1)
+
+
+# KL301: no ratio.
+
+
+def k1_return_as_sampled(logp, ref_logp, mask):
+    cost = sequence_log_ratio(logp, ref_logp, mask).detach()
+    return cost * torch.where(mask.bool(), logp, 0.0).sum(-1)
+
+
+def ppo_with_a_bare_penalty(logp, old_logp, advantage, ref_logp, mask, beta):
+    """The policy term has its ratio, the penalty has none."""
+    live = mask.bool()
+    ratio = torch.where(live, logp - old_logp, 0.0).exp()
+    surrogate = torch.minimum(ratio * advantage[:, None], ratio.clamp(0.8, 1.2) * advantage[:, None])
+    policy_loss = -torch.where(live, surrogate, 0.0).sum(-1)
+    return policy_loss + beta * 0.5 * sequence_log_ratio(logp, ref_logp, mask).pow(2)
+
+
+# KL302: the ratio's own derivative is cut where it is needed.
+
+
+def k3_with_a_stopped_sequence_ratio(logp, ref_logp, old_logp, mask):
+    log_ratio = sequence_log_ratio(logp, ref_logp, mask)
+    with torch.no_grad():
+        weight = sequence_log_ratio(logp, old_logp, mask).exp()
+    return weight * (torch.expm1(-log_ratio) + log_ratio)
+
+
+def k1_value_with_a_stopped_ratio(logp, ref_logp, old_logp, mask):
+    """ρ·k1: with the ratio differentiable this is the score-function estimate."""
+    weight = sequence_log_ratio(logp.detach(), old_logp.detach(), mask).exp()
+    return (weight * sequence_log_ratio(logp, ref_logp, mask)).mean()
+
+
+# KL303: the token's own ratio and no prefix.
+
+
+def truncated_importance_sampling(logp, ref_logp, old_logp, mask):
+    weight = torch.exp(torch.where(mask.bool(), logp - old_logp, 0.0)).clamp(max=10.0).detach()
+    return weight * 0.5 * torch.where(mask.bool(), logp - ref_logp, 0.0).square()
+
+
+def exact_kl_at_sampled_prefixes(logits, ref_logits, mask):
+    live = mask.bool()
+    own, other = logits[live], ref_logits[live]
+    divergence = torch.zeros_like(mask)
+    divergence[live] = torch.einsum("nv,nv->n", own.exp(), own - other)
+    return divergence.sum(-1)
+
+
+# KL304: one ratio for a sequence on every token.
+
+
+def gspo_style(logp, ref_logp, old_logp, mask):
+    lengths = mask.sum(-1, keepdim=True)
+    log_weight = torch.where(mask.bool(), logp - old_logp, 0.0).sum(-1, keepdim=True) / lengths
+    penalty = 0.5 * torch.where(mask.bool(), logp - ref_logp, 0.0).square()
+    return (log_weight.exp().detach() * penalty).sum(-1).mean()
+
+
+def broadcast_by_expand(logp, ref_logp, old_logp, mask):
+    live = mask != 0
+    mean = (logp - old_logp).masked_fill(~live, 0.0).sum(1) / live.sum(1)
+    weight = mean.exp()[:, None].expand_as(logp).detach()
+    delta = (logp - ref_logp).masked_fill(~live, 0.0)
+    return (weight * delta.detach() * delta).sum(1)
+
+
+# KL305: the reward's log-ratio is as old as the rollout.
+
+
+def penalty_at_generation_time(logp, ref_logp, old_logp, mask):
+    weight = sequence_log_ratio(logp, old_logp, mask).exp()
+    return weight * sequence_log_ratio(old_logp, ref_logp, mask)
+
+
+def shaped_rewards(logp, ref_logp, old_logp, mask):
+    live = mask.bool()
+    rewards = -torch.where(live, old_logp - ref_logp, 0.0)
+    ratio = torch.exp(torch.where(live, logp - old_logp, 0.0).cumsum(1)).detach()
+    weights = (ratio * rewards).flip(1).cumsum(1).flip(1)
+    return -(weights * torch.where(live, logp, 0.0)).sum(1)
+
+
+# KL306: the ratio is right until it is limited.
+
+
+def capped(logp, ref_logp, old_logp, mask):
+    weight = sequence_log_ratio(logp, old_logp, mask).exp().detach()
+    weight = torch.minimum(weight, torch.tensor(1.1, dtype=weight.dtype))
+    return weight * sequence_log_ratio(logp, ref_logp, mask).square() / 2
+
+
+def clipped_in_log_space(logp, ref_logp, old_logp, mask):
+    log_weight = torch.clamp(sequence_log_ratio(logp, old_logp, mask), -0.1, 0.1)
+    return log_weight.exp().detach() * 0.5 * sequence_log_ratio(logp, ref_logp, mask).pow(2)
+
+
+MUTANTS = [
+    Mutant("KL301", k1_return_as_sampled, options=BOTH),
+    Mutant("KL301", ppo_with_a_bare_penalty),
+    Mutant("KL302", k3_with_a_stopped_sequence_ratio, also=("KL102", "KL503")),
+    Mutant("KL302", k1_value_with_a_stopped_ratio, also=("KL101",)),
+    Mutant("KL303", truncated_importance_sampling, options=LOCAL),
+    Mutant("KL303", exact_kl_at_sampled_prefixes, also=("KL301",), options=LOCAL | BOTH),
+    Mutant("KL304", gspo_style, options=LOCAL),
+    Mutant("KL304", broadcast_by_expand, options=LOCAL),
+    Mutant("KL305", penalty_at_generation_time, options={"placement": "reward"}),
+    Mutant("KL305", shaped_rewards),
+    Mutant("KL306", capped),
+    Mutant("KL306", clipped_in_log_space),
+]
