@@ -26,6 +26,8 @@ NAMES = ("kl", "kl_per_token", "mean_of_token_means")
 # to which a small constant was added. What is told apart here differs by more than a hundredth.
 TOLERANCE = {"float64": 1e-4, "float32": 1e-4}
 HALF_PRECISION = 3e-2
+# A metric below this share of the KL is a rounded zero, which is a multiple of anything.
+NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class Reported:
 
     @property
     def factors(self) -> dict[str, float]:
-        """The names of which it is the same multiple on every instance, and that multiple."""
+        """The names of which it is the same multiple on every instance, and that multiple; none of nothing."""
         found = {}
         for name in self.truths[0]:
             ratios = [mean / truth[name] for mean, truth in zip(self.means, self.truths, strict=True)]
-            if np.ptp(ratios) <= TOLERANCE["float64"] * abs(ratios[0]):
+            if abs(ratios[0]) > NOTHING and np.ptp(ratios) <= TOLERANCE["float64"] * abs(ratios[0]):
                 found[name] = float(ratios[0])
         return found
 

@@ -28,14 +28,19 @@ Place = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Kept:
-    """What a place held at one moment: the newest item itself, a copy of it, and how many entries a list had."""
+    """What a place held at one moment: the newest item itself, a copy of it, and how many entries a list had.
+
+    `version` counts the writes into a tensor, which may leave the same number.
+    """
 
     item: Any
     copy: Any
     entries: int = -1
+    version: int = -1
 
     def differs(self, other: Kept) -> bool:
-        return self.entries != other.entries or self.item is not other.item or not _equal(self.copy, other.copy)
+        counted = (self.entries, self.version) != (other.entries, other.version)
+        return counted or self.item is not other.item or not _equal(self.copy, other.copy)
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,9 @@ def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Kept]]:
 
 
 def _kept(held: Any) -> Kept:
-    if isinstance(held, MutableSequence | deque):
-        item = held[-1] if len(held) else None
-        return Kept(item, _copy(item), len(held))
-    return Kept(held, _copy(held))
+    entries = len(held) if isinstance(held, MutableSequence | deque) else -1
+    item = held if entries < 0 else held[-1] if entries else None
+    return Kept(item, _copy(item), entries, item._version if isinstance(item, Tensor) else -1)
 
 
 def _copy(item: Any) -> Any:

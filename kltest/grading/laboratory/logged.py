@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kltest.environments import Instance
-from kltest.errors import KltestError
+from kltest.errors import KltestError, TargetError
 from kltest.grading.demonstration import Demonstration, SmallWorld
 from kltest.grading.findings import Findings, Row
 from kltest.grading.values import NAMES, TOLERANCE, Reported
@@ -234,11 +234,10 @@ def _named(found: Reported, environment: str, seed: int) -> str | None:
 
 
 def _metric(findings: Findings, rollout: Rollout, beta: float | None = None) -> np.ndarray:
-    """What is logged for a batch; a number a token at live positions only."""
-    fresh = rollout.replace()
-    metric = findings.loss.returned(fresh, beta).metric
+    """What is logged for a batch; a number a token at live positions only. TargetError where nothing is."""
+    metric = findings.loss.returned(rollout.replace(), beta).metric
     if metric is None:
-        return np.array(np.nan)
+        raise TargetError(f"{findings.loss.name} logs a KL in some calls and none in others")
     return np.where(rollout.peek("mask").numpy() != 0, metric.numpy(), 0.0) if metric.dim() == 2 else metric.numpy()
 
 

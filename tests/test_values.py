@@ -1,0 +1,394 @@
+"""The logged KL: which number it is, what else it depends on, where it is kept, and whether it stays what it was."""
+
+import math
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from zoo.clean_values import CLEAN, live, penalty, sampled_k3
+from zoo.mutants_values import MUTANTS
+
+from kltest.grading import grade
+from kltest.grading.checks import CHECKS
+from kltest.grading.laboratory import recorded
+from kltest.grading.worlds import instances
+from kltest.rollout import Rollout
+from kltest.targets.calling import bind
+from kltest.targets.outcome import Call
+
+FAMILY = ("KL601", "KL602", "KL603", "KL604")
+
+
+def codes(report):
+    return {check.code for check in report.failed if not check.warns}
+
+
+def message(report, code):
+    return next(check.message for check in report.checks if check.code == code)
+
+
+# ------------------------------------------------------------------------------------------------------- both zoos
+
+
+@pytest.mark.parametrize("row", MUTANTS, ids=lambda row: row.name)
+def test_a_mutant_fails_exactly_its_codes(row):
+    report = grade(row.loss, **row.options)
+    assert report.verdict == "refuted", report.error
+    assert codes(report) == {row.code, *row.also}, [check.message for check in report.failed]
+
+
+@pytest.mark.parametrize("row", CLEAN, ids=lambda row: row.name)
+def test_a_right_metric_is_left_alone(row):
+    report = grade(row.loss, **row.options)
+    assert report.verdict == "confirmed", [report.error, *(check.message for check in report.failed)]
+    assert codes(report) == set()
+    assert {check.status for check in report.checks if check.code in FAMILY} == {"pass"}
+    assert {one.matches for one in report.value if one.sampler == "current"} <= {
+        "kl",
+        "kl_per_token",
+        "mean_of_token_means",
+    }
+
+
+@pytest.mark.parametrize("code", FAMILY)
+def test_the_losses_of_the_words(code):
+    check = CHECKS[code]
+    assert codes(grade(check.wrong, **check.options)) == {code}
+    mended = grade(check.mended, **check.options)
+    assert mended.verdict == "confirmed"
+    assert codes(mended) == set()
+
+
+# ------------------------------------------------------------------------------------------- the numbers of the words
+
+P, Q = (0.8, 0.2), (0.5, 0.5)
+U = [math.log(p / q) for p, q in zip(P, Q, strict=True)]
+KL = sum(p * u for p, u in zip(P, U, strict=True))
+SPREAD = math.sqrt(sum(p * (u - KL) ** 2 for p, u in zip(P, U, strict=True)))
+
+NUMBERS = {
+    "KL601": [KL, sum(p * u * u / 2 for p, u in zip(P, U, strict=True))],
+    "KL602": [KL, 0.1 * KL],
+    "KL603": [KL, 0.1 * KL],
+    # The second action ends the rollout, with probability 0.2, and leaves one padded position.
+    "KL604": [KL, KL + P[1], KL - P[1]],
+}
+
+
+@pytest.mark.parametrize("code", NUMBERS)
+def test_examples_and_demonstrations_show_the_numbers_computed_by_hand(code):
+    shown = CHECKS[code].demonstrate().text()
+    for number in NUMBERS[code]:
+        text = f"{number:.6f}".replace("-", "−")
+        assert text in CHECKS[code].example
+        assert text in shown
+
+
+# ---------------------------------------------------------------------------------------------------- value rows
+
+
+def by_hand(environment, sampler):
+    """(Σu, L, probability) of every rollout of the instances, from the tables alone."""
+    for instance in instances(environment, 0):
+        paths = instance.paths
+        tables = {"pi": instance.policy, "ref": instance.reference, "mu": instance.behaviour(sampler)}
+        summed = {
+            name: np.array(
+                [table[c[m], t[m]].sum() for c, t, m in zip(paths.contexts, paths.tokens, paths.mask, strict=True)]
+            )
+            for name, table in tables.items()
+        }
+        yield summed["pi"] - summed["ref"], paths.mask.sum(axis=1), np.exp(summed["mu"]), np.exp(summed["pi"])
+
+
+@pytest.mark.parametrize("environment", ["bandit", "sequence", "ragged"])
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+def test_bias_and_standard_deviation_of_the_plain_log_ratio(environment, sampler):
+    def loss(logp, ref_logp, mask):
+        return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1)}
+
+    row = grade(loss, environment=environment, sampler=sampler, select="KL1").value[0]
+    biases, spreads = [], []
+    for total, _, weights, policy in by_hand(environment, sampler):
+        kl = policy @ total
+        biases.append(abs(weights @ total / kl - 1))
+        spreads.append(np.sqrt(weights @ (total - weights @ total) ** 2) / kl)
+    if sampler == "current":
+        assert row.matches == "kl"
+        assert row.relative_bias < 1e-12
+        assert row.relative_std == pytest.approx(max(spreads), rel=1e-10)
+    else:
+        # Relative to the nearest of the three numbers, which need not be the KL of whole rollouts.
+        assert row.matches is None
+        assert row.relative_bias > 1e-3
+        if environment == "bandit":
+            assert row.relative_bias == pytest.approx(max(biases), rel=1e-10)
+            assert row.relative_std == pytest.approx(max(spreads), rel=1e-10)
+
+
+def test_a_token_mean_of_k3_is_judged_by_what_it_tends_to_and_a_mean_of_means_keeps_its_bias():
+    def of_the_batch(logp, ref_logp, mask):
+        return penalty(logp, ref_logp, mask), {"kl": sampled_k3(logp, ref_logp, mask).sum() / mask.sum()}
+
+    def of_each(logp, ref_logp, mask):
+        rows = sampled_k3(logp, ref_logp, mask).sum(-1) / mask.sum(-1)
+        return penalty(logp, ref_logp, mask), {"kl": rows.mean()}
+
+    batch, each = (grade(loss, environment="ragged", select="KL6") for loss in (of_the_batch, of_each))
+    assert [batch.value[0].matches, each.value[0].matches] == ["kl_per_token"] * 2
+    assert batch.value[0].relative_bias < 1e-12
+    biases = []
+    for instance in instances("ragged", 0):
+        paths, weights = instance.paths, instance.rollout_weights("current")
+        u = np.where(paths.mask, (instance.policy - instance.reference)[paths.contexts, paths.tokens], 0.0)
+        k3 = (np.exp(-u) - 1 + u).sum(axis=1)
+        length = paths.mask.sum(axis=1)
+        truth = (weights @ u.sum(axis=1)) / (weights @ length)
+        assert weights @ k3 == pytest.approx(weights @ u.sum(axis=1))
+        biases.append(abs(weights @ (k3 / length) / truth - 1))
+    assert each.value[0].relative_bias == pytest.approx(max(biases), rel=1e-9)
+    assert codes(batch) == codes(each) == set()
+
+
+def test_a_loss_value_that_is_no_kl_is_no_defect():
+    def squared(logp, ref_logp, mask):
+        return live(logp - ref_logp, mask).sum(-1).square() / 2
+
+    report = grade(squared)
+    assert report.value[0].matches is None
+    assert [check.status for check in report.checks if check.code in FAMILY] == ["skip"] * 4
+    assert codes(report) == set()
+
+
+def test_groups_that_need_company_log_token_means_too():
+    def group(logp, ref_logp, mask, rewards):
+        if len(logp) < 2:
+            raise ValueError("needs a group")
+        u = live(logp - ref_logp, mask)
+        baseline = (u.sum(-1).sum() - u.sum(-1)) / (len(u) - 1)
+        loss = ((u.sum(-1) - baseline).detach() * live(logp, mask).sum(-1)).mean()
+        return loss, {"kl": sampled_k3(logp, ref_logp, mask).sum() / mask.sum()}
+
+    report = grade(group, group_size=2, environment="sequence,ragged", select="KL6")
+    assert codes(report) == set(), [check.message for check in report.failed]
+
+
+# ------------------------------------------------------------------------------------------------- where it is kept
+
+
+def stored_in(function, **options):
+    report = grade(function, environment="bandit", select="KL6", **options)
+    return report.value[0].matches, report
+
+
+def test_in_a_list_of_which_the_last_entry_counts():
+    class Keeps:
+        def __init__(self):
+            self.history = {"kl": [123.0]}
+
+        def __call__(self, logp, ref_logp, mask):
+            self.history["kl"].append(live(logp - ref_logp, mask).sum(-1).mean())
+            return penalty(logp, ref_logp, mask)
+
+    assert stored_in(Keeps())[0] == "kl"
+
+
+def test_in_an_argument_a_closure_or_a_global():
+    kept = {}
+
+    def in_an_argument(logp, ref_logp, mask, metrics):
+        metrics["kl"] = live(logp - ref_logp, mask).sum(-1).mean()
+        return penalty(logp, ref_logp, mask)
+
+    def in_a_closure(logp, ref_logp, mask):
+        kept["kl"] = live(logp - ref_logp, mask).sum(-1).mean()
+        return penalty(logp, ref_logp, mask)
+
+    assert stored_in(in_an_argument, arguments={"metrics": {}})[0] == "kl"
+    assert stored_in(in_a_closure)[0] == "kl"
+    assert stored_in(in_a_global)[0] == "kl"
+
+
+METRICS = {}
+
+
+def in_a_global(logp, ref_logp, mask):
+    METRICS["kl"] = live(logp - ref_logp, mask).sum(-1).mean()
+    return penalty(logp, ref_logp, mask)
+
+
+def test_on_an_object_that_stands_in(tmp_path):
+    (tmp_path / "trainer.py").write_text(
+        textwrap.dedent(
+            """
+            class Trainer:
+                def __init__(self, model):
+                    self.model = model
+
+                def compute_loss(self, logp, ref_logp, mask):
+                    u = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+                    self._metrics["train"]["kl"].append(self.scale * u.mean().item())
+                    return u.square().mean() / 2
+            """
+        )
+    )
+    target = f"{tmp_path / 'trainer.py'}:Trainer.compute_loss"
+    for scale, matches in ((1.0, "kl"), (0.5, None)):
+        arguments = {"self.scale": scale, "self._metrics": {"train": {"kl": []}, "eval": {"kl": [9.0]}}}
+        found, report = stored_in(target, arguments=arguments)
+        assert found == matches
+        assert codes(report) == (set() if matches else {"KL602"})
+
+
+def test_what_was_not_written_by_the_call_is_not_its_metric():
+    class Configured:
+        def __init__(self):
+            self.options = {"kl": 0.3, "clip": 0.2}
+
+        def __call__(self, logp, ref_logp, mask):
+            return penalty(logp, ref_logp, mask)
+
+    assert bind(Configured())(Rollout.of(instances("bandit", 0)[0])).metric is None
+
+
+def test_a_moving_average_is_not_graded_and_says_so():
+    class Smoothed:
+        def __init__(self):
+            self.metrics = {"kl": 0.0}
+
+        def __call__(self, logp, ref_logp, mask):
+            kl = live(logp - ref_logp, mask).sum(-1).mean().item()
+            self.metrics["kl"] = 0.9 * self.metrics["kl"] + 0.1 * kl
+            return penalty(logp, ref_logp, mask)
+
+    report = grade(Smoothed(), environment="bandit", select="KL6")
+    assert any("depends on earlier calls" in note for note in report.notes)
+    assert report.value == []
+    assert codes(report) == set()
+
+
+def test_what_is_returned_goes_before_what_is_stored():
+    class Both:
+        def __init__(self):
+            self.metrics = {}
+
+        def __call__(self, logp, ref_logp, mask):
+            kl = live(logp - ref_logp, mask).sum(-1)
+            self.metrics["kl"] = 7.0 * kl.mean()
+            return kl.square() / 2, {"kl": kl.mean()}
+
+    assert stored_in(Both())[0] == "kl"
+
+
+# --------------------------------------------------------------------------------------------------- what it depends on
+
+
+def test_the_factor_is_told():
+    def third(logp, ref_logp, mask):
+        return penalty(logp, ref_logp, mask), {"kl": -live(logp - ref_logp, mask).sum(-1).mean() / 3}
+
+    assert "−0.333333 · E[Σu] in bandit" in message(grade(third), "KL602").replace("-", "−")
+
+
+def test_a_fixed_coefficient_is_moved_all_the_same():
+    def scaled(logp, ref_logp, mask, beta=1.0):
+        kl = live(logp - ref_logp, mask).sum(-1)
+        return beta * kl.square() / 2, {"kl": beta * kl.mean()}
+
+    assert "β = 1" in message(grade(scaled, beta=1.0), "KL602")
+
+
+def test_none_of_the_three_is_named_where_it_has_a_name():
+    def of_the_reference(logp, ref_logp, mask):
+        u = live(logp - ref_logp, mask).sum(-1)
+        return u.square() / 2, {"kl": (u.square() / 2).mean()}
+
+    assert "E_π[½(Σ_t u_t)²]" in message(grade(of_the_reference, environment="ragged"), "KL601")
+
+
+def test_padding_accounts_for_the_worlds_with_padding_only():
+    def unmasked_squares(logp, ref_logp, mask):
+        return penalty(logp, ref_logp, mask), {"kl": (logp - ref_logp).square().sum(-1).mean() / 2}
+
+    report = grade(unmasked_squares)
+    assert codes(report) == {"KL601", "KL604"}
+    assert "ragged" not in message(report, "KL601")
+    unpadded = grade(unmasked_squares, environment="bandit,sequence")
+    assert next(check.status for check in unpadded.checks if check.code == "KL604") == "skip"
+
+
+# ------------------------------------------------------------------------------------------------- in-place arithmetic
+
+
+def trace_of(function, beta=None):
+    loss = bind(function, Call())
+    rollout = Rollout.of(instances("sequence", 0)[0], sampler="stale").take([0, 5, 9, 20])
+    return recorded._traced(loss, rollout, beta)
+
+
+def test_the_watch_sees_the_line_the_way_and_the_holder():
+    def through_data(logp, ref_logp, mask):
+        kl = live(logp - ref_logp, mask).sum(-1).detach()
+        logged = kl.data
+        kl += 1
+        return penalty(logp, ref_logp, mask), {"kl": logged}
+
+    def under_its_own_name(logp, ref_logp, mask):
+        kl = live(logp - ref_logp, mask).sum(-1).detach()
+        kl += 1
+        return penalty(logp, ref_logp, mask), {"kl": kl}
+
+    alias, own = trace_of(through_data), trace_of(under_its_own_name)
+    assert alias.record
+    assert [(change.line, change.by_name) for change in alias.changes] == [("kl += 1", False)]
+    assert [(change.by_name, change.kept) for change in own.changes] == [(True, False)]
+    for trace in (alias, own):
+        assert trace.final == pytest.approx(trace.changes[0].before + 1)
+
+
+def test_a_metric_that_was_wrong_before_is_not_blamed_on_the_change():
+    def computed_in_place(logp, ref_logp, mask):
+        kl = live(logp - ref_logp, mask).sum(-1).detach()
+        kl.square_().div_(2)
+        return penalty(logp, ref_logp, mask), {"kl": kl}
+
+    assert codes(grade(computed_in_place)) == {"KL601"}
+
+
+def test_numbers_cannot_be_changed_afterwards():
+    def as_a_number(logp, ref_logp, mask, beta):
+        kl = live(logp - ref_logp, mask).sum(-1).detach()
+        metrics = {"kl": kl.mean().item()}
+        kl.mul_(beta)
+        return kl * live(logp, mask).sum(-1), metrics
+
+    assert codes(grade(as_a_number)) == set()
+
+
+def test_a_stored_list_of_tensors_that_are_changed():
+    class Collects:
+        def __init__(self):
+            self.metrics = {"kl": []}
+
+        def __call__(self, logp, ref_logp, mask, beta):
+            kl = live(logp - ref_logp, mask).sum(-1).detach()
+            self.metrics["kl"].append(kl)
+            kl *= beta
+            return kl * live(logp, mask).sum(-1)
+
+    report = grade(Collects())
+    assert codes(report) == {"KL603"}
+    assert "`kl *= beta`" in message(report, "KL603")
+
+
+def test_noise_in_torch_is_left_as_it_was():
+    def stored(logp, ref_logp, mask, metrics):
+        metrics["kl"] = live(logp - ref_logp, mask).sum(-1).mean()
+        return penalty(logp, ref_logp, mask)
+
+    loss = bind(stored, Call(arguments={"metrics": {}}))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    loss(Rollout.of(instances("bandit", 0)[0]))
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,189 @@
+"""Losses that are right and log a KL that is one, in the ways in which libraries do."""
+
+from collections import defaultdict
+
+import torch
+from zoo.table import Clean
+
+
+def live(values, mask):
+    return torch.where(mask.bool(), values, torch.zeros_like(values))
+
+
+def penalty(logp, ref_logp, mask):
+    return live(logp - ref_logp, mask).sum(-1).pow(2).mean() / 2
+
+
+def sampled_k3(logp, ref_logp, mask):
+    delta = live(ref_logp - logp, mask).clamp(-20, 20)
+    return torch.expm1(delta) - delta
+
+
+def logs_k1_a_sequence(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1)}
+
+
+def logs_k1_a_token(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": (logp - ref_logp).detach()}
+
+
+def logs_k1_as_a_number(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).mean().item()}
+
+
+def logs_k1_as_an_array(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).detach().numpy()}
+
+
+def logs_k1_in_single_precision(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).float().mean().item()}
+
+
+def logs_the_token_mean_of_k1(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum() / mask.sum().clamp(min=1.0)}
+
+
+def logs_the_mean_of_token_means_of_k1(logp, ref_logp, mask):
+    rows = live(logp - ref_logp, mask).sum(-1) / mask.sum(-1)
+    return penalty(logp, ref_logp, mask), {"kl": rows.mean()}
+
+
+def logs_k3_a_sequence(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": sampled_k3(logp, ref_logp, mask).sum(-1).mean().detach()}
+
+
+def logs_k3_of_the_sequence(logp, ref_logp, mask):
+    delta = live(ref_logp - logp, mask).sum(-1).clamp(-20, 20)
+    return penalty(logp, ref_logp, mask), {"kl": (delta.exp() - 1 - delta).mean()}
+
+
+def logs_the_token_mean_of_k3(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": sampled_k3(logp, ref_logp, mask).sum() / mask.sum()}
+
+
+def logs_the_mean_of_token_means_of_k3(per_token_logps, ref_per_token_logps, completion_mask):
+    per_token_kl = sampled_k3(per_token_logps, ref_per_token_logps, completion_mask)
+    mean_kl = (per_token_kl.sum(dim=1) / completion_mask.sum(dim=1)).mean()
+    return penalty(per_token_logps, ref_per_token_logps, completion_mask), {"kl": mean_kl}
+
+
+def logs_the_exact_next_token_kl(logp, ref_logp, logits, ref_logits, mask):
+    live_logits, live_ref = live(logits, mask.unsqueeze(-1)), live(ref_logits, mask.unsqueeze(-1))
+    kl = torch.where(mask.bool(), (live_logits.exp() * (live_logits - live_ref)).sum(-1), 0.0)
+    return penalty(logp, ref_logp, mask), {"kl": kl.sum(-1).mean()}
+
+
+def logs_the_samplers_own_kl(logp, ref_logp, old_logp, mask):
+    ratio = live(logp - old_logp, mask).sum(-1).exp().detach()
+    u = live(logp - ref_logp, mask).sum(-1)
+    return ratio * u.pow(2) / 2, {"kl": live(old_logp - ref_logp, mask).sum(-1).mean()}
+
+
+def logs_it_unweighted_off_policy(logp, ref_logp, old_logp, mask):
+    ratio = live(logp - old_logp, mask).sum(-1).exp().detach()
+    u = live(logp - ref_logp, mask).sum(-1)
+    return ratio * u.pow(2) / 2, {"kl": u.mean()}
+
+
+def logs_it_weighted_off_policy(logp, ref_logp, old_logp, mask):
+    ratio = live(logp - old_logp, mask).sum(-1).exp().detach()
+    u = live(logp - ref_logp, mask).sum(-1)
+    return ratio * u.pow(2) / 2, {"kl": (ratio * u).mean()}
+
+
+def adds_up_in_place(logp, ref_logp, mask):
+    u = live(logp - ref_logp, mask)
+    kl = torch.zeros(len(u), dtype=u.dtype)
+    metrics = {"kl": kl}
+    for step in range(u.shape[1]):
+        kl += u[:, step].detach()
+    return u.sum(-1).pow(2) / 2, metrics
+
+
+def masks_in_place(logp, ref_logp, mask):
+    kl = (logp - ref_logp).detach()
+    logged = kl.detach()
+    kl.masked_fill_(mask == 0, 0.0)
+    return penalty(logp, ref_logp, mask), {"kl": logged}
+
+
+def fills_rows_of_a_view(logp, ref_logp, mask):
+    table = torch.empty(len(logp), 1, dtype=logp.dtype)
+    column = table[:, 0]
+    for row, (new, ref, here) in enumerate(zip(logp, ref_logp, mask, strict=True)):
+        table[row, 0] = (new - ref)[here.bool()].sum().detach()
+    return penalty(logp, ref_logp, mask), {"kl": column}
+
+
+def scales_a_copy(logp, ref_logp, mask, beta):
+    kl = live(logp - ref_logp, mask).sum(-1).detach()
+    metrics = {"kl": kl.clone()}
+    kl.mul_(beta)
+    return kl * live(logp, mask).sum(-1), metrics
+
+
+class Trainer:
+    """Keeps its metrics as TRL does: a list for each name, of training and of evaluation."""
+
+    def __init__(self):
+        self.training = True
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def compute_loss(self, per_token_logps, ref_per_token_logps, completion_mask):
+        u = live(per_token_logps - ref_per_token_logps, completion_mask)
+        mode = "train" if self.training else "eval"
+        self._metrics[mode]["kl"].append((u.sum(-1)).mean().item())
+        return u.sum(-1).square().mean() / 2
+
+
+class Buffered(torch.nn.Module):
+    """Writes its newest metric over the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.metrics = {"kl": torch.zeros((), dtype=torch.float64)}
+
+    def forward(self, logp, ref_logp, mask):
+        u = live(logp - ref_logp, mask).sum(-1)
+        self.metrics["kl"].copy_(u.detach().mean())
+        return u.square() / 2
+
+
+class RunningSum:
+    """Adds every call to what there was."""
+
+    def __init__(self):
+        self.metrics = {"kl": 0.0}
+        self.calls = 0
+
+    def __call__(self, logp, ref_logp, mask):
+        u = live(logp - ref_logp, mask).sum(-1)
+        self.metrics["kl"] += u.mean().item()
+        self.calls += 1
+        return u.square() / 2
+
+
+CLEAN = [
+    Clean(logs_k1_a_sequence),
+    Clean(logs_k1_a_token),
+    Clean(logs_k1_as_a_number),
+    Clean(logs_k1_as_an_array),
+    Clean(logs_k1_in_single_precision),
+    Clean(logs_the_token_mean_of_k1),
+    Clean(logs_the_mean_of_token_means_of_k1),
+    Clean(logs_k3_a_sequence),
+    Clean(logs_k3_of_the_sequence),
+    Clean(logs_the_token_mean_of_k3),
+    Clean(logs_the_mean_of_token_means_of_k3),
+    Clean(logs_the_exact_next_token_kl),
+    Clean(logs_the_samplers_own_kl),
+    Clean(logs_it_unweighted_off_policy),
+    Clean(logs_it_weighted_off_policy),
+    Clean(adds_up_in_place),
+    Clean(masks_in_place),
+    Clean(fills_rows_of_a_view),
+    Clean(scales_a_copy),
+    Clean(Trainer().compute_loss),
+    Clean(Buffered()),
+    Clean(RunningSum()),
+]

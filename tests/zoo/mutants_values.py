@@ -1,0 +1,184 @@
+"""Losses whose gradient is right and whose logged KL is not."""
+
+import torch
+from zoo.clean_values import live, penalty, sampled_k3
+from zoo.table import Mutant
+
+# ------------------------------------------------------------------------------------------------ KL601: none of them
+
+
+def logs_k2(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": 0.5 * live(logp - ref_logp, mask).square().sum(-1).mean()}
+
+
+def logs_the_other_direction(logp, ref_logp, mask):
+    w = live(ref_logp - logp, mask).sum(-1).clamp(-20, 20).exp()
+    return penalty(logp, ref_logp, mask), {"kl": (w * w.log()).mean()}
+
+
+def logs_the_distance_to_the_sampler(logp, ref_logp, old_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(old_logp - logp, mask).sum(-1).mean()}
+
+
+def logs_absolute_values(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).abs().sum() / mask.sum()}
+
+
+def leaves_out_the_first_token(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask)[:, 1:].sum(-1).mean()}
+
+
+def logs_k1_cut_off_below(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).clamp(min=0).mean().item()}
+
+
+# ------------------------------------------------------------------------------------------- KL602: times something
+
+
+def logs_beta_times_kl(logp, ref_logp, mask, kl_coef):
+    kl = live(logp - ref_logp, mask).sum(-1)
+    return kl_coef * kl.square() / 2, {"kl": kl_coef * sampled_k3(logp, ref_logp, mask).sum(-1).mean()}
+
+
+def logs_after_the_ratio(per_token_logps, ref_per_token_logps, old_per_token_logps, completion_mask):
+    ratio = live(per_token_logps - old_per_token_logps, completion_mask).exp()
+    per_token_kl = sampled_k3(per_token_logps, ref_per_token_logps, completion_mask) * ratio.detach()
+    loss = penalty(per_token_logps, ref_per_token_logps, completion_mask)
+    return loss, {"kl": per_token_kl.sum() / completion_mask.sum()}
+
+
+def logs_it_times_the_advantage(logp, ref_logp, mask, advantages):
+    kl = live(logp - ref_logp, mask).sum(-1)
+    return kl.square() / 2, {"kl": (advantages * kl).mean()}
+
+
+def logs_nothing_where_there_is_no_reward(logp, ref_logp, mask, rewards):
+    kl = live(logp - ref_logp, mask).sum(-1)
+    return kl.square() / 2, {"kl": torch.where(rewards > 0, kl, 0.0)}
+
+
+def logs_half(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).mean() / 2}
+
+
+def logs_with_the_sign_turned(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(ref_logp - logp, mask).sum() / mask.sum()}
+
+
+def divides_by_the_padded_length(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).mean()}
+
+
+# --------------------------------------------------------------------------------------- KL603: changed afterwards
+
+
+def multiplies_what_was_recorded(logp, ref_logp, mask, beta):
+    cost = live(logp - ref_logp, mask).sum(-1).detach()
+    metrics = {"kl": cost}
+    cost.mul_(beta)
+    return cost * live(logp, mask).sum(-1), metrics
+
+
+def weights_in_place(logp, ref_logp, old_logp, mask):
+    cost = live(logp - ref_logp, mask).detach()
+    logged = cost.detach()
+    cost *= live(logp - old_logp, mask).sum(-1, keepdim=True).exp().detach()
+    return cost.sum(-1) * live(logp, mask).sum(-1), {"kl": logged}
+
+
+def records_a_view(logp, ref_logp, mask, beta):
+    cost = live(logp - ref_logp, mask).sum(-1, keepdim=True).detach()
+    metrics = {"kl": cost.view(-1)}
+    cost.multiply_(beta)
+    return cost.squeeze(-1) * live(logp, mask).sum(-1), metrics
+
+
+def hands_out_shared_memory(logp, ref_logp, mask, beta):
+    cost = live(logp - ref_logp, mask).sum(-1).detach()
+    metrics = {"kl": cost.numpy()}
+    torch.mul(cost, beta, out=cost)
+    return cost * live(logp, mask).sum(-1), metrics
+
+
+class OneBuffer:
+    """Returns the same tensor from every call."""
+
+    def __init__(self):
+        self.buffer = torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, logp, ref_logp, mask):
+        kl = live(logp - ref_logp, mask).sum(-1)
+        self.buffer.copy_(kl.detach().mean())
+        return kl.square() / 2, {"kl": self.buffer}
+
+
+class Clears(torch.autograd.Function):
+    """Frees what it no longer needs on the way back."""
+
+    @staticmethod
+    def forward(ctx, kl, logged):
+        ctx.logged = logged
+        ctx.save_for_backward(kl)
+        return kl.square() / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (kl,) = ctx.saved_tensors
+        ctx.logged.zero_()
+        return gradient * kl, None
+
+
+def clears_on_the_way_back(logp, ref_logp, mask):
+    kl = live(logp - ref_logp, mask).sum(-1)
+    logged = kl.detach().clone()
+    return Clears.apply(kl, logged), {"kl": logged}
+
+
+# ---------------------------------------------------------------------------------------------- KL604: padding counts
+
+
+def averages_over_padding(logp, ref_logp, mask):
+    return penalty(logp, ref_logp, mask), {"kl": (logp - ref_logp).mean().item()}
+
+
+def masks_the_wrong_way_round(logp, ref_logp, mask):
+    k1 = torch.where(mask.bool(), logp - ref_logp, logp)
+    return penalty(logp, ref_logp, mask), {"kl": k1.sum(-1)}
+
+
+class ForgetsTheMask:
+    """Stores a metric that it took before it masked."""
+
+    def __init__(self):
+        self.metrics = {}
+
+    def __call__(self, logp, ref_logp, mask):
+        self.metrics["kl"] = (logp - ref_logp).sum(1).mean().item()
+        return penalty(logp, ref_logp, mask)
+
+
+MUTANTS = [
+    Mutant("KL601", logs_k2),
+    Mutant("KL601", logs_the_other_direction),
+    Mutant("KL601", logs_the_distance_to_the_sampler, options={"sampler": "current"}),
+    Mutant("KL601", logs_absolute_values),
+    Mutant("KL601", leaves_out_the_first_token),
+    Mutant("KL601", logs_k1_cut_off_below),
+    Mutant("KL602", logs_beta_times_kl),
+    Mutant("KL602", logs_beta_times_kl, options={"beta": 0.1}),
+    Mutant("KL602", logs_after_the_ratio, also=("KL301",)),
+    Mutant("KL602", logs_it_times_the_advantage),
+    Mutant("KL602", logs_nothing_where_there_is_no_reward),
+    Mutant("KL602", logs_half),
+    Mutant("KL602", logs_with_the_sign_turned),
+    Mutant("KL602", divides_by_the_padded_length),
+    Mutant("KL603", multiplies_what_was_recorded),
+    Mutant("KL603", weights_in_place),
+    Mutant("KL603", records_a_view),
+    Mutant("KL603", hands_out_shared_memory),
+    Mutant("KL603", OneBuffer()),
+    Mutant("KL603", clears_on_the_way_back),
+    Mutant("KL604", averages_over_padding),
+    Mutant("KL604", masks_the_wrong_way_round),
+    Mutant("KL604", ForgetsTheMask()),
+]
