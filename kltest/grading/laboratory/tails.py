@@ -2,7 +2,8 @@
 
 The last token of one rollout is made unlikely under the policy, the reference or the sampler; everything else is left
 alone. Where the gradient grows like a power of the log-ratio, the rollout counts for less and less in E‖ĝ‖², since it
-is drawn less and less. Where it grows exponentially it counts for more the rarer it is.
+is drawn less and less. With e^(r·|log-ratio|) and r > 1/2 it counts for more the rarer it is: then most of the second
+moment is where nothing is drawn.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Tail:
 
 
 def tails(findings: Findings) -> list[Tail]:
-    """Every direction in which the gradient of a rollout grows exponentially."""
+    """Every direction in which a rollout's gradient grows exponentially, and faster than the rollout becomes rare."""
     uses = findings.evaluator.uses & SAMPLER_FIELDS and "stale" in findings.samplers
     rollout = Rollout.of(_instance(findings), padding=findings.seed).take(range(BATCH))
     mild = _size(findings.loss, rollout)
@@ -78,10 +79,10 @@ def tails(findings: Findings) -> list[Tail]:
         if mild <= 0 or min(sizes) <= 0 or not np.isfinite(sizes).all():
             continue
         rates = [log(b / a) / (y - x) for a, b, x, y in zip(sizes, sizes[1:], DISTANCES, DISTANCES[1:], strict=False)]
-        if min(rates) > EXPONENTIAL:
-            growth = [size / mild for size in sizes]
-            drawn = [exp(float((one.peek("old_logp") - rollout.peek("old_logp"))[0].sum())) for one in moved]
-            parts = tuple(chance * factor**2 for chance, factor in zip(drawn, growth, strict=True))
+        growth = [size / mild for size in sizes]
+        drawn = [exp(float((one.peek("old_logp") - rollout.peek("old_logp"))[0].sum())) for one in moved]
+        parts = tuple(chance * factor**2 for chance, factor in zip(drawn, growth, strict=True))
+        if min(rates) > EXPONENTIAL and parts[0] < parts[1] < parts[2]:
             found.append(Tail(direction, tuple(growth), parts, rates[-1]))
     return found
 

@@ -1,0 +1,274 @@
+"""The noise of an estimator against the best known and the tail of its weights, by hand and by other routes."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from zoo.clean_values import live
+from zoo.mutants_variance import MUTANTS
+
+from kltest.environments import Instance, ragged, sequence
+from kltest.grading import grade
+from kltest.grading.checks import CHECKS
+from kltest.grading.evaluate import Evaluator
+from kltest.grading.findings import Findings
+from kltest.grading.laboratory import tails, variance
+from kltest.grading.worlds import instances
+from kltest.moments import exact
+from kltest.outputs._words import is_warning
+from kltest.targets.calling import bind
+from kltest.targets.outcome import Call
+from kltest.targets.resolve import resolve
+from kltest.truth import gradient, parse
+
+FAMILY = ("KL801", "KL802")
+
+
+def result(report, code):
+    return next(check for check in report.checks if check.code == code)
+
+
+# ------------------------------------------------------------------------------------------- they warn, and only warn
+
+
+@pytest.mark.parametrize("row", MUTANTS, ids=lambda row: row.name)
+def test_a_noisy_loss_is_confirmed_and_warned_of(row):
+    report = grade(row.loss, **row.options)
+    assert report.verdict == "confirmed", [report.error, *(check.message for check in report.failed)]
+    assert row.code in {check.code for check in report.failed}
+    assert all(is_warning(check) for check in report.failed)
+    report.raise_for_failure()
+
+
+@pytest.mark.parametrize("code", FAMILY)
+def test_the_losses_of_the_words(code):
+    check = CHECKS[code]
+    wrong, mended = (grade(loss, **check.options) for loss in (check.wrong, check.mended))
+    assert wrong.verdict == mended.verdict == "confirmed"
+    assert code in {check.code for check in wrong.failed}
+    assert mended.failed == []
+
+
+SILENT = [
+    ("k1-reward", {}),
+    ("k2-loss", {"expect": "local_reverse_kl"}),
+    ("k2-loss-sequence", {}),
+    ("full-loss", {"expect": "local_reverse_kl"}),
+    ("rao-blackwell", {}),
+    ("k3-clamped", {}),
+    ("abs-loss", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SILENT, ids=[name for name, _ in SILENT])
+def test_weights_that_grow_like_a_power_are_no_tail(name, options):
+    assert result(grade(name, select="KL801", **options), "KL801").status == "pass"
+
+
+LOUD = [
+    ("k3-loss", "log π/ref → −∞"),
+    ("k3-loss-sequence", "log π/ref → −∞"),
+    ("k3-reward", "log π/ref → −∞"),
+    ("k3-inverted", "log π/ref → ∞"),
+    ("k2-ratio", "log π/μ → ∞"),
+    ("k1-reward-sequence-ratio", "log π/μ → ∞"),
+    ("k2-prefix-ratio", "log π/μ → ∞"),
+]
+
+
+@pytest.mark.parametrize(("name", "direction"), LOUD, ids=[name for name, _ in LOUD])
+def test_exponential_weights_are_named_by_their_direction(name, direction):
+    found = result(grade(name, select="KL801"), "KL801")
+    assert found.status == "fail"
+    assert f"With {direction} the gradient" in found.message
+    assert found.message.count("the gradient of a rollout grows") == 1
+
+
+def test_a_geometric_mean_of_ratios_grows_too_slowly_to_matter():
+    """With three tokens it is e^(log ρ/3), and e^(2/3·log ρ) times the chance e^(−log ρ) falls."""
+
+    def geometric(logp, ref_logp, old_logp, mask):
+        log_rho = live(logp - old_logp, mask).sum(-1) / mask.sum(-1)
+        return log_rho.exp().detach() * live(logp - ref_logp, mask).sum(-1).pow(2) / 2
+
+    assert result(grade(geometric, select="KL801"), "KL801").status == "pass"
+
+
+def test_growth_and_part_of_a_weight_that_is_known():
+    """The weight ref/π alone: e^x/(what the softmax renormalises), and its square times the chance of the token."""
+
+    def by_hand(logits, tokens, distance):
+        lowered = np.array(logits, dtype=float)
+        lowered[tokens] -= distance
+        return lowered - np.log(np.exp(lowered).sum())
+
+    def weight(logp, ref_logp):
+        return -(ref_logp - logp).exp().detach() * logp
+
+    instance = instances("bandit", 0)[0]
+    findings = _findings(weight, "bandit", "local_forward_kl")
+    tail = tails.tails(findings)[0]
+    policy, reference = instance.policy[0], instance.reference[0]
+
+    def size(log_probs):
+        """‖w·(e_0 − π)‖ of the first action."""
+        score = -np.exp(log_probs)
+        score[0] += 1
+        return np.exp(reference[0] - log_probs[0]) * np.linalg.norm(score)
+
+    for distance, growth, part in zip(tails.DISTANCES, tail.growth, tail.parts, strict=True):
+        moved = by_hand(policy, 0, distance)
+        assert growth == pytest.approx(size(moved) / size(policy), rel=1e-9)
+        assert part == pytest.approx(growth**2 * np.exp(moved[0] - policy[0]), rel=1e-9)
+    assert tail.rate == pytest.approx(1, abs=0.01)
+
+
+def _findings(loss, environment, expect):
+    bound = bind(loss)
+    declared = parse(expect)
+    evaluator = Evaluator(bound, declared, bound.takes)
+    return Findings(declared, "loss", (environment,), ("current",), evaluator)
+
+
+# ----------------------------------------------------------------------------------------- estimators to compare with
+
+TARGETS = ("reverse_kl", "local_reverse_kl", "forward_kl", "local_forward_kl")
+
+
+def drawn():
+    """Worlds beyond those that are graded: other sizes, ragged, farther apart."""
+    for seed in range(3):
+        yield Instance.draw(sequence(2, 4), seed, distance=4.0, staleness=2.0)
+        yield Instance.draw(ragged(4, 3), seed, distance=3.0)
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "local_reverse_kl@sampler", "local_forward_kl@sampler"])
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+def test_each_is_unbiased(target, sampler):
+    if "@" in target and sampler == "current":
+        pytest.skip("prefixes of the sampler are not drawn on-policy")
+    for instance in drawn():
+        weights, truth = instance.rollout_weights(sampler), gradient(target, instance)
+        known = variance.estimators(target, instance, sampler)
+        assert known
+        for each in known.values():
+            # A few hundred terms of size one.
+            assert np.einsum("n,ncv->cv", weights, each) == pytest.approx(truth, abs=1e-12)
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+def test_no_other_baseline_is_better(sampler):
+    for instance in drawn():
+        weights = instance.rollout_weights(sampler)
+        each, score = variance.estimators("reverse_kl", instance, sampler)["return"], variance._score(instance, sampler)
+        assert np.einsum("n,ncv->cv", weights, score) == pytest.approx(0, abs=1e-12)
+        best = variance._variance(variance._with_baseline(each, score, weights), weights)
+        for baseline in np.linspace(-3, 3, 25):
+            assert best <= variance._variance(each - baseline * score, weights) + 1e-12
+
+
+def test_on_policy_the_best_baseline_of_the_return_is_the_known_formula():
+    instance = Instance.draw(sequence(3, 2), 5)
+    weights = instance.rollout_weights("current")
+    u = np.where(instance.paths.mask, instance.paths.chosen(instance.policy - instance.reference), 0.0).sum(axis=1)
+    score = variance._score(instance, "current")
+    square = (score**2).sum(axis=(1, 2))
+    baseline = (weights @ (square * u)) / (weights @ square)
+    by_formula = variance._variance((u - baseline)[:, None, None] * score, weights)
+    each = variance.estimators("reverse_kl", instance, "current")["return"]
+    assert variance._variance(variance._with_baseline(each, score, weights), weights) == pytest.approx(by_formula)
+
+
+def test_the_best_of_all_counts_since_rao_blackwell_may_be_the_noisier_one():
+    """A first token that is rare leads to another rare one: its exact KL is large, where a draw nearly always is 0."""
+    policy = np.log([[0.01, 0.99], [0.01, 0.99], [0.5, 0.5]])
+    reference = np.log([[0.99, 0.01], [0.99, 0.01], [0.5, 0.5]])
+    instance = Instance.of(sequence(2, 2), policy, reference)
+    known = variance.variances({"reverse_kl": 1.0}, instance, "current")
+    assert set(known) == set(variance.WORDS)
+    assert 10 * known["to-go"] < known["rao-blackwell"]
+    # The registered estimators, enumerated by themselves, have the same noise before any baseline.
+    plain = variance.estimators("reverse_kl", instance, "current")
+    for name, registered in (("rao-blackwell", "rao-blackwell"), ("to-go", "k1-reward-to-go"), ("return", "k1-reward")):
+        own = exact(resolve(registered, Call()), instance).variance
+        assert variance._variance(plain[name], instance.rollout_weights("current")) == pytest.approx(own, rel=1e-10)
+    doubled = variance.variances({"reverse_kl": 2.0}, instance, "current")
+    assert doubled == pytest.approx({name: 4 * number for name, number in known.items()})
+
+
+def test_targets_of_which_no_estimator_is_known_are_skipped():
+    found = result(grade("abs-loss", expect="2*local_total_variation", environment="sequence", select="KL802"), "KL802")
+    assert (found.status, found.message) == (
+        "skip",
+        "no estimator of local_total_variation is known to compare it with",
+    )
+    refuted = result(grade("k3-loss", select="KL802"), "KL802")
+    assert refuted.status == "skip"
+
+
+# ------------------------------------------------------------------------------------------- the numbers of the words
+
+
+def test_the_rollouts_of_the_tail_example():
+    """Two actions in logits: ĝ = −w·(e_y − π)."""
+    p, q = (0.99, 0.01), (0.5, 0.5)
+    squares = [(q[y] / p[y]) ** 2 * 2 * (1 - p[y]) ** 2 for y in (0, 1)]
+    second = sum(chance * square for chance, square in zip(p, squares, strict=True))
+    exact = 2 * (p[0] - q[0]) ** 2
+    text, table = CHECKS["KL801"].example, CHECKS["KL801"].demonstrate().text()
+    for number in (second, p[1] * squares[1] / second, exact):
+        assert f"{number:.6f}" in text
+        assert f"{number:.6f}" in table
+    assert f"{q[1] / p[1]:.0f}-fold" in text
+    assert f"{q[0] / p[0]:.3f}-fold" in text
+
+
+def test_the_variances_of_the_inefficient_example():
+    """Four rollouts written out; contexts are the root, after 0 and after 1, and two logits each."""
+    policy, reference = ((0.8, 0.2), (0.8, 0.2), (0.5, 0.5)), (0.5, 0.5)
+    u = [[math.log(p / q) for p, q in zip(row, reference, strict=True)] for row in policy]
+    kl = [sum(p * x for p, x in zip(row, us, strict=True)) for row, us in zip(policy, u, strict=True)]
+    chances, scores, whole, blackwell = [], [], [], []
+    for first, second in product((0, 1), repeat=2):
+        after = 1 + first
+        chances.append(policy[0][first] * policy[after][second])
+        score = np.zeros((3, 2))
+        for context, token in ((0, first), (after, second)):
+            score[context] -= policy[context]
+            score[context, token] += 1
+        scores.append(score)
+        whole.append((u[0][first] + u[after][second]) * score)
+        exact = np.zeros((3, 2))
+        for context in (0, after):
+            exact[context] = [p * (x - kl[context]) for p, x in zip(policy[context], u[context], strict=True)]
+        exact[0] += kl[after] * score[0]
+        blackwell.append(exact)
+
+    def noise(each):
+        mean = sum(c * one for c, one in zip(chances, each, strict=True))
+        return sum(c * ((one - mean) ** 2).sum() for c, one in zip(chances, each, strict=True))
+
+    def inner(left, right):
+        return sum(c * (a * b).sum() for c, a, b in zip(chances, left, right, strict=True))
+
+    baseline = inner(blackwell, scores) / inner(scores, scores)
+    best = noise([one - baseline * score for one, score in zip(blackwell, scores, strict=True)])
+    text, table = CHECKS["KL802"].example, CHECKS["KL802"].demonstrate().text()
+    for number in (noise(whole), noise(blackwell), best):
+        assert f"{number:.6f}" in text
+    assert f"{noise(whole) / best:.1f} rollouts" in text
+    for number in (noise(whole), noise(blackwell), noise(whole) / best, noise(blackwell) / best):
+        assert f"{number:.6f}" in table
+
+
+def test_the_ratio_of_a_graded_row_is_the_worst_over_its_instances():
+    report = grade("k1-reward", environment="sequence", select="KL802")
+    ratios = []
+    for instance in instances("sequence", 0):
+        own, best = (exact(resolve(name, Call()), instance).variance for name in ("k1-reward", "rao-blackwell"))
+        weights, score = instance.rollout_weights("current"), variance._score(instance, "current")
+        each = variance.estimators("reverse_kl", instance, "current")["rao-blackwell"]
+        assert variance._variance(each, weights) == pytest.approx(best, rel=1e-10)
+        ratios.append(own / variance._variance(variance._with_baseline(each, score, weights), weights))
+    assert f"sequence (current): {max(ratios):.3g} rollouts" in result(report, "KL802").message
