@@ -178,6 +178,8 @@ class Evaluator:
         asked = len(self.sizes) == 1
         many = self.sizes[0] if asked or self.grouped else NOISY_BATCH
         place = replace(world, group=many if self.grouped else None)
+        if error.keeps_state:
+            return self._not_judged(place, many, "the loss keeps state between calls, so that they are no samples")
         return self._by_sampling(place, many, "the loss gives different gradients for the same batch", noisy=True)
 
     def _by_sampling(self, world: World, batch: int, why: str, *, noisy: bool = False) -> Row:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations_with_replacement, islice, product
 from typing import Literal
 
@@ -201,10 +202,7 @@ class _Batches:
             rows, order = generator.choice(pool, size=size), generator.permutation(size)
             before, after = self.call(rows), self.call(rows[order])
             if attempt == 0 and not close(before.parts, self.call(rows).parts, before.dtype):
-                raise NonDeterministicError(
-                    f"{self.loss.name} gives different gradients for the same batch: it draws random numbers or keeps "
-                    "state between calls"
-                )
+                raise NonDeterministicError.of(self.loss, partial(self.call, rows))
             if not close(tuple(part[order] for part in before.parts), after.parts, before.dtype):
                 return False
         return True

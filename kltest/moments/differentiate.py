@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kltest.errors import TargetError
 from kltest.rollout import LEAVES, Rollout
@@ -56,13 +58,24 @@ def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None, factor:
     found: dict[str, np.ndarray] = {}
     if leaves and outcome.objective.requires_grad:
         # Scaled here, since a gradient given to start from makes torch import its symbolic shapes, for a second.
-        gradients = torch.autograd.grad(outcome.objective * factor, list(leaves.values()), allow_unused=True)
+        gradients = backward(loss, outcome.objective * factor, list(leaves.values()))
         found = {
             name: _live_only(loss, rollout, name, gradient.numpy(), live)
             for name, gradient in zip(leaves, gradients, strict=True)
             if gradient is not None
         }
     return RowGradients(found.get("logp"), found.get("logits"), outcome)
+
+
+def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+    """The gradient at each input, None where none arrives; TargetError where torch cannot go backward."""
+    try:
+        return torch.autograd.grad(objective, inputs, allow_unused=True)
+    except RuntimeError as error:
+        raise TargetError(
+            f"torch cannot go backward through {loss.name}: {error}. Does it write into a tensor that the gradient "
+            "still needs?"
+        ) from error
 
 
 def live_positions(rollout: Rollout) -> np.ndarray | None:

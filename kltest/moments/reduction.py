@@ -7,10 +7,12 @@ the gradient of a batch is then not the average of what its rows would give, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from kltest.errors import KltestError, TargetError
 from kltest.moments.agreement import close
@@ -27,7 +29,33 @@ class BatchOfOneError(TargetError):
 
 
 class NonDeterministicError(TargetError):
-    """The loss gives different gradients for one batch, so that no expectation over rollouts alone is its own."""
+    """The loss gives different gradients for one batch, so that no expectation over rollouts alone is its own.
+
+    `keeps_state`: it does so with the same random numbers too, so that its calls are no independent draws either.
+    """
+
+    def __init__(self, name: str, *, keeps_state: bool) -> None:
+        why = "it keeps state between calls" if keeps_state else "it draws random numbers"
+        mend = "pass in what changes from step to step" if keeps_state else "dropout off, seeds fixed"
+        super().__init__(
+            f"{name} gives different gradients for the same batch: {why}. Make it deterministic ({mend}) to have it "
+            "graded exactly"
+        )
+        self.keeps_state = keeps_state
+
+    @classmethod
+    def of(cls, loss: Loss, call: Callable[[], RowGradients]) -> NonDeterministicError:
+        """The error of a loss that was seen not to repeat a call."""
+        # NumPy's old generator is the one that a loss without one of its own draws from.
+        state = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+        calls = []
+        for _ in range(2):
+            torch.set_rng_state(state[0])
+            np.random.set_state(state[1])  # noqa: NPY002
+            random.setstate(state[2])
+            calls.append(call())
+        once, again = calls
+        return cls(loss.name, keeps_state=not close(once.parts, again.parts, again.dtype))
 
 
 @dataclass
@@ -62,10 +90,7 @@ class Witness:
         several = [each % len(self.base) for each in range(row, row + SEVERAL)]
         pairs = [(self.single(row), self.call([row])), (self.call(several), self.call(several))]
         if not all(close(once.parts, again.parts, again.dtype) for once, again in pairs):
-            raise NonDeterministicError(
-                f"{self.loss.name} gives different gradients for the same batch: it draws random numbers or keeps "
-                "state between calls. Make it deterministic (dropout off, seeds fixed) to have it graded exactly"
-            )
+            raise NonDeterministicError.of(self.loss, lambda: self.call(several))
 
     def look(self, rows: list[int]) -> None:
         """Call the loss on a batch of these rows and compare with each row's own gradient."""

@@ -1,0 +1,70 @@
+"""KL504: in an interval of log-ratios the gradient is exactly zero."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kltest.grading.checks.check import Check, Found
+from kltest.grading.checks.losses import squared_sum
+
+if TYPE_CHECKING:
+    from kltest.grading.demonstration import Demonstration
+    from kltest.grading.findings import Findings
+
+
+def examine(findings: Findings) -> Found | None:
+    from kltest.grading.laboratory import extremes
+
+    return extremes.dead_zones(findings)
+
+
+def moot(findings: Findings) -> str | None:
+    from kltest.grading.laboratory import repeat
+
+    return repeat.why_not(findings)
+
+
+def clamped(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return (log_ratio.square() / 2).clamp(max=10.0)
+
+
+def demonstrate() -> Demonstration:
+    from kltest.grading.laboratory.shown import gradient, of_calls, rollout
+
+    rows = {f"gradient at u = {u:g}": (rollout((-0.5,), (-0.5 - u,)), gradient(0)) for u in (4.0, 4.472, 4.473, 6.0)}
+    return of_calls(
+        "one token, u = logp − ref_logp; (ln π/ref)²/2 reaches 10 at u = √20 = 4.472136",
+        {"as written": clamped, "mended": squared_sum},
+        rows,
+    )
+
+
+CHECK = Check(
+    code="KL504",
+    name="dead-zone",
+    title="The gradient is exactly zero in an interval of log-ratios",
+    what=(
+        "Beyond a bound nothing pulls the policy back: a clamp of the log-ratio or of the value has derivative zero. "
+        "For a value in the reward: the value no longer changes with the log-ratio."
+    ),
+    why=(
+        "The penalty is switched off where it is needed most, far from the reference: a policy that has left is never "
+        "pulled back. The clamped k3 of common libraries (log-ratio to ±20, value to ±10) is dead below −2.6, where "
+        "the policy has a 13th of the reference's probability."
+    ),
+    example=(
+        "(ln π/ref)²/2 clamped to at most 10: at u = 4 the gradient is 4, as it should; from u = √20 = 4.472136 on it "
+        "is 0, and at u = 6 the penalty is silent where it should pull with 6."
+    ),
+    fix=(
+        "Do not clamp what is differentiated. Clamp what is logged, and bound the step by clipping the norm of the "
+        "gradient; a form without exponentials (k2) needs no clamp to stay finite."
+    ),
+    sources=("verl and OpenRLHF: low_var_kl, clamped to ±10", "Shah et al. 2025, arXiv 2512.21852"),
+    wrong=clamped,
+    mended=squared_sum,
+    demonstrate=demonstrate,
+    examine=examine,
+    moot=moot,
+)
