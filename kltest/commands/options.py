@@ -57,13 +57,17 @@ def codes(value: object, where: str) -> tuple[str, ...]:
 def arguments(value: object, where: str) -> dict[str, object]:
     from kltest.targets.arguments import parse_arguments
 
-    if isinstance(value, Mapping):
-        parse_arguments(f"{name}=" for name in value)
-        return {str(name): item for name, item in value.items()}
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, list | tuple | Mapping) or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"{where}: give a table of arguments, or texts of the form NAME=VALUE; it is {value!r}")
-    return parse_arguments(texts)
+    try:
+        if isinstance(texts, Mapping):
+            parse_arguments(f"{name}=" for name in texts)
+            return dict(texts)
+        return parse_arguments(texts)
+    except UsageError as error:
+        # The message names the option already, but not the file that it may stand in.
+        raise UsageError(str(error) if where == "--arg" else f"{where}: {error}") from None
 
 
 def whole(least: int) -> Callable[[object, str], int]:
