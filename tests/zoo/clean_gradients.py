@@ -164,11 +164,6 @@ def forward_by_cross_entropy(logits, ref_logits, mask):
     return -(target * logits.where((mask != 0).unsqueeze(-1), 0.0)).sum((1, 2))
 
 
-def forward_as_grpo_has_it(logp, ref_logp):
-    delta = (ref_logp - logp).clamp(-20, 20)
-    return delta.exp() - delta - 1
-
-
 # Rollouts of another policy.
 
 
@@ -256,7 +251,6 @@ CLEAN = [
     Clean(local_by_kl_div, LOCAL),
     Clean(local_by_cross_entropy_and_entropy, LOCAL),
     Clean(forward_by_cross_entropy, {"expect": "local_forward_kl"}),
-    Clean(forward_as_grpo_has_it, {"expect": "local_forward_kl"}),
     Clean(whole_sequence_ratio),
     Clean(prefix_ratios_and_to_go),
     Clean(ratio_kept_differentiable),

@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant("KL702", scaled_by_the_inverse, options=LOCAL),
     Mutant("KL702", distillation_temperature, options=LOCAL),
     Mutant("KL702", divided_field, options=LOCAL),
-    Mutant("KL703", top_p_log_prob, options=LOCAL),
+    Mutant("KL703", top_p_log_prob, also=("KL504",), options=LOCAL),
     Mutant("KL703", engine_reports_the_reference_truncated, options=LOCAL),
-    Mutant("KL703", tokens_outside_are_skipped, options=LOCAL),
+    Mutant("KL703", tokens_outside_are_skipped, also=("KL504",), options=LOCAL),
 ]

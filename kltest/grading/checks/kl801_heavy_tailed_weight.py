@@ -65,7 +65,7 @@ CHECK = Check(
     ),
     example=(
         "Two actions, π = (0.99, 0.01), ref = (0.5, 0.5), target ∇KL(ref‖π). Weighted by ref/π the second action "
-        "counts 50-fold, the first 0.505-fold: E‖ĝ‖² = 49.005051, of which the rarest 1% of draws carry 0.999999. "
+        "counts 50-fold, the first about half: E‖ĝ‖² = 49.005051, of which the rarest 1% of draws carry 0.999999. "
         "Taken over both actions at once every draw gives the same gradient, E‖ĝ‖² = 0.480200."
     ),
     fix=(

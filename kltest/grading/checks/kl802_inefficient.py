@@ -67,7 +67,7 @@ CHECK = Check(
     example=(
         "Two tokens of two actions, π = (0.8, 0.2) at the root and after a first 0, equal to ref = (0.5, 0.5) after a "
         "first 1. The gradient of one rollout has variance 0.242081 if the whole log-ratio is charged to every token, "
-        "0.016219 Rao–Blackwellised, and 0.015994 with a baseline besides: 15.1 rollouts for one of those."
+        "0.016219 Rao–Blackwellised, and a little less with a baseline besides: 15.1 rollouts for one of those."
     ),
     fix=(
         "Where the full next-token distributions are at hand, take the KL of the next token exactly, and charge "

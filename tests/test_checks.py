@@ -1,0 +1,116 @@
+"""Every check keeps what it says: its example fails, the mended one does not, the demonstration has its numbers."""
+
+import importlib
+import math
+import pkgutil
+import re
+
+import pytest
+
+import kltest
+from kltest.grading import checks
+from kltest.grading.checks import CHECKS
+from kltest.grading.demonstration import written
+
+# A number with at least three decimals is a result; 0.5 or 0.95 are settings.
+RESULT = re.compile(r"[−-]?\d+\.\d{3,}")
+# Arithmetic that leads to a result, as in 0.5·1.386294 = 0.693147 or ln 4 = 1.386294: its steps need not be printed.
+TERM = r"\(?(?:ln |√)?\(?−?\d[\d.]*(?:/\d[\d.]*)?\)?²?"
+SUM = re.compile(rf"({TERM}(?:\s?[−·/+]\s?{TERM})*) = (−?\d+\.\d{{3,}})")
+ALL = pytest.mark.parametrize("check", CHECKS.values(), ids=list(CHECKS))
+
+
+def codes(report):
+    return [check.code for check in report.failed]
+
+
+@ALL
+def test_the_wrong_loss_fails_the_check(check):
+    report = kltest.grade(check.wrong, **check.options)
+    assert not report.error
+    assert check.code in codes(report)
+    if not check.code.startswith("KL8"):
+        assert report.verdict == "refuted"
+    (result,) = (result for result in report.checks if result.code == check.code)
+    assert result.message.startswith(check.title)
+    assert result.message.endswith(check.why)
+    assert check.mended_code in result.fix
+
+
+@ALL
+def test_the_mended_loss_fails_nothing(check):
+    report = kltest.grade(check.mended, **check.options)
+    assert report.verdict == "confirmed", (report.error, codes(report))
+    assert check.code not in codes(report)
+    assert [code for code in codes(report) if not code.startswith("KL8")] == []
+
+
+@ALL
+def test_the_demonstration_has_the_numbers_of_the_example(check):
+    demonstration = check.demonstrate()
+    numbers = [cell for row in demonstration.rows for cell in row if not isinstance(cell, str)]
+    assert demonstration.rows
+    for text in RESULT.findall(SUM.sub("", check.example)):
+        assert is_among(text, numbers) or text in demonstration.text(), f"{text} not in {list(map(written, numbers))}"
+    for expression, result in SUM.findall(check.example):
+        constant = re.fullmatch(r"(ln |√)[\d.]+", expression)
+        assert constant or is_among(result, numbers), f"{result} not in {list(map(written, numbers))}"
+
+
+def is_among(text, numbers):
+    """To the decimals that are written."""
+    decimals = len(text.partition(".")[2])
+    value = float(text.replace("−", "-"))
+    return any(abs(round(number, decimals) - value) < 0.5 * 10**-decimals for number in numbers)
+
+
+def evaluated(expression):
+    """A sum as a person writes it, as a number."""
+    plain = expression.replace("−", "-").replace("·", "*").replace("²", "**2")
+    plain = re.sub(r"ln ([\d.]+)", r"log(\1)", plain)
+    plain = re.sub(r"√([\d.]+)", r"sqrt(\1)", plain)
+    return eval(plain, {"__builtins__": {}}, {"log": math.log, "sqrt": math.sqrt})
+
+
+@ALL
+def test_the_sums_of_the_example_are_right(check):
+    for expression, result in SUM.findall(check.example):
+        # Its terms are rounded to six decimals, too, and multiplied by at most two.
+        assert evaluated(expression) == pytest.approx(float(result.replace("−", "-")), abs=3e-6), expression
+
+
+@ALL
+def test_the_demonstration_tells_wrong_from_mended(check):
+    """In some row its cells differ: a demonstration that shows nothing is none."""
+    demonstration = check.demonstrate()
+    assert demonstration.setting
+    assert all(len(row) == len(demonstration.columns) for row in demonstration.rows)
+    cells = [list(map(str, row[1:])) for row in demonstration.cells()[1:]]
+    assert any(len(set(row)) > 1 for row in cells) or len({tuple(row) for row in cells}) > 1
+
+
+@ALL
+def test_every_text_is_there(check):
+    for text in (check.title, check.what, check.why, check.example, check.fix):
+        assert text == text.strip()
+        assert len(text.split()) >= 4
+        assert "  " not in text
+    assert not check.title.endswith(".")
+    for text in (check.what, check.why, check.example, check.fix):
+        assert text.endswith((".", ")", "!"))
+    assert check.sources
+    assert all(check.sources)
+    assert check.wrong_code != check.mended_code
+    assert "def " in check.wrong_code
+    assert "def " in check.mended_code
+
+
+def test_files_are_named_after_code_and_name():
+    found = {module.name for module in pkgutil.iter_modules(checks.__path__) if module.name.startswith("kl")}
+    assert found == {f"{check.code.lower()}_{check.name.replace('-', '_')}" for check in CHECKS.values()}
+    for name in found:
+        module = importlib.import_module(f"kltest.grading.checks.{name}")
+        assert CHECKS[module.CHECK.code] is module.CHECK
+        assert module.__doc__ is not None
+        assert module.__doc__.startswith(f"{module.CHECK.code}: ")
+    assert len({check.name for check in CHECKS.values()}) == len(CHECKS)

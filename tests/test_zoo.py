@@ -1,0 +1,63 @@
+"""The zoo: every mutant fails its code and no others, every correct loss fails none. A new row is a new test."""
+
+from collections import Counter
+
+import pytest
+from zoo.table import clean, mutants
+
+import kltest
+from kltest.grading.checks import CHECKS
+
+MUTANTS, CLEAN = mutants(), clean()
+MUTANTS_PER_CODE, CORRECT_LOSSES = 2, 15
+
+
+def labels(rows):
+    """Names, numbered where a loss stands in several rows with different options."""
+    seen = Counter()
+    for row in rows:
+        seen[row.name] += 1
+        yield row.name if seen[row.name] == 1 else f"{row.name}-{seen[row.name]}"
+
+
+def warns_only(code):
+    return code.startswith("KL8")
+
+
+def failed(report):
+    """The codes that refute."""
+    return {check.code for check in report.failed if not warns_only(check.code)}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=labels(MUTANTS))
+def test_a_mutant_fails_its_codes_and_no_others(mutant):
+    report = kltest.grade(mutant.loss, **mutant.options)
+    assert not report.error
+    if warns_only(mutant.code):
+        assert mutant.code in {check.code for check in report.failed}
+        assert failed(report) == set(mutant.also)
+    else:
+        assert failed(report) == {mutant.code, *mutant.also}
+        assert report.verdict == "refuted"
+
+
+@pytest.mark.parametrize("correct", CLEAN, ids=labels(CLEAN))
+def test_a_correct_loss_fails_nothing(correct):
+    report = kltest.grade(correct.loss, **correct.options)
+    assert report.verdict == "confirmed", report.error or [(check.code, check.message) for check in report.failed]
+    assert not failed(report)
+
+
+@pytest.mark.parametrize("code", CHECKS)
+def test_every_code_has_its_mutants(code):
+    """Differently written ones, and none of them the example that the check itself carries."""
+    losses = {row.loss for row in MUTANTS if row.code == code} - {CHECKS[code].wrong}
+    assert len(losses) >= MUTANTS_PER_CODE
+
+
+def test_there_are_enough_correct_losses():
+    assert len({row.loss for row in CLEAN}) >= CORRECT_LOSSES
+
+
+def test_mutants_name_codes_that_exist():
+    assert {code for row in MUTANTS for code in (row.code, *row.also)} <= set(CHECKS)
