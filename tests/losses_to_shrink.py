@@ -83,6 +83,16 @@ def baseline_of_the_group(logp, ref_logp, reward, mask):
     return (cost * torch.where(mask > 0, logp, 0.0).sum(-1)).mean()
 
 
+def baseline_of_the_group_added_up(logp, ref_logp, reward, mask):
+    return len(logp) * baseline_of_the_group(logp, ref_logp, reward, mask)
+
+
+def leave_one_out_added_up(logp, ref_logp, reward, mask):
+    total = torch.where(mask > 0, logp - ref_logp, 0.0).sum(-1).detach() + 0.0 * reward
+    cost = total - (total.sum() - total) / (len(total) - 1)
+    return (cost * torch.where(mask > 0, logp, 0.0).sum(-1)).sum()
+
+
 def detached(logp, ref_logp):
     return (logp - ref_logp).detach() ** 2
 

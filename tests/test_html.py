@@ -141,7 +141,7 @@ def test_probabilities_stand_on_the_branch_that_they_belong_to():
     place = Place("x", [0.6, 0.4], [0.5, 0.5], None, None, [0.0] * 2, [0.0] * 2, [0.0] * 2)
     tables = ([0.6, 0.4], [0.7, 0.3], [0.8, 0.2])
     contexts = [replace(place, policy=table) for table in tables]
-    svg = ET.fromstring(tree(WorkedExample("sequence", "current", 2, 2, False, 1, "rows", contexts)))
+    svg = ET.fromstring(tree(WorkedExample("sequence", "current", 2, 2, False, 1, "rows", False, contexts)))
     labels = [(float(e.get("y")), float(e.get("x")), e.text) for e in svg.iter("text") if "π" in (e.text or "")]
     deep = max(x for _, x, _ in labels)
     assert [text for _, x, text in sorted(labels) if x == deep] == ["π 0.7", "π 0.3", "π 0.8", "π 0.2"]
@@ -173,7 +173,7 @@ def test_bars_are_as_long_as_the_numbers_and_point_their_way(shape):
 
 def test_a_whisker_is_one_standard_deviation_to_both_sides():
     place = Place("root", [0.5, 0.5], [0.5, 0.5], None, None, [1.0, -1.0], [0.5, -0.5], [0.25, 0.0])
-    svg = ET.fromstring(bars(WorkedExample("bandit", "current", 1, 2, False, 1, "rows", [place])))
+    svg = ET.fromstring(bars(WorkedExample("bandit", "current", 1, 2, False, 1, "rows", False, [place])))
     (whisker,) = (e.get("d") for e in svg.iter("path") if e.get("class") == "whisker")
     low, high = (float(end) for end in re.match(r"M([\d.]+) [\d.]+ H([\d.]+)", whisker).groups())
     found = next(e for e in svg.iter("rect") if e.get("class") == "found")
@@ -186,7 +186,7 @@ def test_a_whisker_is_one_standard_deviation_to_both_sides():
 
 def test_enormous_noise_does_not_hide_the_bars():
     place = Place("root", [0.5, 0.5], [0.5, 0.5], None, None, [1.0, -1.0], [0.5, -0.5], [1e6, 1e6])
-    svg = ET.fromstring(bars(WorkedExample("bandit", "current", 1, 2, False, 1, "rows", [place])))
+    svg = ET.fromstring(bars(WorkedExample("bandit", "current", 1, 2, False, 1, "rows", False, [place])))
     assert all(float(e.get("width")) > 20 for e in svg.iter("rect"))
     for whisker in (e.get("d") for e in svg.iter("path") if e.get("class") == "whisker"):
         assert " v8" not in whisker, "an end would claim that the whisker ends there"

@@ -49,6 +49,7 @@ CASES = {
     "coefficient": (losses.policy_loss, {}, BANDIT),
     "coefficient, given": (losses.policy_loss, {"beta": 0.04}, BANDIT),
     "group": (losses.baseline_of_the_group, {"environment": "bandit,sequence"}, (1, 2, False, 2)),
+    "group, added up": (losses.baseline_of_the_group_added_up, {"environment": "bandit"}, (1, 2, False, 2)),
     "blocked": (losses.detached, {}, BANDIT),
     "single precision": (losses.in_single_precision, {}, BANDIT),
     "padding leaks": (losses.leaks_padding, {}, RAGGED),
@@ -158,7 +159,9 @@ def test_a_missing_ratio_needs_another_sampler(reports):
     assert place.found[0] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["k2-loss-sequence", "k1-reward-to-go-prefix-ratio"])
+@pytest.mark.parametrize(
+    "name", ["k2-loss-sequence", "k1-reward-to-go-prefix-ratio", "leave-one-out", losses.leave_one_out_added_up]
+)
 def test_where_nothing_is_wrong_an_example_shows_that(name):
     report = kltest.grade(name)
     assert report.smallest is None
@@ -166,6 +169,13 @@ def test_where_nothing_is_wrong_an_example_shows_that(name):
     for place in report.example.contexts:
         assert place.found == pytest.approx(place.truth, rel=1e-9, abs=1e-12)
         assert place.policy != place.reference
+
+
+def test_rows_that_are_added_up_are_divided_by_their_number():
+    """The mean with the rollout in it takes half of the gradient in batches of two, averaged or added up."""
+    for loss in (losses.baseline_of_the_group, losses.baseline_of_the_group_added_up):
+        (place,) = kltest.grade(loss, environment="bandit").smallest.contexts
+        assert place.found == pytest.approx([truth / 2 for truth in place.truth], rel=1e-9)
 
 
 def test_the_same_bytes_every_time():

@@ -201,13 +201,14 @@ class _Program:
     def _placed(self, cost: str, batch: str) -> str:
         """The scalar whose gradient one batch gives."""
         mean = ".sum()" if self.example.batch == 1 else ".mean()"
+        share = f" / {self.example.batch}" if self.example.summed else ""
         mask = f" * mask{batch}" if self.masked else ""
         tokens, scalar = self.example.returned == "tokens", self.example.returned == "scalar"
         rows = f"({cost}{mask}).sum(-1)" if tokens and self.masked else f"{cost}.sum(-1)" if tokens else cost
         as_loss = rows if scalar else f"{rows}{mean}"
         as_loss = as_loss.replace(".sum(-1).sum()", ".sum()")
         if self.loss.placement == "loss":
-            return as_loss
+            return as_loss + share
         score = f"(logp{batch}{mask})" if self.masked else f"logp{batch}"
         fixed = f"{cost}.detach()"
         if self.loss.credit == "return" or not tokens:
@@ -221,7 +222,7 @@ class _Program:
             charged = f"{live}.flip(1).cumsum(1).flip(1)" if self.loss.credit == "to-go" else live
             as_reward = f"({charged} * {score}).sum(-1){mean}"
         as_reward = as_reward.replace(".sum(-1).sum()", ".sum()")
-        return as_reward if self.loss.placement == "reward" else f"({as_loss} + {as_reward})"
+        return (as_reward if self.loss.placement == "reward" else f"({as_loss} + {as_reward})") + share
 
     def _call(self, batch: str) -> str:
         """The call with its arguments: by position as long as none is left out, then by name."""

@@ -10,6 +10,7 @@ rerun finds the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -22,7 +23,7 @@ from kltest.grading.demonstration import SmallWorld
 from kltest.grading.findings import Findings, Row
 from kltest.grading.identify import tolerance
 from kltest.grading.reproduction import reproduced
-from kltest.grading.small_worlds import at_once, differs, measure, worked
+from kltest.grading.small_worlds import adds_up, at_once, differs, measure, worked
 from kltest.grading.worked import WorkedExample
 from kltest.truth import combine
 
@@ -82,15 +83,18 @@ def smallest_failure(findings: Findings) -> WorkedExample | None:
 
 def example(findings: Findings) -> WorkedExample | None:
     """What the gradient is in a small world where nothing is wrong with it; None where it cannot be said."""
+    loss, sampler = findings.loss, findings.samplers[-1]
     length = 1 if set(findings.environments) <= {"bandit"} else 2
-    sampler = findings.samplers[-1]
-    shape = Shape(length, 2, ends=False, moved=sampler == "stale", batch=2 if findings.coupled else 1)
-    world = unrelated(shape, 0, paid=bool(findings.loss.takes & GIVES_REWARDS))
-    try:
-        answer = worked(findings.loss, findings.expect, world, sampler, shape.batch, 0.0)
-    except KltestError:
-        return None
-    return None if answer is None or answer[2] else answer[0]
+    whole = max((row.batch for row in findings.rows), default=1)
+    for tokens, batch in ((length, 2), (1, whole)) if findings.coupled else ((length, 1),):
+        shape = Shape(tokens, 2, ends=False, moved=sampler == "stale", batch=batch)
+        world = unrelated(shape, 0, paid=bool(loss.takes & GIVES_REWARDS))
+        with suppress(KltestError):
+            summed = adds_up(loss, world, sampler, batch)
+            answer = worked(loss, findings.expect, world, sampler, batch, 0.0, summed=summed)
+            if answer is not None and not answer[2]:
+                return answer[0]
+    return None
 
 
 @dataclass
@@ -100,6 +104,7 @@ class Search:
     findings: Findings
     row: Row
     calls: int = 0
+    _summed: dict[int, bool] = field(default_factory=dict)
     _failing: dict[tuple[SmallWorld, int], bool] = field(default_factory=dict)
 
     @property
@@ -114,7 +119,8 @@ class Search:
             if self.fails(world, shape.batch):
                 world = self.simplified(world, shape)
                 try:
-                    answer = worked(loss, self.findings.expect, world, sampler, shape.batch, self.limit)
+                    summed = self._adds_up(world, shape.batch)
+                    answer = worked(loss, self.findings.expect, world, sampler, shape.batch, self.limit, summed=summed)
                 except KltestError:
                     return None
                 if answer is None or not answer[2]:
@@ -155,10 +161,16 @@ class Search:
             found, dtype = at_once(loss, instance, sampler, summed=self.findings.evaluator.reduction == "sum")
         else:
             self.calls += len(instance.paths) ** batch
-            measured = measure(loss, instance, sampler, batch)
+            measured = measure(loss, instance, sampler, batch, summed=self._adds_up(world, batch))
             found, dtype = measured.expected, measured.dtype
         target = combine(self.findings.expect, instance)
         return differs(found, target, instance, max(tolerance(dtype), self.limit))
+
+    def _adds_up(self, world: SmallWorld, batch: int) -> bool:
+        """Asked once for each size, of the first world that comes: there nothing is equal by chance."""
+        if batch not in self._summed:
+            self._summed[batch] = adds_up(self.findings.loss, world, self.row.sampler, batch)
+        return self._summed[batch]
 
     def simplified(self, world: SmallWorld, shape: Shape) -> SmallWorld:
         """Context by context, the last first, the simplest probabilities with which it still fails, until none is."""

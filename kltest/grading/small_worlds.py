@@ -13,6 +13,7 @@ from kltest.grading.demonstration import SmallWorld
 from kltest.grading.findings import Combination
 from kltest.grading.identify import tolerance
 from kltest.grading.worked import Place, WorkedExample
+from kltest.moments import exact_batches
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.projection import each_gradient
 from kltest.rollout import Rollout
@@ -33,8 +34,11 @@ class Measured:
     returned: Returned
 
 
-def measure(loss: Loss, instance: Instance, sampler: str, batch: int = 1) -> Measured:
-    """Over every rollout as a batch of its own, or over every ordered batch of that size."""
+def measure(loss: Loss, instance: Instance, sampler: str, batch: int = 1, *, summed: bool = False) -> Measured:
+    """Over every rollout as a batch of its own, or over every ordered batch of that size.
+
+    `summed`: the loss adds up the rows of a batch, and is divided by their number.
+    """
     paths, chance = instance.paths, instance.rollout_weights(sampler)
     mean, square = np.zeros(instance.policy.shape), np.zeros(instance.policy.shape)
     called: RowGradients | None = None
@@ -42,6 +46,7 @@ def measure(loss: Loss, instance: Instance, sampler: str, batch: int = 1) -> Mea
         part = paths.take(np.array(rows))
         called = differentiate(loss, rollouts(instance, part, sampler, batch), part.mask if part.padded else None)
         reached = each_gradient(part, instance.policy, called.logp, called.logits).sum(axis=0)
+        reached /= batch if summed else 1
         mean += chance[list(rows)].prod() * reached
         square += chance[list(rows)].prod() * reached**2
     assert called is not None
@@ -68,6 +73,11 @@ def rollouts(instance: Instance, paths: Paths, sampler: str, batch: int) -> Roll
     return base.replace(tokens=torch.from_numpy(paths.tokens.copy()), **padded)
 
 
+def adds_up(loss: Loss, world: SmallWorld, sampler: str, batch: int) -> bool:
+    """Whether a loss that couples rows adds them up in batches of this size; those of one are never divided."""
+    return batch > 1 and exact_batches(loss, world.instance(), sampler, batch, grouped=True).added_up
+
+
 def differs(found: np.ndarray, target: np.ndarray, instance: Instance, limit: float) -> bool:
     """Whether a gradient is off by more than this share of the target, or of ∇KL(π‖ref) where that is larger."""
     rounding = tolerance("float64")
@@ -78,14 +88,21 @@ def differs(found: np.ndarray, target: np.ndarray, instance: Instance, limit: fl
 
 
 def worked(
-    loss: Loss, declared: Combination, world: SmallWorld, sampler: str, batch: int, limit: float
+    loss: Loss,
+    declared: Combination,
+    world: SmallWorld,
+    sampler: str,
+    batch: int,
+    limit: float,
+    *,
+    summed: bool = False,
 ) -> tuple[WorkedExample, str, bool] | None:
     """The world with its numbers, the loss's precision, and whether the two gradients differ.
 
     None if the routes to the truth disagree.
     """
     instance = world.instance()
-    measured = measure(loss, instance, sampler, batch)
+    measured = measure(loss, instance, sampler, batch, summed=summed)
     truth = combine(declared, instance)
     again = sum(c * gradient_again(name, instance) for name, c in declared.items())
     if np.abs(truth - again).max() > ROUTES_AGREE * max(1.0, float(np.abs(truth).max())):
@@ -106,7 +123,7 @@ def worked(
     kind = "bandit" if world.length == 1 else "ragged" if world.ends else "sequence"
     shape = (world.length, len(world.policy[0]), world.ends, batch)
     differ = differs(measured.expected, truth, instance, max(limit, tolerance(measured.dtype)))
-    return WorkedExample(kind, sampler, *shape, measured.returned, places), measured.dtype, differ
+    return WorkedExample(kind, sampler, *shape, measured.returned, summed, places), measured.dtype, differ
 
 
 def _plain(values: np.ndarray) -> list[float]:

@@ -31,7 +31,8 @@ class WorkedExample:
 
     `length` tokens of `actions`, with `ends` up to that, the last action ending the rollout; batches of `batch`
     rollouts, drawn from the policy ("current") or from the sampler ("stale"). `returned` says whether the loss gave a
-    scalar, a number for each of the rows or of the tokens. `code` is a program that computes both gradients without
+    scalar, a number for each of the rows or of the tokens; `summed`: the gradient of a batch was divided by its rows,
+    which the loss adds up. `code` is a program that computes both gradients without
     kltest, `note` says why there is none.
     """
 
@@ -42,6 +43,7 @@ class WorkedExample:
     ends: bool
     batch: int
     returned: str
+    summed: bool
     contexts: list[Place]
     code: str = ""
     note: str = ""
@@ -69,6 +71,7 @@ class WorkedExample:
         length = "1 token" if self.length == 1 else f"{self.length} tokens{' at most' * self.ends}"
         drawn = "drawn from the sampler" if self.drawn_from_sampler else "drawn from π"
         batches = f", in batches of {self.batch}" if self.batch > 1 else ""
+        batches += f", which are added up: divided by {self.batch}" if self.summed else ""
         unpaid = any(place.reward for place in self.contexts) and not any(any(p.reward or ()) for p in self.contexts)
         reward = "; every reward is 0" if unpaid else ""
         return f"{length} of {actions}; rollouts {drawn}{batches}{reward}; derivatives with respect to logits"
