@@ -1,0 +1,548 @@
+"""Losses that couple the rollouts of a group: graded exactly over all groups, and what checks say of them and of β."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from moments_plain import plain_batch
+from zoo.mutants_groups import k1, k2, scaled_over_the_batch, score
+
+from kltest.environments import Instance, bandit, ragged, sequence
+from kltest.errors import UsageError
+from kltest.estimators import find, registry
+from kltest.grading import grade
+from kltest.grading.checks import CHECKS
+from kltest.grading.worlds import MOST_GROUPS, WORLDS, instances
+from kltest.moments import NonDeterministicError, batches, exact_batches
+from kltest.targets.calling import bind
+from kltest.targets.outcome import Call
+from kltest.truth import gradient
+
+# Sums of a few hundred float64 terms of size one, by two routes.
+EXACT = 1e-11
+# Losses of the zoo take standard deviations of one number, of which torch remarks that there is none.
+pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
+
+# ------------------------------------------------------------------------- the expectation, group by group, by autograd
+
+
+def every_tuple(instance, size, sampler="current"):
+    """All ordered groups of one prompt, with their probabilities."""
+    paths, weights, prompts = instance.paths, instance.rollout_weights(sampler), instance.environment.prompts
+    for prompt, share in enumerate(prompts):
+        rows = np.flatnonzero(paths.prompt == prompt)
+        for group in itertools.product(rows.tolist(), repeat=size):
+            yield list(group), share * math.prod(weights[row] / share for row in group)
+
+
+def every_multiset(instance, size, sampler="current"):
+    """All groups, their order aside: n!/(n₁!·n₂!·…) tuples each."""
+    paths, weights, prompts = instance.paths, instance.rollout_weights(sampler), instance.environment.prompts
+    for prompt, share in enumerate(prompts):
+        rows = np.flatnonzero(paths.prompt == prompt)
+        for group in itertools.combinations_with_replacement(rows.tolist(), size):
+            orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
+            yield list(group), orders * share * math.prod(weights[row] / share for row in group)
+
+
+def by_hand(function, instance, size, sampler="current", every=every_tuple):
+    """E[ĝ] and E‖ĝ‖² with one backward pass through the table of logits for each group."""
+    expected, second = np.zeros(instance.policy.shape), 0.0
+    for rows, chance in every(instance, size, sampler):
+        found = plain_batch(function, instance, rows, sampler)
+        expected += chance * found
+        second += chance * float((found**2).sum())
+    return expected, second
+
+
+group_mean, leave_one_out, group_std, tied_groups_masked = (
+    find(name).function for name in ("group-mean", "leave-one-out", "group-std", "tied-groups-masked")
+)
+
+
+def kl_part(beta):
+    """What β adds to group-std, over β."""
+
+    def loss(logp, ref_logp, mask, reward, group):
+        whole, without = (group_std(logp, ref_logp, mask, reward, group, b) for b in (beta, 0.0))
+        return (whole - without) / beta
+
+    return loss
+
+
+def whole_batch_leave_one_out(logp, ref_logp, mask, reward):
+    """Reads no group: one call for every group."""
+    value = reward - k1(logp, ref_logp, mask)
+    return -((value - (value.sum() - value) / (len(value) - 1)) * score(logp, mask)).mean()
+
+
+def first_is_the_baseline(logp, ref_logp, mask):
+    """Cares for the order of rollouts."""
+    cost = k1(logp, ref_logp, mask)
+    return ((cost - cost[0]) * score(logp, mask)).mean()
+
+
+def masked_by_advantage(logp, ref_logp, mask, advantage):
+    return k2(logp, ref_logp, mask) * (advantage.abs() > 1e-9)
+
+
+BY_HAND = [
+    (group_mean, group_mean, {}),
+    (tied_groups_masked, tied_groups_masked, {}),
+    (group_std, kl_part(0.3), {"beta": 0.3}),
+    (whole_batch_leave_one_out, whole_batch_leave_one_out, {}),
+    (first_is_the_baseline, first_is_the_baseline, {}),
+]
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize(("loss", "plain", "call"), BY_HAND, ids=lambda item: getattr(item, "__name__", ""))
+@pytest.mark.parametrize(("world", "size"), [("bandit", 4), ("ragged", 3), ("mdp", 2)])
+def test_moments_over_groups_are_those_of_every_ordered_tuple(world, size, loss, plain, call, sampler):
+    # Of the process with pairs only the smaller one: 4096 tuples would take a second.
+    instance = instances(world, 3, 4 if world == "mdp" else size)[0]
+    expected, second = by_hand(plain, instance, size, sampler)
+    moments = exact_batches(bind(loss, Call(**call)), instance, sampler, size, grouped=True)
+    assert np.abs(moments.gradient - expected).max() < EXACT
+    assert moments.second_moment == pytest.approx(second, rel=1e-10)
+
+
+def test_groups_of_four_on_sequences_are_those_of_all_6561_tuples():
+    instance = instances("sequence", 0, 4)[0]
+    expected, _ = by_hand(tied_groups_masked, instance, 4)
+    found = exact_batches(bind(tied_groups_masked), instance, size=4, grouped=True).gradient
+    assert np.abs(found - expected).max() < EXACT
+
+
+@pytest.mark.parametrize("loss", [group_mean, leave_one_out, tied_groups_masked, masked_by_advantage])
+def test_many_groups_in_one_call_are_the_same_as_one_call_each(loss, monkeypatch):
+    instance = instances("ragged", 0, 4)[0]
+    calls = []
+    call = batches._Batches.call
+    monkeypatch.setattr(batches._Batches, "call", lambda self, *a, **k: calls.append(0) or call(self, *a, **k))
+    together = exact_batches(bind(loss), instance, size=4, grouped=True)
+    in_one = len(calls)
+    monkeypatch.setattr(batches._Batches, "learn_to_tell_apart", lambda *_: None)
+    alone = exact_batches(bind(loss), instance, size=4, grouped=True)
+    assert np.abs(together.gradient - alone.gradient).max() < EXACT
+    assert together.second_moment == pytest.approx(alone.second_moment, rel=1e-12)
+    if loss is not masked_by_advantage:  # which reads no group, so that nothing says that it tells them apart
+        assert in_one < 40 < 210 < len(calls) - in_one
+
+
+def mixed_only_in_large_calls(logp, ref_logp, mask, group):
+    """Tells groups apart until there are many of them."""
+    spoilt = 1.001 if len(group.unique()) > 20 else 1.0
+    return spoilt * group_mean(logp, ref_logp, mask, group)
+
+
+@pytest.mark.parametrize("loss", [scaled_over_the_batch, mixed_only_in_large_calls])
+def test_a_loss_that_mixes_groups_is_called_on_each(loss):
+    instance = instances("bandit", 0, 4)[0]
+
+    def plain(logp, ref_logp, mask, reward, group):
+        return (
+            group_mean(logp, ref_logp, mask, group)
+            if loss is mixed_only_in_large_calls
+            else scaled_over_the_batch(logp, ref_logp, mask, reward, group, 1.0)
+        )
+
+    expected, _ = by_hand(plain, instance, 4, every=every_multiset)
+    found = exact_batches(bind(loss), instance, size=4, grouped=True)
+    assert np.abs(found.gradient - expected).max() < EXACT
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+@pytest.mark.parametrize(
+    ("loss", "factor"), [(group_mean, lambda n: 1 - 1 / n), (leave_one_out, lambda n: 1.0)], ids=["mean", "others"]
+)
+def test_the_factor_of_a_baseline(loss, factor, size):
+    """Theory: (1 − 1/n) with the rollout itself in the mean, 1 without."""
+    for world in WORLDS:
+        instance = instances(world, 1, size)[0]
+        truth = gradient("reverse_kl", instance)
+        found = exact_batches(bind(loss), instance, size=size, grouped=True).gradient
+        assert np.abs(found - factor(size) * truth).max() < EXACT
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_masking_ties_loses_in_closed_form(size):
+    """E[1{tied}·KL term] = Σ_r P(r)^(n−1)·E[1{R = r}·∇KL term]: the others of the group must have the same reward."""
+    instance = instances("sequence", 2, size)[0]
+    paths, weights = instance.paths, instance.rollout_weights("current")
+    reward = instance.environment.returns(paths)
+    lost = np.zeros(instance.policy.shape)
+    for value in (0.0, 1.0):
+        rows = np.flatnonzero(reward == value)
+        share = float(weights[rows].sum()) ** (size - 1)
+        lost += share * sum(weights[row] * plain_batch(k2, instance, [row]) for row in rows)
+    kept = exact_batches(bind(tied_groups_masked), instance, size=size, grouped=True).gradient
+    assert np.abs(kept + lost - gradient("reverse_kl", instance)).max() < EXACT
+    assert np.abs(lost).max() > 1e-3
+
+
+def test_the_coefficient_cancels_in_tied_groups():
+    """Theory: exactly without the constant in the denominator, and up to it with it."""
+    world = instances("bandit", 0, 4)[0]
+    rewards = torch.ones(4, dtype=torch.float64)
+
+    def pushed(beta, tiny):
+        def loss(logp, ref_logp, mask):
+            value = rewards - beta * k1(logp, ref_logp, mask)
+            return -((value - value.mean()) / (value.std() + tiny) * score(logp, mask)).mean()
+
+        return plain_batch(loss, world, [0, 1, 2, 3])
+
+    assert np.abs(pushed(2.0, 0.0) - pushed(1e-3, 0.0)).max() < 1e-9
+    assert 1e-6 < np.abs(pushed(2.0, 1e-4) - pushed(0.1, 1e-4)).max() < 1e-2
+    assert np.abs(pushed(1e-4, 1e-4) - pushed(1.0, 1e-4)).max() > 0.1
+
+
+# -------------------------------------------------------------------------------------------- the registered estimators
+
+OF_GROUPS = ("group-mean", "leave-one-out", "group-std", "tied-groups-masked")
+SEEDS = (0, 1, 2)
+
+
+def small(world, seed):
+    """Worlds of three to four rollouts, and what each of them is paid at its end."""
+    environment = {"bandit": bandit(4), "sequence": sequence(2, 2), "ragged": ragged(2, 2)}[world]
+    paid = np.zeros(environment.reward.shape)
+    paths = environment.enumerate()
+    last = paths.mask.sum(axis=1) - 1
+    for row in range(len(paths)):
+        paid[paths.contexts[row, last[row]], paths.tokens[row, last[row]]] = row % 2
+    object.__setattr__(environment, "reward", paid)
+    return Instance.draw(environment, seed)
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged"])
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_an_estimator_of_groups_has_the_gradient_that_its_spec_says(name, world, sampler):
+    spec = find(name).spec
+    function = kl_part(1.0) if name == "group-std" else find(name).function
+    drawn = [small(world, seed) for seed in SEEDS]
+    found = [by_hand(function, instance, 4, sampler, every=every_multiset)[0] for instance in drawn]
+    claimed = spec.expectation(world, sampler)
+    assert spec.couples
+    if claimed is not None:
+        for instance, part in zip(drawn, found, strict=True):
+            assert np.abs(part - sum(c * gradient(n, instance) for n, c in claimed.items())).max() < EXACT
+        return
+    # No one named gradient with one coefficient for all instances is it, nor any that a library would claim.
+    joint = np.concatenate([part.ravel() for part in found])
+    for claim in ("reverse_kl", "local_reverse_kl", "forward_kl", "squared_log_ratio", "expected_reward"):
+        column = np.concatenate([gradient(claim, instance).ravel() for instance in drawn])
+        rest = joint - column * (column @ joint) / (column @ column)
+        assert np.linalg.norm(rest) > 1e-3 * np.linalg.norm(joint)
+
+
+def test_the_estimators_that_read_groups_are_all_here():
+    reading = {n for n, e in registry().items() if "group" in bind(e.function, spec=e.spec).takes and e.spec.couples}
+    assert {name for name in reading if registry()[name].function.__module__.startswith("kltest.")} == set(OF_GROUPS)
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_an_estimator_of_groups_is_the_mean_over_the_groups_of_a_batch(name):
+    """Two groups, rows of the one between those of the other, numbers that are no places."""
+    instance = instances("ragged", 0, 4)[0]
+    function = kl_part(1.0) if name == "group-std" else find(name).function
+    one, other = [0, 2, 4, 6], [1, 1, 3, 5]
+    mixed = [row for pair in zip(one, other, strict=True) for row in pair]
+
+    def numbered(logp, ref_logp, mask, reward):
+        given = {"logp": logp, "ref_logp": ref_logp, "mask": mask, "reward": reward}
+        group = torch.tensor([7, -2] * 4)
+        return function(**{key: given[key] for key in given if key in names}, group=group)
+
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    together = plain_batch(numbered, instance, mixed)
+    apart = [plain_batch(function, instance, rows) for rows in (one, other)]
+    assert np.abs(together - sum(apart) / 2).max() < EXACT
+
+
+# ----------------------------------------------------------------------------------------------------- worlds of groups
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("world", WORLDS)
+def test_worlds_of_groups_are_small_tie_and_tell_rows_from_tokens(world, size):
+    for instance in instances(world, 5, size):
+        paths, environment = instance.paths, instance.environment
+        assert paths.shape[1] != size
+        assert environment.name == world
+        reward = environment.returns(paths)
+        assert set(reward) == {0.0, 1.0}
+        prompts = [np.flatnonzero(paths.prompt == prompt) for prompt in range(len(environment.prompts))]
+        if world != "mdp":
+            assert sum(math.comb(len(rows) + size - 1, size) for rows in prompts) <= MOST_GROUPS
+        for sampler in ("current", "stale"):
+            weights = instance.rollout_weights(sampler)
+            for rows in prompts:
+                assert 0.02 < weights[rows] @ reward[rows] / weights[rows].sum() < 0.98
+        log_ratio = paths.along(instance.policy - instance.reference)
+        assert np.abs(log_ratio).max() < 2
+
+
+def test_a_loss_that_reads_rewards_and_treats_rows_apart_stays_in_the_ordinary_worlds():
+    def paid(logp, ref_logp, mask, reward, beta):
+        return beta * k2(logp, ref_logp, mask) - reward * score(logp, mask)
+
+    report = grade(paid)
+    assert report.verdict == "confirmed"
+    assert {(row.batch, row.rollouts) for row in report.gradients} == {(1, 4), (1, 27), (1, 15)}
+
+
+def test_the_size_of_a_group_is_what_was_asked_for():
+    for size in (2, 3, 8):
+        rows = [row for row in grade("group-mean", group_size=size).gradients if row.batch > 1]
+        assert [row.batch for row in rows] == [size] * 3
+        for row in rows:
+            assert row.identified == pytest.approx({"reverse_kl": 1 - 1 / size})
+
+
+def test_a_sum_over_the_rows_of_a_group_is_divided_by_them_and_said_to_be():
+    def added(logp, ref_logp, mask, group):
+        return leave_one_out(logp, ref_logp, mask, group).sum()
+
+    for options in ({}, {"group_size": 2}):
+        report = grade(added, **options)
+        assert report.verdict == "confirmed"
+        assert any("added up" in note for note in report.notes)
+    assert not any("added up" in note for note in grade("leave-one-out").notes)
+
+
+@pytest.mark.parametrize("form", ["scalar", "rows", "tokens"])
+def test_the_shape_in_which_a_group_is_returned_does_not_matter(form):
+    def loss(logp, ref_logp, mask, group):
+        live = mask.bool()
+        cost = k1(logp, ref_logp, mask)
+        same = (group[:, None] == group).to(cost.dtype)
+        others = (same @ cost - cost) / (same.sum(-1) - 1).clamp(min=1)
+        tokens = torch.where(live, (cost - others)[:, None] * logp, 0.0)
+        return {"scalar": tokens.sum(-1).mean(), "rows": tokens.sum(-1), "tokens": tokens}[form]
+
+    report = grade(loss)
+    assert report.verdict == "confirmed"
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+P, Q = (0.8, 0.2), (0.5, 0.5)
+U = tuple(math.log(p / q) for p, q in zip(P, Q, strict=True))
+SLOPE = (1 / P[0], -1 / P[1])  # d log π(a) / d π(first action)
+TRUTH = math.log(4)
+# Pairs of the two actions, both orders: the advantages of the normalised one are ±1/√2, of which ε takes its share.
+DIFFERENT = 2 * P[0] * P[1]
+
+
+def normalised(beta):
+    spread = beta * (U[0] - U[1]) / math.sqrt(2)
+    return DIFFERENT * (spread / (spread + 1e-4)) * (SLOPE[0] - SLOPE[1]) / 2 / math.sqrt(2)
+
+
+EXAMPLES = {
+    # −(1/3)·ln 0.4 … and half of it: the weight at the first token is the log-ratio over the number of tokens.
+    "KL206": [math.log(0.4), math.log(0.4) / 3, math.log(0.4) / 2],
+    # Groups of two that do not tie: both orders of one rollout each, half of the sum of their terms.
+    "KL401": [TRUTH, DIFFERENT * (U[0] * SLOPE[0] + U[1] * SLOPE[1]) / 2, 0.8**2 + 0.2**2],
+    "KL402": [TRUTH, 0.75 * TRUTH],
+    "KL403": [normalised(1.0), normalised(0.1), TRUTH, 0.1 * TRUTH],
+    "KL404": [TRUTH],
+    "KL510": [0.1 * TRUTH, 0.01 * TRUTH],
+}
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_the_numbers_of_the_examples_by_hand_and_by_demonstration(code):
+    check = CHECKS[code]
+    shown = [cell for row in check.demonstrate().rows for cell in row if isinstance(cell, float)]
+    for number in EXAMPLES[code]:
+        text = {f"{number:.{digits}f}".replace("-", "−") for digits in (2, 3, 6)}
+        assert any(spelling in check.example for spelling in text), (number, check.example)
+    for number in (part for part in EXAMPLES[code] if part not in (math.log(0.4), 0.8**2 + 0.2**2)):
+        assert any(abs(cell - number) < 1e-12 for cell in shown) or code == "KL403"
+    if code == "KL403":
+        for beta in (0.01, 0.1, 1.0):
+            for number in (normalised(beta), beta * TRUTH):
+                assert any(abs(cell - number) < 1e-12 for cell in shown), (number, shown)
+
+
+def refuting(report):
+    """The codes that failed, warnings aside."""
+    return {check.code for check in report.failed if check.code < "KL8"}
+
+
+def failed(report, code):
+    return next((check.message for check in report.failed if check.code == code), "")
+
+
+def test_the_message_of_masking_has_the_probability_of_a_tie_and_what_is_lost():
+    message = failed(grade("tied-groups-masked", environment="bandit"), "KL401")
+    instance = instances("bandit", 0, 4)[0]
+    chances = np.exp(instance.policy[0])
+    reward = instance.environment.returns(instance.paths)
+    paid = float(chances @ reward)
+    assert f"{paid**4 + (1 - paid) ** 4:.3g}" in message
+    log_ratio = (instance.policy - instance.reference)[0]
+    scores = np.eye(4) - chances
+    shares = np.where(reward == 1, paid**3, (1 - paid) ** 3)
+    lost, whole = ((weights * log_ratio) @ scores for weights in (chances * shares, chances))
+    assert f"{np.linalg.norm(lost) / np.linalg.norm(whole):.3g}" in message
+
+
+@pytest.mark.parametrize(
+    ("loss", "codes"),
+    [
+        # Taking care of groups of one, masking only them, both.
+        (lambda logp, ref_logp, mask, rewards, group: _masked(logp, ref_logp, mask, rewards, group, 2), {"KL401"}),
+        (lambda logp, ref_logp, mask, group: _masked(logp, ref_logp, mask, group, group, 1), {"KL404"}),
+        (tied_groups_masked, {"KL401", "KL404"}),
+        # A baseline leaves nothing of a group of one, and rightly so.
+        (leave_one_out, set()),
+        (group_mean, {"KL402"}),
+    ],
+)
+def test_masks_of_ties_of_single_rollouts_and_baselines_are_told_apart(loss, codes):
+    assert refuting(grade(loss)) == codes
+
+
+def _masked(logp, ref_logp, mask, rewards, group, least):
+    same = group[:, None] == group
+    count = same.sum(-1)
+    if least == 1:
+        return torch.where(count > 1, k2(logp, ref_logp, mask), 0.0)
+    differs = ((rewards[:, None] != rewards) & same).any(-1)
+    return torch.where(differs | (count < least), k2(logp, ref_logp, mask), 0.0)
+
+
+def test_a_metric_that_reads_zero_in_evaluation_is_found_by_itself():
+    def loss(logp, ref_logp, mask, rewards, group):
+        kl = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
+        spread = torch.stack([(rewards[group == g] - rewards[group == g].mean()).abs().max() for g in group])
+        return k2(logp, ref_logp, mask).mean(), {"kl": (kl * (spread > 0)).mean().detach()}
+
+    report = grade(loss)
+    assert "logged KL is zero" in failed(report, "KL404")
+    assert not failed(report, "KL401")
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.04, 10.0])
+@pytest.mark.parametrize(
+    ("scale", "strength"),
+    [(lambda b: b * b, "other"), (lambda b: min(b, 0.03), "other"), (lambda b: 0.3, "ignored"), (lambda b: b, "")],
+)
+def test_a_coefficient_is_followed_at_any_value(scale, strength, beta):
+    def loss(logp, ref_logp, mask, kl_coef):
+        return scale(kl_coef) * k2(logp, ref_logp, mask)
+
+    report = grade(loss, beta=beta)
+    message = failed(report, "KL510")
+    assert bool(message) == bool(strength)
+    assert refuting(report) == ({"KL510"} if strength else set())
+
+
+def test_an_ignored_coefficient_is_no_blocked_gradient_and_a_blocked_one_is():
+    def ignored(logp, ref_logp, mask, beta):
+        return k2(logp, ref_logp, mask)
+
+    def blocked(logp, ref_logp, mask, reward, beta):
+        with torch.no_grad():
+            penalty = k2(logp, ref_logp, mask)
+        return beta * penalty - reward * score(logp, mask)
+
+    assert refuting(grade(ignored)) == {"KL510"}
+    assert refuting(grade(blocked)) == {"KL509"}
+
+
+def test_a_wrong_gradient_with_a_wrong_coefficient_is_both():
+    def loss(logp, ref_logp, mask, beta):
+        delta = torch.where(mask.bool(), ref_logp - logp, 0.0).clamp(-20, 20)
+        return beta**2 * (delta.expm1() - delta)
+
+    assert {"KL102", "KL510"} <= refuting(grade(loss, beta=0.5))
+
+
+def test_without_a_coefficient_there_is_nothing_to_ignore():
+    status = {check.code: check for check in grade("k2-loss-sequence").checks}
+    for code in ("KL403", "KL510"):
+        assert status[code].status == "skip"
+        assert "no coefficient" in status[code].message
+
+
+@pytest.mark.parametrize("environment", ["bandit", "sequence", "ragged"])
+def test_a_token_mean_depends_on_the_split_even_where_lengths_are_fixed(environment):
+    def token_mean(logp, ref_logp, mask):
+        return torch.where(mask.bool(), logp - ref_logp, 0.0).square().sum() / 2 / mask.sum()
+
+    assert failed(grade(token_mean, environment=environment), "KL206")
+
+
+def test_the_change_by_a_split_is_that_of_the_parts():
+    """Token-means of parts, averaged, beside that of the whole: done again with nothing but tensors."""
+
+    def token_mean(logp, mask):
+        return torch.where(mask.bool(), logp, 0.0).sum() / mask.sum()
+
+    report = grade(token_mean, environment="bandit")
+    lengths = np.array([1, 1, 2, 1, 2, 2, 1, 2])
+    weights = 1 / lengths.sum()
+    message = failed(report, "KL206")
+    live = np.arange(2) < lengths[:, None]
+    cuts = {"4 + 4": [np.arange(4), np.arange(4, 8)], "2 + 2 + 2 + 2": np.arange(8).reshape(4, 2)}
+    cuts["4 + 4 "] = [np.arange(0, 8, 2), np.arange(1, 8, 2)]
+    moved = {}
+    for name, cut in cuts.items():
+        accumulated = np.zeros(live.shape)
+        for part in cut:
+            accumulated[part] = live[part] / lengths[part].sum() * len(part) / len(lengths)
+        moved[name] = np.linalg.norm(accumulated - live * weights) / np.linalg.norm(live * weights)
+    worst = max(moved, key=moved.get)
+    assert f"cut into {worst.strip()}" in message
+    assert f"{moved[worst]:.3g} of their size" in message
+
+
+def test_a_loss_for_one_group_a_call_cannot_be_cut():
+    for loss in (whole_batch_leave_one_out, "KL402"):
+        target = CHECKS[loss].mended if isinstance(loss, str) else loss
+        found = {check.code: check for check in grade(target, expect="reverse_kl-expected_reward").checks}["KL206"]
+        assert found.status == "skip"
+        assert "one group" in found.message
+
+
+@pytest.mark.parametrize("loss", ["leave-one-out", "group-std", "tied-groups-masked", "k2-loss-sequence", "k1-reward"])
+def test_groups_that_are_kept_whole_may_be_cut_apart(loss):
+    assert {check.code: check.status for check in grade(loss).checks}["KL206"] == "pass"
+
+
+# -------------------------------------------------------------------------------------------- what cannot be enumerated
+
+
+def test_a_random_loss_is_not_judged_and_the_grading_goes_on():
+    def noisy(logp, ref_logp, mask):
+        return k2(logp, ref_logp, mask) * (1 + 0.1 * torch.randn(()))
+
+    report = grade(noisy, environment="bandit", select="KL1")
+    assert report.verdict != "error"
+    assert [row.environment for row in report.gradients] == ["bandit"]
+    assert any("different gradients" in note for note in report.notes)
+
+
+def test_a_random_loss_of_groups_is_seen_to_be_one():
+    def noisy(logp, ref_logp, mask, group):
+        return group_mean(logp, ref_logp, mask, group) * (1 + 0.1 * torch.rand(()))
+
+    with pytest.raises(NonDeterministicError, match="different gradients"):
+        exact_batches(bind(noisy), instances("bandit", 0, 4)[0], size=4, grouped=True)
+
+
+def test_too_many_groups_are_refused_with_their_number():
+    with pytest.raises(UsageError, match="35 groups of 4 rollouts and at most 1"):
+        exact_batches(bind(whole_batch_leave_one_out), instances("bandit", 0, 4)[0], size=4, grouped=True, most=1)
