@@ -268,6 +268,32 @@ def test_a_moving_average_is_not_graded_and_says_so():
     assert codes(report) == set()
 
 
+def test_a_returned_running_mean_is_not_graded():
+    class Running:
+        def __init__(self):
+            self.total, self.calls = 0.0, 0
+
+        def __call__(self, logp, ref_logp, mask):
+            self.total += live(logp - ref_logp, mask).sum(-1).mean().item()
+            self.calls += 1
+            return penalty(logp, ref_logp, mask), {"kl": self.total / self.calls}
+
+    report = grade(Running(), environment="bandit")
+    assert codes(report) == set()
+    assert "depends on earlier calls" in message(report, "KL601")
+
+
+def test_a_closure_with_a_variable_that_has_no_value():
+    def make():
+        def loss(logp, ref_logp, mask):
+            return penalty(logp, ref_logp, mask) if mask.numel() else later
+
+        return loss
+        later = None
+
+    assert bind(make())(Rollout.of(instances("bandit", 0)[0])).metric is None
+
+
 def test_what_is_returned_goes_before_what_is_stored():
     class Both:
         def __init__(self):

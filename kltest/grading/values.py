@@ -91,7 +91,7 @@ def reported(
         sampler,
         matches,
         max(abs(mean / truth[name] - 1) for mean, truth in zip(means, truths, strict=True)),
-        max(answer.std / truth[name] for answer, truth in zip(known, truths, strict=True)),
+        max(answer.std / abs(truth[name]) for answer, truth in zip(known, truths, strict=True)),
     )
     return Reported(row, is_metric, tuple(means), tuple(truths), judged)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -97,8 +98,9 @@ def _owners(function: Callable[..., Any]) -> list[Any]:
     found += [function, getattr(function, "__self__", None)]
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if inspect.isfunction(plain):
-        named = inspect.getclosurevars(plain)
-        found += [*named.nonlocals.values(), *named.globals.values()]
+        with suppress(ValueError):  # a variable of the closure that has no value yet
+            named = inspect.getclosurevars(plain)
+            found += [*named.nonlocals.values(), *named.globals.values()]
     return [thing for thing in found if isinstance(thing, Mapping | Stub) or _may_keep(thing)]
 
 

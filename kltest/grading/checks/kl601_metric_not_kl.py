@@ -18,6 +18,8 @@ def examine(findings: Findings) -> Found | None:
 
     if findings.once(recorded.mutation):
         return None
+    if reason := logged.unknown(findings):
+        return Found(reason, "inconclusive")
     explained = {place for factor in findings.once(logged.factors) for place in factor.explains}
     if findings.once(logged.moves_with_padding):
         explained |= {row.environment for row in logged.logged_rows(findings) if row.length is None}

@@ -26,6 +26,7 @@ from kltest.truth import VALUES, value
 
 # Rollouts of one call: as many as a usual group, so that losses that want groups take them.
 BATCH = 4
+ALL = list(range(BATCH))
 # A metric that something has no influence on comes out the same to the last bit; room for another order of adding up.
 MOVED = 1e-6
 SYMBOLS = {"kl": "E[Σu]", "kl_per_token": "E[Σu]/E[L]", "mean_of_token_means": "E[Σu/L]"}
@@ -43,19 +44,23 @@ class Factor:
 
 
 def no_kl(findings: Findings) -> str | None:
-    """Why there is nothing to look at, where the loss neither returns nor stores a KL."""
-    return None if findings.once(logs_a_kl) else "the loss logs no KL"
+    """Why there is nothing to look at, where no call leaves a KL of its own."""
+    return findings.once(_no_kl) or None
 
 
-def logs_a_kl(findings: Findings) -> bool:
-    """Whether a call leaves a "kl" in its metrics."""
+def _no_kl(findings: Findings) -> str:
     for environment in findings.environments:
-        rollout = batch(instances(environment, findings.seed)[0], findings.seed)
+        base = batch(instances(environment, findings.seed)[0], findings.seed)
         try:
-            return findings.loss.returned(rollout).metric is not None
+            first, _, again = (findings.loss.returned(base.take(rows)).metric for rows in (ALL, ALL[:-1], ALL))
         except KltestError:  # whatever is wrong with this batch is told where the loss is measured
             continue
-    return False
+        if first is None or again is None:
+            return "the loss logs no KL"
+        if _moved(first.numpy(), again.numpy()):
+            return "the KL that the loss logs depends on earlier calls, so that nothing is known of one"
+        return ""
+    return "the loss logs no KL"
 
 
 def batch(instance: Instance, padding: int, sampler: str = "current") -> Rollout:
@@ -201,6 +206,13 @@ def _with(base: Rollout, instance: Instance, padding: int, prefix: str) -> Rollo
 
 
 # ------------------------------------------------------------------------------------------- what it is
+
+
+def unknown(findings: Findings) -> str:
+    """Why the metric was compared in no world at all; nothing where it was."""
+    if any(shown(row).judged for row in logged_rows(findings)):
+        return ""
+    return "what it logs for a rollout could not be told: it takes larger batches, or there are too many rollouts"
 
 
 def unexplained(findings: Findings, explained: set[str]) -> list[str]:
