@@ -16,8 +16,12 @@ import pytest
 
 import kltest
 from kltest.grading.findings import Findings, Row
+from kltest.grading.reproduction import reproduced
 from kltest.grading.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
+from kltest.grading.small_worlds import worked
 from kltest.grading.sources import NoSourceError, source_of
+from kltest.targets.calling import bind
+from kltest.truth import ATLAS
 
 HERE = Path(__file__).parent
 STALE = {"sampler": "stale"}
@@ -220,8 +224,6 @@ def a_row(environment="bandit", sampler="current", agrees=False, batch=1) -> Row
 
 
 def test_a_search_that_finds_nothing_ends():
-    from kltest.targets.calling import bind
-
     def right(logp, ref_logp, mask):
         return 0.5 * (logp - ref_logp).where(mask > 0, 0.0).sum(-1) ** 2
 
@@ -262,6 +264,18 @@ def test_worlds_to_begin_with_are_mild_and_nowhere_equal(length, actions, moved,
     assert all(p != q for p, q in zip(world.policy, world.reference, strict=True))
     if moved:
         assert all(p != m for p, m in zip(world.policy, world.sampler, strict=True))
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["fixed", "ragged"])
+@pytest.mark.parametrize("name", ATLAS)
+def test_every_named_gradient_can_be_declared_in_a_program(name, ends):
+    """The line for each is plain torch; the program is given only where it prints what the truth says."""
+    world = unrelated(Shape(2, 2, ends, True, 1), 0, paid=True)
+    declared = {name: 0.5, **({} if name == "reverse_kl" else {"reverse_kl": 1.0})}
+    loss = bind(losses.square_root)
+    answer = worked(loss, declared, world, "stale", 1, 0.0)
+    assert answer is not None
+    assert reproduced(loss, declared, answer[0], answer[1]).code
 
 
 # Where a loss comes from.

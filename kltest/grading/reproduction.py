@@ -18,14 +18,16 @@ import torch
 
 from kltest.environments import Instance
 from kltest.grading.findings import Combination
+from kltest.grading.formulas import as_torch, summed
 from kltest.grading.sources import FROM_FILE, NoSourceError, Source, is_literal, source_of
 from kltest.grading.worked import WorkedExample
 from kltest.targets.arguments import Stub, field_asked, given_to
 from kltest.targets.calling import BoundLoss, Recipe
 from kltest.targets.filling import FieldOf, Filling
 
+ROWS = "ijklmn"
 TABLES = ("torch", "logits", "ref", "old", "at", "y", "mask", "logp", "ref_logp", "old_logp", "reward")
-NAMES = frozenset({*TABLES, "u", "p", "q", "true", "expected", "of", "i", "j", "k", "l", "call", "beta"})
+NAMES = frozenset({*TABLES, "u", "p", "q", "true", "expected", "of", *ROWS, "call", "beta"})
 WIDTH = 110
 # Float64 on both sides, in another order of summation; float32 where the loss computes in that.
 AGREE, AGREE_LOW = 1e-9, 1e-4
@@ -82,7 +84,7 @@ class _Program:
         if any(line.startswith("def ") for line in self.source.lines):
             yield ""
         yield from self._world()
-        yield f"true = {self._truth()}"
+        yield f"true = {as_torch(self.declared, masked=self.masked)}"
         yield from self._expected(first, blocked)
         yield "for of in (true, expected): print(torch.autograd.grad(of, logits, retain_graph=True)[0].tolist())"
 
@@ -110,9 +112,9 @@ class _Program:
         yield f"{names} = logits.requires_grad_().log_softmax(-1)[at, y], ref[at, y]{old}"
         if not self.moved and self._needs_old:
             yield "old_logp = logp.detach()"
-        yield f"p = {self._summed('logp')}.exp()"
+        yield f"p = {summed('logp', self.masked)}.exp()"
         if self.moved:
-            yield f"q = {self._summed('old_logp')}.exp()"
+            yield f"q = {summed('old_logp', self.masked)}.exp()"
         if self.masked:
             yield "u = (logp - ref_logp) * mask"
             yield "logp = torch.where(mask > 0, logp, logp.detach())  # padding does not depend on the policy"
@@ -125,57 +127,8 @@ class _Program:
         names = [name for name in self.declared if "sampler" in name]
         return bool(names) or bool(self.takes & {"old_logp", "old_logits"})
 
-    def _summed(self, of: str) -> str:
-        """Over live tokens."""
-        return f"({of} * mask).sum(-1)" if self.masked else f"{of}.sum(-1)"
-
-    # The truth: what is declared, written over all rollouts as something that autograd differentiates.
-
-    def _truth(self) -> str:
-        terms = []
-        for name, coefficient in self.declared.items():
-            term = self._named(name)
-            terms.append(term if coefficient == 1 else f"{coefficient!r} * {term}")
-        return " + ".join(terms)
-
-    def _named(self, name: str) -> str:
-        u = "u" if self.masked else "(logp - ref_logp)"
-        total, total_ref, total_old = (self._summed(part) for part in ("logp", "ref_logp", "old_logp"))
-        whole = {
-            "reverse_kl": f"(p * {u}.sum(-1)).sum()",
-            "forward_kl": f"({total_ref}.exp() * -{u}.sum(-1)).sum()",
-            "squared_log_ratio": f"(p * {u}.sum(-1) ** 2).sum() / 2",
-            "squared_log_ratio_sum": f"(p * ({u} ** 2).sum(-1)).sum() / 2",
-            "chi_square": f"(p**2 / {total_ref}.exp()).sum() / 2",
-            "total_variation": f"(p - {total_ref}.exp()).abs().sum() / 2",
-            "from_sampler_kl": f"({total_old}.exp() * ({total_old} - {total})).sum()",
-            "to_sampler_kl": f"(p * ({total} - {total_old})).sum()",
-            "expected_reward": "(p * reward).sum()",
-            "entropy": f"(-p * {total}).sum()",
-            "zero": "0 * logits.sum()",
-        }
-        last = "(mask.cumsum(-1) == mask.sum(-1, keepdim=True))" if self.masked else "torch.ones_like(logp).cumsum(-1)"
-        last = last if self.masked else f"({last} == logp.shape[1])"
-        score = {
-            "local_reverse_kl": u,
-            "future_reverse_kl": f"({u}.flip(1).cumsum(1).flip(1) - {u})",
-            "last_token_reverse_kl": f"({u} * {last})",
-            "local_forward_kl": f"(1 - (-{u}).exp())",
-            "local_squared_log_ratio": f"({u} + {u} ** 2 / 2)",
-            "local_chi_square": f"({u}.exp() - 1)",
-            "local_total_variation": f"({u}.sign() / 2)",
-        }
-        if name in whole:
-            return whole[name]
-        base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
-        weight = f"((logp - old_logp).exp() * {score[base]})" if at_sampler else score[base]
-        chance = f"{total_old}.exp()" if at_sampler else "p.detach()"
-        return f"({chance} * (logp * {weight}.detach()).sum(-1)).sum()"
-
-    # The loss: every rollout, or every batch, by itself.
-
     def _expected(self, first: str, blocked: bool) -> Iterator[str]:
-        rows = "ijkl"[: self.example.batch]
+        rows = ROWS[: self.example.batch]
         batch = f"[[{', '.join(rows)}]]"
         chance = " * ".join(f"{'q' if self.moved else 'p.detach()'}[{row}]" for row in rows)
         loops = " ".join(f"for {row} in range({len(self.instance.paths)})" for row in rows)
