@@ -149,13 +149,14 @@ def test_refuted_is_1():
 
 
 def test_what_is_declared_decides():
-    assert graded("losses.py:k3", "--expect", "forward_kl", code=0)["verdict"] == "confirmed"
+    declared = ("losses.py:k3", "--expect", "forward_kl", "--ignore", "KL503")
+    assert graded(*declared, code=0)["verdict"] == "confirmed"
     assert graded("losses.py:truth", "--expect", "forward_kl", code=1)["verdict"] == "refuted"
 
 
 def test_inconclusive_is_4():
-    result = call("grade", "k3-ratio", "--environment", "bandit", "--sampler", "current")
-    spec = registry()["k3-ratio"].spec
+    result = call("grade", "k2-ratio-detached", "--environment", "bandit", "--sampler", "current")
+    spec = registry()["k2-ratio-detached"].spec
     assert result.exit_code == (4 if spec.off_policy_only else 0)
     off_policy = next(name for name, entry in registry().items() if entry.spec.off_policy_only)
     assert graded(off_policy, "--sampler", "current", code=4)["verdict"] == "inconclusive"

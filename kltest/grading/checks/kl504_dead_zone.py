@@ -45,20 +45,22 @@ CHECK = Check(
     name="dead-zone",
     title="The gradient is exactly zero in an interval of log-ratios",
     what=(
-        "Beyond a bound nothing pulls the policy back: a clamp of the log-ratio or of the value has derivative zero. "
-        "For a value in the reward: the value no longer changes with the log-ratio."
+        "Beyond a bound nothing pulls the policy back: a clamp of the log-ratio or of the value has derivative zero, "
+        "and so has a difference of large terms of which rounding leaves nothing. For a value in the reward: it no "
+        "longer changes with the log-ratio."
     ),
     why=(
         "The penalty is switched off where it is needed most, far from the reference: a policy that has left is never "
         "pulled back. The clamped k3 of common libraries (log-ratio to ±20, value to ±10) is dead below −2.6, where "
-        "the policy has a 13th of the reference's probability."
+        "the policy has a 13th of the reference's probability; k3 with a differentiable ratio is below −41, where "
+        "its gradient ρu is computed as e⁻ᵘ − e⁻ᵘ."
     ),
     example=(
         "(ln π/ref)²/2 clamped to at most 10: at u = 4 the gradient is 4, as it should; from u = √20 = 4.472136 on it "
         "is 0, and at u = 6 the penalty is silent where it should pull with 6."
     ),
     fix=(
-        "Do not clamp what is differentiated. Clamp what is logged, and bound the step by clipping the norm of the "
+        "Do not clamp what is differentiated: clamp what is logged, and bound the step by clipping the norm of the "
         "gradient; a form without exponentials (k2) needs no clamp to stay finite."
     ),
     sources=("verl and OpenRLHF: low_var_kl, clamped to ±10", "Shah et al. 2025, arXiv 2512.21852"),

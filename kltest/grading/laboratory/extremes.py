@@ -50,7 +50,7 @@ def overflow(findings: Findings) -> Found | None:
     for size in SIZES:
         for u in (size, -size):
             seen = look(loss, _batch([u], companions, length=1))
-            value, gradient = seen.outcome.objective.item(), [g[seen.live].flatten() for g in seen.gradients.values()]
+            value, gradient = float(seen.value.sum()), [g[seen.live].flatten() for g in seen.gradients.values()]
             bad = [f"the value is {value}"] if not np.isfinite(value) else []
             flat = torch.cat(gradient) if gradient else torch.zeros(1)
             if not torch.isfinite(flat).all():
