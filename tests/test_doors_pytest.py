@@ -146,6 +146,8 @@ def test_an_excuse_may_depend_on_the_loss(project, pytester):
 def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(project, pytester):
     project('[right], expected_failed_checks={"KL201": "was so once"}')
     assert failed(outcomes(pytester)) == {"right-KL201"}
+    summary = pytester.runpytest_inprocess("-k", "KL201", "-W", "ignore").stdout
+    summary.fnmatch_lines(["refuted  right  *KL201 (stale excuse)"])
     project('[right], expected_failed_checks={"KL201": "was so once"}, allow_stale_excuses=True')
     assert failed(outcomes(pytester)) == set()
 
@@ -192,7 +194,8 @@ def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monk
     project('[right], select="KL802"')
     done = pytester.runpytest_inprocess("-k", "KL802")
     done.assert_outcomes(passed=1, warnings=1)
-    done.stdout.fnmatch_lines(["*KltestWarning: right: KL802 inefficient: noisier than need be"])
+    told = "*KltestWarning: right: KL802 inefficient: noisier than need be"
+    done.stdout.fnmatch_lines([told, "*right  KL802 (warns)"])
     project('[right], select="KL802", expected_failed_checks={"KL802": "known"}')
     pytester.runpytest_inprocess("-k", "KL802").assert_outcomes(xfailed=1, warnings=0)
 
@@ -319,6 +322,7 @@ def test_without_the_plugin_the_decorator_still_works(project, pytester):
 CONFIGURED = """
     [tool.kltest]
     environment = "bandit,sequence"
+    select = "KL1,KL2"
     targets = [
         "losses.py:right",
         {target = "losses.py:token_level", expected-failures = {KL201 = "on purpose"}},
