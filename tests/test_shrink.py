@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ from pathlib import Path
 import losses_to_shrink as losses
 import numpy as np
 import pytest
+import torch
 
 import kltest
 from kltest.grading.findings import Findings, Row
@@ -20,6 +23,7 @@ from kltest.grading.reproduction import reproduced
 from kltest.grading.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
 from kltest.grading.small_worlds import worked
 from kltest.grading.sources import NoSourceError, source_of
+from kltest.outputs import render
 from kltest.targets.calling import bind
 from kltest.truth import ATLAS
 
@@ -264,6 +268,35 @@ def test_worlds_to_begin_with_are_mild_and_nowhere_equal(length, actions, moved,
     assert all(p != q for p, q in zip(world.policy, world.reference, strict=True))
     if moved:
         assert all(p != m for p, m in zip(world.policy, world.sampler, strict=True))
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "html", "json"])
+def test_what_people_read_shows_the_world_and_the_program(reports, form):
+    report = reports["partial gradient"]
+    rendered = html.unescape(render(form, [report]))
+    if form == "json":
+        smallest = json.loads(rendered)["smallest"]
+        assert smallest["code"] == report.smallest.code
+        assert smallest["contexts"][0]["found"] == report.smallest.contexts[0].found
+        return
+    for row in report.smallest.table():
+        cells = [re.escape(cell) for cell in row]
+        between = {"text": r" +", "markdown": r" \| ", "html": r"</t[dh]><t[dh][^>]*>"}[form]
+        assert re.search(between.join(cells), rendered), row
+    lines = [line.strip() for line in rendered.splitlines()]
+    for line in report.smallest.code.splitlines():
+        assert any(line.strip() in shown for shown in lines), line
+
+
+def test_a_loss_that_draws_random_numbers_is_not_shrunk():
+    """Two calls differ, so that no world has one gradient to be shown."""
+
+    def bad(logp, ref_logp):
+        return (logp - ref_logp) * (1 + torch.rand(()))
+
+    report = kltest.grade(bad, environment="bandit", select="KL1")
+    assert report.smallest is None
+    assert report.example is None
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["fixed", "ragged"])
