@@ -42,7 +42,7 @@ p { margin: .25rem 0; } .lead { font-size: 1.1rem; } .faint { color: var(--faint
 .table { overflow-x: auto; margin: .75rem 0; } table { border-collapse: collapse; min-width: 100%; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
 th { white-space: normal; overflow-wrap: normal; vertical-align: bottom; }
-@media (max-width: 40rem) { th, td { padding: .3rem .4rem; font-size: .85rem; } }
+@media (max-width: 40rem) { th, td { padding: .25rem; font-size: .8rem; } }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 .note { white-space: normal; min-width: 12rem; }
 pre { overflow-x: auto; padding: .75rem; border: 1px solid var(--line); background: var(--box); font-size: .85rem;
