@@ -102,13 +102,13 @@ class Findings:
     def probes(self) -> Probes:
         return self.evaluator.probes
 
-    def alone(self, environment: str, sampler: str) -> Row | None:
-        """The row of batches of one in a world, measured now if it was not asked for; None where it cannot be."""
+    def alone(self, environment: str, sampler: str, batch: int = 1) -> Row | None:
+        """The row of batches of one, or of so many, in a world, measured now if need be; None where it cannot be."""
         try:
             rows = self.evaluator.rows(environment, sampler)
         except KltestError:
             return None
-        return next((row for row in rows if row.batch == 1), None)
+        return next((row for row in rows if row.batch == batch), None)
 
     def why_not_stale(self) -> str | None:
         """The reason to skip what only shows with a stale sampler, where that was not graded."""

@@ -122,6 +122,22 @@ def switch(logp, ref_logp, mask, kl_coeff=0.0):
     return k2(logp, ref_logp, mask) if kl_coeff else torch.zeros_like(logp[:, 0])
 
 
+# ------------------------------------------------------------------------- other pitfalls, in losses that read groups
+
+
+def leave_one_out_over_lengths(logp, ref_logp, mask, group_ids):
+    """A baseline that is right, and each sequence divided by its length."""
+    cost = k1(logp, ref_logp, mask)
+    same = (group_ids[:, None] == group_ids).to(cost.dtype)
+    others = (same @ cost - cost) / (same.sum(-1) - 1).clamp(min=1)
+    return (cost - others) * score(logp, mask) / mask.sum(-1)
+
+
+def leave_one_out_upside_down(logp, ref_logp, mask, rewards, kl_coef):
+    shaped = rewards + kl_coef * k1(logp, ref_logp, mask)
+    return -((shaped - (shaped.sum() - shaped) / (len(shaped) - 1)) * score(logp, mask)).mean()
+
+
 # ------------------------------------------------------------------------------------------- KL206: split-dependent
 
 
@@ -165,6 +181,8 @@ MUTANTS = [
     Mutant("KL510", limited_coefficient),
     Mutant("KL510", as_a_temperature, also=("KL503",)),
     Mutant("KL510", switch),
+    Mutant("KL203", leave_one_out_over_lengths),
+    Mutant("KL103", leave_one_out_upside_down),
     Mutant("KL206", over_the_longest, also=("KL204",)),
     Mutant("KL206", dapo, also=("KL201", "KL204")),
     Mutant("KL206", scaled_over_the_batch, also=("KL105",)),
