@@ -213,10 +213,14 @@ def test_the_actions_exit_code_is_kltests(action, given, code):
     assert action(install="none", **given).returncode == code
 
 
-@pytest.mark.parametrize("name", ["targets", "options"])
-def test_nothing_in_an_input_is_run(project, action, name):
-    bait = '--seed $(touch ran) `touch ran`; touch ran "; touch ran\n$(touch ran)\n--arg=x=$(touch ran)'
-    assert action(install="none", **{name: bait}).returncode == 2
+BAITS = ["$(touch ran)", "`touch ran`", "1; touch ran", "1); touch ran; x=(1", '"; touch ran; "', "'; touch ran; '"]
+
+
+@pytest.mark.parametrize("bait", BAITS)
+def test_nothing_in_an_input_is_run(project, action, bait):
+    assert action(install="none", targets=bait).returncode == 2
+    assert action(install="none", options=f"--seed {bait}").returncode == 2
+    assert action(install="none", options=f"--seed={bait}").returncode == 2
     assert not list(project.rglob("ran"))
 
 
