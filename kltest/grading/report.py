@@ -164,6 +164,7 @@ class Report:
         if self.verdict != "confirmed":
             lines = [f"{self.target}: {self.verdict} (declared {self.expect})", *self.notes]
             lines += [check.words for check in (*self.failed, *self.stale)]
+            lines += [f"smallest world in which it fails: {self.smallest.words}"] if self.smallest else []
             raise RefutedError("\n".join([*lines, self.error] if self.error else lines))
 
 

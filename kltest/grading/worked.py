@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kltest.grading.demonstration import SmallWorld, written
+from kltest.grading.demonstration import SmallWorld, aligned, written
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,11 @@ class WorkedExample:
         unpaid = any(place.reward for place in self.contexts) and not any(any(p.reward or ()) for p in self.contexts)
         reward = "; every reward is 0" if unpaid else ""
         return f"{length} of {actions}; rollouts {drawn}{batches}{reward}; derivatives with respect to logits"
+
+    @property
+    def words(self) -> str:
+        """The setting and the table as lines."""
+        return "\n".join([self.setting, *aligned(self.table())])
 
     def table(self) -> list[tuple[str, ...]]:
         """An action a row, the head first."""
