@@ -1,0 +1,34 @@
+"""Losses whose gradient never reaches the policy."""
+
+import torch
+from zoo.table import Mutant
+
+
+def under_no_grad(logp, ref_logp, mask):
+    with torch.no_grad():
+        total = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
+        return total.square() / 2
+
+
+def through_numbers(logp, ref_logp, mask):
+    """Read out with .item(), as for a log, and made into a tensor again."""
+    totals = [
+        sum((p - q).item() for p, q in zip(own[live], other[live], strict=True))
+        for own, other, live in zip(logp, ref_logp, mask.bool(), strict=True)
+    ]
+    return torch.tensor([total**2 / 2 for total in totals], dtype=logp.dtype)
+
+
+class FrozenPolicy:
+    """The penalty of a trainer that keeps the policy's log-probs as data."""
+
+    def __call__(self, logp, ref_logp, mask, beta):
+        log_probs = logp.data.clone()
+        return beta * (log_probs - ref_logp).masked_fill(mask == 0, 0.0).sum(1).square().mean() / 2
+
+
+MUTANTS = [
+    Mutant("KL509", under_no_grad),
+    Mutant("KL509", through_numbers),
+    Mutant("KL509", FrozenPolicy(), also=("KL506",)),
+]
