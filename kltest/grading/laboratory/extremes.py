@@ -107,7 +107,7 @@ class Scan:
             together = self._levels(self.grid)
         except KltestError:
             together = None
-        if together is not None and np.isfinite(together).all() and not self._runs(together):
+        if together is not None and np.isfinite(together).all() and not self._equal(together):
             return []
         # One at a time: a clamp on the batch's mean is not to be seen through the other rollouts.
         levels = np.array([self.level(u) for u in self.grid])
@@ -135,7 +135,15 @@ class Scan:
         return value[: len(log_ratios)].numpy() if value.dim() == 1 else value.reshape(1).numpy()
 
     def _runs(self, levels: np.ndarray) -> list[tuple[int, int]]:
-        """(first, last) of the runs of equal levels (of zeros, where the level is a gradient) that did not fade."""
+        """(first, last) of the runs of equal levels that did not fade."""
+        usual = levels[np.abs(self.grid) <= USUAL]
+        scale = np.nanmax(np.abs(usual - (usual.mean() if self.what == "value" else 0.0)))
+        if not scale > 0:
+            return []
+        return [run for run in self._equal(levels) if self._clamped(levels, *run, FADED * scale)]
+
+    def _equal(self, levels: np.ndarray) -> list[tuple[int, int]]:
+        """(first, last) of the runs of equal levels, of zeros where the level is a gradient."""
         runs, first = [], 0
         for i in range(1, len(levels) + 1):
             if i < len(levels) and levels[i] == levels[first] and np.isfinite(levels[i]):
@@ -143,11 +151,7 @@ class Scan:
             if i - first > 1 and np.isfinite(levels[first]) and (self.what == "value" or levels[first] == 0):
                 runs.append((first, i - 1))
             first = i
-        usual = levels[np.abs(self.grid) <= USUAL]
-        scale = np.nanmax(np.abs(usual - (usual.mean() if self.what == "value" else 0.0)))
-        if not scale > 0:
-            return []
-        return [run for run in runs if self._clamped(levels, *run, FADED * scale)]
+        return runs
 
     @staticmethod
     def _clamped(levels: np.ndarray, first: int, last: int, small: float) -> bool:

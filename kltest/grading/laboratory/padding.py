@@ -70,6 +70,8 @@ def _exchange(findings: Findings, fills: dict[str, Fill]) -> Found | None:
 def _moved(before: Seen, after: Seen) -> str | None:
     """What an exchange at padded positions changed, in words."""
     dtype, live = before.outcome.dtype, before.live
+    if before.value.shape != after.value.shape:
+        return f"it returns shape {tuple(after.value.shape)} where it returned {tuple(before.value.shape)}"
     if not _same(before.value, after.value, dtype):
         if before.value.dim() == 0:
             return f"the value is {after.value.item():.6g} where it was {before.value.item():.6g}"
@@ -123,8 +125,10 @@ def _others(name: str, dead: Tensor) -> Tensor:
     if name == "tokens":
         # One id less, from the lowest to the highest that occurs: legal in every vocabulary.
         return torch.where(dead > 0, dead - 1, dead + 1)
-    steps = torch.arange(1, dead.numel() + 1, dtype=dead.dtype).reshape(dead.shape)
-    return (dead - 0.7 * steps.sin().abs() - 0.1 * len(name)).log_softmax(-1) if dead.dim() > 1 else dead - steps / 3
+    # Another change for every field, so that no log-ratio stays.
+    apart = 1 + 0.3 * LOG_PROBS.index(name)
+    steps = apart * torch.arange(1, dead.numel() + 1, dtype=dead.dtype).reshape(dead.shape)
+    return (dead + steps.sin()).log_softmax(-1) if dead.dim() > 1 else dead - steps / 3
 
 
 def _signed(name: str, dead: Tensor, size: float) -> Tensor:

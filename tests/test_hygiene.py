@@ -1,0 +1,372 @@
+"""Hygiene: padding, extreme log-ratios, inputs, repetition, precision; expected numbers are solved for here."""
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import brentq
+
+from kltest import grade
+from kltest.environments import Instance, ragged
+from kltest.errors import TargetError
+from kltest.estimators import registry
+from kltest.grading.checks import CHECKS
+from kltest.grading.laboratory.extremes import Scan
+from kltest.grading.laboratory.precision import ALLOWED, NARROW, mild_batch
+from kltest.moments import NonDeterministicError, exact
+from kltest.rollout import Rollout
+from kltest.targets.calling import bind
+
+HYGIENE = [code for code in CHECKS if "KL501" <= code <= "KL508"]
+
+
+def failed(loss, **options):
+    return {check.code for check in grade(loss, **options).failed if check.code < "KL8"}
+
+
+def result(code, loss, **options):
+    return next(check for check in grade(loss, **options).checks if check.code == code)
+
+
+@pytest.fixture
+def batch():
+    instance = Instance.draw(ragged(3, 3), 0)
+    return Rollout.of(instance).take([0, 6, 13, 14])
+
+
+def half_square(logp, ref_logp, mask):
+    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1) ** 2 / 2
+
+
+# ------------------------------------------------------------------------------------------------------ the examples
+
+
+@pytest.mark.parametrize("code", HYGIENE)
+def test_the_example_falls_into_its_pitfall_and_the_mended_one_into_none(code):
+    check = CHECKS[code]
+    assert code in failed(check.wrong, **check.options)
+    report = grade(check.mended, **check.options)
+    assert report.verdict == "confirmed"
+    assert not [found.code for found in report.failed if found.code < "KL8"]
+
+
+def test_the_numbers_of_the_examples():
+    square, u = math.log(1.6) ** 2 / 2, math.log(1.6)
+    expected = {
+        "KL501": [square, square + math.log(2) ** 2 / 2, math.log(2)],
+        "KL502": [square, math.nan, math.nan],
+        "KL503": [math.exp(5) - 6, -5.0, math.inf, math.nan],
+        "KL504": [4.0, 4.472, 0.0, 0.0],
+        "KL505": [square, math.log(0.5) ** 2 / 2],
+        "KL506": [0.0, -u],
+        "KL507": [2 * u, 0.0],
+        "KL508": [0.0, 0.0625],
+    }
+    for code, numbers in expected.items():
+        shown = [row[1] for row in CHECKS[code].demonstrate().rows]
+        assert shown == pytest.approx(numbers, rel=1e-12, abs=1e-12, nan_ok=True), code
+        written = {float(number) for number in re.findall(r"\d+\.\d{6}", CHECKS[code].example)}
+        known = [abs(n) for n in numbers if math.isfinite(n)] + [u, math.sqrt(20)]
+        assert all(min(abs(n - k) for k in known) < 6e-7 for n in written), code
+
+
+# ----------------------------------------------------------------------------------------------------------- padding
+
+
+def test_what_moves_with_the_padding_is_said():
+    def leaky_mean(logp, ref_logp):
+        return ((logp - ref_logp) ** 2).mean()
+
+    message = result("KL501", leaky_mean).message
+    assert "the value is" in message
+    assert "other log-probs and token ids" in message
+
+
+@pytest.mark.parametrize("code", ["KL501", "KL502"])
+def test_padding_is_skipped_with_a_reason_where_it_says_nothing(code):
+    assert "caller" in result(code, lambda logp, ref_logp: (logp - ref_logp) ** 2).message
+    assert "without padding" in result(code, half_square, environment="bandit,sequence").message
+
+
+def test_another_shape_is_another_value():
+    def reduces_when_it_can(logp, ref_logp, mask):
+        return half_square(logp, ref_logp, mask) if ref_logp.isfinite().all() else logp - ref_logp
+
+    assert "it returns shape (12, 3)" in result("KL502", reduces_when_it_can).message
+
+
+def test_a_mask_that_serves_something_else_leaves_padding_to_the_caller():
+    def weighted(logp, ref_logp, mask):
+        weight = torch.where(mask.bool(), logp, 0.0).sum(-1, keepdim=True).detach()
+        return weight * (logp - ref_logp) ** 2
+
+    assert not failed(weighted, select="KL501,KL502")
+
+    def own_where_too_late(logp, ref_logp, mask):
+        return torch.where(mask.bool(), (ref_logp - logp).exp() - 1, 0.0)
+
+    assert {"KL501", "KL502"} <= failed(own_where_too_late)
+
+
+# ---------------------------------------------------------------------------------------------------------- extremes
+
+
+def zones(loss, what="gradient", **call):
+    return Scan(bind(loss).for_experiments(), what, 3).zones()
+
+
+def test_the_dead_zone_of_the_clamped_k3_is_where_its_bounds_are_met():
+    """k3 = e^(−u) − 1 + u reaches 10 at two points; the clamp of u to ±20 lies outside of both."""
+    low, high = (brentq(lambda u: math.exp(-u) - 1 + u - 10, *bracket, xtol=1e-13) for bracket in ((-4, -1), (5, 20)))
+    below, above = zones(registry()["k3-clamped"].function)
+    assert (below.low, above.high) == (-math.inf, math.inf)
+    assert (below.high, above.low) == pytest.approx((low, high), abs=1e-9)
+    assert "−2.61" in result("KL504", "k3-clamped").message
+
+
+def test_a_clamp_of_the_sum_is_told_from_one_of_tokens():
+    def summed(logp, ref_logp, mask):
+        return half_square(logp, ref_logp, mask).clamp(max=50.0)
+
+    def each(logp, ref_logp):
+        return ((logp - ref_logp) ** 2 / 2).clamp(max=50.0)
+
+    assert "summed over the sequence" in result("KL504", summed).message
+    assert "of a token" in result("KL504", each).message
+    for loss in (summed, each):
+        assert [zone.low for zone in zones(loss)[1:]] == pytest.approx([10.0], abs=1e-9)
+
+
+def test_a_clamp_of_the_mean_of_a_batch_is_found_though_other_rollouts_are_mild():
+    def mean(logp, ref_logp, mask):
+        return half_square(logp, ref_logp, mask).mean().clamp(max=100.0)
+
+    mild = 3
+    assert len(zones(mean)) == 2
+    assert zones(mean)[1].low > math.sqrt(2 * 100 * (mild + 1)) - 1
+
+
+def test_zeros_that_are_no_dead_zone():
+    assert zones(half_square) == []
+    assert zones(lambda logp, ref_logp: logp - ref_logp) == []
+    assert zones(lambda logp, ref_logp: torch.tanh(logp - ref_logp)) == [], "it fades"
+    assert zones(lambda logp, ref_logp: -torch.nn.functional.logsigmoid(logp - ref_logp)) == [], "it underflows"
+    assert len(zones(lambda logp, ref_logp: (logp - ref_logp).clamp(min=0.0))) == 1
+    deadband = zones(lambda logp, ref_logp: torch.nn.functional.softshrink(logp - ref_logp, 0.1))
+    assert [(zone.low, zone.high) for zone in deadband] == [pytest.approx((-0.1, 0.1), abs=1e-9)]
+
+
+def test_a_value_in_the_reward_is_dead_where_it_does_not_change():
+    (below, above) = zones(lambda logp, ref_logp: (logp - ref_logp).clamp(-7, 9), "value")
+    assert (below.high, above.low) == pytest.approx((-7, 9), abs=1e-9)
+    assert zones(lambda logp, ref_logp: (logp - ref_logp) ** 2, "value") == []
+
+
+def test_overflow_says_at_which_log_ratio():
+    def k3(logp, ref_logp):
+        return (ref_logp - logp).exp() - 1 + logp - ref_logp
+
+    message = result("KL503", k3).message
+    assert "u = −1000 the value is inf" in message
+    assert "−100 " not in message, "e^100 is a number in float64"
+    assert (
+        "u = −100 the value is inf"
+        in result("KL503", lambda logp, ref_logp: k3(logp.float(), ref_logp.float())).message
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ inputs
+
+
+def test_writes_are_found_bit_for_bit(batch):
+    def loss(logp, ref_logp, mask, change):
+        change(ref_logp)
+        return half_square(logp, ref_logp, mask)
+
+    before = batch.peek("ref_logp").clone()
+    changes = {
+        "nothing": lambda it: None,
+        "the same again": lambda it: it.copy_(it.clone()),
+        "and back": lambda it: it.neg_().neg_(),
+        "a view": lambda it: it.view(-1)[1:2].zero_(),
+        "data": lambda it: it.data.add_(1e-16 + 1),
+        "the last bit": lambda it: it.data.copy_(torch.nextafter(it, it + 1)),
+        "NaN": lambda it: it.data.fill_(math.nan),
+    }
+    for name, change in changes.items():
+        bound = bind(lambda logp, ref_logp, mask, change=change: loss(logp, ref_logp, mask, change)).for_experiments()
+        bound(batch)
+        harmless = name in ("nothing", "the same again", "and back")
+        assert bound.mutated == (set() if harmless else {"ref_logp"}), name
+        assert torch.equal(batch.peek("ref_logp"), before), "what other calls are given is unharmed"
+
+
+def test_minus_zero_is_another_number_and_the_same_nan_is_none():
+    fields = {name: torch.zeros(2, 3, dtype=torch.float64) for name in ("logp", "ref_logp")}
+    fields["mask"] = torch.ones(2, 3, dtype=torch.float64)
+    fields["ref_logp"][0, 0] = math.nan
+
+    def negates(logp, ref_logp):
+        ref_logp[1:].neg_()
+        return logp
+
+    def rewrites(logp, ref_logp):
+        ref_logp.copy_(ref_logp.clone())
+        return logp
+
+    for loss, changed in ((negates, {"ref_logp"}), (rewrites, set())):
+        bound = bind(loss).for_experiments()
+        bound(Rollout(fields))
+        assert bound.mutated == changed
+
+
+def test_lists_of_samples_are_live_tokens_of_one_stored_tensor(batch):
+    seen = []
+
+    def loss(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
+        seen[:] = [log_probs, ref_log_probs]
+        return [(one - other) ** 2 / 2 for one, other in zip(log_probs, ref_log_probs, strict=True)]
+
+    outcome = bind(loss)(batch)
+    live = batch.peek("mask") != 0
+    log_ratio = torch.where(live, batch.peek("logp") - batch.peek("ref_logp"), 0.0).detach()
+    torch.testing.assert_close(outcome.value, log_ratio**2 / 2, rtol=0, atol=0)
+    assert [len(sample) for sample in seen[0]] == live.sum(dim=1).tolist()
+    assert len({sample.untyped_storage().data_ptr() for sample in seen[1]}) == 1
+    found = torch.autograd.grad(outcome.objective, batch.built("logp"))[0]
+    torch.testing.assert_close(found, log_ratio / len(live), rtol=1e-14, atol=0)
+
+
+def test_an_item_that_is_exchanged_in_a_stored_list_is_a_write(batch):
+    def exchanges(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
+        ref_log_probs[1] = ref_log_probs[1] + 1
+        return [one - other for one, other in zip(log_probs, ref_log_probs, strict=True)]
+
+    def same_again(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
+        ref_log_probs[1] = ref_log_probs[1].clone()
+        return [one - other for one, other in zip(log_probs, ref_log_probs, strict=True)]
+
+    for loss, changed in ((exchanges, {"ref_logp"}), (same_again, set())):
+        bound = bind(loss)
+        bound(batch)
+        assert bound.mutated == changed
+
+
+def test_a_tensor_that_backward_still_needs_is_said(batch):
+    def loss(logp, ref_logp):
+        square = logp.square()
+        logp.add_(1)
+        return square - ref_logp
+
+    report = grade(loss)
+    assert report.verdict == "error"
+    assert "cannot go backward" in report.error
+
+
+def test_leaks_and_constants():
+    assert not failed(half_square)
+    assert "switched on" in result("KL506", made_trainable).message
+    assert "No gradient reaches the policy" in result("KL506", CHECKS["KL506"].wrong).message
+
+
+def made_trainable(logp, ref_logp, mask):
+    ref_logp.requires_grad_()
+    return half_square(logp, ref_logp, mask)
+
+
+def test_a_stop_on_the_wrong_side_of_a_ratio_is_found_only_where_something_is_missing():
+    def weight(logp, old_logp, mask):
+        return torch.where(mask.bool(), logp.detach() - old_logp, 0.0).sum(-1).exp()
+
+    def wrong(logp, old_logp, ref_logp, mask):
+        return weight(logp, old_logp, mask) * torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
+
+    def right(logp, old_logp, ref_logp, mask):
+        return weight(logp, old_logp, mask) * half_square(logp, ref_logp, mask)
+
+    assert "old_logp would receive" in result("KL506", wrong).message
+    assert not failed(right)
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        torch.no_grad()(half_square),
+        lambda logp, ref_logp, mask: half_square(logp.detach(), ref_logp.detach(), mask),
+        torch.inference_mode()(half_square),
+    ],
+    ids=["decorated", "detached", "inference"],
+)
+def test_a_blocked_gradient_is_nothing_else(stop):
+    def loss(logp, ref_logp, mask):
+        return stop(logp, ref_logp, mask)
+
+    assert failed(loss) == {"KL509"}
+
+
+# ------------------------------------------------------------------------------------------- repetition and precision
+
+
+def test_state_is_told_from_random_numbers():
+    calls = itertools.count()
+    instance = Instance.draw(ragged(3, 3), 0)
+
+    def counting(logp, ref_logp, mask):
+        return next(calls) * half_square(logp, ref_logp, mask)
+
+    def noisy(logp, ref_logp, mask):
+        return torch.rand(()).double() * half_square(logp, ref_logp, mask)
+
+    def numpys(logp, ref_logp, mask):
+        return np.random.random() * half_square(logp, ref_logp, mask)  # noqa: NPY002
+
+    for loss, state in ((counting, True), (noisy, False), (numpys, False)):
+        with pytest.raises(NonDeterministicError) as error:
+            exact(bind(loss), instance)
+        assert error.value.keeps_state is state
+    assert issubclass(NonDeterministicError, TargetError)
+
+
+def test_noise_in_the_value_alone_is_found():
+    def loss(logp, ref_logp, mask):
+        return half_square(logp, ref_logp, mask).mean() + torch.rand(()).double()
+
+    assert failed(loss) == {"KL507"}
+
+
+def test_a_rare_change_is_found():
+    calls = itertools.count()
+
+    def adapted_every_tenth_call(logp, ref_logp, mask):
+        return (1 + 1e-9 * (next(calls) // 10)) * half_square(logp, ref_logp, mask)
+
+    assert "KL507" in failed(adapted_every_tenth_call)
+
+
+def test_half_precision_is_compared_on_numbers_that_it_can_hold():
+    for name, kind in NARROW.items():
+        batch = mild_batch(kind, 0)
+        for field in ("logp", "ref_logp", "old_logp"):
+            numbers = batch.peek(field).detach()
+            assert torch.equal(numbers.to(kind).double(), numbers)
+            assert (numbers <= 0).all()
+        assert (batch.peek("logp") - batch.peek("ref_logp")).abs().max() < 2
+        # A unit in the last place, with room for a dozen roundings.
+        assert ALLOWED[name] > 12 * torch.finfo(kind).eps
+
+
+@pytest.mark.parametrize("name", sorted(registry()))
+def test_no_registered_estimator_is_accused_of_low_precision(name):
+    assert result("KL508", name, environment="bandit", select="KL508").status == "pass"
+
+
+def test_what_cannot_be_called_in_half_precision_is_no_failure():
+    def numpys(logp, ref_logp, mask):
+        return half_square(logp, torch.from_numpy(ref_logp.numpy()), mask)
+
+    found = result("KL508", numpys)
+    assert found.status == "inconclusive"
+    assert "could not be called" in found.message

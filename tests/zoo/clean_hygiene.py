@@ -1,0 +1,107 @@
+"""Correct losses near the pitfalls of padding, extremes, inputs, repetition and precision: nothing may fail."""
+
+import torch
+from zoo.table import Clean
+
+LOCAL = {"expect": "local_reverse_kl"}
+
+
+def per_token_without_a_mask(logp, ref_logp):
+    return (logp - ref_logp) ** 2 / 2
+
+
+def masked_fill_first(logp, ref_logp, mask):
+    return (logp - ref_logp).masked_fill(mask == 0, 0.0).square().sum(-1) / 2
+
+
+def live_tokens_picked(logp, ref_logp, response_mask):
+    live = response_mask.bool()
+    return (0.5 * (logp[live] - ref_logp[live]).square()).sum() / len(logp)
+
+
+def in_place_on_an_own_copy(logp, ref_logp, mask):
+    log_ratio = logp.clone()
+    log_ratio.sub_(ref_logp).masked_fill_(mask == 0, 0.0)
+    return log_ratio.sum(-1).square() / 2
+
+
+def writes_what_was_there(logp, ref_logp, mask):
+    ref_logp.copy_(ref_logp.clone())
+    mask[mask == 0] = 0
+    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1).square() / 2
+
+
+def attached_everywhere(logp, ref_logp, old_logp, mask):
+    live = mask.bool()
+    ratio = torch.where(live, logp - old_logp, 0.0).sum(-1).exp()
+    return ratio * torch.where(live, logp - ref_logp, 0.0).sum(-1)
+
+
+def ratio_stopped_at_the_policy_alone(logp, ref_logp, old_logp, mask):
+    live = mask.bool()
+    ratio = torch.where(live, logp.detach() - old_logp, 0.0).sum(-1).exp()
+    return ratio * torch.where(live, logp - ref_logp, 0.0).sum(-1).square() / 2
+
+
+def score_with_the_policy_stopped_in_the_cost(logp, ref_logp, mask):
+    live = mask.bool()
+    cost = torch.where(live, logp.detach() - ref_logp, 0.0).sum(-1)
+    return cost * torch.where(live, logp, 0.0).sum(-1)
+
+
+def seeded(logp, ref_logp, mask):
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(logp), generator=generator)
+    noise = torch.randn(3, generator=generator) + torch.randn(3, generator=generator)
+    log_ratio = torch.where(mask.bool(), logp - ref_logp, 0.0)[order].sum(-1)
+    return (log_ratio.square() / 2).mean() + 0 * noise.double().sum()
+
+
+def in_float32(logp, ref_logp, mask):
+    log_ratio = torch.where(mask.bool(), logp.float() - ref_logp.float(), 0.0)
+    return log_ratio.sum(-1).square() / 2
+
+
+def summed_before_subtracted(logp, ref_logp, mask):
+    live = mask.bool()
+    policy, reference = (torch.where(live, part, 0.0).sum(-1) for part in (logp, ref_logp))
+    return (policy - reference).square() / 2
+
+
+def clamped_where_it_is_logged(logp, ref_logp, mask):
+    log_ratio = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
+    shown = log_ratio.detach().clamp(-10, 10)
+    return log_ratio.square() / 2 + 0 * shown
+
+
+def samples_in_a_list(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
+    totals = [(one - other).sum() for one, other in zip(log_probs, ref_log_probs, strict=True)]
+    return torch.stack(totals).square().mean() / 2
+
+
+def samples_in_a_list_by_token(log_probs: "list[torch.Tensor]", ref_log_probs: "list[torch.Tensor]"):
+    return [(one - other).square() / 2 for one, other in zip(log_probs, ref_log_probs, strict=True)]
+
+
+def concatenates_what_it_is_given(log_probs, ref_log_probs):
+    """Says nothing of lists, and works with nothing else."""
+    return (torch.cat(log_probs) - torch.cat(ref_log_probs)).square().sum() / 2 / len(log_probs)
+
+
+CLEAN = [
+    Clean(per_token_without_a_mask, LOCAL),
+    Clean(masked_fill_first, LOCAL),
+    Clean(live_tokens_picked, LOCAL),
+    Clean(in_place_on_an_own_copy),
+    Clean(writes_what_was_there),
+    Clean(attached_everywhere),
+    Clean(ratio_stopped_at_the_policy_alone),
+    Clean(score_with_the_policy_stopped_in_the_cost),
+    Clean(seeded),
+    Clean(in_float32),
+    Clean(summed_before_subtracted),
+    Clean(clamped_where_it_is_logged),
+    Clean(samples_in_a_list),
+    Clean(samples_in_a_list_by_token, LOCAL),
+    Clean(concatenates_what_it_is_given, LOCAL),
+]

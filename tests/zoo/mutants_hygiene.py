@@ -1,0 +1,167 @@
+"""Losses that mishandle padding, extreme log-ratios, their inputs, repetition or precision."""
+
+import itertools
+
+import torch
+from zoo.table import Mutant
+
+LOCAL = {"expect": "local_reverse_kl"}
+
+
+def half_square(logp, ref_logp, mask):
+    """What the rest of this file gets wrong around."""
+    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1) ** 2 / 2
+
+
+# KL501
+
+
+def summed_over_everything(logp, ref_logp):
+    return 0.5 * ((logp - ref_logp) ** 2).sum(dim=1).mean()
+
+
+def masked_by_a_number(tokens, logp, ref_logp):
+    """Takes a token id for padding; any other id there is a token to it."""
+    return torch.where(tokens >= 0, 0.5 * (logp - ref_logp) ** 2, 0.0).sum(-1)
+
+
+# KL502
+
+
+def masked_by_a_contraction(logp, ref_logp, mask):
+    kl = 0.5 * (logp - ref_logp).pow(2)
+    return torch.einsum("bt,bt->b", kl, mask)
+
+
+def behind_a_where(logp, ref_logp, mask):
+    square = 0.5 * torch.square(logp - ref_logp)
+    return torch.where(mask > 0, square, torch.zeros_like(square)).sum(-1)
+
+
+# KL503
+
+
+def probabilities_divided(logp, ref_logp, mask):
+    log_ratio = torch.log(logp.exp() / ref_logp.exp())
+    return torch.where(mask.bool(), log_ratio, 0.0).sum(-1).square() / 2
+
+
+def forward_kl_by_hand(logp, ref_logp):
+    return torch.exp(ref_logp - logp) + logp
+
+
+# KL504
+
+
+def log_ratio_kept_in_bounds(logp, ref_logp, mask):
+    log_ratio = torch.where(mask.bool(), logp - ref_logp, 0.0)
+    return torch.clamp(log_ratio, -20, 20).square().sum(-1) / 2
+
+
+def reward_in_bounds(logp, ref_logp):
+    return torch.clip(logp - ref_logp, min=-10.0, max=10.0)
+
+
+def switched_off_far_away(logp, ref_logp, mask):
+    total = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
+    return torch.where(total.abs() > 30.0, torch.full_like(total, 450.0), total**2 / 2)
+
+
+# KL505
+
+
+def pads_with_zeros(logp, ref_logp, mask):
+    ref_logp.masked_fill_(mask == 0, 0.0)
+    return half_square(logp, ref_logp, mask)
+
+
+def through_data_and_a_view(logp, old_logp, ref_logp, mask):
+    old_logp.data.view(-1)[0] = 0.0
+    return half_square(logp, ref_logp, mask)
+
+
+def shares_memory_with_numpy(logp, ref_logp, mask):
+    loss = half_square(logp, ref_logp, mask)
+    with torch.no_grad():
+        ref_logp.numpy()[0] += 1.0
+    return loss
+
+
+def stored_samples(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
+    """A list of samples as RL loops keep it: the difference is written into the stored log-probs."""
+    totals = []
+    for sample, reference in zip(log_probs, ref_log_probs, strict=True):
+        reference.mul_(-1.0)
+        totals.append((sample + reference).sum())
+    return torch.stack(totals).square().mean() / 2
+
+
+# KL506
+
+
+def reference_made_trainable(logp, ref_logp, mask):
+    ref_logp.requires_grad_(True)
+    return half_square(logp, ref_logp, mask)
+
+
+def policy_held_constant(logp, ref_logp, mask):
+    return half_square(logp.data, ref_logp, mask)
+
+
+def ratio_of_the_sampler(logp, old_logp, ref_logp, mask):
+    live = mask.bool()
+    ratio = torch.where(live, logp.detach() - old_logp, 0.0).sum(-1).exp()
+    return (ratio * torch.where(live, logp - ref_logp, 0.0).sum(-1)).mean()
+
+
+# KL507
+
+
+def dropped_out(logp, ref_logp, mask):
+    kept = torch.nn.functional.dropout(torch.ones_like(logp[:, 0]), 0.5)
+    return kept * half_square(logp, ref_logp, mask)
+
+
+STEPS = itertools.count(1)
+
+
+def warmed_up(logp, ref_logp, mask):
+    weight = min(1.0, next(STEPS) * 1e-9)
+    return weight * half_square(logp, ref_logp, mask)
+
+
+# KL508
+
+
+def autocast(logp, ref_logp, mask):
+    return half_square(logp.half(), ref_logp.half(), mask).mean()
+
+
+def around_a_thousand(logp, ref_logp, mask):
+    """Right in float64; 1000 leaves no room for the digits of anything beside it in half precision."""
+    log_ratio = torch.where(mask.bool(), (1000 + logp) - (1000 + ref_logp), 0.0)
+    return log_ratio.sum(-1).square() / 2
+
+
+MUTANTS = [
+    Mutant("KL501", summed_over_everything, also=("KL502",), options=LOCAL),
+    Mutant("KL501", masked_by_a_number, also=("KL502",), options=LOCAL),
+    Mutant("KL502", masked_by_a_contraction, options=LOCAL),
+    Mutant("KL502", behind_a_where, options=LOCAL),
+    Mutant("KL503", probabilities_divided, also=("KL501", "KL502")),
+    Mutant("KL503", forward_kl_by_hand, options={"expect": "local_forward_kl"}),
+    Mutant("KL504", log_ratio_kept_in_bounds, options=LOCAL),
+    Mutant("KL504", reward_in_bounds, options={"placement": "reward"}),
+    Mutant("KL504", switched_off_far_away),
+    Mutant("KL505", pads_with_zeros),
+    Mutant("KL505", through_data_and_a_view, options={"sampler": "current"}),
+    Mutant("KL505", shares_memory_with_numpy),
+    Mutant("KL505", stored_samples),
+    Mutant("KL506", reference_made_trainable),
+    Mutant("KL506", policy_held_constant, also=("KL509",)),
+    Mutant("KL506", ratio_of_the_sampler, also=("KL101", "KL302")),
+    Mutant("KL507", dropped_out, options={"environment": "bandit"}),
+    Mutant("KL507", warmed_up),
+    Mutant("KL508", autocast, also=("KL503",)),
+    Mutant("KL508", around_a_thousand),
+]
