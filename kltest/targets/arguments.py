@@ -121,7 +121,7 @@ class Stub:
 
 
 def given_to(stub: Stub) -> dict[str, object]:
-    """The attributes that `--arg` gave a stub: no method, since the object that it stands for may have one so called."""
+    """The attributes that `--arg` gave a stub: no method, since what it stands for may have one of that name."""
     return dict(vars(stub)["_stub_given"])
 
 
