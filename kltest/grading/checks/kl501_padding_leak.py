@@ -70,7 +70,7 @@ CHECK = Check(
         "Take the mask and cut padding out before any arithmetic: log_ratio = (logp - ref_logp).where(mask != 0, 0.0). "
         "A function that returns one number a token may leave it to its caller."
     ),
-    sources=("TRL, OpenRLHF and verl: masked_mean",),
+    sources=("verl, verl/utils/torch_functional.py: masked_sum, masked_mean",),
     wrong=unmasked,
     mended=masked,
     options={"expect": "local_reverse_kl"},

@@ -71,7 +71,7 @@ CHECK = Check(
         "Put 0 in the place of the log-ratio at padded positions, before anything is computed from it: "
         "(logp - ref_logp).where(mask != 0, 0.0). Not afterwards, and not by multiplication."
     ),
-    sources=("PyTorch, “torch.where and NaN gradients” (issue #23156)",),
+    sources=("JAX FAQ, Gradients contain NaN where using where",),
     wrong=multiplied,
     mended=cut_out,
     options={"expect": "local_reverse_kl"},

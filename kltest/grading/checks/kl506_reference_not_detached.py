@@ -67,7 +67,7 @@ CHECK = Check(
         "Compute the reference's and the sampler's log-probs under torch.no_grad(), and detach them, not the policy's, "
         "where a log-ratio is differentiated."
     ),
-    sources=("TRL #6503",),
+    sources=("PyTorch, Autograd mechanics: locally disabling gradient computation",),
     wrong=wrong_side,
     mended=right_side,
     demonstrate=demonstrate,

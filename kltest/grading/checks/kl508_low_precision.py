@@ -62,7 +62,7 @@ CHECK = Check(
         "Convert log-probs with .float() before they are subtracted, and keep the loss in float32; better, compute "
         "them from the logits in float32 already."
     ),
-    sources=("He et al. 2025, Defeating the training–inference mismatch via FP16, arXiv 2510.26788",),
+    sources=("Qi et al. 2025, Defeating the Training-Inference Mismatch via FP16, arXiv 2510.26788",),
     wrong=in_bfloat16,
     mended=squared_sum,
     demonstrate=demonstrate,
