@@ -226,10 +226,10 @@ def test_the_rollouts_of_the_tail_example():
 
 def test_the_variances_of_the_inefficient_example():
     """Four rollouts written out; contexts are the root, after 0 and after 1, and two logits each."""
-    policy, reference = ((0.8, 0.2), (0.8, 0.2), (0.5, 0.5)), (0.5, 0.5)
+    policy, reference = ((0.6, 0.4), (0.6, 0.4), (0.5, 0.5)), (0.5, 0.5)
     u = [[math.log(p / q) for p, q in zip(row, reference, strict=True)] for row in policy]
     kl = [sum(p * x for p, x in zip(row, us, strict=True)) for row, us in zip(policy, u, strict=True)]
-    chances, scores, whole, blackwell = [], [], [], []
+    chances, scores, both, blackwell = [], [], [], []
     for first, second in product((0, 1), repeat=2):
         after = 1 + first
         chances.append(policy[0][first] * policy[after][second])
@@ -238,7 +238,7 @@ def test_the_variances_of_the_inefficient_example():
             score[context] -= policy[context]
             score[context, token] += 1
         scores.append(score)
-        whole.append((u[0][first] + u[after][second]) * score)
+        both.append((u[0][first] + u[after][second] + 1) * score)
         exact = np.zeros((3, 2))
         for context in (0, after):
             exact[context] = [p * (x - kl[context]) for p, x in zip(policy[context], u[context], strict=True)]
@@ -255,10 +255,10 @@ def test_the_variances_of_the_inefficient_example():
     baseline = inner(blackwell, scores) / inner(scores, scores)
     best = noise([one - baseline * score for one, score in zip(blackwell, scores, strict=True)])
     text, table = CHECKS["KL802"].example, CHECKS["KL802"].demonstrate().text()
-    for number in (noise(whole), noise(blackwell)):
+    for number in (noise(both), noise(blackwell)):
         assert f"{number:.6f}" in text
-    assert f"{noise(whole) / best:.1f} rollouts" in text
-    for number in (noise(whole), noise(blackwell), noise(whole) / best, noise(blackwell) / best):
+    assert f"{noise(both) / best:.1f} rollouts" in text
+    for number in (noise(both), noise(blackwell), noise(both) / best, noise(blackwell) / best):
         assert f"{number:.6f}" in table
 
 

@@ -27,11 +27,6 @@ def likelihood_weighted_by_the_reference(log_probs, log_probs_base, response_mas
 # ------------------------------------------------------------------------------------------- KL802: needless noise
 
 
-def whole_return_to_every_token(logp, ref_logp, mask):
-    cost = live(logp - ref_logp, mask).sum(-1, keepdim=True).detach()
-    return (cost * live(logp, mask)).sum(-1).mean()
-
-
 def k1_in_both_places(logp, ref_logp, mask):
     u = live(logp - ref_logp, mask).sum(-1)
     return u + u.detach() * live(logp, mask).sum(-1)
@@ -49,7 +44,6 @@ MUTANTS = [
     Mutant("KL801", full_sequence_ratio),
     Mutant("KL801", likelihood_weighted_by_the_reference, options=FORWARD),
     Mutant("KL801", ratio_of_every_token, options={"expect": "local_reverse_kl@sampler", "sampler": "stale"}),
-    Mutant("KL802", whole_return_to_every_token),
     Mutant("KL802", k1_in_both_places),
     Mutant("KL802", a_constant_added_to_the_return),
 ]

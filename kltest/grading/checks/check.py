@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Found:
-    """What an experiment found wrong (or why it could not be made): whole sentences, with the numbers."""
+    """What an experiment found wrong, or of a pass what it measured, or why it could not be made: whole sentences."""
 
     message: str
-    status: Literal["fail", "skip", "inconclusive"] = "fail"
+    status: Literal["pass", "fail", "skip", "inconclusive"] = "fail"
 
 
 def never_moot(findings: Findings) -> str | None:

@@ -14,16 +14,11 @@ def moot(findings: Findings) -> str | None:
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.grading.laboratory import logged, recorded
+    from kltest.grading.laboratory import logged
 
-    if findings.once(recorded.mutation):
-        return None
     if reason := logged.unknown(findings):
         return Found(reason, "inconclusive")
-    explained = {place for factor in findings.once(logged.factors) for place in factor.explains}
-    if findings.once(logged.moves_with_padding):
-        explained |= {row.environment for row in logged.logged_rows(findings) if row.length is None}
-    found = logged.unexplained(findings, explained)
+    found = logged.no_kl_at_all(findings)
     return Found(" ".join(found)) if found else None
 
 

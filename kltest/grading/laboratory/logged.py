@@ -36,11 +36,10 @@ Kind = Literal["sampler", "reward", "coefficient", "constant"]
 
 @dataclass(frozen=True)
 class Factor:
-    """Something that the metric is multiplied by, in words, and the rows whose disagreement that accounts for."""
+    """Something that the metric is multiplied by, in words."""
 
     kind: Kind
     words: str
-    explains: tuple[str, ...] = ()
 
 
 def no_kl(findings: Findings) -> str | None:
@@ -134,7 +133,7 @@ def _by_reward(findings: Findings, base: Rollout) -> Factor | None:
     words = (
         f"the task's reward: {BATCH} rollouts log {_number(before)} with one reward and {_number(after)} with another"
     )
-    return Factor("reward", words, tuple(row.environment for row in logged_rows(findings)))
+    return Factor("reward", words)
 
 
 def _by_coefficient(findings: Findings, base: Rollout) -> Factor | None:
@@ -147,8 +146,7 @@ def _by_coefficient(findings: Findings, base: Rollout) -> Factor | None:
     words = (
         f"the coefficient β: {BATCH} rollouts log {_number(before)} at β = {beta:g}, {_number(after)} at {2 * beta:g}"
     )
-    everywhere = tuple(row.environment for row in logged_rows(findings)) if beta != 1 else ()
-    return Factor("coefficient", words, everywhere)
+    return Factor("coefficient", words)
 
 
 def _by_constant(findings: Findings) -> Factor | None:
@@ -165,7 +163,7 @@ def _by_constant(findings: Findings) -> Factor | None:
         if environment not in fitting:
             other, times = next(iter(found.items()))
             words += f", and {times:.6g} · {SYMBOLS[other]} in {environment}"
-    return Factor("constant", words, tuple(known))
+    return Factor("constant", words)
 
 
 def _has(found: dict[str, float], name: str, factor: float) -> bool:
@@ -215,12 +213,12 @@ def unknown(findings: Findings) -> str:
     return "what it logs for a rollout could not be told: it takes larger batches, or there are too many rollouts"
 
 
-def unexplained(findings: Findings, explained: set[str]) -> list[str]:
-    """A sentence for each world in which the metric is no KL under a current sampler, those left out that are named."""
+def no_kl_at_all(findings: Findings) -> list[str]:
+    """A sentence for each world in which the metric is no KL under a current sampler, whatever the cause."""
     return [
         _sentence(row, findings.seed)
         for row in logged_rows(findings)
-        if shown(row).row.matches is None and shown(row).judged and row.environment not in explained
+        if shown(row).row.matches is None and shown(row).judged
     ]
 
 

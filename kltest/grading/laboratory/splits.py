@@ -14,11 +14,15 @@ from kltest.errors import KltestError
 from kltest.grading.findings import Findings
 from kltest.grading.laboratory.bench import Bench, bench, gradient, limit, norm
 from kltest.grading.worlds import instances
+from kltest.moments import exact_batches
 from kltest.rollout import Rollout
+from kltest.targets.handing import ROW_FIELDS
 
 WORLD = "ragged"
 GROUPS, ROWS = 4, 8
 ALIKE = 4
+# Of batches that are counted one by one: the smallest that differ and have rows beside each other.
+SIZES = (2, 3)
 
 Cut = list[np.ndarray]
 
@@ -47,15 +51,27 @@ def _split(findings: Findings) -> Split:
     place = Bench(findings.loss, instances(WORLD, findings.seed, size)[0], size, findings.seed)
     lengths = place.instance.paths.lengths
     if reads_groups:
-        return _moved(findings, _batch(place, _of_all_lengths(lengths, GROUPS * size), size), size)
+        found = _moved(findings, _batch(place, _of_all_lengths(lengths, GROUPS * size), size), size)
+        return found if found.moved > limit(findings) and _in_expectation(findings) else Split(0.0)
     try:
         found = _moved(findings, _batch(place, _of_all_lengths(lengths, ROWS), ROWS), 1)
+        if found.moved <= limit(findings) or not _in_expectation(findings):
+            return Split(0.0)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
-        if found.moved > limit(findings) and _moved(findings, _batch(place, longest, ALIKE), 1).moved > limit(findings):
-            return Split(0.0, unfit="it couples rollouts of equal length, through their rewards or log-probs")
+        rewarded = findings.evaluator.uses & ROW_FIELDS
+        if rewarded and _moved(findings, _batch(place, longest, ALIKE), 1).moved > limit(findings):
+            return Split(0.0, unfit="it couples rollouts of equal length, through their rewards")
     except KltestError as error:
         return Split(0.0, unfit=f"it does not take every number of rollouts ({error})")
     return found
+
+
+def _in_expectation(findings: Findings) -> bool:
+    """Whether the size of a batch changes its expected gradient: a baseline of the others' only changes the noise."""
+    instance = instances(WORLD, findings.seed, ALIKE)[0]
+    small, large = (exact_batches(findings.loss, instance, size=size, padding=findings.seed).gradient for size in SIZES)
+    kept, added_up = norm(small - large), norm(small / SIZES[0] - large / SIZES[1]) * SIZES[1]
+    return min(kept, added_up) > limit(findings) * norm(large)
 
 
 def _of_all_lengths(lengths: np.ndarray, count: int) -> np.ndarray:

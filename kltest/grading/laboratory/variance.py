@@ -27,8 +27,10 @@ from kltest.grading.worlds import instances
 from kltest.moments.projection import each_gradient
 from kltest.truth import gradient
 
-# An order of magnitude. Less noise is bought with the full next-token distributions, which up to here may cost more.
-MANY = 10.0
+# Rollouts for one of a comparator from which on it is worth a warning. Score-function forms cost nothing more, so an
+# order of magnitude is much; Rao–Blackwell is bought with the full next-token distributions of both models, and every
+# whole return takes 10 to 60 rollouts for one of it in the graded worlds: that is said, and no reason to warn.
+MANY = {"rao-blackwell": 100.0, "to-go": 10.0, "return": 10.0}
 # Variance below this share of the gradient's square is rounding: an estimator that is exact in one call.
 EXACT = 1e-12
 WORDS = {
@@ -40,13 +42,24 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many rollouts of a loss are worth one of the least noisy estimator of its target, in one world."""
+    """How many rollouts of a loss are worth one of the least noisy estimator of its target, in one world.
+
+    `many`: more than it should take, of that estimator or of a cheaper one.
+    """
 
     row: Row
     name: str
     rollouts: float
     own: float
     other: float
+    many: bool
+
+    @property
+    def words(self) -> str:
+        return (
+            f"{self.row.where}: {self.rollouts:.3g} rollouts for one of {WORDS[self.name]} (variance {self.own:.3g} "
+            f"against {self.other:.3g}, in units of ‖∇KL(π‖ref)‖²)"
+        )
 
 
 def comparisons(findings: Findings) -> list[Comparison]:
@@ -62,8 +75,9 @@ def _compare(row: Row, findings: Findings) -> Comparison | None:
         if not known:
             continue
         best = min(known, key=known.__getitem__)
-        one = Comparison(row, best, row.batch * own / known[best], own / unit, known[best] / unit)
-        found = max((found, one), key=lambda each: each.rollouts) if found else one
+        many = any(row.batch * own >= MANY[name] * variance for name, variance in known.items())
+        one = Comparison(row, best, row.batch * own / known[best], own / unit, known[best] / unit, many)
+        found = max((found, one), key=lambda each: (each.many, each.rollouts)) if found else one
     return found
 
 
