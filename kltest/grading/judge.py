@@ -110,6 +110,8 @@ def _examined(check: Check, findings: Findings) -> Found | None:
 
 
 def _words(row: Row) -> str:
+    if row.identified is None and row.method == "sampled":
+        return f"a gradient that samples leave without a name, off by about {row.relative_bias:.2g} of the declared one"
     if row.identified is None:
         return f"no named gradient (the best fit leaves {row.residual:.2g} of it)"
     factor = proportion(row.identified, row.expected)

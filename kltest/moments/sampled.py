@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.errors import WorldError
+from kltest.errors import UsageError, WorldError
 from kltest.moments.confidence import Asymptotic, EmpiricalBernstein, tuned
 from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, seeded, source_of
 from kltest.moments.moments import Reduction
@@ -31,6 +31,8 @@ CHUNK = 2**22
 MOST_LOGITS = 2048
 # Rollouts and entries of a table of all known estimators on all of them, for their largest norms.
 MOST_KNOWN = 2**24
+# A gradient that is as long as it can be may be longer by rounding.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,13 @@ class _Run:
         self.drawn += count
         self._sum += gradients.sum(axis=0)
         self._squares += float((gradients**2).sum())
-        self.longest = max(self.longest, float(np.linalg.norm(gradients, axis=1).max()))
+        longest = float(np.linalg.norm(gradients, axis=1).max())
+        if self.bound is not None and longest > self.bound * (1 + ROUNDING):
+            raise UsageError(
+                f"{self.source.drawn.loss.name}: the gradient of a batch has norm {longest:.6g}, beyond the bound of "
+                f"{self.bound:.6g} that was stated. Leave the bound out, and the verdict is asymptotic"
+            )
+        self.longest = max(self.longest, longest)
         nothing = np.empty((count, 0, self.target.size))
         return gradients, nothing if self.pairing is None else self.pairing.samples(paths)
 

@@ -94,7 +94,8 @@ def rows(report: Report) -> list[Row]:
 
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
-    found = gradient(row.identified, row.residual)
+    sampled = row.method == "sampled" and row.identified is None
+    found = "samples leave it open" if sampled else gradient(row.identified, row.residual)
     return (
         row.environment,
         row.sampler,
