@@ -55,7 +55,7 @@ class EmpiricalBernstein:
         self._bets: np.ndarray | float = 0.0
         self._sum: np.ndarray | float = 0.0
         self._penalty: np.ndarray | float = 0.0
-        self._mean: np.ndarray | float = 0.0
+        self._total: np.ndarray | float = 0.0
         self._squares: np.ndarray | float = 0.0
 
     def update(self, samples: np.ndarray, *, bound: float | None = None) -> None:
@@ -67,18 +67,17 @@ class EmpiricalBernstein:
         if (longest := float(np.sqrt(np.einsum("...d,...d->...", samples, samples).max()))) > bound * (1 + 1e-9):
             raise UsageError(f"a sample has norm {longest:.6g}, beyond the bound of {bound:.6g} that was stated")
         diameter, size = 2 * bound, len(samples)
-        distance = np.linalg.norm(self._mean, axis=-1, keepdims=True) if self.count else np.zeros(1)
-        centre = self._mean * np.minimum(1.0, bound / np.maximum(distance, bound))
-        deviations = ((samples - centre) ** 2).sum(axis=-1).sum(axis=0) / diameter**2
         later = self.count + size
-        # The variance begins at its largest value, 1/4, as if that had been seen once.
+        # Mean and variance begin at the middle and at their largest value, 1/4, as if these had been seen once.
+        centre = _within(np.asarray(self._total) / (self.count + 1), bound)
         variance = (0.25 + self._squares) / (self.count + 1)
         bet = np.sqrt(2 * np.log(2 / self.error_rate) / (variance * later * np.log1p(later))).clip(max=LARGEST_BET)
+        total = samples.sum(axis=0)
+        self._total = self._total + total
         self._bets = self._bets + size * bet / diameter
-        self._sum = self._sum + np.asarray(bet / diameter)[..., None] * samples.sum(axis=0)
-        self._penalty = self._penalty + (-np.log1p(-bet) - bet) * deviations
-        self._squares = self._squares + deviations
-        self._mean = self._mean + (samples.sum(axis=0) - size * self._mean) / later
+        self._sum = self._sum + np.asarray(bet / diameter)[..., None] * total
+        self._penalty = self._penalty + (-np.log1p(-bet) - bet) * _squared_distances(samples, centre) / diameter**2
+        self._squares = self._squares + _squared_distances(samples, np.asarray(self._total) / (later + 1)) / diameter**2
         self.count = later
 
     @property
@@ -87,6 +86,17 @@ class EmpiricalBernstein:
             return Sphere(np.zeros(1), np.array(np.inf))
         radius = (np.log(2 / self.error_rate) + self._penalty) / self._bets
         return Sphere(self._sum / np.asarray(self._bets)[..., None], np.asarray(radius))
+
+
+def _within(point: np.ndarray, bound: float) -> np.ndarray:
+    """(…, D) the nearest point of the ball of that radius, which is no farther from any of its points."""
+    distance = np.linalg.norm(point, axis=-1, keepdims=True) if point.ndim else np.zeros(1)
+    return point * np.minimum(1.0, bound / np.maximum(distance, bound))
+
+
+def _squared_distances(samples: np.ndarray, centre: np.ndarray) -> np.ndarray:
+    """(…) the sum over samples (n, …, D) of ‖x − centre‖²."""
+    return ((samples - centre) ** 2).sum(axis=(0, -1))
 
 
 class Asymptotic:
@@ -99,8 +109,8 @@ class Asymptotic:
     Robbins' normal mixture in several dimensions: for Gaussian samples of covariance V/n the mixture over λ of
     exp(λ·(S − nμ) − λᵀVλ/2) is a martingale. For others it holds along the Gaussian walk that a strong invariance
     principle puts beside theirs, from `start` on, as in Waudby-Smith, Arbour, Sinha, Kennedy & Ramdas 2024
-    (Time-uniform central limit theory and asymptotic confidence sequences, Theorem 2.2 and section 2.4, of which this
-    is the multivariate form; there ρ² = σ²/κ). The sphere is the smallest around that ellipsoid,
+    (Time-uniform central limit theory and asymptotic confidence sequences, Theorem 2.2, of which this is the
+    multivariate form; there ρ² = σ²/κ). The sphere is the smallest around that ellipsoid,
 
         radius = √((λ_max(V) + κ)·(2·log(1/α) + log det(1 + V/κ)))/n + log(1/α)·b/n,
 
@@ -111,12 +121,12 @@ class Asymptotic:
 
     asymptotic = True
 
-    def __init__(self, error_rate: float, mixture: np.ndarray | float, *, start: int = 100, scale: float = 0.0) -> None:
+    def __init__(self, error_rate: float, mixture: np.ndarray | float, *, start: int = 100) -> None:
         self.error_rate = error_rate
         self.mixture = np.asarray(mixture, dtype=float)
         self.start = start
         self.count = 0
-        self._longest: np.ndarray | float = scale
+        self._longest: np.ndarray | float = 0.0
         self._origin: np.ndarray | float = 0.0
         self._sum: np.ndarray | float = 0.0
         self._outer: np.ndarray | float = 0.0
