@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -170,7 +171,40 @@ BY_KIND = (
     "vmap(grad) / exact moments",
 )
 
+
+def zoo() -> str:
+    """How many losses of each family the checks are held to; that they are is what tests/test_zoo.py asserts."""
+    tests = str(Checkout.find().root / "tests")
+    sys.path.insert(0, tests)
+    try:
+        from zoo.table import clean, mutants  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(tests)
+    wrong, right = mutants(), clean()
+    due = Counter(code[2] for row in wrong for code in (row.code, *row.also))
+    written = Counter(row.code[2] for row in wrong)
+    rows = [
+        {
+            "family": f"KL{digit}xx, {name[:1].lower()}{name[1:]}",
+            "wrong losses": str(written[digit]),
+            "failures due": str(due[digit]),
+            "found (recall)": "all",
+            "not due (precision)": "not counted" if digit == "8" else "none",
+        }
+        for digit, name in FAMILIES.items()
+    ]
+    total = {
+        "family": f"**together**, and **{len(right)}** right losses",
+        "wrong losses": str(len(wrong)),
+        "failures due": str(sum(due.values())),
+        "found (recall)": "all",
+        "not due (precision)": "none",
+    }
+    return as_markdown([*rows, total])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "zoo": zoo,
     "estimators": estimators,
     "checks": checks,
     "grade": grade,
