@@ -510,11 +510,26 @@ def test_the_change_by_a_split_is_that_of_the_parts():
 
 
 def test_a_loss_for_one_group_a_call_cannot_be_cut():
-    for loss in (whole_batch_leave_one_out, "KL402"):
-        target = CHECKS[loss].mended if isinstance(loss, str) else loss
-        found = {check.code: check for check in grade(target, expect="reverse_kl-expected_reward").checks}["KL206"]
-        assert found.status == "skip"
-        assert "one group" in found.message
+    def centred(logp, ref_logp, mask, reward):
+        shaped = k1(logp, ref_logp, mask).detach() - reward
+        return ((shaped - shaped.mean()) * score(logp, mask)).mean()
+
+    found = {check.code: check for check in grade(centred, expect="reverse_kl-expected_reward").checks}["KL206"]
+    assert found.status == "skip"
+    assert "one group" in found.message
+
+
+def test_a_baseline_of_the_others_only_may_be_cut_and_one_with_itself_may_not():
+    """The expectation of leave-one-out is the same for every size of batch, that of the mean is (1 − 1/n) of it."""
+
+    def with_itself(logp, ref_logp, mask):
+        cost = k1(logp, ref_logp, mask).detach()
+        return ((cost - cost.mean()) * score(logp, mask)).mean()
+
+    expect = "reverse_kl-expected_reward"
+    for loss in (whole_batch_leave_one_out, CHECKS["KL402"].mended):
+        assert {check.code: check.status for check in grade(loss, expect=expect).checks}["KL206"] == "pass"
+    assert {check.code: check.status for check in grade(with_itself).checks}["KL206"] == "fail"
 
 
 @pytest.mark.parametrize("loss", ["leave-one-out", "group-std", "tied-groups-masked", "k2-loss-sequence", "k1-reward"])

@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant("KL401", "tied-groups-masked", also=("KL404",)),
     Mutant("KL402", mean_of_the_group),
     Mutant("KL402", grpo_without_the_deviation),
-    Mutant("KL402", added_up_with_self, options={"batch_size": 3, "environment": "bandit,ragged"}),
+    Mutant("KL402", added_up_with_self, also=("KL206",), options={"batch_size": 3, "environment": "bandit,ragged"}),
     Mutant("KL402", "group-mean"),
     Mutant("KL403", whitened),
     Mutant("KL403", scaled_by_the_largest),
