@@ -1,0 +1,359 @@
+"""Sampled grading: what is subtracted has mean zero, verdicts agree with exact ones, and doubt is said to be doubt."""
+
+import json
+from importlib.resources import files
+from itertools import product
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kltest
+from kltest.cli import app
+from kltest.environments import Instance, ngram, sequence
+from kltest.errors import UsageError, WorldError
+from kltest.estimators import registry
+from kltest.grading.sampling import Sampling, identify_sampled
+from kltest.grading.worlds import instances
+from kltest.moments import NonDeterministicError, Sampled, dynamic, exact, exact_batches, sampled
+from kltest.moments.drawing import Drawing
+from kltest.moments.pairing import COSTS, KNOWN, Pairing
+from kltest.targets.outcome import Call
+from kltest.targets.resolve import bind, resolve
+from kltest.truth import combine, gradient
+
+WORLDS = ("bandit", "sequence", "ragged")
+GROUPED = ("group-mean", "group-std", "leave-one-out", "tied-groups-masked")
+SCHEMA = json.loads((files("kltest.outputs") / "grade-1.schema.json").read_text(encoding="utf-8"))
+
+
+def first(environment):
+    return instances(environment, 0)[0]
+
+
+def squared(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return log_ratio.square() / 2
+
+
+def compared(loss, instance, sampler="current", *, margin=0.05, expect="reverse_kl", **options):
+    """The sampled gradient, the interval of its relative bias, and the verdict."""
+    target = gradient(expect, instance)
+    norm = np.linalg.norm(target)
+    found = sampled(loss, instance, sampler, target=target, accuracy=margin * norm, **options)
+    low, high = (end / norm for end in found.interval)
+    return found, (low, high), "confirmed" if high <= margin else "refuted" if low > margin else "open"
+
+
+# What is subtracted
+
+
+@pytest.mark.parametrize(("environment", "sampler"), list(product((*WORLDS, "mdp"), ("current", "stale"))))
+def test_what_is_subtracted_has_mean_zero(environment, sampler):
+    instance = first(environment)
+    pairing = Pairing(instance, sampler)
+    mean = np.tensordot(instance.rollout_weights(sampler), pairing.samples(instance.paths), axes=1)
+    assert len(pairing) == sum(sampler == "stale" or known.current is not None for known in KNOWN.values())
+    # Some hundred terms of order one, in float64.
+    np.testing.assert_allclose(mean, 0, atol=1e-13)
+
+
+@pytest.mark.parametrize("environment", WORLDS)
+def test_what_is_subtracted_in_batches_has_mean_zero(environment):
+    """Over every ordered pair of rollouts; the baseline's product of means is not linear in the rows."""
+    instance = first(environment)
+    weights = instance.rollout_weights("current")
+    pairs = np.array(list(product(range(len(weights)), repeat=2)))
+    pairing = Pairing(instance, "current", 2)
+    known = pairing.samples(instance.paths.take(pairs.ravel()))
+    assert known.shape[1] == len(pairing) == sum(k.current is not None for k in KNOWN.values()) + len(COSTS)
+    np.testing.assert_allclose(np.tensordot(weights[pairs].prod(axis=1), known, axes=1), 0, atol=1e-13)
+
+
+def test_coefficients_are_those_of_least_squares():
+    instance, generator = first("ragged"), np.random.default_rng(0)
+    pairing, wanted = Pairing(instance, "current"), np.array([0.5, -2.0])
+    known = pairing.samples(instance.environment.sample(instance.policy, 300, generator))
+    gradients = np.einsum("k,nkd->nd", wanted, known[:, :2]) + 0.7
+    for part in (slice(0, 100), slice(100, 300)):
+        pairing.learn(gradients[part], known[part])
+    np.testing.assert_allclose(gradients - np.einsum("k,nkd->nd", pairing.coefficients, known), 0.7, atol=1e-8)
+
+
+# Against the exact route
+
+
+@pytest.mark.parametrize(("environment", "sampler"), list(product(WORLDS, ("current", "stale"))))
+def test_the_whole_registry_agrees_with_exact_gradients(environment, sampler):
+    """The interval holds the exact bias, a verdict is on its side of the margin, and most are given."""
+    instance, margin, decided = first(environment), 0.1, []
+    norm = np.linalg.norm(gradient("reverse_kl", instance))
+    for name in registry():
+        if name in GROUPED:
+            continue
+        loss = resolve(name, Call())
+        bias = np.linalg.norm(exact(loss, instance, sampler).gradient - gradient("reverse_kl", instance)) / norm
+        _, (low, high), verdict = compared(loss, instance, sampler, margin=margin, error_rate=1e-4)
+        # A bias of zero is met to rounding where nothing but that is left.
+        assert low - 1e-9 <= bias <= high + 1e-9, (name, low, bias, high)
+        assert verdict != ("refuted" if bias <= margin else "confirmed"), (name, bias, verdict)
+        decided.append(verdict != "open")
+    assert np.mean(decided) > 0.9
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_agree_with_exact_groups(name):
+    instance = instances("ragged", 0, 3)[0]
+    loss = resolve(name, Call())
+    truth = exact_batches(loss, instance, "current", 3, grouped=True)
+    target = gradient("reverse_kl", instance)
+    norm = np.linalg.norm(target)
+    found, (low, high), _ = compared(loss, instance, margin=0.1, error_rate=1e-4, size=3, grouped=True, samples=4000)
+    assert found.batch == 3
+    assert found.reduction == "coupled"
+    assert low - 1e-9 <= np.linalg.norm(truth.gradient - target) / norm <= high + 1e-9
+    assert np.linalg.norm(found.gradient - truth.gradient) <= found.radius + 1e-9 * norm
+
+
+@pytest.mark.parametrize("name", ["k1-reward", "k2-loss", "k3-loss", "abs-loss"])
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+def test_verdicts_are_those_of_exact_grading(name, sampler):
+    """Confirmed and refuted stay what they are; a bias below the margin may pass within it, and only then."""
+    options = {"sampler": sampler, "environment": ("bandit", "ragged"), "select": "KL101"}
+    truth = kltest.grade(name, **options)
+    found = kltest.grade(name, method="sampled", error_rate=1e-4, **options)
+    for true, row in zip(truth.gradients, found.gradients, strict=True):
+        assert row.method == "sampled"
+        assert row.agrees is (true.agrees or true.relative_bias <= row.margin)
+        assert row.interval[0] <= true.relative_bias + 1e-9
+        assert true.relative_bias <= row.interval[1]
+        assert row.identified in (None, true.identified) or row.identified == pytest.approx(true.identified, rel=0.1)
+    assert found.verdict == truth.verdict
+
+
+def test_pairing_saves_samples_and_changes_nothing_else():
+    instance, loss = first("ragged"), bind(squared)
+    paired, interval, verdict = compared(loss, instance)
+    plain, wide, slowly = compared(loss, instance, pair=False)
+    assert verdict == slowly == "confirmed"
+    assert paired.left < 1e-12 < plain.left
+    assert 10 * paired.samples < plain.samples
+    assert interval[0] == wide[0] == 0
+
+
+def test_false_alarms_of_whole_gradings_stay_below_a_loose_error_rate():
+    """Two hundred gradings of a right loss with its noise left in, and as many of one that is off by the margin."""
+    instance = first("bandit")
+    off_by_margin = bind(lambda logp, ref_logp, mask: 1.3 * squared(logp, ref_logp, mask), name="off")
+    verdicts = {
+        loss.name: [
+            compared(loss, instance, margin=0.2999, error_rate=0.2, pair=False, seed=seed, samples=3000)[2]
+            for seed in range(200)
+        ]
+        for loss in (bind(squared), off_by_margin)
+    }
+    assert np.mean([verdict == "refuted" for verdict in verdicts["squared"]]) <= 0.2
+    assert np.mean([verdict == "confirmed" for verdict in verdicts["squared"]]) > 0.9
+    assert np.mean([verdict == "confirmed" for verdict in verdicts["off"]]) <= 0.2
+
+
+# What cannot be enumerated
+
+
+def test_a_world_with_more_rollouts_than_atoms():
+    """4¹⁰⁰ rollouts; the truth is dynamic programming's, and what is left out of the local gradient is 4.5% of it."""
+    instance = Instance.draw(ngram(4, 100, 2), 1, distance=40.0)
+    with pytest.raises(WorldError):
+        _ = instance.paths
+    loss = resolve("k2-loss", Call())
+    found, _, verdict = compared(loss, instance, expect="local_reverse_kl", samples=20_000)
+    assert verdict == "confirmed"
+    assert np.linalg.norm(found.gradient - dynamic(loss, instance, "current").gradient) <= found.radius
+    _, (low, high), verdict = compared(loss, instance, margin=0.02)
+    whole = gradient("reverse_kl", instance)
+    bias = np.linalg.norm(dynamic(loss, instance, "current").gradient - whole) / np.linalg.norm(whole)
+    assert verdict == "refuted"
+    assert low <= bias <= high
+
+
+def test_a_world_with_too_many_logits_is_refused():
+    with pytest.raises(WorldError, match="logits"):
+        compared(bind(squared), Instance.draw(sequence(8, 5), 0))
+
+
+def test_batches_that_are_too_many_are_sampled_by_themselves():
+    report = kltest.grade("token-mean", batch_size=8, environment="ragged", select="KL2")
+    alone, batched = report.gradients if len(report.gradients) == 2 else (None, report.gradients[0])
+    assert alone is None or (alone.method, alone.samples, alone.interval) == ("exact", None, None)
+    assert (batched.method, batched.batch, batched.agrees, batched.asymptotic) == ("sampled", 8, False, True)
+    assert "batches of 8 rollouts" in batched.note
+    assert "off by more than 5% at error rate 1e-06 (asymptotic)" in batched.note
+    jsonschema.validate(report.to_dict(), SCHEMA)
+
+
+def test_a_group_is_of_one_prompt():
+    instance = Instance.draw(sequence(3, 2, prompts=np.array([0.3, 0.7])), 0)
+    drawing = Drawing(bind(squared), instance, "current", 5, True, 0, np.random.default_rng(0))
+    groups = drawing.paths(2000).prompt.reshape(2000, 5)
+    assert (groups == groups[:, :1]).all()
+    # Three standard deviations of a binomial share.
+    assert abs(groups[:, 0].mean() - 0.7) < 3 * np.sqrt(0.21 / 2000)
+
+
+def dropout(logp, ref_logp, mask):
+    kept = torch.bernoulli(torch.full_like(logp[:, 0], 0.5))
+    return (2 * kept * squared(logp, ref_logp, mask)).mean()
+
+
+def dropout_sum(logp, ref_logp, mask):
+    return len(logp) * dropout(logp, ref_logp, mask)
+
+
+def wrong_dropout(logp, ref_logp, mask):
+    return dropout(logp, ref_logp, mask) / 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "verdict"),
+    [(dropout, "mean", "confirmed"), (dropout_sum, "sum", "confirmed"), (wrong_dropout, "mean", "refuted")],
+)
+def test_a_losss_own_randomness_is_averaged_over(loss, reduction, verdict):
+    instance = first("bandit")
+    with pytest.raises(NonDeterministicError):
+        compared(bind(loss), instance)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    found, _, said = compared(bind(loss), instance, noisy=True, size=128, margin=0.1, error_rate=1e-4)
+    again, *_ = compared(bind(loss), instance, noisy=True, size=128, margin=0.1, error_rate=1e-4)
+    assert (found.reduction, said) == (reduction, verdict)
+    np.testing.assert_array_equal(found.gradient, again.gradient)
+    assert torch.equal(before[0], torch.get_rng_state())
+    np.testing.assert_array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
+
+
+def test_a_random_loss_is_sampled_by_itself_and_still_fails_its_check():
+    report = kltest.grade(dropout, environment="bandit", margin=0.1, error_rate=1e-3, select="KL507")
+    (row,) = report.gradients
+    assert (row.method, row.agrees, row.batch) == ("sampled", True, 512)
+    assert [check.code for check in report.failed] == ["KL507"]
+    assert report.verdict == "refuted"
+
+
+def coupled_in_large_batches(logp, ref_logp, mask):
+    """Treats rows apart in batches that fit into a test, and not in large ones."""
+    cost = squared(logp, ref_logp, mask)
+    return cost.mean() if len(cost) < 100 else cost.mean() * (1 + cost.detach().mean())
+
+
+def test_rows_that_touch_in_large_batches_are_called_one_by_one():
+    found, _, verdict = compared(bind(coupled_in_large_batches), first("bandit"), samples=3000, margin=0.2)
+    assert found.reduction == "coupled"
+    assert "a row has not the gradient that it has alone" in found.coupling
+    assert verdict == "confirmed"
+
+
+# What is said
+
+
+def test_few_samples_say_nothing():
+    report = kltest.grade(squared, method="sampled", samples=50, environment="bandit", select="KL101")
+    (row,) = report.gradients
+    assert report.verdict == "inconclusive"
+    assert (row.agrees, row.identified, row.samples) == (None, None, 50)
+    assert "unbiased" not in report.to_json()
+    assert json.loads(report.to_json())["gradients"][0]["interval"] == [0.0, None]
+    jsonschema.validate(report.to_dict(), SCHEMA)
+
+
+def test_the_error_rate_is_shared_among_rows_and_instances(monkeypatch):
+    rates = []
+
+    def watched(*arguments, **options):
+        rates.append(options["error_rate"])
+        return sampled(*arguments, **options)
+
+    monkeypatch.setattr("kltest.grading.sampling.sampled", watched)
+    options = {"environment": "bandit,ragged", "sampler": "both", "select": "KL101"}
+    report = kltest.grade("k1-reward-sequence-ratio", method="sampled", error_rate=0.01, **options)
+    assert len(report.gradients) == 2 * 2
+    assert len(rates) == 2 * 2 * 4
+    np.testing.assert_allclose(sum(rates), 0.01)
+    assert {row.error_rate for row in report.gradients} == {0.01}
+
+
+def test_a_known_bound_needs_no_limit_theorem():
+    options = {"method": "sampled", "environment": "bandit", "margin": 0.2, "error_rate": 1e-3, "select": "KL101"}
+    longest = max(
+        np.linalg.norm(Pairing(i, "current").samples(i.paths)[:, 0], axis=1).max() * 2 for i in instances("bandit", 0)
+    )
+    report = kltest.grade(squared, bound=float(2 * longest), **options)
+    (row,) = report.gradients
+    assert (report.verdict, row.asymptotic) == ("confirmed", False)
+    assert "at any number of samples" in row.note
+    with pytest.raises(UsageError, match=r"beyond the bound of 0\.01 that was stated"):
+        kltest.grade(squared, bound=0.01, **options)
+
+
+def spheres(gradients, radius):
+    common = {"distance": 0.0, "samples": 1, "batch": 1, "reduction": "mean", "dtype": "float64", "leaves": frozenset()}
+    rest = {"second_moment": 0.0, "variance": 0.0, "left": 0.0, "asymptotic": True}
+    return [Sampled(gradient=g, radius=radius, **common, **rest) for g in gradients]
+
+
+def named(name, scale=1.0):
+    return [scale * combine({name: 1.0}, instance) for instance in instances("sequence", 0)]
+
+
+CANDIDATES = {name: named(name) for name in ("reverse_kl", "local_reverse_kl", "forward_kl")}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "radius", "combination"),
+    [
+        (named("forward_kl"), 1e-3, {"forward_kl": 1.0}),
+        (named("reverse_kl", 0.75), 1e-3, {"reverse_kl": 0.75}),
+        (named("reverse_kl", -1.0), 1e-3, {"reverse_kl": -1.0}),
+        (named("reverse_kl", 0.0), 1e-6, {"zero": 1.0}),
+        (named("reverse_kl"), 10.0, None),  # all of them are possible
+        (named("chi_square"), 1e-6, None),  # none is
+    ],
+)
+def test_named_is_what_alone_is_possible(gradients, radius, combination):
+    found = identify_sampled(spheres(gradients, radius), CANDIDATES).combination
+    assert found == (combination and pytest.approx(combination))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("error_rate", value) for value in (0.0, 1, float("nan"))),
+        *(("margin", value) for value in (-1.0, True)),
+        *(("samples", value) for value in (0, 1.5)),
+        *(("bound", value) for value in (0.0, float("inf"), "8")),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(option, value):
+    with pytest.raises(UsageError, match=str(value).split(".")[0]):
+        Sampling(**{option: value})
+
+
+def test_the_command_line_takes_the_same_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[tool.kltest]\nmethod = "sampled"\nmargin = 0.2\nerror-rate = 1e-3\n')
+    arguments = ["grade", "k2-loss-sequence", "--environment", "bandit", "--select", "KL101", "--output", "json"]
+    result = CliRunner().invoke(app, [*arguments, "--margin", "0.1", "--samples", "30000"])
+    (row,) = json.loads(result.stdout)["gradients"]
+    assert result.exit_code == 0
+    assert (row["method"], row["margin"], row["error_rate"]) == ("sampled", 0.1, 1e-3)
+    text = CliRunner().invoke(app, arguments[:-2]).stdout
+    assert "confirmed within 20% at error rate 0.001 (asymptotic)" in text
+    for wrong in (
+        ["--method", "guessed"],
+        ["--error-rate", "2"],
+        ["--margin", "0"],
+        ["--samples", "0"],
+        ["--bound", "0"],
+    ):
+        refused = CliRunner().invoke(app, [*arguments, *wrong])
+        assert (refused.exit_code, wrong[0] in refused.stderr) == (2, True)
