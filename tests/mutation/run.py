@@ -1,0 +1,172 @@
+"""Mutation testing of kltest's own grading and moments with cosmic-ray: `python tests/mutation/run.py`.
+
+A seeded sample of places in the code, one mutant each, in clones of the last commit; the tests that look at the mutated
+room run on each mutant until one fails. Writes report.json and report.md. Needs `pip install cosmic-ray` and takes
+hours; with `--folder` it can be stopped at any moment and goes on from where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import WorkerOutcome, WorkItem, WorkResult
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+ROOMS = {
+    "kltest/moments": "tests/test_moments_exact.py tests/test_properties.py tests/test_moments_dynamic.py "
+    "tests/test_moments_modules.py tests/test_moments_tree.py tests/test_groups.py tests/test_confidence.py "
+    "tests/test_sampling.py",
+    "kltest/grading": "tests/test_grading_identify.py tests/test_checks.py tests/test_grading.py tests/test_groups.py "
+    "tests/test_hygiene.py tests/test_values.py tests/test_variance.py tests/test_zoo.py tests/test_shrink.py "
+    "tests/test_sampling.py",
+}
+# Longer than any of these suites takes unmutated, several times over: a mutant that loops is killed.
+TIMEOUT = 900.0
+
+
+def places(module: Path) -> set[tuple[int, int]]:
+    """Starts of what is never evaluated: annotations, under `from __future__ import annotations`."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        for field in ("annotation", "returns"):
+            annotation = getattr(node, field, None)
+            for part in ast.walk(annotation) if annotation is not None else ():
+                if hasattr(part, "lineno"):
+                    found |= {(part.lineno, column) for column in range(part.col_offset, part.end_col_offset + 1)}
+    return found
+
+
+def sample(items: list[WorkItem], clone: Path, size: int, seed: int) -> set[str]:
+    """The jobs to do: `size` random places of the code, one random mutant at each."""
+    generator = random.Random(seed)
+    at: dict[tuple[str, tuple[int, int]], list[str]] = {}
+    skipped: dict[str, set[tuple[int, int]]] = {}
+    for item in sorted(items, key=lambda item: (str(item.mutations[0].module_path), item.mutations[0].start_pos)):
+        mutation = item.mutations[0]
+        module = str(mutation.module_path)
+        if module not in skipped:
+            skipped[module] = places(clone / module)
+        if tuple(mutation.start_pos) not in skipped[module]:
+            at.setdefault((module, tuple(mutation.start_pos)), []).append(
+                f"{mutation.operator_name} {mutation.occurrence} {item.job_id}"
+            )
+    chosen = generator.sample(sorted(at), min(size, len(at)))
+    return {generator.choice(sorted(at[place])).split()[-1] for place in chosen}
+
+
+def work(number: int, jobs: int, arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
+    """One worker: a clone, a session a room, every `jobs`-th of the sampled mutants."""
+    clone = folder / f"clone-{number}"
+    if clone.exists():
+        # Stopped in the middle of a mutant.
+        subprocess.run(["git", "checkout", "--quiet", "."], check=True, cwd=clone)
+    else:
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    done = []
+    share = {"kltest/moments": 0.4, "kltest/grading": 0.6}
+    for room, tests in ROOMS.items():
+        existing = " ".join(name for name in tests.split() if (clone / name).exists())
+        config, session = folder / f"{number}.toml", folder / f"{number}-{Path(room).name}.sqlite"
+        command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider --no-header {existing}"
+        config.write_text(
+            f'[cosmic-ray]\nmodule-path = "{room}"\ntimeout = {TIMEOUT}\nexcluded-modules = []\n'
+            f'test-command = "{command}"\n[cosmic-ray.distributor]\nname = "local"\n',
+            encoding="utf-8",
+        )
+        tool = str(Path(sys.executable).with_name("cosmic-ray"))
+        if not session.exists():
+            subprocess.run([tool, "init", str(config), str(session)], check=True, cwd=clone)
+        with use_db(str(session), WorkDB.Mode.open) as database:
+            items = list(database.work_items)
+            size = round(arguments.sample * share[room])
+            # Job names are random, so every worker samples by place and takes its own part of the same places.
+            wanted = sorted(sample(items, clone, size, arguments.seed), key=_key(items))[number::jobs]
+            if not database.num_results:
+                for item in items:
+                    if item.job_id not in wanted:
+                        database.set_result(item.job_id, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
+        subprocess.run([tool, "exec", str(config), str(session)], check=True, cwd=clone)
+        with use_db(str(session), WorkDB.Mode.open) as database:
+            results = dict(database.results)
+            for item in items:
+                if item.job_id in wanted:
+                    mutation, result = item.mutations[0], results[item.job_id]
+                    done.append(
+                        {
+                            "module": str(mutation.module_path),
+                            "line": mutation.start_pos[0],
+                            "operator": mutation.operator_name.removeprefix("core/"),
+                            "outcome": str(result.test_outcome and result.test_outcome.value),
+                            "worker": result.worker_outcome.value,
+                            "diff": result.diff,
+                        }
+                    )
+    return done
+
+
+def _key(items: list[WorkItem]):
+    order = {item.job_id: (str(item.mutations[0].module_path), tuple(item.mutations[0].start_pos)) for item in items}
+    return order.__getitem__
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sample", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where to work and to go on from; kept")
+    parser.add_argument("--output", type=Path, default=HERE / "report.json")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mutants-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            parts = pool.map(lambda number: work(number, arguments.jobs, arguments, folder), range(arguments.jobs))
+            rows = sorted((row for part in parts for row in part), key=lambda row: (row["module"], row["line"]))
+    finally:
+        if arguments.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    arguments.output.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    arguments.output.with_suffix(".md").write_text(report(rows, arguments), encoding="utf-8")
+
+
+def report(rows: list[dict[str, object]], arguments: argparse.Namespace) -> str:
+    """The table of what was noticed, and every survivor with the lines that it changes."""
+    killed = [row for row in rows if row["outcome"] == "killed"]
+    lines = [
+        "# Mutation testing",
+        "",
+        f"{len(rows)} mutants of `kltest/grading` and `kltest/moments`, a random place each, made by cosmic-ray with "
+        f"`python tests/mutation/run.py --sample {arguments.sample} --seed {arguments.seed}`: {len(killed)} were "
+        f"noticed by the tests, {len(rows) - len(killed)} were not.",
+        "",
+        "| module | mutants | noticed |",
+        "| --- | --- | --- |",
+    ]
+    for module in sorted({str(row["module"]) for row in rows}):
+        own = [row for row in rows if row["module"] == module]
+        lines.append(f"| `{module}` | {len(own)} | {sum(row in killed for row in own)} |")
+    lines += ["", "## Not noticed", ""]
+    for row in rows:
+        if row not in killed:
+            changed = [
+                line for line in str(row["diff"]).splitlines() if line[:1] in "+-" and line[:3] not in ("---", "+++")
+            ]
+            lines += [f"`{row['module']}`, line {row['line']}, {row['operator']} ({row['worker']})", "", "```diff"]
+            lines += [*changed, "```", ""]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
