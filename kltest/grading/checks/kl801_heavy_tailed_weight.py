@@ -36,7 +36,7 @@ def weighted_by_the_ratio(logp, ref_logp, mask):
     return -(weight * logp).where(mask != 0, 0.0).sum(-1)
 
 
-def exact_next_token(logits, ref_logits, mask):
+def exact_forward_kl(logits, ref_logits, mask):
     live = (mask != 0).unsqueeze(-1)
     return -(ref_logits.where(live, 0.0).exp() * logits.where(live, 0.0)).where(live, 0.0).sum((-1, -2))
 
@@ -47,7 +47,7 @@ WORLD = SmallWorld(policy=[(0.99, 0.01)], reference=[(0.5, 0.5)])
 def demonstrate() -> Demonstration:
     from kltest.grading.laboratory import tails
 
-    return tails.demonstrate(WORLD, {"as written": weighted_by_the_ratio, "mended": exact_next_token})
+    return tails.demonstrate(WORLD, {"as written": weighted_by_the_ratio, "mended": exact_forward_kl})
 
 
 CHECK = Check(
@@ -69,8 +69,8 @@ CHECK = Check(
         "Taken over both actions at once every draw gives the same gradient, E‖ĝ‖² = 0.480200."
     ),
     fix=(
-        "Use a weight that is linear in the log-ratio (k1, k2), or take the expectation over the next token exactly; "
-        "where a ratio to the sampler is needed stay close to it, prefer prefix ratios to whole-sequence ones, "
+        "Use a weight that is linear in the log-ratio (k1, k2), or take the expectation over the next token exactly, as "
+        "below for a forward KL; where a ratio to the sampler is needed stay close to it, prefer prefix ratios to whole-sequence ones, "
         "and look at the largest weight of a batch. Limiting the weight trades the tail for a bias (KL306)."
     ),
     sources=(
@@ -79,7 +79,7 @@ CHECK = Check(
         "Owen 2013, Monte Carlo theory, methods and examples, ch. 9: the tail of importance weights",
     ),
     wrong=weighted_by_the_ratio,
-    mended=exact_next_token,
+    mended=exact_forward_kl,
     demonstrate=demonstrate,
     options={"expect": "local_forward_kl"},
     examine=examine,
