@@ -69,9 +69,10 @@ CHECK = Check(
         "Taken over both actions at once every draw gives the same gradient, E‖ĝ‖² = 0.480200."
     ),
     fix=(
-        "Use a weight that is linear in the log-ratio (k1, k2), or take the expectation over the next token exactly, as "
-        "below for a forward KL; where a ratio to the sampler is needed stay close to it, prefer prefix ratios to whole-sequence ones, "
-        "and look at the largest weight of a batch. Limiting the weight trades the tail for a bias (KL306)."
+        "Use a weight that is linear in the log-ratio (k1, k2), or take the expectation over the next token exactly "
+        "(below for a forward KL). Where a ratio to the sampler is needed stay close to it, prefer prefix ratios to "
+        "whole-sequence ones, and look at the largest weight of a batch. Limiting the weight trades the tail for a "
+        "bias (KL306)."
     ),
     sources=(
         "Schulman 2020, Approximating KL Divergence",
