@@ -2,21 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from zoo.mutants_blind import penalty, total, zeroed
 from zoo.table import Clean
 
 # Written in one go before the checks existed, as a stranger would write them, to measure the checks by.
-
-
-def zeroed(x, mask):
-    return torch.where(mask.bool(), x, torch.zeros_like(x))
-
-
-def total(x, mask):
-    return zeroed(x, mask).sum(-1)
-
-
-def penalty(logp, ref_logp, mask):
-    return 0.5 * total(logp - ref_logp, mask) ** 2
 
 
 def sf_return(logp, ref_logp, mask):
