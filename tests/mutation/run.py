@@ -1,8 +1,9 @@
 """Mutation testing of kltest's own grading and moments with cosmic-ray: `python tests/mutation/run.py`.
 
-A seeded sample of places in the code, one mutant each, in clones of the last commit; the tests that look at the mutated
-room run on each mutant until one fails. Writes report.json and report.md. Needs `pip install cosmic-ray` and takes
-hours; with `--folder` it can be stopped at any moment and goes on from where it was.
+A seeded sample of places in the code, one mutant each, in clones of the last commit. The suites run once under
+coverage, so that on each mutant those tests run, until one fails, that execute the mutated line. Writes report.json and
+report.md. Needs `pip install cosmic-ray pytest-cov` and takes an hour or two; with `--folder` it can be stopped at any
+moment and goes on from where it was.
 """
 
 from __future__ import annotations
@@ -18,19 +19,30 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import covering
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import WorkerOutcome, WorkItem, WorkResult
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-ROOMS = {
-    "kltest/moments": "tests/test_moments_exact.py tests/test_properties.py tests/test_moments_dynamic.py "
-    "tests/test_moments_modules.py tests/test_moments_tree.py tests/test_groups.py tests/test_confidence.py "
-    "tests/test_sampling.py",
-    "kltest/grading": "tests/test_grading_identify.py tests/test_checks.py tests/test_grading.py tests/test_groups.py "
-    "tests/test_hygiene.py tests/test_values.py tests/test_variance.py tests/test_zoo.py tests/test_shrink.py "
-    "tests/test_sampling.py",
-}
+# Rooms and their shares of the sample.
+ROOMS = {"kltest/moments": 0.4, "kltest/grading": 0.6}
+SUITES = [
+    f"tests/test_{name}.py"
+    for name in (
+        *(
+            "moments_exact",
+            "moments_dynamic",
+            "moments_modules",
+            "moments_tree",
+            "properties",
+            "confidence",
+            "sampling",
+        ),
+        *("grading_identify", "grading", "grading_examples", "checks", "groups", "hygiene", "values", "variance"),
+        *("approximations", "credit", "zoo", "shrink", "explain"),
+    )
+]
 # Longer than any of these suites takes unmutated, several times over: a mutant that loops is killed.
 TIMEOUT = 900.0
 
@@ -68,17 +80,12 @@ def sample(items: list[WorkItem], clone: Path, size: int, seed: int) -> set[str]
 def work(number: int, jobs: int, arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
     """One worker: a clone, a session a room, every `jobs`-th of the sampled mutants."""
     clone = folder / f"clone-{number}"
-    if clone.exists():
-        # Stopped in the middle of a mutant.
-        subprocess.run(["git", "checkout", "--quiet", "."], check=True, cwd=clone)
-    else:
-        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    # Stopped in the middle of a mutant.
+    subprocess.run(["git", "checkout", "--quiet", "."], check=True, cwd=clone)
     done = []
-    share = {"kltest/moments": 0.4, "kltest/grading": 0.6}
-    for room, tests in ROOMS.items():
-        existing = " ".join(name for name in tests.split() if (clone / name).exists())
+    for room, share in ROOMS.items():
         config, session = folder / f"{number}.toml", folder / f"{number}-{Path(room).name}.sqlite"
-        command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider --no-header {existing}"
+        command = f"{sys.executable} {HERE / 'covering.py'} {folder / 'covering.json'}"
         config.write_text(
             f'[cosmic-ray]\nmodule-path = "{room}"\ntimeout = {TIMEOUT}\nexcluded-modules = []\n'
             f'test-command = "{command}"\n[cosmic-ray.distributor]\nname = "local"\n',
@@ -89,7 +96,7 @@ def work(number: int, jobs: int, arguments: argparse.Namespace, folder: Path) ->
             subprocess.run([tool, "init", str(config), str(session)], check=True, cwd=clone)
         with use_db(str(session), WorkDB.Mode.open) as database:
             items = list(database.work_items)
-            size = round(arguments.sample * share[room])
+            size = round(arguments.sample * share)
             # Job names are random, so every worker samples by place and takes its own part of the same places.
             wanted = sorted(sample(items, clone, size, arguments.seed), key=_key(items))[number::jobs]
             if not database.num_results:
@@ -131,6 +138,11 @@ def main() -> None:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mutants-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
+        for number in range(arguments.jobs):
+            if not (folder / f"clone-{number}").exists():
+                subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder / f"clone-{number}")], check=True)
+        if not (folder / "covering.json").exists():
+            covering.measure(folder / "clone-0", ROOMS, SUITES, folder / "covering.json")
         with ThreadPoolExecutor(arguments.jobs) as pool:
             parts = pool.map(lambda number: work(number, arguments.jobs, arguments, folder), range(arguments.jobs))
             rows = sorted((row for part in parts for row in part), key=lambda row: (row["module"], row["line"]))
