@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 
 PAGE_WIDTH = 7.0  # inches: the text width of the paper
@@ -48,3 +51,76 @@ def ink_on(colour: tuple[float, ...]) -> str:
     """Black or white, whichever reads better on a colour."""
     red, green, blue = colour[:3]
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "#ffffff"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How an estimator is drawn wherever it appears. Line and marker tell it apart where colour does not."""
+
+    colour: str
+    line: str = "-"
+    marker: str = "o"
+
+    def plot(self, **options: Any) -> dict[str, Any]:
+        """The keyword arguments of matplotlib's `plot`."""
+        chosen = {"color": self.colour, "linestyle": self.line, "marker": self.marker, "linewidth": 1.1}
+        return {**chosen, "markersize": 3.2, "markeredgewidth": 0.6, **options}
+
+
+# Okabe and Ito's colours, which common kinds of colour blindness keep apart: blues follow the true gradient on
+# sequences, greens are k2, reds and oranges k3, purples have a ratio, greys are no penalty at all.
+_BLUE, _SKY, _GREEN, _VERMILION, _ORANGE, _PURPLE = "#0072b2", "#56b4e9", "#009e73", "#d55e00", "#e69f00", "#cc79a7"
+_DARK_GREEN, _DARK_BLUE, _DARK_PURPLE, _BROWN = "#00563f", "#0b3c66", "#8b3a6b", "#7a3300"
+LOOKS = {
+    "truth": Look(INK, "-", ""),
+    "none": Look(FAINT, ":", ""),
+    "k1-loss": Look(FAINT, "-", "x"),
+    "k2-loss": Look(_GREEN, "-", "s"),
+    "k2-loss-sequence": Look(_DARK_GREEN, "--", "D"),
+    "k3-loss": Look(_VERMILION, "-", "^"),
+    "k3-loss-sequence": Look(_BROWN, "--", "v"),
+    "abs-loss": Look("#999933", "-.", "P"),
+    "full-loss": Look(_SKY, "-", "h"),
+    "k1-reward": Look(_BLUE, "-", "o"),
+    "k1-reward-to-go": Look(_DARK_BLUE, "--", "o"),
+    "k1-reward-immediate": Look(_SKY, "--", "<"),
+    "k1-reward-stale": Look(FAINT, "--", "+"),
+    "k2-reward": Look("#66a61e", ":", "s"),
+    "k3-reward": Look(_ORANGE, "-", "d"),
+    "k3-reward-sequence": Look(_ORANGE, "--", "d"),
+    "full-reward": Look(_SKY, ":", "h"),
+    "k1-both": Look(_DARK_BLUE, ":", "*"),
+    "k3-both": Look(_DARK_BLUE, "-.", "X"),
+    "rao-blackwell": Look("#332288", "-", "p"),
+    "lambda-baseline": Look("#332288", "--", "8"),
+    "k3-ratio": Look(_PURPLE, "-", "^"),
+    "k3-ratio-detached": Look(_PURPLE, "--", "v"),
+    "k2-ratio": Look(_DARK_PURPLE, "-", "s"),
+    "k2-ratio-detached": Look(_DARK_PURPLE, "--", "D"),
+    "k2-prefix-ratio": Look(_DARK_BLUE, "-", "s"),
+    "k1-reward-sequence-ratio": Look(_BLUE, "--", "o"),
+    "k1-reward-to-go-prefix-ratio": Look(_BLUE, "-.", ">"),
+    "k3-broadcast-ratio": Look(_PURPLE, "-.", "<"),
+    "last-token": Look("#b8860b", ":", "1"),
+    "length-normalised": Look("#88ccee", ":", "2"),
+    "token-mean": Look("#44aa99", ":", "3"),
+    "group-mean": Look(_GREEN, ":", "o"),
+    "leave-one-out": Look(_BLUE, ":", "o"),
+    "group-std": Look(_ORANGE, ":", "o"),
+    "tied-groups-masked": Look(_VERMILION, ":", "o"),
+}
+
+
+def look(estimator: str) -> Look:
+    """The look of a registered estimator; one that has none yet is thin and grey, and should be given one."""
+    return LOOKS.get(estimator, Look(FAINT, "-.", "."))
+
+
+def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "") -> None:
+    """Labels on, frame off: only the two axes that are read; a light grid behind."""
+    axes.set_title(title, loc="left", size=7.5, weight="bold")
+    axes.set(xlabel=x, ylabel=y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=HAIRLINE, linewidth=0.4)
+    axes.set_axisbelow(True)
+    axes.tick_params(width=0.6, length=2.5)

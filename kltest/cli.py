@@ -240,6 +240,9 @@ def explain(
 
 Scale = Annotated[str, typer.Option(metavar="quick|full", help="How much is computed.")]
 Folder = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results]")]
+Workers = Annotated[int | None, typer.Option(metavar="N", help="Processes to spread over [default: one a core].")]
+Cluster = Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Dask scheduler to use, as tcp://host:8786.")]
+Retry = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed before.")]
 
 
 @app.command()
@@ -247,25 +250,38 @@ Folder = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Whe
 def reproduce(
     scale: Scale = "quick",
     only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this experiment; repeatable.")] = None,
+    workers: Workers = None,
+    cluster: Cluster = None,
+    retry_failed: Retry = False,
     output: Folder = None,
 ) -> int:
     """The main job: every experiment, every figure and the paper."""
-    from kltest.reproduce import commands
+    from kltest.reproduce import Request, commands
 
-    return commands.reproduce(scale=scale, only=only or [], output=output)
+    request = Request(scale=scale, workers=workers, cluster=cluster, retry_failed=retry_failed)
+    return commands.reproduce(only=only or [], output=output, request=request)
 
 
 @app.command()
 @answered
 def run(
     experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="The name of a folder in experiments/.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE,...", help="Other values for a setting; repeatable."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", help="How many random repetitions.")] = None,
     scale: Scale = "quick",
+    workers: Workers = None,
+    cluster: Cluster = None,
+    retry_failed: Retry = False,
     output: Folder = None,
 ) -> int:
-    """One experiment."""
-    from kltest.reproduce import commands
+    """One experiment; with --set or --seeds, beside the results that the figures and the paper read."""
+    from kltest.reproduce import Request, commands
 
-    return commands.run(experiment, scale=scale, output=output)
+    request = Request(scale, tuple(changes or ()), seeds, workers, cluster, retry_failed)
+    return commands.run(experiment, output=output, request=request)
 
 
 @app.command()

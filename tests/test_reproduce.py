@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kltest.errors import KltestError, UsageError
-from kltest.reproduce import figures, paper, reproduce, run
+from kltest.reproduce import Request, figures, paper, reproduce, run
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, summary
 from kltest.reproduce.experiment import Experiment
@@ -26,13 +26,17 @@ from kltest.sweeps.store import Store, digest
 
 PYPROJECT = '[project]\nname = "kltest"\n'
 
+SETTINGS = """
+from kltest.sweeps.settings import Settings
+
+SETTINGS = Settings(
+    title="Roots", tags=(), values={"number": tuple(range(12))}, full={"number": tuple(range(24))},
+    allowed={"number": (0, 99)},
+)
+"""
+
 EXPERIMENT = """
 import os, time
-from .settings import NUMBERS
-
-def tasks(scale):
-    for number in range(NUMBERS if scale == "quick" else 2 * NUMBERS):
-        yield {"number": number}
 
 def compute(configuration):
     time.sleep(float(os.environ.get("PAUSE", 0)))
@@ -94,7 +98,7 @@ def checkout(tmp_path, monkeypatch):
         tmp_path / "checkout",
         {
             "pyproject.toml": PYPROJECT,
-            "experiments/roots/settings.py": "NUMBERS = 12\n",
+            "experiments/roots/settings.py": SETTINGS,
             "experiments/roots/experiment.py": EXPERIMENT,
             "experiments/roots/analysis.py": ANALYSIS,
             "figures/style.py": STYLE,
@@ -140,7 +144,7 @@ def test_a_new_folder_is_an_experiment_without_being_listed_anywhere(checkout):
     populate(
         checkout,
         {
-            "experiments/cubes/settings.py": "NUMBERS = 2\n",
+            "experiments/cubes/settings.py": SETTINGS,
             "experiments/cubes/experiment.py": EXPERIMENT,
             "experiments/cubes/analysis.py": ANALYSIS,
             "experiments/notes/README.md": "no settings, no experiment",
@@ -159,15 +163,15 @@ def test_an_unknown_experiment_names_those_that_exist(checkout):
 
 def test_an_unknown_scale_is_a_usage_error(checkout):
     with pytest.raises(UsageError, match=r"'huge'.*quick, full"):
-        reproduce(scale="huge")
+        reproduce(request=Request(scale="huge"))
 
 
 def test_two_checkouts_do_not_share_modules(checkout, tmp_path):
     other = populate(
-        tmp_path / "other", {"pyproject.toml": PYPROJECT, "experiments/roots/settings.py": "NUMBERS = 3\n"}
+        tmp_path / "other", {"pyproject.toml": PYPROJECT, "experiments/roots/settings.py": SETTINGS.replace("12", "3")}
     )
     first, second = (Checkout.find(root).load("experiments", "roots", "settings") for root in (checkout, other))
-    assert (first.NUMBERS, second.NUMBERS) == (12, 3)
+    assert [len(module.SETTINGS.values["number"]) for module in (first, second)] == [12, 3]
 
 
 # The whole job
@@ -197,7 +201,7 @@ def test_everything_is_made_and_the_summary_ends_it(checkout, capsys):
 def test_full_scale_goes_on_from_quick(checkout, monkeypatch, tmp_path):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     assert run("roots") == 0
-    assert run("roots", scale="full") == 0
+    assert run("roots", request=Request(scale="full")) == 0
     assert sorted(map(int, (tmp_path / "calls").read_text().split())) == list(range(24))
 
 
@@ -217,7 +221,8 @@ def test_a_failing_configuration_is_exit_3_and_the_others_are_kept(checkout, mon
     rows = json.loads((checkout / "results/roots/roots.json").read_text())
     assert [row["number"] for row in rows] == [number for number in range(12) if number != 5]
     monkeypatch.setenv("BREAK", "-1")
-    assert run("roots") == 0, "a failure is tried again"
+    assert run("roots") == 3, "a failure is kept"
+    assert run("roots", request=Request(retry_failed=True)) == 0
     assert len(json.loads((checkout / "results/roots/roots.json").read_text())) == 12
 
 
@@ -280,10 +285,9 @@ def test_results_of_other_code_are_not_reused(checkout, monkeypatch, tmp_path):
 
 
 DRIVER = """
-import functools, sys
-from kltest.reproduce import experiment, run
-experiment.run = functools.partial(experiment.run, workers=int(sys.argv[2]))
-sys.exit(run("roots", output=sys.argv[1]))
+import sys
+from kltest.reproduce import Request, run
+sys.exit(run("roots", output=sys.argv[1], request=Request(workers=int(sys.argv[2]))))
 """
 
 
@@ -365,24 +369,23 @@ def test_a_second_run_on_the_same_results_is_refused(checkout, tmp_path):
 def test_a_torn_line_is_cut_off_and_the_rest_is_kept(tmp_path):
     path = tmp_path / "runs.jsonl"
     with Store(path, "1") as store:
-        store.add({"a": 1}, [{"x": 0.1}])
-        store.add({"a": 2}, [{"x": 0.2}])
+        store.add([({"a": 1}, [{"x": 0.1}]), ({"a": 2}, [{"x": 0.2}])])
     whole = path.read_bytes()
     path.write_bytes(whole[:-7])
     with Store(path, "1") as store:
-        assert store.rows({"a": 1}) == [{"x": 0.1}]
-        assert store.rows({"a": 2}) is None
-        store.add({"a": 2}, [{"x": 0.2}])
+        assert store.result({"a": 1}) == [{"x": 0.1}]
+        assert store.result({"a": 2}) is None
+        store.add([({"a": 2}, [{"x": 0.2}])])
     assert path.read_bytes() == whole
 
 
 def test_a_foreign_line_is_passed_over_and_named(tmp_path):
     path = tmp_path / "runs.jsonl"
     with Store(path, "1") as store:
-        store.add({"a": 1}, [])
+        store.add([({"a": 1}, [])])
     path.write_bytes(b"hello\n[]\n" + path.read_bytes())
     with Store(path, "1") as store:
-        assert store.rows({"a": 1}) == []
+        assert store.result({"a": 1}) == []
         assert store.foreign_lines == [1, 2]
 
 
@@ -392,13 +395,13 @@ def full_disk(_):
 
 def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, monkeypatch):
     with Store(tmp_path / "runs.jsonl", "1") as store:
-        store.add({"a": 1}, [])
+        store.add([({"a": 1}, [])])
         monkeypatch.setattr(os, "fsync", full_disk)
         with pytest.raises(KltestError, match=r"No space left.*is kept"):
-            store.add({"a": 2}, [])
+            store.add([({"a": 2}, [])])
     monkeypatch.undo()
     with Store(tmp_path / "runs.jsonl", "1") as store:
-        assert store.rows({"a": 1}) == []
+        assert store.result({"a": 1}) == []
 
 
 def test_a_configuration_is_named_by_its_content_not_its_order():
@@ -508,5 +511,5 @@ def test_the_summary_fits_its_width_and_counts():
 
 def test_the_version_of_a_result_changes_with_the_settings(checkout):
     before = Experiment(Checkout.find(), "roots").version
-    (checkout / "experiments/roots/settings.py").write_text("NUMBERS = 13\n")
+    (checkout / "experiments/roots/settings.py").write_text(SETTINGS.replace("12", "13"))
     assert Experiment(Checkout.find(), "roots").version != before

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .settings import SEEDS, WORLDS
+from .settings import WORLDS
 
 
-def tasks(scale: str) -> Iterator[dict[str, Any]]:
-    """One configuration an estimator and seed.
+def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Every registered estimator with each seed.
 
     An estimator may come from another package; its code is part of the configuration, so that editing it counts.
     """
     from kltest.estimators import registry
 
+    seeds = [configuration["seed"] for configuration in configurations]
     for name, estimator in registry().items():
         source = Path(inspect.getfile(inspect.unwrap(estimator.function)))
         code = hashlib.sha256(source.read_bytes()).hexdigest()[:8]
-        for seed in SEEDS[scale]:
+        for seed in seeds:
             yield {"estimator": name, "seed": seed, "_code": code}
 
 

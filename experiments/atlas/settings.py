@@ -1,12 +1,14 @@
 """Which gradient every registered estimator follows: the grid."""
 
-TITLE = "The atlas of estimators"
+from kltest.sweeps.settings import Settings
+
+# Each seed draws other policies and rewards: an identity that holds on one set of worlds holds on all.
+SETTINGS = Settings(
+    title="The atlas of estimators", tags=("exact", "gradient"), values={}, seeds={"quick": 1, "full": 5}
+)
 
 WORLDS = ("bandit", "sequence", "ragged", "mdp")
 SAMPLERS = ("current", "stale")
-
-# Each seed draws other policies and rewards: an identity that holds on one set of worlds holds on all.
-SEEDS = {"quick": (0,), "full": (0, 1, 2, 3, 4)}
 
 # Coefficients are identified to a residual of 1e-9; ten times that leaves room for the worlds' conditioning.
 COEFFICIENT_TOLERANCE = 1e-8

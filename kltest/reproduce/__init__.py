@@ -5,5 +5,6 @@
 
 from kltest.reproduce.claims import Claim
 from kltest.reproduce.commands import figures, paper, reproduce, run
+from kltest.reproduce.experiment import Request
 
-__all__ = ["Claim", "figures", "paper", "reproduce", "run"]
+__all__ = ["Claim", "Request", "figures", "paper", "reproduce", "run"]

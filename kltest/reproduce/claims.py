@@ -27,6 +27,12 @@ class Claim:
         return asdict(self)
 
 
+def score(claims: Sequence[Claim]) -> float | None:
+    """The share of the claims that were run and agree: 1 where everything came out as expected, None where none ran."""
+    judged = [claim.agrees for claim in claims if claim.agrees is not None]
+    return sum(judged) / len(judged) if judged else None
+
+
 def summary(claims: Sequence[Claim], width: int) -> str:
     """The table at the end of a run: aligned, cut to the width of the terminal, disagreements repeated in full."""
     table = [("agrees", "claim", "expected", "found")]
@@ -42,8 +48,19 @@ def summary(claims: Sequence[Claim], width: int) -> str:
         lines += [f"  expected  {claim.expected}", f"  found     {claim.found}"]
         lines += [f"  tolerance {claim.tolerance}"] if claim.tolerance else []
     agreed, unknown = sum(claim.agrees is True for claim in claims), sum(claim.agrees is None for claim in claims)
+    lines += _scores(claims)
     lines += ["", f"{agreed} of {len(claims)} claims agree, {len(wrong)} disagree, {unknown} not run."]
     return "\n".join(lines)
+
+
+def _scores(claims: Sequence[Claim]) -> list[str]:
+    """A line an experiment, where there are several."""
+    names = list(dict.fromkeys(claim.experiment for claim in claims))
+    if len(names) < 2:
+        return []
+    found = {name: score([claim for claim in claims if claim.experiment == name]) for name in names}
+    width = max(map(len, names))
+    return ["", *(f"{name:{width}}  score {'–' if value is None else f'{value:.2f}'}" for name, value in found.items())]
 
 
 def _fit(text: str, width: int) -> str:

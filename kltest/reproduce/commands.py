@@ -13,28 +13,33 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
 
 from kltest.errors import KltestError, UsageError
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, summary
-from kltest.reproduce.drawing import draw
-from kltest.reproduce.experiment import Experiment, Scale
+from kltest.reproduce.drawing import draw, sources
+from kltest.reproduce.experiment import Experiment, Request
 from kltest.reproduce.files import as_csv, as_json, as_markdown, writable, write
 from kltest.reproduce.typesetting import typeset
-from kltest.sweeps.run import Failure
+from kltest.sweeps.run import title
+from kltest.sweeps.spread import connect
+from kltest.sweeps.store import Failure
 
 INTERRUPTED = 130
 
 
-def reproduce(*, scale: str = "quick", only: Sequence[str] = (), output: Path | str | None = None) -> int:
+def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, request: Request = Request()) -> int:  # noqa: B008
     """Every experiment (or those in `only`), then the figures, then the paper, then the summary."""
-    checkout, folder, started = *_prepare(scale, output), time.monotonic()
+    checkout, folder, started = *_prepare(output, request), time.monotonic()
     chosen = _chosen(checkout, only)
     with _kept(folder, "reproduce"):
-        claims, failed = _experiments(checkout, chosen, folder, scale)
-        failed |= _figures(checkout, folder)
-        failed |= _attempt("paper", lambda: _say(f"paper: {typeset(checkout, folder)}"))
+        claims, failed = _experiments(checkout, chosen, folder, request)
+        absent = [name for name in checkout.experiments() if not (folder / name / "numbers.json").is_file()]
+        failed |= _figures(checkout, folder, left_out=absent if only else ())
+        if only and absent:
+            _say(f"paper: not built, for want of {', '.join(absent)}; without --only it is")
+        else:
+            failed |= _attempt("paper", lambda: _say(f"paper: {typeset(checkout, folder)}"))
         skipped = [name for name in checkout.experiments() if name not in chosen]
         claims += [Claim(name, "all of its claims", "", "", "left out by --only", None) for name in skipped]
         _conclude(claims, folder)
@@ -43,21 +48,23 @@ def reproduce(*, scale: str = "quick", only: Sequence[str] = (), output: Path | 
     return INTERRUPTED
 
 
-def run(name: str, *, scale: str = "quick", output: Path | str | None = None) -> int:
+def run(name: str, *, output: Path | str | None = None, request: Request = Request()) -> int:  # noqa: B008
     """One experiment and its part of the summary."""
-    checkout, folder = _prepare(scale, output)
-    chosen = _chosen(checkout, [name])
+    checkout, folder = _prepare(output, request)
+    experiment = Experiment.find(checkout, name)
+    experiment.configurations(request)  # what cannot be is said before any work
     with _kept(folder, f"run {name}"):
-        claims, failed = _experiments(checkout, chosen, folder, scale)
+        claims, failed = _experiments(checkout, [name], folder, request)
         _say(summary(claims, _width()))
-        _say(f"Results are in {folder / name}.")
+        variation = f"@{request.variation}" if request.variation else ""
+        _say(f"Results are in {folder / name}{variation}.")
         return 3 if failed else _exit_code(claims)
     return INTERRUPTED
 
 
 def figures(*, output: Path | str | None = None) -> int:
     """Draw every figure from the results that are there."""
-    checkout, folder = _prepare("quick", output)
+    checkout, folder = _prepare(output)
     with _kept(folder, "figures"):
         return 3 if _figures(checkout, folder) else 0
     return INTERRUPTED
@@ -65,18 +72,19 @@ def figures(*, output: Path | str | None = None) -> int:
 
 def paper(*, output: Path | str | None = None) -> int:
     """Typeset the paper from the results that are there."""
-    checkout, folder = _prepare("quick", output)
+    checkout, folder = _prepare(output)
     with _kept(folder, "paper"):
         _say(str(typeset(checkout, folder)))
         return 0
     return INTERRUPTED
 
 
-def _prepare(scale: str, output: Path | str | None) -> tuple[Checkout, Path]:
-    if scale not in get_args(Scale):
-        raise UsageError(f"there is no scale {scale!r}; there are: {', '.join(get_args(Scale))}")
+def _prepare(output: Path | str | None, request: Request | None = None) -> tuple[Checkout, Path]:
     checkout = Checkout.find()
-    return checkout, writable(Path(output) if output is not None else checkout.root / "results")
+    folder = writable(Path(output) if output is not None else checkout.root / "results")
+    if request is not None and request.cluster is not None:
+        connect(request.cluster)
+    return checkout, folder
 
 
 def _chosen(checkout: Checkout, only: Sequence[str]) -> list[str]:
@@ -86,14 +94,14 @@ def _chosen(checkout: Checkout, only: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _experiments(checkout: Checkout, names: Sequence[str], folder: Path, scale: str) -> tuple[list[Claim], bool]:
+def _experiments(checkout: Checkout, names: Sequence[str], folder: Path, request: Request) -> tuple[list[Claim], bool]:
     claims: list[Claim] = []
     failed = False
     for name in names:
 
         def once(name: str = name) -> None:
             nonlocal failed
-            outcome = Experiment(checkout, name).run(folder, "full" if scale == "full" else "quick")
+            outcome = Experiment(checkout, name).run(folder, request)
             claims.extend(outcome.claims)
             for note in outcome.notes:
                 _warn(f"{name}: {note}")
@@ -112,15 +120,26 @@ def _tell(name: str, failures: Sequence[Failure]) -> None:
     for failure in failures:
         reasons.setdefault(failure.reason, []).append(failure)
     for reason, same in reasons.items():
-        titles = ", ".join(failure.title for failure in same)
+        titles = ", ".join(title(failure.configuration) for failure in same)
         _warn(f"{name}: {titles} failed: {reason}\n{same[0].traceback}")
+    if failures:
+        _warn(f"{name}: failures are kept as they are; `--retry-failed` tries them again")
 
 
-def _figures(checkout: Checkout, folder: Path) -> bool:
+def _figures(checkout: Checkout, folder: Path, left_out: Sequence[str] = ()) -> bool:
+    """Draw what can be drawn; a figure that reads an experiment which was left out on purpose is no failure."""
+
     def once(name: str) -> Callable[[], None]:
         return lambda: _say(f"figure: {draw(checkout, name, folder)[0].with_suffix('.{pdf,svg,png}')}")
 
-    return any([_attempt(f"figure {name}", once(name)) for name in checkout.figures()])
+    failed = False
+    for name in checkout.figures():
+        missing = [source for source in left_out if left_out and source in sources(checkout, name)]
+        if missing:
+            _say(f"figure: {name} is not drawn, for want of {', '.join(missing)}")
+        else:
+            failed |= _attempt(f"figure {name}", once(name))
+    return failed
 
 
 def _attempt(what: str, work: Callable[[], None]) -> bool:

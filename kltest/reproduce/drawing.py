@@ -1,4 +1,7 @@
-"""Draws the figures: each script of figures/ has `draw(results) -> Figure` and reads nothing but results."""
+"""Draws the figures: each script of figures/ has `draw(results) -> Figure` and reads nothing but results.
+
+`READS` names the experiments whose results it reads (where it is missing: the one that is called like the figure).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,11 @@ if TYPE_CHECKING:
 # What would differ from one drawing to the next, by format; random names are ruled out by the style's hash salt.
 DATES: dict[str, tuple[str, ...]] = {"pdf": ("CreationDate", "ModDate"), "svg": ("Date",), "png": ()}
 FORMATS = tuple(DATES)
+
+
+def sources(checkout: Checkout, name: str) -> tuple[str, ...]:
+    """The experiments that a figure reads."""
+    return getattr(checkout.load("figures", name), "READS", (name,))
 
 
 def draw(checkout: Checkout, name: str, output: Path) -> list[Path]:

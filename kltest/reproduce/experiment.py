@@ -1,30 +1,59 @@
 """One experiment: a folder with settings, what to compute for a configuration, and an analysis of all rows.
 
-`settings.py`     plain data: TITLE, and whatever the other two read
-`experiment.py`   tasks(scale) → configurations; compute(configuration) → rows
-`analysis.py`     tidy(rows) → rows; claims(rows) → [Claim]; tables(rows) → {name: rows}; numbers(rows) → {name: value}
+`settings.py`     `SETTINGS`, a `kltest.sweeps.settings.Settings`; other plain data that the other two read
+`experiment.py`   `compute(configuration)` gives rows; or, where many configurations are one tensor program,
+                  `BATCHING` (a `kltest.sweeps.run.Batching`) and `compute_batch(configurations)`, rows for each;
+                  `tasks(configurations)`, if settings cannot say all, replaces the grid's configurations
+`analysis.py`     `tidy(rows)` gives rows; `claims(rows)` gives Claims; `tables(rows)` gives {name: rows};
+                  `numbers(rows)` gives {name: value}, which the paper may cite
 `README.md`       the claim, the setting, the expected shape, what was found
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import kltest
 from kltest.errors import UsageError
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.claims import Claim
+from kltest.reproduce.claims import Claim, score
 from kltest.reproduce.files import as_csv, as_json, as_markdown, write
-from kltest.sweeps.run import Configuration, Failure, run
-from kltest.sweeps.store import Row, Store, digest
+from kltest.sweeps.run import Batching, Configuration, run
+from kltest.sweeps.settings import Settings
+from kltest.sweeps.store import Failure, Row, Store, digest
 
-Scale = Literal["quick", "full"]
+SCALES = ("quick", "full")
+
+
+@dataclass(frozen=True)
+class Request:
+    """How an experiment is to be run: what of it, and where. UsageError for what cannot be."""
+
+    scale: str = "quick"
+    changes: Sequence[str] = ()
+    seeds: int | None = None
+    workers: int | None = None
+    cluster: str | None = None
+    retry_failed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise UsageError(f"there is no scale {self.scale!r}; there are: {', '.join(SCALES)}")
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"--workers must be at least 1, not {self.workers}")
+
+    @property
+    def variation(self) -> str:
+        """What sets this run apart from the one that the figures and the paper read; nothing if nothing does."""
+        seeds = [] if self.seeds is None else [f"seeds={self.seeds}"]
+        return ";".join(sorted(change.replace(" ", "") for change in self.changes) + seeds)
+
 
 # A result depends on these; whatever else changes (the command line, the outputs) leaves finished results valid.
 ROOMS = ("environments", "truth", "estimators", "targets", "moments", "grading", "training")
@@ -38,6 +67,7 @@ class Outcome:
 
     claims: Sequence[Claim]
     failures: Sequence[Failure]
+    folder: Path
     notes: Sequence[str] = ()
 
 
@@ -64,37 +94,66 @@ class Experiment:
     def version(self) -> str:
         """Changes with anything that a result depends on, so that no result of other code is ever reused."""
         package = Path(kltest.__file__).parent
-        sources = [*self.folder.glob("*.py"), *(package / module for module in MODULES)]
+        # What is said about results does not change them.
+        own = [path for path in self.folder.glob("*.py") if path.name != "analysis.py"]
+        sources = [*own, *(package / module for module in MODULES)]
         sources += [path for room in ROOMS for path in (package / room).rglob("*.py")]
         contents = sorted((path.name, sha256(path.read_bytes()).hexdigest()) for path in sources)
         return digest(contents, {library: metadata.version(library) for library in LIBRARIES})
 
-    def configurations(self, scale: Scale) -> list[Configuration]:
-        return list(self.checkout.load("experiments", self.name, "experiment").tasks(scale))
+    @property
+    def settings(self) -> Settings:
+        return self.checkout.load("experiments", self.name, "settings").SETTINGS
 
-    def run(self, output: Path, scale: Scale) -> Outcome:
-        """Compute what is missing, then write all files of the experiment to output/NAME/."""
+    def configurations(self, request: Request) -> list[Configuration]:
+        """What is to be computed; UsageError for settings that are not possible."""
+        configurations = self.settings.configurations(self._grid(request))
+        module = self.checkout.load("experiments", self.name, "experiment")
+        return list(module.tasks(configurations)) if hasattr(module, "tasks") else list(configurations)
+
+    def _grid(self, request: Request) -> Mapping[str, Any]:
+        return self.settings.grid(request.scale, request.changes, request.seeds)
+
+    def run(self, output: Path, request: Request = Request()) -> Outcome:
+        """Compute what is missing, then write all files of the experiment to output/NAME/.
+
+        With settings or seeds of a person's own they go to output/NAME@THESE/, where no figure and no paper looks.
+        """
         analysis = self.checkout.load("experiments", self.name, "analysis")
-        folder = output / self.name
+        module = self.checkout.load("experiments", self.name, "experiment")
+        configurations = self.configurations(request)
+        folder = output / (f"{self.name}@{request.variation}" if request.variation else self.name)
         folder.mkdir(parents=True, exist_ok=True)
-        configurations = self.configurations(scale)
         with Store(folder / "runs.jsonl", self.version) as store:
-            compute = partial(compute_one, self.checkout, self.name)
-            failures = run(compute, configurations, store, label=self.name)
-            finished = [store.rows(configuration) for configuration in configurations]
-        rows: list[Row] = analysis.tidy([row for found in finished if found is not None for row in found])
+            failures = run(
+                partial(compute_all, self.checkout, self.name),
+                configurations,
+                store,
+                label=self.name,
+                batching=getattr(module, "BATCHING", Batching()),
+                workers=request.workers,
+                cluster=request.cluster,
+                retry_failed=request.retry_failed,
+            )
+            finished = [store.result(configuration) for configuration in configurations]
+        rows: list[Row] = analysis.tidy([row for found in finished if isinstance(found, list) for row in found])
         claims = analysis.claims(rows)
+        write(folder / "settings.json", as_json({"scale": request.scale, **self._grid(request)}))
         write(folder / f"{self.name}.csv", as_csv(rows))
         write(folder / f"{self.name}.json", as_json(rows))
-        write(folder / "numbers.json", as_json(analysis.numbers(rows)))
+        write(folder / "numbers.json", as_json({**analysis.numbers(rows), "score": score(claims)}))
         write(folder / "claims.json", as_json([claim.row() for claim in claims]))
+        write(folder / "failures.json", as_json([asdict(failure) for failure in failures]))
         for title, table in analysis.tables(rows).items():
             write(folder / f"{title}.md", as_markdown(table))
             write(folder / f"{title}.csv", as_csv(table))
         notes = [f"{store.path}, line {number}: not a result of kltest, passed over" for number in store.foreign_lines]
-        return Outcome(claims, failures, notes)
+        return Outcome(claims, failures, folder, notes)
 
 
-def compute_one(checkout: Checkout, name: str, configuration: Configuration) -> list[Row]:
-    """The rows of one configuration; a function of the module, so that another process can be told to call it."""
-    return checkout.load("experiments", name, "experiment").compute(configuration)
+def compute_all(checkout: Checkout, name: str, batch: Sequence[Configuration]) -> list[list[Row]]:
+    """The rows of each configuration; a function of the module, so that another process can be told to call it."""
+    module = checkout.load("experiments", name, "experiment")
+    if hasattr(module, "compute_batch"):
+        return module.compute_batch(batch)
+    return [module.compute(configuration) for configuration in batch]

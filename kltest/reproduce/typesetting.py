@@ -26,7 +26,7 @@ def typeset(checkout: Checkout, output: Path) -> Path:
         import typst
     except ImportError as error:
         raise UsageError("the paper needs Typst: pip install 'kltest[paper]', or pip install typst") from error
-    text = (checkout.root / "paper" / "paper.typ").read_text()
+    text = written(checkout)
     for experiment in sorted({experiment for experiment, _ in cited(text)}):
         if not (output / experiment / "numbers.json").is_file():
             raise UsageError(f"there are no results of {experiment} in {output}; `kltest reproduce` makes them")
@@ -48,6 +48,11 @@ def typeset(checkout: Checkout, output: Path) -> Path:
     return write(output / "paper" / "paper.pdf", pdf)
 
 
+def written(checkout: Checkout) -> str:
+    """The whole text of the paper, all of its files."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted((checkout.root / "paper").rglob("*.typ")))
+
+
 def cited(text: str) -> set[tuple[str, str]]:
     """The (experiment, number) pairs that the text cites."""
     return set(CITATION.findall(text))
@@ -64,7 +69,7 @@ def uncovered(text: str, output: Path) -> list[str]:
 
 def _stage(output: Path, data: Path) -> None:
     """Results beside the text, since Typst reads nothing outside its root."""
-    for pattern in ("*/numbers.json", "*/*.csv", "figures/*.svg"):
+    for pattern in ("*/numbers.json", "*/settings.json", "*/*.csv", "figures/*.svg"):
         for path in output.glob(pattern):
             target = data / path.relative_to(output)
             target.parent.mkdir(parents=True, exist_ok=True)

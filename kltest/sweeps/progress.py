@@ -27,11 +27,11 @@ class Progress(AbstractContextManager["Progress"]):
         if self._bar:
             self._bar.stop()
 
-    def advance(self, what: str = "") -> None:
-        """One more step is finished; `what` names it."""
-        self.done += 1
+    def advance(self, what: str = "", *, by: int = 1) -> None:
+        """`by` more steps are finished; `what` names the last."""
+        self.done += by
         if self._bar:
-            self._bar.update(what)
+            self._bar.update(what, by)
             return
         percent = 100 * self.done // self.total
         if percent > self._shown:
@@ -70,8 +70,8 @@ class _Bar:
     def stop(self) -> None:
         self._rich.stop()
 
-    def update(self, what: str) -> None:
-        self._rich.update(self._task, advance=1, what=what)
+    def update(self, what: str, by: int) -> None:
+        self._rich.update(self._task, advance=by, what=what)
 
 
 def _duration(seconds: float) -> str:

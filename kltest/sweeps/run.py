@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kltest.errors import KltestError
 from kltest.sweeps.progress import Progress
-from kltest.sweeps.store import Row, Store
+from kltest.sweeps.spread import spread
+from kltest.sweeps.store import Failure, Row, Store
 
 Configuration = Mapping[str, Any]
-Compute = Callable[[Configuration], list[Row]]
-
-# Below this many configurations a process, starting it (and importing torch there) costs more than it saves.
-WORTH_A_PROCESS = 8
+Compute = Callable[[Sequence[Configuration]], list[list[Row]]]
+Result = list[Row] | Failure
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A configuration that gave no rows, why, and where (the traceback)."""
+class Batching:
+    """Which configurations are computed in one call: those that differ in `names` alone, at most `size` of them."""
 
-    configuration: Configuration
-    reason: str
-    traceback: str
+    names: tuple[str, ...] = ()
+    size: int = 1
 
-    @property
-    def title(self) -> str:
-        return title(self.configuration)
+    def batches(self, configurations: Iterable[Configuration]) -> list[list[Configuration]]:
+        """The configurations in order, those that belong together side by side."""
+        groups: dict[str, list[Configuration]] = {}
+        for configuration in configurations:
+            rest = {name: value for name, value in configuration.items() if name not in self.names}
+            groups.setdefault(repr(sorted(rest.items())), []).append(configuration)
+        return [group[at : at + self.size] for group in groups.values() for at in range(0, len(group), self.size)]
 
 
 def title(configuration: Configuration) -> str:
@@ -48,78 +44,47 @@ def run(
     store: Store,
     *,
     label: str,
+    batching: Batching = Batching(),
     workers: int | None = None,
+    cluster: str | None = None,
+    retry_failed: bool = False,
 ) -> list[Failure]:
     """Fill the store; what it has already is not computed again. Returns the configurations that failed.
 
-    A failure is not kept: the next run tries it again. KeyboardInterrupt leaves everything finished in the store.
-    `workers`: processes to spread over (default: as many as there are cores and work for them); `compute` must be
-    picklable then. Each configuration is computed on its own, so the results do not depend on their number.
-    Raises KltestError if a worker process is killed.
+    `compute` gives the rows of each configuration of a batch; they may depend neither on the rest of the batch nor on
+    where and when it is computed. A failure is kept as well, and tried again with `retry_failed`. KeyboardInterrupt
+    leaves everything finished in the store. `workers`: processes to spread over (default: as many as there are cores
+    and work for them); `cluster`: the address of a Dask scheduler to use instead. `compute` must be picklable then.
+    Raises KltestError if a worker process is killed, UsageError if the cluster does not answer.
     """
-    missing = [configuration for configuration in configurations if store.rows(configuration) is None]
-    failures: list[Failure] = []
-    if not missing:
-        return failures
-    if workers is None:
-        workers = min(len(os.sched_getaffinity(0)), len(missing) // WORTH_A_PROCESS)
-    results = _in_processes(compute, missing, workers) if workers > 1 else _here(compute, missing)
+    missing = [one for one in configurations if _wanted(store.result(one), retry_failed)]
+    batches = batching.batches(missing)
     with Progress(label, len(configurations), done=len(configurations) - len(missing)) as progress:
-        for configuration, result in results:
-            if isinstance(result, Failure):
-                failures.append(result)
-            else:
-                store.add(configuration, result)
-            progress.advance(title(configuration))
-    return failures
+        for results in spread(Attempt(compute), batches, workers=workers, cluster=cluster):
+            store.add(results)
+            progress.advance(title(results[-1][0]), by=len(results))
+    found = [store.result(configuration) for configuration in configurations]
+    return [result for result in found if isinstance(result, Failure)]
 
 
-Results = Iterator[tuple[Configuration, list[Row] | Failure]]
+def _wanted(result: Result | None, retry_failed: bool) -> bool:
+    return result is None or (retry_failed and isinstance(result, Failure))
 
 
-def _here(compute: Compute, configurations: Sequence[Configuration]) -> Results:
-    for configuration in configurations:
-        yield configuration, _attempt(compute, configuration)
+@dataclass(frozen=True)
+class Attempt:
+    """Computes a batch; where that fails, its configurations one by one, so that only those fail that must."""
 
+    compute: Compute
 
-def _in_processes(compute: Compute, configurations: Sequence[Configuration], workers: int) -> Results:
-    # Started afresh, not forked: torch's threads do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
-    try:
-        pending = {executor.submit(_attempt, compute, configuration): configuration for configuration in configurations}
-        for future in as_completed(pending):
-            yield pending[future], future.result()
-    except BrokenProcessPool as error:
-        raise KltestError(
-            "a worker process was killed, perhaps for want of memory. What was finished is kept; run the same command "
-            "again, it goes on from there"
-        ) from error
-    except BaseException:
-        executor.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    executor.shutdown()
-
-
-def _start_worker() -> None:
-    """An interrupt is the parent's to handle; a parent that is killed takes its workers along."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["OMP_NUM_THREADS"] = "1"  # one core a worker; counts when torch is imported, which comes later
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _attempt(compute: Compute, configuration: Configuration) -> list[Row] | Failure:
-    try:
-        return compute(configuration)
-    except Exception as error:
-        reason = str(error) if isinstance(error, KltestError) else f"{type(error).__name__}: {error}"
-        return Failure(configuration, reason, traceback.format_exc())
+    def __call__(self, batch: Sequence[Configuration]) -> list[tuple[Configuration, Result]]:
+        try:
+            rows = self.compute(batch)
+            if len(rows) != len(batch):
+                raise KltestError(f"{len(batch)} configurations were asked for and {len(rows)} were computed")
+            return list(zip(batch, rows, strict=True))
+        except Exception as error:
+            if len(batch) > 1:
+                return [result for configuration in batch for result in self([configuration])]
+            reason = str(error) if isinstance(error, KltestError) else f"{type(error).__name__}: {error}"
+            return [(batch[0], Failure(batch[0], reason, traceback.format_exc()))]

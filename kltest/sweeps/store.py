@@ -3,6 +3,7 @@
 A record is one line of JSON, appended and flushed to the disk before anything else happens. A line without its line
 break was torn by a kill or a full disk: it is cut off when the store is opened again and its configuration is run
 again. Records are keyed by configuration and version, so that results of other code are never taken for current ones.
+A failure is a record too, with its reason; the last record of a configuration counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,6 +29,15 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a configuration gave no rows, and where (the traceback)."""
+
+    configuration: Mapping[str, Any]
+    reason: str
+    traceback: str
+
+
 class Store:
     """The rows of each finished configuration. Use it as a context manager; only one process may hold it open.
 
@@ -36,7 +47,7 @@ class Store:
     def __init__(self, path: Path, version: str) -> None:
         self.path, self.version = path, version
         self.foreign_lines: list[int] = []
-        self._rows: dict[str, list[Row]] = {}
+        self._results: dict[str, list[Row] | Failure] = {}
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Store:
@@ -69,24 +80,33 @@ class Store:
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
                 record = json.loads(line)
-                key, version, rows = record["key"], record["version"], record["rows"]
+                key, version = record["key"], record["version"]
+                failure = record.get("failure")
+                result = record["rows"] if failure is None else Failure(record["configuration"], *failure)
             except (ValueError, KeyError, TypeError):
                 self.foreign_lines.append(number)
                 continue
             if version == self.version:
-                self._rows[key] = rows
+                self._results[key] = result
 
-    def rows(self, configuration: Mapping[str, Any]) -> list[Row] | None:
-        """What was found for a configuration, or None if it has not been run with this version."""
-        return self._rows.get(digest(configuration))
+    def result(self, configuration: Mapping[str, Any]) -> list[Row] | Failure | None:
+        """What came of a configuration, or None if it has not been run with this version."""
+        return self._results.get(digest(configuration))
 
-    def add(self, configuration: Mapping[str, Any], rows: list[Row]) -> None:
-        """Keep the rows of a configuration; when this returns they are on the disk."""
+    def add(self, results: Sequence[tuple[Mapping[str, Any], list[Row] | Failure]]) -> None:
+        """Keep what came of some configurations; when this returns it is on the disk."""
         assert self._file is not None
-        key = digest(configuration)
-        record = {"key": key, "version": self.version, "configuration": dict(configuration), "rows": rows}
+        lines = []
+        for configuration, result in results:
+            record: dict[str, Any] = {"key": digest(configuration), "version": self.version}
+            record["configuration"] = dict(configuration)
+            if isinstance(result, Failure):
+                record["failure"] = [result.reason, result.traceback]
+            else:
+                record["rows"] = result
+            lines.append(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         try:
-            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            self._file.write(b"".join(lines))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -94,4 +114,4 @@ class Store:
                 f"cannot write to {self.path}: {error.strerror}. What was finished before is kept; make room and run "
                 "the same command again, it goes on from there"
             ) from error
-        self._rows[key] = rows
+        self._results |= {digest(configuration): result for configuration, result in results}
