@@ -1,0 +1,53 @@
+"""The reward part: the score-function gradient of E[R], with a baseline and an importance ratio.
+
+With A = R − b and sampled rows, the ascent direction is the mean over rows of A·Σ_t c_t·g_t, where the ratio gives
+
+    none: c_t = 1      token: c_t = ρ_t      sequence: c_t = ρ_1·…·ρ_L
+    clipped: c_t = ρ_t, or 0 where ρ_t > 1 + ε and A > 0, or ρ_t < 1 − ε and A < 0 (PPO's, differentiated).
+
+The baseline b is 0 ("none"), the mean reward of the row's group ("mean"), the rollout itself included, which shortens
+the gradient by 1 − 1/n, or the mean of the others ("leave-one-out"; 0 for a rollout alone). In exact mode without
+groups "mean" and "leave-one-out" are both the expected reward of the prompt under the sampler.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kltest.training.batch import Batch
+
+Baseline = Literal["none", "mean", "leave-one-out"]
+Ratio = Literal["none", "token", "sequence", "clipped"]
+
+
+def push(
+    batch: Batch, earned: Tensor, log_ratio: Tensor | None, baseline: Baseline, ratio: Ratio, clip: float
+) -> Tensor:
+    """(R, M, T) weights on g_t, zero where dead. `earned` (R, M); `log_ratio` (R, M, T) is None where ρ = 1."""
+    advantage = earned - _base(batch, earned, baseline)
+    weight = (batch.weights * advantage).unsqueeze(2)
+    if log_ratio is None or ratio == "none":
+        factor = weight.expand(batch.shape)
+    elif ratio == "sequence":
+        factor = (weight * batch.along(log_ratio).exp().unsqueeze(2)).expand(batch.shape)
+    else:
+        token = log_ratio.exp()
+        if ratio == "clipped":
+            gains, loses = (advantage > 0).unsqueeze(2), (advantage < 0).unsqueeze(2)
+            token = torch.where((gains & (token > 1 + clip)) | (loses & (token < 1 - clip)), 0.0, token)
+        factor = weight * token
+    return factor if batch.live is None else torch.where(batch.live, factor, 0.0)
+
+
+def _base(batch: Batch, earned: Tensor, baseline: Baseline) -> Tensor | float:
+    if baseline == "none":
+        return 0.0
+    mean = batch.mean(earned)
+    alone = batch.exact and batch.group_size == 1
+    if baseline == "mean" or alone:
+        return mean
+    size = torch.as_tensor(batch.size(), dtype=torch.float64)
+    return torch.where(size > 1, (size * mean - earned) / (size - 1).clamp(min=1.0), 0.0)

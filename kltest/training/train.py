@@ -1,0 +1,133 @@
+"""The loop: rollouts, the two parts of the gradient, one step on the logits, for many runs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.training.batch import Drawn, Enumerated
+from kltest.training.estimator import sharing
+from kltest.training.history import MEASURED, History
+from kltest.training.measure import Measure
+from kltest.training.penalty import Penalty
+from kltest.training.problems import Run, check_alike
+from kltest.training.reward import Baseline, Ratio, push
+from kltest.training.settings import Settings
+from kltest.training.world import World, log_softmax
+
+EXPLODED = 1e6
+"""A logit further from zero than this counts as diverged."""
+CHUNK = 2**16
+"""Numbers in one field of a chunk of runs: few enough to stay in the processor's cache from step to step."""
+
+
+def train(
+    runs: Sequence[Run],
+    *,
+    steps: int,
+    batch_size: int | None = None,
+    group_size: int | None = None,
+    inner_steps: int = 1,
+    baseline: Baseline = "leave-one-out",
+    ratio: Ratio = "none",
+    clip: float = 0.2,
+    max_norm: float | None = None,
+    record: int | Sequence[int] | None = None,
+    optima: bool = True,
+    chunk: int | None = None,
+) -> History:
+    """Train R runs for `steps` updates each, and measure them exactly on the way (conventions: `kltest.training`).
+
+    The worlds of the runs may differ in reward alone. `batch_size` rollouts are drawn for each update, in groups of
+    `group_size` of one prompt if given; with None gradients are exact expectations. The sampler is renewed every
+    `inner_steps` updates. `baseline`, `ratio` and `clip` are those of the reward part (kltest.training.reward).
+    Gradients longer than `max_norm` are shortened to it. `record`: every so many updates, or after which numbers of
+    updates, to measure; the start and the end always are. Without `optima` no π* is solved for. `chunk` runs
+    are worked on at a time, by default as many as fit into the cache; results do not depend on it.
+
+    Raises UsageError for settings out of range and for estimators that cannot be called so, WorldError for worlds that
+    differ in more than their reward or cannot be enumerated. A run that diverges is stopped and marked, never raised.
+    """
+    settings = Settings(steps, batch_size, group_size, inner_steps, baseline, ratio, clip, max_norm, optima)
+    recorded = settings.recorded(record)
+    check_alike([run.problem for run in runs])
+    columns = {name: np.full((len(recorded), len(runs)), np.nan) for name in MEASURED}
+    shape = (len(runs), *runs[0].problem.start.shape)
+    logits, diverged = np.empty(shape), np.full(len(runs), -1)
+    for rows in sharing(runs):
+        size = chunk or max(1, CHUNK // _numbers(runs[0], settings))
+        for first in range(0, len(rows), size):
+            part = rows[first : first + size]
+            world = World([runs[row] for row in part])
+            measured, last, since = _train_together(world, settings, recorded)
+            for name in MEASURED:
+                columns[name][:, part] = measured[name]
+            logits[part], diverged[part] = last, since
+    return History(np.array(recorded), **columns, diverged=diverged, logits=logits)
+
+
+def _train_together(
+    world: World, settings: Settings, recorded: Sequence[int]
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Measurements (K, R), last logits (R, C, V) and the update at which each run diverged (R,)."""
+    runs = len(world.runs)
+    penalty = Penalty(world) if world.runs[0].estimator is not None else None
+    source = _source(world, settings, apart=penalty is None or not penalty.couples)
+    measure = Measure(world, optima=settings.optima)
+    found: dict[str, list[Tensor]] = {name: [] for name in MEASURED}
+    logits = world.start.clone()
+    diverged = torch.full((runs,), -1)
+    policy = sampler = log_softmax(logits)
+    for step in range(settings.steps + 1):
+        if step % settings.inner_steps == 0:
+            sampler = policy
+        batch = source.draw(sampler, step)
+        ascent = torch.zeros(batch.shape, dtype=torch.float64)
+        log_ratio = None if sampler is policy else batch.chosen(policy - sampler)
+        if penalty is None or not penalty.whole:
+            earned = batch.along(batch.chosen(world.reward))
+            ascent = push(batch, earned, log_ratio, settings.baseline, settings.ratio, settings.clip)
+        pull = None if penalty is None else penalty.pull(batch, policy, sampler)
+        if pull is not None and pull.logp is not None:
+            ascent = ascent - pull.logp
+        table = batch.collect(ascent, logits)
+        if pull is not None and pull.logits is not None:
+            table = table - batch.collect(pull.logits, logits)
+        gradient = table - policy.exp() * table.sum(dim=2, keepdim=True)
+        norm = gradient.square().view(runs, -1).sum(dim=1).sqrt()
+        if step in recorded:
+            for name, values in measure(policy).items():
+                found[name].append(values)
+            found["gradient_norm"].append(norm)
+            found["logged"].append(torch.full_like(norm, torch.nan) if pull is None else pull.logged)
+        if step == settings.steps:
+            break
+        if settings.max_norm is not None:
+            gradient = gradient * (settings.max_norm / norm.clamp(min=settings.max_norm)).view(-1, 1, 1)
+        moved = logits + world.rate * gradient
+        # NaN fails the comparison too.
+        sound = moved.abs().view(runs, -1).amax(dim=1) <= EXPLODED
+        diverged = torch.where(~sound & (diverged < 0), step + 1, diverged)
+        stays = diverged >= 0
+        logits = torch.where(stays.view(-1, 1, 1), logits, moved) if bool(stays.any()) else moved
+        policy = log_softmax(logits)
+    return {name: torch.stack(values).numpy() for name, values in found.items()}, logits.numpy(), diverged.numpy()
+
+
+def _source(world: World, settings: Settings, *, apart: bool) -> Enumerated | Drawn:
+    """Where rollouts come from; `apart` says that the estimator does not couple them."""
+    if settings.batch_size is None:
+        return Enumerated(world.environment, len(world.runs), settings.group_size)
+    seeds = [run.seed for run in world.runs]
+    size, group, steps = settings.batch_size, settings.group_size, settings.steps
+    return Drawn(world.environment, seeds, size, group, steps, counted=apart)
+
+
+def _numbers(run: Run, settings: Settings) -> int:
+    """About how many numbers one run has in its largest field."""
+    environment = run.problem.environment
+    rows = environment.count() * (settings.group_size or 1) if settings.batch_size is None else settings.batch_size
+    return int(max(rows * environment.horizon, run.problem.start.size))
