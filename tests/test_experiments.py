@@ -1,0 +1,70 @@
+"""What every experiment owes: settings, rows that depend on nothing else, a figure, a section, a README."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kltest.errors import UsageError
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.drawing import sources
+from kltest.reproduce.experiment import Experiment, Request, compute_all
+from kltest.reproduce.typesetting import cited, written
+from kltest.sweeps.run import Batching
+from kltest.sweeps.settings import Settings, representative
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+EXPERIMENTS = CHECKOUT.experiments()
+every = pytest.mark.parametrize("name", EXPERIMENTS)
+
+
+def configurations(name: str, scale: str = "quick") -> list[dict]:
+    return [dict(one) for one in Experiment(CHECKOUT, name).configurations(Request(scale=scale))]
+
+
+@every
+def test_settings_are_plain_data_and_full_goes_on_from_quick(name):
+    settings = Experiment(CHECKOUT, name).settings
+    assert isinstance(settings, Settings)
+    assert settings.title
+    assert settings.tags
+    quick, full = configurations(name), configurations(name, "full")
+    assert quick
+    assert json.loads(json.dumps(quick, allow_nan=False)) == quick
+    assert len({json.dumps(one, sort_keys=True) for one in full}) == len(full)
+    assert len(full) >= len(quick)
+
+
+@every
+def test_an_unknown_setting_is_a_usage_error(name):
+    with pytest.raises(UsageError, match="there is no setting 'nonsense'"):
+        Experiment(CHECKOUT, name).configurations(Request(changes=("nonsense=1",)))
+
+
+@every
+def test_rows_depend_neither_on_the_batch_nor_on_the_order(name):
+    """Bit for bit: the same rows alone, in a batch, and in a batch the other way round."""
+    module = CHECKOUT.load("experiments", name, "experiment")
+    chosen = representative(configurations(name))[:4]
+    batch = max(getattr(module, "BATCHING", Batching()).batches(chosen), key=len)
+    together = compute_all(CHECKOUT, name, batch)
+    backwards = compute_all(CHECKOUT, name, batch[::-1])[::-1]
+    alone = [compute_all(CHECKOUT, name, [configuration])[0] for configuration in batch]
+    assert json.dumps(together, allow_nan=False) == json.dumps(backwards) == json.dumps(alone)
+    assert all(rows for rows in alone)
+
+
+@every
+def test_a_readme_says_what_was_asked_and_found(name):
+    text = (CHECKOUT.root / "experiments" / name / "README.md").read_text(encoding="utf-8")
+    for part in ("**Claim.**", "**Setting.**", "**Expected shape.**", "**Found.**"):
+        assert part in text, f"{name}: the README lacks {part}"
+
+
+@every
+def test_a_figure_shows_it_and_the_paper_speaks_of_it(name):
+    assert any(name in sources(CHECKOUT, figure) for figure in CHECKOUT.figures())
+    assert f'include "sections/{name}.typ"' in (CHECKOUT.root / "paper" / "paper.typ").read_text(encoding="utf-8")
+    assert name in {experiment for experiment, _ in cited(written(CHECKOUT))}
