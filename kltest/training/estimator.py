@@ -86,9 +86,9 @@ def _likeness(run: Run) -> Hashable:
 def _same(value: Any) -> tuple[Hashable, ...]:
     """What makes two values of an option the same; numbers of PerRun always are."""
     if isinstance(value, PerRun):
-        return (PerRun, id(value.value)) if callable(value.value) else (PerRun,)
+        return ("PerRun", id(value.value)) if callable(value.value) else ("PerRun",)
     # 1, 1.0 and True are equal, and a function may tell them apart.
-    kind: Hashable = type(value)
+    kind = type(value).__name__
     return (kind, value) if isinstance(value, int | float | str | bool | None) else (kind, id(value))
 
 

@@ -7,9 +7,8 @@ called once for each batch of each run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,14 @@ import torch
 from torch import Tensor
 
 from kltest.environments import Instance
-from kltest.errors import UsageError
 from kltest.moments.differentiate import backward
 from kltest.moments.reduction import BatchOfOneError, probe
 from kltest.rollout import LEAVES, Rollout
 from kltest.targets.placement import place
-from kltest.targets.results import Result, read
 from kltest.training.batch import Batch
 from kltest.training.estimator import Held, is_ours, made_ready
 from kltest.training.problems import PerRun, State
+from kltest.training.sums import by_run, total
 from kltest.training.world import World
 
 PROBED = 12
@@ -34,13 +32,13 @@ PROBED = 12
 
 @dataclass(frozen=True)
 class Pull:
-    """The gradient of the KL part: `logp` (R, M, T) at the sampled tokens and `logits` (R, M, T, V) at all next ones,
-    weighted by the rows' weights, None where none arrives; `logged` (R,) the KL that the estimator logs.
+    """The gradient of the KL part: `logp` (M, R, T) at the sampled tokens and `logits` (M, R, T, V) at all next ones,
+    weighted by the rows' weights, None where none arrives; `logged` (R,) the KL that the estimator logs, if asked.
     """
 
     logp: Tensor | None
     logits: Tensor | None
-    logged: Tensor
+    logged: Tensor | None
 
 
 class Penalty:
@@ -72,66 +70,63 @@ class Penalty:
             for single in witness.singles.values()
         )
 
-    def pull(self, batch: Batch, policy: Tensor, sampler: Tensor) -> Pull:
-        """The gradient of β times the KL part, or of the whole loss, on a batch; tables are (R, C, V) log-probs."""
-        fields = self._fields(batch, policy, sampler)
-        columns = self._columns(State(policy, self.world.log_reference, sampler), batch)
-        found, logged = (self._one_by_one if self.alone else self._together)(fields, columns, batch)
-        runs, rows, steps = batch.shape
-        scale = 1.0 if self.whole or self.loss.takes_beta else self.world.beta
-        if self.alone:
-            scale = torch.as_tensor(scale).expand(runs, 1, 1)
-        weights = (batch.weights if not self.alone else torch.ones_like(batch.weights)).unsqueeze(2) * scale
+    def pull(self, batch: Batch, policy: Tensor, sampler: Tensor, *, log: bool) -> Pull:
+        """The gradient of β times the KL part, or of the whole loss, on a batch; tables of log-probs are (V, R, C)."""
+        fields, columns = self._fields(batch, policy, sampler), self._columns(batch, policy, sampler)
+        call = self._one_by_one if self.alone else self._together
+        found, logged = call(fields, columns, batch, log)
+        shares = torch.ones_like(batch.weights) if self.alone else batch.weights
+        if not (self.whole or self.loss.takes_beta):
+            shares = shares * self.world.beta
+        weights = shares.unsqueeze(2)
         weights = weights if batch.live is None else torch.where(batch.live, weights, 0.0)
-        parts: dict[str, Tensor | None] = {}
-        for leaf in LEAVES:
-            part = found.get(leaf)
-            if part is None:
-                parts[leaf] = None
-                continue
-            part = part.view(runs, rows, steps, *part.shape[2:])
+        parts: dict[str, Tensor | None] = dict.fromkeys(LEAVES)
+        for leaf, part in found.items():
+            part = part.view(*batch.shape, *part.shape[2:])
             by = weights if part.dim() == 3 else weights.unsqueeze(3)
+            # A row that was never drawn has no part in it, however steep.
             parts[leaf] = torch.where(by != 0, part * by, 0.0)
         return Pull(parts["logp"], parts["logits"], logged)
 
     def _together(
-        self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch
-    ) -> tuple[dict[str, Tensor], Tensor]:
+        self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """One call for the rows of all runs."""
         rollout = Rollout(fields, beta=float(self.world.runs[0].beta))
-        objective, logged = self._call(rollout, columns)
-        if objective.dim() == 0:
-            raise UsageError(f"{self.loss.name} returned one number for a batch of several runs")
-        each = logged if logged.dim() == 1 else torch.where(rollout.peek("mask") != 0, logged, 0.0).sum(dim=1)
-        return self._gradients(rollout, objective.sum()), (each.view(batch.weights.shape) * batch.weights).sum(dim=1)
+        objective, logged = self._call(rollout, columns, placed=batch.live is not None)
+        gradients = self._gradients(rollout, objective.sum())
+        if not log:
+            return gradients, None
+        each = batch.along(logged.view(batch.shape)) if logged.dim() == 2 else logged.view(batch.shape[:2])
+        return gradients, total(torch.where(batch.weights != 0, each * batch.weights, 0.0), 0)
 
     def _one_by_one(
-        self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch
-    ) -> tuple[dict[str, Tensor], Tensor]:
+        self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Each batch, or in exact mode each group, as a call of its own."""
-        runs, rows, _ = batch.shape
+        rows, runs, _ = batch.shape
         size = (batch.group_size or 1) if batch.exact else rows
         base = Rollout(fields)
-        if self.loss.takes & {"reward", "advantage", "rollout"}:
+        if not self.trusted:
             self.loss.settle(base)
         found: dict[str, Tensor] = {}
         logged = torch.zeros(runs, dtype=torch.float64)
-        for first in range(0, runs * rows, size):
-            run = first // rows
-            part = torch.arange(first, first + size)
-            rollout = base.take(part, beta=float(self.world.runs[run].beta))
-            objective, metric = self._call(rollout, {name: column[part] for name, column in columns.items()})
-            weight = float(batch.weights[run, first % rows]) * size if batch.exact else 1.0
+        for run, first in product(range(runs), range(0, rows, size)):
+            weight = float(batch.weights[first, run]) * size if batch.exact else 1.0
             if weight == 0:
                 continue
+            part = torch.arange(first, first + size) * runs + run
+            rollout = base.take(part, beta=float(self.world.runs[run].beta))
+            objective, metric = self._call(rollout, {name: column[part] for name, column in columns.items()})
             objective = objective if objective.dim() == 0 else objective.mean()
             for leaf, gradient in self._gradients(rollout, objective * weight).items():
                 if leaf not in found:
-                    found[leaf] = torch.zeros((runs * rows, *gradient.shape[1:]), dtype=torch.float64)
+                    found[leaf] = torch.zeros((rows * runs, *gradient.shape[1:]), dtype=torch.float64)
                 found[leaf][part] = gradient
             if metric.dim() == 2:
                 metric = torch.where(rollout.peek("mask") != 0, metric, 0.0).sum(dim=1)
-            logged[run] += weight * metric.mean()
-        return found, logged
+            logged[run] += weight * float(metric.mean())
+        return found, logged if log else None
 
     def _gradients(self, rollout: Rollout, objective: Tensor) -> dict[str, Tensor]:
         leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
@@ -140,23 +135,29 @@ class Penalty:
         gradients = backward(self.loss, objective, list(leaves.values()))
         return {name: part for name, part in zip(leaves, gradients, strict=True) if part is not None}
 
-    def _call(self, rollout: Rollout, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The placed loss, (B,) or a scalar, and what is logged, detached."""
-        beta = rollout.peek("beta")
-        result = self._returned(rollout, columns, beta)
-        value = result.loss.to(torch.float64)
-        if self.loss.takes_beta and not self.whole:
-            value = value - self._returned(rollout, columns, 0.0).loss.to(torch.float64)
-        logp = value if self.loss.placement == "loss" else rollout.peek("logp")
-        placed = place(value, logp, rollout.peek("mask"), self.loss.placement, self.loss.credit)
-        return placed, value.detach() if result.metric is None else result.metric
+    def _call(self, rollout: Rollout, columns: dict[str, Tensor], *, placed: bool = True) -> tuple[Tensor, Tensor]:
+        """The placed loss, (B,) or a scalar, and what is logged, detached.
 
-    def _returned(self, rollout: Rollout, columns: dict[str, Tensor], beta: float) -> Result:
+        Without `placed` a loss of tokens may be left as it is: where all are live, its sum is the same.
+        """
+        beta = rollout.peek("beta")
+        value, metric = self._returned(rollout, columns, beta)
+        if self.loss.takes_beta and not self.whole:
+            value = value - self._returned(rollout, columns, 0.0)[0]
+        logged = value.detach() if metric is None else metric
+        if self.loss.placement == "loss" and not placed:
+            return value, logged
+        logp = value if self.loss.placement == "loss" else rollout.peek("logp")
+        return place(value, logp, rollout.peek("mask"), self.loss.placement, self.loss.credit), logged
+
+    def _returned(self, rollout: Rollout, columns: dict[str, Tensor], beta: float) -> tuple[Tensor, Tensor | None]:
+        """What the estimator returns, float64, and the KL that it logs beside that."""
         recipe = self.loss.recipe
         if isinstance(recipe.function, Held):
             recipe.function.columns = columns
         if not self.trusted:
-            return self.loss.returned(rollout, beta)
+            result = self.loss.returned(rollout, beta)
+            return result.loss.to(torch.float64), result.metric
         values: dict[str, Any] = {}
         for parameter in recipe.parameters:
             if parameter.name in self.loss.fields:
@@ -165,48 +166,45 @@ class Penalty:
             elif parameter.name in self.loss.settings:
                 values[parameter.name] = self.loss.settings[parameter.name]
         with torch.enable_grad():
-            return read(self.loss.name, recipe.function(**values), rollout)
+            answer = recipe.function(**values)
+        return (answer[0], answer[1]["kl"]) if isinstance(answer, tuple) else (answer, None)
 
-    def _columns(self, state: State, batch: Batch) -> dict[str, Tensor]:
-        """(R·M, 1) the numbers of each run's own."""
+    def _columns(self, batch: Batch, policy: Tensor, sampler: Tensor) -> dict[str, Tensor]:
+        """(M·R, 1) the numbers of each run's own, by parameter."""
         columns = {}
         for name in self.own:
             values = [run.options[name].value for run in self.world.runs]
             if callable(values[0]):
+                state = State(by_run(policy), by_run(self.world.log_reference), by_run(sampler))
                 column = torch.as_tensor(values[0](state), dtype=torch.float64)
             else:
                 column = torch.tensor(values, dtype=torch.float64)
-            columns[name] = column.repeat_interleave(batch.shape[1]).unsqueeze(1)
+            columns[name] = column.repeat(batch.shape[0]).unsqueeze(1)
         return columns
 
     def _fields(self, batch: Batch, policy: Tensor, sampler: Tensor) -> dict[str, Any]:
-        runs, rows, steps = batch.shape
-        flat = (runs * rows, steps)
-        tables = {"": policy, "ref_": self.world.log_reference, "old_": sampler}
-
-        def reward() -> Tensor:
-            return batch.along(batch.chosen(self.world.reward)).reshape(-1)
+        """Everything that a rollout has, (M·R, …), built when it is asked for."""
+        rows, runs, steps = batch.shape
+        flat = (rows * runs, steps)
+        world = self.world
 
         def advantage() -> Tensor:
-            earned = reward().view(runs, rows)
+            earned = batch.along(batch.chosen(world.reward))
             return (earned - batch.mean(earned)).view(-1)
 
         def mask() -> Tensor:
-            live = torch.ones(batch.shape[1:], dtype=torch.bool) if batch.live is None else batch.live
-            return live.to(torch.float64).expand(batch.shape).reshape(flat)
+            if batch.live is None:
+                return torch.ones(flat, dtype=torch.float64)
+            return batch.live.to(torch.float64).view(flat)
 
         fields: dict[str, Any] = {
             "mask": mask,
-            "tokens": lambda: (batch.cells % policy.shape[2]).expand(runs, rows * steps).reshape(flat),
-            "reward": reward,
+            "tokens": lambda: (batch.cells // policy[0].numel()).view(flat),
+            "reward": lambda: batch.along(batch.chosen(world.reward)).reshape(-1),
             "advantage": advantage,
             "group": lambda: batch.groups.reshape(-1),
         }
-        for prefix, log_probs in tables.items():
-            fields[f"{prefix}logp"] = partial(_rows, batch.chosen, log_probs, flat)
-            fields[f"{prefix}logits"] = partial(_rows, batch.next_tokens, log_probs, (*flat, policy.shape[2]))
+        for prefix, table in {"": policy, "ref_": world.log_reference, "old_": sampler}.items():
+            fields[f"{prefix}logp"] = lambda table=table: batch.chosen(table).view(flat)
+            fields[f"{prefix}logits"] = lambda table=table: batch.next_tokens(table).view(*flat, len(table))
         return fields
-
-
-def _rows(read_table: Callable[[Tensor], Tensor], table: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return read_table(table).reshape(shape)

@@ -26,8 +26,8 @@ Ratio = Literal["none", "token", "sequence", "clipped"]
 def push(
     batch: Batch, earned: Tensor, log_ratio: Tensor | None, baseline: Baseline, ratio: Ratio, clip: float
 ) -> Tensor:
-    """(R, M, T) weights on g_t, zero where dead. `earned` (R, M); `log_ratio` (R, M, T) is None where ρ = 1."""
-    advantage = earned - _base(batch, earned, baseline)
+    """(M, R, T) weights on g_t, zero where dead. `earned` (M, R); `log_ratio` (M, R, T) is None where ρ = 1."""
+    advantage = _less_baseline(batch, earned, baseline)
     weight = (batch.weights * advantage).unsqueeze(2)
     if log_ratio is None or ratio == "none":
         factor = weight.expand(batch.shape)
@@ -42,12 +42,12 @@ def push(
     return factor if batch.live is None else torch.where(batch.live, factor, 0.0)
 
 
-def _base(batch: Batch, earned: Tensor, baseline: Baseline) -> Tensor | float:
+def _less_baseline(batch: Batch, earned: Tensor, baseline: Baseline) -> Tensor:
     if baseline == "none":
-        return 0.0
-    mean = batch.mean(earned)
-    alone = batch.exact and batch.group_size == 1
-    if baseline == "mean" or alone:
-        return mean
-    size = torch.as_tensor(batch.size(), dtype=torch.float64)
-    return torch.where(size > 1, (size * mean - earned) / (size - 1).clamp(min=1.0), 0.0)
+        return earned
+    centred = earned - batch.mean(earned)
+    if baseline == "mean" or (batch.exact and batch.group_size == 1):
+        return centred
+    # x less the mean of n − 1 others is n/(n − 1) times x less the mean of all; alone, it is x itself.
+    sizes = batch.sizes
+    return torch.where(sizes > 1, centred * (sizes / (sizes - 1).clamp(min=1.0)), earned)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.training.batch import Drawn, Enumerated
+from kltest.training.drawn import Drawn
+from kltest.training.enumerated import Enumerated
 from kltest.training.estimator import sharing
 from kltest.training.history import MEASURED, History
 from kltest.training.measure import Measure
@@ -16,7 +17,8 @@ from kltest.training.penalty import Penalty
 from kltest.training.problems import Run, check_alike
 from kltest.training.reward import Baseline, Ratio, push
 from kltest.training.settings import Settings
-from kltest.training.world import World, log_softmax
+from kltest.training.sums import by_run, softmax, softmax_gradient, total
+from kltest.training.world import World
 
 EXPLODED = 1e6
 """A logit further from zero than this counts as diverged."""
@@ -80,41 +82,47 @@ def _train_together(
     found: dict[str, list[Tensor]] = {name: [] for name in MEASURED}
     logits = world.start.clone()
     diverged = torch.full((runs,), -1)
-    policy = sampler = log_softmax(logits)
+    policy = sampler = softmax(logits)
     for step in range(settings.steps + 1):
+        recording = step in recorded
         if step % settings.inner_steps == 0:
             sampler = policy
         batch = source.draw(sampler, step)
-        ascent = torch.zeros(batch.shape, dtype=torch.float64)
-        log_ratio = None if sampler is policy else batch.chosen(policy - sampler)
+        table = torch.zeros_like(logits)
         if penalty is None or not penalty.whole:
             earned = batch.along(batch.chosen(world.reward))
+            log_ratio = None if sampler is policy else batch.chosen(policy.log_probs - sampler.log_probs)
             ascent = push(batch, earned, log_ratio, settings.baseline, settings.ratio, settings.clip)
-        pull = None if penalty is None else penalty.pull(batch, policy, sampler)
-        if pull is not None and pull.logp is not None:
-            ascent = ascent - pull.logp
-        table = batch.collect(ascent, logits)
-        if pull is not None and pull.logits is not None:
-            table = table - batch.collect(pull.logits, logits)
-        gradient = table - policy.exp() * table.sum(dim=2, keepdim=True)
-        norm = gradient.square().view(runs, -1).sum(dim=1).sqrt()
-        if step in recorded:
-            for name, values in measure(policy).items():
+            table = batch.collect(ascent, logits)
+        logged = None
+        if penalty is not None:
+            pull = penalty.pull(batch, policy.log_probs, sampler.log_probs, log=recording)
+            logged = pull.logged
+            for part in (pull.logp, pull.logits):
+                if part is not None:
+                    table = table - batch.collect(part, logits)
+        gradient = softmax_gradient(table, policy)
+        if recording or settings.max_norm is not None:
+            norm = total(total(gradient.square(), 0), 1).sqrt()
+        if recording:
+            for name, values in measure(policy.log_probs).items():
                 found[name].append(values)
             found["gradient_norm"].append(norm)
-            found["logged"].append(torch.full_like(norm, torch.nan) if pull is None else pull.logged)
+            found["logged"].append(torch.full_like(norm, torch.nan) if logged is None else logged)
         if step == settings.steps:
             break
         if settings.max_norm is not None:
-            gradient = gradient * (settings.max_norm / norm.clamp(min=settings.max_norm)).view(-1, 1, 1)
-        moved = logits + world.rate * gradient
-        # NaN fails the comparison too.
-        sound = moved.abs().view(runs, -1).amax(dim=1) <= EXPLODED
-        diverged = torch.where(~sound & (diverged < 0), step + 1, diverged)
-        stays = diverged >= 0
-        logits = torch.where(stays.view(-1, 1, 1), logits, moved) if bool(stays.any()) else moved
-        policy = log_softmax(logits)
-    return {name: torch.stack(values).numpy() for name, values in found.items()}, logits.numpy(), diverged.numpy()
+            gradient = gradient * (settings.max_norm / norm.clamp(min=settings.max_norm)).view(-1, 1)
+        moved = logits + world.rate.view(-1, 1) * gradient
+        # Said so that NaN counts as unsound.
+        if not (moved.abs().max() <= EXPLODED) or bool((diverged >= 0).any()):
+            unsound = ~(moved.abs().amax(dim=(0, 2)) <= EXPLODED)
+            diverged = torch.where(unsound & (diverged < 0), step + 1, diverged)
+            moved = torch.where((diverged >= 0).view(-1, 1), logits, moved)
+        logits = moved
+        policy = softmax(logits)
+    measured = {name: torch.stack(values).numpy() for name, values in found.items()}
+    return measured, by_run(logits).numpy(), diverged.numpy()
 
 
 def _source(world: World, settings: Settings, *, apart: bool) -> Enumerated | Drawn:

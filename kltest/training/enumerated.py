@@ -1,0 +1,88 @@
+"""Every rollout of a world with its chance under the sampler, or every group of rollouts of one prompt."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement
+from math import comb, factorial, prod
+
+import numpy as np
+import torch
+
+from kltest.environments import Environment
+from kltest.errors import WorldError
+from kltest.training.batch import Batch
+from kltest.training.sums import Policy
+
+MOST_ROWS = 2**20
+"""Rows of all groups together that are enumerated for every update."""
+
+
+class Enumerated:
+    """All rollouts as rows, each weighted by its chance.
+
+    With groups of n > 1 the rows are those of every multiset of n rollouts of a prompt: the weight of a row is the
+    chance that its group is drawn, in any order, over n.
+    """
+
+    def __init__(self, environment: Environment, runs: int, group_size: int | None) -> None:
+        paths = environment.enumerate()
+        self.group_size = group_size or 1
+        rows, orders = _groups(paths.prompt, self.group_size)
+        contexts, vocabulary = environment.n_contexts, environment.vocabulary
+        offsets = np.arange(runs)[:, None] * contexts
+        cells = (paths.tokens * (runs * contexts) + paths.contexts)[:, None] + offsets
+        live = np.broadcast_to(paths.mask[:, None], cells.shape) if paths.padded else None
+        several = len(environment.prompts) > 1
+        self._rollouts = _batch(cells, live, np.arange(len(paths)), None)
+        self._batch = _batch(cells, live, rows, paths.prompt if several else None, self.group_size)
+        if contexts == 1 and self._batch.shape == (vocabulary, runs, 1):
+            self._batch = Batch(**{**vars(self._batch), "planes": True})
+        self._log_weight = torch.from_numpy(paths.log_weight).view(-1, 1)
+        self._rows = torch.from_numpy(rows)
+        chance = environment.prompts[paths.prompt]
+        self._orders = torch.from_numpy(orders * chance[rows[:: self.group_size]] / self.group_size).view(-1, 1)
+        self._prompt_chance = torch.from_numpy(chance).view(-1, 1)
+
+    def draw(self, sampler: Policy, step: int) -> Batch:
+        """All rows under a sampler; `step` is of no account."""
+        chances = (self._rollouts.along(self._rollouts.chosen(sampler.log_probs)) + self._log_weight).exp()
+        if self.group_size > 1:
+            members = (chances / self._prompt_chance).index_select(0, self._rows)
+            group = self._orders.expand(-1, chances.shape[1])
+            for member in members.view(-1, self.group_size, chances.shape[1]).unbind(1):
+                group = group * member
+            chances = group.repeat_interleave(self.group_size, dim=0)
+        return Batch(**{**vars(self._batch), "weights": chances})
+
+
+def _batch(
+    cells: np.ndarray, live: np.ndarray | None, rows: np.ndarray, prompt: np.ndarray | None, group_size: int = 1
+) -> Batch:
+    """The given rows of all rollouts, their weights to be filled in."""
+    taken = torch.from_numpy(cells[rows])
+    return Batch(
+        (taken.shape[0], taken.shape[1], taken.shape[2]),
+        taken.view(-1),
+        None if live is None else torch.from_numpy(live[rows]),
+        torch.zeros(()),
+        None if prompt is None else torch.from_numpy(prompt[rows]).view(-1, 1),
+        group_size,
+        1,
+        True,
+    )
+
+
+def _groups(prompt: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(G·size,) the rollouts of all groups, and (G,) in how many orders each group can be drawn."""
+    if size == 1:
+        return np.arange(len(prompt)), np.ones(len(prompt))
+    pools = [np.flatnonzero(prompt == each) for each in np.unique(prompt)]
+    count = sum(comb(len(pool) + size - 1, size) for pool in pools)
+    if count * size > MOST_ROWS:
+        raise WorldError(
+            f"there are {count:,} groups of {size} rollouts, {count * size:,} rows, and at most {MOST_ROWS:,} are "
+            "enumerated for every update. Use smaller groups, a smaller world, or sampled training (batch_size)"
+        )
+    members = [group for pool in pools for group in combinations_with_replacement(pool.tolist(), size)]
+    orders = [factorial(size) / prod(factorial(group.count(row)) for row in set(group)) for group in members]
+    return np.array(members).reshape(-1), np.array(orders)

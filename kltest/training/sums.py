@@ -1,0 +1,55 @@
+"""Sums and softmax whose bits do not depend on what else is in the tensor.
+
+A sum over an axis that is not the last adds vector by vector, and what is left of the last vector in another order: a
+run would end at other bits in another company. Here few terms are added one by one, and many along contiguous memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+FEW = 16
+"""So many planes are added one by one."""
+
+
+def total(values: Tensor, dim: int) -> Tensor:
+    """The sum over one dimension."""
+    if values.shape[dim] > FEW:
+        return values.movedim(dim, -1).contiguous().sum(dim=-1)
+    first, *others = values.unbind(dim)
+    for other in others:
+        first = first + other
+    return first
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Softmax tables (V, R, C): `log_probs` and `chances`."""
+
+    log_probs: Tensor
+    chances: Tensor
+
+
+def softmax(logits: Tensor) -> Policy:
+    """Of logits (V, R, C), over tokens."""
+    shifted = logits - logits.amax(dim=0)
+    powers = shifted.exp()
+    mass = total(powers, 0)
+    return Policy(shifted - mass.log(), powers / mass)
+
+
+def softmax_gradient(weights: Tensor, policy: Policy) -> Tensor:
+    """(V, R, C) gradient with respect to logits of what has the gradient `weights` at the log-probs."""
+    return weights - policy.chances * total(weights, 0)
+
+
+def by_run(table: Tensor) -> Tensor:
+    """(R, C, V) of a (V, R, C) table."""
+    return table.permute(1, 2, 0).contiguous()
+
+
+def by_token(table: Tensor) -> Tensor:
+    """(V, R, C) of an (R, C, V) table."""
+    return table.permute(2, 0, 1).contiguous()
