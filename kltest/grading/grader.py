@@ -5,31 +5,33 @@ from __future__ import annotations
 import platform
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
 from kltest import __version__
 from kltest.errors import KltestError, TargetError, UsageError
-from kltest.estimators.spec import Credit, Placement
+from kltest.grading.asked import asked
 from kltest.grading.evaluate import Evaluator
-from kltest.grading.excuses import Excuses, checked
+from kltest.grading.excuses import Excuses
 from kltest.grading.findings import Combination, Findings
 from kltest.grading.judge import run_checks, selected_codes, verdict
 from kltest.grading.report import CheckResult, Report
-from kltest.grading.sampling import ERROR_RATE, MARGIN, METHODS, Sampling
+from kltest.grading.sampling import ERROR_RATE, MARGIN, Sampling
 from kltest.grading.shrink import example, smallest_failure
 from kltest.grading.worked import WorkedExample
-from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, WORLDS, instances
+from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, instances
 from kltest.rollout import SAMPLER_FIELDS, Rollout
 from kltest.targets.calling import BoundLoss
 from kltest.targets.outcome import Call, Loss
 from kltest.targets.resolve import bind, resolve
-from kltest.truth import parse, plain
+from kltest.targets.surroundings import undisturbed
+from kltest.truth import plain
 
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
@@ -74,30 +76,47 @@ def grade(
     Runs the loss in this process. A loss that fails gives a report whose verdict is "error"; a question that is put
     wrongly raises UsageError before anything is run.
     """
-    declared = parse(expect if isinstance(expect, str) else plain(expect))
-    environments = _choices(environment, WORLDS, "environment")
-    codes = selected_codes(_listed(select), _listed(ignore))
-    excuses = Excuses(checked({} if expected_failures is None else expected_failures), bool(allow_stale_excuses))
-    _one_of(placement, get_args(Placement), "placement")
-    _one_of(credit, get_args(Credit), "credit")
-    _one_of(sampler, SAMPLERS, "sampler")
-    _one_of(method, METHODS, "method")
-    _check_numbers(seed, group_size, batch_size, beta)
-    sampling = Sampling(method == "sampled", error_rate, margin, samples, bound)
-    call = Call(placement=placement, credit=credit, beta=beta, arguments=dict(arguments or {}))  # type: ignore[arg-type]
+    given = asked(
+        expect=expect,
+        placement=placement,
+        credit=credit,
+        environment=environment,
+        sampler=sampler,
+        arguments=arguments,
+        beta=beta,
+        select=select,
+        ignore=ignore,
+        seed=seed,
+        timeout=timeout,
+        group_size=group_size,
+        batch_size=batch_size,
+        method=method,
+        error_rate=error_rate,
+        margin=margin,
+        samples=samples,
+        bound=bound,
+        expected_failures=expected_failures,
+        allow_stale_excuses=allow_stale_excuses,
+        name=name,
+    )
+    codes = selected_codes(given["select"] or (), given["ignore"] or ())
+    excuses = Excuses(given["expected_failures"], given["allow_stale_excuses"])
+    sampling = Sampling(given["method"] == "sampled", *(given[n] for n in ("error_rate", "margin", "samples", "bound")))
+    call = Call(**{n: given[n] for n in ("placement", "credit", "beta", "arguments")})
     blank = Report(
         target=name or (loss if isinstance(loss, str) else _callable_name(loss)),
-        expect=plain(declared),
-        placement=placement or "loss",
-        seed=seed,
+        expect=plain(given["expect"]),
+        placement=given["placement"] or "loss",
+        seed=given["seed"],
         versions=versions(),
         verdict="error",
         reduction="mean",
         dtype="float64",
     )
-    grading = _Grading(blank, declared, environments, codes, sampler, group_size, batch_size, sampling, excuses)
+    sizes = given["group_size"], given["batch_size"]
+    grading = _Grading(blank, given["expect"], given["environment"], codes, given["sampler"], *sizes, sampling, excuses)
     try:
-        with time_limit(timeout):
+        with time_limit(given["timeout"]):
             grading.run(loss, call, name)
     except TargetError as error:
         return grading.report(error)
@@ -140,6 +159,10 @@ class _Grading:
         else:
             loss = resolve(target, call) if isinstance(target, str) else bind(target, call, name=name)
         self.loss = loss
+        with undisturbed():
+            self._measure(loss)
+
+    def _measure(self, loss: Loss) -> None:
         seed = self.blank.seed
         uses = _fields_used(loss, seed)
         off_policy_only = loss.spec is not None and loss.spec.off_policy_only
@@ -195,6 +218,10 @@ def versions() -> dict[str, str]:
     }
 
 
+# An alarm that is further away than a month is none, and the system may not take it.
+LONGEST = 30 * 86_400.0
+
+
 class _TimeIsUp(KeyboardInterrupt):
     """Passes everything that catches a loss's own errors, as an interrupt from the keyboard does."""
 
@@ -202,26 +229,32 @@ class _TimeIsUp(KeyboardInterrupt):
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise TargetError in the main thread when the time is over; UsageError where that cannot be done."""
-    if seconds is None:
+    if seconds is None or seconds > LONGEST:
         yield
         return
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         raise UsageError("timeout needs the main thread of a POSIX system; leave it out, or use the command line")
-    if not seconds > 0:
-        raise UsageError(f"timeout must be a positive number of seconds, not {seconds}")
+    running = True
 
     def ring(signum: int, frame: object) -> None:
-        raise _TimeIsUp
+        if running:
+            raise _TimeIsUp
 
+    started = time.monotonic()
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    theirs, interval = signal.getitimer(signal.ITIMER_REAL)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     except _TimeIsUp:
         raise TargetError(f"grading did not finish within {seconds:g} s: does the loss return?") from None
     finally:
+        running = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+        if theirs:
+            # Somebody else's alarm, as a limit on the whole test, goes on; one that is overdue rings at once.
+            signal.setitimer(signal.ITIMER_REAL, max(theirs - (time.monotonic() - started), 1e-6), interval)
 
 
 def _fields_used(loss: Loss, seed: int) -> frozenset[str]:
@@ -234,32 +267,3 @@ def _fields_used(loss: Loss, seed: int) -> frozenset[str]:
 
 def _callable_name(loss: Callable[..., Any]) -> str:
     return getattr(loss, "__qualname__", None) or type(loss).__qualname__
-
-
-def _listed(given: str | Iterable[str]) -> list[str]:
-    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else list(given)
-
-
-def _choices(given: str | Iterable[str], known: Iterable[str], what: str) -> tuple[str, ...]:
-    wanted = tuple(dict.fromkeys(_listed(given)))
-    known = list(known)
-    for choice in wanted:
-        _one_of(choice, known, what)
-    if not wanted:
-        raise UsageError(f"at least one {what} is needed; choose from {', '.join(known)}")
-    return wanted
-
-
-def _one_of(given: str | None, known: Iterable[str], what: str) -> None:
-    if given is not None and given not in (known := list(known)):
-        raise UsageError(f"there is no {what} {given!r}; choose from {', '.join(known)}")
-
-
-def _check_numbers(seed: int, group_size: int | None, batch_size: int | None, beta: float | None) -> None:
-    if not isinstance(seed, int) or seed < 0:
-        raise UsageError(f"the seed must be a whole number from 0 up, not {seed!r}")
-    for size, what in ((group_size, "group"), (batch_size, "batch")):
-        if size is not None and size < 2:
-            raise UsageError(f"a {what} to grade has at least 2 rollouts, not {size}; single ones are always graded")
-    if beta is not None and not 0 < abs(beta) < float("inf"):
-        raise UsageError(f"beta must be a finite number other than 0, not {beta}: the KL part is what changes with it")

@@ -24,6 +24,7 @@ from kltest.grading.worked import WorkedExample
 from kltest.targets.arguments import Stub, field_asked, given_to
 from kltest.targets.calling import BoundLoss, Recipe
 from kltest.targets.filling import FieldOf, Filling
+from kltest.targets.surroundings import undisturbed
 
 ROWS = "ijklmn"
 TABLES = ("torch", "logits", "ref", "old", "at", "y", "mask", "logp", "ref_logp", "old_logp", "reward")
@@ -263,7 +264,7 @@ def _agrees(code: str, example: WorkedExample, limit: float) -> bool:
     for name in [name for name in known if name.startswith(FROM_FILE)]:
         sys.modules.setdefault(name.removeprefix(FROM_FILE), sys.modules[name])
     try:
-        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
+        with undisturbed(), contextlib.redirect_stdout(io.StringIO()):
             exec(compile(code, "<reproduction>", "exec"), {"print": lambda *words: printed.append(words)})
     except Exception:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,8 @@ from kltest.targets.frames import failure
 def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Signature]:
     """Something to call and its signature; classes that need nothing are built, modules are called by their forward."""
     if not callable(function):
-        raise UsageError(f"{name} is a {type(function).__name__} and cannot be called; name a function")
+        what = name if name != type(function).__qualname__ else f"{reprlib.repr(function)}, given as the loss,"
+        raise UsageError(f"{what} is {kind_of(function)} and cannot be called; name a function")
     if inspect.isclass(function):
         function = _instance(function, name)
     described_by = function.forward if isinstance(function, torch.nn.Module) else function
@@ -83,6 +85,12 @@ def source_file(function: Any) -> str | None:
         except (TypeError, ValueError):
             continue
     return None
+
+
+def kind_of(thing: Any) -> str:
+    """The type of a thing with its article: a dict, an int."""
+    kind = type(thing).__name__
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
 
 
 def eagerly() -> AbstractContextManager[None]:

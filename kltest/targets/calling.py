@@ -33,6 +33,7 @@ from kltest.targets.placement import place
 from kltest.targets.precision import PrecisionTrace, lowest_precision
 from kltest.targets.results import Result, check_finite, read, with_stored
 from kltest.targets.stored import Kept, Place, Shelves
+from kltest.targets.surroundings import settings_kept
 
 _TRACED_ROWS = 4096
 """The first call follows rounding step by step, unless the batch is larger than this: it does every step twice."""
@@ -285,7 +286,7 @@ class BoundLoss:
             positional.insert(0, values[""])
         self._given = {key: values[key] for key in self._given}
         mask = view.peek("mask") if "mask" in self.takes or "rollout" in self.takes else None
-        with torch.enable_grad(), eagerly(), no_integer_mask_as_index(mask):
+        with settings_kept(), torch.enable_grad(), eagerly(), no_integer_mask_as_index(mask):
             return self._function(*positional, **named)
 
     def _check_inputs(self, rollout: Rollout, view: Handed, clean: set[str]) -> None:

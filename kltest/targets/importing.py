@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from kltest.errors import UsageError
+from kltest.targets.callables import kind_of
 from kltest.targets.frames import describe, failure
 
 
@@ -122,7 +123,7 @@ def attribute(holder: Any, names: str, where: str) -> Found:
         owner = parent if plain else None
         where = f"{where}{'.' if parent is not holder else ':'}{name}"
     if not callable(thing):
-        raise UsageError(f"{where} is {_article(thing)} and cannot be called; name a function")
+        raise UsageError(f"{where} is {kind_of(thing)} and cannot be called; name a function")
     return Found(thing, owner)
 
 
@@ -174,8 +175,3 @@ def _offers(parent: Any, where: str) -> str:
         else []
     )
     return f"it defines {', '.join(names[:20])}" if names else "it defines no functions"
-
-
-def _article(thing: Any) -> str:
-    kind = type(thing).__name__
-    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

@@ -65,7 +65,11 @@ def _in_module(module: str, names: str) -> Found:
 
 
 def _in_file(path: Path, names: str) -> Found:
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError as error:
+        raise UsageError(f"{str(path)[:80]} … cannot be looked for: {error.strerror}") from None
+    if not there:
         raise UsageError(_no_such_file(path))
     path = path.resolve()
     functions = _functions(path)

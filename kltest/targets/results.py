@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kltest.errors import TargetError
 from kltest.rollout import Rollout
+from kltest.targets.callables import kind_of
 from kltest.targets.outcome import Returned
 from kltest.targets.stored import Written
 
@@ -53,6 +54,11 @@ def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Re
         _refuse(name, loss)
     if not loss.dtype.is_floating_point:
         raise TargetError(f"{name} returned a tensor of {loss.dtype}; a loss must be floating-point: {ACCEPTED}.")
+    if loss.layout is not torch.strided or loss.is_meta:
+        kind = "without numbers (device meta)" if loss.is_meta else f"of the layout {loss.layout}"
+        raise TargetError(f"{name} returned a tensor {kind}; a loss must be a dense tensor of numbers: {ACCEPTED}.")
+    # A loss may compute where it likes; what is done with it is done where its inputs came from.
+    loss = loss.to(live.device)
     returned = _kind(tuple(loss.shape), shape)
     if returned is None:
         raise TargetError(
@@ -141,7 +147,7 @@ def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> tuple[Tensor | N
 def _as_metric(logged: Any, shape: tuple[int, ...]) -> Tensor | None:
     """A copy as float64, since what the loss logged may share memory with what it goes on to use."""
     try:
-        metric = torch.as_tensor(logged, dtype=torch.float64).detach().clone()
+        metric = torch.as_tensor(logged, dtype=torch.float64).detach().cpu().to_dense().clone()
     except (TypeError, ValueError, RuntimeError):
         return None
     return None if _kind(tuple(metric.shape), shape) is None else metric
@@ -177,14 +183,10 @@ def _refuse(name: str, answer: Any) -> None:
     elif type(answer).__module__.partition(".")[0] == "numpy":
         why = "The loss left torch for numpy, so there is nothing to differentiate."
     elif isinstance(answer, Mapping):
-        why = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}; return the loss itself, or (loss, metrics)."
+        keys = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}" if answer else "It is empty"
+        why = f"{keys}; return the loss itself, or (loss, metrics)."
     else:
         why = ""
-    what = "nothing (None)" if answer is None else f"{_article(answer)}"
-    raise TargetError(f"{name} returned {what}; accepted are {ACCEPTED}. {why}".strip())
-
-
-def _article(answer: Any) -> str:
-    kind = type(answer).__name__
     shown = f" ({answer!r})" if isinstance(answer, int | float) else ""
-    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}{shown}"
+    what = "nothing (None)" if answer is None else f"{kind_of(answer)}{shown}"
+    raise TargetError(f"{name} returned {what}; accepted are {ACCEPTED}. {why}".strip())

@@ -64,8 +64,8 @@ def render(combination: Mapping[str, float]) -> str:
 
 
 def plain(combination: Mapping[str, float]) -> str:
-    """In names, readable by `parse`: {"reverse_kl": 1, "forward_kl": -0.5} → reverse_kl - 0.5*forward_kl."""
-    return _join([(coefficient, name) for name, coefficient in canonical(combination).items()], "*", "-")
+    """In names, read by `parse` as the same: {"reverse_kl": 1, "forward_kl": -0.5} → reverse_kl - 0.5*forward_kl."""
+    return _join([(coefficient, name) for name, coefficient in canonical(combination).items()], "*", "-", exact=True)
 
 
 def combine(combination: Mapping[str, float], instance: Instance) -> np.ndarray:
@@ -75,11 +75,13 @@ def combine(combination: Mapping[str, float], instance: Instance) -> np.ndarray:
     return sum(coefficient * gradient(name, instance) for name, coefficient in canonical(combination).items())  # type: ignore[return-value]
 
 
-def _join(terms: list[tuple[float, str]], times: str, minus: str) -> str:
-    """Coefficients to 4 significant digits, and none where that is 1."""
+def _join(terms: list[tuple[float, str]], times: str, minus: str, *, exact: bool = False) -> str:
+    """Coefficients to 4 significant digits, or where they are to be `exact` to as many as that takes; none for 1."""
     words = ""
     for coefficient, what in terms:
         size = f"{abs(coefficient):.4g}"
+        if exact and float(size) != abs(coefficient):
+            size = repr(abs(coefficient))
         sign = minus if coefficient < 0 else "+"
         lead = f" {sign} " if words else minus * (coefficient < 0)
         words += f"{lead}{what if size == '1' else f'{size}{times}{what}'}"

@@ -252,9 +252,9 @@ def _metric(findings: Findings, rollout: Rollout, beta: float | None = None) -> 
 
 
 def _moved(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape != other.shape or not np.allclose(
-        one, other, rtol=0, atol=MOVED * float(np.abs(one).max()), equal_nan=True
-    )
+    # Of NaN and infinity no size is to be taken: such numbers moved unless they are the same.
+    size = float(np.abs(one[np.isfinite(one)]).max(initial=0.0))
+    return one.shape != other.shape or not np.allclose(one, other, rtol=0, atol=MOVED * size, equal_nan=True)
 
 
 def _number(metric: np.ndarray) -> str:

@@ -1,0 +1,239 @@
+"""The Python door: every wrong argument is refused in words, and a grading leaves the process as it found it."""
+
+import inspect
+import json
+import math
+import random
+import signal
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import kltest
+from kltest.errors import UsageError
+
+NAN, INF = math.nan, math.inf
+
+
+def right(logp, ref_logp, mask):
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+
+
+WRONG = {
+    "expect": [5, None, [], "", "revers_kl", "nan*reverse_kl", {"reverse_kl": "x"}, {"reverse_kl": NAN}, {5: 1.0}],
+    "placement": [5, [], "", "los", True],
+    "credit": [5, [], "", "togo"],
+    "environment": [5, None, [], "", "bandits", ["bandit", 5]],
+    "sampler": [5, [], "", "curent"],
+    "arguments": [5, {5: 1}, ["mask"], {"no name": 1}, {"nope": 1}, {"mask": "@nope"}],
+    "beta": [0, NAN, INF, "x", True, []],
+    "select": [5, [5], "XX", "KL1,XX"],
+    "ignore": [5, [5], "XX"],
+    "seed": [-1, 1.0, NAN, True, "0", None],
+    "timeout": [-1, 0, NAN, True, "x", []],
+    "group_size": [1, 0, 2.5, NAN, True, "4"],
+    "batch_size": [1, 0, 2.5, NAN, True, "4"],
+    "method": [5, [], "", "exactly", None],
+    "error_rate": [0, 1, NAN, True, "x", None],
+    "margin": [0, -1, NAN, INF, True, "x"],
+    "samples": [0, 1.5, NAN, True, "x"],
+    "bound": [0, -1, NAN, INF, True, "x"],
+    "expected_failures": [5, {"KL999": "why"}, {"KL201": ""}, {5: "why"}],
+    "allow_stale_excuses": [5, "yes", None],
+    "name": [5, "", []],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(option, value) for option in WRONG for value in WRONG[option]])
+def test_a_wrong_argument_is_refused_in_words_that_name_it(option, value):
+    with pytest.raises(UsageError) as raised:
+        kltest.grade(right, **{option: value})
+    named = {"arguments": "--arg|argument|@nope", "seed": "seed"}.get(option, option)
+    assert any(word in str(raised.value) for word in named.split("|")), raised.value
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "meant"),
+    [
+        ("expect", "revers_kl", "reverse_kl"),
+        ("placement", "los", "loss"),
+        ("credit", "togo", "to-go"),
+        ("environment", "bandits", "bandit"),
+        ("sampler", "curent", "current"),
+        ("method", "exactly", "exact"),
+    ],
+)
+def test_near_names_are_suggested(option, wrong, meant):
+    with pytest.raises(UsageError, match=f"did you mean {meant}"):
+        kltest.grade(right, **{option: wrong})
+
+
+def test_every_argument_of_grade_is_among_the_wrong_ones():
+    assert set(inspect.signature(kltest.grade).parameters) - {"loss"} == set(WRONG)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [None, 5, b"k3-loss", ["k3-loss"], {}, torch.ones(2), object(), "a" * 5000 + ".py:f"],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(UsageError) as raised:
+        kltest.grade(loss)
+    assert "is a int" not in str(raised.value)
+
+
+def test_what_may_be_left_out_may_be_none():
+    optional = ["placement", "credit", "sampler", "timeout", "group_size", "batch_size", "samples", "bound"]
+    none = dict.fromkeys([*optional, "select", "ignore", "beta", "arguments", "expected_failures", "name"])
+    assert kltest.grade(right, environment="bandit", **none) == kltest.grade(right, environment="bandit")
+
+
+def test_coefficients_are_taken_to_the_last_digit_and_said_so():
+    factor = 1 / 3 + 1e-7
+
+    def scaled(logp, ref_logp, mask):
+        return factor * right(logp, ref_logp, mask)
+
+    for expect in ({"reverse_kl": factor}, f"{factor!r}*reverse_kl"):
+        report = kltest.grade(scaled, environment="bandit", expect=expect)
+        assert report.verdict == "confirmed"
+        assert report.expect == f"{factor!r}*reverse_kl"
+    assert kltest.grade(scaled, environment="bandit", expect={"reverse_kl": 0.3333}).verdict == "refuted"
+
+
+def test_no_answer_of_a_loss_is_taken_for_a_bug_of_ours():
+    def meta(logp):
+        return logp.to("meta")
+
+    def sparse(logp):
+        return logp.to_sparse()
+
+    for loss in (meta, sparse):
+        report = kltest.grade(loss, environment="bandit")
+        assert report.verdict == "error"
+        assert loss.__name__ in report.error
+
+
+def test_a_logged_nan_is_graded_without_a_warning():
+    def logs_nan(logp, ref_logp, mask):
+        return right(logp, ref_logp, mask), {"kl": math.nan}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = kltest.grade(logs_nan)
+    assert [check.code for check in report.failed] == ["KL601"]
+    assert json.loads(report.to_json())["value"][0]["matches"] is None
+
+
+# --------------------------------------------------------------------------------------- the process around a grading
+
+
+def in_a_default(set_default, value, back):
+    class Default:
+        def __enter__(self):
+            set_default(value)
+
+        def __exit__(self, *_):
+            set_default(back)
+
+    return Default()
+
+
+FOUND = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "a block on another device": lambda: torch.device("meta"),
+    "another default device": lambda: in_a_default(torch.set_default_device, "meta", None),
+    "half precision by default": lambda: in_a_default(torch.set_default_dtype, torch.float16, torch.float32),
+    "autocast": lambda: torch.autocast("cpu"),
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_a_grading_is_the_same_whatever_the_process_is_set_to(found):
+    expected = kltest.grade(right).to_json()
+    with FOUND[found]():
+        assert kltest.grade(right).to_json() == expected
+
+
+def settings():
+    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+
+
+def generators():
+    return str(torch.get_rng_state().tolist()), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+
+
+def turns_gradients_off(logp, ref_logp, mask):
+    found = right(logp, ref_logp, mask)
+    torch.set_grad_enabled(False)
+    return found
+
+
+def sets_the_type(logp, ref_logp, mask):
+    torch.set_default_dtype(torch.float16)
+    return right(logp, ref_logp, mask)
+
+
+def sets_the_device(logp, ref_logp, mask):
+    torch.set_default_device("meta")
+    return right(logp, ref_logp, mask)
+
+
+def seeds(logp, ref_logp, mask):
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    return right(logp, ref_logp, mask)
+
+
+@pytest.mark.parametrize("loss", [turns_gradients_off, sets_the_type, sets_the_device, seeds])
+def test_what_a_loss_changes_in_the_process_does_not_outlast_the_call(loss):
+    before, drawn = settings(), generators()
+    try:
+        report = kltest.grade(loss)
+        assert settings() == before
+        assert generators() == drawn
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert report.verdict == "confirmed"
+
+
+def test_a_loss_that_draws_leaves_the_generators_alone():
+    def noisy(logp, ref_logp, mask):
+        return right(logp, ref_logp, mask) * (1 + 0.1 * torch.randn((), dtype=torch.float64))
+
+    drawn = generators()
+    kltest.grade(noisy, environment="bandit", samples=2000)
+    assert generators() == drawn
+
+
+def test_a_limit_that_is_no_time_at_all_is_over_at_once_and_one_without_end_never():
+    assert "did not finish" in kltest.grade(right, timeout=1e-9).error
+    for long in (INF, 1e12):
+        assert kltest.grade(right, environment="bandit", timeout=long).verdict == "confirmed"
+
+
+def test_somebody_elses_alarm_goes_on():
+    """pytest-timeout and its kin use the one alarm that a process has."""
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 60.0)
+        kltest.grade(right, environment="bandit", timeout=30.0)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 60.0
+        signal.setitimer(signal.ITIMER_REAL, 1e-4)
+        kltest.grade(right, environment="bandit", timeout=30.0)
+        until = time.monotonic() + 5
+        while not rung and time.monotonic() < until:
+            time.sleep(0.01)
+        assert rung
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
