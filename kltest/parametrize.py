@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -22,6 +23,8 @@ Excuses = Mapping[str, str]
 # What the command line's options are called in kltest.grade, whose own module loads torch.
 NAMES = {name.replace("-", "_") for name in GRADE}
 OPTIONS = NAMES - {"arg", "expected_failures"} | {"arguments", "beta"}
+# A list among a partial's arguments is written out in an id up to this length.
+ENTRIES_NAMED = 4
 
 
 def parametrize_with_checks(
@@ -91,10 +94,20 @@ def loss_name(loss: Target) -> str:
     if isinstance(loss, str):
         return loss
     if isinstance(loss, partial):
-        given = [*map(repr, loss.args), *(f"{name}={value!r}" for name, value in loss.keywords.items())]
+        given = [*map(_argument, loss.args), *(f"{name}={_argument(value)}" for name, value in loss.keywords.items())]
         return f"{loss_name(loss.func)}({', '.join(given)})"
-    name = getattr(loss, "__qualname__", None) or getattr(loss, "name", None) or type(loss).__qualname__
-    return re.sub(r"^.*<locals>\.", "", str(name)).strip("<>")
+    names = (getattr(loss, attribute, None) for attribute in ("__qualname__", "name"))
+    name = next((name for name in names if isinstance(name, str) and name), type(loss).__qualname__)
+    return re.sub(r"^.*<locals>\.", "", name).strip("<>")
+
+
+def _argument(value: object) -> str:
+    """The same text in every process: of most objects only the kind, since their own text holds an address."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return reprlib.repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]" if len(value) <= ENTRIES_NAMED else type(value).__name__
+    return loss_name(value) if callable(value) else type(value).__name__
 
 
 def _listed(losses: Iterable[Target]) -> Iterator[Target]:

@@ -255,6 +255,28 @@ def test_ids_say_which_loss_it_is_whatever_it_is():
     assert loss_name("package.module:function") == "package.module:function"
 
 
+def test_ids_are_the_same_in_every_process():
+    """Where they hold an address, or the order of a set, pytest's workers collect different tests and give up."""
+    from functools import partial
+
+    class Settings:
+        """Its own text holds its address."""
+
+        def __call__(self, logp): ...
+
+    def inner(logp, *others, **named): ...
+
+    named = Settings()
+    named.name = Settings()
+    assert loss_name(named).endswith("Settings")
+    assert loss_name(partial(inner, cfg=object())) == "inner(cfg=object)"
+    assert loss_name(partial(inner, scale=inner)) == "inner(scale=inner)"
+    assert loss_name(partial(inner, scale=partial(inner, object()))) == "inner(scale=inner(object))"
+    assert loss_name(partial(inner, [1, object()], names={"a", "b"})) == "inner([1, object], names=set)"
+    assert loss_name(partial(inner, list(range(1000)))) == "inner(list)"
+    assert len(loss_name(partial(inner, "x" * 1000))) < 100
+
+
 def test_losses_of_one_name_are_told_apart_and_a_param_keeps_its_id_and_marks():
     def loss(logp): ...
 
