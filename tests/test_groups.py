@@ -561,3 +561,30 @@ def test_a_random_loss_of_groups_is_seen_to_be_one():
 def test_too_many_groups_are_refused_with_their_number():
     with pytest.raises(UsageError, match="35 groups of 4 rollouts and at most 1"):
         exact_batches(bind(whole_batch_leave_one_out), instances("bandit", 0, 4)[0], size=4, grouped=True, most=1)
+
+
+def test_groups_are_enumerated_once_their_order_aside():
+    instance = instances("ragged", 0, 3)[0]
+    found = list(batches.groups_of(instance, "current", 3))
+    assert len(found) == len(list(every_multiset(instance, 3)))
+    assert math.fsum(chance for _, chance in found) == pytest.approx(1, rel=1e-12)
+    assert len({tuple(rows) for rows, _ in found}) == len(found)
+
+
+def test_a_batch_is_of_two_unless_it_is_said():
+    loss = bind(lambda logp, ref_logp: ((logp - ref_logp).sum(-1) ** 2 - (logp - ref_logp).sum(-1).mean()).mean())
+    assert exact_batches(loss, Instance.draw(bandit(3), 0)).batch == 2
+
+
+def test_a_loss_for_batches_of_one_size_is_not_said_to_be_a_sum():
+    """Whether it adds up is seen by doubling a batch, which it does not take."""
+
+    def of_three(logp, ref_logp):
+        if len(logp) != 3:
+            raise ValueError("three rows, please")
+        cost = (logp - ref_logp).sum(-1)
+        return ((cost - cost.mean()) ** 2 / 2).mean()
+
+    moments = exact_batches(bind(of_three), Instance.draw(bandit(3), 0), size=3)
+    assert not moments.added_up
+    assert exact_batches(bind(lambda logp, ref_logp: 3 * of_three(logp, ref_logp)), Instance.draw(bandit(3), 0), size=3)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from moments_plain import WORLDS, drawn
 
-from kltest.environments import Instance, mdp, ngram, ragged, sequence
+from kltest.environments import END, Environment, Instance, mdp, ngram, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.moments import dynamic, exact
@@ -181,3 +181,30 @@ def test_what_looks_beyond_the_token_is_refused(loss, world):
 def test_other_losses_are_refused_with_the_reason(loss, words):
     with pytest.raises(UsageError, match=words):
         dynamic(bind(loss), drawn("ragged"))
+
+
+@pytest.mark.parametrize("world", ["ragged ngram", "mdp", "bandit"])
+def test_a_sum_over_rows_has_no_number_of_a_tokens_own(world):
+    with pytest.raises(UsageError, match="summed sums over the rows"):
+        dynamic(bind(lambda logp, ref_logp: len(logp) * (logp - ref_logp) ** 2 / 2, name="summed"), drawn(world))
+
+
+def test_rollouts_may_all_end_before_the_horizon(monkeypatch):
+    """Where nothing is left to visit, fewer steps are kept for going backwards than the horizon asks for."""
+    contexts, horizon = 3, 11
+    successors = np.minimum(np.arange(contexts)[:, None, None] + 1, contexts).repeat(2, axis=1)
+    successors[-1] = END
+    chain = Environment(
+        "chain that ends",
+        horizon,
+        np.array([0]),
+        np.ones(1),
+        successors,
+        np.ones_like(successors, dtype=float),
+        np.zeros((contexts, 2)),
+        tree=True,
+    )
+    for memory in (0, 8 * 9, 2**28):
+        monkeypatch.setattr(horizon_module, "MEMORY", memory)
+        for name in ("k1-reward", "k2-loss", "k1-reward-to-go"):
+            agrees(estimator(name), Instance.draw(chain, 0), "stale")

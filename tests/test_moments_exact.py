@@ -12,7 +12,9 @@ from moments_plain import WORLDS, drawn, plain, plain_batch
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.errors import TargetError, UsageError
-from kltest.moments import BatchOfOneError, enumeration, exact, exact_batches
+from kltest.moments import BatchOfOneError, NonDeterministicError, enumeration, exact, exact_batches
+from kltest.moments.reduction import probe
+from kltest.rollout import Rollout
 from kltest.targets.calling import bind
 from kltest.targets.outcome import Call
 
@@ -435,3 +437,40 @@ def test_placement_in_the_reward_goes_through_unchanged():
 
     expected, second, _, _ = plain(by_hand, instance)
     agrees(exact(bind(lambda logp, ref_logp: logp - ref_logp, Call(placement="reward")), instance), expected, second)
+
+
+def test_rows_that_touch_only_others_of_their_own_prompt_are_found_among_many_prompts():
+    """Two rollouts of one of forty prompts hardly ever meet by chance; a pair of them is tried on purpose."""
+    instance = Instance.draw(bandit(3, prompts=np.full(40, 1 / 40)), 0)
+
+    def crowded(logp, ref_logp, group, tokens):
+        same = (group[:, None] == group) & (tokens != tokens.T)
+        return ((logp - ref_logp).sum(-1) ** 2 * (1 + same.sum(dim=1))).mean()
+
+    assert probe(bind(crowded), Rollout.of(instance), np.random.default_rng(0)).reduction == "coupled"
+
+
+def test_few_probes_are_few():
+    calls = []
+
+    def counted(logp, ref_logp):
+        calls.append(len(logp))
+        return ((logp - ref_logp).sum(-1) ** 2).mean()
+
+    base = Rollout.of(Instance.draw(bandit(3), 0))
+    counts = []
+    for few in (True, False):
+        calls.clear()
+        assert probe(bind(counted), base, np.random.default_rng(0), few=few).reduction == "mean"
+        counts.append(len(calls))
+    assert counts[0] < counts[1]
+
+
+@pytest.mark.parametrize(
+    ("keeps_state", "why", "mend"),
+    [(True, "keeps state between calls", "what changes from step to step"), (False, "random numbers", "dropout off")],
+)
+def test_a_loss_that_is_not_deterministic_is_told_why_and_what_to_do(keeps_state, why, mend):
+    message = str(NonDeterministicError("a loss", keeps_state=keeps_state))
+    assert why in message
+    assert mend in message

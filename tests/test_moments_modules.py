@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from moments_plain import PROMPTS, drawn
+from moments_plain import PROMPTS, drawn, plain_batch
 from torch import nn
 
 from kltest.environments import bandit, mdp, ngram, ragged, sequence
@@ -214,3 +214,33 @@ def test_ids_beyond_the_world_are_left_out():
     logits = tabulate(model, environment)
     assert logits.shape == (environment.n_contexts, 3)
     assert torch.equal(logits[0], model(torch.tensor([[3]]))[0, -1, :3])
+
+
+class _Doubled(torch.autograd.Function):
+    """A backward pass that cannot be done for several directions at once."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return 2 * inputs
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if not gradient.is_contiguous() or torch._C._functorch.is_batchedtensor(gradient):
+            raise RuntimeError("one direction at a time")
+        return 2 * gradient
+
+
+def test_a_module_whose_backward_takes_one_direction_at_a_time():
+    class Awkward(Table):
+        def forward(self, contexts):
+            return _Doubled.apply(torch.sin(self.logits))[contexts]
+
+    drawn_ = drawn("ragged")
+    table = Awkward(drawn_.policy)
+    logits = tabulate_contexts(table, drawn_.environment)
+    instance = instance_of(drawn_.environment, logits, drawn_.reference, drawn_.sampler)
+    moments = exact_module(bind(k3_and_full), table, logits, instance)
+    slope, weights = 2 * np.cos(drawn_.policy), instance.rollout_weights("current")
+    each = [slope * plain_batch(k3_and_full, instance, [row]) for row in range(len(weights))]
+    assert np.abs(moments.gradient["logits"] - np.tensordot(weights, each, axes=1)).max() < 1e-12
+    assert moments.second_moment == pytest.approx(weights @ [(one**2).sum() for one in each], rel=1e-12)

@@ -18,6 +18,7 @@ from kltest.estimators import registry
 from kltest.grading.sampling import Sampling, identify_sampled
 from kltest.grading.worlds import instances
 from kltest.moments import NonDeterministicError, Sampled, dynamic, exact, exact_batches, sampled
+from kltest.moments.confidence import EmpiricalBernstein
 from kltest.moments.drawing import Drawing
 from kltest.moments.pairing import COSTS, KNOWN, Pairing
 from kltest.targets.outcome import Call
@@ -357,3 +358,36 @@ def test_the_command_line_takes_the_same_options(tmp_path, monkeypatch):
     ):
         refused = CliRunner().invoke(app, [*arguments, *wrong])
         assert (refused.exit_code, wrong[0] in refused.stderr) == (2, True)
+
+
+def test_coefficients_do_not_depend_on_units():
+    """Near its reference a policy's known estimators are tiny, and one may be far smaller than another."""
+    instance, generator = first("ragged"), np.random.default_rng(0)
+    pairing, wanted = Pairing(instance, "current"), np.array([0.5, -2.0])
+    units = 10.0 ** -np.linspace(6, 12, len(pairing))
+    known = pairing.samples(instance.environment.sample(instance.policy, 300, generator)) * units[:, None]
+    gradients = np.einsum("k,nkd->nd", wanted, known[:, :2] / units[:2, None])
+    pairing.learn(gradients, known)
+    np.testing.assert_allclose(np.einsum("k,nkd->nd", pairing.coefficients, known), gradients, atol=1e-8)
+
+
+def test_a_bounded_sphere_is_paired_too_and_its_bound_grows_by_what_is_subtracted(monkeypatch):
+    instance, loss = first("bandit"), bind(squared)
+    longest = float(np.linalg.norm(Pairing(instance, "current").samples(instance.paths), axis=2).max())
+    stated, met = 4 * longest, []
+    update = EmpiricalBernstein.update
+
+    def watched(self, rest, *, bound):
+        met.append((float(np.linalg.norm(rest, axis=1).max()), bound))
+        return update(self, rest, bound=bound)
+
+    monkeypatch.setattr(EmpiricalBernstein, "update", watched)
+    paired, _, verdict = compared(loss, instance, bound=stated)
+    assert verdict == "confirmed"
+    assert paired.left < 1e-12
+    assert all(norm <= bound for norm, bound in met)
+    assert all(bound > stated for _, bound in met), "what is subtracted may add to the length"
+    met.clear()
+    plain, _, _ = compared(loss, instance, bound=stated, pair=False)
+    assert plain.left == pytest.approx(1, rel=0.01)  # of its own sample
+    assert {bound for _, bound in met} == {stated}

@@ -118,6 +118,11 @@ def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, se
     witness = probe(loss, Rollout.of(instance, some, sampler=sampler, padding=padding), generator, few=True)
     if witness.reduction == "coupled":
         raise UsageError(f"{loss.name} couples the rows of a batch ({witness.coupling}): enumerate its batches instead")
+    if witness.reduction == "sum":
+        raise UsageError(
+            f"{loss.name} sums over the rows of a batch, so that what it says of a token grows with their number: "
+            "enumerate rollouts instead"
+        )
     wide = any("logits" in single.leaves for single in witness.singles.values()) or "ref_logits" in loss.takes
     step = max(1, CHUNK // (vocabulary * (vocabulary if wide else 1)))
     sampled, cost = np.zeros((contexts, vocabulary)), np.zeros((contexts, vocabulary))
@@ -127,8 +132,7 @@ def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, se
     for first in range(0, contexts, step):
         here = slice(first, min(first + step, contexts))
         rollout = Rollout.of(instance, _pairs(instance, here), sampler=sampler, padding=padding)
-        factor = 1.0 if witness.reduction == "sum" else float(len(rollout))
-        called = differentiate(loss, rollout, None, factor)
+        called = differentiate(loss, rollout, None, float(len(rollout)))
         dtype = called.dtype
         leaves |= called.leaves
         cost[here] = _values(loss, called, (-1, vocabulary))
@@ -170,7 +174,7 @@ def compare(loss: Loss, instance: Instance, sampler: str, pairs: Pairs, padding:
             loss,
             Rollout.of(instance, part, sampler=sampler, padding=padding),
             part.mask,
-            1.0 if pairs.reduction == "sum" else float(len(part)),
+            float(len(part)),
         )
         for part in (paths, tokens)
     )
