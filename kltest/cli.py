@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import os
 import sys
@@ -30,6 +32,9 @@ EXIT_CODES = (
     "several targets the worst."
 )
 
+# A full disk, a quota, a limit on the size of a file.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def answered(command: Callable[..., int | None]) -> Callable[..., NoReturn]:
     """Errors become one message on standard error and an exit code; a failure of our own says that it is one."""
@@ -46,18 +51,33 @@ def answered(command: Callable[..., int | None]) -> Callable[..., NoReturn]:
             typer.echo("kltest: interrupted", err=True)
             code = 130
         except BrokenPipeError:
-            # The reader has left (`kltest list | head`): nothing more can be said, also not by Python at its exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader has left (`kltest list | head`).
+            _give_up_standard_output()
             code = 141
         except Exception as error:
-            from kltest.commands.bugs import note_bug
-            from kltest.isolation import describe
-
-            typer.echo(f"kltest: {note_bug(describe(error), traceback.format_exc())}", err=True)
-            code = 3
+            code = _failed(error)
         raise typer.Exit(code)
 
     return run
+
+
+def _failed(error: Exception) -> int:
+    """Say what failed: that there is no room to write is nobody's bug, all else that comes this far is ours."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        _give_up_standard_output()
+        typer.echo(f"kltest: {error.filename or 'standard output'} cannot be written: {error.strerror}", err=True)
+        return 3
+    from kltest.commands.bugs import note_bug
+    from kltest.isolation import describe
+
+    typer.echo(f"kltest: {note_bug(describe(error), traceback.format_exc())}", err=True)
+    return 3
+
+
+def _give_up_standard_output() -> None:
+    """Nothing more can be said there, also not by Python when it writes what is left at its exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _version(asked: bool) -> None:
@@ -304,7 +324,22 @@ def paper(output: Folder = None) -> int:
 
 def main() -> None:
     """The entry point of the `kltest` command."""
-    app()
+    _open_closed_streams()
+    try:
+        app()
+    except OSError as error:  # --help and --version are written before any command runs
+        sys.exit(_failed(error))
+
+
+def _open_closed_streams() -> None:
+    """A stream that the caller closed (`>&-`) leads nowhere; left closed, the next file opened would take its place."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -517,6 +518,27 @@ def test_a_closed_pipe_ends_quietly():
     command = f"{sys.executable} -m kltest.cli list | head -n 1"
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert run.stdout == "Estimators\n"
+    assert run.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("arguments", ["--help", "--version", "grade --help", "list", "explain KL102"])
+def test_a_full_disk_is_said_and_is_no_bug(arguments):
+    command = f"{sys.executable} -m kltest.cli {arguments} > /dev/full"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert run.returncode == 3
+    assert run.stderr == "kltest: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_as_good_as_none(folder, closed):
+    """Left closed, the pipes to the process that grades would take the place of standard output."""
+    targets = "k1-reward k3-loss --environment bandit --select KL1"
+    command = f"{sys.executable} -m kltest.cli grade {targets} --output json:r.json --output text {closed}"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=folder)
+    assert run.returncode == 1
+    assert [report["verdict"] for report in json.loads((folder / "r.json").read_text())] == ["confirmed", "refuted"]
+    assert ("2 targets" in run.stdout) == (">&-" not in closed.replace("2>&-", ""))
     assert run.stderr == ""
 
 
