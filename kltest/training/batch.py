@@ -82,9 +82,9 @@ class Batch:
         return mean
 
     @property
-    def sizes(self) -> Tensor:
-        """() or (M, R) float: how many rollouts there are in each row's group."""
+    def sizes(self) -> Tensor | int:
+        """How many rollouts there are in each row's group; (M, R) float where that differs."""
         if self.group_size is None and self.prompt is not None:
             same = self.prompt.expand(self.shape[:2])
             return total((same.unsqueeze(0) == same.unsqueeze(1)).to(torch.float64), 0)
-        return torch.tensor(float(self.group_size or self.rollouts), dtype=torch.float64)
+        return self.group_size or self.rollouts

@@ -38,22 +38,29 @@ class Drawn:
     ) -> None:
         self.batch_size, self.group_size, self.steps, self.runs = batch_size, group_size, steps, len(seeds)
         self.horizon = environment.horizon
-        self._generators = [np.random.Generator(np.random.Philox(seed)) for seed in seeds]
+        self._generators = [np.random.default_rng(seed) for seed in seeds]
         contexts, vocabulary, branches = environment.successors.shape
         self._several, self._stochastic = len(environment.prompts) > 1, branches > 1
         self._draws = self._several + self.horizon + (self.horizon - 1) * self._stochastic
-        self._block: np.ndarray = np.empty(0)
-        self._first = 0
-        flat = (contexts * vocabulary, branches)
-        self._successors = torch.from_numpy(environment.successors.reshape(flat))
-        self._arrivals = torch.from_numpy(environment.probabilities.reshape(flat).cumsum(axis=1))
-        self._prompts = environment.prompts.cumsum().tolist()[:-1]
-        self._starts = torch.from_numpy(environment.start)
+        ahead = max(1, min(UNIFORMS // (self.runs * self._draws * batch_size), steps + 1))
+        self._raw = np.empty((self.runs, ahead * self._draws * batch_size))
+        self._block = np.empty((ahead, self._draws, batch_size, self.runs))
+        self._first = -ahead
         self._ends = _may_end(environment)
-        self._offsets = torch.arange(self.runs) * contexts
+        # Contexts of all runs are numbered through: r·C + c.
+        offsets = np.arange(self.runs)[:, None] * contexts
+        self._starts = torch.from_numpy(environment.start + offsets)
+        self._own = torch.from_numpy(offsets[:, 0].copy())
+        successors = environment.successors.reshape(contexts, vocabulary, branches).transpose(2, 1, 0)[:, :, None]
+        following = np.where(successors == END, END, successors + offsets)
+        self._following = torch.from_numpy(following.reshape(branches, -1)) if self.horizon > 1 else torch.empty(0)
+        arrivals = environment.probabilities.cumsum(axis=2).transpose(2, 1, 0)[:-1]
+        self._arrivals = torch.from_numpy(np.ascontiguousarray(arrivals))
+        self._prompts = environment.prompts.cumsum().tolist()[:-1]
         few = vocabulary <= min(batch_size, FEW)
         self._counted = counted and self.horizon == 1 and contexts == 1 and few and group_size is None
         self._shares = torch.full((batch_size, self.runs), 1.0 / batch_size, dtype=torch.float64)
+        self._arms = torch.arange(vocabulary * self.runs) if self._counted else torch.empty(0)
 
     def draw(self, sampler: Policy, step: int) -> Batch:
         """The rollouts of an update; updates are asked for in order."""
@@ -62,27 +69,27 @@ class Drawn:
             return self._counts(sampler, uniforms[0])
         left = iter(torch.from_numpy(uniforms).unbind(0))
         vocabulary, runs, contexts = sampler.chances.shape
+        few = vocabulary <= FEW
         prompt = self._prompt(next(left)) if self._several else None
-        context = self._starts[0].expand(self.batch_size, runs) if prompt is None else self._starts[prompt]
-        cumulative = _cumulative(sampler.chances)
+        row = self._starts[:, 0].expand(self.batch_size, runs)
+        if prompt is not None:
+            row = self._starts.t().gather(0, prompt)
+        cumulative = _cumulative(sampler.chances, few=few)
         cells, alive = [], []
         for step_ in range(self.horizon):
-            live = context != END if self._ends else None
-            here = context if live is None else torch.where(live, context, 0)
-            row = here + self._offsets
-            token = _tokens(cumulative, vocabulary, row.reshape(-1), next(left).reshape(-1)).view(row.shape)
-            cell = row + token * (runs * contexts)
-            cells.append(cell if live is None else torch.where(live, cell, self._offsets))
-            alive.append(live)
+            if self._ends:
+                alive.append(row != END)
+                row = torch.where(alive[-1], row, self._own)
+            cell = _cells(row.reshape(-1), cumulative, runs * contexts, next(left).reshape(-1), few=few)
+            cells.append(cell)
             if step_ < self.horizon - 1:
-                local = here * vocabulary + token
-                following = self._follow(local, next(left) if self._stochastic else None)
-                context = following if live is None else torch.where(live, following, END)
-        live_tokens = None if not self._ends else torch.stack([part for part in alive if part is not None], dim=2)
+                row = self._follow(cell, next(left) if self._stochastic else None).view(row.shape)
+                if self._ends:
+                    row = torch.where(alive[-1], row, END)
         return Batch(
             (self.batch_size, runs, self.horizon),
-            (torch.stack(cells, dim=2) if len(cells) > 1 else cells[0]).view(-1),
-            live_tokens,
+            torch.stack(cells, dim=1).view(-1) if len(cells) > 1 else cells[0],
+            torch.stack(alive, dim=2) if self._ends else None,
             self._shares,
             prompt,
             self.group_size,
@@ -104,10 +111,7 @@ class Drawn:
         counts[-1] = reached
         counts /= self.batch_size
         weights = torch.from_numpy(counts)
-        shape = (vocabulary, runs, 1)
-        return Batch(
-            shape, torch.arange(vocabulary * runs), None, weights, None, None, self.batch_size, False, planes=True
-        )
+        return Batch((vocabulary, runs, 1), self._arms, None, weights, None, None, self.batch_size, False, planes=True)
 
     def _prompt(self, uniform: Tensor) -> Tensor:
         if self.group_size is not None:
@@ -115,22 +119,23 @@ class Drawn:
         return torch.stack([uniform >= cumulative for cumulative in self._prompts]).sum(dim=0)
 
     def _follow(self, cell: Tensor, uniform: Tensor | None) -> Tensor:
+        """Where the tokens at these cells lead: a context's number, or −1."""
         if uniform is None:
-            return self._successors.view(-1).index_select(0, cell.view(-1)).view(cell.shape)
+            return self._following[0].index_select(0, cell)
+        branches, vocabulary, contexts = len(self._following), *self._arrivals.shape[1:]
+        size = self.runs * contexts
+        here = cell // size * contexts + cell % size % contexts
         branch = torch.zeros_like(cell)
-        for each in range(self._arrivals.shape[1] - 1):
-            branch += uniform >= self._arrivals[:, each][cell]
-        return self._successors[cell, branch]
+        for reached in self._arrivals.view(branches - 1, vocabulary * contexts).unbind(0):
+            branch += uniform.reshape(-1) >= reached.index_select(0, here)
+        return self._following.view(-1).index_select(0, branch * (vocabulary * size) + cell)
 
     def _uniforms(self, step: int) -> np.ndarray:
         """(draws, B, R) of an update."""
-        if not self._first <= step < self._first + len(self._block):
-            numbers = self._draws * self.batch_size
-            ahead = max(1, min(UNIFORMS // (self.runs * numbers), self.steps + 1 - step))
-            block = np.empty((self.runs, ahead * numbers))
-            for run, generator in enumerate(self._generators):
-                generator.random(out=block[run])
-            self._block = np.ascontiguousarray(block.T).reshape(ahead, self._draws, self.batch_size, self.runs)
+        if step >= self._first + len(self._block):
+            for own, generator in zip(self._raw, self._generators, strict=True):
+                generator.random(out=own)
+            np.copyto(self._block.reshape(-1, self.runs), self._raw.T)
             self._first = step
         return self._block[step - self._first]
 
@@ -148,10 +153,10 @@ def _may_end(environment: Environment) -> bool:
     return False
 
 
-def _cumulative(chances: Tensor) -> Tensor:
+def _cumulative(chances: Tensor, *, few: bool) -> Tensor:
     """Cumulative chances, the last left out: (V − 1, R·C) of few tokens, (R·C, V − 1) of many."""
     vocabulary = len(chances)
-    if vocabulary > FEW:
+    if not few:
         return chances.view(vocabulary, -1).t().contiguous().cumsum(dim=1)[:, :-1].contiguous()
     planes = list(chances.view(vocabulary, -1)[:-1].unbind(0))
     for token in range(1, len(planes)):
@@ -159,12 +164,12 @@ def _cumulative(chances: Tensor) -> Tensor:
     return torch.stack(planes) if planes else chances.new_empty((0, chances[0].numel()))
 
 
-def _tokens(cumulative: Tensor, vocabulary: int, row: Tensor, uniform: Tensor) -> Tensor:
-    """(N,) how many of the cumulative chances of the contexts `row` (N,) each uniform has reached."""
-    if vocabulary > FEW:
+def _cells(row: Tensor, cumulative: Tensor, size: int, uniform: Tensor, *, few: bool) -> Tensor:
+    """(N,) the cells of the tokens that uniforms choose in the contexts `row` (N,), of `size` in all."""
+    if not few:
         rows = cumulative.index_select(0, row)
-        return torch.searchsorted(rows, uniform.unsqueeze(1), right=True).squeeze(1)
-    token = torch.zeros_like(row)
-    for plane in cumulative.unbind(0):
-        token += uniform >= plane.index_select(0, row)
-    return token
+        return row + torch.searchsorted(rows, uniform.unsqueeze(1), right=True).squeeze(1) * size
+    token: np.ndarray = np.zeros(len(row), dtype=np.int8)
+    for plane in cumulative.numpy():
+        token = token + (uniform.numpy() >= plane.take(row.numpy())).view(np.int8)
+    return row + torch.from_numpy(np.multiply(token, size, dtype=np.int64))

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.environments import END
-from kltest.training.sums import by_run
+from kltest.environments import END, Environment
+from kltest.training.sums import total
 from kltest.training.world import World
 from kltest.truth import optimum
 
@@ -19,19 +19,22 @@ class Measure:
         self.world = world
         environment = world.environment
         ends = environment.successors == END
-        self._following = torch.from_numpy(np.where(ends, 0, environment.successors).reshape(-1))
-        self._chance = torch.from_numpy(np.where(ends, 0.0, environment.probabilities))
-        self._start = torch.from_numpy(environment.start_distribution())
-        self._reward, self._log_reference = by_run(world.reward), by_run(world.log_reference)
+        # (K, V, C)
+        self._following = torch.from_numpy(np.where(ends, 0, environment.successors).transpose(2, 1, 0).copy())
+        self._chance = torch.from_numpy(np.where(ends, 0.0, environment.probabilities).transpose(2, 1, 0).copy())
+        self._starts = torch.from_numpy(environment.start)
+        self._prompts = torch.from_numpy(environment.prompts)
+        self._reached = _reached(environment)
+        self._reward, self._log_reference = _by_context(world.reward), _by_context(world.log_reference)
         self._optimal: Tensor | None = None
         self._best: Tensor | None = None
         if optima:
             self._optimal, self._best = self._optima()
 
     def _optima(self) -> tuple[Tensor, Tensor]:
-        """(R, T or 1, C, V) log π* and (R,) J*; NaN where β = 0. Solved once for runs that share problem and β."""
+        """(T or 1, V, C, R) log π* and (R,) J*; NaN where β = 0. Solved once for runs that share problem and β."""
         solved: dict[tuple[int, float], tuple[np.ndarray, float]] = {}
-        shape = self._reward.shape[1:]
+        shape = (self.world.environment.n_contexts, self.world.environment.vocabulary)
         steps = 1 if self.world.environment.tree else self.world.environment.horizon
         policies, values = [], []
         for run in self.world.runs:
@@ -45,23 +48,32 @@ class Measure:
             policy, value = solved[asked]
             policies.append(np.broadcast_to(policy, (steps, *shape)))
             values.append(value)
-        return torch.from_numpy(np.stack(policies)), torch.tensor(values, dtype=torch.float64)
+        tables = np.stack(policies, axis=-1).swapaxes(1, 2)
+        return torch.from_numpy(np.ascontiguousarray(tables)), torch.tensor(values, dtype=torch.float64)
 
     def __call__(self, log_probs: Tensor) -> dict[str, Tensor]:
         """(R,) each, by name, for (V, R, C) log-probs."""
-        log_policy = by_run(log_probs)
-        runs, contexts, _ = log_policy.shape
+        log_policy = _by_context(log_probs)
         chances = log_policy.exp()
+        vocabulary, contexts, runs = log_policy.shape
         fixed = [self._reward, log_policy - self._log_reference, -log_policy]
         own = 0 if self._optimal is None else 1
-        value = torch.zeros((runs, 3 + own, contexts), dtype=torch.float64)
+        value = torch.zeros((contexts, 3 + own, runs), dtype=torch.float64)
         for step in reversed(range(self.world.environment.horizon)):
-            costs = list(fixed)
-            if self._optimal is not None:
-                costs.append(log_policy - self._optimal[:, min(step, self._optimal.shape[1] - 1)])
-            value = ((torch.stack(costs, dim=1) + self._onward(value)) * chances.unsqueeze(1)).sum(dim=3)
-        first = (value * self._start).sum(dim=2)
-        reward, kl, entropy = first[:, 0], first[:, 1], first[:, 2]
+            here = self._reached[step]
+            earlier = torch.zeros_like(value)
+            for token in range(vocabulary):
+                costs = [table[token].index_select(0, here) for table in fixed]
+                if self._optimal is not None:
+                    best = self._optimal[min(step, len(self._optimal) - 1), token]
+                    costs.append(log_policy[token].index_select(0, here) - best.index_select(0, here))
+                worth = torch.stack(costs, dim=1)
+                if step < self.world.environment.horizon - 1:
+                    worth = worth + self._onward(value, here, token)
+                earlier.index_add_(0, here, worth * chances[token].index_select(0, here).unsqueeze(1))
+            value = earlier
+        first = total(value.index_select(0, self._starts) * self._prompts.view(-1, 1, 1), 0)
+        reward, kl, entropy = first[0], first[1], first[2]
         objective = reward - self.world.beta * kl
         unknown = torch.full_like(reward, torch.nan)
         return {
@@ -69,11 +81,28 @@ class Measure:
             "kl": kl,
             "objective": objective,
             "entropy": entropy,
-            "kl_to_optimum": first[:, 3] if own else unknown,
+            "kl_to_optimum": first[3] if own else unknown,
             "gap": unknown if self._best is None else self._best - objective,
         }
 
-    def _onward(self, value: Tensor) -> Tensor:
-        """(R, k, C) → (R, k, C, V): the expected value of where each token leads."""
-        reached = value.index_select(2, self._following).view(*value.shape[:2], *self._chance.shape)
-        return (reached * self._chance).sum(dim=4)
+    def _onward(self, value: Tensor, here: Tensor, token: int) -> Tensor:
+        """(C', k, R): what a token leads to in the contexts `here`, expected, of values (C, k, R)."""
+        expected = torch.zeros(())
+        for following, chance in zip(self._following[:, token], self._chance[:, token], strict=True):
+            reached = value.index_select(0, following.index_select(0, here))
+            expected = expected + reached * chance.index_select(0, here).view(-1, 1, 1)
+        return expected
+
+
+def _by_context(table: Tensor) -> Tensor:
+    """(V, C, R) of a (V, R, C) table."""
+    return table.transpose(1, 2).contiguous()
+
+
+def _reached(environment: Environment) -> list[Tensor]:
+    """Which contexts can be met at time 0, 1, …"""
+    here, found = environment.start_distribution() > 0, []
+    for _ in range(environment.horizon):
+        found.append(torch.from_numpy(np.flatnonzero(here)))
+        here = environment.transition.T @ np.repeat(here.astype(float), environment.vocabulary) > 0
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ class Pull:
     weighted by the rows' weights, None where none arrives; `logged` (R,) the KL that the estimator logs, if asked.
     """
 
-    logp: Tensor | None
-    logits: Tensor | None
-    logged: Tensor | None
+    logp: Tensor | None = None
+    logits: Tensor | None = None
+    logged: Tensor | None = None
 
 
 class Penalty:
@@ -48,6 +49,7 @@ class Penalty:
         run = world.runs[0]
         self.loss, self.world, self.whole = made_ready(run), world, run.whole
         self.own = [name for name, value in run.options.items() if isinstance(value, PerRun)]
+        self._ones: Tensor | None = None
         # Our own estimators are called directly; a stranger's function gets copies, in the types that it wants.
         self.trusted = is_ours(self.loss)
         self.couples = self.loss.spec.couples if self.trusted and self.loss.spec is not None else self._probed()
@@ -84,8 +86,11 @@ class Penalty:
         for leaf, part in found.items():
             part = part.view(*batch.shape, *part.shape[2:])
             by = weights if part.dim() == 3 else weights.unsqueeze(3)
-            # A row that was never drawn has no part in it, however steep.
-            parts[leaf] = torch.where(by != 0, part * by, 0.0)
+            weighted = part * by
+            if not isfinite(float(weighted.sum())):
+                # A row that was never drawn, or that counts for nothing, has no part in it, however steep.
+                weighted = torch.where(by != 0, weighted, 0.0)
+            parts[leaf] = weighted
         return Pull(parts["logp"], parts["logits"], logged)
 
     def _together(
@@ -193,12 +198,11 @@ class Penalty:
             return (earned - batch.mean(earned)).view(-1)
 
         def mask() -> Tensor:
-            if batch.live is None:
-                return torch.ones(flat, dtype=torch.float64)
+            assert batch.live is not None
             return batch.live.to(torch.float64).view(flat)
 
         fields: dict[str, Any] = {
-            "mask": mask,
+            "mask": mask if batch.live is not None else self._all_live(flat),
             "tokens": lambda: (batch.cells // policy[0].numel()).view(flat),
             "reward": lambda: batch.along(batch.chosen(world.reward)).reshape(-1),
             "advantage": advantage,
@@ -208,3 +212,9 @@ class Penalty:
             fields[f"{prefix}logp"] = lambda table=table: batch.chosen(table).view(flat)
             fields[f"{prefix}logits"] = lambda table=table: batch.next_tokens(table).view(*flat, len(table))
         return fields
+
+    def _all_live(self, shape: tuple[int, int]) -> Tensor:
+        """A mask of ones, kept for the next update unless a stranger may write into it."""
+        if not self.trusted or self._ones is None or self._ones.shape != shape:
+            self._ones = torch.ones(shape, dtype=torch.float64)
+        return self._ones

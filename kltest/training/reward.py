@@ -30,7 +30,7 @@ def push(
     advantage = _less_baseline(batch, earned, baseline)
     weight = (batch.weights * advantage).unsqueeze(2)
     if log_ratio is None or ratio == "none":
-        factor = weight.expand(batch.shape)
+        factor = weight if batch.shape[2] == 1 else weight.expand(batch.shape)
     elif ratio == "sequence":
         factor = (weight * batch.along(log_ratio).exp().unsqueeze(2)).expand(batch.shape)
     else:
@@ -50,4 +50,6 @@ def _less_baseline(batch: Batch, earned: Tensor, baseline: Baseline) -> Tensor:
         return centred
     # x less the mean of n − 1 others is n/(n − 1) times x less the mean of all; alone, it is x itself.
     sizes = batch.sizes
+    if isinstance(sizes, int):
+        return centred * (sizes / (sizes - 1)) if sizes > 1 else earned
     return torch.where(sizes > 1, centred * (sizes / (sizes - 1).clamp(min=1.0)), earned)

@@ -37,7 +37,7 @@ def softmax(logits: Tensor) -> Policy:
     shifted = logits - logits.amax(dim=0)
     powers = shifted.exp()
     mass = total(powers, 0)
-    return Policy(shifted - mass.log(), powers / mass)
+    return Policy(shifted.sub_(mass.log()), powers.div_(mass))
 
 
 def softmax_gradient(weights: Tensor, policy: Policy) -> Tensor:
