@@ -172,6 +172,25 @@ BY_KIND = (
 )
 
 
+def experiments() -> str:
+    """Every experiment, from its settings."""
+    from kltest.reproduce.experiment import Experiment
+
+    checkout = Checkout.find()
+    rows = []
+    for name in checkout.experiments():
+        settings = Experiment(checkout, name).settings
+        rows.append(
+            {
+                "experiment": f"[{name}](experiments/{name}/README.md)",
+                "about": settings.title,
+                "tags": ", ".join(settings.tags),
+                "can be set": ", ".join(f"`{value}`" for value in settings.values) or "–",
+            }
+        )
+    return as_markdown(rows)
+
+
 def zoo() -> str:
     """How many losses of each family the checks are held to; that they are is what tests/test_zoo.py asserts."""
     tests = str(Checkout.find().root / "tests")
@@ -209,6 +228,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "checks": checks,
     "grade": grade,
     "benchmarks": benchmarks,
+    "experiments": experiments,
 }
 
 

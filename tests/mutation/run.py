@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import random
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import covering
+import report
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import WorkerOutcome, WorkItem, WorkResult
 
@@ -149,35 +149,7 @@ def main() -> None:
     finally:
         if arguments.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
-    arguments.output.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    arguments.output.with_suffix(".md").write_text(report(rows, arguments), encoding="utf-8")
-
-
-def report(rows: list[dict[str, object]], arguments: argparse.Namespace) -> str:
-    """The table of what was noticed, and every survivor with the lines that it changes."""
-    killed = [row for row in rows if row["outcome"] == "killed"]
-    lines = [
-        "# Mutation testing",
-        "",
-        f"{len(rows)} mutants of `kltest/grading` and `kltest/moments`, a random place each, made by cosmic-ray with "
-        f"`python tests/mutation/run.py --sample {arguments.sample} --seed {arguments.seed}`: {len(killed)} were "
-        f"noticed by the tests, {len(rows) - len(killed)} were not.",
-        "",
-        "| module | mutants | noticed |",
-        "| --- | --- | --- |",
-    ]
-    for module in sorted({str(row["module"]) for row in rows}):
-        own = [row for row in rows if row["module"] == module]
-        lines.append(f"| `{module}` | {len(own)} | {sum(row in killed for row in own)} |")
-    lines += ["", "## Not noticed", ""]
-    for row in rows:
-        if row not in killed:
-            changed = [
-                line for line in str(row["diff"]).splitlines() if line[:1] in "+-" and line[:3] not in ("---", "+++")
-            ]
-            lines += [f"`{row['module']}`, line {row['line']}, {row['operator']} ({row['worker']})", "", "```diff"]
-            lines += [*changed, "```", ""]
-    return "\n".join(lines) + "\n"
+    report.write(rows, arguments.output)
 
 
 if __name__ == "__main__":
