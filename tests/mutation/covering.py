@@ -14,7 +14,7 @@ from pathlib import Path
 import coverage
 
 # Seconds of tests (as measured under coverage) spent on one mutant before it counts as not noticed.
-BUDGET = 240.0
+BUDGET = 100.0
 
 
 def measure(clone: Path, rooms: Iterable[str], suites: Iterable[str], output: Path) -> None:
