@@ -125,6 +125,8 @@ class Runner:
                 GITHUB_OUTPUT=str(self.files["output"]),
                 GITHUB_STEP_SUMMARY=str(self.files["summary"]),
                 GITHUB_ACTION_PATH="/the/action",
+                GITHUB_ACTIONS="true",
+                GITHUB_WORKSPACE=str(self.project),
                 PATH=f"{self.path}{Path(sys.executable).parent}:{os.environ['PATH']}",
             )
             if done.returncode:
@@ -184,6 +186,30 @@ def test_the_action_grades_what_is_configured_and_writes_the_summary(project, ac
     assert "\n::error title=KL102 forward-kl-gradient::" in done.stdout
     assert action.summary().count("### ") == 4, "a summary is added to what other steps have written"
     assert "### ❌ `tiny_rl.losses:sequence_kl`: refuted" in action.summary()
+
+
+HOSTILE = """
+def raises(logp):
+    raise ValueError("no\\n::error::injected\\n  ::stop-commands::quiet\\n##[error]older")
+"""
+
+
+def test_no_line_of_an_exception_is_a_command_to_the_runner(project, action):
+    """Its runner takes a line that begins with `::` after blanks, or has `##[` anywhere, for a command."""
+    (project / "hostile.py").write_text(HOSTILE)
+    done = action(targets="hostile.py:raises", install="none")
+    assert done.returncode == 3
+    commands = [line for line in done.stdout.splitlines() if line.lstrip().startswith("::") or "##[" in line]
+    assert [line.partition(" ")[0] for line in commands] == ["::error"]
+    assert commands[0].startswith("::error file=hostile.py,")
+    assert r"\::stop-commands::quiet" in done.stdout
+
+
+def test_annotations_name_files_from_the_root_of_the_repository(project, action):
+    (project / "below").mkdir()
+    (project / "below" / "hostile.py").write_text(HOSTILE)
+    done = action(**{"targets": "hostile.py:raises", "working-directory": "below", "install": "none"})
+    assert "::error file=below/hostile.py," in done.stdout
 
 
 def test_the_action_takes_targets_and_options_a_line_each(action):

@@ -7,6 +7,7 @@ the environment): that one is added to, and the format `github` writes its summa
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,8 @@ from kltest.outputs import PLAIN, Terminal, render, render_changes, renderer
 from kltest.outputs._changes import Changes
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
+WORDS = ("text", "markdown")
+"""The formats that show what a loss said, line by line, as it said it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def write(reports: Sequence[Report], where: Iterable[Destination], changes: Chan
         text = render(destination.form, reports, terminal)
         if changes is not None and (words := render_changes(destination.form, changes, terminal)):
             text, told = f"{text}\n{words}", True
+        if destination.path is None and destination.form in WORDS and os.environ.get("GITHUB_ACTIONS") == "true":
+            text = _no_command(text)
         data = text.encode("utf-8", "backslashreplace")
         try:
             if destination.path is not None:
@@ -90,6 +95,11 @@ def say(data: bytes) -> None:
         sys.stdout.flush()
         stream.write(data)
     sys.stdout.flush()
+
+
+def _no_command(text: str) -> str:
+    """GitHub's runner obeys lines that begin with `::`, or contain `##[`: not so those of an exception's text."""
+    return re.sub(r"(?m)^(\s*):(?=:)", r"\1\:", text).replace("##[", "#\\#[")
 
 
 def _terminal() -> Terminal:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from kltest.grading.report import Report
 from kltest.outputs import PLAIN, Terminal
@@ -35,8 +37,15 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _annotation(level: str, report: Report, title: str, message: str) -> str:
     path = re.match(r"(.+\.py):\w", report.target)
-    file = f"file={_escape(path[1], PROPERTY)}," if path else ""
+    file = f"file={_escape(_in_repository(path[1]), PROPERTY)}," if path else ""
     return f"::{level} {file}title={_escape(title, PROPERTY)}::{_escape(message, DATA)}"
+
+
+def _in_repository(path: str) -> str:
+    """As GitHub looks for it, from the root of the checkout, wherever in it kltest was called."""
+    root = os.environ.get("GITHUB_WORKSPACE", "")
+    inside = root and Path(path).resolve().is_relative_to(Path(root).resolve())
+    return Path(path).resolve().relative_to(Path(root).resolve()).as_posix() if inside else path
 
 
 def _escape(text: str, table: dict[str, str]) -> str:

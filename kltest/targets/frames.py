@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class Frame:
     exception: str
 
     def __str__(self) -> str:
-        return f"  {self.file}:{self.line}, in {self.function}\n    {self.source}\n  {self.exception}"
+        exception = textwrap.indent(self.exception, "  ", lambda line: True)
+        return f"  {self.file}:{self.line}, in {self.function}\n    {self.source}\n{exception}"
 
 
 class FailedError(TargetError):
