@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kltest.truth.autograd import gradient_again
     from kltest.truth.fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
     from kltest.truth.gradients import gradient
+    from kltest.truth.jacobians import asymmetry, jacobian
     from kltest.truth.regularised import Optimum, optimum
     from kltest.truth.values import VALUES, value, value_again
 
@@ -29,6 +30,8 @@ _HOMES = {
     "token_k2_fixed_point": "fixed_points",
     "token_k3_fixed_point": "fixed_points",
     "sequence_k3_fixed_point": "fixed_points",
+    "asymmetry": "jacobians",
+    "jacobian": "jacobians",
 }
 
 __all__ = [
@@ -36,9 +39,11 @@ __all__ = [
     "VALUES",
     "NamedGradient",
     "Optimum",
+    "asymmetry",
     "combine",
     "gradient",
     "gradient_again",
+    "jacobian",
     "optimum",
     "parse",
     "plain",
