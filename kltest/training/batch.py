@@ -40,7 +40,8 @@ class Batch:
     def next_tokens(self, table: Tensor) -> Tensor:
         """(M, R, T, V) rows of a table at the contexts visited; anything where dead."""
         contexts = self.cells % table[0].numel()
-        return table.view(len(table), -1).index_select(1, contexts).t().reshape(*self.shape, -1)
+        # Contiguous, so that what an estimator sums over tokens is summed in one order.
+        return table.view(len(table), -1).index_select(1, contexts).t().contiguous().view(*self.shape, -1)
 
     def collect(self, values: Tensor, like: Tensor) -> Tensor:
         """A table of the sums of values (M, R, T), or (M, R, T, V) of all next tokens, zero where dead, by cell."""

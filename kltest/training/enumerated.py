@@ -59,11 +59,11 @@ def _batch(
     cells: np.ndarray, live: np.ndarray | None, rows: np.ndarray, prompt: np.ndarray | None, group_size: int = 1
 ) -> Batch:
     """The given rows of all rollouts, their weights to be filled in."""
-    taken = torch.from_numpy(cells[rows])
+    taken = torch.from_numpy(np.ascontiguousarray(cells[rows]))
     return Batch(
         (taken.shape[0], taken.shape[1], taken.shape[2]),
         taken.view(-1),
-        None if live is None else torch.from_numpy(live[rows]),
+        None if live is None else torch.from_numpy(np.ascontiguousarray(live[rows])),
         torch.zeros(()),
         None if prompt is None else torch.from_numpy(prompt[rows]).view(-1, 1),
         group_size,
