@@ -207,6 +207,12 @@ def test_a_wrong_file_is_refused_before_anything_is_graded(folder, monkeypatch, 
     assert saying in result.stderr
 
 
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(folder):
+    """Windows' shell puts one before what it redirects."""
+    (folder / "old.json").write_text(json.dumps(GOOD), encoding="utf-8-sig")
+    assert call("--diff", "old.json").exit_code in (0, 1)
+
+
 @pytest.mark.parametrize("path", ["", ".", "a\0b", "x" * 5000])
 def test_a_path_that_is_no_file_is_refused(folder, path):
     assert call("--diff", path).exit_code == 2

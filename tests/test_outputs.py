@@ -394,6 +394,20 @@ def test_html_is_one_well_formed_page_that_loads_nothing(report):
     assert "prefers-color-scheme: dark" in render("html", [report])
 
 
+FRAME = "loss.py:grpo raised ValueError:\n  loss.py:3, in grpo\n    raise ValueError(`x`)\n  ValueError: <x>\n    y"
+
+
+def test_the_lines_of_a_failure_stay_lines():
+    """A frame with its source is read by its indentation."""
+    report = replace(ERROR, error=FRAME)
+    lines = FRAME.splitlines()
+    blocks = re.findall(r"<pre>(.*?)</pre>", render("html", [report]), re.DOTALL)
+    assert html.unescape(blocks[0]).splitlines() == lines[1:]
+    markdown = render("markdown", [report]).splitlines()
+    start = markdown.index("- **loss.py:grpo raised ValueError:**")
+    assert markdown[start + 1 : start + 8] == ["", "  ```", *(f"  {line}" for line in lines[1:]), "  ```"]
+
+
 def test_html_shows_names_as_they_are():
     page = Page(render("html", [replace(REFUTED, target="<script>alert(1)</script>")]))
     assert "<script>alert(1)</script>" in page.texts

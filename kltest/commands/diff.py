@@ -18,7 +18,7 @@ from kltest.outputs._words import one_line
 def read(path: str) -> list[dict[str, Any]]:
     """The reports in a file; UsageError if there is none."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or one_line(str(error))
         raise UsageError(f"--diff: {path!r} cannot be read as JSON ({reason})") from None

@@ -118,7 +118,10 @@ def _section(report: Report) -> Iterator[str]:
     yield f'<p class="lead">{_text(_sentence(headline(report)))}</p>'
     yield f'<p class="faint">declared {_text(report.expect)} · {_text(" · ".join(settings(report)))}</p>'
     if report.error:
-        yield f'<p class="error">{_text(report.error)}</p>'
+        first, _, rest = report.error.partition("\n")
+        yield f'<p class="error">{_text(first)}</p>'
+        if rest.strip():
+            yield f"<pre>{_text(rest)}</pre>"
     if report.traceback:
         yield f"<pre>{_text(report.traceback)}</pre>"
     for check in (*report.failed, *report.stale):

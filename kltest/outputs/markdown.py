@@ -43,7 +43,10 @@ def _lines(report: Report) -> Iterator[str]:
     if report.smallest is not None and report.verdict != "confirmed":
         yield from _smallest(report.smallest)
     if report.error:
-        yield f"- **{_escape(one_line(report.error))}**"
+        first, _, rest = report.error.partition("\n")
+        yield f"- **{_escape(one_line(first))}**"
+        if rest.strip():
+            yield from ("", *(f"  {line}".rstrip() for text in _fenced(rest) for line in text.splitlines()), "")
     yield from (f"- Expected failure: {_escape(line)}" for line in excuses(report))
     yield from (f"- Logged value: {_escape(line)}" for line in value_rows(report))
     yield from (f"- {_escape(one_line(note))}" for note in report.notes)
