@@ -264,20 +264,76 @@ def test_the_action_installs_what_it_is_told_to(project, tmp_path, given, instal
     assert not list(tmp_path.rglob("ran"))
 
 
+def blocks():
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)]
+
+
 def workflows():
-    blocks = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    return [yaml.safe_load(block) for block in blocks]
+    """The page's whole workflows: the steps of the only job of each."""
+    whole = [block for block in blocks() if isinstance(block, dict)]
+    for flow in whole:
+        assert True in flow, "YAML reads the key `on` as a boolean"
+        assert flow["permissions"] == {"contents": "read"}
+    return [job["steps"] for flow in whole for job in flow["jobs"].values()]
 
 
-def test_the_pages_workflows_call_the_action_as_it_is():
-    steps = [step for flow in workflows() for job in flow.get("jobs", {}).values() for step in job["steps"]]
+def test_the_page_calls_the_action_as_it_is():
+    steps = [step for block in blocks() if isinstance(block, list) for step in block]
     ours = [step for step in steps if "kltest" in step.get("uses", "")]
     assert ours
     for step in ours:
         assert step.get("with", {}).keys() <= ACTION["inputs"].keys()
-    for flow in workflows():
-        assert True in flow, "YAML reads the key `on` as a boolean"
-        assert flow["permissions"] == {"contents": "read"}
+
+
+def walked(steps, project, tmp_path, checkout):
+    """The steps' exit codes, by hand: `checkout` stands for GitHub's own, and pip is not called."""
+    (tmp_path / "temp").mkdir()
+    codes = []
+    for step in steps:
+        if "actions/checkout" in step.get("uses", ""):
+            checkout(step.get("with", {}))
+        if "run" not in step or "pip install" in step["run"]:
+            continue
+        done = run(
+            project,
+            *("bash", "--noprofile", "--norc", "-e", "-c", step["run"]),
+            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            RUNNER_TEMP=str(tmp_path / "temp"),
+            GITHUB_ACTIONS="true",
+            GITHUB_WORKSPACE=str(project),
+            GITHUB_STEP_SUMMARY=str(tmp_path / "summary"),
+        )
+        codes.append(done.returncode)
+        assert "Traceback" not in done.stdout + done.stderr
+        if done.returncode and not step.get("continue-on-error"):
+            break
+    return codes
+
+
+def test_the_pages_workflow_holds_the_line_and_writes_the_summary(project, tmp_path):
+    steps, _ = workflows()
+    assert walked(steps, project, tmp_path, lambda given: None) == [0]
+    summary = (tmp_path / "summary").read_text()
+    assert summary.count("confirmed") >= 2
+
+
+@pytest.mark.parametrize("adopting", [False, True], ids=["graded before", "the pull request that begins it"])
+def test_the_pages_workflow_says_what_a_pull_request_changes(project, tmp_path, adopting):
+    _, steps = workflows()
+    settings = (project / "pyproject.toml").read_text()
+    losses = project / "tiny_rl" / "losses.py"
+
+    def checkout(given):
+        if "ref" in given:
+            (project / "pyproject.toml").write_text("" if adopting else settings)
+        else:
+            (project / "pyproject.toml").write_text(settings)
+            losses.write_text(losses.read_text().replace("/ 2", "/ 3"))
+
+    assert walked(steps, project, tmp_path, checkout) == [5 if adopting else 0, 1]
+    summary = (tmp_path / "summary").read_text()
+    assert ("### Changes since" in summary) == (not adopting)
+    assert ("| verdict | confirmed | refuted |" in summary) == (not adopting)
 
 
 def test_the_pages_commands_run(project):
