@@ -10,7 +10,7 @@ import torch
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.errors import UsageError, WorldError
-from kltest.estimators import find, registry
+from kltest.estimators import registry
 from kltest.moments import exact, exact_batches
 from kltest.policies import table
 from kltest.targets.resolve import resolve
@@ -57,11 +57,10 @@ def assert_first_step_is_exact(name, world):
     moved = train([Run(which, name, beta=beta, learning_rate=rate)], steps=1, optima=False).logits[0]
     instance = instance_of(which)
     penalty = exact(resolve(name), instance, "current").gradient
-    assert np.abs((moved - which.start) / rate - ascent(name, instance, beta, penalty)).max() < SAME
+    assert np.abs((moved - which.start) / rate - ascent(instance, beta, penalty)).max() < SAME
 
 
-def ascent(name, instance, beta, penalty):
-    # Of a group of one, group-std's gradient at β is zero, as it is at 1; the others are proportional to β.
+def ascent(instance, beta, penalty):
     return gradient("expected_reward", instance) - beta * penalty
 
 
@@ -75,7 +74,7 @@ def test_stale_exact_training_follows_the_enumerated_gradient_under_the_sampler(
     once, twice = (train(runs, steps=steps, **settings).logits[0] for steps in (1, 2))
     instance = instance_of(which, once, which.start)
     penalty = exact(resolve(name), instance, "stale").gradient
-    assert np.abs((twice - once) / rate - ascent(name, instance, beta, penalty)).max() < SAME
+    assert np.abs((twice - once) / rate - ascent(instance, beta, penalty)).max() < SAME
 
 
 def test_the_sampler_is_renewed_after_inner_steps():
@@ -83,7 +82,7 @@ def test_the_sampler_is_renewed_after_inner_steps():
     runs = [Run(which, "k2-loss", beta=0.4, learning_rate=0.3)]
     stale = [train(runs, steps=steps, inner_steps=2).logits[0] for steps in (2, 3)]
     instance = instance_of(which, stale[0])
-    expected = ascent("k2-loss", instance, 0.4, exact(resolve("k2-loss"), instance).gradient)
+    expected = ascent(instance, 0.4, exact(resolve("k2-loss"), instance).gradient)
     assert np.abs((stale[1] - stale[0]) / 0.3 - expected).max() < SAME
 
 
@@ -131,7 +130,7 @@ def test_exact_groups_follow_the_gradient_over_all_groups(name, world):
     start = train([Run(which, name, beta=0.6)], steps=1, group_size=size, baseline="leave-one-out").logits[0]
     instance = instance_of(which)
     penalty = exact_batches(resolve(name), instance, size=size, grouped=True).gradient
-    assert np.abs(start - which.start - ascent(name, instance, 0.6, penalty)).max() < SAME
+    assert np.abs(start - which.start - ascent(instance, 0.6, penalty)).max() < SAME
 
 
 def test_a_mean_baseline_with_itself_shortens_the_gradient():
@@ -168,7 +167,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("world", "rate"), [(bandit(4), 4.0), (sequence(3, 2), 3.0), (ragged(3, 2), 3.0)])
+@pytest.mark.parametrize(("world", "rate"), [(bandit(4), 4.0), (sequence(3, 2), 3.0), (ragged(2, 3), 2.0)])
 def test_exact_ascent_ends_at_the_fixed_point(world, rate):
     which = Problem.draw(world, 3, distance=0.0, reward="normal")
     which = Problem(replace(world, reward=which.environment.reward / 2), which.start, which.reference)
@@ -187,15 +186,21 @@ def test_k1_in_the_loss_trains_as_if_there_were_no_penalty():
 
 
 def test_theory_5_10_who_reaches_the_optimum():
-    """V = 5, L = 4, β = .5: k1 in the reward and sequence k2 do (KL < 1e-6), the others do not."""
-    world = sequence(5, 4)
+    """V = 5, L = 4, β = .5: k1 in the reward and sequence k2 do (KL < 1e-6), the others do not.
+
+    The contexts of the first two tokens start at the reference, the others, met too seldom for a short ascent,
+    at the optimum: whoever follows the true gradient leaves them there.
+    """
+    world, beta = sequence(5, 4), 0.5
     drawn = Problem.draw(world, 0, distance=0.0)
-    reward = np.random.default_rng(0).standard_normal(drawn.start.shape) / 4
-    reward[31:] = 0.0  # contexts that rollouts meet last are met seldom, and ascent is slow there
-    which = Problem(replace(world, reward=reward), drawn.start, drawn.reference)
+    world = replace(world, reward=np.random.default_rng(0).standard_normal(drawn.start.shape) / 4)
+    start = optimum(world, drawn.reference, beta).policy.copy()
+    start[:6] = drawn.reference[:6]
     names = ["k1-reward", "k2-loss-sequence", "k3-loss-sequence", "k3-loss", "k1-loss"]
-    history = train([Run(which, name, beta=0.5, learning_rate=8.0) for name in names], steps=150)
+    runs = [Run(Problem(world, start, drawn.reference), name, beta=beta, learning_rate=8.0) for name in names]
+    history = train(runs, steps=330)
     distance = dict(zip(names, history.kl_to_optimum[-1], strict=True))
+    assert min(history.kl_to_optimum[0]) > 1e-2
     assert max(distance["k1-reward"], distance["k2-loss-sequence"]) < 1e-6
     assert min(distance["k3-loss-sequence"], distance["k3-loss"], distance["k1-loss"]) > 1e-3
 
@@ -217,9 +222,7 @@ def test_measurements_are_the_truth(world):
         # J* − J_β = β·KL(π‖π*), for any world.
         expected["gap"] = best.value - expected["objective"]
         expected["kl_to_optimum"] = expected["gap"] / beta
-        expected["gradient_norm"] = np.linalg.norm(
-            ascent("k2-loss", instance, beta, exact(resolve("k2-loss"), instance).gradient)
-        )
+        expected["gradient_norm"] = np.linalg.norm(ascent(instance, beta, exact(resolve("k2-loss"), instance).gradient))
         expected["logged"] = exact(resolve("k2-loss"), instance).value.mean
         for name, number in expected.items():
             assert getattr(history, name)[index, 0] == pytest.approx(number, rel=1e-10, abs=1e-12), name
@@ -285,7 +288,6 @@ def test_a_run_without_a_penalty_is_measured_at_its_coefficient():
     assert np.array_equal(history.logits[0], history.logits[1])
     assert history.gap[-1, 0] > 0
     assert np.isnan(history.gap[-1, 1])
-    assert find("k2-loss").spec.name == "k2-loss"
 
 
 def test_clipped_gradients_keep_their_direction():
