@@ -1,5 +1,6 @@
 """The Python door: every wrong argument is refused in words, and a grading leaves the process as it found it."""
 
+import functools
 import inspect
 import json
 import math
@@ -116,6 +117,15 @@ def test_no_answer_of_a_loss_is_taken_for_a_bug_of_ours():
         report = kltest.grade(loss, environment="bandit")
         assert report.verdict == "error"
         assert loss.__name__ in report.error
+
+
+def test_a_partial_goes_by_the_name_of_what_it_holds():
+    def scaled(logp, ref_logp, mask, factor):
+        return factor * right(logp, ref_logp, mask)
+
+    report = kltest.grade(functools.partial(functools.partial(scaled), factor="x"), environment="bandit")
+    assert report.target.endswith("scaled")
+    assert "scaled raised TypeError" in report.error
 
 
 def test_a_logged_nan_is_graded_without_a_warning():

@@ -27,6 +27,7 @@ from kltest.grading.shrink import example, smallest_failure
 from kltest.grading.worked import WorkedExample
 from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, instances
 from kltest.rollout import SAMPLER_FIELDS, Rollout
+from kltest.targets.callables import name_of
 from kltest.targets.calling import BoundLoss
 from kltest.targets.outcome import Call, Loss
 from kltest.targets.resolve import bind, resolve
@@ -104,7 +105,7 @@ def grade(
     sampling = Sampling(given["method"] == "sampled", *(given[n] for n in ("error_rate", "margin", "samples", "bound")))
     call = Call(**{n: given[n] for n in ("placement", "credit", "beta", "arguments")})
     blank = Report(
-        target=name or (loss if isinstance(loss, str) else _callable_name(loss)),
+        target=name or (loss if isinstance(loss, str) else name_of(loss)),
         expect=plain(given["expect"]),
         placement=given["placement"] or "loss",
         seed=given["seed"],
@@ -263,7 +264,3 @@ def _fields_used(loss: Loss, seed: int) -> frozenset[str]:
     with suppress(KltestError):  # whatever is wrong with the loss comes out when it is measured
         loss(rollout)
     return frozenset(loss.takes) | frozenset(rollout.accessed)
-
-
-def _callable_name(loss: Callable[..., Any]) -> str:
-    return getattr(loss, "__qualname__", None) or type(loss).__qualname__

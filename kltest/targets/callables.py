@@ -87,6 +87,14 @@ def source_file(function: Any) -> str | None:
     return None
 
 
+def name_of(function: Any) -> str:
+    """What a callable is called by those who wrote it: a partial like what it holds, an object like its class."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) and name else type(function).__qualname__
+
+
 def kind_of(thing: Any) -> str:
     """The type of a thing with its article: a dict, an int."""
     kind = type(thing).__name__

@@ -16,7 +16,7 @@ from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Placement, Spec
 from kltest.rollout import LEAVES, NotGivenError, Rollout
 from kltest.targets.arguments import Stub
-from kltest.targets.callables import described, eagerly, source_file
+from kltest.targets.callables import described, eagerly, name_of, source_file
 from kltest.targets.filling import FieldOf, Filling, fill, fixed_beta, value_of
 from kltest.targets.frames import describe, failure
 from kltest.targets.handing import (
@@ -54,7 +54,7 @@ def bind(
     with a rollout, for a parameter that nothing fills, and for an argument that no parameter takes.
     """
     call = call or Call()
-    name = name or getattr(function, "__qualname__", None) or type(function).__name__
+    name = name or name_of(function)
     function, signature = described(function, name)
     parameters = list(signature.parameters.values())
     if receiver is not None:
