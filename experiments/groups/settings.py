@@ -1,0 +1,55 @@
+"""What happens to a KL penalty in groups of rollouts of one prompt: masks of ties, baselines, normalisation."""
+
+from kltest.sweeps.settings import Settings
+
+# The world: one prompt, four answers, of which the first is right. The wrong ones share the rest of the reference so.
+WRONG = (0.5, 0.3, 0.2)
+
+# What each part of the experiment depends on; whatever else is set does not concern it.
+PARTS = {
+    "masking": ("group_size", "success", "seed"),
+    "baselines": ("group_size", "seed"),
+    "std": ("push", "seed"),
+    "training": ("estimator", "group_size", "success", "beta", "batch_size", "steps", "learning_rate", "seed"),
+}
+
+SETTINGS = Settings(
+    title="Groups: masked ties, self-inclusive baselines, std-normalisation",
+    tags=("exact", "gradient", "training", "groups"),
+    values={
+        "part": tuple(PARTS),
+        "group_size": (1, 2, 4, 8),
+        # Probability of the right answer, under the policy (masking) or under the reference (training).
+        "success": (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98),
+        # Coefficients at which the push of a tied group is measured.
+        "push": (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0),
+        "estimator": ("k2-loss-sequence", "tied-groups-masked", "group-mean", "leave-one-out", "group-std"),
+        "beta": (0.3, 0.5, 0.7, 1.0, 1.5),
+        # 0: exact expectations.
+        "batch_size": (0, 64),
+        "steps": 1000,
+        "learning_rate": 2.0,
+    },
+    full={
+        "group_size": (1, 2, 3, 4, 8, 16),
+        "beta": (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0),
+        "steps": 10_000,
+    },
+    seeds={"quick": 3, "full": 50},
+    allowed={
+        "group_size": (1, 16),
+        "success": (0.001, 0.999),
+        "push": (1e-9, 100.0),
+        "beta": (0.05, 100.0),
+        "batch_size": (0, 4096),
+        "steps": (1, 1_000_000),
+        "learning_rate": (1e-6, 100.0),
+    },
+)
+
+# Training: one size of group, and a reference that is right a tenth or half of the time.
+TRAINED_SIZE = 4
+TRAINED_SUCCESS = (0.1, 0.5)
+
+# A few thousand terms of size one, by two routes in float64.
+EXACT = 1e-11

@@ -1,0 +1,118 @@
+"""The groups experiment: its closed forms by brute force, its claims able to fail, its parts apart."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request, compute_all
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+MODULE, ANALYSIS = (CHECKOUT.load("experiments", "groups", part) for part in ("experiment", "analysis"))
+MASKING = [{"part": "masking", "group_size": size, "success": 0.2, "seed": 0} for size in (1, 2, 3)]
+PUSH = [{"part": "std", "push": push, "seed": 0} for push in (1e-6, 1e-5, 1e-2, 1.0)]
+
+
+def training(estimator, beta=0.7, **changed):
+    one = {"part": "training", "estimator": estimator, "group_size": 3, "success": 0.3, "beta": beta, "batch_size": 0}
+    return {**one, "steps": 400, "learning_rate": 2.0, "seed": 0, **changed}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    runs = [
+        training(name)
+        for name in ("k2-loss-sequence", "tied-groups-masked", "group-mean", "leave-one-out", "group-std")
+    ]
+    parts = [MASKING, [{"part": "baselines", "group_size": 3, "seed": 0}], PUSH, runs]
+    found = [row for part in parts for rows in compute_all(CHECKOUT, "groups", part) for row in rows]
+    return ANALYSIS.tidy(found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_lost_share_by_brute_force(rows, size):
+    """Every ordered group, each with the mean over its rows of the KL term, where all rewards are equal."""
+    instance = MODULE.instance_of(0.2, 0)
+    policy, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
+    truth, lost = np.zeros(4), np.zeros(4)
+    for group in itertools.product(range(4), repeat=size):
+        chance = np.prod(policy[list(group)])
+        step = sum(chance * u[one] * (np.eye(4)[one] - policy) / size for one in group)
+        truth += step
+        lost += step * (len({one == 0 for one in group}) == 1)
+    (row,) = (row for row in rows if row["part"] == "masking" and row["group_size"] == size)
+    assert row["lost"] == pytest.approx(np.linalg.norm(lost) / np.linalg.norm(truth), rel=1e-12)
+    assert row["closed_form_error"] < 1e-13
+
+
+def test_where_training_ends(rows):
+    ends = {row["estimator"]: row for row in rows if row["part"] == "training"}
+    reference, beta, size = 0.3, 0.7, 3
+    for name, coefficient in (
+        ("k2-loss-sequence", beta),
+        ("leave-one-out", beta),
+        ("group-mean", beta * (1 - 1 / size)),
+    ):
+        odds = reference / (1 - reference) * np.exp(1 / coefficient)
+        assert ends[name]["right"] == pytest.approx(odds / (1 + odds), rel=1e-9)
+        assert ends[name]["predicted"] == pytest.approx(odds / (1 + odds), rel=1e-12)
+    right = ends["tied-groups-masked"]["right"]
+    hit, miss = 1 - right**2, 1 - (1 - right) ** 2
+    both = beta * (hit * np.log(right / reference) - miss * np.log((1 - right) / (1 - reference)))
+    assert both == pytest.approx(1, rel=1e-9)
+    assert ends["group-std"]["predicted"] is None
+
+
+def judged(rows):
+    return {claim.claim: claim.agrees for claim in ANALYSIS.claims(rows)}
+
+
+def test_claims_agree_and_those_without_rows_are_not_run(rows):
+    found = judged(rows)
+    assert {claim for claim, agrees in found.items() if agrees is None} == {
+        claim for claim in found if claim.startswith("sampled")
+    }
+    assert False not in found.values()
+    assert set(judged([]).values()) == {None}
+    ANALYSIS.tables([])
+    ANALYSIS.numbers([])
+
+
+@pytest.mark.parametrize(
+    ("words", "part", "change"),
+    [
+        ("masking tied groups loses", "masking", {"closed_form_error": 1e-6}),
+        ("evaluation groups of one", "masking", {"lost": 0.9}),
+        ("unmasked", "training", {"kl_to_optimum": 1e-3}),
+        ("masked, it ends", "training", {"kl": 0.1}),
+        ("every fixed point", "training", {"right": 0.5}),
+        ("with the rollout itself", "baselines", {"factor": 1.0}),
+        ("without the rollout itself", "baselines", {"factor": 0.9}),
+        ("std-normalisation cancels", "std", {"normalised": None}),
+        ("without normalisation", "std", {"plain": None}),
+        ("second, plain enumeration", "std", {"by_hand_error": 1e-3}),
+        ("does not settle", "training", {"gradient_norm": 1e-12}),
+    ],
+)
+def test_a_planted_result_is_told(rows, words, part, change):
+    """None stands for a push that grows like √β."""
+    planted = [
+        {**row, **{name: row["push"] ** 0.5 if value is None else value for name, value in change.items()}}
+        if row["part"] == part
+        else row
+        for row in rows
+    ]
+    (claim,) = (claim for claim in judged(rows) if words in claim)
+    assert judged(rows)[claim] is True
+    assert judged(planted)[claim] is False
+
+
+def test_parts_have_what_concerns_them_once():
+    configurations = Experiment(CHECKOUT, "groups").configurations(Request())
+    assert not any("beta" in one or "steps" in one for one in configurations if one["part"] == "masking")
+    exact = [one for one in configurations if one["part"] == "training" and not one["batch_size"]]
+    assert {one["seed"] for one in exact} == {0}
