@@ -7,6 +7,7 @@ import functools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from kltest.errors import UsageError
 from kltest.grading import grade as grade_with_all_checks
 from kltest.grading.checks import CHECKS
 from kltest.grading.report import RefutedError
+from kltest.grading.worlds import instances
 
 GRADIENT_CHECKS = "KL10,KL201,KL202,KL203,KL204,KL3,KL509"
 grade = functools.partial(grade_with_all_checks, select=GRADIENT_CHECKS)
@@ -686,3 +688,20 @@ def test_a_division_by_the_length_is_told_from_a_constant_in_any_world(environme
 )
 def test_signs_and_factors_are_told_on_other_gradients_too(loss, codes):
     assert {check.code for check in grade(loss).failed} == codes
+
+
+@pytest.mark.parametrize(
+    ("environment", "vocabulary", "length", "rollouts"),
+    [("bandit", 4, 1, 4), ("sequence", 3, 3, 27), ("ragged", 3, 3, 1 + 2 + 4 * 3)],
+)
+def test_the_worlds_are_those_of_the_contract(environment, vocabulary, length, rollouts):
+    """`bandit` V = 4; `sequence` V = 3, length 3; `ragged` V = 3 with an end token, length up to 3; all mild."""
+    worlds = instances(environment, 0)
+    assert len(worlds) == 3 + 1
+    for instance in worlds:
+        assert (instance.environment.vocabulary, instance.environment.horizon) == (vocabulary, length)
+        assert len(instance.paths) == rollouts
+        log_ratio = np.abs(instance.paths.along(instance.policy - instance.reference))
+        stale = np.abs(instance.paths.along(instance.policy - instance.sampler))
+        assert log_ratio.max() < 2
+        assert stale.max() < 1

@@ -588,3 +588,15 @@ def test_a_loss_for_batches_of_one_size_is_not_said_to_be_a_sum():
     moments = exact_batches(bind(of_three), Instance.draw(bandit(3), 0), size=3)
     assert not moments.added_up
     assert exact_batches(bind(lambda logp, ref_logp: 3 * of_three(logp, ref_logp)), Instance.draw(bandit(3), 0), size=3)
+
+
+def test_a_sum_over_rows_has_the_noise_of_the_mean_once_it_is_divided():
+    def added(logp, ref_logp, mask, group):
+        return leave_one_out(logp, ref_logp, mask, group).sum()
+
+    def averaged(logp, ref_logp, mask, group):
+        return leave_one_out(logp, ref_logp, mask, group).mean()
+
+    sums, means = (grade(loss, select="KL101").gradients for loss in (added, averaged))
+    for one, other in zip(sums, means, strict=True):
+        assert one.relative_variance == pytest.approx(other.relative_variance, rel=1e-9)

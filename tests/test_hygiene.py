@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
 from kltest.estimators import registry
 from kltest.grading.checks import CHECKS
+from kltest.grading.laboratory import repeat
 from kltest.grading.laboratory.extremes import Scan
 from kltest.grading.laboratory.precision import ALLOWED, NARROW, mild_batch
 from kltest.moments import NonDeterministicError, exact
@@ -370,3 +372,15 @@ def test_what_cannot_be_called_in_half_precision_is_no_failure():
     found = result("KL508", numpys)
     assert found.status == "inconclusive"
     assert "could not be called" in found.message
+
+
+def test_what_changes_in_the_twelfth_call_only_is_found(batch, monkeypatch):
+    calls = itertools.count(1)
+
+    def adapted(logp, ref_logp, mask):
+        return half_square(logp, ref_logp, mask) * (2 if next(calls) == 12 else 1)
+
+    monkeypatch.setattr(repeat, "usual_batch", lambda findings: batch)
+    loss = bind(adapted)
+    findings = SimpleNamespace(loss=SimpleNamespace(for_experiments=lambda: loss), evaluator=None)
+    assert "in call 12" in repeat.differs(findings).message

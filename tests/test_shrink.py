@@ -23,6 +23,7 @@ from kltest.grading.reproduction import reproduced
 from kltest.grading.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
 from kltest.grading.small_worlds import worked
 from kltest.grading.sources import NoSourceError, source_of
+from kltest.grading.worked import Place, WorkedExample
 from kltest.outputs import render
 from kltest.targets.calling import bind
 from kltest.truth import ATLAS
@@ -402,3 +403,27 @@ def test_a_name_that_the_program_needs_is_renamed():
     source = source_of(losses.k3_per_token, "x", frozenset({"k3_per_token"}))
     assert source.lines == ("from losses_to_shrink import k3_per_token as graded_k3_per_token",)
     assert source.name == "graded_k3_per_token"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "batch", "summed", "said"),
+    [
+        (None, 1, False, "rollouts drawn from π;"),
+        ([0.5, 0.5], 1, False, "rollouts drawn from the sampler;"),
+        (None, 2, False, "drawn from π, in batches of 2;"),
+        (None, 3, True, "in batches of 3, which are added up: divided by 3;"),
+    ],
+)
+def test_the_setting_in_words(sampler, batch, summed, said):
+    place = Place("", [0.5, 0.5], [0.4, 0.6], sampler, None, [0.0, 0.0], [0.0, 0.0], [0.0, 0.0])
+    example = WorkedExample("bandit", "current", 1, 2, False, batch, "rows", summed, [place])
+    assert said in example.setting
+    assert ("in batches" in example.setting) is (batch > 1)
+
+
+def test_every_simple_distribution_is_one():
+    for actions, choices in SIMPLE.items():
+        for chances in choices:
+            assert len(chances) == actions
+            assert sum(chances) == pytest.approx(1, abs=1e-12)
+            assert min(chances) > 0
