@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.measure import table
 
-SCRIPTS = ("start_up", "registry", "moments", "per_rollout", "dynamic_programming", "sampled", "training")
+SCRIPTS = ("start_up", "registry", "moments", "per_rollout", "dynamic_programming", "sampled", "training", "sweeps")
 
 
 def main() -> None:
