@@ -255,6 +255,58 @@ def test_what_only_leaves_out_is_said_not_to_have_been_run(checkout, capsys):
     assert "1 of 2 claims agree, 0 disagree, 1 not run" in capsys.readouterr().out
 
 
+def test_settings_of_ones_own_go_beside_the_results_that_figures_read(checkout):
+    assert run("roots") == 0
+    before = contents(checkout / "results")
+    assert run("roots", request=Request(changes=("number=3, 40",))) == 0
+    after = contents(checkout / "results")
+    assert {name: after[name] for name in before} == before
+    own = checkout / "results" / "roots@number=3,40"
+    assert [row["number"] for row in json.loads((own / "roots.json").read_text())] == [3, 40]
+    assert json.loads((own / "settings.json").read_text()) == {"scale": "quick", "number": [3, 40]}
+
+
+def test_a_setting_that_cannot_be_is_told_before_the_work(checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    for change, said in (("numbers=3", "did you mean 'number'"), ("number=100", "between 0 and 99")):
+        with pytest.raises(UsageError, match=said):
+            run("roots", request=Request(changes=(change,)))
+    with pytest.raises(UsageError, match="--workers"):
+        run("roots", request=Request(workers=0))
+    assert not (tmp_path / "calls").exists()
+    assert not (checkout / "results" / "roots").exists()
+
+
+def test_figures_and_paper_without_their_experiment_are_left_out_with_it(checkout, capsys):
+    """With --only; what was run before is drawn all the same."""
+    populate(
+        checkout,
+        {
+            "experiments/cubes/settings.py": SETTINGS,
+            "experiments/cubes/experiment.py": EXPERIMENT,
+            "experiments/cubes/analysis.py": ANALYSIS,
+            "figures/both.py": FIGURE.replace("def draw", "READS = ('roots', 'cubes')\n\ndef draw"),
+        },
+    )
+    assert reproduce(only=["roots"]) == 0
+    out = capsys.readouterr().out
+    assert "both is not drawn, for want of cubes" in out
+    assert "paper: not built, for want of cubes" in out
+    assert (checkout / "results/figures/roots.png").exists()
+    assert run("cubes") == 0
+    assert reproduce(only=["roots"]) == 0
+    assert (checkout / "results/figures/both.png").exists()
+    assert (checkout / "results/paper/paper.pdf").exists()
+
+
+def test_a_score_is_the_share_of_claims_that_agree(checkout, monkeypatch):
+    run("roots")
+    assert json.loads((checkout / "results/roots/numbers.json").read_text())["score"] == 1.0
+    monkeypatch.setenv("LIMIT", "2")
+    run("roots")
+    assert json.loads((checkout / "results/roots/numbers.json").read_text())["score"] == 0.0
+
+
 def test_an_unwritable_output_is_found_before_the_work(checkout, monkeypatch, tmp_path):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     (tmp_path / "file").write_text("")
@@ -325,6 +377,25 @@ def test_killed_and_started_again_the_results_are_those_of_an_undisturbed_run(ch
     assert contents(disturbed) == contents(undisturbed)
     # A kill can cost what a worker is computing and what it has just handed over, never more.
     assert len(calls.read_text().split()) <= 12 + 3 * 2 * workers
+
+
+def test_killed_twenty_times_at_random_moments_nothing_is_lost_and_nothing_done_twice(checkout, tmp_path):
+    undisturbed, disturbed, calls = tmp_path / "undisturbed", tmp_path / "disturbed", tmp_path / "calls"
+    assert start(checkout, undisturbed).wait() == 0
+    generator, kept = random.Random(0), 0
+    for kill in range(20):
+        process = start(checkout, disturbed, 1 + kill % 2, CALLS=str(calls), PAUSE="0.1")
+        time.sleep(generator.uniform(0.2, 1.5))
+        process.kill()
+        process.wait()
+        store = disturbed / "roots" / "runs.jsonl"
+        finished = store.read_bytes().count(b"\n") if store.exists() else 0
+        assert finished >= kept
+        kept = finished
+    assert start(checkout, disturbed, 2, CALLS=str(calls)).wait() == 0
+    assert contents(disturbed) == contents(undisturbed)
+    # What a kill can cost: a configuration under way and one just handed over, in each of two processes.
+    assert len(calls.read_text().split()) <= 12 + 20 * 4
 
 
 def test_workers_do_not_outlive_a_killed_parent(checkout, tmp_path):
