@@ -1,0 +1,145 @@
+"""Error against sample size: above that of the value, below that of the gradient, at two distances from the reference.
+
+Reads value-versus-gradient/value-versus-gradient.json among the results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .style import FAINT, INK, PAGE_WIDTH, look, tidy
+
+Row = dict[str, Any]
+# Each level of KL with the sample sizes that show its crossing.
+LEVELS = {0.005: (1.0, 1e11), 0.5: (1.0, 1e4)}
+VALUES = {"k1-loss": "$k_1$", "k2-loss": "$k_2$", "k3-loss": "$k_3$"}
+GRADIENTS = {
+    ("k1-loss", "loss"): "$k_1$ in loss",
+    ("k2-loss", "loss"): "$k_2$ in loss = $k_1$ in reward",
+    ("k3-loss", "loss"): "$k_3$ in loss",
+    ("k3-loss", "reward"): "$k_3$ in reward",
+}
+# Where along its line a label is tied, as a share of the axis, and how it stands there: points off, alignment.
+Spot = tuple[float, tuple[float, float], str]
+VALUE_LABELS: dict[float, dict[str, Spot]] = {
+    0.005: {"k1-loss": (0.5, (5, 3), "left"), "k2-loss": (0.92, (0, 5), "center"), "k3-loss": (0.5, (-5, -9), "right")},
+    0.5: {"k1-loss": (0.8, (5, 3), "left"), "k2-loss": (0.9, (0, 5), "center"), "k3-loss": (0.8, (-5, -9), "right")},
+}
+GRADIENT_LABELS: dict[float, dict[tuple[str, str], Spot]] = {
+    0.005: {
+        ("k1-loss", "loss"): (0.1, (6, 4), "left"),
+        ("k2-loss", "loss"): (0.55, (-6, -9), "right"),
+        ("k3-loss", "loss"): (0.9, (0, -10), "center"),
+        ("k3-loss", "reward"): (0.8, (0, 5), "center"),
+    },
+    0.5: {
+        ("k1-loss", "loss"): (0.02, (0, -17), "left"),
+        ("k2-loss", "loss"): (0.7, (-6, -9), "right"),
+        ("k3-loss", "loss"): (0.1, (8, 5), "left"),
+        ("k3-loss", "reward"): (0.72, (0, 6), "center"),
+    },
+}
+
+
+def draw(results: Path) -> Figure:
+    """Exact lines; the dots of the value were sampled, their bars are two standard errors."""
+    rows = json.loads((results / "value-versus-gradient" / "value-versus-gradient.json").read_text())
+    rows = [row for row in rows if row["width"] in (1.0, None)]
+    figure = Figure(figsize=(PAGE_WIDTH, 4.7))
+    grid = figure.subplots(2, 2, gridspec_kw={"left": 0.075, "right": 0.985, "top": 0.93, "bottom": 0.085})
+    figure.subplots_adjust(hspace=0.36, wspace=0.2)
+    for column, (kl, sizes) in enumerate(LEVELS.items()):
+        _values(grid[0, column], [row for row in rows if row["kl"] == kl], kl, sizes)
+        _gradients(grid[1, column], [row for row in rows if row["kl"] == kl], kl, sizes)
+    return figure
+
+
+def _values(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float]) -> None:
+    across = np.geomspace(*sizes, 200)
+    found = {row["estimator"]: row for row in rows if row["kind"] == "value"}
+    for name, label in VALUES.items():
+        if name not in found:
+            continue
+        variance, bias = found[name]["variance"] / kl**2, found[name]["mean"] / kl - 1
+        line = variance / across + bias**2
+        axes.plot(across, line, **look(name).plot(marker=""))
+        sampled = [row for row in rows if row["kind"] == "error" and row["estimator"] == name and row["seed"] == 0]
+        axes.errorbar(
+            [row["size"] for row in sampled],
+            [row["sampled"] / kl**2 for row in sampled],
+            yerr=[2 * row["standard_error"] / kl**2 for row in sampled],
+            **look(name).plot(linestyle="", elinewidth=0.8),
+        )
+        _label(axes, label, across, line, look(name).colour, VALUE_LABELS[kl][name])
+    _crossing(axes, found, kl)
+    axes.set(xscale="log", yscale="log", xlim=sizes)
+    tidy(axes, title=f"The value, KL = {kl:g}", x="samples n", y="mean squared error / KL²")
+
+
+def _crossing(axes: Axes, found: dict[str, Row], kl: float) -> None:
+    """Where k2's bias makes it as bad as k1."""
+    if not {"k1-loss", "k2-loss"} <= found.keys():
+        return
+    one, two = found["k1-loss"], found["k2-loss"]
+    size = (one["variance"] - two["variance"]) / (two["mean"] - kl) ** 2
+    axes.plot([size], [one["variance"] / size / kl**2], "o", mfc="none", mec=INK, ms=7, mew=0.8)
+    text = (
+        f"$n^* = {size:.4g}$"
+        if size < 1e4
+        else rf"$n^* = {size / 10 ** int(math.log10(size)):.2f} \cdot 10^{int(math.log10(size))}$"
+    )
+    axes.annotate(
+        text + "\n$k_2$'s bias outweighs\n$k_1$'s noise",
+        (size, one["variance"] / size / kl**2),
+        (-4, 11) if kl < 0.1 else (9, 9),
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        size=6.4,
+    )
+
+
+def _gradients(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float]) -> None:
+    across = np.geomspace(*sizes, 200)
+    axes.axhline(1.0, color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
+    axes.annotate(
+        "no gradient at all",
+        (sizes[1], 1.0),
+        (-2, -3),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        size=6,
+        color=FAINT,
+    )
+    for (estimator, placement), label in GRADIENTS.items():
+        parts = {
+            row["part"]: row
+            for row in rows
+            if row["kind"] == "gradient" and (row["estimator"], row["placement"]) == (estimator, placement)
+        }
+        if not parts:
+            continue
+        size = sum(row["truth"] ** 2 for row in parts.values())
+        variance = sum(row["variance"] for row in parts.values()) / size
+        bias = sum((row["mean"] - row["truth"]) ** 2 for row in parts.values()) / size
+        # Rounding would draw a floor under an estimator that has none.
+        line = variance / across + (bias if bias > 1e-20 else 0.0)
+        name = estimator if placement == "loss" else estimator.replace("loss", placement)
+        axes.plot(across, line, **look(name).plot(marker="", linewidth=1.8 if bias < 1e-20 else 1.1))
+        _label(axes, label, across, line, look(name).colour, GRADIENT_LABELS[kl][estimator, placement])
+    axes.set(xscale="log", yscale="log", xlim=sizes)
+    tidy(axes, title=f"Its gradient (mean and width), KL = {kl:g}", x="samples n", y="mean squared error / ‖∇KL‖²")
+
+
+def _label(axes: Axes, text: str, x: np.ndarray, y: np.ndarray, colour: str, spot: Spot) -> None:
+    share, off, side = spot
+    at = round(share * (len(x) - 1))
+    axes.annotate(text, (x[at], y[at]), off, textcoords="offset points", ha=side, color=colour, size=7, weight="bold")
