@@ -1,0 +1,142 @@
+"""Where training should end, and for which coefficient an end is the optimum: fixed points and the frontier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .worlds import environment, problem
+
+# Coefficients at which the frontier is solved for, to be interpolated between.
+FRONTIER = np.logspace(-3, 6, 181)
+
+EXACT = ("k1-reward", "k1-reward-to-go", "k1-both", "k3-both", "rao-blackwell", "k2-loss-sequence", "leave-one-out")
+LOCAL = ("k2-loss", "full-loss", "k3-ratio", "k1-reward-immediate")
+
+
+def predicted(world: str, estimator: str, beta: float, seed: int) -> np.ndarray | None:
+    """(C, V) log-probs of the policy at which the expected gradient vanishes, by theory; None if unknown."""
+    from kltest.truth import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
+
+    which = problem(world, seed)
+    asked = which.environment, which.reference, beta
+    steps = which.environment.horizon
+    if estimator in EXACT or (steps == 1 and estimator in (*LOCAL, "last-token")):
+        return best(world, beta, seed)
+    if estimator == "length-normalised":
+        return best(world, beta / steps, seed)
+    if estimator in LOCAL:
+        policy = token_k2_fixed_point(*asked)
+    elif estimator == "k3-loss":
+        policy = token_k3_fixed_point(*asked)
+    elif estimator == "k3-loss-sequence" and which.environment.tree:
+        policy = sequence_k3_fixed_point(*asked)
+    else:
+        return None
+    return by_context(world, policy)
+
+
+@cache
+def best(world: str, beta: float, seed: int) -> np.ndarray:
+    """(C, V) log-probs of π*."""
+    from kltest.truth import optimum
+
+    which = problem(world, seed)
+    return by_context(world, optimum(which.environment, which.reference, beta).policy)
+
+
+def by_context(world: str, policy: np.ndarray) -> np.ndarray:
+    """(C, V) of a table that may have a time step in front: every context of these worlds has one time of its own."""
+    if policy.ndim == 2:
+        return policy
+    here = environment(world)
+    merged = policy[0].copy()
+    reached = here.start_distribution() > 0
+    for table in policy:
+        merged[reached] = table[reached]
+        reached = here.transition.T @ np.repeat(reached.astype(float), here.vocabulary) > 0
+    return merged
+
+
+def measured(world: str, seed: int, policy: np.ndarray) -> tuple[float, float]:
+    """KL(π‖ref) and E_π[R], exactly."""
+    from kltest.environments import Instance
+    from kltest.truth import value
+
+    which = problem(world, seed)
+    instance = Instance.of(which.environment, policy, which.reference)
+    return value("reverse_kl", instance), value("expected_reward", instance)
+
+
+def distance(world: str, seed: int, policy: np.ndarray, other: np.ndarray) -> float:
+    """KL(π‖other) over whole rollouts."""
+    from kltest.environments import Instance
+    from kltest.truth import value
+
+    return value("reverse_kl", Instance.of(problem(world, seed).environment, policy, other))
+
+
+@cache
+def entropy(world: str, beta: float, seed: int) -> float:
+    """H(π*) over whole rollouts."""
+    from kltest.environments import Instance
+    from kltest.truth import value
+
+    which = problem(world, seed)
+    return value("entropy", Instance.of(which.environment, best(world, beta, seed), which.reference))
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """KL(π*‖ref) and E_π*[R] of the optima π*(β'), over β'; both fall as β' grows."""
+
+    world: str
+    seed: int
+    kl: np.ndarray
+    reward: np.ndarray
+    floor: float
+
+    def at(self, coefficient: float) -> tuple[float, float]:
+        """KL and reward at a β', not interpolated."""
+        return measured(self.world, self.seed, best(self.world, coefficient, self.seed))
+
+    def same_kl(self, kl: float) -> float | None:
+        """The β' whose optimum is as far from the reference; None beyond the frontier's ends."""
+        return _inverse(np.log(self.kl), np.log(max(kl, 1e-300)))
+
+    def same_reward(self, reward: float) -> float | None:
+        """The β' whose optimum earns as much; None for less than the reference's reward or (almost) the most."""
+        top = self.reward.max()
+        if not self.floor < reward < top:
+            return None
+        return _inverse(_odds(self.reward, self.floor, top), _odds(reward, self.floor, top))
+
+
+@cache
+def frontier(world: str, seed: int) -> Frontier:
+    kl, reward = np.array([measured(world, seed, best(world, float(beta), seed)) for beta in FRONTIER]).T
+    return Frontier(world, seed, kl, reward, measured(world, seed, problem(world, seed).reference)[1])
+
+
+def _odds(reward: Any, floor: float, top: float) -> Any:
+    """Resolves both ends: hardly better than the reference, and hardly worse than the best."""
+    # At the very top the odds are infinite.
+    with np.errstate(divide="ignore"):
+        return np.log(reward - floor) - np.log(top - reward)
+
+
+def _inverse(values: np.ndarray, wanted: float) -> float | None:
+    """The coefficient at which a falling curve has a value, by monotone cubic interpolation of its logarithm."""
+    from scipy.interpolate import PchipInterpolator
+
+    finite = np.isfinite(values)
+    ascending, logs = values[finite][::-1], np.log(FRONTIER)[finite][::-1]
+    # Where a curve is flat to rounding it says nothing.
+    keep = np.concatenate([[True], np.diff(ascending) > 1e-9])
+    ascending, logs = ascending[keep], logs[keep]
+    if not ascending[0] < wanted < ascending[-1]:
+        return None
+    return float(np.exp(PchipInterpolator(ascending, logs)(wanted)))

@@ -1,0 +1,296 @@
+"""Trains with every estimator at every coefficient, and says where that ends beside where it should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kltest.sweeps.run import Batching
+from kltest.sweeps.store import digest
+
+from .ends import FRONTIER, best, distance, entropy, frontier, measured, predicted
+from .settings import BUDGET_BETA, CENTRED, COLLAPSED, FIXED_POINTS, OPTIMUM, PARTS
+from .worlds import problem
+
+BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
+
+Row = dict[str, Any]
+Configuration = Mapping[str, Any]
+
+# The rate of exact ascent is rate/max(β, floor), floor after floor: while the policy has far to go, steps as long as
+# 1/β would settle on whichever action is tried first.
+FLOORS = (1.0, 0.3, 0.1)
+
+
+def tasks(configurations: Iterable[Configuration]) -> Iterator[Configuration]:
+    """Each part with what concerns it, once."""
+    seen = set()
+    for configuration in configurations:
+        part = configuration["part"]
+        own = {"part": part, **{name: configuration[setting] for name, setting in PARTS[part].items()}}
+        key = tuple(own.items())
+        if key not in seen:
+            seen.add(key)
+            yield own
+
+
+def compute_batch(configurations: Sequence[Configuration]) -> list[list[Row]]:
+    part = configurations[0]["part"]
+    if part == "budget":
+        return [[_budget(one)] for one in configurations]
+    if part == "frontier":
+        return [_frontier(one) for one in configurations]
+    together = {"exact": _exact, "sampled": _sampled, "fixed-points": _fixed_points, "optimum": _optimum}[part]
+    return [[row] for row in together(configurations)]
+
+
+def _estimator(one: Configuration) -> str | None:
+    return None if one["estimator"] == "none" else one["estimator"]
+
+
+def _exact(configurations: Sequence[Configuration]) -> list[Row]:
+    """Ascent on expected gradients, at a rate that rises as the policy comes nearer."""
+    problems = [problem(one["world"], one["seed"]) for one in configurations]
+    history = ascend(configurations, problems)
+    rows = []
+    for index, one in enumerate(configurations):
+        found = _measured(history, index, one)
+        rows.append({**one, **found, **_against(one, history.logits[index], found)})
+    return rows
+
+
+def ascend(configurations: Sequence[Configuration], problems: Sequence[Any]) -> Any:
+    """The History of the last stage of exact training, the start of the first in its place."""
+    from kltest.training import Run, train
+
+    start, diverged, first = [which.start for which in problems], np.full(len(problems), -1), None
+    for floor in FLOORS:
+        runs = [
+            Run(
+                replace(which, start=logits),
+                _estimator(one),
+                beta=one["beta"],
+                learning_rate=one["learning_rate"] / max(one["beta"], floor),
+            )
+            for one, which, logits in zip(configurations, problems, start, strict=True)
+        ]
+        history = train(runs, steps=configurations[0]["steps"] // len(FLOORS))
+        first = history if first is None else first
+        # A run that has diverged once stays where it was.
+        diverged = np.where(diverged >= 0, diverged, history.diverged)
+        start = list(history.logits)
+    columns = {
+        name: np.stack([getattr(first, name)[0], getattr(history, name)[-1]])
+        for name in ("reward", "kl", "kl_to_optimum")
+    }
+    return replace(history, **columns, diverged=diverged)
+
+
+def _measured(history: Any, index: int, one: Configuration) -> Row:
+    """Where a run ended; it collapsed if it diverged, or if little is left of the entropy that π* has."""
+    end = {name: float(getattr(history, name)[-1, index]) for name in ("reward", "kl", "kl_to_optimum", "entropy")}
+    diverged = bool(history.diverged[index] >= 0)
+    optimal = entropy(one["world"], one["beta"], one.get("seed", 0))
+    return {**end, "diverged": diverged, "collapsed": diverged or end["entropy"] < COLLAPSED * optimal}
+
+
+def _against(one: Configuration, logits: np.ndarray, found: Row) -> Row:
+    """The end beside the frontier of all optima and beside the predicted fixed point, if there is one."""
+    world, beta, seed = one["world"], one["beta"], one["seed"]
+    row = _beside_frontier(world, seed, found["kl"], found["reward"])
+    expected = predicted(world, one["estimator"], beta, seed)
+    if expected is None:
+        return row
+    kl, reward = measured(world, seed, expected)
+    numbers = {
+        "kl": kl,
+        "reward": reward,
+        "coefficient": frontier(world, seed).same_kl(kl),
+        "kl_to_optimum": distance(world, seed, expected, best(world, beta, seed)),
+    }
+    row |= {f"predicted_{name}": number for name, number in numbers.items()}
+    return row | {"kl_to_predicted": distance(world, seed, logits, expected)}
+
+
+def _beside_frontier(world: str, seed: int, kl: float, reward: float) -> Row:
+    """The coefficients of optima with the same KL or reward, and the share of the gain at that KL that is missing."""
+    curve = frontier(world, seed)
+    same_kl = curve.same_kl(kl)
+    most = None if same_kl is None else curve.at(same_kl)[1]
+    return {
+        "gain": reward - curve.floor,
+        "coefficient_by_kl": same_kl,
+        "coefficient_by_reward": curve.same_reward(reward),
+        "shortfall": None if most is None else (most - reward) / (most - curve.floor),
+    }
+
+
+def _frontier(one: Configuration) -> list[Row]:
+    """The frontier itself: what optima gain over the reference, and at which KL."""
+    curve = frontier(one["world"], 0)
+    points = zip(FRONTIER[::3], curve.kl[::3], curve.reward[::3], strict=True)
+    return [{**one, "beta": float(b), "kl": float(kl), "gain": float(reward - curve.floor)} for b, kl, reward in points]
+
+
+def _sampled(configurations: Sequence[Configuration]) -> list[Row]:
+    """Several runs of each configuration; medians and quartiles of where they end."""
+    from kltest.training import Run, train
+
+    first, runs = configurations[0], []
+    for one in configurations:
+        for number in range(one["runs"]):
+            runs.append(
+                Run(
+                    problem(one["world"], 0),
+                    _estimator(one),
+                    beta=one["beta"],
+                    learning_rate=one["learning_rate"] / max(1.0, one["beta"]),
+                    seed=_seed("sampled", one["world"], one["beta"], number),
+                )
+            )
+    history = train(runs, steps=first["steps"], batch_size=first["batch_size"])
+    rows, at, floors = [], 0, {one["world"]: frontier(one["world"], 0).floor for one in configurations}
+    for one in configurations:
+        ends = [_measured(history, at + number, one) for number in range(one["runs"])]
+        at += one["runs"]
+        row = {**one, "collapsed": sum(end["collapsed"] for end in ends), "diverged": sum(e["diverged"] for e in ends)}
+        for end in ends:
+            end["gain"] = end["reward"] - floors[one["world"]]
+        for name in ("gain", "kl", "kl_to_optimum"):
+            low, middle, high = np.quantile([end[name] for end in ends], (0.25, 0.5, 0.75))
+            row |= {name: float(middle), f"{name}_low": float(low), f"{name}_high": float(high)}
+        rows.append(row)
+    return rows
+
+
+def _budget(one: Configuration) -> Row:
+    """KL(π‖π*) of many runs in their second half, and at the end as bias and spread.
+
+    With π̄ the mixture of the runs' distributions over rollouts, mean KL(π_i‖π*) = KL(π̄‖π*) + mean KL(π_i‖π̄), exactly.
+    """
+    from scipy.special import logsumexp
+
+    from kltest.policies import table
+    from kltest.training import Run, train
+
+    which, steps = problem(one["world"], 0), one["steps"]
+    seeds = [_seed("budget", one["world"], one["batch_size"], number) for number in range(one["runs"])]
+    rate = one["learning_rate"] / BUDGET_BETA
+    history = train(
+        [Run(which, one["estimator"], beta=BUDGET_BETA, learning_rate=rate, seed=seed) for seed in seeds],
+        steps=steps,
+        batch_size=one["batch_size"],
+        record=range(steps // 2, steps + 1, max(1, steps // 40)),
+    )
+    optimal = best(one["world"], BUDGET_BETA, 0)
+    paths = which.environment.enumerate()
+    ends = np.array([paths.log_probability(table(logits)) for logits in history.logits])
+    mixture = logsumexp(ends, axis=0) - np.log(len(ends))
+    target = paths.log_probability(optimal)
+    settled = predicted(one["world"], one["estimator"], BUDGET_BETA, 0)
+    by_run = history.kl_to_optimum[1:].mean(axis=0)
+    return {
+        **one,
+        "kl_to_optimum": float(by_run.mean()),
+        "standard_error": float(by_run.std(ddof=1) / np.sqrt(len(by_run))),
+        "at_end": float((np.exp(ends) * (ends - target)).sum(axis=1).mean()),
+        "bias": float(np.exp(mixture) @ (mixture - target)),
+        "spread": float((np.exp(ends) * (ends - mixture)).sum(axis=1).mean()),
+        "predicted_bias": distance(one["world"], 0, settled, optimal),
+        "noise": noise(one["world"], one["estimator"], BUDGET_BETA, one["batch_size"]),
+        "diverged": int((history.diverged >= 0).sum()),
+    }
+
+
+def noise(world: str, estimator: str, beta: float, batch: int) -> float:
+    """batch × the trace of the covariance of one update's ascent direction at π*, exactly.
+
+    The reward's baseline is the mean of the other rollouts. So with r the centred reward, G = Σ_t g_t and k the
+    gradient of one rollout's penalty:  tr Cov(r·G − β·k) + (Var r·E‖G‖² + ‖E[r·G]‖²)/(batch − 1).
+    A penalty that is centred in the same way is part of r.
+    """
+    from kltest.environments import Instance
+    from kltest.estimators import find
+    from kltest.moments import exact
+    from kltest.targets.calling import bind
+    from kltest.targets.outcome import Call
+    from kltest.targets.placement import place
+
+    which = problem(world, 0)
+    instance = Instance.of(which.environment, best(world, beta, 0), which.reference)
+    paths, chances = instance.paths, instance.rollout_weights("current")
+    reward = which.environment.returns(paths)
+    centred = estimator == CENTRED
+    if centred:
+        reward = reward - beta * paths.along(instance.policy - instance.reference)
+    mean = float(chances @ reward)
+    penalty = bind(find(estimator).function, Call(), estimator, spec=find(estimator).spec)
+
+    def pushed(rollout: Any) -> Any:
+        """The centred reward's own loss."""
+        earned = rollout.reward - mean
+        if centred:
+            earned = earned - beta * (rollout.logp.detach() - rollout.ref_logp).sum(dim=1)
+        return -earned * rollout.logp.sum(dim=1)
+
+    def step(rollout: Any) -> Any:
+        """The whole loss of one rollout: the reward's, and the penalty as it is placed."""
+        if centred:
+            return pushed(rollout)
+        value = penalty.returned(rollout, 1.0).loss
+        placed = place(value, rollout.logp, rollout.mask, penalty.placement, penalty.credit)
+        return pushed(rollout) + beta * placed
+
+    alone = exact(bind(step), instance).variance
+    push = exact(bind(pushed), instance).gradient
+    scores = exact(bind(lambda logp: logp.sum(dim=1)), instance).second_moment
+    spread = float(chances @ (reward - mean) ** 2)
+    return float(alone + (spread * scores + (push**2).sum()) / (batch - 1))
+
+
+def _fixed_points(configurations: Sequence[Configuration]) -> list[Row]:
+    """Short sequences, exact ascent: how far from where theory says the end is."""
+    from kltest.training import Run, train
+
+    which, rows = problem("short", 0), []
+    names = [one["estimator"] for one in configurations]
+    history = train(
+        [Run(which, name, **_training(FIXED_POINTS)) for name in [*names, None]], steps=FIXED_POINTS["steps"]
+    )
+    for index, one in enumerate(configurations):
+        expected = history.logits[-1]
+        if one["estimator"] != "k1-loss":
+            expected = predicted("short", one["estimator"], FIXED_POINTS["beta"], 0)
+        rows.append(
+            {
+                **one,
+                "kl_to_predicted": distance("short", 0, history.logits[index], expected),
+                "moved": distance("short", 0, history.logits[index], which.start),
+                "kl_to_optimum": float(history.kl_to_optimum[-1, index]),
+                "gradient_norm": float(history.gradient_norm[-1, index]),
+            }
+        )
+    return rows
+
+
+def _optimum(configurations: Sequence[Configuration]) -> list[Row]:
+    """V = 5, L = 4: KL(π‖π*) at the start and at the end of exact ascent from the reference."""
+    from kltest.training import Run, train
+
+    runs = [Run(problem("long", 0), one["estimator"], **_training(OPTIMUM)) for one in configurations]
+    ends = train(runs, steps=OPTIMUM["steps"]).kl_to_optimum
+    return [
+        {**one, "kl_to_optimum": float(ends[-1, index]), "kl_to_optimum_at_start": float(ends[0, index])}
+        for index, one in enumerate(configurations)
+    ]
+
+
+def _training(constants: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: constants[name] for name in ("beta", "learning_rate")}
+
+
+def _seed(*parts: object) -> int:
+    return int(digest(*parts), 16) % 2**32

@@ -1,0 +1,126 @@
+"""Coefficients: the sweep of β, what is trained in which part of the experiment, and what counts as settled."""
+
+from collections.abc import Mapping
+from math import log10
+from typing import Any
+
+from kltest.sweeps.settings import Settings
+
+# What each part depends on, and the setting that says it; whatever else is set does not concern it.
+_OF_SAMPLING = ("batch_size", "runs", "steps", "learning_rate")
+PARTS = {
+    # Exact expected gradients, to the end: where does each estimator lead?
+    "exact": {
+        **{name: name for name in ("world", "estimator", "beta", "seed")},
+        "steps": "exact_steps",
+        "learning_rate": "exact_rate",
+    },
+    # Sampled gradients, several runs of each configuration: what is left of that with noise?
+    "sampled": {name: name for name in ("world", "estimator", "beta", *_OF_SAMPLING)},
+    # Sampled gradients at several batch sizes, at one β: when does a biased estimator end nearer to π*?
+    "budget": {"world": "world", "estimator": "estimator", **{name: f"budget_{name}" for name in _OF_SAMPLING}},
+    # Theory: the five fixed points on short sequences, and who reaches π* on long ones.
+    "fixed-points": {"estimator": "estimator"},
+    "optimum": {"estimator": "estimator"},
+    # The optima of all coefficients, to be drawn.
+    "frontier": {"world": "world"},
+}
+
+ESTIMATORS = (
+    "none",
+    "k1-loss",
+    "k2-loss",
+    "k2-loss-sequence",
+    "k3-loss",
+    "k3-loss-sequence",
+    "full-loss",
+    "k1-reward",
+    "k1-reward-to-go",
+    "k1-reward-immediate",
+    "k2-reward",
+    "k3-reward",
+    "k1-both",
+    "k3-both",
+    "rao-blackwell",
+    "k3-ratio",
+    "last-token",
+    "length-normalised",
+)
+# The penalty less the mean of the others: in expectation k1-reward, so of interest where gradients are sampled.
+CENTRED = "leave-one-out"
+IN_BUDGET = ("k1-reward", "k1-both", CENTRED, "rao-blackwell", "k2-loss", "k3-loss", "full-loss")
+BUDGET_WORLDS = ("sequence",)
+BUDGET_BETA = 1.0
+IN_FIXED_POINTS = ("k1-loss", "k1-reward", "k2-loss-sequence", "k2-loss", "full-loss", "k3-loss", "k3-loss-sequence")
+IN_OPTIMUM = ("k1-reward", "k2-loss-sequence", "k3-loss-sequence", "k3-loss", "k1-loss")
+
+# Theory's two parts: β, updates and learning rate. The first is mild enough to come to rest; the second is theory §5's.
+FIXED_POINTS: Mapping[str, Any] = {"beta": 1.0, "steps": 1500, "learning_rate": 4.0}
+OPTIMUM: Mapping[str, Any] = {"beta": 0.5, "steps": 2000, "learning_rate": 12.0}
+
+# A run collapsed if it diverged, or if its rollouts keep less than this share of the entropy that those of π* have.
+COLLAPSED = 0.1
+
+
+def applies(configuration: Mapping[str, Any]) -> bool:
+    """Whether a part has a place for a combination of settings."""
+    estimator, first = configuration["estimator"], configuration["seed"] == 0
+    return {
+        "exact": estimator in ESTIMATORS,
+        # Whole decades of β are enough, in one world of each kind.
+        "sampled": first and abs(log10(configuration["beta"]) - round(log10(configuration["beta"]))) < 1e-9,
+        "budget": first and estimator in IN_BUDGET and configuration["world"] in BUDGET_WORLDS,
+        "fixed-points": first and estimator in IN_FIXED_POINTS,
+        "optimum": first and estimator in IN_OPTIMUM,
+        "frontier": first and estimator == "none",
+    }[configuration["part"]]
+
+
+SETTINGS = Settings(
+    title="Coefficients: which estimators regularise as asked, at another coefficient, or not at all",
+    tags=("exact", "sampled", "training"),
+    values={
+        "part": tuple(PARTS),
+        "world": ("bandit", "sequence", "mdp"),
+        "estimator": (*ESTIMATORS, CENTRED),
+        "beta": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+        # Updates, and the learning rate in units of 1/β.
+        "exact_steps": 510,
+        "exact_rate": 2.0,
+        # The learning rate is that for β ≤ 1, and falls as 1/β beyond.
+        "batch_size": 16,
+        "runs": 8,
+        "steps": 200,
+        "learning_rate": 0.5,
+        "budget_batch_size": (4, 8, 16, 32, 64),
+        "budget_runs": 16,
+        "budget_steps": 400,
+        "budget_learning_rate": 1.0,
+    },
+    full={
+        "beta": tuple(round(10 ** (exponent / 4), 6) for exponent in range(-4, 13)),
+        "exact_steps": 9_000,
+        "runs": 64,
+        "steps": 1000,
+        "learning_rate": 0.1,
+        "budget_batch_size": (2, 4, 8, 16, 32, 64, 128, 256),
+        "budget_runs": 200,
+        "budget_steps": 4000,
+        "budget_learning_rate": 0.25,
+    },
+    seeds={"quick": 3, "full": 20},
+    allowed={
+        "beta": (0.001, 10_000.0),
+        "exact_steps": (10, 10_000_000),
+        "exact_rate": (1e-3, 4.0),
+        "batch_size": (2, 4096),
+        "runs": (1, 10_000),
+        "steps": (1, 1_000_000),
+        "learning_rate": (1e-6, 4.0),
+        "budget_batch_size": (2, 4096),
+        "budget_runs": (2, 10_000),
+        "budget_steps": (10, 1_000_000),
+        "budget_learning_rate": (1e-3, 4.0),
+    },
+    applies=applies,
+)

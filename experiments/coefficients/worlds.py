@@ -1,0 +1,69 @@
+"""The worlds: a bandit, token sequences, and an MDP whose states know the time, so that π* is a policy of theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kltest.environments import Environment
+    from kltest.training import Problem
+
+# Returns have a standard deviation of about 1, so that β = 1 is where reward and penalty weigh the same. The worlds of
+# theory's fixed points are milder: ascent comes to rest there only when the rarest context has.
+REWARD = {"short": 0.7, "long": 0.15}
+REFERENCE = {"short": 0.5, "long": 0.1}
+STATES, ACTIONS, HORIZON = 3, 3, 3
+
+
+@cache
+def environment(world: str) -> Environment:
+    from kltest.environments import bandit, sequence
+
+    return {
+        "bandit": lambda: bandit(6),
+        "sequence": lambda: sequence(3, 3),
+        "mdp": layered,
+        "short": lambda: sequence(3, 2),
+        "long": lambda: sequence(5, 4),
+    }[world]()
+
+
+def layered() -> Environment:
+    """Three steps through three states; every action leads to two states of the next step, at random."""
+    from kltest.environments import END, tabular
+
+    generator = np.random.default_rng(6)
+    shape = (HORIZON, STATES, ACTIONS, 2)
+    probabilities = generator.dirichlet(np.ones(2), size=shape[:3])
+    successors = np.argsort(generator.random((*shape[:3], STATES)), axis=-1)[..., :2]
+    successors += STATES * np.arange(1, HORIZON + 1)[:, None, None, None]
+    successors[-1] = END
+    probabilities[-1] = (1.0, 0.0)
+    contexts = HORIZON * STATES
+    start = np.zeros(contexts)
+    start[0] = 1.0
+    return tabular(
+        successors.reshape(contexts, ACTIONS, 2),
+        probabilities.reshape(contexts, ACTIONS, 2),
+        np.zeros((contexts, ACTIONS)),
+        HORIZON,
+        start=start,
+    )
+
+
+@cache
+def problem(world: str, seed: int) -> Problem:
+    """A random reference, at which training starts, and random rewards; the dynamics are the world's own."""
+    from kltest.policies import table
+    from kltest.training import Problem
+
+    base = environment(world)
+    generator = np.random.default_rng([seed, base.n_contexts, base.vocabulary])
+    shape = (base.n_contexts, base.vocabulary)
+    reference = table(REFERENCE.get(world, 0.5) * generator.standard_normal(shape))
+    scale = REWARD.get(world, 1 / np.sqrt(base.horizon))
+    return Problem(replace(base, reward=scale * generator.standard_normal(shape)), reference, reference)

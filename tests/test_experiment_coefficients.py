@@ -1,0 +1,244 @@
+"""The coefficients experiment: fixed points, frontier and noise by hand, and claims that can fail."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request, compute_all
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+MODULE, ANALYSIS, ENDS, SETTINGS, WORLDS = (
+    CHECKOUT.load("experiments", "coefficients", part)
+    for part in ("experiment", "analysis", "ends", "settings", "worlds")
+)
+
+
+def exact(estimator, beta, world="bandit", **changed):
+    one = {"part": "exact", "world": world, "estimator": estimator, "beta": beta, "seed": 0}
+    return {**one, "steps": 900, "learning_rate": 2.0, **changed}
+
+
+def bandit():
+    """(V,) reference probabilities and rewards of the first bandit."""
+    which = WORLDS.problem("bandit", 0)
+    return np.exp(which.reference[0]), which.environment.reward[0]
+
+
+def optimal(beta):
+    reference, reward = bandit()
+    powers = reference * np.exp((reward - reward.max()) / beta)
+    return powers / powers.sum()
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0, 30.0])
+def test_the_frontier_and_its_inverse_on_the_bandit(beta):
+    """π* ∝ ref·e^(R/β); interpolation between twenty points a decade is good to far better than 1e-3."""
+    reference, reward = bandit()
+    best = optimal(beta)
+    kl, earned = float(best @ np.log(best / reference)), float(best @ reward)
+    curve = ENDS.frontier("bandit", 0)
+    assert curve.at(beta) == pytest.approx((kl, earned), rel=1e-11)
+    assert curve.same_kl(kl) == pytest.approx(beta, rel=1e-3)
+    assert curve.same_reward(earned) == pytest.approx(beta, rel=1e-3)
+    assert curve.same_reward(float(reference @ reward) - 0.1) is None
+    assert curve.same_kl(100.0) is None
+
+
+def test_where_k3_in_the_loss_ends_on_the_bandit_and_what_it_costs():
+    """π = β·ref/(λ − R) with the λ that sums to 1, by bisection; so R_max − E R = β·(1 − ref/π) of the best arm."""
+    reference, reward = bandit()
+    beta, top = 0.3, reward.argmax()
+    level = brentq(lambda x: (beta * reference / (x - reward)).sum() - 1, reward.max() + 1e-12, reward.max() + 10)
+    policy = beta * reference / (level - reward)
+    ((row,),) = compute_all(CHECKOUT, "coefficients", [exact("k3-loss", beta)])
+    assert row["kl"] == pytest.approx(float(policy @ np.log(policy / reference)), rel=1e-9)
+    assert reward.max() - row["reward"] == pytest.approx(beta * (1 - reference[top] / policy[top]), rel=1e-9)
+    assert row["kl_to_optimum"] == pytest.approx(float(policy @ np.log(policy / optimal(beta))), rel=1e-9)
+    assert row["kl_to_predicted"] < 1e-20
+
+
+def test_ends_in_the_mdp_whose_states_know_the_time():
+    """The right one and the local one by a recursion of their own, both reached, and not the same."""
+    which, beta = WORLDS.problem("mdp", 0), 1.0
+    world = which.environment
+    ((right,), (local,)) = compute_all(
+        CHECKOUT, "coefficients", [exact(name, beta, "mdp") for name in ("k1-reward", "full-loss")]
+    )
+    for row, soft in ((right, True), (local, False)):
+        value, divergence = np.zeros(world.n_contexts), np.zeros(world.n_contexts)
+        for context in reversed(range(world.n_contexts)):
+            following, chance = world.successors[context], world.probabilities[context]
+            onward = (np.where(following >= 0, value[following], 0.0) * chance).sum(axis=1)
+            later = (np.where(following >= 0, divergence[following], 0.0) * chance).sum(axis=1)
+            scores = world.reward[context] + onward - (beta * later if soft else 0.0)
+            policy = np.exp(which.reference[context] + scores / beta)
+            policy /= policy.sum()
+            value[context] = policy @ (world.reward[context] + onward)
+            divergence[context] = policy @ (np.log(policy) - which.reference[context] + later)
+        assert row["kl"] == pytest.approx(divergence[0], rel=1e-8)
+        assert row["reward"] == pytest.approx(value[0], rel=1e-8)
+    assert right["coefficient_by_kl"] == pytest.approx(beta, rel=1e-3)
+    assert abs(local["coefficient_by_kl"] / beta - 1) > 2e-3
+
+
+@pytest.mark.parametrize("estimator", ["k1-reward", "k1-both", "rao-blackwell", "leave-one-out"])
+@pytest.mark.parametrize("batch", [2, 3])
+def test_the_noise_at_the_optimum_by_brute_force(estimator, batch):
+    """Every ordered batch on the bandit, one update's ascent direction each."""
+    reference, reward = bandit()
+    beta = 0.7
+    policy = optimal(beta)
+    u, scores = np.log(policy / reference), np.eye(len(policy)) - policy
+    truth = (policy * u) @ scores
+    first, second = np.zeros(len(policy)), 0.0
+    for arms in product(range(len(policy)), repeat=batch):
+        chance, rows = policy[list(arms)].prod(), list(arms)
+        earned = reward[rows] - (beta * u[rows] if estimator == "leave-one-out" else 0.0)
+        advantage = (earned - earned.mean()) * batch / (batch - 1)
+        penalty = {
+            "k1-reward": u[rows, None] * scores[rows],
+            "k1-both": (u[rows, None] + 1) * scores[rows],
+            "rao-blackwell": np.tile(truth, (batch, 1)),
+            "leave-one-out": np.zeros((batch, len(policy))),
+        }[estimator]
+        direction = (advantage[:, None] * scores[rows] - beta * penalty).mean(axis=0)
+        first += chance * direction
+        second += chance * direction @ direction
+    # At π* the expected direction is zero, and all is noise.
+    assert np.abs(first).max() < 1e-14
+    assert MODULE.noise("bandit", estimator, beta, batch) == pytest.approx(batch * second, rel=1e-11, abs=1e-25)
+    assert (second < 1e-25) == (estimator == "leave-one-out")
+
+
+def test_the_distance_to_the_optimum_is_bias_and_spread():
+    one = {"part": "budget", "world": "sequence", "estimator": "k2-loss", "batch_size": 8, "runs": 6, "steps": 40}
+    ((row,),) = compute_all(CHECKOUT, "coefficients", [{**one, "learning_rate": 1.0}])
+    assert row["at_end"] == pytest.approx(row["bias"] + row["spread"], rel=1e-10)
+    assert row["bias"] > 0
+    assert row["spread"] > 0
+
+
+def test_all_five_fixed_points_are_reached_and_apart():
+    configurations = [{"part": "fixed-points", "estimator": name} for name in SETTINGS.IN_FIXED_POINTS]
+    rows = [row for found in compute_all(CHECKOUT, "coefficients", configurations) for row in found]
+    assert all(row["kl_to_predicted"] < 1e-8 for row in rows)
+    assert all(row["moved"] > 0.05 for row in rows)
+    ends = {row["estimator"]: row["kl_to_optimum"] for row in rows}
+    assert ends["k1-reward"] < 1e-12
+    assert min(kl for name, kl in ends.items() if name not in ("k1-reward", "k2-loss-sequence")) > 1e-6
+    claims = ANALYSIS.claims(ANALYSIS.tidy(rows))
+    assert [claim.agrees for claim in claims[:5]] == [True] * 5
+    astray = [{**row, "kl_to_predicted": 1e-4 if row["estimator"] == "k3-loss" else 0.0} for row in rows]
+    assert [claim.agrees for claim in ANALYSIS.claims(astray)[:5]] == [True, True, False, True, True]
+
+
+BETAS = (0.1, 1.0, 3.0, 100.0, 1000.0)
+TOKENS = {"length-normalised": lambda beta: 1 / 3, "last-token": lambda beta: 0.1 / beta}
+DRIFTS = dict.fromkeys((*ENDS.LOCAL, "k3-loss", "k3-loss-sequence"), lambda beta: 1 + 0.5 / (1 + beta))
+EVERYWHERE = {
+    **dict.fromkeys(("none", "k1-loss"), lambda beta: 0.01 / beta),
+    **dict.fromkeys(("k2-reward", "k3-reward"), lambda beta: 0.1 / beta),
+}
+BANDIT = dict.fromkeys(("k3-loss", "k3-loss-sequence"), lambda beta: {0.1: 2.0, 1.0: 0.9, 3.0: 0.8}.get(beta, 1.0))
+
+
+def made_up(estimator, world, beta):
+    """A row as exact training leaves it, the coefficient that holds the policy said by a rule of thumb."""
+    rules = EVERYWHERE | (BANDIT if world == "bandit" else TOKENS | DRIFTS)
+    coefficient = beta * rules.get(estimator, lambda beta: 1.0)(beta)
+    diverged = estimator == "k3-reward" and beta <= 3
+    row = {"part": "exact", "world": world, "estimator": estimator, "beta": beta, "seed": 0, "shortfall": 0.0}
+    row |= {"kl": coefficient**-2, "gain": 1 / coefficient, "coefficient_by_kl": coefficient, "kl_to_predicted": 0.0}
+    row |= {"predicted_kl": coefficient**-2, "predicted_coefficient": coefficient}
+    return {**row, "diverged": diverged, "collapsed": diverged}
+
+
+def made_up_rows():
+    return [
+        made_up(estimator, world, beta)
+        for estimator, world, beta in product(SETTINGS.ESTIMATORS, ANALYSIS.WORLDS, BETAS)
+    ]
+
+
+def agreeing(rows):
+    return {claim.claim: claim.agrees for claim in ANALYSIS.claims(rows)}
+
+
+PLANTED = {
+    # What is planted, and the words of the claim that it must refute.
+    "regularise as asked in every world": lambda row: row["estimator"] == "rao-blackwell" and row["world"] == "mdp",
+    "every loss whose weight is u": lambda row: row["estimator"] == "full-loss" and row["world"] == "bandit",
+    "divided by the length": lambda row: row["estimator"] == "length-normalised" and row["world"] == "sequence",
+    "k1 in the loss regularises not at all": lambda row: row["estimator"] == "k1-loss" and row["world"] == "mdp",
+    "come to regularise as asked": lambda row: row["estimator"] == "k3-loss" and row["world"] == "mdp",
+}
+
+
+@pytest.mark.parametrize("words", PLANTED)
+def test_a_planted_coefficient_refutes_its_claim(words):
+    rows = made_up_rows()
+    before = agreeing(rows)
+    assert {claim for claim, agrees in before.items() if agrees is False} == set()
+    changed = ("kl", "predicted_kl", "coefficient_by_kl", "predicted_coefficient")
+    planted = [{**row, **{name: 1.5 * row[name] for name in changed}} if PLANTED[words](row) else row for row in rows]
+    refuted = {claim for claim, agrees in agreeing(planted).items() if agrees is False}
+    assert [claim for claim in refuted if words in claim], refuted
+
+
+def test_an_end_elsewhere_than_predicted_is_not_called_right():
+    rows = made_up_rows()
+    for row in rows:
+        if row["estimator"] == "k1-reward" and row["beta"] == 100:
+            row["coefficient_by_kl"] *= 1.1
+    assert ANALYSIS.held(rows, "mdp", "k1-reward").kind == "astray"
+    assert False in agreeing(rows).values()
+
+
+def test_a_collapse_refutes_that_there_are_none():
+    rows = made_up_rows()
+    rows[[row["estimator"] for row in rows].index("k1-reward")]["collapsed"] = True
+    refuted = [claim for claim, agrees in agreeing(rows).items() if agrees is False]
+    assert refuted == ["what follows ∇KL, the local gradient or forward KL never collapses under exact gradients"]
+
+
+def settles(estimator, batch, bias, noise, found=1.0):
+    row = {"part": "budget", "world": "sequence", "estimator": estimator, "batch_size": batch, "learning_rate": 1.0}
+    kl = found * (bias + noise / (4 * batch))
+    row |= {"kl_to_optimum": kl, "at_end": kl, "standard_error": 0.0}
+    return row | {"predicted_bias": bias, "noise": noise}
+
+
+def test_where_a_biased_estimator_stops_being_nearer():
+    """Noise 8/(4B) against bias .1 and noise 2/(4B): equal where 6/(4B) = .1, at B = 15."""
+    sizes = (4, 8, 16, 32, 64)
+    rows = [settles("k1-both", size, 0.0, 8.0) for size in sizes] + [
+        settles("k3-loss", size, 0.1, 2.0) for size in sizes
+    ]
+    found, foreseen = ANALYSIS.crossing(rows, "k3-loss", "k1-both")
+    assert found == foreseen == pytest.approx(15, rel=0.02)  # the curves are chords between sizes, on logarithms
+    doubled = [{**row, "kl_to_optimum": 2 * row["kl_to_optimum"]} for row in rows]
+    formula = "where noisy training settles is known"
+    assert [agrees for claim, agrees in agreeing(rows).items() if claim.startswith(formula)] == [True]
+    assert [agrees for claim, agrees in agreeing(doubled).items() if claim.startswith(formula)] == [False]
+
+
+def test_without_rows_nothing_is_claimed():
+    assert set(agreeing([]).values()) == {None}
+    assert ANALYSIS.numbers([])["exact runs"] == 0
+    assert ANALYSIS.tables([]) == {"coefficients-table": [], "budget": []}
+
+
+@pytest.mark.parametrize(
+    "changes", [("part=budget", "budget_batch_size=4"), ("world=mdp", "beta=0.5"), ("estimator=none",)]
+)
+def test_settings_of_a_persons_own_give_each_part_what_concerns_it(changes):
+    configurations = Experiment(CHECKOUT, "coefficients").configurations(Request(changes=changes))
+    assert configurations
+    for one in configurations:
+        assert {"part", *SETTINGS.PARTS[one["part"]]} == set(one)
