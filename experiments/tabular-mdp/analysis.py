@@ -95,9 +95,12 @@ def _picture(rows: Sequence[Row]) -> Judgement:
 
 
 def _ends(rows: Sequence[Row], followed: str) -> dict[tuple[float, float], list[Row]]:
-    found: dict[tuple[float, float], list[Row]] = {}
-    for row in select(rows, "length", followed=followed, stable=True):
-        found.setdefault((row["reference"], row["beta"]), []).append(row)
+    """The stable rest points for each reference and β that was looked at, the smallest chance first."""
+    chosen = select(rows, "length")
+    found: dict[tuple[float, float], list[Row]] = {(row["reference"], row["beta"]): [] for row in chosen}
+    for row in chosen:
+        if row["followed"] == followed and row["stable"]:
+            found[row["reference"], row["beta"]].append(row)
     return found
 
 
@@ -112,7 +115,7 @@ def _several_ends(rows: Sequence[Row]) -> Judgement:
     return (
         f"two ends for {len(two)} of {len(local)} settings, up to {apart:.2f} apart; ∇KL always one; "
         f"recursion off the closed form by {off:.0e}",
-        bool(two) and single and all(len(ends) <= 2 for ends in local.values()) and off < EXACT,
+        bool(two) and single and all(len(ends) in (1, 2) for ends in local.values()) and off < EXACT,
     )
 
 

@@ -1,0 +1,145 @@
+"""What a token-level loss misses in decision processes: cell by cell on a grid, and where training then ends.
+
+Reads tabular-mdp/tabular-mdp.json among the results.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle, Rectangle
+
+from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT_INK, look, tidy
+
+Row = dict[str, Any]
+SHOWN = 0.02  # references whose ends are drawn
+
+
+def draw(results: Path) -> Figure:
+    """Above the grid: the world, then what three gradients do in each cell. Below: slip, ends by β, eigenvalues."""
+    rows = json.loads((results / "tabular-mdp" / "tabular-mdp.json").read_text())
+    figure = Figure(figsize=(PAGE_WIDTH, 5.6))
+    cells = [row for row in rows if row["part"] == "picture"]
+    titles = (
+        ("a  The world", None),
+        ("b  Down the true gradient", "whole"),
+        ("c  Down the token-level gradient", "local"),
+        ("d  What is missed: b − c", "future"),
+    )
+    for index, (title, push) in enumerate(titles):
+        axes = figure.add_axes((0.012 + 0.5 * (index % 2), 0.72 - 0.275 * (index // 2), 0.477, 0.245))
+        axes.set_title(title, loc="left", size=7.5, weight="bold", pad=3)
+        _grid(axes, cells, push)
+    figure.text(0.03, 0.428, KEY, size=6.3, va="top", linespacing=1.35)
+    panels = [figure.add_axes((left, 0.07, 0.25, 0.215)) for left in (0.062, 0.4, 0.735)]
+    _slip(panels[0], [row for row in rows if row["part"] == "worlds"])
+    _ends(panels[1], [row for row in rows if row["part"] == "length"])
+    _eigenvalues(panels[2], [row for row in rows if row["part"] == "rotation"])
+    return figure
+
+
+KEY = """\
+a: start at S; a step on the coin's cell pays 1. The reference drifts to the right (thin arrows). The policy (thick) is
+the reference, but in the shaded cells it goes for the coin; the shade is the next-action KL there. b–d: where a step
+down the gradient moves the policy; shade and length grow with its size (square root). Where policy and reference agree
+c is blank: only b turns the policy, from the start on, away from where KL will be paid."""
+
+
+def _grid(axes: Axes, cells: list[Row], push: str | None) -> None:
+    axes.axis("off")
+    if not cells:
+        return
+    columns, rows = 1 + max(cell["x"] for cell in cells), 1 + max(cell["y"] for cell in cells)
+    axes.set(xlim=(-0.52, columns - 0.48), ylim=(-0.52, rows - 0.48), aspect="equal")
+    most = {"kl": max(cell["kl"] for cell in cells), "size": max(cell["whole_size"] for cell in cells)}
+    for cell in cells:
+        x, y = cell["x"], cell["y"]
+        share = cell["kl"] / most["kl"] if push is None else (cell[f"{push}_size"] / most["size"]) ** 0.5
+        face = "white" if share < 1e-6 else BIAS(0.08 + 0.55 * share)
+        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=face, edgecolor=HAIRLINE, lw=0.5))
+        if push is None:
+            _arrow(axes, x, y + 0.16, cell["reference_right"], cell["reference_up"], RIGHT_INK, 0.6)
+            _arrow(axes, x, y - 0.12, cell["policy_right"], cell["policy_up"], INK, 1.4)
+        elif cell[f"{push}_size"] > 0:
+            right, up = cell[f"{push}_right"], cell[f"{push}_up"]
+            size = (right**2 + up**2) ** 0.5
+            length = (size / most["size"]) ** 0.5
+            _arrow(axes, x, y, right / size * length, up / size * length, INK, 1.1)
+        if cell["reward"]:
+            axes.add_patch(Circle((x, y), 0.43, facecolor="none", edgecolor="#b8860b", lw=1.6))
+        if cell["start"]:
+            axes.text(x - 0.46, y + 0.44, "S", size=7, weight="bold", va="top")
+
+
+def _arrow(axes: Axes, x: float, y: float, right: float, up: float, colour: str, width: float) -> None:
+    """Centred on (x, y); nothing for none."""
+    if right**2 + up**2 < 1e-4:
+        return
+    half = 0.46
+    ends = ((x + half * right, y + half * up), (x - half * right, y - half * up))
+    arrow = {
+        "arrowstyle": "-|>,head_width=0.16,head_length=0.26",
+        "color": colour,
+        "lw": width,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
+    axes.annotate("", *ends, arrowprops=arrow)
+
+
+def _slip(axes: Axes, rows: list[Row]) -> None:
+    tidy(axes, title="e  Actions that slip", x="chance that a random action is taken", y="‖missed part‖ / ‖∇KL‖")
+    lengths = sorted({row["horizon"] for row in rows})
+    steps = 8 if 8 in lengths else max(lengths, default=0)
+    looks = {"chain": ("o", "-"), "grid": ("s", "--"), "random": ("^", ":")}
+    for world, (marker, line) in looks.items():
+        mine: dict[float, list[float]] = {}
+        for row in rows:
+            if (row["world"], row["horizon"]) == (world, steps):
+                mine.setdefault(row["slip"], []).append(row["missed"])
+        x = sorted(mine)
+        if not x:
+            continue
+        mean = [sum(mine[at]) / len(mine[at]) for at in x]
+        colour = look("k2-loss").colour
+        axes.fill_between(x, [min(mine[at]) for at in x], [max(mine[at]) for at in x], color=colour, alpha=0.13, lw=0)
+        axes.plot(x, mean, color=colour, ls=line, marker=marker, ms=3, lw=1.1)
+        axes.annotate(world, (x[0], mean[0]), (5, -9 if world == "chain" else 5), textcoords="offset points", size=6)
+    axes.set_ylim(-0.02, 0.8)
+    axes.text(0.98, 0.95, f"{steps} steps\nband: all draws", transform=axes.transAxes, size=6, ha="right", va="top")
+
+
+def _ends(axes: Axes, rows: list[Row]) -> None:
+    tidy(axes, title="f  Ends of training", x="coefficient β", y="chance of going on")
+    shown = [row for row in rows if row["reference"] == SHOWN]
+    for followed, stable, options in (
+        ("local_reverse_kl", True, look("k2-loss").plot(linestyle="", markersize=3.4)),
+        ("local_reverse_kl", False, look("k2-loss").plot(linestyle="", markersize=3.4, markerfacecolor="white")),
+        ("reverse_kl", True, {"color": look("k1-reward").colour, "lw": 1.2}),
+    ):
+        mine = [row for row in shown if (row["followed"], row["stable"]) == (followed, stable)]
+        mine.sort(key=lambda row: row["beta"])
+        axes.plot([row["beta"] for row in mine], [row["chance"] for row in mine], **options)
+    axes.set_ylim(-0.05, 1.22)
+    axes.axhline(SHOWN, color=FAINT, lw=0.7, ls=":")
+    axes.text(2.0, 0.06, "reference", size=6, ha="right", color=FAINT)
+    axes.text(0.3, 1.06, "token-level; open: tipping points", size=6, color=look("k2-loss").colour)
+    axes.text(0.36, 0.33, "∇KL", size=6.5, color=look("k1-reward").colour, ha="left")
+
+
+def _eigenvalues(axes: Axes, rows: list[Row]) -> None:
+    tidy(axes, title="g  Spirals into rest", x="real part", y="imaginary part")
+    looks = {
+        "reverse_kl": look("k1-reward").plot(linestyle="", markersize=2.6),
+        "local_reverse_kl": look("k2-loss").plot(linestyle="", markersize=2.6),
+    }
+    for followed, options in looks.items():
+        mine = [row for row in rows if row["followed"] == followed]
+        for sign in (1, -1):
+            axes.plot([row["real"] for row in mine], [sign * row["imaginary"] for row in mine], **options)
+    axes.text(0.03, 0.96, "token-level", transform=axes.transAxes, size=6, va="top", color=look("k2-loss").colour)
+    axes.text(0.03, 0.06, "∇KL: all on the axis", transform=axes.transAxes, size=6, color=look("k1-reward").colour)

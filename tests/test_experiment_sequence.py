@@ -1,0 +1,154 @@
+"""The sequence experiment: its formulas by hand and by brute force, and that a wrong result is called wrong."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request
+from kltest.truth import gradient
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+experiment = CHECKOUT.load("experiments", "sequence", "experiment")
+analysis = CHECKOUT.load("experiments", "sequence", "analysis")
+settings = CHECKOUT.load("experiments", "sequence", "settings")
+worlds = CHECKOUT.load("experiments", "sequence", "worlds")
+
+
+def computed(*changes: str, seeds: int = 1) -> list[dict]:
+    found = Experiment(CHECKOUT, "sequence").configurations(Request(changes=changes, seeds=seeds))
+    return [row for configuration in found for row in experiment.compute(configuration)]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    """Every part, at lengths that take no time; the circulation with nothing left out."""
+    return computed(
+        "length=1,2,100,300,1000", "vocabulary=2,4", "steering=0,0.75,0.9", "estimator=k2-loss,k3-loss,k1-reward-to-go"
+    )
+
+
+def verdicts(rows: list[dict]) -> dict[str, bool | None]:
+    return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
+
+
+def brute_force(instance, vocabulary: int, length: int) -> np.ndarray:
+    """E[Σ_t g_t Σ_(s>t) u_s] of a bigram by a loop over all sequences, scores written out."""
+    policy, u = np.exp(instance.policy), instance.policy - instance.reference
+    total = np.zeros(policy.shape)
+    for tokens in itertools.product(range(vocabulary), repeat=length):
+        contexts = [0, *(1 + token for token in tokens[:-1])]
+        steps = list(zip(contexts, tokens, strict=True))
+        chance = math.prod(policy[step] for step in steps)
+        for t, (context, token) in enumerate(steps):
+            score = -policy[context].copy()
+            score[token] += 1
+            total[context] += chance * score * sum(u[step] for step in steps[t + 1 :])
+    return total
+
+
+@pytest.mark.parametrize("steering", [0.0, 0.4, 0.95])
+def test_the_closed_form_is_the_missing_part(steering):
+    instance = worlds.persistent(3, 5, steering, seed=1)
+    by_hand = brute_force(instance, 3, 5)
+    # A few hundred products and sums.
+    assert np.abs(worlds.future_in_closed_form(instance, steering) - by_hand).max() < 1e-13
+    assert np.abs(gradient("future_reverse_kl", instance) - by_hand).max() < 1e-13
+
+
+def test_the_blind_root_by_hand():
+    """Theory §5.6: p(1 − p)·d; the departure is a coin's KL, written out here."""
+    for chance, departure in ((0.3, 0.1), (0.5, 0.6)):
+        instance = worlds.blind_root(chance, departure)
+        q = math.exp(instance.policy[2, 1])
+        assert q * math.log(2 * q) + (1 - q) * math.log(2 * (1 - q)) == pytest.approx(departure, abs=1e-12)
+        assert gradient("reverse_kl", instance)[0, 1] == pytest.approx(chance * (1 - chance) * departure, abs=1e-12)
+
+
+def test_every_claim_of_a_small_run_agrees_and_nothing_is_left_out(rows):
+    assert {claim: agrees for claim, agrees in verdicts(rows).items() if agrees is not True} == {}
+
+
+def test_a_discount_is_what_a_discounted_return_gives(rows):
+    """γ = 0 is the local gradient, so its bias is the share missed; a critic takes its share off."""
+    credit = [row for row in rows if row["part"] == "credit" and row["what"] == "discount"]
+    instance = worlds.persistent(settings.VOCABULARY, settings.CREDIT_LENGTH, 0.9, 0)
+    whole, local = gradient("reverse_kl", instance), gradient("local_reverse_kl", instance)
+    share = np.linalg.norm(whole - local) / np.linalg.norm(whole)
+    for critic in (0.0, 0.5):
+        found = [r["bias"] for r in credit if (r["steering"], r["discount"], r["critic"]) == (0.9, 0.0, critic)]
+        assert found == [pytest.approx((1 - critic) * share, rel=1e-12)]
+
+
+def test_the_circulation_by_hand(rows):
+    """Σ over the edges of the missing early component, −∮ KL(y) dp, needs the two logistic functions only."""
+    (x0, x1), (y0, y1) = settings.CORNERS
+    p = [1 / (1 + math.exp(-x)) for x in (x0, x1)]
+
+    def kl(logit):
+        q = 1 / (1 + math.exp(-logit))
+        return math.log(2) + q * math.log(q) + (1 - q) * math.log(1 - q)
+
+    found = next(row for row in rows if row.get("field") == "local_reverse_kl")
+    assert found["circulation"] == pytest.approx((p[1] - p[0]) * (kl(y1) - kl(y0)), abs=1e-13)
+
+
+def plant(part, column, value, **where):
+    return pytest.param(part, column, value, where, id=f"{part}-{column}")
+
+
+@pytest.mark.parametrize(
+    ("part", "column", "value", "where"),
+    [
+        plant("estimators", "off_local", 1e-6, estimator="k2-loss"),
+        plant("estimators", "bias", 1e-6, estimator="k1-reward-to-go"),
+        plant("root", "local", 1e-3),
+        plant("root", "found", 1e-3, estimator="k2-loss"),
+        plant("length", "missed", 1e-3, steering=0.0),
+        plant("length", "missed", 5.0, steering=0.75, length=1000),
+        plant("length", "missed", 0.4, steering=0.9, length=2),
+        plant("length", "off_formula", 1e-6),
+        plant("length", "last", 0.5, length=100),
+        plant("conditions", "missed", 1e-3, condition="relabelled"),
+        plant("conditions", "missed", 1e-12, condition="policy context-free"),
+        plant("credit", "bias", 1e-3, what="discount", discount=1.0, critic=0.0, steering=0.9),
+        plant("credit", "off_formula", 1e-6, what="rollout by rollout"),
+        plant("field", "asymmetry", 1e-4, length=100),
+        plant("conditions", "asymmetry", 1e-12, condition="both context-free"),
+        plant("circulation", "circulation", 0.0, field="k2-loss"),
+        plant("ends", "off_rest", 0.1),
+        plant("ends", "by_earlier_logits", 1e-3),
+    ],
+)
+def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
+    changed = copy.deepcopy(rows)
+    hit = [row for row in changed if row["part"] == part and all(row.get(k) == v for k, v in where.items())]
+    assert hit
+    for row in hit:
+        row[column] = value
+    if column == "missed" and where.get("length") == 2:
+        for row in changed:  # no growth at all
+            if row["part"] == "length" and row["steering"] == 0.9 and row["length"] > 2:
+                row["missed"] = 0.4
+    assert False in verdicts(changed).values()
+
+
+def test_claims_without_their_rows_are_not_run():
+    assert set(verdicts([]).values()) == {None}
+    assert all(value is None for value in analysis.numbers([]).values())
+    assert analysis.tables([]) == {}
+    few = computed("part=length,root", "length=5", "steering=0.5", "estimator=k3-loss")
+    assert set(verdicts(few).values()) <= {None, True}
+
+
+def test_parts_vary_what_is_theirs_only():
+    grid = settings.SETTINGS.configurations(settings.SETTINGS.grid("quick"))
+    assert {one["part"] for one in grid} == set(settings.PARTS)
+    for one in grid:
+        assert set(one) == {"part", *settings.PARTS[one["part"]]}

@@ -1,0 +1,161 @@
+"""The experiment on decision processes: rest points by hand, worlds by definition, wrong results called so."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request
+from kltest.truth import gradient, value
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+experiment = CHECKOUT.load("experiments", "tabular-mdp", "experiment")
+analysis = CHECKOUT.load("experiments", "tabular-mdp", "analysis")
+settings = CHECKOUT.load("experiments", "tabular-mdp", "settings")
+worlds = CHECKOUT.load("experiments", "tabular-mdp", "worlds")
+GAMMA = settings.CONTINUES
+
+
+def computed(*changes: str, seeds: int = 1) -> list[dict]:
+    found = Experiment(CHECKOUT, "tabular-mdp").configurations(Request(changes=changes, seeds=seeds))
+    return [row for configuration in found for row in experiment.compute(configuration)]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    """Every part, with few steps; all coefficients, since ends are counted over them."""
+    return [
+        *computed("part=worlds,estimators,picture", "horizon=1,3", "slip=0,0.5,1"),
+        *computed("part=length", "reference=0.02"),
+        *computed("part=rotation", "beta=2", seeds=3),
+    ]
+
+
+def verdicts(rows: list[dict]) -> dict[str, bool | None]:
+    return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
+
+
+def test_every_claim_of_a_small_run_agrees_and_nothing_is_left_out(rows):
+    assert {claim: agrees for claim, agrees in verdicts(rows).items() if agrees is not True} == {}
+
+
+def test_rest_points_of_going_on_by_hand(rows):
+    """One state, so the reward and the KL of a policy are one over the chance of ending: differences of their sums."""
+    reference, step = 0.02, 1e-4
+
+    def objective(p, beta):
+        kl = p * math.log(p / reference) + (1 - p) * math.log((1 - p) / (1 - reference))
+        return (p - beta * kl) / (1 - GAMMA * p)
+
+    for row in rows:
+        if row["part"] != "length" or row["chance"] > 0.99:
+            continue
+        p, beta = row["chance"], row["beta"]
+        if row["followed"] == "reverse_kl":
+            # A maximum of the objective; a central difference by log p, accurate to step² = 1e-8.
+            slope = (objective(p * math.exp(step), beta) - objective(p * math.exp(-step), beta)) / (2 * step)
+            assert abs(slope) < 1e-7
+        else:
+            waits = 1 / (1 - GAMMA * p)
+            assert math.log(p / (1 - p)) == pytest.approx(
+                math.log(reference / (1 - reference)) + waits / beta, abs=1e-9
+            )
+
+
+def test_the_true_gradient_has_one_end_by_a_scan():
+    """Its objective, of one number, rises and then falls: on a fine grid it has one maximum."""
+    for reference in (0.02, 0.1):
+        for beta in (0.4, 0.7, 1.0):
+            p = 1 / (1 + np.exp(-np.linspace(-12, 12, 20_001)))
+            kl = p * np.log(p / reference) + (1 - p) * np.log((1 - p) / (1 - reference))
+            rising = np.diff((p - beta * kl) / (1 - GAMMA * p)) > 0
+            assert int((rising[:-1] != rising[1:]).sum()) == 1
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.02, "lower"), (0.9, "upper")])
+def test_training_ends_where_it_is_said_to(rows, start, end):
+    """Plain steps along what a token-level loss follows, to either side of the tipping point at β = 0.7."""
+    numbers, beta = analysis.numbers(rows), 0.7
+    assert numbers["lower end, token-level"] < numbers["tipping point"] < numbers["upper end, token-level"]
+    logit = math.log(start / (1 - start))
+    for _ in range(100):
+        instance = worlds.going_on(0.02, logit)
+        push = gradient("expected_reward", instance) - beta * gradient("local_reverse_kl", instance)
+        stop, go = np.exp(instance.policy[0])
+        # In the natural direction, so that it takes no thousand steps where a policy is all but certain.
+        logit += 0.3 / beta * push[0, 1] / (stop * go / (1 - GAMMA * go))
+    expected = numbers[f"{end} end, token-level"]
+    assert logit == pytest.approx(math.log(expected / (1 - expected)), abs=1e-3)
+
+
+def test_an_action_that_slips_is_a_random_one():
+    firm, loose = (worlds.world("chain", 3, slip, 0).transition.toarray().reshape(9, 3, 9) for slip in (0.0, 0.3))
+    assert np.abs(loose - (0.7 * firm + 0.3 * firm.mean(axis=1, keepdims=True))).max() < 1e-15
+    assert firm[0, 0, 0] == firm[4, 2, 5] == firm[8, 2, 8] == 1
+
+
+def test_values_of_going_on_are_geometric_series():
+    """E[R] = p/(1 − γp) and KL = KL_1/(1 − γp): nothing of a rollout is left at the horizon."""
+    instance = worlds.going_on(0.1, math.log(0.6 / 0.4))
+    kl = 0.6 * math.log(0.6 / 0.1) + 0.4 * math.log(0.4 / 0.9)
+    assert value("expected_reward", instance) == pytest.approx(0.6 / (1 - GAMMA * 0.6), rel=1e-13)
+    assert value("kl", instance) == pytest.approx(kl / (1 - GAMMA * 0.6), rel=1e-13)
+
+
+def test_the_policy_of_the_picture_is_the_reference_but_near_the_coin(rows):
+    cells = [row for row in rows if row["part"] == "picture"]
+    for cell in cells:
+        near = 1 <= cell["away"] <= 2
+        assert (cell["kl"] > 1e-3) == near
+        assert (cell["local_size"] > 1e-6) == near
+    assert sum(cell["reward"] for cell in cells) == 1
+    start = next(cell for cell in cells if cell["start"])
+    assert start["whole_right"] < -0.01  # down the true gradient one turns back before KL is paid
+
+
+@pytest.mark.parametrize(
+    ("part", "column", "value", "where"),
+    [
+        ("worlds", "off_again", 1e-6, {"horizon": 3}),
+        ("worlds", "off_dynamics", 1e-6, {"horizon": 3}),
+        ("estimators", "off_local", 1e-6, {"estimator": "k2-loss"}),
+        ("estimators", "bias", 1e-6, {"estimator": "k1-reward-to-go"}),
+        ("worlds", "missed", 1e-6, {"horizon": 1}),
+        ("worlds", "missed", 1e-6, {"slip": 1.0, "horizon": 3}),
+        ("worlds", "missed", 2.0, {"slip": 0.5, "horizon": 3}),
+        ("picture", "local_size", 1e-3, {"away": 5}),
+        ("picture", "whole_size", 0.0, {"away": 5}),
+        ("length", "stable", False, {"beta": 0.7}),
+        ("length", "off_formula", 1e-6, {}),
+        ("rotation", "turn", 0.0, {"followed": "local_reverse_kl"}),
+        ("rotation", "turn", 0.1, {"followed": "reverse_kl"}),
+        ("rotation", "off_rest", 1e-3, {}),
+    ],
+)
+def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
+    changed = copy.deepcopy(rows)
+    hit = [row for row in changed if row["part"] == part and all(row.get(k) == v for k, v in where.items())]
+    assert hit
+    for row in hit:
+        row[column] = value
+    assert False in verdicts(changed).values()
+
+
+def test_where_there_are_no_two_ends_both_claims_of_them_disagree(rows):
+    one = [row for row in rows if row["part"] != "length" or row["chance"] < 0.5 or row["followed"] == "reverse_kl"]
+    found = verdicts(one)
+    assert found["where a state recurs, training with a token-level loss may have two ends"] is False
+    assert found["lowering β and raising it again does not lead back"] is False
+
+
+def test_claims_without_their_rows_are_not_run():
+    assert set(verdicts([]).values()) == {None}
+    assert analysis.tables([]) == {}
+    few = computed("part=worlds,length", "world=chain", "horizon=2", "slip=0.5", "beta=0.7", "reference=0.1")
+    assert set(verdicts(few).values()) <= {None, True}
+    assert analysis.numbers(few)["tipping point"] is None
