@@ -1,0 +1,203 @@
+"""Two worked examples, and bias, direction, size and sign against distance from the reference.
+
+Reads differentiate-the-estimate/differentiate-the-estimate.json among the results.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .style import FAINT, INK, PAGE_WIDTH, look, tidy
+
+Row = dict[str, Any]
+NAMES = {
+    "k3-reward": "$k_3$ in reward",
+    "abs-loss": "|u| in loss",
+}
+DISTANCE = "KL(π‖ref), nats"
+# The steepest parts of the binary example are cut off, so that its middle can be read.
+BINARY_RANGE = (-7, 7)
+
+
+def draw(results: Path) -> Figure:
+    """Exact throughout; bands are from the 10th to the 90th of 100 pairs of policies, lines are medians."""
+    rows = json.loads((results / "differentiate-the-estimate" / "differentiate-the-estimate.json").read_text())
+    distances = [row for row in rows if row["part"] == "distance" and row["seed"] == 0]
+    figure = Figure(figsize=(PAGE_WIDTH, 4.75))
+    grid = figure.subplots(2, 3)
+    figure.subplots_adjust(left=0.078, right=0.985, top=0.94, bottom=0.085, hspace=0.42, wspace=0.4)
+    _binary(grid[0, 0], [row for row in rows if row["part"] == "binary"])
+    _four(grid[0, 1], [row for row in rows if row["part"] == "examples" and row["example"] == "four actions"])
+    _error(grid[0, 2], distances)
+    _direction(grid[1, 0], distances)
+    _size(grid[1, 1], distances)
+    _signs(grid[1, 2], distances)
+    return figure
+
+
+def _binary(axes: Axes, rows: list[Row]) -> None:
+    axes.axvline(0.5, color=FAINT, lw=0.6, ls=":")
+    axes.text(0.5, 6.9, "ref ", ha="right", va="top", size=6, color=FAINT)
+    for name in ("k1-loss", "k3-loss", "k3-reward", "k2-loss"):
+        mine = [row for row in rows if row["estimator"] == name]
+        if not mine:
+            continue
+        x, y = ([row[column] for row in mine] for column in ("probability", "derivative"))
+        axes.plot(x, y, **look(name).plot(marker="", linewidth=1.8 if name == "k2-loss" else 1.1))
+        at = next((row for row in mine if row["probability"] == 0.8), None)
+        if at:
+            axes.plot([0.8], [at["derivative"]], **look(name).plot(linestyle=""))
+    texts = {
+        "k1-loss": (0.02, -0.85, "left", "$k_1$ in loss"),
+        "k2-loss": (0.47, -4.4, "left", "truth = $k_2$\nin loss"),
+        "k3-loss": (0.86, 4.6, "right", "$k_3$ in loss"),
+        "k3-reward": (0.13, 4.6, "left", "$k_3$ in reward"),
+    }
+    for name, (x, y, side, text) in texts.items():
+        axes.text(x, y, text, ha=side, color=look(name).colour, size=6.4, weight="bold")
+    axes.set(xlim=(0, 1), ylim=BINARY_RANGE)
+    tidy(axes, title="Two actions", x="probability p of the first action", y="expected gradient, d/dp")
+
+
+def _four(axes: Axes, rows: list[Row]) -> None:
+    found = {row["estimator"]: row for row in rows}
+    if "k3-loss" not in found:
+        return
+    truth, wrong = found["k3-loss"]["truth"], found["k3-loss"]["gradient"]
+    across = np.arange(len(truth))
+    axes.bar(across - 0.19, truth, 0.36, color=INK)
+    axes.bar(across + 0.19, wrong, 0.36, color=look("k3-loss").colour, hatch="////", edgecolor="white", linewidth=0)
+    axes.axhline(0, color=INK, lw=0.6)
+    axes.text(0.5, 0.335, "truth", color=INK, size=6.4, weight="bold", va="center")
+    axes.text(0.5, 0.275, "$k_3$ in loss", color=look("k3-loss").colour, size=6.4, weight="bold", va="center")
+    axes.annotate("another sign", (1.19, wrong[1]), (0, 4), textcoords="offset points", ha="left", size=6.4)
+    labels = [f"{p:.1f}\n{r:.1f}" for p, r in zip((0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4), strict=True)]
+    axes.set_xticks(across, labels)
+    axes.text(-0.62, -0.362, "π\nref", ha="right", va="top", size=7)
+    axes.set(ylim=(-0.34, 0.41))
+    tidy(axes, title="Four actions", y="expected gradient, by logit")
+
+
+def _error(axes: Axes, rows: list[Row]) -> None:
+    x, _ = _line(axes, rows, "k3-loss", "relative_error", 128, scale="log")
+    axes.plot(x, np.sqrt(x), color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
+    mine = _of(rows, "k3-reward", 128)
+    axes.plot(
+        [row["kl"] for row in mine],
+        [row["size"] for row in mine],
+        **look("k3-reward").plot(linestyle="", mfc="none", markersize=4.5),
+    )
+    axes.text(
+        1e-3,
+        2.6e-3,
+        "$k_3$ in loss:\nerror / ‖∇KL‖",
+        color=look("k3-loss").colour,
+        size=6.4,
+        weight="bold",
+        va="center",
+    )
+    axes.text(
+        1.4e-6,
+        0.22,
+        "$k_3$ in reward:\nsize / ‖∇KL‖",
+        color=look("k3-reward").colour,
+        size=6.4,
+        weight="bold",
+        va="center",
+    )
+    axes.annotate("$\\sqrt{KL}$", (0.9, 1.0), (-3, 0), textcoords="offset points", size=6.4, color=FAINT, ha="right")
+    tidy(axes, title="Error, V = 128", x=DISTANCE, y="relative to the truth")
+
+
+def _direction(axes: Axes, rows: list[Row]) -> None:
+    axes.axhline(1, color=INK, lw=0.8)
+    texts = {
+        "k3-loss": (2e-4, 0.94, "$k_3$ in loss"),
+        "abs-loss": (2e-6, 0.69, NAMES["abs-loss"]),
+        "k3-reward": (2e-6, 0.10, NAMES["k3-reward"]),
+    }
+    for name, (x, y, text) in texts.items():
+        _line(axes, rows, name, "cosine", 128)
+        axes.text(x, y, text, color=look(name).colour, size=6.4, weight="bold", va="center")
+    axes.text(2e-6, 1.05, "truth", size=6.4, weight="bold", va="center")
+    axes.set(ylim=(-0.62, 1.14))
+    axes.set_yticks((-0.5, 0, 0.5, 1))
+    tidy(axes, title="Direction, V = 128", x=DISTANCE, y="cosine with ∇KL")
+
+
+def _size(axes: Axes, rows: list[Row]) -> None:
+    axes.axhline(1, color=INK, lw=0.8)
+    axes.text(1e-6, 1.06, "truth", size=6.4, weight="bold", va="bottom")
+    styles = {
+        "dropped": ("-", (5e-3, 2.6), "right"),
+        "random": ("--", (3.5, 2.9), "right"),
+        "taken up": (":", (4e-4, 0.30), "right"),
+    }
+    words = {
+        "dropped": "a likely action\ndropped",
+        "random": "random\npolicy",
+        "taken up": "an unlikely\naction\ntaken up",
+    }
+    for path, (line, (x, y), side) in styles.items():
+        _line(axes, rows, "k3-loss", "size", 128, path=path, scale="log", linestyle=line)
+        axes.text(x, y, words[path], size=6.4, ha=side, va="center", color=look("k3-loss").colour)
+    axes.set(ylim=(0.14, 7))
+    axes.set_yticks((0.2, 0.5, 1, 2, 5), ("0.2", "0.5", "1", "2", "5"))
+    axes.minorticks_off()
+    tidy(axes, title="Size of $\\mathbf{k_3}$ in loss, V = 128", x=DISTANCE, y="‖E[ĝ]‖ / ‖∇KL‖")
+
+
+def _signs(axes: Axes, rows: list[Row]) -> None:
+    # Grey levels of one colour: they are the same estimator, at growing vocabularies.
+    for size, line, marker, (x, y) in (
+        (2, ":", "o", (0.9, 0.0)),
+        (4, "-.", "s", (0.012, 0.2)),
+        (32, "--", "D", (0.035, 0.7)),
+        (128, "-", "^", (1.2e-6, 0.62)),
+    ):
+        mine = _of(rows, "k3-loss", size)
+        mine = [row for row in mine if row["reached"] >= 0.5 * row["pairs"]]
+        if not mine:
+            continue
+        axes.plot(
+            [row["kl"] for row in mine],
+            [row["any_flipped"] for row in mine],
+            **look("k3-loss").plot(linestyle=line, marker=marker, mfc="white"),
+        )
+        axes.text(x, y, f"V = {size}", size=6.4, color=look("k3-loss").colour, weight="bold")
+    axes.set(xscale="log", ylim=(-0.03, 1.05))
+    tidy(axes, title="$\\mathbf{k_3}$ in loss turns a sign", x=DISTANCE, y="share of policies")
+
+
+def _line(
+    axes: Axes,
+    rows: list[Row],
+    estimator: str,
+    quantity: str,
+    size: int,
+    *,
+    path: str = "random",
+    scale: str = "linear",
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The median with its band, where at least half of the pairs get so far."""
+    mine = [row for row in _of(rows, estimator, size, path) if row["reached"] >= 0.5 * row["pairs"]]
+    mine = [row for row in mine if row[quantity] is not None]
+    x, y, low, high = (
+        np.array([row[name] for row in mine]) for name in ("kl", quantity, f"{quantity}_low", f"{quantity}_high")
+    )
+    style = look(estimator).plot(marker="", **options)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+    axes.plot(x, y, **style)
+    axes.set(xscale="log", yscale=scale)
+    return x, y
+
+
+def _of(rows: list[Row], estimator: str, size: int, path: str = "random") -> list[Row]:
+    return [row for row in rows if (row["estimator"], row["vocabulary"], row["path"]) == (estimator, size, path)]
