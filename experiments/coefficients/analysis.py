@@ -400,7 +400,7 @@ def _of_noise(rows: Sequence[Row]) -> list[Claim]:
             centred or None,
             lambda found: f"{max(row['noise'] for row in found):.0e}, and {max(row['at_end'] for row in found):.0e}",
             lambda found: all(row["noise"] < 1e-20 and row["at_end"] < 2e-4 for row in found),
-            "at π* R − β·Σu is the same for every rollout; 2e-4 is what rare contexts still lack",
+            "at π* R − β·Σu is the same for every rollout where dynamics are deterministic; 2e-4 is what rare contexts still lack",
         ),
         _claim(
             "Rao–Blackwellised KL ends further from π* than k1 in the reward: what cancels the reward's noise is gone",
@@ -515,7 +515,12 @@ def _cell(found: Held) -> str:
 
 
 def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
-    result: dict[str, float | int | str | None] = {"exact runs": len(_of(rows, part="exact"))}
+    runs = _of(rows, part="exact")
+    result: dict[str, float | int | str | None] = {
+        "exact runs": len(runs),
+        "estimators": len({row["estimator"] for row in runs} - {"none"}),
+        "coefficients": len({row["beta"] for row in runs}),
+    }
     for name in dict.fromkeys(row["estimator"] for row in rows if "estimator" in row):
         for world in WORLDS:
             found = held(rows, world, name)
