@@ -12,8 +12,9 @@ from .settings import DIRECTIONS, ESTIMATORS, ORDERS, PLACEMENTS, SIZES
 
 Row = dict[str, Any]
 
-# The trapezoidal rule on a smooth integrand that dies out at both ends errs by less than rounding at this step; at a
-# width of 0.75, the narrowest, what lies beyond the ends is below 1e-24 of the integral of w²·e⁴.
+# The trapezoidal rule on a smooth integrand that dies out at both ends errs by less than rounding at this step. What
+# reaches furthest is w²: at a width of 0.8 and KL 1.5 a Gaussian around −10 with a standard deviation of 1.9, at 0.75
+# and no shift, where orders are looked for, one around 0 with 2.8. Both ends are ten of those away.
 NODES = np.linspace(-30.0, 30.0, 3001)
 WEIGHTS = np.exp(-(NODES**2) / 2) / np.sqrt(2 * np.pi) * (NODES[1] - NODES[0])
 
