@@ -400,7 +400,7 @@ def _of_noise(rows: Sequence[Row]) -> list[Claim]:
             centred or None,
             lambda found: f"{max(row['noise'] for row in found):.0e}, and {max(row['at_end'] for row in found):.0e}",
             lambda found: all(row["noise"] < 1e-20 and row["at_end"] < 2e-4 for row in found),
-            "at π* R − β·Σu is the same for every rollout where dynamics are deterministic; 2e-4 is what rare contexts still lack",
+            "at π* R − β·Σu is the same for every rollout of tokens; 2e-4 is what rare contexts still lack",
         ),
         _claim(
             "Rao–Blackwellised KL ends further from π* than k1 in the reward: what cancels the reward's noise is gone",
