@@ -254,7 +254,7 @@ QUESTIONS = (
     Question("once the tokens that the policy has left are in it, hardly any of the pull remains", f"{VERL}; {OWN}",
              "less than 5 % of k3's, what is left being Σ over the living tokens of (π − ref)·g", _silenced, SUMS),
     Question("a policy that has run ahead comes back many times later", OWN, "more than ten times as many updates",
-             _way_back, "exact training; steps of 25"),
+             _way_back, "exact training, looked at sixty times"),
     Question("log-probs rounded before they are subtracted: the error of the gradient is that of differences on a grid",
              OWN, "√(Σπ²f(h − f)/Σπ²u²), f = |u| mod h, h the grid's step at the log-prob", _read,
              "15 %, where more than 500 tokens are misread"),

@@ -95,7 +95,8 @@ def way_back(one: Mapping[str, Any]) -> list[Row]:
     start[0, 0] += one["start"]
     run = Run(Problem(bandit(CLAMPED_TOKENS), start, REFERENCE), one["penalty"], beta=1.0,
               learning_rate=RETURN["learning_rate"])  # fmt: skip
-    history = train([run], steps=RETURN["steps"], record=RETURN["every"], optima=False)
+    record = sorted({round(step) for step in np.geomspace(1, RETURN["steps"], RETURN["records"])})
+    history = train([run], steps=RETURN["steps"], record=record, optima=False)
     home = np.flatnonzero(history.kl[:, 0] < RETURN["home"])
     returned = int(history.steps[home[0]]) if len(home) else None
     return [

@@ -84,7 +84,7 @@ DRIFT = {"likely": 8, "mass": 0.8, "steps": 400, "learning_rate": 8.0}
 # Clamps: a reference of so many tokens with chances 1/rank, of which one runs ahead: the likeliest.
 CLAMPED_TOKENS = 16
 LOG_RATIOS = tuple(round(-8 + 0.25 * step, 2) for step in range(89))  # −8 … 14
-RETURN = {"steps": 2000, "learning_rate": 1.0, "every": 25, "home": 0.01}
+RETURN = {"steps": 2000, "learning_rate": 1.0, "records": 60, "home": 0.01}
 
 # Lengths: up to so many tokens of a vocabulary whose last token ends the rollout.
 RAGGED = {"vocabulary": 2, "length": 4}

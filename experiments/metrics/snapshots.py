@@ -1,0 +1,128 @@
+"""What is logged of one policy: multiplied by a ratio or an advantage, masked with its group, averaged over padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .settings import GARBAGE, REFERENCE, WORLD
+
+Row = dict[str, Any]
+
+
+def reweighted(one: Mapping[str, Any]) -> list[Row]:
+    """Expectations under an older sampler of Σu times what trainers multiply it by, and what they are."""
+    from dataclasses import replace
+
+    from kltest.environments import Instance, ragged
+    from kltest.estimators import find
+    from kltest.rollout import Rollout
+    from kltest.truth import value
+
+    world = ragged(WORLD["vocabulary"], WORLD["length"])
+    generator = np.random.default_rng([one["seed"], 5])
+    world = replace(world, reward=generator.standard_normal(world.reward.shape))
+    instance = Instance.draw(world, one["seed"], staleness=one["staleness"])
+    batch, chances = Rollout.of(instance, sampler="stale"), instance.rollout_weights("stale")
+    live = batch.mask != 0
+    u, log_ratio = (
+        (batch.logp - other).where(live, 0.0).detach() for other in (batch.ref_logp, batch.old_logp)
+    )  # fmt: skip
+    k3 = find("k3-loss").function(batch.logp, batch.ref_logp).where(live, 0.0).detach()
+    token = log_ratio.exp().where(live, 0.0)
+    prefix = log_ratio.cumsum(dim=1).exp()
+    sequence = log_ratio.sum(dim=1, keepdim=True).exp()
+    geometric = (log_ratio.sum(dim=1, keepdim=True) / live.sum(dim=1, keepdim=True)).exp()
+
+    def expected(terms: Any) -> float:
+        return float(chances @ terms.sum(dim=1).numpy())
+
+    sums, reward = u.sum(dim=1).numpy(), batch.reward.numpy()
+    advantage = reward - chances @ reward
+    return [
+        {
+            "kl": value("kl", instance),
+            "local@sampler": value("local_reverse_kl@sampler", instance),
+            "no ratio": expected(u),
+            "token ratio": expected(token * u),
+            "token ratio, k3": expected(token * k3),
+            "prefix ratio": expected(prefix * u),
+            "sequence ratio": expected(sequence * u),
+            "geometric ratio": expected(geometric * u),
+            "geometric ratio, k3": expected(geometric * k3),
+            "advantage": float(chances @ (advantage * sums)),
+            "covariance": float(chances @ (reward * sums) - (chances @ reward) * (chances @ sums)),
+            "advantage of −R": float(chances @ (-advantage * sums)),
+        }
+    ]
+
+
+def masked_kl(logp, ref_logp, mask, reward, group):  # type: ignore[no-untyped-def]
+    """Σu, zero where all rewards of the group are the same; logged as it stands. (B, T) → (B,)."""
+    from kltest.estimators.grouping import group_sum
+
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(dim=1)
+    mean = group_sum(reward, group) / group_sum(reward.new_ones(len(reward)), group)
+    differs = group_sum(((reward - mean).abs() > 1e-9).to(log_ratio.dtype), group) > 0
+    masked = log_ratio.where(differs, 0.0)
+    return masked.square() / 2, {"kl": masked.detach()}
+
+
+def masked(one: Mapping[str, Any]) -> list[Row]:
+    """Groups of n: what a metric reads that is masked where the group's rewards tie, over all groups.
+
+    In closed form Σ_v π_v·u_v·(1 − P(the other n − 1 earn what v earns)).
+    """
+    from kltest.environments import Instance, bandit
+    from kltest.moments import exact_batches
+    from kltest.targets.calling import bind
+    from kltest.truth import value
+
+    right, size = one["success"], one["group_size"]
+    wrong = np.array(REFERENCE[1:])
+    policy = np.log([[right, *((1 - right) * wrong / wrong.sum())]])
+    world = bandit(4, reward=np.array([[1.0, 0.0, 0.0, 0.0]]))
+    instance = Instance.of(world, policy, np.log([REFERENCE]))
+    found = exact_batches(bind(masked_kl), instance, size=size, grouped=True).metric
+    assert found is not None
+    chances, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
+    others = np.array([right, *[1 - right] * 3]) ** (size - 1)
+    tied = right**size + (1 - right) ** size
+    closed = float(chances @ (u * (1 - others)))
+    return [
+        {
+            "kl": value("kl", instance),
+            "read": found.mean,
+            "read_over_unmasked": closed / (1 - tied) if size > 1 else None,
+            "tied": float(tied),
+            "closed_form_error": abs(found.mean - closed),
+        }
+    ]
+
+
+def padding(one: Mapping[str, Any]) -> list[Row]:
+    """One policy, its rollouts padded to a length: the mean over all positions, zeros or not, and over live ones."""
+    import torch
+
+    from kltest.environments import Instance, ragged
+    from kltest.rollout import Rollout
+    from kltest.truth import value
+
+    instance = Instance.draw(ragged(WORLD["vocabulary"], WORLD["length"]), one["seed"])
+    batch, chances = Rollout.of(instance), instance.rollout_weights("current")
+    length = max(one["padded_length"], WORLD["length"])
+    u = torch.zeros((len(chances), length), dtype=torch.float64)
+    u[:, : WORLD["length"]] = (batch.logp - batch.ref_logp).detach()
+    live = torch.zeros_like(u, dtype=torch.bool)
+    live[:, : WORLD["length"]] = batch.mask != 0
+    filled = {"zeros": u.where(live, 0.0), "garbage": u.where(live, GARBAGE)}
+    return [
+        {
+            "kl": value("kl", instance),
+            "kl_per_token": value("kl_per_token", instance),
+            "length": value("expected_length", instance),
+            **{f"mean over {name}": float(chances @ terms.mean(dim=1).numpy()) for name, terms in filled.items()},
+        }
+    ]
