@@ -101,8 +101,8 @@ def _back(axes: Axes, rows: list[Row]) -> None:
          y="KL(π‖ref), nats")  # fmt: skip
     start = max((row["start"] for row in rows), default=0)
     places = {
-        "k3-clamped": ("k3 clamped", 330, (-8, -13)),
-        "k3-loss": ("k3", 4, (4, 8)),
+        "k3-clamped": ("k3\nclamped", 330, (-12, -22)),
+        "k3-loss": ("k3", 9, (5, 6)),
         "k2-loss": ("k2", 190, (5, -2)),
     }
     for name, (words, at, offset) in places.items():
