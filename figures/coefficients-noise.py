@@ -36,7 +36,7 @@ LEAST = 1e-5
 
 def draw(results: Path) -> Figure:
     rows = json.loads((results / "coefficients" / "coefficients.json").read_text())
-    budget = [row for row in rows if row["part"] == "budget"]
+    budget = [row for row in rows if row["part"] == "budget" and row["seed"] == 0]
     figure = Figure(figsize=(PAGE_WIDTH, 2.7), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, (title, names) in zip(panels, PANELS.items(), strict=True):

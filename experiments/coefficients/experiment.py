@@ -39,11 +39,15 @@ def tasks(configurations: Iterable[Configuration]) -> Iterator[Configuration]:
 
 def compute_batch(configurations: Sequence[Configuration]) -> list[list[Row]]:
     part = configurations[0]["part"]
-    if part == "budget":
-        return [[_budget(one)] for one in configurations]
     if part == "frontier":
         return [_frontier(one) for one in configurations]
-    together = {"exact": _exact, "sampled": _sampled, "fixed-points": _fixed_points, "optimum": _optimum}[part]
+    together = {
+        "exact": _exact,
+        "sampled": _sampled,
+        "budget": _budget,
+        "fixed-points": _fixed_points,
+        "optimum": _optimum,
+    }[part]
     return [[row] for row in together(configurations)]
 
 
@@ -166,46 +170,63 @@ def _sampled(configurations: Sequence[Configuration]) -> list[Row]:
     return rows
 
 
-def _budget(one: Configuration) -> Row:
-    """KL(π‖π*) of many runs in their second half, and at the end as bias and spread.
+def _budget(configurations: Sequence[Configuration]) -> list[Row]:
+    """KL(π‖π*) of many runs in their second half, and at the end as bias and spread."""
+    from kltest.training import Run, train
 
-    With π̄ the mixture of the runs' distributions over rollouts, mean KL(π_i‖π*) = KL(π̄‖π*) + mean KL(π_i‖π̄), exactly.
-    """
+    first, runs = configurations[0], []
+    for one in configurations:
+        for number in range(one["runs"]):
+            runs.append(
+                Run(
+                    problem(one["world"], one["seed"]),
+                    one["estimator"],
+                    beta=BUDGET_BETA,
+                    learning_rate=one["learning_rate"] / BUDGET_BETA,
+                    seed=_seed("budget", one["world"], one["batch_size"], one["seed"], number),
+                )
+            )
+    steps = first["steps"]
+    recorded = range(steps // 2, steps + 1, max(1, steps // 40))
+    history = train(runs, steps=steps, batch_size=first["batch_size"], record=recorded)
+    rows, at = [], 0
+    for one in configurations:
+        mine = slice(at, at + one["runs"])
+        at += one["runs"]
+        by_run = history.kl_to_optimum[1:, mine].mean(axis=0)
+        settled = predicted(one["world"], one["estimator"], BUDGET_BETA, one["seed"])
+        optimal = best(one["world"], BUDGET_BETA, one["seed"])
+        rows.append(
+            {
+                **one,
+                "kl_to_optimum": float(by_run.mean()),
+                "standard_error": float(by_run.std(ddof=1) / np.sqrt(len(by_run))),
+                **_bias_and_spread(one["world"], one["seed"], history.logits[mine]),
+                "predicted_bias": distance(one["world"], one["seed"], settled, optimal),
+                "noise": noise(one["world"], one["estimator"], BUDGET_BETA, one["batch_size"], one["seed"]),
+                "diverged": int((history.diverged[mine] >= 0).sum()),
+            }
+        )
+    return rows
+
+
+def _bias_and_spread(world: str, seed: int, logits: np.ndarray) -> Row:
+    """With π̄ the mixture of runs i as rollouts go, mean KL(π_i‖π*) = KL(π̄‖π*) + mean KL(π_i‖π̄), exactly."""
     from scipy.special import logsumexp
 
     from kltest.policies import table
-    from kltest.training import Run, train
 
-    which, steps = problem(one["world"], 0), one["steps"]
-    seeds = [_seed("budget", one["world"], one["batch_size"], number) for number in range(one["runs"])]
-    rate = one["learning_rate"] / BUDGET_BETA
-    history = train(
-        [Run(which, one["estimator"], beta=BUDGET_BETA, learning_rate=rate, seed=seed) for seed in seeds],
-        steps=steps,
-        batch_size=one["batch_size"],
-        record=range(steps // 2, steps + 1, max(1, steps // 40)),
-    )
-    optimal = best(one["world"], BUDGET_BETA, 0)
-    paths = which.environment.enumerate()
-    ends = np.array([paths.log_probability(table(logits)) for logits in history.logits])
-    mixture = logsumexp(ends, axis=0) - np.log(len(ends))
-    target = paths.log_probability(optimal)
-    settled = predicted(one["world"], one["estimator"], BUDGET_BETA, 0)
-    by_run = history.kl_to_optimum[1:].mean(axis=0)
+    paths = problem(world, seed).environment.enumerate()
+    ends = np.array([paths.log_probability(table(one)) for one in logits])
+    mixture, target = logsumexp(ends, axis=0) - np.log(len(ends)), paths.log_probability(best(world, BUDGET_BETA, seed))
     return {
-        **one,
-        "kl_to_optimum": float(by_run.mean()),
-        "standard_error": float(by_run.std(ddof=1) / np.sqrt(len(by_run))),
         "at_end": float((np.exp(ends) * (ends - target)).sum(axis=1).mean()),
         "bias": float(np.exp(mixture) @ (mixture - target)),
         "spread": float((np.exp(ends) * (ends - mixture)).sum(axis=1).mean()),
-        "predicted_bias": distance(one["world"], 0, settled, optimal),
-        "noise": noise(one["world"], one["estimator"], BUDGET_BETA, one["batch_size"]),
-        "diverged": int((history.diverged >= 0).sum()),
     }
 
 
-def noise(world: str, estimator: str, beta: float, batch: int) -> float:
+def noise(world: str, estimator: str, beta: float, batch: int, seed: int = 0) -> float:
     """batch × the trace of the covariance of one update's ascent direction at π*, exactly.
 
     The reward's baseline is the mean of the other rollouts. So with r the centred reward, G = Σ_t g_t and k the
@@ -219,8 +240,8 @@ def noise(world: str, estimator: str, beta: float, batch: int) -> float:
     from kltest.targets.outcome import Call
     from kltest.targets.placement import place
 
-    which = problem(world, 0)
-    instance = Instance.of(which.environment, best(world, beta, 0), which.reference)
+    which = problem(world, seed)
+    instance = Instance.of(which.environment, best(world, beta, seed), which.reference)
     paths, chances = instance.paths, instance.rollout_weights("current")
     reward = which.environment.returns(paths)
     centred = estimator == CENTRED

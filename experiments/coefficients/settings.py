@@ -18,7 +18,10 @@ PARTS = {
     # Sampled gradients, several runs of each configuration: what is left of that with noise?
     "sampled": {name: name for name in ("world", "estimator", "beta", *_OF_SAMPLING)},
     # Sampled gradients at several batch sizes, at one β: when does a biased estimator end nearer to π*?
-    "budget": {"world": "world", "estimator": "estimator", **{name: f"budget_{name}" for name in _OF_SAMPLING}},
+    "budget": {
+        **{name: name for name in ("world", "estimator", "seed")},
+        **{name: f"budget_{name}" for name in _OF_SAMPLING},
+    },
     # Theory: the five fixed points on short sequences, and who reaches π* on long ones.
     "fixed-points": {"estimator": "estimator"},
     "optimum": {"estimator": "estimator"},
@@ -48,7 +51,7 @@ ESTIMATORS = (
 )
 # The penalty less the mean of the others: in expectation k1-reward, so of interest where gradients are sampled.
 CENTRED = "leave-one-out"
-IN_BUDGET = ("k1-reward", "k1-both", CENTRED, "rao-blackwell", "k2-loss", "k3-loss", "full-loss")
+IN_BUDGET = ("k1-reward", "k1-both", CENTRED, "rao-blackwell", "k2-loss", "k3-loss")
 BUDGET_WORLDS = ("sequence",)
 BUDGET_BETA = 1.0
 IN_FIXED_POINTS = ("k1-loss", "k1-reward", "k2-loss-sequence", "k2-loss", "full-loss", "k3-loss", "k3-loss-sequence")
@@ -69,7 +72,7 @@ def applies(configuration: Mapping[str, Any]) -> bool:
         "exact": estimator in ESTIMATORS,
         # Whole decades of β are enough, in one world of each kind.
         "sampled": first and abs(log10(configuration["beta"]) - round(log10(configuration["beta"]))) < 1e-9,
-        "budget": first and estimator in IN_BUDGET and configuration["world"] in BUDGET_WORLDS,
+        "budget": estimator in IN_BUDGET and configuration["world"] in BUDGET_WORLDS,
         "fixed-points": first and estimator in IN_FIXED_POINTS,
         "optimum": first and estimator in IN_OPTIMUM,
         "frontier": first and estimator == "none",
@@ -93,8 +96,8 @@ SETTINGS = Settings(
         "steps": 200,
         "learning_rate": 0.5,
         "budget_batch_size": (4, 8, 16, 32, 64),
-        "budget_runs": 16,
-        "budget_steps": 400,
+        "budget_runs": 8,
+        "budget_steps": 800,
         "budget_learning_rate": 1.0,
     },
     full={
@@ -105,7 +108,7 @@ SETTINGS = Settings(
         "learning_rate": 0.1,
         "budget_batch_size": (2, 4, 8, 16, 32, 64, 128, 256),
         "budget_runs": 200,
-        "budget_steps": 4000,
+        "budget_steps": 8000,
         "budget_learning_rate": 0.25,
     },
     seeds={"quick": 3, "full": 20},
