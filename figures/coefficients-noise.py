@@ -31,7 +31,7 @@ PANELS = {
     },
 }
 BELOW = ("k2-loss",)  # whose label would hide another's
-LEAST = 1e-5
+SILENT = 1e-20  # rounding: noise that is zero, for which a logarithmic axis has no place
 
 
 def draw(results: Path) -> Figure:
@@ -41,10 +41,10 @@ def draw(results: Path) -> Figure:
     panels = figure.subplots(1, 2)
     for axes, (title, names) in zip(panels, PANELS.items(), strict=True):
         _panel(axes, budget, title, names)
-    panels[0].text(0.03, 0.24, "lines: η·tr Cov/(4βB), no fit\nbars: two standard errors", size=6.2,
-                   transform=panels[0].transAxes)  # fmt: skip
-    panels[1].text(0.03, 0.04, "lines: the fixed point's\nKL(π‖π*), and noise", size=6.2,
-                   transform=panels[1].transAxes)  # fmt: skip
+    notes = ((0.3, "lines: η·tr Cov/(4βB), no fit; zero for the lowest\nbars: two standard errors"),
+             (0.04, "lines: the fixed point's\nKL(π‖π*), and noise"))  # fmt: skip
+    for axes, (height, words) in zip(panels, notes, strict=True):
+        axes.text(0.03, height, words, size=6.2, transform=axes.transAxes)
     return figure
 
 
@@ -55,12 +55,16 @@ def _panel(axes: Axes, rows: list[Row], title: str, names: dict[str, str]) -> No
         mine = sorted((row for row in rows if row["estimator"] == name), key=lambda row: row["batch_size"])
         if not mine:
             continue
-        x, y = [row["batch_size"] for row in mine], [max(row["kl_to_optimum"], LEAST) for row in mine]
-        errors = [2 * row["standard_error"] for row in mine]
+        x, y = [row["batch_size"] for row in mine], [row["kl_to_optimum"] for row in mine]
+        # A bar that would reach zero ends at a tenth of the mean.
+        errors = [
+            [min(2 * row["standard_error"], 0.9 * row["kl_to_optimum"]) for row in mine],
+            [2 * row["standard_error"] for row in mine],
+        ]
         style = look(name).plot(linestyle="none", markersize=4)
         axes.errorbar(x, y, errors, capsize=1.5, elinewidth=0.7, **style)
         foreseen = [_foreseen(row) for row in mine]
-        if min(foreseen) > LEAST:
+        if min(foreseen) > SILENT:
             axes.plot(x, foreseen, color=look(name).colour, linestyle=look(name).line, linewidth=1.0)
         axes.annotate(
             words,
