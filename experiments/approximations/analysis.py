@@ -27,7 +27,9 @@ def tidy(rows: Sequence[Row]) -> list[Row]:
 
 
 def _heads(rows: Sequence[Row], form: str) -> list[Row]:
-    return [row for part in ("head", "prefixes") for row in select(rows, part, form=form)]
+    """On one step and on prefixes: what is claimed is claimed of both."""
+    one, prefixes = select(rows, "head", form=form), select(rows, "prefixes", form=form)
+    return [*one, *prefixes] if one and prefixes else []
 
 
 def _truncated(rows: Sequence[Row]) -> list[Row]:
@@ -254,7 +256,7 @@ QUESTIONS = (
     Question("once the tokens that the policy has left are in it, hardly any of the pull remains", f"{VERL}; {OWN}",
              "less than 5 % of k3's, what is left being Σ over the living tokens of (π − ref)·g", _silenced, SUMS),
     Question("a policy that has run ahead comes back many times later", OWN, "more than ten times as many updates",
-             _way_back, "exact training, looked at sixty times"),
+             _way_back, "exact training, until KL(π‖ref) is below 0.01"),
     Question("log-probs rounded before they are subtracted: the error of the gradient is that of differences on a grid",
              OWN, "√(Σπ²f(h − f)/Σπ²u²), f = |u| mod h, h the grid's step at the log-prob", _read,
              "15 %, where more than 500 tokens are misread"),

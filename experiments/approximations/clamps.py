@@ -95,11 +95,8 @@ def way_back(one: Mapping[str, Any]) -> list[Row]:
     start[0, 0] += one["start"]
     run = Run(Problem(bandit(CLAMPED_TOKENS), start, REFERENCE), one["penalty"], beta=1.0,
               learning_rate=RETURN["learning_rate"])  # fmt: skip
-    record = sorted({round(step) for step in np.geomspace(1, RETURN["steps"], RETURN["records"])})
-    history = train([run], steps=RETURN["steps"], record=record, optima=False)
-    home = np.flatnonzero(history.kl[:, 0] < RETURN["home"])
-    returned = int(history.steps[home[0]]) if len(home) else None
-    return [
-        {"step": int(step), "kl": float(kl), "returned": returned}
-        for step, kl in zip(history.steps, history.kl[:, 0], strict=True)
-    ]
+    kl = train([run], steps=RETURN["steps"], record=1, optima=False).kl[:, 0]
+    home = np.flatnonzero(kl < RETURN["home"])
+    returned = int(home[0]) if len(home) else None
+    shown = sorted({round(step) for step in np.geomspace(1, RETURN["steps"], RETURN["records"])})
+    return [{"step": step, "kl": float(kl[step]), "returned": returned} for step in (0, *shown)]
