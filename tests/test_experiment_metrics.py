@@ -117,7 +117,7 @@ def test_masked_metrics_by_brute_force(rows, size):
         ("times an advantage", "reweighted", {"advantage": 1.0}),
         ("masked where rewards tie", "masked", {"closed_form_error": 1e-6}),
         ("groups of one", "masked", {"read": 0.1}),
-        ("in larger groups", "masked", {"read": 0.1}),
+        ("in groups of two", "masked", {"read": 0.1}),
         ("averaged over padded", "padding", {"mean over zeros": 1.0}),
         ("reads the padding", "padding", {"mean over garbage": 1.0}),
         ("k1 and k3 have the KL", "logged", {"mean": 1.0}),

@@ -173,7 +173,7 @@ def ends(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
     reference = np.zeros_like(world.reward)
     problem = Problem(world, reference, reference)
     runs = [
-        Run(problem, penalty, beta=one["beta"], learning_rate=OPTIMUM["learning_rate"])
+        Run(problem, penalty, beta=one["beta"], learning_rate=OPTIMUM["learning_rate"] / max(one["beta"], 1.0))
         for one in configurations
         for penalty in PENALTIES
     ]

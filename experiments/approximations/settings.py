@@ -89,6 +89,7 @@ RETURN = {"steps": 2000, "learning_rate": 1.0, "records": 60, "home": 0.01}
 # Lengths: up to so many tokens of a vocabulary whose last token ends the rollout.
 RAGGED = {"vocabulary": 2, "length": 4}
 ENUMERATED_BATCHES = 4  # so large and no larger, all batches are called one by one as well
+# A penalty of weight β bounds the step that is stable: the rate is divided by β where that is above 1.
 OPTIMUM = {"vocabulary": 3, "length": 3, "steps": 5000, "learning_rate": 2.0}
 
 # Two routes in float64 to sums of up to a few thousand terms of size one.
