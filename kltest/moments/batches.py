@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, islice, product
 from typing import Literal
@@ -59,6 +60,19 @@ def exact_batches(
     """
     if size < 1:
         raise UsageError(f"a batch has at least one rollout, not {size}")
+
+    def of_size(rows: int) -> Moments:
+        return _exact(loss, instance, sampler, rows, grouped, padding, seed, most)
+
+    moments = of_size(size)
+    grows = moments.added_up and bool(moments.gradient.any()) and _grows(moments.gradient, size, of_size)
+    return replace(moments, added_up=grows)
+
+
+def _exact(
+    loss: Loss, instance: Instance, sampler: str, size: int, grouped: bool, padding: int, seed: int, most: int
+) -> Moments:
+    """As above, but `added_up` only says what doubling a batch does."""
     paths = instance.paths
     batches = _Batches(loss, Rollout.of(instance, sampler=sampler, padding=padding))
     pools = _pools(instance, sampler, grouped)
@@ -116,6 +130,23 @@ def exact_batches(
         metric=Expectation.of(np.concatenate(known), np.concatenate(weights)) if len(known) == len(metrics) else None,
         added_up=batches.adds_up(pools[0][0], size, generator),
     )
+
+
+def _grows(gradient: np.ndarray, size: int, of_size: Callable[[int], Moments]) -> bool:
+    """Whether the expected gradient of a batch is about proportional to its size; yes where it cannot be compared.
+
+    A batch may look like a sum and be none in expectation: (Σ_i u_i)²/2n has cross terms, which vanish on average.
+    """
+    norm = float((gradient**2).sum())
+    for other in (size - 1, size + 1):
+        try:
+            found = of_size(other).gradient
+        except KltestError:  # made for batches of one size, or there are too many of the other
+            continue
+        # As other/size for a sum, if not more (where rows are compared with each other), as 1 for a mean.
+        away, halfway = float((found * gradient).sum()), norm * (other / size) ** 0.5
+        return away > halfway if other > size else away < halfway
+    return True
 
 
 class _Batches:

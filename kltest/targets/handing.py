@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from kltest.rollout import FIELDS, Rollout
 from kltest.targets.given import SMALL, Given
+from kltest.targets.memory import memory
 
 _ABOUT_TYPES = ("dtype", "float", "double", "scalar type")
 ROW_FIELDS = frozenset({"reward", "advantage"})
@@ -172,7 +173,7 @@ def no_integer_mask_as_index(mask: Tensor | None) -> Iterator[None]:
         yield
         return
 
-    memory = mask.untyped_storage()._cdata
+    its_own = memory(mask)._cdata
 
     class Guard(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -180,7 +181,7 @@ def no_integer_mask_as_index(mask: Tensor | None) -> Iterator[None]:
             if func in _BY_INDEX:
                 index = (args[1:2] if func is Tensor.__setitem__ else args[1:], kwargs.get("index"))
                 for item in tree_iter(index):
-                    if isinstance(item, Tensor) and item.untyped_storage()._cdata == memory:
+                    if isinstance(item, Tensor) and memory(item)._cdata == its_own:
                         raise IndexError("the integer mask is used as an index")
             return func(*args, **kwargs)
 

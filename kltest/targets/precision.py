@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from kltest.targets.memory import memory
+
 _BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 
 
@@ -39,7 +41,7 @@ class PrecisionTrace(TorchFunctionMode):
 
     def of(self, tensor: Tensor) -> torch.dtype:
         """The narrowest type that cost this tensor digits, float64 where none did."""
-        return self._narrowest.get(tensor.untyped_storage()._cdata, torch.float64)
+        return self._narrowest.get(memory(tensor)._cdata, torch.float64)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -53,8 +55,8 @@ class PrecisionTrace(TorchFunctionMode):
                 narrow = _bits(output.dtype) < 52 and _rounded(func, exact, output)
                 found = min((seen, output.dtype if narrow else torch.float64), key=_bits)
                 if _bits(found) < _bits(self.of(output)):
-                    self._narrowest[output.untyped_storage()._cdata] = found
-                    self._alive.append(output.untyped_storage())
+                    self._alive.append(memory(output))
+                    self._narrowest[self._alive[-1]._cdata] = found
         return outputs
 
 
