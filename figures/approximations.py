@@ -101,7 +101,7 @@ def _back(axes: Axes, rows: list[Row]) -> None:
          y="KL(π‖ref), nats")  # fmt: skip
     start = max((row["start"] for row in rows), default=0)
     places = {
-        "k3-clamped": ("k3\nclamped", 330, (-12, -22)),
+        "k3-clamped": ("k3\nclamped", 330, (-7, -22)),
         "k3-loss": ("k3", 9, (5, 6)),
         "k2-loss": ("k2", 190, (5, -2)),
     }
