@@ -139,7 +139,7 @@ def test_batches_of_two_by_brute_force(rows, normalised):
         ("exact at every k", "prefixes", {"theory_error": 1e-6}),
         ("a head alone", "prefixes", {"theory_error": 1e-6}),
         ("stable head ends", "drift", {"mass_after": 0.8}),
-        ("never settles", "drift", {"gradient_norm": 1e-12}),
+        ("does not settle", "drift", {"gradient_norm": 1e-12}),
         ("stays at the reference", "drift", {"kl": 1e-3}),
         ("no gradient at u below", "clamp", {"low": -3.0}),
         ("in the dead zone it is k3", "lead", {"relative_bias": 1e-6}),

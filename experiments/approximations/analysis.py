@@ -251,7 +251,7 @@ QUESTIONS = (
              "∇π(S) − E[1{y ∉ S}·u·g]", lambda rows: at_most(_heads(rows, "head-alone"), "theory_error", EXACT), SUMS),
     Question("training without a reward, from the reference, top-k leaves it: a stable head ends at "
              "π ∝ ref·e^(−1{v ∈ S}), whatever β", OWN, "the head's mass m becomes m/(m + (1 − m)e)", _drifted, "1e-10"),
-    Question("a head that does not stay the likeliest never settles", OWN,
+    Question("a head that does not stay the likeliest does not settle at a constant rate", OWN,
              "gradient and KL(π‖ref) above 0.001 at the end", _unsettled, "settled runs: below 1e-10"),
     Question("with the head detached such training stays at the reference", OWN, "KL(π‖ref) = 0", _stays, SUMS),
     Question("a clamped k3 has no gradient at u below −2.6 or above 11", VERL,
