@@ -96,6 +96,7 @@ class Experiment:
         package = Path(kltest.__file__).parent
         # What is said about results does not change them.
         own = [path for path in self.folder.glob("*.py") if path.name != "analysis.py"]
+        own += self.folder.parent.glob("*.py")  # what experiments share
         sources = [*own, *(package / module for module in MODULES)]
         sources += [path for room in ROOMS for path in (package / room).rglob("*.py")]
         contents = sorted((path.name, sha256(path.read_bytes()).hexdigest()) for path in sources)
