@@ -1,0 +1,211 @@
+"""The off-policy experiment: its gradients and factors by hand, its claims able to fail, subsets not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request, compute_all
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+MODULE, ANALYSIS, GRADIENTS, WEIGHTS, TRAINED = (
+    CHECKOUT.load("experiments", "off-policy", part)
+    for part in ("experiment", "analysis", "gradients", "weights", "trained")
+)
+STALENESS = (0, 1, 4, 64)
+COMPARED = ("k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio", "k3-ratio")
+NAMES = (*COMPARED, "k2-ratio-detached", "k3-ratio-detached", "k3-broadcast-ratio", "k1-reward", "k1-reward-stale")
+UPDATES = {"stale": (1, 6, 9), "none": (1, 16), "none-centred": (1, 16), "sequence": (1, 16), "token": (4,)}
+
+
+def configurations():
+    for length in (1, 3):
+        for name in (*NAMES, "k1-reward-clipped-ratio"):
+            for step in STALENESS:
+                yield {"part": "path", "length": length, "staleness": step, "estimator": name, "seed": 1}
+    for name in COMPARED:
+        for tokens in (1, 2, 4):
+            yield {"part": "length", "tokens": tokens, "compared": name, "seed": 0}
+    yield {"part": "weights", "horizon": 100, "noise": 0.2, "seed": 0}
+    for recipe, updates in UPDATES.items():
+        for count in updates:
+            for seed in (0, 1):
+                yield {"part": "stability", "recipe": recipe, "updates": count, "learning_rate": 0.7, "seed": seed}
+    for recipe in ("none", "none-centred", "sequence", "stale"):
+        for count in (1, 16):
+            one = {"part": "training", "recipe": recipe, "inner_steps": count, "batch_size": 0, "steps": 192}
+            yield {**one, "learning_rate": 0.7, "seed": 1}
+    for count in (1, 16):
+        one = {"part": "training", "recipe": "none-centred", "inner_steps": count, "batch_size": 32, "steps": 96}
+        yield {**one, "learning_rate": 0.7, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    batches = MODULE.BATCHING.batches(configurations())
+    found = [row for batch in batches for rows in compute_all(CHECKOUT, "off-policy", batch) for row in rows]
+    return ANALYSIS.tidy(found)
+
+
+def row_of(rows, **wanted):
+    (row,) = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
+    return row
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("step", [0, 64])
+def test_bias_and_variance_by_plain_enumeration(rows, length, step):
+    """Each estimator as weights on Σ_t g_t, written out again; g is a token's one-hot less the chances."""
+    instance = GRADIENTS.on_path(length, step, 1)
+    paths = instance.paths
+    policy, reference, sampler = (
+        table[paths.contexts, paths.tokens] for table in (instance.policy, instance.reference, instance.sampler)
+    )
+    u, ratio = policy - reference, np.exp(policy - sampler)
+    prefix, cost = ratio.cumprod(axis=1), u.sum(axis=1, keepdims=True)
+    to_go = (prefix * u)[:, ::-1].cumsum(axis=1)[:, ::-1]
+    clipped = np.where((ratio > 1.2) & (cost < 0) | (ratio < 0.8) & (cost > 0), 0.0, ratio)
+    k3 = np.exp(-u) - 1 + u
+    mean = prefix[:, -1:] ** (1 / length)
+    weights = {
+        "k1-reward": cost + 0 * u,
+        "k1-reward-sequence-ratio": prefix[:, -1:] * cost + 0 * u,
+        "k1-reward-to-go-prefix-ratio": to_go,
+        "k1-reward-stale": prefix[:, -1:] * (sampler - reference).sum(axis=1, keepdims=True) + 0 * u,
+        "k3-ratio": ratio * u,
+        "k2-ratio-detached": ratio * u,
+        "k3-ratio-detached": ratio * (1 - np.exp(-u)),
+        "k3-broadcast-ratio": mean * (1 - np.exp(-u) + k3.sum(axis=1, keepdims=True) / length),
+        "k1-reward-clipped-ratio": clipped * cost,
+    }
+    tokens = np.eye(3)[paths.tokens] - np.exp(instance.policy)[paths.contexts]
+    chances = np.exp(sampler.sum(axis=1))
+
+    def moments(weight, of):
+        # A context occurs once in a rollout: squares add up over its tokens.
+        table = np.zeros(instance.policy.shape)
+        np.add.at(table, paths.contexts, of[:, None, None] * weight[:, :, None] * tokens)
+        second = (of * ((weight[:, :, None] * tokens) ** 2).sum(axis=(1, 2))).sum()
+        return table, second - (table**2).sum()
+
+    truth, _ = moments(cost + 0 * u, np.exp(policy.sum(axis=1)))
+    size = np.linalg.norm(truth)
+    for name, weight in weights.items():
+        gradient, variance = moments(weight, chances)
+        row = row_of(rows, part="path", length=length, staleness=step, estimator=name)
+        # Sums of 27 rollouts in float64; a bias of rounding alone is 1e-16.
+        assert row["bias"] == pytest.approx(np.linalg.norm(gradient - truth) / size, rel=1e-9, abs=1e-13), name
+        assert row["variance"] == pytest.approx(variance / size**2, rel=1e-9), name
+
+
+def test_shares_of_independent_tokens_are_powers():
+    """Where no context matters E_μ[ρ²] of a rollout is that of a token to the power of the length."""
+    from kltest.environments import Instance, ngram
+
+    logits = np.tile(np.random.default_rng(3).standard_normal(3), (4, 1))
+    instance = Instance.of(ngram(3, 50), 0 * logits, 0 * logits, 0.3 * logits)
+    square = float((1 / 9 / np.exp(instance.sampler[0])).sum())
+    for row in WEIGHTS.shares(instance):
+        assert row["log_sequence_share"] == pytest.approx(-row["at"] * np.log(square), rel=1e-11)
+        assert row["token_share"] == pytest.approx(1 / square, rel=1e-11)
+        geometric = sum(square**-length for length in range(1, row["at"] + 1)) / row["at"]
+        assert row["prefix_share"] == pytest.approx(geometric, rel=1e-11)
+
+
+def test_the_thresholds_by_the_hessian(rows):
+    """J's Hessian at π* by differences of its values: an eigenvalue is −β·λ."""
+    from kltest.environments import Instance
+    from kltest.truth import optimum, value
+
+    problem, beta = TRAINED.problem(0), TRAINED.TRAINED["beta"]
+    best = optimum(problem.environment, problem.reference, beta).policy
+    row = row_of(rows, part="stability", recipe="stale", updates=6, seed=0)
+    shape = best.shape
+
+    def objective(step):
+        instance = Instance.of(problem.environment, best + step.reshape(shape), problem.reference)
+        earned = problem.environment.expected_returns(instance.policy)[0]
+        return earned - beta * value("reverse_kl", instance)
+
+    h, size = 1e-3, best.size
+    unit = np.eye(size) * h
+    hessian = np.array(
+        [
+            [sum(a * b * objective(a * x + b * y) for a in (1, -1) for b in (1, -1)) / (4 * h * h) for y in unit]
+            for x in unit
+        ]
+    )
+    # Differences of fourth order in h.
+    assert -np.linalg.eigvalsh(hessian)[0] / beta == pytest.approx(max(row["curvatures"]), rel=1e-5)
+    assert row["multiplier"] < 1 < row_of(rows, part="stability", recipe="stale", updates=9, seed=0)["multiplier"]
+
+
+def judged(rows):
+    return {claim.claim: claim.agrees for claim in ANALYSIS.claims(rows)}
+
+
+def test_claims_agree_or_are_not_run(rows):
+    found = judged(rows)
+    assert False not in found.values(), [claim for claim, agrees in found.items() if agrees is False]
+    assert None not in found.values()
+    assert set(judged([]).values()) == {None}
+    ANALYSIS.tables([])
+    ANALYSIS.numbers([])
+
+
+@pytest.mark.parametrize("part", ["path", "length", "weights", "stability", "training"])
+def test_a_part_alone_is_no_error(rows, part):
+    mine = [row for row in rows if row["part"] == part]
+    assert False not in judged(mine).values()
+    ANALYSIS.tables(mine)
+    ANALYSIS.numbers(mine)
+
+
+def scaled(name, factor):
+    return lambda row: {name: row[name] * factor if row[name] is not None else None}
+
+
+@pytest.mark.parametrize(
+    ("words", "part", "change"),
+    [
+        ("follow the whole KL at every", "path", lambda row: {"bias": 1e-8}),
+        ("every estimator with a name", "path", lambda row: {"off_followed": 1e-8}),
+        ("the truth by recursion", "path", lambda row: {"truth_again": 1e-8}),
+        ("unbiased in value and gradient", "path", lambda row: {"value_bias": 1e-8}),
+        ("on sequences it is not", "path", lambda row: {"drift": 0.5}),
+        ("its value is the KL", "path", lambda row: {"value_off_sampler": 1e-8}),
+        ("k2 with its ratio detached", "path", lambda row: {"bias": len(row["estimator"])}),
+        ("k3 with its ratio detached", "path", lambda row: {"bias": 1e-5}),
+        ("broadcast", "path", lambda row: {"off_followed": 0.3}),
+        ("rewards from the sampler's", "path", lambda row: {"off_followed": 1e-3}),
+        ("first order in staleness", "path", lambda row: {"drift": row["drift"] ** 2}),
+        ("clipped ratio", "path", lambda row: {"bias": 1e-8}),
+        ("sample sizes by recursion", "weights", lambda row: {"off_enumerated": 1e-8}),
+        ("falls as e^", "weights", scaled("log_sequence_share", 0.5)),
+        ("token weights does not fall", "weights", lambda row: {"token_share": row["prefix_share"]}),
+        ("less noisy", "length", lambda row: {"variance": 1.0}),
+        ("where training rests", "stability", lambda row: {"moved": 1e-6}),
+        ("has closed forms", "stability", scaled("multiplier", 1.0001)),
+        ("settles only below", "stability", lambda row: {"multiplier": 0.9}),
+        ("settle only where", "stability", lambda row: {"multiplier": 0.9}),
+        ("that of a regression", "stability", lambda row: {"off_regression": 1e-3}),
+        ("ends as these factors", "training", lambda row: {"gap": 1.0}),
+        ("makes no difference", "training", lambda row: {"gap": row["gap"] * (1 + 1e-4 * row["inner_steps"])}),
+        ("loses nothing", "training", lambda row: {"gap": row["gap"] * row["inner_steps"] ** 4}),
+    ],
+)
+def test_a_planted_result_is_told(rows, words, part, change):
+    (claim,) = (claim for claim in judged(rows) if words in claim)
+    planted = [{**row, **change(row)} if row["part"] == part else row for row in rows]
+    assert judged(rows)[claim] is True
+    assert judged(planted)[claim] is False
+
+
+def test_parts_have_what_concerns_them_once():
+    found = Experiment(CHECKOUT, "off-policy").configurations(Request())
+    assert len({tuple(sorted(one.items())) for one in found}) == len(found)
+    assert not any(one["recipe"] == "broadcast" for one in found if one["part"] == "stability")
+    assert not any("steps" in one or "inner_steps" in one for one in found if one["part"] != "training")
