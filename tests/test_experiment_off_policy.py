@@ -27,7 +27,7 @@ def configurations():
             for step in STALENESS:
                 yield {"part": "path", "length": length, "staleness": step, "estimator": name, "seed": 1}
     for name in COMPARED:
-        for tokens in (1, 2, 4):
+        for tokens in (1, 2, 10):
             yield {"part": "length", "tokens": tokens, "compared": name, "seed": 0}
     yield {"part": "weights", "horizon": 100, "noise": 0.2, "seed": 0}
     for recipe, updates in UPDATES.items():

@@ -12,6 +12,7 @@ since R − β·Σu is the same for all rollouts at π*, and E_μ[Σ_t g_t] = F�
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,3 +35,16 @@ def multiplier(row: Mapping[str, Any]) -> float | None:
 def most_updates(row: Mapping[str, Any]) -> float:
     """So many updates to one sampler, and training with rewards from stale log-probs no longer settles."""
     return 2 / (row["rate"] * max(row["curvatures"]))
+
+
+def ratio_free_settles(row: Mapping[str, Any]) -> bool | None:
+    """Whether training without ratios, and no baseline for the KL, settles with ever more updates to one sampler.
+
+    The factor (rⁿ − K)/(1 − K) tends to −K/(1 − K) where K < 1 and grows beyond all bounds where K > 1. None where
+    so many updates are not yet enough to tell.
+    """
+    kl, power = row["kl"], math.exp(row["updates"] * row["rate"] * max(row["curvatures"]) * (row["kl"] - 1))
+    if kl < 0.5:
+        return True
+    told = power < (2 * kl - 1) / 2 if kl < 1 else power > 2 * (2 * kl - 1)
+    return False if told else None

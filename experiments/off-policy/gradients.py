@@ -20,29 +20,37 @@ Row = dict[str, Any]
 def of_path(length: int, staleness: int, estimator: str, seed: int) -> list[Row]:
     """The sampler is the policy of `staleness` updates ago."""
     instance = on_path(length, staleness, seed)
-    found, truth = _along(length, staleness, seed, estimator), gradient("reverse_kl", instance)
-    fresh = _along(length, 0, seed, estimator).gradient
+    truth, known = _known(length, staleness, seed)
+    found, fresh = (_along(length, step, seed, estimator) for step in (staleness, 0))
     size = _norm(truth)
     followed = FOLLOWED[estimator]
     combination = parse(followed) if followed else None
     if estimator == "k3-broadcast-ratio" and not staleness:
         combination = {"reverse_kl": 1 / length, "local_forward_kl": 1 - 1 / length}
-    kl = value("reverse_kl", instance)
+    off = None if combination is None else _norm(found.gradient - combine(combination, instance)) / size
     return [
         {
             **_judged(found, truth),
-            "drift": _norm(found.gradient - fresh) / size,
-            "off_followed": None
-            if combination is None
-            else _norm(found.gradient - combine(combination, instance)) / size,
+            "drift": _norm(found.gradient - fresh.gradient) / size,
+            "off_followed": off,
             **_logged(estimator, found, instance),
-            "truth_again": _norm(truth - gradient_again("reverse_kl", instance)) / size,
-            "kl": kl,
-            "furthest": float(np.abs(np.exp(instance.policy - instance.sampler) - 1).max()),
-            "kl_to_sampler": value("to_sampler_kl", instance),
-            **_sample_sizes(instance),
+            **known,
         }
     ]
+
+
+@cache
+def _known(length: int, staleness: int, seed: int) -> tuple[np.ndarray, Row]:
+    """∇KL(π‖ref), and what is known of the place on the path whatever the estimator."""
+    instance = on_path(length, staleness, seed)
+    truth = gradient("reverse_kl", instance)
+    return truth, {
+        "truth_again": _norm(truth - gradient_again("reverse_kl", instance)) / _norm(truth),
+        "kl": value("reverse_kl", instance),
+        "kl_to_sampler": value("to_sampler_kl", instance),
+        "furthest": float(np.abs(np.exp(instance.policy - instance.sampler) - 1).max()),
+        **_sample_sizes(instance),
+    }
 
 
 def _logged(estimator: str, found: Any, instance: Instance) -> Row:
@@ -63,6 +71,7 @@ def of_length(tokens: int, compared: str, seed: int) -> list[Row]:
     return [{**_judged(found, truth), "drift": drift, "price": price, **_sample_sizes(instance)}]
 
 
+@cache
 def on_path(length: int, staleness: int, seed: int) -> Instance:
     problem, logits = _path(length, seed)
     return Instance.of(problem.environment, logits[-1], problem.reference, logits[-1 - staleness])
