@@ -155,15 +155,13 @@ def _cycle(axes: Axes, rows: list[Row]) -> None:
         axes.plot(x, y, **style.plot(linestyle="none"))
         predicted = [row["predicted"] for row in sorted(mine, key=lambda row: row["updates"])]
         axes.plot(x, predicted, color=style.colour, linewidth=0.9)
-        if x:
-            at, offset = {"stale": (-1, (4, 0)), "none": (-1, (-74, 4))}.get(name, (-1, (4, 0)))
-            if name in ("stale", "none"):
-                _label(axes, x[at], y[at], words, style.colour, offset)
+        if x and name in ("stale", "none"):
+            _label(axes, x[-1], y[-1], words.replace(", ", ",\n"), style.colour)
     axes.axhline(1, color=INK, linewidth=0.6, linestyle=":")
     ticks = [one for one in (1, 4, 16, 64) if rows]
     _updates(axes, ticks, "updates to one sampler")
     if rows:
-        axes.set(xlim=(0.85, 400), ylim=(0.5, None))
+        axes.set(xlim=(0.85, 400), ylim=(0.5, 900))
         _label(axes, 1, 0.78, "sequence ratio; no ratio, baseline", look("k1-reward-sequence-ratio").colour, (0, -3))
 
 

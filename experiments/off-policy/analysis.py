@@ -34,6 +34,8 @@ GROWN = 1e6
 LONG = 10
 # With fewer rollouts a baseline is noise itself.
 FEW = 16
+# Updates times learning rate from which sampled runs are at their end and no longer on the way there.
+THERE = 60.0
 LIMIT = f"{EXACT:g}: float64, sums over all rollouts"
 
 
@@ -248,7 +250,11 @@ def _same_end(rows: Sequence[Row]) -> Answer:
 
 
 def _ratio_free(rows: Sequence[Row]) -> Answer:
-    drawn = [row for row in select(rows, "training", recipe="none-centred") if row["batch_size"] >= FEW]
+    drawn = [
+        row
+        for row in select(rows, "training", recipe="none-centred")
+        if row["batch_size"] >= FEW and row["steps"] * row["learning_rate"] > THERE
+    ]
     series = _series(drawn, "inner_steps", "batch_size", "seed")
     known = [one for one in series.values() if len(one) > 1]
     if not known:

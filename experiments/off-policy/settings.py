@@ -100,7 +100,8 @@ SETTINGS = InParts(
         "inner_steps": (1, 4096),
         "batch_size": (0, 4096),
         "steps": (64, 1_000_000),
-        "learning_rate": (0.01, 10.0),
+        # Beyond, a single update is too long to settle, stale or not.
+        "learning_rate": (0.1, 2.0),
     },
 )
 
