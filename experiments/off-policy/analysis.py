@@ -12,7 +12,7 @@ from kltest.reproduce import Claim
 
 from ..judging import Answer, Question, answers, at_most, select
 from .closed_forms import EXACT_RECIPES, most_updates, multiplier, ratio_free_settles
-from .settings import CLIP, EXACT, FOLLOWED, RECIPES, TRAINED
+from .settings import CLIP, EXACT, FOLLOWED, PATH, RECIPES, TRAINED
 
 Row = dict[str, Any]
 NAME = "off-policy"
@@ -503,6 +503,7 @@ def numbers(rows: Sequence[Row]) -> dict[str, Any]:
         result[f"gap of {where}"] = _mean(row["gap"] for row in found)
     size = max((row["batch_size"] for row in select(rows, "training")), default=0)
     result |= {
+        "updates of the path": PATH["updates"],
         "repeats": TRAINED["repeats"],
         "batch size": size,
         "clip": CLIP,
