@@ -1,0 +1,162 @@
+"""The comedy experiment: its types by brute force, its moments by hand, and that a wrong result is called wrong."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kltest.errors import WorldError
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request
+from kltest.truth import value, value_again
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+experiment, analysis, pairs = (
+    CHECKOUT.load("experiments", "comedy", part) for part in ("experiment", "analysis", "pairs")
+)
+
+
+def computed(*changes: str) -> list[dict]:
+    found = Experiment(CHECKOUT, "comedy").configurations(Request(changes=changes, seeds=1))
+    return analysis.tidy([row for one in found for row in experiment.compute(one)])
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    return computed("length=5,10,11,20", "samples=200", "pairs=60", "every=5")
+
+
+def verdicts(rows: list[dict]) -> dict[str, bool | None]:
+    return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
+
+
+def counts(tokens) -> tuple[int, ...]:
+    """First token, and how often 00, 01, 10 and 11 occur."""
+    both = list(itertools.pairwise(tokens))
+    return (tokens[0], *(both.count(pair) for pair in itertools.product((0, 1), repeat=2)))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 9])
+def test_every_type_once_with_the_number_of_its_sequences(length):
+    wanted: dict[tuple[int, ...], int] = {}
+    for tokens in itertools.product((0, 1), repeat=length):
+        wanted[counts(tokens)] = wanted.get(counts(tokens), 0) + 1
+    paths = pairs.types(length)
+    found = {
+        counts(tuple(tokens)): round(math.exp(weight))
+        for tokens, weight in zip(paths.tokens.tolist(), paths.log_weight, strict=True)
+    }
+    assert found == wanted
+    assert len(paths) == len(wanted)
+
+
+def by_hand(instance, length: int) -> dict[tuple[str, str], tuple[np.ndarray, float]]:
+    """Mean and second moment of each of the nine, sequence by sequence, formulas written out."""
+    policy, u = np.exp(instance.policy), instance.policy - instance.reference
+    values = {"k1-loss": u, "k2-loss": u**2 / 2, "k3-loss": np.exp(-u) - 1 + u}
+    slopes = {"k1-loss": np.ones_like(u), "k2-loss": u, "k3-loss": 1 - np.exp(-u)}
+    total = {which: [np.zeros((3, 2)), 0.0] for which in itertools.product(values, ("loss", "reward", "both"))}
+    for tokens in itertools.product((0, 1), repeat=length):
+        steps = list(zip([0, *(1 + token for token in tokens[:-1])], tokens, strict=True))
+        chance = math.prod(policy[step] for step in steps)
+        for name in values:
+            score, loss = np.zeros((3, 2)), np.zeros((3, 2))
+            for context, token in steps:
+                g = np.eye(2)[token] - policy[context]
+                score[context] += g
+                loss[context] += slopes[name][context, token] * g
+            reward = score * sum(values[name][step] for step in steps)
+            for placement, gradient in (("loss", loss), ("reward", reward), ("both", loss + reward)):
+                total[name, placement][0] += chance * gradient
+                total[name, placement][1] += chance * (gradient**2).sum()
+    return {which: (mean, second) for which, (mean, second) in total.items()}
+
+
+def test_bias_and_spread_by_hand(rows):
+    instance = pairs.at_distance(5, 0.8)
+    found = by_hand(instance, 5)
+    truth = found["k1-loss", "reward"][0]
+    size = np.linalg.norm(truth)
+    cell = [r for r in rows if r["part"] == "length" and (r["length"], r["kl"], r["hold"]) == (5, 0.8, "kl")]
+    assert len(cell) == 9
+    for row in cell:
+        mean, second = found[row["estimator"], row["placement"]]
+        # Sums of 32 terms of order one.
+        assert row["bias"] == pytest.approx(np.linalg.norm(mean - truth) / size, abs=1e-13)
+        assert row["std"] == pytest.approx(math.sqrt(second - (mean**2).sum()) / size, rel=1e-12)
+
+
+def test_the_distance_is_as_asked():
+    for length, kl in ((5, 0.05), (9, 0.8)):
+        assert value_again("kl", pairs.at_distance(length, kl)) == pytest.approx(kl, rel=1e-12)
+    assert value("kl", pairs.at_distance(pairs.ANCHOR, 0.8, "pair")) == pytest.approx(0.8, rel=1e-12)
+    one, other = (pairs.at_distance(length, 0.8, "pair") for length in (5, 12))
+    assert np.array_equal(one.policy, other.policy)
+    with pytest.raises(WorldError, match="never come to a KL"):
+        pairs.at_distance(1, 1.0)
+
+
+def test_where_the_noise_is_equal_it_is(rows):
+    (row,) = (row for row in rows if row["part"] == "order" and row["length"] == 5)
+    found = by_hand(pairs.at_distance(5, row["equal_at"]), 5)
+    loss, reward = (second - (mean**2).sum() for mean, second in (found["k1-loss", "loss"], found["k1-loss", "reward"]))
+    assert loss == pytest.approx(reward, rel=1e-9)
+
+
+def test_rollouts_of_one_type_are_found_to_be_alike():
+    instance = pairs.at_distance(6, 0.8)
+    paths = instance.environment.sample(instance.policy, 500, np.random.default_rng(0))
+    some, like = pairs.types_of(paths)
+    assert len({counts(tuple(row)) for row in some.tokens.tolist()}) == len(some)
+    assert [counts(tuple(row)) for row in some.tokens[like].tolist()] == [
+        counts(tuple(row)) for row in paths.tokens.tolist()
+    ]
+
+
+def test_every_claim_agrees(rows):
+    assert {claim: agrees for claim, agrees in verdicts(rows).items() if agrees is not True} == {}
+
+
+@pytest.mark.parametrize(
+    ("part", "column", "value", "where"),
+    [
+        ("length", "bias", 1e-6, {"estimator": "k1-loss", "placement": "reward"}),
+        ("length", "bias", 1e-3, {"estimator": "k3-loss", "placement": "loss"}),
+        ("length", "bias", 0.999, {"estimator": "k1-loss", "placement": "loss"}),
+        ("length", "bias", 1e-6, {"estimator": "k3-loss", "placement": "both"}),
+        ("length", "bias", 9.0, {"estimator": "k1-loss", "placement": "loss", "length": 11}),
+        ("length", "std", 0.1, {"estimator": "k1-loss", "placement": "loss", "kl": 0.05}),
+        ("length", "std", 9.0, {"estimator": "k1-loss", "placement": "loss", "kl": 0.8, "length": 20}),
+        ("length", "std", 9.0, {"estimator": "k1-loss", "placement": "loss", "kl": 0.8, "hold": "pair"}),
+        ("length", "std", 2.0, {"estimator": "k3-loss", "placement": "both", "kl": 0.05}),
+        ("length", "z_mean", 9.0, {"length": 20, "hold": "kl"}),
+        ("length", "z_std", -9.0, {"length": 20, "hold": "kl"}),
+        ("length", "off_again", 1e-6, {"length": 20}),
+        ("order", "equal_at", None, {"length": 20}),
+        ("order", "equal_at", 0.9, {"length": 20}),
+        ("random", "most_biased_is_k3_reward", 0, {}),
+        ("random", "k3_both_less_noisy_than_k1_reward", 1, {}),
+    ],
+)
+def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
+    changed = copy.deepcopy(rows)
+    hit = [row for row in changed if row["part"] == part and all(row[name] == it for name, it in where.items())]
+    assert hit
+    for row in hit:
+        row[column] = value
+    assert False in verdicts(changed).values()
+
+
+def test_claims_without_their_rows_are_not_run():
+    assert set(verdicts([]).values()) == {None}
+    assert analysis.tables([]) == {}
+    analysis.numbers([])
+    few = computed("part=length", "length=7", "hold=pair", "kl=0.3")
+    assert set(verdicts(few).values()) == {None, True}
+    analysis.numbers(few)
+    analysis.tables(few)
