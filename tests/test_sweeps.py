@@ -46,6 +46,27 @@ def test_the_grid_is_every_combination_that_applies():
     assert len({json.dumps(one, sort_keys=True) for one in configurations}) == len(configurations)
 
 
+def test_a_part_has_the_settings_that_concern_it_under_its_own_names():
+    settings = Settings(
+        title="two parts",
+        tags=(),
+        values={"part": ("exact", "sampled"), "beta": (0.1, 1.0), "steps": 10, "batch_size": (4, 8)},
+        seeds={"quick": 2, "full": 2},
+        parts={"exact": {"beta": "beta", "updates": "steps"}, "sampled": ("batch_size", "seed")},
+        applies=lambda one: one.get("batch_size") != 8 or one["seed"] == 0,
+    )
+    assert settings.configurations(settings.grid("quick", ["steps=20"])) == [
+        {"part": "exact", "beta": 0.1, "updates": 20},
+        {"part": "exact", "beta": 1.0, "updates": 20},
+        {"part": "sampled", "batch_size": 4, "seed": 0},
+        {"part": "sampled", "batch_size": 4, "seed": 1},
+        {"part": "sampled", "batch_size": 8, "seed": 0},
+    ]
+    assert len(settings.configurations(settings.grid("quick", ["part=sampled", "beta=0.5"]))) == 3
+    with pytest.raises(UsageError, match=r"cannot be 'exat'.*did you mean 'exact'"):
+        settings.grid("quick", ["part=exat"])
+
+
 def test_full_scale_contains_quick():
     quick, full = (SETTINGS.configurations(SETTINGS.grid(scale)) for scale in ("quick", "full"))
     assert len(full) == (3 * 3 - 1) * 5

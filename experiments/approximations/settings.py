@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..parts import InParts
+from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -18,7 +18,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimum": ("beta",),
 }
 
-SETTINGS = InParts(
+SETTINGS = Settings(
     title="Approximations: top-k heads, clamps, precision, lengths",
     tags=("exact", "gradient", "training", "bandit", "ragged"),
     parts=PARTS,

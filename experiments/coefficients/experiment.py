@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from kltest.sweeps.run import Batching
 from kltest.sweeps.store import digest
 
 from .ends import FRONTIER, best, distance, entropy, frontier, measured, predicted
-from .settings import BUDGET_BETA, CENTRED, COLLAPSED, FIXED_POINTS, OPTIMUM, PARTS
+from .settings import BUDGET_BETA, CENTRED, COLLAPSED, FIXED_POINTS, OPTIMUM
 from .worlds import problem
 
 BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
@@ -23,18 +23,6 @@ Configuration = Mapping[str, Any]
 # The rate of exact ascent is rate/max(β, floor), floor after floor: while the policy has far to go, steps as long as
 # 1/β would settle on whichever action is tried first.
 FLOORS = (1.0, 0.3, 0.1)
-
-
-def tasks(configurations: Iterable[Configuration]) -> Iterator[Configuration]:
-    """Each part with what concerns it, once."""
-    seen = set()
-    for configuration in configurations:
-        part = configuration["part"]
-        own = {"part": part, **{name: configuration[setting] for name, setting in PARTS[part].items()}}
-        key = tuple(own.items())
-        if key not in seen:
-            seen.add(key)
-            yield own
 
 
 def compute_batch(configurations: Sequence[Configuration]) -> list[list[Row]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kltest.sweeps.settings import Settings
 
-# What each part depends on, and the setting that says it; whatever else is set does not concern it.
+# What each part calls its settings, and what they are called here.
 _OF_SAMPLING = ("batch_size", "runs", "steps", "learning_rate")
 PARTS = {
     # Exact expected gradients, to the end: where does each estimator lead?
@@ -67,21 +67,20 @@ COLLAPSED = 0.1
 
 def applies(configuration: Mapping[str, Any]) -> bool:
     """Whether a part has a place for a combination of settings."""
-    estimator, first = configuration["estimator"], configuration["seed"] == 0
-    return {
-        "exact": estimator in ESTIMATORS,
-        # Whole decades of β are enough, in one world of each kind.
-        "sampled": first and abs(log10(configuration["beta"]) - round(log10(configuration["beta"]))) < 1e-9,
-        "budget": estimator in IN_BUDGET and configuration["world"] in BUDGET_WORLDS,
-        "fixed-points": first and estimator in IN_FIXED_POINTS,
-        "optimum": first and estimator in IN_OPTIMUM,
-        "frontier": first and estimator == "none",
-    }[configuration["part"]]
+    part, estimator = configuration["part"], configuration.get("estimator")
+    if part == "sampled":
+        decade = log10(configuration["beta"])
+        return abs(decade - round(decade)) < 1e-9  # whole decades of β are enough
+    if part == "budget" and configuration["world"] not in BUDGET_WORLDS:
+        return False
+    within = {"exact": ESTIMATORS, "budget": IN_BUDGET, "fixed-points": IN_FIXED_POINTS, "optimum": IN_OPTIMUM}
+    return part == "frontier" or estimator in within[part]
 
 
 SETTINGS = Settings(
     title="Coefficients: which estimators regularise as asked, at another coefficient, or not at all",
     tags=("exact", "sampled", "training"),
+    parts=PARTS,
     values={
         "part": tuple(PARTS),
         "world": ("bandit", "sequence", "mdp"),

@@ -7,7 +7,7 @@ what sets the distance.
 
 from __future__ import annotations
 
-from ..parts import InParts
+from kltest.sweeps.settings import Settings
 
 REFERENCE = (0.5, 0.4, 0.6)
 DIRECTION = (1.0, 2.0, 0.5)
@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "random": ("kl", "pairs", "seed"),
 }
 
-SETTINGS = InParts(
+SETTINGS = Settings(
     title="Bias and variance by length, after A Comedy of Estimators",
     tags=("exact", "sampled", "gradient", "variance"),
     parts=PARTS,

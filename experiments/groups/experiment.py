@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kltest.sweeps.run import Batching
 
-from .settings import PARTS, TRAINED_SIZE, TRAINED_SUCCESS, WRONG
+from .settings import TRAINED_SIZE, WRONG
 
 BATCHING = Batching(("estimator", "beta", "seed", "success"), size=128)
 
 Row = dict[str, Any]
-
-
-def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Each part with what concerns it, once."""
-    seen = set()
-    for configuration in configurations:
-        part = configuration["part"]
-        own = {"part": part, **{name: configuration[name] for name in PARTS[part]}}
-        if part == "baselines" and own["group_size"] == 1:
-            continue
-        if part == "training":
-            if own["group_size"] != TRAINED_SIZE or own["success"] not in TRAINED_SUCCESS:
-                continue
-            if not own["batch_size"]:
-                own["seed"] = 0  # nothing is random
-        key = tuple(own.items())
-        if key not in seen:
-            seen.add(key)
-            yield own
 
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:

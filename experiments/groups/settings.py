@@ -1,21 +1,40 @@
 """What happens to a KL penalty in groups of rollouts of one prompt: masks of ties, baselines, normalisation."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from kltest.sweeps.settings import Settings
 
 # The world: one prompt, four answers, of which the first is right. The wrong ones share the rest of the reference so.
 WRONG = (0.5, 0.3, 0.2)
 
-# What each part of the experiment depends on; whatever else is set does not concern it.
-PARTS = {
+PARTS: dict[str, tuple[str, ...]] = {
     "masking": ("group_size", "success", "seed"),
     "baselines": ("group_size", "seed"),
     "std": ("push", "seed"),
     "training": ("estimator", "group_size", "success", "beta", "batch_size", "steps", "learning_rate", "seed"),
 }
 
+# Training: one size of group, and a reference that is right a tenth or half of the time.
+TRAINED_SIZE = 4
+TRAINED_SUCCESS = (0.1, 0.5)
+
+
+def applies(one: Mapping[str, Any]) -> bool:
+    """Baselines need others; training is of few worlds, and exact training of one seed, since nothing is random."""
+    if one["part"] == "baselines":
+        return bool(one["group_size"] > 1)
+    if one["part"] == "training":
+        of_few = one["group_size"] == TRAINED_SIZE and one["success"] in TRAINED_SUCCESS
+        return of_few and bool(one["batch_size"] or one["seed"] == 0)
+    return True
+
+
 SETTINGS = Settings(
     title="Groups: masked ties, self-inclusive baselines, std-normalisation",
     tags=("exact", "gradient", "training", "groups"),
+    parts=PARTS,
+    applies=applies,
     values={
         "part": tuple(PARTS),
         "group_size": (1, 2, 4, 8),
@@ -46,10 +65,6 @@ SETTINGS = Settings(
         "learning_rate": (1e-6, 100.0),
     },
 )
-
-# Training: one size of group, and a reference that is right a tenth or half of the time.
-TRAINED_SIZE = 4
-TRAINED_SUCCESS = (0.1, 0.5)
 
 # A few thousand terms of size one, by two routes in float64.
 EXACT = 1e-11

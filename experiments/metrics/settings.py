@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..parts import InParts
+from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -14,7 +14,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "logged": ("beta", "seed"),
 }
 
-SETTINGS = InParts(
+SETTINGS = Settings(
     title="Metrics: what is logged as the KL",
     tags=("exact", "metric", "training", "ragged", "groups"),
     parts=PARTS,

@@ -18,15 +18,12 @@ COMPUTE = {"path": gradients.of_path, "length": gradients.of_length, "weights": 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Nothing whose rest point is unknown is asked for stability; sampled runs end earlier than exact ones."""
-    seen = set()
     for one in configurations:
         if one["part"] == "stability" and RECIPES[one["recipe"]][2] is None:
             continue
         if one["part"] == "training" and one["batch_size"]:
             one = {**one, "steps": min(one["steps"], int(TRAINED["sampled"]))}
-        if (key := tuple(one.items())) not in seen:
-            seen.add(key)
-            yield one
+        yield one
 
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:

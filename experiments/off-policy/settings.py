@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..parts import InParts
+from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -51,7 +51,7 @@ RECIPES: dict[str, tuple[str, str, str | None]] = {
     "sequence": ("k1-reward-sequence-ratio", "sequence", "optimum"),
 }
 
-SETTINGS = InParts(
+SETTINGS = Settings(
     title="Off-policy: staleness, ratios and what they cost",
     tags=("exact", "gradient", "variance", "training", "off-policy"),
     parts=PARTS,

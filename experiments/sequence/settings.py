@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..parts import InParts
+from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -20,7 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 # Jacobians are worked out up to this length.
 LONGEST_FIELD = 1000
 
-SETTINGS = InParts(
+SETTINGS = Settings(
     title="What a token-level loss misses on sequences",
     tags=("exact", "gradient", "sequence"),
     parts=PARTS,

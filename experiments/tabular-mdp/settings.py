@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..parts import InParts
+from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 # Of the coefficients, those for which random processes are looked at.
 ROTATION_BETAS = (0.3, 1.0, 2.0)
 
-SETTINGS = InParts(
+SETTINGS = Settings(
     title="What a token-level loss misses in decision processes",
     tags=("exact", "gradient", "mdp"),
     parts=PARTS,

@@ -110,7 +110,8 @@ class Experiment:
         """What is to be computed; UsageError for settings that are not possible."""
         configurations = self.settings.configurations(self._grid(request))
         module = self.checkout.load("experiments", self.name, "experiment")
-        return list(module.tasks(configurations)) if hasattr(module, "tasks") else list(configurations)
+        tasks = module.tasks(configurations) if hasattr(module, "tasks") else configurations
+        return list({digest(one): one for one in tasks}.values())
 
     def _grid(self, request: Request) -> Mapping[str, Any]:
         return self.settings.grid(request.scale, request.changes, request.seeds)

@@ -28,6 +28,9 @@ class Settings:
     `seeds`: how many random repetitions (`{"quick": 1, "full": 5}`); configurations have a `seed` from 0 up then.
     `allowed`: what may be set: (smallest, largest) for numbers, the choices for words; a word without choices may only
     be one that the grid has. `applies` says which combinations make sense. `tags` say what it is about.
+    `parts`, of an experiment whose setting `part` names several: for each the settings that concern it, `seed` among
+    them where it is random; or, as a mapping, what it calls them and what they are called here. Whatever else is set
+    makes no difference to it.
     """
 
     title: str
@@ -37,6 +40,7 @@ class Settings:
     seeds: Mapping[str, int] = field(default_factory=dict)
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     applies: Callable[[Mapping[str, Any]], bool] = lambda configuration: True
+    parts: Mapping[str, Sequence[str] | Mapping[str, str]] = field(default_factory=dict)
 
     def grid(self, scale: str, changes: Sequence[str] = (), seeds: int | None = None) -> dict[str, tuple[Value, ...]]:
         """Each name's values at a scale, with changes such as "beta=0.1,1" made; UsageError for what cannot be."""
@@ -55,9 +59,20 @@ class Settings:
         return grid
 
     def configurations(self, grid: Mapping[str, Sequence[Value]]) -> list[Configuration]:
-        """Every combination of a grid's values that makes sense, in order."""
-        combinations = (dict(zip(grid, chosen, strict=True)) for chosen in itertools.product(*grid.values()))
+        """Every combination of a grid's values that makes sense, in order; of several parts, part after part."""
+        if self.parts:
+            own = [{"part": [part], **self._of_part(str(part), grid)} for part in grid["part"]]
+        else:
+            own = [dict(grid)]
+        combinations = (
+            dict(zip(one, chosen, strict=True)) for one in own for chosen in itertools.product(*one.values())
+        )
         return [configuration for configuration in combinations if self.applies(configuration)]
+
+    def _of_part(self, part: str, grid: Mapping[str, Sequence[Value]]) -> dict[str, Sequence[Value]]:
+        names = self.parts[part]
+        names = names if isinstance(names, Mapping) else {name: name for name in names}
+        return {name: grid[setting] for name, setting in names.items()}
 
     def _change(self, text: str) -> tuple[str, tuple[Value, ...]]:
         name, equals, values = text.partition("=")
