@@ -15,7 +15,10 @@ SPEC = Spec(
         "the gradient of the sequence-level KL(π‖ref), whatever the sampler, with less noise than the "
         "full-sequence ratio"
     ),
-    known_false="nothing about its expectation; its variance still grows with the length",
+    known_false=(
+        "nothing about its expectation; its variance still grows with the length, and in rollouts of a few tokens "
+        "it can be the noisier of the two"
+    ),
     identified={
         "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
         "stale": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
