@@ -1,0 +1,262 @@
+"""Exact noise of gradients in many worlds at once, by recursion over prefixes, each with logits of its own.
+
+Of a prefix s and its next token v, with g_v = ∇log π(v|s), an estimator gives the logits of s, wherever s is visited,
+
+    e·∇KL(s) + g_v·(a + F),   a known at (s, v), F the random cost of what comes later, e = 0 or 1.
+
+Prefixes have separate logits, so that E‖ĝ‖² adds up over them, and with d(s) the chance to visit s, M(s) the expected
+gradient there once visited,
+
+    variance = visits Σ d·(1 − d)·‖M‖²  +  token Σ d·Var_v E[· | s, v]  +  future Σ d·E_v ‖g_v‖²·Var F.
+
+The first is the same for every unbiased estimator that gives a gradient to visited prefixes alone, and is the least
+variance that such a one can have, whatever it knows (Jensen).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from scipy.special import log_softmax
+
+Levels = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """First two moments (W, n, V), level by level, of what a rollout costs after its next token."""
+
+    mean: Levels
+    square: Levels
+
+
+@dataclass(frozen=True)
+class Form:
+    """An estimator: `exact` is e, `own` (W, n, V) is a without what is random."""
+
+    exact: bool
+    own: Levels
+    ahead: Ahead
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Parts of the variance, (W,) each."""
+
+    visits: np.ndarray
+    token: np.ndarray
+    future: np.ndarray
+
+    @property
+    def variance(self) -> np.ndarray:
+        return self.visits + self.token + self.future
+
+
+@dataclass(frozen=True, eq=False)
+class Worlds:
+    """W pairs of policies: log-probs (W, Vᵗ, V) for prefixes of t tokens, in lexicographic order."""
+
+    policy: Levels
+    reference: Levels
+
+    @classmethod
+    def draw(
+        cls,
+        count: int,
+        vocabulary: int,
+        length: int,
+        distance: float,
+        generator: np.random.Generator,
+        spread: float = 1.0,
+    ) -> Worlds:
+        """Random worlds as in the settings."""
+        policy, reference = [], []
+        prefixes = sum(vocabulary**step for step in range(length))
+        drawn = generator.standard_normal((count, prefixes, 2, vocabulary))
+        first = 0
+        for step in range(length):
+            here = drawn[:, first : first + vocabulary**step]
+            first += vocabulary**step
+            logits = spread * here[:, :, 0]
+            policy.append(log_softmax(logits, axis=2))
+            reference.append(log_softmax(logits + distance * here[:, :, 1], axis=2))
+        return cls(policy, reference)
+
+    @property
+    def length(self) -> int:
+        return len(self.policy)
+
+    def tables(self, world: int) -> tuple[np.ndarray, np.ndarray]:
+        """(C, V) tables of one world's policy and reference, prefixes numbered as by `sequence`."""
+        return tuple(np.concatenate([level[world] for level in pair]) for pair in (self.policy, self.reference))  # type: ignore[return-value]
+
+    @cached_property
+    def chance(self) -> Levels:
+        return [np.exp(level) for level in self.policy]
+
+    @cached_property
+    def u(self) -> Levels:
+        return [policy - reference for policy, reference in zip(self.policy, self.reference, strict=True)]
+
+    @cached_property
+    def kl(self) -> Levels:
+        """(W, n) of the next token."""
+        return [over_tokens(p * u) for p, u in zip(self.chance, self.u, strict=True)]
+
+    @cached_property
+    def visits(self) -> Levels:
+        """(W, n) d(s)."""
+        found = [np.ones_like(self.kl[0])]
+        for chance in self.chance[:-1]:
+            found.append((found[-1][:, :, None] * chance).reshape(len(chance), -1))
+        return found
+
+    @cached_property
+    def score_norms(self) -> Levels:
+        """(W, n, V) ‖g_v‖²."""
+        return [1 - 2 * p + over_tokens(p**2)[:, :, None] for p in self.chance]
+
+    @cached_property
+    def slopes(self) -> Levels:
+        """(W, n, V) ∇KL(s) with respect to the logits of s."""
+        return [p * (u - kl[:, :, None]) for p, u, kl in zip(self.chance, self.u, self.kl, strict=True)]
+
+    def ahead(self, sampled: Levels | None = None) -> Ahead:
+        """Of costs of tokens (W, n, V), or of the exact KL of each prefix that is met."""
+        mean, square = [np.zeros_like(self.u[-1])], [np.zeros_like(self.u[-1])]
+        for step in reversed(range(1, self.length)):
+            p, later, later_square = self.chance[step], mean[0], square[0]
+            cost = self.kl[step][:, :, None] if sampled is None else sampled[step]
+            shape = self.u[step - 1].shape
+            mean.insert(0, over_tokens(p * (cost + later)).reshape(shape))
+            square.insert(0, over_tokens(p * (cost**2 + 2 * cost * later + later_square)).reshape(shape))
+        return Ahead(mean, square)
+
+    @cached_property
+    def known(self) -> Ahead:
+        """What a perfect critic says of what is ahead: its mean, without spread."""
+        mean = self.ahead().mean
+        return Ahead(mean, [level**2 for level in mean])
+
+    def past(self, costs: Levels) -> Levels:
+        """(W, n, 1) what the tokens of a prefix have cost."""
+        found = [np.zeros((*self.kl[0].shape, 1))]
+        for cost in costs[:-1]:
+            found.append((found[-1] + cost).reshape(len(cost), -1, 1))
+        return found
+
+    def value_moments(self, sampled: Levels | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(W,) mean and variance of the sum of all costs of a rollout."""
+        later, cost = self.ahead(sampled), self.kl[0][:, :, None] if sampled is None else sampled[0]
+        p = self.chance[0]
+        mean = (p * (cost + later.mean[0])).sum(axis=(1, 2))
+        centred = cost - mean[:, None, None]
+        square = p * (centred**2 + 2 * centred * later.mean[0] + later.square[0])
+        return mean, square.sum(axis=(1, 2))
+
+    def own_noise(self) -> np.ndarray:
+        """(W,) Σ_t E Var(u_t | s_t): what sampling a token adds to knowing its expectation."""
+        return sum(
+            (d * over_tokens(p * (u - kl[:, :, None]) ** 2)).sum(axis=1)
+            for d, p, u, kl in zip(self.visits, self.chance, self.u, self.kl, strict=True)
+        )  # type: ignore[return-value]
+
+    def steering(self) -> np.ndarray:
+        """(W,) Σ_t Cov(u_t, what is ahead): negative where a token that is paid for leads to cheaper ones."""
+        known = self.ahead().mean
+        return sum(
+            (d * over_tokens(p * (u - kl[:, :, None]) * later)).sum(axis=1)
+            for d, p, u, kl, later in zip(self.visits, self.chance, self.u, self.kl, known, strict=True)
+        )  # type: ignore[return-value]
+
+    def squared_gradient(self, form: Form) -> np.ndarray:
+        """(W,) ‖E[ĝ]‖²."""
+        return sum(
+            ((d[:, :, None] * mean) ** 2).sum(axis=(1, 2))
+            for d, mean in zip(self.visits, self._means(form), strict=True)
+        )  # type: ignore[return-value]
+
+    def noise(self, form: Form) -> Noise:
+        """The variance of an estimator in its three parts."""
+        total = np.zeros((3, len(self.kl[0])))
+        for step, mean in enumerate(self._means(form)):
+            d, p, norms = self.visits[step], self.chance[step], self.score_norms[step]
+            later = form.ahead.mean[step]
+            weight = form.own[step] + later
+            size = over_tokens(mean**2)
+            token = over_tokens(p * norms * weight**2) - size
+            if form.exact:
+                token += over_tokens(self.slopes[step] ** 2 + 2 * p * self._inner(step) * weight)
+            future = over_tokens(p * norms * (form.ahead.square[step] - later**2))
+            total += [(d * (1 - d) * size).sum(axis=1), (d * token).sum(axis=1), (d * future).sum(axis=1)]
+        return Noise(*total)
+
+    def with_baseline(self, form: Form, *, by_prefix: bool) -> Form:
+        """The form less its least noisy baseline: one number for each prefix, or one number for each world."""
+        above, below = [], []
+        for step, p in enumerate(self.chance):
+            norms = self.score_norms[step]
+            inner = norms * (form.own[step] + form.ahead.mean[step])
+            inner = inner + self._inner(step) if form.exact else inner
+            above.append(over_tokens(p * inner))
+            below.append(over_tokens(p * norms))
+        if by_prefix:
+            baseline = [(a / b)[:, :, None] for a, b in zip(above, below, strict=True)]
+        else:
+            over = sum((d * a).sum(axis=1) for d, a in zip(self.visits, above, strict=True))
+            under = sum((d * b).sum(axis=1) for d, b in zip(self.visits, below, strict=True))
+            baseline = [(over / under)[:, None, None]] * self.length
+        return replace(form, own=[own - b for own, b in zip(form.own, baseline, strict=True)])
+
+    def _inner(self, step: int) -> np.ndarray:
+        """(W, n, V) ⟨∇KL(s), g_v⟩."""
+        slope = self.slopes[step]
+        return slope - over_tokens(self.chance[step] * slope)[:, :, None]
+
+    def _means(self, form: Form) -> Levels:
+        """(W, n, V) M(s)."""
+        means = []
+        for step, p in enumerate(self.chance):
+            weight = form.own[step] + form.ahead.mean[step]
+            mean = p * (weight - over_tokens(p * weight)[:, :, None])
+            means.append(mean + self.slopes[step] if form.exact else mean)
+        return means
+
+
+def sampled(worlds: Worlds, lam: float | np.ndarray = 0.0, *, credit: str, both: bool = False) -> Form:
+    """u + λ·(w − 1) as a cost, to go or of the whole rollout; in `both` places its derivative is added."""
+    lam = np.asarray(lam, dtype=float).reshape(-1, 1, 1)
+    costs = [u + lam * np.expm1(-u) for u in worlds.u]
+    # With its derivative 1 − λw the token's own cost u + λ(w − 1) is u + 1 − λ.
+    own = [u + (1 - lam) for u in worlds.u] if both else costs
+    if credit == "return":
+        own = [here + past for here, past in zip(own, worlds.past(costs), strict=True)]
+    return Form(False, own, worlds.ahead(costs))
+
+
+def rao_blackwell(worlds: Worlds, *, critic: bool = False) -> Form:
+    """∇KL of each prefix, and the KLs of those ahead, or what a perfect critic expects of them, as a cost."""
+    return Form(True, _nothing(worlds.u), worlds.known if critic else worlds.ahead())
+
+
+def bootstrapped(worlds: Worlds) -> Form:
+    """A token's own u, and what a perfect critic expects of the rest."""
+    return Form(False, worlds.u, worlds.known)
+
+
+def best_coefficient(values: Sequence[np.ndarray]) -> np.ndarray:
+    """(W,) where the parabola through the values at −1, 0 and 1 is least."""
+    left, middle, right = values
+    return (left - right) / (2 * (left + right - 2 * middle))
+
+
+def over_tokens(values: np.ndarray) -> np.ndarray:
+    """(W, n) sums of (W, n, V): numpy's own are slow where V is small."""
+    return values @ np.ones(values.shape[2])
+
+
+def _nothing(like: Levels) -> Levels:
+    return [np.zeros_like(level) for level in like]

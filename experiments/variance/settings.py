@@ -1,0 +1,106 @@
+"""How noisy unbiased KL gradients are: sampling against expectations, baselines, credit, and what is left to gain.
+
+A *random world* here has a table of its own for every prefix: logits of the policy are normal with the standard
+deviation `spread` (1 where nothing is said), those of the reference are the policy's plus normal noise of the standard
+deviation `distance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kltest.sweeps.settings import Settings
+
+# The published pair: two binary tokens. The policy's first token is a coin's; after a 0 both models toss a coin,
+# after a 1 the policy says 1 nearly always and the reference nearly never.
+SURE = 0.01
+# The reference's chance of a 0 at first, in the published pair.
+PUBLISHED = 0.25
+
+# The bandit of the baseline study: standard deviations of the reference's and of the start's log-probs.
+ARMS = {"seed": 0, "count": 1000, "reference": 1.5, "start": 2.5}
+RULES = ("0", "1", "value", "gradient")
+RECORDED = 21
+# The published learning rate at which medians are given, to this much.
+PUBLISHED_RATE, MEDIAN_TOLERANCE = 5.0, 0.05
+
+# Rates of failure are taken of worlds of at most so many rollouts.
+MOST = 512
+# The ladder and the mixtures are of this vocabulary.
+VOCABULARY = 3
+# Mixtures are found by enumeration, up to this length and in so many worlds.
+MIXED = {"length": 4, "worlds": 8}
+# One world of each cell of up to so many rollouts is enumerated as well, with the registered estimators.
+ENUMERATED = 30
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "pair": ("reference", "samples"),
+    "rates": ("vocabulary", "length", "distance", "spread", "worlds", "seed"),
+    "ladder": ("length", "distance", "compared", "seed"),
+    "mixtures": ("length", "distance", "seed"),
+    "freedom": (),
+    "noise": ("lam",),
+    "bandit": ("rule", "rate", "steps", "batch_size", "runs"),
+}
+
+
+def applies(one: Mapping[str, Any]) -> bool:
+    """Random worlds are small enough, and what is enumerated smaller still."""
+    if one["part"] == "rates":
+        return bool(one["vocabulary"] ** one["length"] <= MOST)
+    return bool(one["part"] != "mixtures" or one["length"] <= MIXED["length"])
+
+
+SETTINGS = Settings(
+    title="Variance of unbiased KL gradients: Rao–Blackwell, baselines, credit, and the least possible",
+    tags=("exact", "sampled", "gradient", "variance", "training"),
+    parts=PARTS,
+    applies=applies,
+    values={
+        "part": tuple(PARTS),
+        "reference": (*(round(0.05 * step, 2) for step in range(1, 20)),),
+        "samples": 200_000,
+        "vocabulary": (2, 3, 4, 8),
+        "length": (2, 3, 4, 6, 8),
+        "distance": (0.1, 0.3, 1.0, 3.0, 10.0),
+        "spread": (1.0, 4.0),
+        "worlds": 1000,
+        "compared": 50,
+        "lam": (*(0.25 * step for step in range(-2, 19)),),
+        # The control variate's coefficient: fixed, or the best for value or gradient at every update.
+        "rule": RULES,
+        "rate": (5.0, 10.0, 20.0),
+        "steps": 400,
+        "batch_size": 16,
+        "runs": 32,
+    },
+    full={
+        "samples": 2_000_000,
+        "distance": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+        "spread": (0.3, 1.0, 2.0, 4.0, 8.0),
+        "worlds": 20_000,
+        "compared": 500,
+        "rate": (1.0, 2.0, 5.0, 7.0, 10.0, 12.0, 15.0, 20.0),
+        "runs": 256,
+    },
+    seeds={"quick": 1, "full": 3},
+    allowed={
+        "reference": (0.001, 0.999),
+        "samples": (1000, 100_000_000),
+        "vocabulary": (2, 32),
+        "length": (2, 10),
+        "distance": (0.001, 100.0),
+        "spread": (0.0, 100.0),
+        "worlds": (10, 1_000_000),
+        "compared": (10, 100_000),
+        "lam": (-5.0, 5.0),
+        "rate": (1e-3, 100.0),
+        "steps": (1, 100_000),
+        "batch_size": (1, 4096),
+        "runs": (1, 10_000),
+    },
+)
+
+# Recursions against enumeration in float64: sums of up to a thousand terms.
+EXACT = 1e-10

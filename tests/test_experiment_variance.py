@@ -1,0 +1,333 @@
+"""The variance experiment: the pair by hand, recursions by rollouts, the floor, and wrong results called wrong."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kltest.environments import Instance, sequence
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request
+from kltest.truth import gradient
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+experiment, analysis, prefixes, bandit, freedom = (
+    CHECKOUT.load("experiments", "variance", part)
+    for part in ("experiment", "analysis", "prefixes", "bandit", "freedom")
+)
+
+
+def computed(*changes: str) -> list[dict]:
+    found = Experiment(CHECKOUT, "variance").configurations(Request(changes=changes, seeds=1))
+    return analysis.tidy([row for one in found for row in experiment.compute(one)])
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    """All parts; of the bandit's training only what three claims need least: its start, and made-up ends."""
+    found = computed(
+        "part=pair,rates,ladder,mixtures,freedom,noise", "reference=0.1,0.25,0.5,0.9", "vocabulary=2,8",
+        "length=2,6", "distance=0.1,3.0", "worlds=600", "compared=10", "lam=-0.5,0.0,1.0,2.0",
+    )  # fmt: skip
+    path = {"part": "bandit", "what": "path", "step": 0, "rule": "1", "rate": 5.0, "kl": 2.4302}
+    return [*found, *_ends(), {**path, "low": 2.4302, "high": 2.4302}]
+
+
+def _ends() -> list[dict]:
+    """As published, so that claims about the bandit can be judged without 4,800 updates; one real run is below."""
+    wanted = {5.0: (0.46, 0.47, 0.32, 0.325), 10.0: (4.5, 4.5, 0.29, 0.26), 20.0: (4.9, 4.9, 4.9, 0.30)}
+    return [
+        {"part": "bandit", "what": "end", "run": run, "rule": rule, "rate": rate, "kl": kl, **analysis.STUDY}
+        for rate, medians in wanted.items()
+        for rule, kl in zip(("0", "value", "1", "gradient"), medians, strict=True)
+        for run in range(32)
+    ]
+
+
+def verdicts(rows: list[dict]) -> dict[str, bool | None]:
+    return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
+
+
+# ------------------------------------------------------------------------------------------------------------ the pair
+
+
+def test_the_published_pair_by_hand(rows):
+    """Rao–Blackwell's value is a constant, and after a 1 also d = 0.98·log 99: variance d²/4."""
+    (row,) = (row for row in rows if row["part"] == "pair" and row["reference"] == 0.25)
+    d = 0.98 * math.log(99)
+    first = {0: math.log(0.5 / 0.25), 1: math.log(0.5 / 0.75)}
+    values = [(0.5, first[0]), (0.5 * 0.99, first[1] + math.log(99)), (0.5 * 0.01, first[1] - math.log(99))]
+    kl = sum(chance * value for chance, value in values)
+    assert row["kl"] == pytest.approx(kl, rel=1e-12)
+    assert row["kl"] == pytest.approx((first[0] + first[1]) / 2 + d / 2, rel=1e-12)
+    assert row["rao_blackwell"] == pytest.approx(d**2 / 4, rel=1e-12)
+    assert row["monte_carlo"] == pytest.approx(sum(p * (value - kl) ** 2 for p, value in values), rel=1e-12)
+    assert (round(row["kl"], 5), round(row["monte_carlo"], 5), round(row["rao_blackwell"], 5)) == (
+        2.39545, 3.31591, 5.06974,
+    )  # fmt: skip
+
+
+def test_the_best_mixture_is_least_along_the_line_between_the_two(rows):
+    instance = experiment.published_pair(0.25)
+    (row,) = (row for row in rows if row["part"] == "pair" and row["reference"] == 0.25)
+    u = instance.policy - instance.reference
+    kl = (np.exp(instance.policy) * u).sum(axis=1)
+    values, chances = [], []
+    for first, second in itertools.product((0, 1), repeat=2):
+        chances.append(math.exp(instance.policy[0, first] + instance.policy[1 + first, second]))
+        values.append((u[0, first] + u[1 + first, second], kl[0] + kl[1 + first]))
+    sampled, blackwell = np.array(values).T
+
+    def variance(share: float) -> float:
+        value = share * sampled + (1 - share) * blackwell
+        return float(np.cov(value, aweights=chances, bias=True))
+
+    assert variance(row["share"]) == pytest.approx(row["mixture"], rel=1e-12)
+    assert all(variance(row["share"] + step) > row["mixture"] for step in (-0.01, 0.01))
+
+
+# ---------------------------------------------------------------------------------------------------------- recursions
+
+
+def one_by_one(worlds, world: int, name: str) -> tuple[np.ndarray, float]:
+    """Mean and total variance of a gradient, rollout by rollout, each formula written out in logits."""
+    policy, reference = worlds.tables(world)
+    instance = Instance.of(sequence(policy.shape[1], worlds.length), policy, reference)
+    p, u = np.exp(policy), policy - reference
+    w, kl = np.exp(-u), (p * u).sum(axis=1)
+    ahead = exact_ahead(instance, kl)
+    each, chances = [], []
+    for contexts, tokens in zip(instance.paths.contexts, instance.paths.tokens, strict=True):
+        steps = list(zip(contexts, tokens, strict=True))
+        total = np.zeros_like(p)
+        for at, (c, y) in enumerate(steps):
+            g = np.eye(p.shape[1])[y] - p[c]
+            slope = p[c] * (u[c] - kl[c])
+            k3 = [w[s] - 1 + u[s] for s in steps]
+            onward = sum(p[c, v] * ahead[c, v] * (np.eye(p.shape[1])[v] - p[c]) for v in range(p.shape[1]))
+            total[c] += {
+                "return": g * sum(u[s] for s in steps),
+                "to go": g * sum(u[s] for s in steps[at:]),
+                "k3 in both": g * sum(k3) + (1 - w[c, y]) * g,
+                "k3 in both, to go": g * sum(k3[at:]) + (1 - w[c, y]) * g,
+                "rao-blackwell": slope + g * sum(kl[later] for later, _ in steps[at + 1 :]),
+                "critic": slope + g * ahead[c, y],
+                "bootstrapped": g * (u[c, y] + ahead[c, y]),
+                # What is left to chance is which prefixes are visited: no better with gradients at those alone.
+                "floor": slope + onward,
+            }[name]
+        each.append(total)
+        chances.append(math.exp(sum(policy[s] for s in steps)))
+    mean = sum(chance * one for chance, one in zip(chances, each, strict=True))
+    return mean, sum(chance * ((one - mean) ** 2).sum() for chance, one in zip(chances, each, strict=True))
+
+
+def exact_ahead(instance: Instance, kl: np.ndarray) -> np.ndarray:
+    """(C, V) the expected KL of all prefixes that a token leads to."""
+    following = instance.environment.successors[:, :, 0]
+    ahead = np.zeros(following.shape)
+    for _ in range(instance.environment.horizon):
+        value = kl + (np.exp(instance.policy) * ahead).sum(axis=1)
+        ahead = np.where(following >= 0, value[following], 0.0)
+    return ahead
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    return prefixes.Worlds.draw(2, 3, 3, 1.0, np.random.default_rng(1), 1.5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["return", "to go", "k3 in both", "k3 in both, to go", "rao-blackwell", "critic", "bootstrapped"],
+)
+def test_recursions_by_rollouts(worlds, name):
+    forms = {
+        "return": lambda: prefixes.sampled(worlds, credit="return"),
+        "to go": lambda: prefixes.sampled(worlds, credit="to-go"),
+        "k3 in both": lambda: prefixes.sampled(worlds, 1.0, credit="return", both=True),
+        "k3 in both, to go": lambda: prefixes.sampled(worlds, 1.0, credit="to-go", both=True),
+        "rao-blackwell": lambda: prefixes.rao_blackwell(worlds),
+        "critic": lambda: prefixes.rao_blackwell(worlds, critic=True),
+        "bootstrapped": lambda: prefixes.bootstrapped(worlds),
+    }
+    form = forms[name]()
+    for world in range(2):
+        mean, variance = one_by_one(worlds, world, name)
+        policy, reference = worlds.tables(world)
+        truth = gradient("reverse_kl", Instance.of(sequence(3, 3), policy, reference))
+        # Sums of 27 terms of order one.
+        np.testing.assert_allclose(mean, truth, atol=1e-13)
+        assert worlds.noise(form).variance[world] == pytest.approx(variance, rel=1e-11)
+        assert worlds.squared_gradient(form)[world] == pytest.approx((truth**2).sum(), rel=1e-11)
+
+
+def test_the_floor_is_the_noise_of_knowing_everything_about_a_visited_prefix(worlds):
+    """It is reached, and it is Σ ‖G‖²/d − ‖G‖² with G the true gradient at a prefix that is visited with chance d."""
+    noise = worlds.noise(prefixes.rao_blackwell(worlds))
+    for world in range(2):
+        _, variance = one_by_one(worlds, world, "floor")
+        assert noise.visits[world] == pytest.approx(variance, rel=1e-11)
+        policy, reference = worlds.tables(world)
+        instance = Instance.of(sequence(3, 3), policy, reference)
+        truth = gradient("reverse_kl", instance)
+        chance = np.zeros(len(policy))
+        weights = instance.rollout_weights("current")
+        np.add.at(chance, instance.paths.contexts, np.repeat(weights[:, None], 3, axis=1))
+        floor = ((truth**2).sum(axis=1) / chance).sum() - (truth**2).sum()
+        assert noise.visits[world] == pytest.approx(floor, rel=1e-11)
+
+
+@pytest.mark.parametrize("by_prefix", [True, False])
+def test_the_best_baseline_is_where_any_other_is_worse(worlds, by_prefix):
+    from dataclasses import replace
+
+    for form in (prefixes.sampled(worlds, credit="to-go"), prefixes.rao_blackwell(worlds)):
+        best = worlds.with_baseline(form, by_prefix=by_prefix)
+        least = worlds.noise(best).variance
+        assert (least < worlds.noise(form).variance).all()
+        for step in (-0.01, 0.01):
+            moved = replace(best, own=[own + step for own in best.own])
+            assert (worlds.noise(moved).variance > least).all()
+            assert worlds.squared_gradient(moved) == pytest.approx(worlds.squared_gradient(form), rel=1e-11)
+
+
+def test_to_go_and_return_are_alike_under_their_best_baselines_by_prefix(worlds):
+    noise = [
+        worlds.noise(worlds.with_baseline(prefixes.sampled(worlds, credit=credit), by_prefix=True)).variance
+        for credit in ("to-go", "return")
+    ]
+    np.testing.assert_allclose(noise[0], noise[1], rtol=1e-11)
+
+
+def test_a_mixture_is_no_noisier_than_its_parts_and_moving_its_weights_makes_it_so():
+    generator = np.random.default_rng(2)
+    weights = generator.dirichlet(np.ones(20))
+    score = generator.standard_normal((20, 4))
+    score -= weights @ score
+    base = generator.standard_normal((20, 4))
+    other = generator.standard_normal((20, 4))
+    other += weights @ base - weights @ other
+    variance, shares = experiment.mixture([base, other], score, weights)
+
+    def noise(each: np.ndarray) -> float:
+        return float(weights @ ((each - weights @ each) ** 2).sum(axis=1))
+
+    def best(share: float) -> float:
+        mixed = share * base + (1 - share) * other
+        size = weights @ (score**2).sum(axis=1)
+        return noise(mixed - (weights @ (mixed * score).sum(axis=1)) / size * score)
+
+    assert shares.sum() == pytest.approx(1)
+    assert variance == pytest.approx(best(shares[0]), rel=1e-10)
+    assert variance < min(best(shares[0] + 0.05), best(shares[0] - 0.05), noise(base), noise(other))
+
+
+def test_differences_of_unbiased_estimators_have_mean_zero_in_every_world():
+    """The predicted ones do: baselines, and for references that are seen at the sampled token alone, w − 1."""
+    chances = np.array(freedom.CHANCES[3])
+    for table in freedom._references():
+        w = np.array(table) / freedom.PARTS / chances
+        assert chances @ (w - 1) == pytest.approx(0, abs=1e-15)
+    assert {(row["dimension"], row["predicted"]) for row in freedom.counts()} == {
+        (number, number) for number in (3, 39, 9, 26)
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- the bandit
+
+
+def test_the_two_coefficients_by_hand():
+    one = bandit.instance()
+    p, u = np.exp(one.policy[0]), (one.policy - one.reference)[0]
+    w = np.exp(-u)
+    norms = ((np.eye(1000) - p) ** 2).sum(axis=1)
+    found = bandit.coefficients()
+    covariance = p @ ((u - p @ u) * (w - p @ w))
+    assert found["value"] == pytest.approx(-covariance / (p @ (w - p @ w) ** 2), rel=1e-9)
+    assert found["gradient"] == pytest.approx(1 + p @ (u * norms) / (p @ norms), rel=1e-9)
+    assert p @ u == pytest.approx(2.43, abs=0.005)
+
+
+@pytest.mark.parametrize("rule", ["1", "gradient"])
+def test_training_is_the_updates_written_out(rule):
+    """Same uniforms, chosen by the same cumulative chances; the gradient (u + 1 − λ)(e_y − π) in plain numpy."""
+    found = bandit.training({"rule": rule, "rate": 5.0, "steps": 20, "batch_size": 16, "runs": 2})
+    reference, start = (table[0] for table in bandit.tables())
+    reference = reference - np.logaddexp.reduce(reference)
+    for run in range(2):
+        generator = np.random.default_rng(run)
+        logits = start.copy()
+        for _ in range(20):
+            log_p = logits - np.logaddexp.reduce(logits)
+            p, u = np.exp(log_p), log_p - reference
+            norms = 1 - 2 * p + (p**2).sum()
+            lam = 1.0 if rule == "1" else 1 + p @ (u * norms) / (p @ norms)
+            arms = np.searchsorted(p.cumsum()[:-1], generator.random(16), side="right")
+            push = np.bincount(arms, (u[arms] + 1 - lam) / 16, 1000)
+            logits = logits - 5.0 * (push - p * push.sum())
+        log_p = logits - np.logaddexp.reduce(logits)
+        (end,) = (row["kl"] for row in found if row["what"] == "end" and row["run"] == run)
+        assert end == pytest.approx(np.exp(log_p) @ (log_p - reference), rel=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------------- the claims
+
+
+def test_every_claim_agrees(rows):
+    assert {claim: agrees for claim, agrees in verdicts(rows).items() if agrees is not True} == {}
+
+
+@pytest.mark.parametrize(
+    ("part", "column", "value", "where"),
+    [
+        ("pair", "rao_blackwell", 3.2, {"reference": 0.25}),
+        ("pair", "monte_carlo_drawn", 3.4, {"reference": 0.25}),
+        ("pair", "mixture", 6.0, {"reference": 0.1}),
+        ("rates", "off_identity", 1e-6, {"length": 6}),
+        ("rates", "value_fails", 1, {"distance": 0.1}),
+        ("rates", "value_fails", 0, {"spread": 4.0}),
+        ("rates", "value_fails", 200, {"vocabulary": 8}),
+        ("rates", "gradient_fails", 0, {}),
+        ("rates", "off_again", 1e-6, {"length": 2}),
+        ("ladder", "off_again", 1e-6, {"length": 2}),
+        ("ladder", "least_over_floor", 0.99, {"estimator": "rao-blackwell, critic"}),
+        ("ladder", "over_floor", 2.0, {"estimator": "rao-blackwell", "distance": 0.1}),
+        ("ladder", "over_floor", 2.0, {"estimator": "rao-blackwell", "distance": 3.0}),
+        ("ladder", "over_floor", 30.0, {"estimator": "to go, critic"}),
+        ("ladder", "over_floor", 1e3, {"estimator": "to go"}),
+        ("ladder", "noisier_than_return", 1, {"estimator": "to go, baseline by prefix"}),
+        ("mixtures", "sampled log-probs: over_floor", 1.5, {}),
+        ("mixtures", "weight of rao-blackwell", 0.3, {}),
+        ("freedom", "dimension", 40, {"length": 2}),
+        ("bandit", "kl", 0.6, {"rule": "1", "rate": 5.0}),
+        ("bandit", "kl", 0.3, {"rule": "value", "rate": 10.0}),
+        ("bandit", "kl", 4.0, {"rule": "gradient", "rate": 20.0}),
+        ("bandit", "kl", 2.6, {"what": "path"}),
+        ("noise", "gradient_variance", 50.0, {"lam": 1.0}),
+        ("noise", "least_noisy_value", 0.5, {}),
+    ],
+)
+def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
+    changed = copy.deepcopy(rows)
+    hit = [row for row in changed if row["part"] == part and all(row.get(name) == it for name, it in where.items())]
+    assert hit
+    for row in hit:
+        assert column in row
+        row[column] = value
+    assert False in verdicts(changed).values()
+
+
+def test_claims_without_their_rows_are_not_run():
+    assert set(verdicts([]).values()) == {None}
+    assert analysis.tables([]) == {}
+    analysis.numbers([])
+    few = computed("part=pair,rates,noise", "reference=0.4", "length=3", "distance=0.5", "vocabulary=3", "lam=0.3")
+    assert set(verdicts(few).values()) == {None, True}
+    analysis.numbers(few)
+    analysis.tables(few)
