@@ -74,7 +74,7 @@ def test_where_a_head_drifts(rows):
 
 
 def test_the_dead_zone_of_theory(rows):
-    """theory.md: dead at u ≲ −2.6 or ≳ 11."""
+    """In theory: dead at u ≲ −2.6 or ≳ 11."""
     row = next(row for row in rows if row["part"] == "clamp")
     for edge, bracket in (("low", (-4.0, -1.0)), ("high", (5.0, 20.0))):
         root = brentq(lambda u: math.exp(-u) - 1 + u - 10, *bracket, xtol=1e-14)

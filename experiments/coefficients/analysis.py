@@ -154,7 +154,7 @@ def _of_theory(rows: Sequence[Row]) -> list[Claim]:
     found = [
         _claim(
             words,
-            "theory, §4",
+            "theory",
             "KL(π‖predicted) < 1e-8",
             None if any(name not in ends for name in names) else max(ends[name] for name in names),
             lambda worst: f"{worst:.1e}",
@@ -176,7 +176,7 @@ def _of_theory(rows: Sequence[Row]) -> list[Claim]:
         *found,
         _claim(
             f"V = 5, L = 4, β = .5: {', '.join(right)} reach π*",
-            "theory, §5 item 10",
+            "theory",
             "KL(π‖π*) < 1e-6",
             those(*right),
             listed,
@@ -185,7 +185,7 @@ def _of_theory(rows: Sequence[Row]) -> list[Claim]:
         ),
         _claim(
             f"V = 5, L = 4, β = .5: {', '.join(wrong)} do not reach π*",
-            "theory, §5 item 10",
+            "theory",
             "KL(π‖π*) > 1e-3",
             those(*wrong),
             listed,
@@ -201,7 +201,7 @@ def _of_ends(rows: Sequence[Row]) -> list[Claim]:
     return [
         _claim(
             "exact training ends at the predicted fixed point, in every world, for every β from 3 on",
-            "theory, §4",
+            "theory",
             "KL(π‖predicted) < 1 % of KL(predicted‖ref)",
             worst,
             lambda row: (
@@ -234,7 +234,7 @@ def _of_coefficients(rows: Sequence[Row]) -> list[Claim]:
     return [
         _claim(
             f"{', '.join(right)} regularise as asked in every world",
-            "theory, §4",
+            "theory",
             "on the frontier, at β' = β",
             kinds(right, WORLDS),
             said,
@@ -243,7 +243,7 @@ def _of_coefficients(rows: Sequence[Row]) -> list[Claim]:
         ),
         _claim(
             "on one step every loss whose weight is u does so",
-            "theory, §3",
+            "theory",
             "on the frontier, at β' = β",
             kinds([*LOCAL, "last-token", "length-normalised"], ["bandit"]),
             said,
@@ -252,7 +252,7 @@ def _of_coefficients(rows: Sequence[Row]) -> list[Claim]:
         ),
         _claim(
             "a penalty divided by the length T = 3 is on the frontier, at a third of the coefficient",
-            "theory, §3",
+            "theory",
             "β'/β = 1/3",
             scaled,
             lambda found: ", ".join(f"{one.factor:.4f}" for one in found.values()),
@@ -261,7 +261,7 @@ def _of_coefficients(rows: Sequence[Row]) -> list[Claim]:
         ),
         _claim(
             "k1 in the loss regularises not at all",
-            "Tang & Munos 2025; theory, §3",
+            "Tang & Munos 2025; theory",
             "the same end as without a penalty",
             kinds(["k1-loss"], WORLDS),
             said,

@@ -57,7 +57,7 @@ BUDGET_BETA = 1.0
 IN_FIXED_POINTS = ("k1-loss", "k1-reward", "k2-loss-sequence", "k2-loss", "full-loss", "k3-loss", "k3-loss-sequence")
 IN_OPTIMUM = ("k1-reward", "k2-loss-sequence", "k3-loss-sequence", "k3-loss", "k1-loss")
 
-# Theory's two parts: β, updates and learning rate. The first is mild enough to come to rest; the second is theory §5's.
+# Theory's two parts: β, updates and learning rate. The first is mild enough to come to rest.
 FIXED_POINTS: Mapping[str, Any] = {"beta": 1.0, "steps": 1500, "learning_rate": 4.0}
 OPTIMUM: Mapping[str, Any] = {"beta": 0.5, "steps": 2000, "learning_rate": 12.0}
 

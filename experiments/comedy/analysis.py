@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 SHAH = "Shah et al. 2025 (arXiv 2512.21852), Fig. 2"
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the product rule for E[k]"
-THEORY = "theory.md, section 5"
+THEORY = "theory"
 OWN = "this work"
 # Below and above the distances at which the two variances can be equal (those are measured and claimed as well).
 NEAR, FAR = 0.1, 0.8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 from ..judging import Answer, Question, answers, at_most, select
@@ -172,13 +173,18 @@ def _biased(rows: Sequence[Row]) -> Answer:
     if not far or not near:
         return None
     words = f"at most {max(bias for bias, _ in near):.1%} at a KL below 0.05, up to {max(far):.0%} beyond 1"
-    return words, all(bias < size / 2 for bias, size in near) and max(far) > 0.1
+    return words, all(bias < size for bias, size in near) and max(far) > 0.1
 
 
 def _none_of_three(rows: Sequence[Row]) -> Answer:
     found = select(rows, "logged", estimator="k3-loss")
-    off = [abs(r["over_own_length"] / r[n] - 1) for r in found for n in ("kl", "kl_per_token", "mean_of_token_means")]
-    return (f"at least {min(off):.1%} from the nearest", min(off) > 0.01) if off else None
+    if not found:
+        return None
+    # Along a run the curves may cross: one point says nothing.
+    three = ("kl", "kl_per_token", "mean_of_token_means")
+    off = [min(abs(row["over_own_length"] / row[name] - 1) for name in three) for row in found]
+    apart = sum(one > 0.01 for one in off) / len(off)
+    return f"{apart:.0%} of {len(off)} are, by {median(off):.0%} in the median", apart > 0.9
 
 
 def _below_zero(rows: Sequence[Row]) -> Answer:
@@ -239,13 +245,13 @@ QUESTIONS = (
                                lambda row: row["mean"] - row["kl"]), SUMS),
     Question("k2 has not: its bias grows with the distance", "Schulman 2020",
              "biased far from the reference, hardly near it", _biased,
-             "half of √KL, as third moments go, near; more than 10 % beyond 1"),
+             "√KL, as third moments go, near; more than 10 % beyond 1"),
     Question("near the reference k1's standard deviation is √(2·KL), far more than the KL", "Schulman 2020", "√(2·KL)",
              _near, "10 %, KL below 0.05"),
     Question("k3 is less noisy near the reference and noisier far from it", "Schulman 2020; theory",
              "half of k1's below a KL of 0.1, more beyond 3", _crossing, "as said"),
     Question("a mean over rollouts of k3's mean per token is none of E[Σu], E[Σu]/E[L], E[Σu/L]", OWN,
-             "none of the three", _none_of_three, "1 %"),
+             "none of the three", _none_of_three, "1 % apart, nine times out of ten"),
     Question("it is E[Σu/L] + E[Σ(w − 1)/L]", OWN, "equal",
              lambda rows: _off(select(rows, "logged", estimator="k3-loss"),
                                lambda r: r["over_own_length"] - r["mean_of_token_means"] - r["correction"]), SUMS),

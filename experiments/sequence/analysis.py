@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from kltest.reproduce import Claim
 
+from ..judging import Answer, Question, answers, select
 from .settings import CONDITIONS, DISCOUNTS, EXACT, PARTS
 
 Row = dict[str, Any]
@@ -25,34 +26,12 @@ def tidy(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: list(PARTS).index(row["part"]))
 
 
-def select(rows: Sequence[Row], part: str, **values: Any) -> list[Row]:
-    """The rows of a part in which the named columns have these values."""
-    wanted = {"part": part, **values}
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-
-
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """One for each question; not run where rows that it needs are not there."""
-    return [_claim(rows, *entry) for entry in CLAIMS]
+    return answers("sequence", QUESTIONS, rows)
 
 
-Judgement = tuple[str, bool] | None
-
-
-def _claim(
-    rows: Sequence[Row],
-    claim: str,
-    source: str,
-    expected: str,
-    judge: Callable[[Sequence[Row]], Judgement],
-    tolerance: str,
-) -> Claim:
-    judged = judge(rows)
-    found, agrees = ("not run", None) if judged is None else judged
-    return Claim("sequence", claim, source, expected, found, agrees, tolerance)
-
-
-def _followed(rows: Sequence[Row], names: Sequence[str], column: str) -> Judgement:
+def _followed(rows: Sequence[Row], names: Sequence[str], column: str) -> Answer:
     chosen = [row for row in select(rows, "estimators") if row["estimator"] in names]
     if not chosen:
         return None
@@ -61,7 +40,7 @@ def _followed(rows: Sequence[Row], names: Sequence[str], column: str) -> Judgeme
     return f"{who}: off by {off:.0e} of its length, to T = {longest:,}", off < EXACT
 
 
-def _root(rows: Sequence[Row]) -> Judgement:
+def _root(rows: Sequence[Row]) -> Answer:
     chosen = select(rows, "root")
     if not chosen:
         return None
@@ -70,7 +49,7 @@ def _root(rows: Sequence[Row]) -> Judgement:
     return f"truth off by {off:.0e}, local at most {local:.0e}", off < 1e-12 and local < 1e-15
 
 
-def _root_seen(rows: Sequence[Row]) -> Judgement:
+def _root_seen(rows: Sequence[Row]) -> Answer:
     chosen = [row for row in select(rows, "root") if row["estimator"] in (*LOCAL, "k3-loss", *RIGHT)]
     if not chosen:
         return None
@@ -80,7 +59,7 @@ def _root_seen(rows: Sequence[Row]) -> Judgement:
     return f"to-go off by {off:.0e}; the others move the root by at most {blind:.0e}", off < 1e-12 and blind < 1e-15
 
 
-def _context_free(rows: Sequence[Row]) -> Judgement:
+def _context_free(rows: Sequence[Row]) -> Answer:
     chosen = [*select(rows, "length", steering=0.0), *select(rows, "vocabulary", steering=0.0)]
     if not chosen:
         return None
@@ -88,7 +67,7 @@ def _context_free(rows: Sequence[Row]) -> Judgement:
     return f"at most {most:.0e}, over {len(chosen)} lengths, vocabularies and draws", most < EXACT
 
 
-def _steered(rows: Sequence[Row]) -> Judgement:
+def _steered(rows: Sequence[Row]) -> Answer:
     chosen = _at_longest(rows)
     levels = sorted({row["steering"] for row in chosen})
     if len(levels) < 2 or chosen[0]["length"] < 1000:
@@ -104,7 +83,7 @@ def _steered(rows: Sequence[Row]) -> Judgement:
     return f"T = {chosen[0]['length']:,}: {text}", rises
 
 
-def _levels_off(rows: Sequence[Row]) -> Judgement:
+def _levels_off(rows: Sequence[Row]) -> Answer:
     """Between the two longest, both beyond ten memories, and against the shortest of two tokens."""
     chosen = [row for row in select(rows, "length") if row["steering"] >= 0.75]
     pairs = []
@@ -125,7 +104,7 @@ def _levels_off(rows: Sequence[Row]) -> Judgement:
     )
 
 
-def _formula(rows: Sequence[Row]) -> Judgement:
+def _formula(rows: Sequence[Row]) -> Answer:
     chosen = [*select(rows, "length"), *select(rows, "vocabulary")]
     if not chosen:
         return None
@@ -133,7 +112,7 @@ def _formula(rows: Sequence[Row]) -> Judgement:
     return f"off by {off:.0e}, to T = {max(row.get('length', 0) for row in chosen):,}", off < EXACT
 
 
-def _last(rows: Sequence[Row]) -> Judgement:
+def _last(rows: Sequence[Row]) -> Answer:
     chosen = [row for row in select(rows, "length") if row["length"] >= 100]
     if not chosen:
         return None
@@ -141,7 +120,7 @@ def _last(rows: Sequence[Row]) -> Judgement:
     return f"at most {most:.2f}/T for T ≥ 100", most < 1.1
 
 
-def _conditions(rows: Sequence[Row]) -> Judgement:
+def _conditions(rows: Sequence[Row]) -> Answer:
     chosen = select(rows, "conditions")
     if not chosen:
         return None
@@ -154,7 +133,7 @@ def _conditions(rows: Sequence[Row]) -> Judgement:
     return f"missed: {text}; second route off by {again:.0e}", exact and clear and again < EXACT
 
 
-def _discounted(rows: Sequence[Row]) -> Judgement:
+def _discounted(rows: Sequence[Row]) -> Answer:
     chosen = [row for row in select(rows, "credit", what="discount", critic=0.0) if row["steering"] > 0]
     if not chosen:
         return None
@@ -170,7 +149,7 @@ def _discounted(rows: Sequence[Row]) -> Judgement:
     return f"{text}, {ends:.0e} at γ = 1 (means over κ and draws)", falls and ends < EXACT
 
 
-def _critic(rows: Sequence[Row]) -> Judgement:
+def _critic(rows: Sequence[Row]) -> Answer:
     again = select(rows, "credit", what="rollout by rollout")
     chosen = select(rows, "credit", what="discount")
     if not again:
@@ -184,7 +163,7 @@ def _critic(rows: Sequence[Row]) -> Judgement:
     return text, max(formed, scaled) < EXACT
 
 
-def _curl(rows: Sequence[Row]) -> Judgement:
+def _curl(rows: Sequence[Row]) -> Answer:
     chosen = select(rows, "field")
     single, several = (
         [row["asymmetry"] for row in chosen if (row["length"] == 1) == one_step] for one_step in (True, False)
@@ -197,7 +176,7 @@ def _curl(rows: Sequence[Row]) -> Judgement:
     )
 
 
-def _curl_without_bias(rows: Sequence[Row]) -> Judgement:
+def _curl_without_bias(rows: Sequence[Row]) -> Answer:
     chosen = [row for row in select(rows, "conditions") if row["condition"] in ("both context-free", "relabelled")]
     if not chosen:
         return None
@@ -205,7 +184,7 @@ def _curl_without_bias(rows: Sequence[Row]) -> Judgement:
     return f"missed at most {missed:.0e}, asymmetry at least {least:.2f}", missed < EXACT and least > CLEAR
 
 
-def _circulation(rows: Sequence[Row]) -> Judgement:
+def _circulation(rows: Sequence[Row]) -> Answer:
     found = {row["field"]: row for row in select(rows, "circulation")}
     if not found:
         return None
@@ -218,7 +197,7 @@ def _circulation(rows: Sequence[Row]) -> Judgement:
     )
 
 
-def _ends(rows: Sequence[Row]) -> Judgement:
+def _ends(rows: Sequence[Row]) -> Answer:
     chosen = select(rows, "ends")
     if not chosen:
         return None
@@ -232,95 +211,95 @@ def _ends(rows: Sequence[Row]) -> Judgement:
     )
 
 
-CLAIMS: tuple[tuple[str, str, str, Callable[[Sequence[Row]], Judgement], str], ...] = (
-    (
+QUESTIONS = (
+    Question(
         "a token-level loss follows the local gradient, at any length",
         TANG_MUNOS,
         "Σ_t E ∇KL_t, prefixes held fixed",
         lambda rows: _followed(rows, LOCAL, "off_local"),
         f"{EXACT:g}: sums of 10,000 terms in float64",
     ),
-    (
+    Question(
         "k1 in the reward with credit for later tokens follows ∇KL(π‖ref), at any length",
         TANG_MUNOS,
         "∇KL(π‖ref)",
         lambda rows: _followed(rows, RIGHT, "bias"),
         f"{EXACT:g}: sums of 10,000 terms in float64",
     ),
-    ("the blind root", "theory §5.6", "truth p(1 − p)·d, local 0", _root, "1e-12 and 1e-15: rounding"),
-    (
+    Question("the blind root", "theory", "truth p(1 − p)·d, local 0", _root, "1e-12 and 1e-15: rounding"),
+    Question(
         "implementations at the blind root",
-        "theory §5.6",
+        "theory",
         "to-go gives p(1 − p)·d, token-level losses 0",
         _root_seen,
         "1e-12 and 1e-15: rounding",
     ),
-    ("what is missed where no context is seen", OWN, "0 at κ = 0", _context_free, f"{EXACT:g}: rounding"),
-    (
+    Question("what is missed where no context is seen", OWN, "0 at κ = 0", _context_free, f"{EXACT:g}: rounding"),
+    Question(
         "what is missed, against what is kept, grows with how strongly tokens steer later ones",
         OWN,
         "from 0 at κ = 0 upwards, in every draw",
         _steered,
         "the order, at the longest length",
     ),
-    (
+    Question(
         "what is missed grows with length up to the memory 1/(1 − κ), then levels off",
         OWN,
         "growth, then no change (κ ≥ 0.75)",
         _levels_off,
         "growth over 0.1; level to 0.05 from ten memories on",
     ),
-    (
+    Question(
         "what a persistent bigram misses, in closed form",
         OWN,
         "a token decides the KL of (1 − κⁿ)/(1 − κ) later ones",
         _formula,
         f"{EXACT:g}: sums of 10,000 terms in float64",
     ),
-    ("the last token alone", "theory §3", "about 1/T of the gradient", _last, "1.1/T: tokens differ in context"),
-    (
+    Question("the last token alone", "theory", "about 1/T of the gradient", _last, "1.1/T: tokens differ in context"),
+    Question(
         "when a token-level loss is exact",
         OWN,
         "where the KL to come does not depend on the token: both context-free, or relabelled alike",
         _conditions,
         f"exact: {EXACT:g}; not exact: above {CLEAR:g}",
     ),
-    (
+    Question(
         "a discount γ goes from the local gradient to the whole",
         OWN,
         "bias falls in γ, to 0 at γ = 1",
         _discounted,
         f"{EXACT:g} at γ = 1; the order elsewhere",
     ),
-    (
+    Question(
         "generalised advantages with a critic that knows a share α of the KL to come",
         OWN,
         "(1 − α) times the bias of a discount λ",
         _critic,
         f"{EXACT:g}: rounding",
     ),
-    (
+    Question(
         "a token-level loss is the gradient of no function for T > 1",
-        "theory §2",
+        "theory",
         "‖J − Jᵀ‖/‖J + Jᵀ‖ is 0 at T = 1 only",
         _curl,
         f"zero: {EXACT:g}; not zero: above {CLEAR:g}",
     ),
-    (
+    Question(
         "it is the gradient of no function even where it misses nothing",
         OWN,
         "an asymmetric Jacobian at an exact gradient",
         _curl_without_bias,
         f"zero: {EXACT:g}; not zero: above {CLEAR:g}",
     ),
-    (
+    Question(
         "what a token-level loss gains by going round a rectangle of two logits",
         OWN,
         "∮ = Δp·ΔKL; 0 for ∇KL",
         _circulation,
         f"{EXACT:g}: a Gauss-Legendre rule of 30 nodes an edge",
     ),
-    (
+    Question(
         "with a reward, in a token tree: one end, no rotation",
         OWN,
         "every start ends at the rest point; eigenvalues real, below 0",
