@@ -32,7 +32,7 @@ def rows() -> list[dict]:
     """All parts; of the bandit's training only what three claims need least: its start, and made-up ends."""
     found = computed(
         "part=pair,rates,ladder,mixtures,freedom,noise", "reference=0.1,0.25,0.5,0.9", "vocabulary=2,8",
-        "length=2,6", "distance=0.1,3.0", "worlds=600", "compared=10", "lam=-0.5,0.0,1.0,2.0",
+        "length=2,6", "distance=0.1,3.0", "worlds=1000", "compared=10", "lam=-0.5,0.0,1.0,2.0",
     )  # fmt: skip
     path = {"part": "bandit", "what": "path", "step": 0, "rule": "1", "rate": 5.0, "kl": 2.4302}
     return [*found, *_ends(), {**path, "low": 2.4302, "high": 2.4302}]
@@ -42,7 +42,16 @@ def _ends() -> list[dict]:
     """As published, so that claims about the bandit can be judged without 4,800 updates; one real run is below."""
     wanted = {5.0: (0.46, 0.47, 0.32, 0.325), 10.0: (4.5, 4.5, 0.29, 0.26), 20.0: (4.9, 4.9, 4.9, 0.30)}
     return [
-        {"part": "bandit", "what": "end", "run": run, "rule": rule, "rate": rate, "kl": kl, **analysis.STUDY}
+        {
+            "part": "bandit",
+            "what": "end",
+            "run": run,
+            "rule": rule,
+            "rate": rate,
+            "kl": kl,
+            "runs": 32,
+            **analysis.STUDY,
+        }
         for rate, medians in wanted.items()
         for rule, kl in zip(("0", "value", "1", "gradient"), medians, strict=True)
         for run in range(32)

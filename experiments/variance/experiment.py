@@ -133,8 +133,9 @@ def _rates(one: Mapping[str, Any]) -> list[Row]:
         found["value"].append(blackwell / plain)
         found["gradient"].append(noise["rao-blackwell"] / noise["to go"])
         found["baselines"].append(best["rao-blackwell"] / best["to go"])
-        difference = worlds.own_noise() + 2 * worlds.steering()
-        found["identity"].append(np.abs(plain - blackwell - difference) / plain)
+        own = worlds.own_noise()
+        gap = np.abs(plain - blackwell - own - 2 * worlds.steering())
+        found["identity"].append(gap / (plain + blackwell + own))
         if number == 0 and one["vocabulary"] ** one["length"] <= ENUMERATED:
             off = _off(worlds, noise, plain, blackwell)
     all_of = {name: np.concatenate(parts) for name, parts in found.items()}
@@ -202,9 +203,9 @@ def _ladder(one: Mapping[str, Any]) -> list[Row]:
     off: float | None = None
     for number, worlds in enumerate(_chunks(one, VOCABULARY, one["compared"])):
         kl.append(worlds.value_moments()[0])
+        size = worlds.squared_gradient(rao_blackwell(worlds))
         for name, form in ladder(worlds):
             noise = worlds.noise(form)
-            size = worlds.squared_gradient(form)
             if name == "return":
                 whole = noise.variance
             columns = [

@@ -15,22 +15,23 @@ variance that such a one can have, whatever it knows (Jensen).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from scipy.special import log_softmax
+
+from kltest.policies import remainder, score_norms, softmax_gradient, sum_of_others, table
 
 Levels = list[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """First two moments (W, n, V), level by level, of what a rollout costs after its next token."""
+    """Mean and variance (W, n, V), level by level, of what a rollout costs after its next token."""
 
     mean: Levels
-    square: Levels
+    variance: Levels
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Worlds:
             here = drawn[:, first : first + vocabulary**step]
             first += vocabulary**step
             logits = spread * here[:, :, 0]
-            policy.append(log_softmax(logits, axis=2))
-            reference.append(log_softmax(logits + distance * here[:, :, 1], axis=2))
+            policy.append(in_rows(table, logits))
+            reference.append(in_rows(table, logits + distance * here[:, :, 1]))
         return cls(policy, reference)
 
     @property
@@ -117,29 +118,31 @@ class Worlds:
     @cached_property
     def score_norms(self) -> Levels:
         """(W, n, V) ‖g_v‖²."""
-        return [1 - 2 * p + over_tokens(p**2)[:, :, None] for p in self.chance]
+        return [in_rows(score_norms, log_probs) for log_probs in self.policy]
 
     @cached_property
     def slopes(self) -> Levels:
-        """(W, n, V) ∇KL(s) with respect to the logits of s."""
-        return [p * (u - kl[:, :, None]) for p, u, kl in zip(self.chance, self.u, self.kl, strict=True)]
+        """(W, n, V) ∇KL(s) with respect to the logits of s: π·(u − KL)."""
+        return [
+            in_rows(softmax_gradient, p * u, log_probs)
+            for p, u, log_probs in zip(self.chance, self.u, self.policy, strict=True)
+        ]
 
     def ahead(self, sampled: Levels | None = None) -> Ahead:
         """Of costs of tokens (W, n, V), or of the exact KL of each prefix that is met."""
-        mean, square = [np.zeros_like(self.u[-1])], [np.zeros_like(self.u[-1])]
+        mean, variance = [np.zeros_like(self.u[-1])], [np.zeros_like(self.u[-1])]
         for step in reversed(range(1, self.length)):
-            p, later, later_square = self.chance[step], mean[0], square[0]
+            p, shape = self.chance[step], self.u[step - 1].shape
             cost = self.kl[step][:, :, None] if sampled is None else sampled[step]
-            shape = self.u[step - 1].shape
-            mean.insert(0, over_tokens(p * (cost + later)).reshape(shape))
-            square.insert(0, over_tokens(p * (cost**2 + 2 * cost * later + later_square)).reshape(shape))
-        return Ahead(mean, square)
+            expected, spread = _total(p, cost + mean[0], variance[0])
+            mean.insert(0, expected.reshape(shape))
+            variance.insert(0, spread.reshape(shape))
+        return Ahead(mean, variance)
 
     @cached_property
     def known(self) -> Ahead:
         """What a perfect critic says of what is ahead: its mean, without spread."""
-        mean = self.ahead().mean
-        return Ahead(mean, [level**2 for level in mean])
+        return Ahead(self.ahead().mean, _nothing(self.u))
 
     def past(self, costs: Levels) -> Levels:
         """(W, n, 1) what the tokens of a prefix have cost."""
@@ -151,25 +154,22 @@ class Worlds:
     def value_moments(self, sampled: Levels | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(W,) mean and variance of the sum of all costs of a rollout."""
         later, cost = self.ahead(sampled), self.kl[0][:, :, None] if sampled is None else sampled[0]
-        p = self.chance[0]
-        mean = (p * (cost + later.mean[0])).sum(axis=(1, 2))
-        centred = cost - mean[:, None, None]
-        square = p * (centred**2 + 2 * centred * later.mean[0] + later.square[0])
-        return mean, square.sum(axis=(1, 2))
+        mean, variance = _total(self.chance[0], cost + later.mean[0], later.variance[0])
+        return mean[:, 0], variance[:, 0]
 
     def own_noise(self) -> np.ndarray:
         """(W,) Σ_t E Var(u_t | s_t): what sampling a token adds to knowing its expectation."""
         return sum(
-            (d * over_tokens(p * (u - kl[:, :, None]) ** 2)).sum(axis=1)
-            for d, p, u, kl in zip(self.visits, self.chance, self.u, self.kl, strict=True)
+            (d * over_tokens(slope**2 / p)).sum(axis=1)
+            for d, p, slope in zip(self.visits, self.chance, self.slopes, strict=True)
         )  # type: ignore[return-value]
 
     def steering(self) -> np.ndarray:
         """(W,) Σ_t Cov(u_t, what is ahead): negative where a token that is paid for leads to cheaper ones."""
         known = self.ahead().mean
         return sum(
-            (d * over_tokens(p * (u - kl[:, :, None]) * later)).sum(axis=1)
-            for d, p, u, kl, later in zip(self.visits, self.chance, self.u, self.kl, known, strict=True)
+            (d * over_tokens(slope * later)).sum(axis=1)
+            for d, slope, later in zip(self.visits, self.slopes, known, strict=True)
         )  # type: ignore[return-value]
 
     def squared_gradient(self, form: Form) -> np.ndarray:
@@ -184,13 +184,12 @@ class Worlds:
         total = np.zeros((3, len(self.kl[0])))
         for step, mean in enumerate(self._means(form)):
             d, p, norms = self.visits[step], self.chance[step], self.score_norms[step]
-            later = form.ahead.mean[step]
-            weight = form.own[step] + later
+            weight = form.own[step] + form.ahead.mean[step]
             size = over_tokens(mean**2)
             token = over_tokens(p * norms * weight**2) - size
             if form.exact:
                 token += over_tokens(self.slopes[step] ** 2 + 2 * p * self._inner(step) * weight)
-            future = over_tokens(p * norms * (form.ahead.square[step] - later**2))
+            future = over_tokens(p * norms * form.ahead.variance[step])
             total += [(d * (1 - d) * size).sum(axis=1), (d * token).sum(axis=1), (d * future).sum(axis=1)]
         return Noise(*total)
 
@@ -213,15 +212,16 @@ class Worlds:
 
     def _inner(self, step: int) -> np.ndarray:
         """(W, n, V) ⟨∇KL(s), g_v⟩."""
-        slope = self.slopes[step]
-        return slope - over_tokens(self.chance[step] * slope)[:, :, None]
+        slope, log_probs = self.slopes[step], self.policy[step]
+        others = in_rows(sum_of_others, self.chance[step] * slope)
+        return in_rows(remainder, log_probs) * slope - others
 
     def _means(self, form: Form) -> Levels:
         """(W, n, V) M(s)."""
         means = []
         for step, p in enumerate(self.chance):
             weight = form.own[step] + form.ahead.mean[step]
-            mean = p * (weight - over_tokens(p * weight)[:, :, None])
+            mean = in_rows(softmax_gradient, p * weight, self.policy[step])
             means.append(mean + self.slopes[step] if form.exact else mean)
         return means
 
@@ -251,6 +251,18 @@ def best_coefficient(values: Sequence[np.ndarray]) -> np.ndarray:
     """(W,) where the parabola through the values at −1, 0 and 1 is least."""
     left, middle, right = values
     return (left - right) / (2 * (left + right - 2 * middle))
+
+
+def _total(p: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(W, n) mean and variance of what has these for each token."""
+    expected = over_tokens(p * mean)
+    return expected, over_tokens(p * ((mean - expected[:, :, None]) ** 2 + variance))
+
+
+def in_rows(function: Callable[..., np.ndarray], *values: np.ndarray) -> np.ndarray:
+    """A function of (C, V) tables applied to (W, n, V)."""
+    shape = values[0].shape
+    return function(*(value.reshape(-1, shape[2]) for value in values)).reshape(shape)
 
 
 def over_tokens(values: np.ndarray) -> np.ndarray:
