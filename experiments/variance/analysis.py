@@ -534,8 +534,8 @@ def numbers(rows: Sequence[Row]) -> dict[str, Any]:
         result |= {name.replace("_", " "): row[name] for name in ("least_noisy_value", "least_noisy_gradient")}
         for name in ("value", "gradient"):
             result[f"{name} variance, lambda {row['lam']:g}"] = row[f"{name}_variance"]
-    one, other = (result.get(f"value variance, lambda {lam}") for lam in (0, 1))
-    result["value noise of lambda 1"] = other / one if one and other else None
+    k1, k3 = (result.get(f"value variance, lambda {lam}") for lam in (0, 1))
+    result["value noise of lambda 1"] = k3 / k1 if k1 and k3 else None
     rates = sorted({row["rate"] for row in select(rows, "bandit")})
     for rate in rates:
         for rule in sorted({row["rule"] for row in select(rows, "bandit", rate=rate)}):

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 def tables() -> tuple[np.ndarray, np.ndarray]:
     """(1, K) logits of the reference and of the start: the reference's are drawn first."""
-    generator = np.random.default_rng(ARMS["seed"])
+    generator = np.random.default_rng(int(ARMS["seed"]))
     count = int(ARMS["count"])
     reference = generator.normal(0, ARMS["reference"], count)
     reference -= np.logaddexp.reduce(reference)
