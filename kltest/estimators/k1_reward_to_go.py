@@ -9,7 +9,7 @@ SPEC = Spec(
     placement="reward",
     credit="to-go",
     claims="the gradient of the sequence-level KL(π‖ref), with less noise than the whole return",
-    known_false="off-policy it is biased without prefix ratios",
+    known_false="off-policy it is biased without prefix ratios; in some worlds the whole return is the less noisy",
     identified={
         "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
         "stale": {"bandit": None, "tokens": None},
