@@ -8,6 +8,7 @@ import torch
 
 import kltest
 from kltest.grading.checks import CHECKS
+from kltest.grading.laboratory import temperature
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -238,6 +239,20 @@ def test_a_temperature_is_found_with_its_side(loss, side, temperature):
     found = failing(loss, **options)
     assert set(found) - {"KL503"} == {"KL702"}
     assert f"{side} are divided by a temperature of {temperature}" in found["KL702"]
+
+
+@pytest.mark.parametrize("temperature", [0.2, 5.5])
+def test_a_temperature_far_from_one_is_found(temperature):
+    found = failing(policy_tempered, arguments={"t": temperature}, environment="bandit", sampler="current")
+    assert f"the policy's log-probs are divided by a temperature of {temperature}" in found["KL702"]
+
+
+def test_a_second_valley_is_looked_into_and_not_the_slope_of_the_first():
+    """A parabola around each of two points of the grid, the first one deeper."""
+    deep, shallow = temperature.GRID[5], temperature.GRID[18]
+    assert temperature._valleys(lambda x: min((x - deep) ** 2, (x - shallow) ** 2 + 0.1)) == [deep, shallow]
+    assert temperature._valleys(lambda x: x) == [temperature.GRID[0]]
+    assert temperature._valleys(lambda x: -x) == [temperature.GRID[-1]]
 
 
 def test_a_temperature_shows_where_nothing_named_lies_behind_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from kltest.cli import app
 from kltest.commands.explain import demonstrate, explain, parts
 from kltest.errors import UsageError
 from kltest.grading.checks import CHECKS
+from kltest.grading.demonstration import SmallWorld
 
 every_check = pytest.mark.parametrize("code", CHECKS)
 
@@ -31,6 +33,19 @@ def test_everything_that_a_check_says_is_printed(code):
     for option in check.options:
         assert f"{option}=" in said
     assert f"kltest explain {code} --demo" in said
+
+
+@pytest.mark.parametrize(("actions", "length", "ends"), [(2, 1, False), (2, 3, False), (3, 3, False), (3, 3, True)])
+def test_places_are_named_by_the_actions_that_lead_there(actions, length, ends):
+    """In the order of contexts: the root, then prefixes of one action, of two; the action that ends leads nowhere."""
+    going_on = range(actions - ends)
+    prefixes = [prefix for depth in range(length) for prefix in itertools.product(going_on, repeat=depth)]
+    table = [[1 / actions] * actions] * len(prefixes)
+    world = SmallWorld(table, table, length=length, ends=ends)
+    assert world.instance().environment.n_contexts == len(prefixes)
+    places = [f"after {' '.join(map(str, prefix))}" if prefix else "root" for prefix in prefixes]
+    assert [world.place(context) for context in range(len(prefixes))] == places
+    assert [line.split(":")[0].strip() for line in world.words().splitlines()[1:]] == places
 
 
 @every_check

@@ -623,6 +623,17 @@ def test_a_target_that_cancels_is_zero():
     assert grade(k2, expect=target).verdict == "refuted"
 
 
+def test_what_is_expected_is_spelt_without_terms_that_cancel():
+    """Of one token the local gradient is the whole one: their difference is nothing, and half of it is a half."""
+    for expect, spelt in (
+        ("reverse_kl-local_reverse_kl", {"zero": 1.0}),
+        ("reverse_kl-0.5*local_reverse_kl", {"reverse_kl": 0.5}),
+        ("forward_kl+reverse_kl-local_reverse_kl", {"forward_kl": 1.0}),
+    ):
+        (row,) = grade(k1, expect=expect, environment="bandit").gradients
+        assert row.expected == pytest.approx(spelt)
+
+
 def test_half_precision_gets_a_single_name_or_none():
     def curved(logp, ref_logp):
         return torch.log(torch.cosh(logp.bfloat16() - ref_logp.bfloat16()))

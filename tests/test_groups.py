@@ -307,6 +307,19 @@ def test_the_size_of_a_group_is_what_was_asked_for():
             assert row.identified == pytest.approx({"reverse_kl": 1 - 1 / size})
 
 
+def test_a_loss_of_pairs_is_graded_in_pairs():
+    """Losses of preference pairs take two completions of a prompt and no other number."""
+
+    def of_pairs(logp, ref_logp, mask, reward):
+        one, other = k1(logp, ref_logp, mask)
+        apart = (one - other).detach() + 0.0 * reward[0]
+        return apart * (score(logp, mask)[0] - score(logp, mask)[1]) / 2
+
+    report = grade(of_pairs, environment="bandit", sampler="current")
+    assert report.verdict == "confirmed", report.error
+    assert [row.batch for row in report.gradients] == [2]
+
+
 def test_a_sum_over_the_rows_of_a_group_is_divided_by_them_and_said_to_be():
     def added(logp, ref_logp, mask, group):
         return leave_one_out(logp, ref_logp, mask, group).sum()
@@ -574,6 +587,11 @@ def test_groups_are_enumerated_once_their_order_aside():
 def test_a_batch_is_of_two_unless_it_is_said():
     loss = bind(lambda logp, ref_logp: ((logp - ref_logp).sum(-1) ** 2 - (logp - ref_logp).sum(-1).mean()).mean())
     assert exact_batches(loss, Instance.draw(bandit(3), 0)).batch == 2
+
+
+def test_a_batch_of_one_does_not_tell_a_sum_from_a_mean():
+    summed = bind(lambda logp, ref_logp: ((logp - ref_logp) ** 2).sum())
+    assert [exact_batches(summed, Instance.draw(bandit(3), 0), size=size).added_up for size in (1, 2)] == [False, True]
 
 
 def test_a_loss_for_batches_of_one_size_is_not_said_to_be_a_sum():

@@ -161,6 +161,13 @@ def test_zeros_that_are_no_dead_zone():
     assert [(zone.low, zone.high) for zone in deadband] == [pytest.approx((-0.1, 0.1), abs=1e-9)]
 
 
+def test_a_weight_that_is_constant_beside_a_dead_zone_is_no_reason_to_miss_it():
+    """The clamped log-ratio has weight one up to its bounds: nothing varies there that could be compared with zero."""
+    below, above = zones(lambda logp, ref_logp: (logp - ref_logp).clamp(-7, 9))
+    assert (below.low, above.high) == (-math.inf, math.inf)
+    assert (below.high, above.low) == pytest.approx((-7, 9), abs=1e-9)
+
+
 def test_a_value_in_the_reward_is_dead_where_it_does_not_change():
     (below, above) = zones(lambda logp, ref_logp: (logp - ref_logp).clamp(-7, 9), "value")
     assert (below.high, above.low) == pytest.approx((-7, 9), abs=1e-9)

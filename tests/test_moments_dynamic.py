@@ -170,12 +170,24 @@ def test_what_looks_beyond_the_token_is_refused(loss, world):
         dynamic(bind(loss), drawn(world))
 
 
+def test_a_loss_that_takes_another_road_for_whole_rollouts_is_refused():
+    """The values agree and every gradient that both have does: only on whole rollouts the logits have one at all."""
+
+    def with_an_extra_road(logp, ref_logp, logits):
+        unseen = (logits - logits.detach()).sum(dim=-1) if logp.shape[1] > 1 else 0.0
+        return (logp - ref_logp) ** 2 + unseen
+
+    with pytest.raises(UsageError, match="depends on more than each token's own"):
+        dynamic(bind(with_an_extra_road), drawn("sequence"))
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
         (lambda logp: logp.sum(dim=1), "one number a token"),
         (lambda logp: (logp - logp.mean()) ** 2, "couples the rows"),
-        (lambda logp, mask: (logp * mask).sum(), "one number a token"),
+        (lambda logp, mask: (logp * mask).sum(), "sums over the rows"),
+        (lambda logp: logp.mean(), "one number a token"),
     ],
 )
 def test_other_losses_are_refused_with_the_reason(loss, words):

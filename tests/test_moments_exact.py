@@ -322,6 +322,26 @@ def test_the_reduction_is_found(loss, reduction, environment):
         assert weights.sum() == pytest.approx(1)
 
 
+def test_probes_of_a_large_world_hold_rollouts_of_two_prompts():
+    """Among forty prompts neighbours hardly ever come by chance: they are taken from the first and the last one."""
+    paths = Instance.draw(sequence(3, 3, prompts=np.full(40, 1 / 40)), 0).paths
+    for seed in range(5):
+        assert set(paths.prompt[[0, -1]]) <= set(paths.prompt[enumeration._pool(paths, np.random.default_rng(seed))])
+
+
+def test_a_mean_that_becomes_a_sum_in_large_batches_is_called_one_by_one():
+    def from_a_hundred_on(logp, ref_logp):
+        rows = ((logp - ref_logp) ** 2).sum(dim=1)
+        return rows.sum() if len(rows) >= 100 else rows.mean()
+
+    instance = drawn(sequence(4, 5))
+    assert len(instance.paths) == 1024
+    moments = exact(bind(from_a_hundred_on), instance)
+    alone = exact(bind(lambda logp, ref_logp: ((logp - ref_logp) ** 2).sum(dim=1)), instance)
+    assert moments.reduction == "coupled"
+    agrees(moments, alone.gradient, alone.second_moment)
+
+
 def test_a_sum_whose_probes_are_all_zero_is_not_taken_for_a_mean():
     """Only one rollout in a thousand has a gradient: what the probes see is zero whichever way rows are combined."""
     instance = drawn(sequence(6, 4))
@@ -447,7 +467,8 @@ def test_rows_that_touch_only_others_of_their_own_prompt_are_found_among_many_pr
         same = (group[:, None] == group) & (tokens != tokens.T)
         return ((logp - ref_logp).sum(-1) ** 2 * (1 + same.sum(dim=1))).mean()
 
-    assert probe(bind(crowded), Rollout.of(instance), np.random.default_rng(0)).reduction == "coupled"
+    for seed in range(5):
+        assert probe(bind(crowded), Rollout.of(instance), np.random.default_rng(seed)).reduction == "coupled"
 
 
 def test_few_probes_are_few():

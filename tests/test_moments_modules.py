@@ -102,6 +102,39 @@ def test_a_transformer_equals_plain_autograd(environment, loss, sampler, small, 
     assert not moments.gradient["unused"].any()
 
 
+class Softplus(torch.autograd.Function):
+    """As people write their own: its backward pass takes numbers out of tensors, which allows one at a time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.log1p(torch.exp(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * torch.sigmoid(x) if float(grad.abs().sum()) else torch.zeros_like(x)
+
+
+def test_a_module_whose_backward_pass_takes_one_gradient_at_a_time():
+    environment = ragged(3, 2)
+    torch.manual_seed(0)
+    steps = nn.Linear(environment.n_contexts, 4).double(), nn.Linear(4, environment.vocabulary).double()
+
+    def logits_by(activation):
+        one_hot = torch.eye(environment.n_contexts, dtype=torch.float64)
+        return steps[1](activation(steps[0](one_hot)))
+
+    module = nn.Sequential(*steps)
+    reference = np.random.default_rng(0).standard_normal((environment.n_contexts, 3))
+    own, usual = (
+        exact_module(bind(length_squared), module, logits, instance_of(environment, logits, reference))
+        for logits in (logits_by(Softplus.apply), logits_by(nn.functional.softplus))
+    )
+    np.testing.assert_allclose(flat(own.gradient), flat(usual.gradient), atol=1e-12)
+    assert own.second_moment == pytest.approx(usual.second_moment, rel=1e-12)
+
+
 class Table(nn.Module):
     def __init__(self, logits):
         super().__init__()

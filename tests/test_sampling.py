@@ -364,7 +364,7 @@ def test_coefficients_do_not_depend_on_units():
     """Near its reference a policy's known estimators are tiny, and one may be far smaller than another."""
     instance, generator = first("ragged"), np.random.default_rng(0)
     pairing, wanted = Pairing(instance, "current"), np.array([0.5, -2.0])
-    units = 10.0 ** -np.linspace(6, 12, len(pairing))
+    units = 10.0 ** -np.linspace(12, 6, len(pairing))
     known = pairing.samples(instance.environment.sample(instance.policy, 300, generator)) * units[:, None]
     gradients = np.einsum("k,nkd->nd", wanted, known[:, :2] / units[:2, None])
     pairing.learn(gradients, known)

@@ -158,6 +158,16 @@ def test_a_partial_gradient_is_shown_where_the_root_is_blind(reports):
     assert last.policy == last.reference == [0.5, 0.5]
 
 
+def test_the_first_row_that_fails_is_shrunk_and_its_numbers_stay_mild():
+    """With the policy as sampler nothing is wrong; another one is as near to it as where the failure was found."""
+    report = kltest.grade(losses.no_ratio, environment="bandit", select="KL301")
+    assert [(row.sampler, row.agrees) for row in report.gradients] == [("current", True), ("stale", False)]
+    (place,) = report.smallest.contexts
+    assert np.abs(np.log(np.divide(place.policy, place.sampler))).max() < MILD_RATIO
+    assert np.abs(np.log(np.divide(place.policy, place.reference))).max() < MILD
+    assert place.found != pytest.approx(place.truth, abs=1e-3)
+
+
 def test_a_missing_ratio_needs_another_sampler(reports):
     (place,) = reports["no ratio"].smallest.contexts
     assert place.sampler is not None

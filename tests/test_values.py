@@ -1,6 +1,7 @@
 """The logged KL: which number it is, what else it depends on, where it is kept, and whether it stays what it was."""
 
 import math
+import re
 import textwrap
 
 import numpy as np
@@ -152,6 +153,19 @@ def test_a_token_mean_of_k3_is_judged_by_what_it_tends_to_and_a_mean_of_means_ke
         biases.append(abs(weights @ (k3 / length) / truth - 1))
     assert each.value[0].relative_bias == pytest.approx(max(biases), rel=1e-9)
     assert codes(batch) == codes(each) == set()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_token_mean_is_seen_to_be_one_whatever_the_signs_of_its_rows(seed):
+    """Halfway between k1 and k3, which is negative where the reference is a little likelier."""
+
+    def of_the_batch(logp, ref_logp, mask):
+        halfway = live(logp - ref_logp, mask) + torch.expm1(live(ref_logp - logp, mask)) / 2
+        return penalty(logp, ref_logp, mask), {"kl": halfway.sum() / mask.sum()}
+
+    (row,) = grade(of_the_batch, environment="ragged", select="KL6", seed=seed).value
+    assert row.matches == "kl_per_token"
+    assert row.relative_bias < 1e-12
 
 
 def test_a_loss_value_that_is_no_kl_is_no_defect():
@@ -384,6 +398,50 @@ def test_a_metric_that_was_wrong_before_is_not_blamed_on_the_change():
         return penalty(logp, ref_logp, mask), {"kl": kl}
 
     assert codes(grade(computed_in_place)) == {"KL601"}
+
+
+def test_each_step_is_judged_by_what_it_found():
+    """The first step makes a KL out of no KL, the second spoils it; names in the order of the alphabet and not."""
+
+    def upwards(logp, ref_logp, mask, beta):
+        buffer = live(logp, mask).sum(-1).detach()
+        buffer -= live(ref_logp, mask).sum(-1)
+        kept = {"kl": buffer}
+        buffer *= beta
+        return penalty(logp, ref_logp, mask), kept
+
+    def downwards(logp, ref_logp, mask, beta):
+        total = live(logp, mask).sum(-1).detach()
+        torch.sub(total, live(ref_logp, mask).sum(-1), out=total)
+        kept = {"kl": total}
+        for factor in (beta,):
+            total *= factor
+        return penalty(logp, ref_logp, mask), kept
+
+    for loss, line in ((upwards, "buffer *= beta"), (downwards, "total *= factor")):
+        report = grade(loss, beta=0.1)
+        assert "KL603" in codes(report), loss.__name__
+        assert f"`{line}`" in message(report, "KL603")
+
+
+def test_a_metric_of_tokens_is_shown_as_the_mean_of_its_sums():
+    """As large as that of whole rollouts, whichever of the two is logged and spoilt by a factor of two."""
+    shown = {}
+    for of_tokens in (True, False):
+
+        def doubled(logp, ref_logp, mask, beta, of_tokens=of_tokens):
+            kl = live(logp - ref_logp, mask).detach()
+            kl = kl.clone() if of_tokens else kl.sum(-1)
+            metrics = {"kl": kl}
+            kl *= beta
+            return penalty(logp, ref_logp, mask), metrics
+
+        said = message(grade(doubled, select="KL603", environment="sequence"), "KL603")
+        shown[of_tokens] = [
+            float(number.replace("−", "-")) for number in re.findall(r"turned (\S+),.* into (\S+)\.", said)[0]
+        ]
+    assert shown[True] == shown[False]
+    assert shown[True][1] == pytest.approx(2 * shown[True][0], rel=1e-3)  # four digits are shown
 
 
 def test_numbers_cannot_be_changed_afterwards():

@@ -107,14 +107,10 @@ class Horizon:
             yield visit
 
     def _backward(self) -> Iterator[np.ndarray]:
-        """d_{T−1}, …, d_0."""
+        """…, d_1, d_0, from the last time step at which anything is visited."""
         horizon, contexts = self.environment.horizon, len(self.chances)
         stride = 1 if horizon * contexts * 8 <= MEMORY else isqrt(horizon - 1) + 1
         kept = [visit for step, visit in enumerate(self._forward()) if step % stride == 0]
-        missing = -(-horizon // stride) - len(kept)
-        kept += [np.zeros(contexts)] * missing
         for index in reversed(range(len(kept))):
             steps = min(stride, horizon - index * stride)
-            segment = list(self._forward(kept[index], steps)) if stride > 1 else [kept[index]]
-            segment += [np.zeros(contexts)] * (steps - len(segment))
-            yield from reversed(segment)
+            yield from reversed(list(self._forward(kept[index], steps)) if stride > 1 else [kept[index]])
