@@ -1,4 +1,4 @@
-"""The mutants of report.json that lived, in the present code and tests: `python tests/mutation/again.py`.
+"""The unexplained mutants of report.json in the present code and tests: `python tests/mutation/again.py`.
 
 A mutant whose line has changed since is gone. Stoppable: what is decided is in report.json.
 """
@@ -19,18 +19,32 @@ import report
 from run import ROOMS, ROOT, SUITES, TIMEOUT
 
 
+def mutated(row: report.Row, source: str) -> str | None:
+    """The source with the mutant in it; None where its lines are no longer there.
+
+    Short lines stand in many places: that one is meant whose neighbours are most like those that it had.
+    """
+    hunk = str(row["diff"]).split(" @@", 1)[1].splitlines()[1:]
+    changed = [number for number, line in enumerate(hunk) if line[:1] in ("-", "+")]
+    lines = source.splitlines()
+    for around in range(max(changed[0], len(hunk) - 1 - changed[-1]), -1, -1):
+        near = hunk[max(0, changed[0] - around) : changed[-1] + around + 1]
+        old, new = ([line[1:] for line in near if line[:1] in (" ", sign)] for sign in "-+")
+        where = [at for at in range(len(lines) - len(old) + 1) if lines[at : at + len(old)] == old]
+        if where:
+            at = min(where, key=lambda at: abs(at + 1 - int(str(row["line"]))))
+            return "\n".join([*lines[:at], *new, *lines[at + len(old) :]]) + "\n"
+    return None
+
+
 def decide(row: report.Row, clone: Path, tests: Path) -> str:
     """What has become of a mutant: noticed since, gone, or still not noticed."""
     subprocess.run(["git", "checkout", "--quiet", "."], check=True, cwd=clone)
-    module, (old, new) = clone / str(row["module"]), report.changed(row)
-    lines = module.read_text(encoding="utf-8").splitlines() if module.exists() else []
-    stripped = [line.strip() for line in lines]
-    where = [at for at, line in enumerate(stripped) if line == old]
-    if not where:
+    module = clone / str(row["module"])
+    source = mutated(row, module.read_text(encoding="utf-8")) if module.exists() else None
+    if source is None:
         return "gone"
-    at = min(where, key=lambda at: abs(at + 1 - int(str(row["line"]))))
-    lines[at] = lines[at].replace(old, new)
-    module.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    module.write_text(source, encoding="utf-8")
     command = [sys.executable, str(covering.__file__), str(tests)]
     try:
         code = subprocess.run(command, cwd=clone, timeout=TIMEOUT, capture_output=True).returncode
@@ -54,7 +68,7 @@ def main() -> None:
     tests = folder / "covering.json"
     if not tests.exists():
         covering.measure(folder / "clone-0", ROOMS, SUITES, tests)
-    rows, writing = report.read(), threading.Lock()
+    rows, known, writing = report.read(), report.reasons(), threading.Lock()
 
     def work(row: report.Row) -> None:
         clone = clones.get()
@@ -67,7 +81,7 @@ def main() -> None:
             report.write(rows)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(work, [row for row in rows if row["outcome"] != "killed" and "again" not in row]))
+        list(pool.map(work, [row for row in rows if report.state(row, known) == "unexplained"]))
 
 
 if __name__ == "__main__":

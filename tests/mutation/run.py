@@ -40,7 +40,7 @@ SUITES = [
             "sampling",
         ),
         *("grading_identify", "grading", "grading_examples", "checks", "groups", "hygiene", "values", "variance"),
-        *("approximations", "credit", "zoo", "shrink", "explain"),
+        *("approximations", "credit", "zoo", "shrink", "explain", "doors_excuses", "doors_pytest"),
     )
 ]
 # Longer than any of these suites takes unmutated, several times over: a mutant that loops is killed.
