@@ -14,10 +14,10 @@ from kltest.training.sums import total
 
 @dataclass(frozen=True)
 class Batch:
-    """M rows of up to T tokens for each of R runs; `shape` is (M, R, T).
+    """M rows of up to T tokens for each of R runs; `shape` is (T, M, R), so that T and M add up plane by plane.
 
-    `cells` (M·R·T,) int says where in a flat (V, R, C) table each token stands, at some place of its run where dead;
-    `live` (M, R, T) bool, None where all are. `weights` (M, R) are the rows' shares in the gradient and `prompt`
+    `cells` (T·M·R,) int says where in a flat (V, R, C) table each token stands, at some place of its run where dead;
+    `live` (T, M, R) bool, None where all are. `weights` (M, R) are the rows' shares in the gradient and `prompt`
     (M, R) or (M, 1) their prompts, None where there is one. Rows of one group stand together, `group_size` of them;
     None where a group is all the rows of a prompt. `rollouts` is how many were drawn, `exact` says that rows are
     enumerated. `planes`: the rows are the tokens of the only context, so that a table is its own list of entries.
@@ -34,34 +34,43 @@ class Batch:
     planes: bool = False
 
     def chosen(self, table: Tensor) -> Tensor:
-        """(M, R, T) entries of a table at the tokens taken; anything where dead."""
-        return table if self.planes else table.view(-1).index_select(0, self.cells).view(self.shape)
+        """(T, M, R) entries of a table at the tokens taken; anything where dead."""
+        return (table if self.planes else table.view(-1).index_select(0, self.cells)).view(self.shape)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """(M·R, T) of (T, M, R), as estimators see rollouts: contiguous, so that sums over tokens have one order."""
+        return values.reshape(len(values), -1).t().contiguous()
+
+    def steps(self, values: Tensor) -> Tensor:
+        """(T, M, R) of (M·R, T)."""
+        return values.t().contiguous().view(self.shape)
 
     def next_tokens(self, table: Tensor) -> Tensor:
-        """(M, R, T, V) rows of a table at the contexts visited; anything where dead."""
-        contexts = self.cells % table[0].numel()
-        # Contiguous, so that what an estimator sums over tokens is summed in one order.
-        return table.view(len(table), -1).index_select(1, contexts).t().contiguous().view(*self.shape, -1)
+        """(M·R, T, V) rows of a table at the contexts visited; anything where dead."""
+        contexts = self.rows(self.cells.view(self.shape)) % table[0].numel()
+        taken = table.view(len(table), -1).index_select(1, contexts.view(-1))
+        return taken.t().contiguous().view(*contexts.shape, -1)
 
     def collect(self, values: Tensor, like: Tensor) -> Tensor:
-        """A table of the sums of values (M, R, T), or (M, R, T, V) of all next tokens, zero where dead, by cell."""
-        if self.planes and values.dim() == 3:
-            return values
-        cells = self.cells
-        if values.dim() == 4:
-            size = like[0].numel()
-            cells = (cells % size).unsqueeze(1) + torch.arange(len(like)) * size
-        sums = np.bincount(cells.numpy().ravel(), values.numpy().ravel(), like.numel())
-        return torch.from_numpy(sums).view(like.shape)
+        """A table of the sums of values (T, M, R), zero where dead, by cell."""
+        if self.planes:
+            return values.view(like.shape)
+        return _summed(self.cells, values, like)
+
+    def collect_next(self, values: Tensor, like: Tensor) -> Tensor:
+        """A table of the sums of values (M·R, T, V) of all next tokens, zero where dead, by cell."""
+        size = like[0].numel()
+        contexts = self.rows(self.cells.view(self.shape)) % size
+        return _summed(contexts.unsqueeze(2) + torch.arange(len(like)) * size, values, like)
 
     def along(self, values: Tensor) -> Tensor:
-        """(M, R) sums of values (M, R, T) over live tokens."""
-        return total(values if self.live is None else torch.where(self.live, values, 0.0), 2)
+        """(M, R) sums of values (T, M, R) over live tokens."""
+        return total(values if self.live is None else torch.where(self.live, values, 0.0), 0)
 
     @cached_property
     def groups(self) -> Tensor:
         """(M, R) int: a number for each group, different for each run."""
-        rows, runs, _ = self.shape
+        _, rows, runs = self.shape
         if self.group_size is not None:
             group = (torch.arange(rows) // self.group_size).view(-1, 1)
         else:
@@ -86,6 +95,11 @@ class Batch:
     def sizes(self) -> Tensor | int:
         """How many rollouts there are in each row's group; (M, R) float where that differs."""
         if self.group_size is None and self.prompt is not None:
-            same = self.prompt.expand(self.shape[:2])
+            same = self.prompt.expand(self.shape[1:])
             return total((same.unsqueeze(0) == same.unsqueeze(1)).to(torch.float64), 0)
         return self.group_size or self.rollouts
+
+
+def _summed(cells: Tensor, values: Tensor, like: Tensor) -> Tensor:
+    sums = np.bincount(cells.numpy().ravel(), values.numpy().ravel(), like.numel())
+    return torch.from_numpy(sums).view(like.shape)

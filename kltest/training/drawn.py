@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kltest.environments import END, Environment
 from kltest.training.batch import Batch
@@ -48,17 +47,17 @@ class Drawn:
         self._first = -ahead
         self._ends = _may_end(environment)
         # Contexts of all runs are numbered through: r·C + c.
-        offsets = np.arange(self.runs)[:, None] * contexts
-        self._starts = torch.from_numpy(environment.start + offsets)
-        self._own = torch.from_numpy(offsets[:, 0].copy())
+        offsets = np.arange(self.runs) * contexts
+        self._starts, self._own = environment.start[:, None] + offsets, offsets
         successors = environment.successors.reshape(contexts, vocabulary, branches).transpose(2, 1, 0)[:, :, None]
-        following = np.where(successors == END, END, successors + offsets)
-        self._following = torch.from_numpy(following.reshape(branches, -1)) if self.horizon > 1 else torch.empty(0)
+        following = np.where(successors == END, END, successors + offsets[:, None])
+        self._following = following.reshape(branches, -1) if self.horizon > 1 else following[:, :, :0]
         arrivals = environment.probabilities.cumsum(axis=2).transpose(2, 1, 0)[:-1]
-        self._arrivals = torch.from_numpy(np.ascontiguousarray(arrivals))
-        self._prompts = environment.prompts.cumsum().tolist()[:-1]
+        self._arrivals = arrivals.reshape(branches - 1, vocabulary * contexts)
+        self._prompts = environment.prompts.cumsum()[:-1]
         few = vocabulary <= min(batch_size, FEW)
         self._counted = counted and self.horizon == 1 and contexts == 1 and few and group_size is None
+        self._vocabulary = vocabulary
         self._shares = torch.full((batch_size, self.runs), 1.0 / batch_size, dtype=torch.float64)
         self._arms = torch.arange(vocabulary * self.runs) if self._counted else torch.empty(0)
 
@@ -67,31 +66,30 @@ class Drawn:
         uniforms = self._uniforms(step)
         if self._counted:
             return self._counts(sampler, uniforms[0])
-        left = iter(torch.from_numpy(uniforms).unbind(0))
+        left = iter(uniforms)
         vocabulary, runs, contexts = sampler.chances.shape
-        few = vocabulary <= FEW
         prompt = self._prompt(next(left)) if self._several else None
-        row = self._starts[:, 0].expand(self.batch_size, runs)
-        if prompt is not None:
-            row = self._starts.t().gather(0, prompt)
-        cumulative = _cumulative(sampler.chances, few=few)
-        cells, alive = [], []
-        for step_ in range(self.horizon):
-            if self._ends:
-                alive.append(row != END)
-                row = torch.where(alive[-1], row, self._own)
-            cell = _cells(row.reshape(-1), cumulative, runs * contexts, next(left).reshape(-1), few=few)
-            cells.append(cell)
+        # (1, R) until rollouts part, then (B, R).
+        row = self._starts[:1] if prompt is None else np.take_along_axis(self._starts, prompt, axis=0)
+        cumulative = _cumulative(sampler.chances.numpy().reshape(vocabulary, -1))
+        cells = np.empty((self.horizon, self.batch_size, runs), dtype=np.int64)
+        alive = np.empty(cells.shape, dtype=bool) if self._ends else None
+        for step_, cell in enumerate(cells):
+            if alive is not None:
+                alive[step_] = row != END
+                row = np.where(alive[step_], row, self._own)
+            token = _tokens(row, cumulative, next(left), few=vocabulary <= FEW)
+            np.add(np.multiply(token, runs * contexts, dtype=np.int64), row, out=cell)
             if step_ < self.horizon - 1:
-                row = self._follow(cell, next(left) if self._stochastic else None).view(row.shape)
-                if self._ends:
-                    row = torch.where(alive[-1], row, END)
+                row = self._follow(cell, next(left) if self._stochastic else None)
+                if alive is not None:
+                    row = np.where(alive[step_], row, END)
         return Batch(
-            (self.batch_size, runs, self.horizon),
-            torch.stack(cells, dim=1).view(-1) if len(cells) > 1 else cells[0],
-            torch.stack(alive, dim=2) if self._ends else None,
+            cells.shape,
+            torch.from_numpy(cells.reshape(-1)),
+            None if alive is None else torch.from_numpy(alive),
             self._shares,
-            prompt,
+            None if prompt is None else torch.from_numpy(prompt),
             self.group_size,
             self.batch_size,
             False,
@@ -100,35 +98,30 @@ class Drawn:
     def _counts(self, sampler: Policy, uniform: np.ndarray) -> Batch:
         vocabulary, runs, _ = sampler.chances.shape
         kind = np.uint8 if self.batch_size < 256 else np.int64
-        counts = np.empty((vocabulary, runs))
-        reached: np.ndarray | int = self.batch_size
-        cumulative = np.zeros(runs)
-        for token, chance in enumerate(sampler.chances[:-1, :, 0].numpy()):
-            cumulative = cumulative + chance
-            passed = (uniform >= cumulative).view(np.uint8).sum(axis=0, dtype=kind)
-            np.subtract(reached, passed, out=counts[token])
-            reached = passed
-        counts[-1] = reached
-        counts /= self.batch_size
-        weights = torch.from_numpy(counts)
-        return Batch((vocabulary, runs, 1), self._arms, None, weights, None, None, self.batch_size, False, planes=True)
+        passed = np.full((vocabulary + 1, runs), self.batch_size, dtype=kind)
+        passed[-1] = 0
+        reached = uniform >= _cumulative(sampler.chances.numpy().reshape(vocabulary, -1))[:, None]
+        np.add.reduce(reached.view(np.uint8), axis=1, dtype=kind, out=passed[1:-1])
+        weights = torch.from_numpy(np.divide(passed[:-1] - passed[1:], self.batch_size, dtype=float))
+        shape = (1, vocabulary, runs)
+        return Batch(shape, self._arms, None, weights, None, None, self.batch_size, False, planes=True)
 
-    def _prompt(self, uniform: Tensor) -> Tensor:
+    def _prompt(self, uniform: np.ndarray) -> np.ndarray:
         if self.group_size is not None:
-            uniform = uniform[:: self.group_size].repeat_interleave(self.group_size, dim=0)
-        return torch.stack([uniform >= cumulative for cumulative in self._prompts]).sum(dim=0)
+            uniform = uniform[:: self.group_size].repeat(self.group_size, axis=0)
+        return (uniform >= self._prompts[:, None, None]).sum(axis=0)
 
-    def _follow(self, cell: Tensor, uniform: Tensor | None) -> Tensor:
+    def _follow(self, cell: np.ndarray, uniform: np.ndarray | None) -> np.ndarray:
         """Where the tokens at these cells lead: a context's number, or −1."""
         if uniform is None:
-            return self._following[0].index_select(0, cell)
-        branches, vocabulary, contexts = len(self._following), *self._arrivals.shape[1:]
+            return self._following[0].take(cell)
+        contexts = self._arrivals.shape[1] // self._vocabulary
         size = self.runs * contexts
         here = cell // size * contexts + cell % size % contexts
-        branch = torch.zeros_like(cell)
-        for reached in self._arrivals.view(branches - 1, vocabulary * contexts).unbind(0):
-            branch += uniform.reshape(-1) >= reached.index_select(0, here)
-        return self._following.view(-1).index_select(0, branch * (vocabulary * size) + cell)
+        branch = np.zeros(cell.shape, dtype=np.int64)
+        for reached in self._arrivals:
+            branch += uniform >= reached.take(here)
+        return self._following.reshape(-1).take(branch * (self._vocabulary * size) + cell)
 
     def _uniforms(self, step: int) -> np.ndarray:
         """(draws, B, R) of an update."""
@@ -153,23 +146,22 @@ def _may_end(environment: Environment) -> bool:
     return False
 
 
-def _cumulative(chances: Tensor, *, few: bool) -> Tensor:
-    """Cumulative chances, the last left out: (V − 1, R·C) of few tokens, (R·C, V − 1) of many."""
-    vocabulary = len(chances)
-    if not few:
-        return chances.view(vocabulary, -1).t().contiguous().cumsum(dim=1)[:, :-1].contiguous()
-    planes = list(chances.view(vocabulary, -1)[:-1].unbind(0))
-    for token in range(1, len(planes)):
-        planes[token] = planes[token - 1] + planes[token]
-    return torch.stack(planes) if planes else chances.new_empty((0, chances[0].numel()))
+def _cumulative(chances: np.ndarray) -> np.ndarray:
+    """Cumulative chances (V, N), the last left out: (V − 1, N) of few tokens, (N, V − 1) of many."""
+    if len(chances) <= FEW:
+        cumulative = chances[:-1].copy()
+        for token in range(1, len(cumulative)):
+            cumulative[token] += cumulative[token - 1]
+        return cumulative
+    return np.ascontiguousarray(np.ascontiguousarray(chances.T).cumsum(axis=1)[:, :-1])
 
 
-def _cells(row: Tensor, cumulative: Tensor, size: int, uniform: Tensor, *, few: bool) -> Tensor:
-    """(N,) the cells of the tokens that uniforms choose in the contexts `row` (N,), of `size` in all."""
+def _tokens(row: np.ndarray, cumulative: np.ndarray, uniform: np.ndarray, *, few: bool) -> np.ndarray:
+    """(B, R) the tokens that uniforms choose in the contexts `row` (B or 1, R)."""
     if not few:
-        rows = cumulative.index_select(0, row)
-        return row + torch.searchsorted(rows, uniform.unsqueeze(1), right=True).squeeze(1) * size
-    token: np.ndarray = np.zeros(len(row), dtype=np.int8)
-    for plane in cumulative.numpy():
-        token = token + (uniform.numpy() >= plane.take(row.numpy())).view(np.int8)
-    return row + torch.from_numpy(np.multiply(token, size, dtype=np.int64))
+        rows = torch.from_numpy(cumulative[np.broadcast_to(row, uniform.shape)])
+        return torch.searchsorted(rows, torch.from_numpy(uniform).unsqueeze(-1), right=True).squeeze(-1).numpy()
+    token = np.zeros(uniform.shape, dtype=np.int8)
+    for plane in cumulative:
+        token += (uniform >= plane.take(row)).view(np.int8)
+    return token

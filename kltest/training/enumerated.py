@@ -29,13 +29,13 @@ class Enumerated:
         self.group_size = group_size or 1
         rows, orders = _groups(paths.prompt, self.group_size)
         contexts, vocabulary = environment.n_contexts, environment.vocabulary
-        offsets = np.arange(runs)[:, None] * contexts
-        cells = (paths.tokens * (runs * contexts) + paths.contexts)[:, None] + offsets
-        live = np.broadcast_to(paths.mask[:, None], cells.shape) if paths.padded else None
+        offsets = np.arange(runs) * contexts
+        cells = (paths.tokens * (runs * contexts) + paths.contexts).T[:, :, None] + offsets
+        live = np.broadcast_to(paths.mask.T[:, :, None], cells.shape) if paths.padded else None
         several = len(environment.prompts) > 1
         self._rollouts = _batch(cells, live, np.arange(len(paths)), None)
         self._batch = _batch(cells, live, rows, paths.prompt if several else None, self.group_size)
-        if contexts == 1 and self._batch.shape == (vocabulary, runs, 1):
+        if contexts == 1 and self._batch.shape == (1, vocabulary, runs):
             self._batch = Batch(**{**vars(self._batch), "planes": True})
         self._log_weight = torch.from_numpy(paths.log_weight).view(-1, 1)
         self._rows = torch.from_numpy(rows)
@@ -59,11 +59,11 @@ def _batch(
     cells: np.ndarray, live: np.ndarray | None, rows: np.ndarray, prompt: np.ndarray | None, group_size: int = 1
 ) -> Batch:
     """The given rows of all rollouts, their weights to be filled in."""
-    taken = torch.from_numpy(np.ascontiguousarray(cells[rows]))
+    taken = torch.from_numpy(np.ascontiguousarray(cells[:, rows]))
     return Batch(
         (taken.shape[0], taken.shape[1], taken.shape[2]),
         taken.view(-1),
-        None if live is None else torch.from_numpy(np.ascontiguousarray(live[rows])),
+        None if live is None else torch.from_numpy(np.ascontiguousarray(live[:, rows])),
         torch.zeros(()),
         None if prompt is None else torch.from_numpy(prompt[rows]).view(-1, 1),
         group_size,

@@ -33,7 +33,7 @@ PROBED = 12
 
 @dataclass(frozen=True)
 class Pull:
-    """The gradient of the KL part: `logp` (M, R, T) at the sampled tokens and `logits` (M, R, T, V) at all next ones,
+    """The gradient of the KL part: `logp` (T, M, R) at the sampled tokens and `logits` (M·R, T, V) at all next ones,
     weighted by the rows' weights, None where none arrives; `logged` (R,) the KL that the estimator logs, if asked.
     """
 
@@ -80,17 +80,14 @@ class Penalty:
         shares = torch.ones_like(batch.weights) if self.alone else batch.weights
         if not (self.whole or self.loss.takes_beta):
             shares = shares * self.world.beta
-        weights = shares.unsqueeze(2)
+        weights = shares.expand(batch.shape)
         weights = weights if batch.live is None else torch.where(batch.live, weights, 0.0)
         parts: dict[str, Tensor | None] = dict.fromkeys(LEAVES)
         for leaf, part in found.items():
-            part = part.view(*batch.shape, *part.shape[2:])
-            by = weights if part.dim() == 3 else weights.unsqueeze(3)
-            weighted = part * by
-            if not isfinite(float(weighted.sum())):
-                # A row that was never drawn, or that counts for nothing, has no part in it, however steep.
-                weighted = torch.where(by != 0, weighted, 0.0)
-            parts[leaf] = weighted
+            if part.dim() == 2:
+                parts[leaf] = weighted(batch.steps(part), weights)
+            else:
+                parts[leaf] = weighted(part, batch.rows(weights).unsqueeze(2))
         return Pull(parts["logp"], parts["logits"], logged)
 
     def _together(
@@ -102,14 +99,14 @@ class Penalty:
         gradients = self._gradients(rollout, objective.sum())
         if not log:
             return gradients, None
-        each = batch.along(logged.view(batch.shape)) if logged.dim() == 2 else logged.view(batch.shape[:2])
-        return gradients, total(torch.where(batch.weights != 0, each * batch.weights, 0.0), 0)
+        each = batch.along(batch.steps(logged)) if logged.dim() == 2 else logged.view(batch.shape[1:])
+        return gradients, total(weighted(each, batch.weights), 0)
 
     def _one_by_one(
         self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Each batch, or in exact mode each group, as a call of its own."""
-        rows, runs, _ = batch.shape
+        _, rows, runs = batch.shape
         size = (batch.group_size or 1) if batch.exact else rows
         base = Rollout(fields)
         if not self.trusted:
@@ -184,12 +181,12 @@ class Penalty:
                 column = torch.as_tensor(values[0](state), dtype=torch.float64)
             else:
                 column = torch.tensor(values, dtype=torch.float64)
-            columns[name] = column.repeat(batch.shape[0]).unsqueeze(1)
+            columns[name] = column.repeat(batch.shape[1]).unsqueeze(1)
         return columns
 
     def _fields(self, batch: Batch, policy: Tensor, sampler: Tensor) -> dict[str, Any]:
         """Everything that a rollout has, (M·R, …), built when it is asked for."""
-        rows, runs, steps = batch.shape
+        steps, rows, runs = batch.shape
         flat = (rows * runs, steps)
         world = self.world
 
@@ -199,18 +196,18 @@ class Penalty:
 
         def mask() -> Tensor:
             assert batch.live is not None
-            return batch.live.to(torch.float64).view(flat)
+            return batch.rows(batch.live).to(torch.float64)
 
         fields: dict[str, Any] = {
             "mask": mask if batch.live is not None else self._all_live(flat),
-            "tokens": lambda: (batch.cells // policy[0].numel()).view(flat),
+            "tokens": lambda: batch.rows(batch.cells.view(batch.shape)) // policy[0].numel(),
             "reward": lambda: batch.along(batch.chosen(world.reward)).reshape(-1),
             "advantage": advantage,
             "group": lambda: batch.groups.reshape(-1),
         }
         for prefix, table in {"": policy, "ref_": world.log_reference, "old_": sampler}.items():
-            fields[f"{prefix}logp"] = lambda table=table: batch.chosen(table).view(flat)
-            fields[f"{prefix}logits"] = lambda table=table: batch.next_tokens(table).view(*flat, len(table))
+            fields[f"{prefix}logp"] = lambda table=table: batch.rows(batch.chosen(table))
+            fields[f"{prefix}logits"] = lambda table=table: batch.next_tokens(table)
         return fields
 
     def _all_live(self, shape: tuple[int, int]) -> Tensor:
@@ -218,3 +215,9 @@ class Penalty:
         if not self.trusted or self._ones is None or self._ones.shape != shape:
             self._ones = torch.ones(shape, dtype=torch.float64)
         return self._ones
+
+
+def weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """Their product, without what a row that was never drawn, or that counts for nothing, would add, however steep."""
+    product = values * weights
+    return product if isfinite(float(product.sum())) else torch.where(weights != 0, product, 0.0)

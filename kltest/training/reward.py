@@ -26,18 +26,19 @@ Ratio = Literal["none", "token", "sequence", "clipped"]
 def push(
     batch: Batch, earned: Tensor, log_ratio: Tensor | None, baseline: Baseline, ratio: Ratio, clip: float
 ) -> Tensor:
-    """(M, R, T) weights on g_t, zero where dead. `earned` (M, R); `log_ratio` (M, R, T) is None where ρ = 1."""
+    """(T, M, R) weights on g_t, zero where dead. `earned` (M, R); `log_ratio` (T, M, R) is None where ρ = 1."""
     advantage = _less_baseline(batch, earned, baseline)
-    weight = (batch.weights * advantage).unsqueeze(2)
+    weight = batch.weights * advantage
     if log_ratio is None or ratio == "none":
-        factor = weight if batch.shape[2] == 1 else weight.expand(batch.shape)
+        factor = weight.expand(batch.shape)
     elif ratio == "sequence":
-        factor = (weight * batch.along(log_ratio).exp().unsqueeze(2)).expand(batch.shape)
+        factor = (weight * batch.along(log_ratio).exp()).expand(batch.shape)
     else:
         token = log_ratio.exp()
         if ratio == "clipped":
-            gains, loses = (advantage > 0).unsqueeze(2), (advantage < 0).unsqueeze(2)
-            token = torch.where((gains & (token > 1 + clip)) | (loses & (token < 1 - clip)), 0.0, token)
+            token = torch.where(
+                ((advantage > 0) & (token > 1 + clip)) | ((advantage < 0) & (token < 1 - clip)), 0.0, token
+            )
         factor = weight * token
     return factor if batch.live is None else torch.where(batch.live, factor, 0.0)
 

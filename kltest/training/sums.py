@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 FEW = 16
@@ -34,10 +36,14 @@ class Policy:
 
 def softmax(logits: Tensor) -> Policy:
     """Of logits (V, R, C), over tokens."""
-    shifted = logits - logits.amax(dim=0)
-    powers = shifted.exp()
-    mass = total(powers, 0)
-    return Policy(shifted.sub_(mass.log()), powers.div_(mass))
+    # NumPy's exp and log take half the time of torch's.
+    values = logits.numpy()
+    shifted = values - np.maximum.reduce(values)
+    powers = np.exp(shifted)
+    mass = total(torch.from_numpy(powers), 0).numpy()
+    shifted -= np.log(mass)
+    powers /= mass
+    return Policy(torch.from_numpy(shifted), torch.from_numpy(powers))
 
 
 def softmax_gradient(weights: Tensor, policy: Policy) -> Tensor:

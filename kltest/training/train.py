@@ -13,11 +13,12 @@ from kltest.training.enumerated import Enumerated
 from kltest.training.estimator import sharing
 from kltest.training.history import MEASURED, History
 from kltest.training.measure import Measure
-from kltest.training.penalty import Penalty, Pull
+from kltest.training.penalty import Pull
 from kltest.training.problems import Run, check_alike
 from kltest.training.reward import Baseline, Ratio, push
 from kltest.training.settings import Settings
 from kltest.training.sums import by_run, softmax, softmax_gradient, total
+from kltest.training.tokens import penalty_of
 from kltest.training.world import World
 
 EXPLODED = 1e6
@@ -76,7 +77,7 @@ def _train_together(
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Measurements (K, R), last logits (R, C, V) and the update at which each run diverged (R,)."""
     runs = len(world.runs)
-    penalty = Penalty(world) if world.runs[0].estimator is not None else None
+    penalty = penalty_of(world) if world.runs[0].estimator is not None else None
     source = _source(world, settings, apart=penalty is None or not penalty.couples)
     measure = Measure(world, optima=settings.optima)
     found: dict[str, list[Tensor]] = {name: [] for name in MEASURED}
@@ -97,7 +98,7 @@ def _train_together(
         pull = Pull() if penalty is None else penalty.pull(batch, policy.log_probs, sampler.log_probs, log=recording)
         table = batch.collect(signal if pull.logp is None else signal - pull.logp, logits)
         if pull.logits is not None:
-            table = table - batch.collect(pull.logits, logits)
+            table = table - batch.collect_next(pull.logits, logits)
         gradient = softmax_gradient(table, policy)
         if recording or settings.max_norm is not None:
             norm = total(total(gradient.square(), 0), 1).sqrt()
