@@ -16,7 +16,7 @@ from kltest.training.sums import total
 class Batch:
     """M rows of up to T tokens for each of R runs; `shape` is (T, M, R), so that T and M add up plane by plane.
 
-    `cells` (T·M·R,) int says where in a flat (V, R, C) table each token stands, at some place of its run where dead;
+    `cells` (T·M·R,) int says where in a flat (V, C, R) table each token stands, at some place of its run where dead;
     `live` (T, M, R) bool, None where all are. `weights` (M, R) are the rows' shares in the gradient and `prompt`
     (M, R) or (M, 1) their prompts, None where there is one. Rows of one group stand together, `group_size` of them;
     None where a group is all the rows of a prompt. `rollouts` is how many were drawn, `exact` says that rows are

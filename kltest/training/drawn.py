@@ -46,18 +46,17 @@ class Drawn:
         self._block = np.empty((ahead, self._draws, batch_size, self.runs))
         self._first = -ahead
         self._ends = _may_end(environment)
-        # Contexts of all runs are numbered through: r·C + c.
-        offsets = np.arange(self.runs) * contexts
-        self._starts, self._own = environment.start[:, None] + offsets, offsets
-        successors = environment.successors.reshape(contexts, vocabulary, branches).transpose(2, 1, 0)[:, :, None]
-        following = np.where(successors == END, END, successors + offsets[:, None])
+        # Contexts of all runs are numbered through, c·R + r: runs that stand at one place are neighbours in memory.
+        self._own = np.arange(self.runs)
+        self._starts = environment.start[:, None] * self.runs + self._own
+        successors = environment.successors.transpose(2, 1, 0)[..., None]
+        following = np.where(successors == END, END, successors * self.runs + self._own)
         self._following = following.reshape(branches, -1) if self.horizon > 1 else following[:, :, :0]
         arrivals = environment.probabilities.cumsum(axis=2).transpose(2, 1, 0)[:-1]
         self._arrivals = arrivals.reshape(branches - 1, vocabulary * contexts)
         self._prompts = environment.prompts.cumsum()[:-1]
         few = vocabulary <= min(batch_size, FEW)
         self._counted = counted and self.horizon == 1 and contexts == 1 and few and group_size is None
-        self._vocabulary = vocabulary
         self._shares = torch.full((batch_size, self.runs), 1.0 / batch_size, dtype=torch.float64)
         self._arms = torch.arange(vocabulary * self.runs) if self._counted else torch.empty(0)
 
@@ -67,7 +66,7 @@ class Drawn:
         if self._counted:
             return self._counts(sampler, uniforms[0])
         left = iter(uniforms)
-        vocabulary, runs, contexts = sampler.chances.shape
+        vocabulary, contexts, runs = sampler.chances.shape
         prompt = self._prompt(next(left)) if self._several else None
         # (1, R) until rollouts part, then (B, R).
         row = self._starts[:1] if prompt is None else np.take_along_axis(self._starts, prompt, axis=0)
@@ -96,7 +95,7 @@ class Drawn:
         )
 
     def _counts(self, sampler: Policy, uniform: np.ndarray) -> Batch:
-        vocabulary, runs, _ = sampler.chances.shape
+        vocabulary, _, runs = sampler.chances.shape
         kind = np.uint8 if self.batch_size < 256 else np.int64
         passed = np.full((vocabulary + 1, runs), self.batch_size, dtype=kind)
         passed[-1] = 0
@@ -115,13 +114,11 @@ class Drawn:
         """Where the tokens at these cells lead: a context's number, or −1."""
         if uniform is None:
             return self._following[0].take(cell)
-        contexts = self._arrivals.shape[1] // self._vocabulary
-        size = self.runs * contexts
-        here = cell // size * contexts + cell % size % contexts
+        here = cell // self.runs
         branch = np.zeros(cell.shape, dtype=np.int64)
         for reached in self._arrivals:
             branch += uniform >= reached.take(here)
-        return self._following.reshape(-1).take(branch * (self._vocabulary * size) + cell)
+        return self._following.reshape(-1).take(branch * self._following.shape[1] + cell)
 
     def _uniforms(self, step: int) -> np.ndarray:
         """(draws, B, R) of an update."""

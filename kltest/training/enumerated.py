@@ -29,8 +29,7 @@ class Enumerated:
         self.group_size = group_size or 1
         rows, orders = _groups(paths.prompt, self.group_size)
         contexts, vocabulary = environment.n_contexts, environment.vocabulary
-        offsets = np.arange(runs) * contexts
-        cells = (paths.tokens * (runs * contexts) + paths.contexts).T[:, :, None] + offsets
+        cells = (paths.tokens * contexts + paths.contexts).T[:, :, None] * runs + np.arange(runs)
         live = np.broadcast_to(paths.mask.T[:, :, None], cells.shape) if paths.padded else None
         several = len(environment.prompts) > 1
         self._rollouts = _batch(cells, live, np.arange(len(paths)), None)

@@ -25,7 +25,7 @@ class Measure:
         self._starts = torch.from_numpy(environment.start)
         self._prompts = torch.from_numpy(environment.prompts)
         self._reached = _reached(environment)
-        self._reward, self._log_reference = _by_context(world.reward), _by_context(world.log_reference)
+        self._reward, self._log_reference = world.reward, world.log_reference
         self._optimal: Tensor | None = None
         self._best: Tensor | None = None
         if optima:
@@ -51,9 +51,8 @@ class Measure:
         tables = np.stack(policies, axis=-1).swapaxes(1, 2)
         return torch.from_numpy(np.ascontiguousarray(tables)), torch.tensor(values, dtype=torch.float64)
 
-    def __call__(self, log_probs: Tensor) -> dict[str, Tensor]:
-        """(R,) each, by name, for (V, R, C) log-probs."""
-        log_policy = _by_context(log_probs)
+    def __call__(self, log_policy: Tensor) -> dict[str, Tensor]:
+        """(R,) each, by name, for (V, C, R) log-probs."""
         chances = log_policy.exp()
         vocabulary, contexts, runs = log_policy.shape
         fixed = [self._reward, log_policy - self._log_reference, -log_policy]
@@ -92,11 +91,6 @@ class Measure:
             reached = value.index_select(0, following.index_select(0, here))
             expected = expected + reached * chance.index_select(0, here).view(-1, 1, 1)
         return expected
-
-
-def _by_context(table: Tensor) -> Tensor:
-    """(V, C, R) of a (V, R, C) table."""
-    return table.transpose(1, 2).contiguous()
 
 
 def _reached(environment: Environment) -> list[Tensor]:

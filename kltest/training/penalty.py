@@ -73,7 +73,7 @@ class Penalty:
         )
 
     def pull(self, batch: Batch, policy: Tensor, sampler: Tensor, *, log: bool) -> Pull:
-        """The gradient of β times the KL part, or of the whole loss, on a batch; tables of log-probs are (V, R, C)."""
+        """The gradient of β times the KL part, or of the whole loss, on a batch; tables of log-probs are (V, C, R)."""
         fields, columns = self._fields(batch, policy, sampler), self._columns(batch, policy, sampler)
         call = self._one_by_one if self.alone else self._together
         found, logged = call(fields, columns, batch, log)

@@ -28,14 +28,14 @@ def total(values: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Policy:
-    """Softmax tables (V, R, C): `log_probs` and `chances`."""
+    """Softmax tables (V, C, R): `log_probs` and `chances`."""
 
     log_probs: Tensor
     chances: Tensor
 
 
 def softmax(logits: Tensor) -> Policy:
-    """Of logits (V, R, C), over tokens."""
+    """Of logits (V, C, R), over tokens."""
     # NumPy's exp and log take half the time of torch's.
     values = logits.numpy()
     shifted = values - np.maximum.reduce(values)
@@ -47,15 +47,15 @@ def softmax(logits: Tensor) -> Policy:
 
 
 def softmax_gradient(weights: Tensor, policy: Policy) -> Tensor:
-    """(V, R, C) gradient with respect to logits of what has the gradient `weights` at the log-probs."""
+    """(V, C, R) gradient with respect to logits of what has the gradient `weights` at the log-probs."""
     return weights - policy.chances * total(weights, 0)
 
 
 def by_run(table: Tensor) -> Tensor:
-    """(R, C, V) of a (V, R, C) table."""
-    return table.permute(1, 2, 0).contiguous()
+    """(R, C, V) of a (V, C, R) table."""
+    return table.permute(2, 1, 0).contiguous()
 
 
 def by_token(table: Tensor) -> Tensor:
-    """(V, R, C) of an (R, C, V) table."""
-    return table.permute(2, 0, 1).contiguous()
+    """(V, C, R) of an (R, C, V) table."""
+    return table.permute(2, 1, 0).contiguous()

@@ -83,7 +83,6 @@ def _train_together(
     found: dict[str, list[Tensor]] = {name: [] for name in MEASURED}
     logits = world.start.clone()
     diverged = torch.full((runs,), -1)
-    rate = world.rate.view(-1, 1)
     policy = sampler = softmax(logits)
     for step in range(settings.steps + 1):
         recording = step in recorded
@@ -101,7 +100,7 @@ def _train_together(
             table = table - batch.collect_next(pull.logits, logits)
         gradient = softmax_gradient(table, policy)
         if recording or settings.max_norm is not None:
-            norm = total(total(gradient.square(), 0), 1).sqrt()
+            norm = total(total(gradient.square(), 0), 0).sqrt()
         if recording:
             for name, values in measure(policy.log_probs).items():
                 found[name].append(values)
@@ -110,14 +109,14 @@ def _train_together(
         if step == settings.steps:
             break
         if settings.max_norm is not None:
-            gradient = gradient * (settings.max_norm / norm.clamp(min=settings.max_norm)).view(-1, 1)
-        moved = logits + gradient * rate
+            gradient = gradient * (settings.max_norm / norm.clamp(min=settings.max_norm))
+        moved = logits + gradient * world.rate
         low, high = torch.aminmax(moved)
         # Said so that NaN counts as unsound.
         if not (low >= -EXPLODED and high <= EXPLODED) or bool((diverged >= 0).any()):
-            unsound = ~(moved.abs().amax(dim=(0, 2)) <= EXPLODED)
+            unsound = ~(moved.abs().amax(dim=(0, 1)) <= EXPLODED)
             diverged = torch.where(unsound & (diverged < 0), step + 1, diverged)
-            moved = torch.where((diverged >= 0).view(-1, 1), logits, moved)
+            moved = torch.where(diverged >= 0, logits, moved)
         logits = moved
         policy = softmax(logits)
     measured = {name: torch.stack(values).numpy() for name, values in found.items()}

@@ -13,7 +13,7 @@ from kltest.training.sums import by_token
 
 
 class World:
-    """R runs. Tables are (V, R, C), tokens first: sums over few tokens are then sums of long vectors.
+    """R runs. Tables are (V, C, R), tokens first: sums over few tokens are then sums of long vectors.
 
     `start` are logits, `log_reference` and `reward` tables; `beta` and `rate` are (R,). Dynamics are shared.
     """
@@ -30,7 +30,7 @@ class World:
 
 
 def _stacked(problems: Sequence[Problem], read: Callable[[Problem], np.ndarray]) -> Tensor:
-    """(V, R, C) of the table that is read from each problem, once where several runs share one."""
+    """(V, C, R) of the table that is read from each problem, once where several runs share one."""
     tables: dict[int, np.ndarray] = {}
     for problem in problems:
         if id(problem) not in tables:
