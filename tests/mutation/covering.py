@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,11 @@ import coverage
 BUDGET = 100.0
 
 
+def importing(clone: Path) -> dict[str, str]:
+    """The environment in which kltest is the clone's, in the processes that tests start as well."""
+    return {**os.environ, "PYTHONPATH": str(clone.resolve())}
+
+
 def measure(clone: Path, rooms: Iterable[str], suites: Iterable[str], output: Path) -> None:
     """Runs the suites once under coverage; writes the tests of every line and how long each test takes."""
     data, junit = output.with_suffix(".coverage"), output.with_suffix(".xml")
@@ -25,7 +31,7 @@ def measure(clone: Path, rooms: Iterable[str], suites: Iterable[str], output: Pa
     command += [f"--junitxml={junit}", "-o", "junit_family=xunit1"]
     settings = output.with_suffix(".coveragerc")
     settings.write_text(f"[run]\ndata_file = {data}\n", encoding="utf-8")
-    subprocess.run([*command, f"--cov-config={settings}"], check=True, cwd=clone)
+    subprocess.run([*command, f"--cov-config={settings}"], check=True, cwd=clone, env=importing(clone))
     seconds = {
         f"{case.get('file')}::{case.get('name')}": float(case.get("time", 0.0))
         for case in ElementTree.parse(junit).iter("testcase")
@@ -72,7 +78,7 @@ def main() -> int:
     arguments = Path(sys.argv[1]).with_name(f"{Path.cwd().name}.arguments")
     arguments.write_text("\n".join(chosen), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", f"@{arguments}"]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, check=False, env=importing(Path.cwd())).returncode
 
 
 if __name__ == "__main__":
