@@ -174,6 +174,14 @@ def test_a_value_in_the_reward_is_dead_where_it_does_not_change():
     assert zones(lambda logp, ref_logp: (logp - ref_logp) ** 2, "value") == []
 
 
+@pytest.mark.parametrize(
+    ("placement", "said"), [("loss", "the gradient is exactly zero"), ("reward", "the value does not change")]
+)
+def test_what_is_dead_is_named(placement, said):
+    found = result("KL504", lambda logp, ref_logp: (logp - ref_logp).clamp(-7, 9), placement=placement)
+    assert f"of a token, {said} for u < −7 and for u > 9" in found.message
+
+
 def test_overflow_says_at_which_log_ratio():
     def k3(logp, ref_logp):
         return (ref_logp - logp).exp() - 1 + logp - ref_logp

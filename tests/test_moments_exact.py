@@ -363,12 +363,13 @@ def test_too_many_rollouts_of_a_coupled_loss_are_refused_with_their_number():
 
 
 def test_a_loss_that_needs_groups_is_told_from_one_that_fails():
-    def grouped(logp, mask):
-        pairs = (logp * mask).sum(dim=1).view(-1, 2)
-        return ((pairs - pairs.mean(dim=1, keepdim=True)) ** 2).sum()
+    def grouped(logp, mask, size):
+        groups = (logp * mask).sum(dim=1).view(-1, size)
+        return ((groups - groups.mean(dim=1, keepdim=True)) ** 2).sum()
 
-    with pytest.raises(BatchOfOneError, match="runs on 2"):
-        exact(bind(grouped), drawn("sequence"))
+    for size in (2, 4, 8):
+        with pytest.raises(BatchOfOneError, match=f"runs on {size}"):
+            exact(bind(grouped, Call(arguments={"size": size})), drawn("sequence"))
     with pytest.raises(TargetError) as caught:
         exact(bind(lambda logp: logp.view(-1, 0)), drawn("sequence"))
     assert not isinstance(caught.value, BatchOfOneError)
@@ -469,6 +470,18 @@ def test_rows_that_touch_only_others_of_their_own_prompt_are_found_among_many_pr
 
     for seed in range(5):
         assert probe(bind(crowded), Rollout.of(instance), np.random.default_rng(seed)).reduction == "coupled"
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found(few):
+    """One rollout, the same one twice and larger batches are averaged: only two different ones show it."""
+
+    def of_pairs(logp, ref_logp):
+        rows = ((logp - ref_logp) ** 2).sum(dim=1)
+        return rows.mean() if len(rows) != 2 or torch.equal(logp[0], logp[1]) else (rows[0] - rows[1]) ** 2
+
+    base = Rollout.of(Instance.draw(bandit(8), 0))
+    assert probe(bind(of_pairs), base, np.random.default_rng(0), few=few).reduction == "coupled"
 
 
 def test_few_probes_are_few():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import losses_to_shrink as losses
 import numpy as np
@@ -378,6 +379,43 @@ def test_a_function_made_on_the_way_brings_what_it_closes_over(tmp_path):
     found = kltest.grade(bad).smallest
     assert "weight = 0.25" in found.code
     assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
+
+
+def test_what_inner_functions_use_is_brought_along(tmp_path):
+    def bad(logp, ref_logp):
+        return (lambda u: math.pi * u * u)(logp - ref_logp)
+
+    found = kltest.grade(bad, environment="bandit").smallest
+    assert "import math" in found.code, found.note
+    assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
+
+
+def test_arguments_after_one_that_is_left_out_and_those_that_need_a_name_have_one(tmp_path):
+    def bad(logp, scale=1.0, *, ref_logp):
+        return scale * (logp - ref_logp) ** 2
+
+    def worse(logp, scale=1.0, ref_logp=None):
+        return scale * (logp - ref_logp) ** 2
+
+    for loss in (bad, worse):
+        found = kltest.grade(loss, environment="bandit").smallest
+        assert "ref_logp=" in found.code, found.note
+        assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
+
+
+def test_only_a_program_with_an_object_to_stand_in_makes_one(tmp_path):
+    plain = kltest.grade(losses.k3_per_token, environment="bandit").smallest
+    method = kltest.grade(f"{losses.__name__}:Trainer.loss", arguments={"self.coefficient": 0.5}).smallest
+    assert ["SimpleNamespace" in found.code for found in (plain, method)] == [False, True]
+
+
+def test_a_module_of_the_same_name_is_left_where_it_was(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text("def bad(logp, ref_logp):\n    return logp - ref_logp\n")
+    monkeypatch.chdir(tmp_path)
+    own = ModuleType("my_losses")
+    monkeypatch.setitem(sys.modules, "my_losses", own)
+    assert kltest.grade("my_losses.py:bad").smallest is not None
+    assert sys.modules["my_losses"] is own
 
 
 def test_what_cannot_be_written_down_is_said():
