@@ -236,7 +236,7 @@ def test_planted_bugs_are_seen(bug, monkeypatch):
     elif bug == "half the penalty":
         monkeypatch.setattr(tokens, "weighted", lambda values, weights: values * weights / 2)
     else:
-        monkeypatch.setattr(loop, "softmax", lambda logits: softmax(logits * (1 + 1e-9)))
+        monkeypatch.setattr(loop, "softmax", lambda logits, into=None: softmax(logits * (1 + 1e-9)))
     with pytest.raises(AssertionError):
         assert_first_step_is_exact("k2-loss", "sequence")
 

@@ -23,7 +23,7 @@ from kltest.training.world import World
 
 EXPLODED = 1e6
 """A logit further from zero than this counts as diverged."""
-CHUNK = 2**18
+CHUNK = 2**17
 """Numbers in one field of a chunk of runs: more of them share the cost of a call, fewer stay in the cache."""
 
 
@@ -110,7 +110,7 @@ def _train_together(
             break
         if settings.max_norm is not None:
             gradient = gradient * (settings.max_norm / norm.clamp(min=settings.max_norm))
-        moved = logits + gradient * world.rate
+        moved = gradient.mul_(world.rate).add_(logits)
         low, high = torch.aminmax(moved)
         # Said so that NaN counts as unsound.
         if not (low >= -EXPLODED and high <= EXPLODED) or bool((diverged >= 0).any()):
@@ -118,7 +118,8 @@ def _train_together(
             diverged = torch.where(unsound & (diverged < 0), step + 1, diverged)
             moved = torch.where(diverged >= 0, logits, moved)
         logits = moved
-        policy = softmax(logits)
+        spent = sampler is not policy or (step + 1) % settings.inner_steps == 0
+        policy = softmax(logits, policy if spent else None)
     measured = {name: torch.stack(values).numpy() for name, values in found.items()}
     return measured, by_run(logits).numpy(), diverged.numpy()
 
