@@ -17,13 +17,13 @@ from .style import PAGE_WIDTH, look, tidy
 READS = ("coefficients",)
 Row = dict[str, Any]
 PANELS = {
-    "Unbiased: noise alone": {
+    "a  Unbiased: noise alone": {
         "k1-both": "k1 in both places",
         "rao-blackwell": "Rao–Blackwell",
         "k1-reward": "k1 in the reward",
         "leave-one-out": "k1 less the others' mean",
     },
-    "Biased against unbiased": {
+    "b  Biased against unbiased": {
         "k1-both": "k1 in both places",
         "rao-blackwell": "Rao–Blackwell",
         "k3-loss": "token k3, biased",
@@ -69,7 +69,7 @@ def _panel(axes: Axes, rows: list[Row], title: str, names: dict[str, str]) -> No
         axes.annotate(
             words,
             (x[-1], y[-1]),
-            (6, -9 if name in BELOW else -2),
+            (6, -11 if name in BELOW else -2),
             textcoords="offset points",
             size=6.4,
             color=look(name).colour,

@@ -62,7 +62,7 @@ def _binary(axes: Axes, rows: list[Row]) -> None:
     for name, (x, y, side, text) in texts.items():
         axes.text(x, y, text, ha=side, color=look(name).colour, size=6.4, weight="bold")
     axes.set(xlim=(0, 1), ylim=BINARY_RANGE)
-    tidy(axes, title="Two actions", x="probability p of the first action", y="expected gradient, d/dp")
+    tidy(axes, title="a  Two actions", x="probability p of the first action", y="expected gradient, d/dp")
 
 
 def _four(axes: Axes, rows: list[Row]) -> None:
@@ -81,7 +81,7 @@ def _four(axes: Axes, rows: list[Row]) -> None:
     axes.set_xticks(across, labels)
     axes.text(-0.62, -0.362, "π\nref", ha="right", va="top", size=7)
     axes.set(ylim=(-0.34, 0.41))
-    tidy(axes, title="Four actions", y="expected gradient, by logit")
+    tidy(axes, title="b  Four actions", y="expected gradient, by logit")
 
 
 def _error(axes: Axes, rows: list[Row]) -> None:
@@ -112,7 +112,7 @@ def _error(axes: Axes, rows: list[Row]) -> None:
         va="center",
     )
     axes.annotate("$\\sqrt{KL}$", (0.9, 1.0), (-3, 0), textcoords="offset points", size=6.4, color=FAINT, ha="right")
-    tidy(axes, title="Error, V = 128", x=DISTANCE, y="relative to the truth")
+    tidy(axes, title="c  Error, V = 128", x=DISTANCE, y="relative to the truth")
 
 
 def _direction(axes: Axes, rows: list[Row]) -> None:
@@ -128,7 +128,7 @@ def _direction(axes: Axes, rows: list[Row]) -> None:
     axes.text(2e-6, 1.05, "truth", size=6.4, weight="bold", va="center")
     axes.set(ylim=(-0.62, 1.14))
     axes.set_yticks((-0.5, 0, 0.5, 1))
-    tidy(axes, title="Direction, V = 128", x=DISTANCE, y="cosine with ∇KL")
+    tidy(axes, title="d  Direction, V = 128", x=DISTANCE, y="cosine with ∇KL")
 
 
 def _size(axes: Axes, rows: list[Row]) -> None:
@@ -150,7 +150,7 @@ def _size(axes: Axes, rows: list[Row]) -> None:
     axes.set(ylim=(0.14, 7))
     axes.set_yticks((0.2, 0.5, 1, 2, 5), ("0.2", "0.5", "1", "2", "5"))
     axes.minorticks_off()
-    tidy(axes, title="Size of $\\mathbf{k_3}$ in loss, V = 128", x=DISTANCE, y="‖E[ĝ]‖ / ‖∇KL‖")
+    tidy(axes, title="e  Size of $\\mathbf{k_3}$ in loss, V = 128", x=DISTANCE, y="‖E[ĝ]‖ / ‖∇KL‖")
 
 
 def _signs(axes: Axes, rows: list[Row]) -> None:
@@ -172,7 +172,7 @@ def _signs(axes: Axes, rows: list[Row]) -> None:
         )
         axes.text(x, y, f"V = {size}", size=6.4, color=look("k3-loss").colour, weight="bold")
     axes.set(xscale="log", ylim=(-0.03, 1.05))
-    tidy(axes, title="$\\mathbf{k_3}$ in loss turns a sign", x=DISTANCE, y="share of policies")
+    tidy(axes, title="f  $\\mathbf{k_3}$ in loss turns a sign", x=DISTANCE, y="share of policies")
 
 
 def _line(

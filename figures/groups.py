@@ -21,7 +21,7 @@ MARKERS = {1: "x", 2: "s", 3: "<", 4: "^", 8: "o", 16: "D"}
 ENDS = {
     "k2-loss-sequence": "not masked: π*",
     "tied-groups-masked": "masked",
-    "group-std": "std-normalised: never settles",
+    "group-std": "std-normalised, where stopped",
 }
 
 
@@ -36,7 +36,7 @@ def draw(results: Path) -> Figure:
 
 
 def _lost(axes: Axes, rows: list[Row]) -> None:
-    tidy(axes, title="Masked ties take gradient away", x="probability of a right answer", y="share of ∇KL that is lost")
+    tidy(axes, title="a  Masked ties take gradient", x="probability of a right answer", y="share of ∇KL that is lost")
     for size in sorted({row["group_size"] for row in rows}):
         mine = [row for row in rows if row["group_size"] == size]
         x = sorted({row["success"] for row in mine})
@@ -53,7 +53,7 @@ def _lost(axes: Axes, rows: list[Row]) -> None:
 
 
 def _push(axes: Axes, rows: list[Row]) -> None:
-    tidy(axes, title="A tied group's push", x="coefficient β", y="length of the expected step")
+    tidy(axes, title="b  A tied group's push", x="coefficient β", y="length of the expected step")
     x = sorted({row["push"] for row in rows})
     for name, estimator, words, at, offset in (
         ("normalised", "group-std", "divided by the\ngroup's std", -3, (2, -20)),
@@ -69,7 +69,7 @@ def _push(axes: Axes, rows: list[Row]) -> None:
 
 
 def _end(axes: Axes, rows: list[Row]) -> None:
-    tidy(axes, title="Where exact training ends", x="coefficient β", y="KL(π‖ref) at the end, nats")
+    tidy(axes, title="c  Where exact training ends", x="coefficient β", y="KL(π‖ref) at the end, nats")
     success = min({row["success"] for row in rows}, default=None)
     for name, words in ENDS.items():
         mine = sorted((row for row in rows if (row["estimator"], row["success"]) == (name, success)), key=_beta)
@@ -81,7 +81,8 @@ def _end(axes: Axes, rows: list[Row]) -> None:
     ticks = sorted({row["beta"] for row in rows})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=6.2, loc="upper right")
+    axes.set_ylim(bottom=axes.get_ylim()[0] / 5)  # room for the legend
+    axes.legend(frameon=False, fontsize=6.2, loc="lower left")
 
 
 def _beta(row: Row) -> float:

@@ -59,9 +59,9 @@ def draw(results: Path) -> Figure:
     world = max(parts["stability"], key=lambda row: row["kl"], default={"seed": None})["seed"]
     _cycle(cycle, [row for row in parts["stability"] if row["seed"] == world])
     trained = [row for row in parts["training"] if row["seed"] == world]
-    _ends(exact, [row for row in trained if not row["batch_size"]], "Where exact training ends", "(e)")
+    _ends(exact, [row for row in trained if not row["batch_size"]], "Where exact training ends", "e")
     size = max((row["batch_size"] for row in trained), default=0)
-    _ends(drawn, [row for row in trained if size and row["batch_size"] == size], f"With {size} rollouts", "(f)")
+    _ends(drawn, [row for row in trained if size and row["batch_size"] == size], f"With {size} rollouts", "f")
     drawn.sharey(exact)
     drawn.set_ylabel("")
     handles, words = exact.get_legend_handles_labels()
@@ -86,7 +86,7 @@ def _updates(axes: Axes, ticks: list[float], label: str) -> None:
 
 
 def _drift(axes: Axes, rows: list[Row]) -> None:
-    tidy(axes, title="(a) What staleness adds", y="change of gradient / length of ∇KL")
+    tidy(axes, title="a  What staleness adds", y="change of gradient / length of ∇KL")
     longest = max((row["length"] for row in rows), default=0)
     rows = [row for row in rows if row["length"] == longest and row["staleness"]]
     offsets = {
@@ -112,16 +112,17 @@ def _drift(axes: Axes, rows: list[Row]) -> None:
 
 
 def _shares(axes: Axes, rows: list[Row]) -> None:
-    tidy(axes, title="(b) Rollouts that count", x="tokens of a rollout", y="effective share of samples")
+    tidy(axes, title="b  Rollouts that count", x="tokens of a rollout", y="effective share of samples")
     noises = sorted({row["noise"] for row in rows})
     noise = noises[len(noises) // 2 - 1] if noises else None
-    mine = [{**row, "sequence_share": np.exp(row["log_sequence_share"])} for row in rows if row["noise"] == noise]
+    mine = [row for row in rows if row["noise"] == noise]
     for column, name, words, at, offset in (
         ("token_share", "k3-ratio", "token weights", -4, (-20, -7)),
         ("prefix_share", "k2-prefix-ratio", "prefix\nweights", -3, (-1, 15)),
-        ("sequence_share", "k1-reward-sequence-ratio", "sequence\nweights", -5, (-48, -5)),
+        ("log_sequence_share", "k1-reward-sequence-ratio", "sequence\nweights", -5, (-48, -5)),
     ):
         x, y = _means(mine, "at", column)
+        y = np.exp(y) if column.startswith("log") else y
         axes.plot(x, y, **look(name).plot(markersize=2.6))
         if len(x) > 5:
             _label(axes, x[at], y[at], words, look(name).colour, offset)
@@ -133,7 +134,7 @@ def _shares(axes: Axes, rows: list[Row]) -> None:
 
 
 def _price(axes: Axes, rows: list[Row]) -> None:
-    tidy(axes, title="(c) The price in noise", x="tokens of a rollout", y="variance / the same, on-policy")
+    tidy(axes, title="c  The price in noise", x="tokens of a rollout", y="variance / the same, on-policy")
     for name, words in PRICE.items():
         x, y = _means([row for row in rows if row["compared"] == name], "tokens", "price")
         axes.plot(x, y, **look(name).plot())
@@ -146,7 +147,7 @@ def _price(axes: Axes, rows: list[Row]) -> None:
 
 
 def _cycle(axes: Axes, rows: list[Row]) -> None:
-    tidy(axes, title="(d) Does a cycle settle?", y="factor on a small step off rest")
+    tidy(axes, title="d  Does a cycle settle?", y="factor on a small step off rest")
     for name, (words, style) in RECIPES.items():
         if name in ("token-clipped", "token-detached", "prefix-to-go", "token"):
             continue
@@ -166,7 +167,7 @@ def _cycle(axes: Axes, rows: list[Row]) -> None:
 
 
 def _ends(axes: Axes, rows: list[Row], title: str, letter: str) -> None:
-    tidy(axes, title=f"{letter} {title}", y="J* − J at the end, nats")
+    tidy(axes, title=f"{letter}  {title}", y="J* − J at the end, nats")
     for name, (words, style) in RECIPES.items():
         mine = sorted((row for row in rows if row["recipe"] == name), key=lambda row: row["inner_steps"])
         x = [row["inner_steps"] for row in mine]

@@ -30,7 +30,7 @@ def draw(results: Path) -> Figure:
     _root(panels[1, 0], [row for row in rows if row["part"] == "root"])
     _asymmetry(panels[1, 1], [row for row in rows if row["part"] == "field"])
     _circulation(panels[1, 2], [row for row in rows if row["part"] == "circulation"])
-    figure.subplots_adjust(left=0.068, right=0.962, top=0.925, bottom=0.085, wspace=0.42, hspace=0.52)
+    figure.subplots_adjust(left=0.068, right=0.962, top=0.925, bottom=0.085, wspace=0.46, hspace=0.52)
     return figure
 
 
@@ -138,7 +138,7 @@ def _root(axes: Axes, rows: list[Row]) -> None:
         axes.plot([row["chance"] for row in mine], [row["found"] / row["kl"] for row in mine], **style)
         if name == "k1-reward-to-go":
             axes.annotate(
-                name, (0.3, 0.21), (0, -10), textcoords="offset points", size=6, ha="left", color=style["color"]
+                name, (0.5, 0.17), (0, 0), textcoords="offset points", size=6, ha="center", color=style["color"]
             )
     blind = [name for name in dict.fromkeys(row["estimator"] for row in rows) if name != "k1-reward-to-go"]
     axes.text(0.5, 0.022, ", ".join(blind[:2]) + ",\n" + ", ".join(blind[2:]) + ": 0", ha="center", va="bottom", size=6)
@@ -159,7 +159,7 @@ def _circulation(axes: Axes, rows: list[Row]) -> None:
     """The rectangle, what each field gains along each edge, and their sums."""
     axes.set_title("f  Once round a rectangle", loc="left", size=7.5, weight="bold")
     axes.set(
-        xlim=(-0.34, 1.34), ylim=(-0.36, 1.36), xlabel="early logit →", ylabel="late logit →", xticks=[], yticks=[]
+        xlim=(-0.42, 1.42), ylim=(-0.36, 1.36), xlabel="early logit →", ylabel="late logit →", xticks=[], yticks=[]
     )
     axes.spines[["top", "right"]].set_visible(False)
     found = {row["field"]: row for row in rows}

@@ -56,12 +56,12 @@ def draw(results: Path) -> Figure:
     grid = figure.subplots(2, 2, gridspec_kw={"left": 0.075, "right": 0.985, "top": 0.93, "bottom": 0.085})
     figure.subplots_adjust(hspace=0.36, wspace=0.2)
     for column, (kl, sizes) in enumerate(LEVELS.items()):
-        _values(grid[0, column], [row for row in rows if row["kl"] == kl], kl, sizes)
-        _gradients(grid[1, column], [row for row in rows if row["kl"] == kl], kl, sizes)
+        _values(grid[0, column], [row for row in rows if row["kl"] == kl], kl, sizes, "ab"[column])
+        _gradients(grid[1, column], [row for row in rows if row["kl"] == kl], kl, sizes, "cd"[column])
     return figure
 
 
-def _values(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float]) -> None:
+def _values(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float], letter: str) -> None:
     across = np.geomspace(*sizes, 200)
     found = {row["estimator"]: row for row in rows if row["kind"] == "value"}
     for name, label in VALUES.items():
@@ -80,7 +80,7 @@ def _values(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float]) 
         _label(axes, label, across, line, look(name).colour, VALUE_LABELS[kl][name])
     _crossing(axes, found, kl)
     axes.set(xscale="log", yscale="log", xlim=sizes)
-    tidy(axes, title=f"The value, KL = {kl:g}", x="samples n", y="mean squared error / KL²")
+    tidy(axes, title=f"{letter}  The value, KL = {kl:g}", x="samples n", y="mean squared error / KL²")
 
 
 def _crossing(axes: Axes, found: dict[str, Row], kl: float) -> None:
@@ -106,7 +106,7 @@ def _crossing(axes: Axes, found: dict[str, Row], kl: float) -> None:
     )
 
 
-def _gradients(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float]) -> None:
+def _gradients(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float], letter: str) -> None:
     across = np.geomspace(*sizes, 200)
     axes.axhline(1.0, color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
     axes.annotate(
@@ -136,7 +136,12 @@ def _gradients(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float
         axes.plot(across, line, **look(name).plot(marker="", linewidth=1.8 if bias < 1e-20 else 1.1))
         _label(axes, label, across, line, look(name).colour, GRADIENT_LABELS[kl][estimator, placement])
     axes.set(xscale="log", yscale="log", xlim=sizes)
-    tidy(axes, title=f"Its gradient (mean and width), KL = {kl:g}", x="samples n", y="mean squared error / ‖∇KL‖²")
+    tidy(
+        axes,
+        title=f"{letter}  Its gradient (mean and width), KL = {kl:g}",
+        x="samples n",
+        y="mean squared error / ‖∇KL‖²",
+    )
 
 
 def _label(axes: Axes, text: str, x: np.ndarray, y: np.ndarray, colour: str, spot: Spot) -> None:

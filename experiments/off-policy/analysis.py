@@ -490,7 +490,8 @@ def numbers(rows: Sequence[Row]) -> dict[str, Any]:
     for (noise, at), found in _series(select(rows, "weights"), "seed", "noise", "at").items():
         where = f"{at} tokens, noise {noise:g}"
         result |= {f"{what}, {where}": _mean(row[what] for row in found) for what in ("token_share", "prefix_share")}
-        result[f"sequence_share, {where}"] = _mean(math.exp(row["log_sequence_share"]) for row in found)
+        # Exponential in the KL, which differs between worlds: a plain mean would be the share of the nearest world.
+        result[f"sequence_share, {where}"] = math.exp(_mean(row["log_sequence_share"] for row in found))
         result[f"KL a token, {where}"] = _mean(row["kl_to_sampler"] / at for row in found)
     for (recipe, seed), found in _series(select(rows, "stability"), "updates", "recipe", "seed").items():
         result |= {f"factor of {recipe}, world {seed}, {row['updates']} updates": row["multiplier"] for row in found}

@@ -322,7 +322,7 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
         for level in levels:
             mine = [row for row in chosen if (row["length"], row["steering"]) == (length, level)]
             share, angle = _mean(row["missed"] for row in mine), _mean(row["cosine"] for row in mine)
-            line[f"κ = {level:g}"] = f"{share:.2f} ({angle:.2f})" if share >= EXACT else "0 (1)"
+            line[f"κ = {level:g}"] = f"{share:.2f} ({angle:.2f})".replace("-", "−") if share >= EXACT else "0 (1)"
         found.append(line)
     return {"table": found} if found else {}
 
