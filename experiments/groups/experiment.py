@@ -138,7 +138,8 @@ def _training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
                 Problem(environment, reference, reference),
                 one["estimator"],
                 beta=one["beta"],
-                learning_rate=one["learning_rate"],
+                # A penalty of weight β bounds the step that is stable.
+                learning_rate=one["learning_rate"] / max(one["beta"], 1.0),
                 seed=one["seed"],
                 whole=one["estimator"] == "group-std",
             )

@@ -47,6 +47,7 @@ SETTINGS = Settings(
         # 0: exact expectations.
         "batch_size": (0, 64),
         "steps": 1000,
+        # Divided by β where that is above 1.
         "learning_rate": 2.0,
     },
     full={
