@@ -332,8 +332,8 @@ QUESTIONS = (
         f"{ERRORS:g} standard errors",
     ),
     Question(
-        "the two variances differ by Σ E Var(u_t | s_t) + 2 Σ Cov(u_t, KL ahead): Rao–Blackwell loses where costly "
-        "tokens lead to cheaper prefixes",
+        "the two variances differ by Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t): Rao–Blackwell loses where "
+        "costly tokens lead to cheaper prefixes",
         OWN,
         "equal in every random world",
         lambda rows: at_most(select(rows, "rates"), "off_identity", EXACT),

@@ -165,7 +165,7 @@ class Worlds:
         )  # type: ignore[return-value]
 
     def steering(self) -> np.ndarray:
-        """(W,) Σ_t Cov(u_t, what is ahead): negative where a token that is paid for leads to cheaper ones."""
+        """(W,) Σ_t E Cov(u_t, what is ahead | prefix): below 0 where a token that is paid for leads to cheaper ones."""
         known = self.ahead().mean
         return sum(
             (d * over_tokens(slope * later)).sum(axis=1)
