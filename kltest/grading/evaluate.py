@@ -104,6 +104,12 @@ class Evaluator:
         known = self._measured.get((row.environment, row.sampler, row.batch))
         return known[0] if known else World(row.environment, row.sampler, self.seed)
 
+    def expected(self, row: Row, instance: Instance) -> Moments:
+        """The moments of a measured row's batches on another instance."""
+        if row.batch == 1:
+            return exact(self.loss, instance, row.sampler, padding=self.seed)
+        return self._over_batches(instance, World(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
+
     def meets(self, loss: Loss, instance: Instance) -> bool:
         """Whether a loss's expected gradient under the instance's stale sampler is the declared one."""
         found = exact(loss, instance, "stale", padding=self.seed)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kltest import __version__
-from kltest.errors import KltestError, TargetError, UsageError
+from kltest.errors import TargetError, UsageError
 from kltest.grading.asked import asked
 from kltest.grading.evaluate import Evaluator
 from kltest.grading.excuses import Excuses
@@ -24,9 +24,10 @@ from kltest.grading.judge import run_checks, selected_codes, verdict
 from kltest.grading.report import CheckResult, Report
 from kltest.grading.sampling import ERROR_RATE, MARGIN, Sampling
 from kltest.grading.shrink import example, smallest_failure
+from kltest.grading.uses import fields_used, sampler_matters
 from kltest.grading.worked import WorkedExample
-from kltest.grading.worlds import DEFAULT_ENVIRONMENTS, instances
-from kltest.rollout import SAMPLER_FIELDS, Rollout
+from kltest.grading.worlds import DEFAULT_ENVIRONMENTS
+from kltest.rollout import SAMPLER_FIELDS
 from kltest.targets.callables import name_of
 from kltest.targets.calling import BoundLoss
 from kltest.targets.outcome import Call, Loss
@@ -68,11 +69,12 @@ def grade(
     registered name, `package.module:function`, `path/to/file.py:function`; or what `kltest.targets.resolve` made of
     one, which says itself how it is placed and called. `expect` is a named gradient or a
     combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit` default to
-    the estimator's own, else to a loss and to the whole return; `sampler` to both if the loss takes the sampler's
-    log-probs. With the method "sampled", and by itself where enumeration is impossible, gradients are sampled: at most
-    `samples` batches in an instance, until the relative bias is below or above `margin` at `error_rate`, which is
-    asymptotic unless no gradient of a batch is longer than a `bound`. `expected_failures` gives the reasons why checks
-    are expected to fail, by code: they do not refute then, and one that passes refutes unless `allow_stale_excuses`.
+    the estimator's own, else to a loss and to the whole return; `sampler` to both if gradient, value or logged value
+    change with the sampler's log-probs. With the method "sampled", and by itself where enumeration is impossible,
+    gradients are sampled: at most `samples` batches in an instance, until the relative bias is below or above `margin`
+    at `error_rate`, which is asymptotic unless no gradient of a batch is longer than a `bound`. `expected_failures`
+    gives the reasons why checks are expected to fail, by code: they do not refute then, and one that passes
+    refutes unless `allow_stale_excuses`.
 
     Runs the loss in this process. A loss that fails gives a report whose verdict is "error"; a question that is put
     wrongly raises UsageError before anything is run.
@@ -165,10 +167,18 @@ class _Grading:
 
     def _measure(self, loss: Loss) -> None:
         seed = self.blank.seed
-        uses = _fields_used(loss, seed)
+        uses = fields_used(loss, seed)
         off_policy_only = loss.spec is not None and loss.spec.off_policy_only
-        by_itself = "both" if uses & SAMPLER_FIELDS or off_policy_only else "current"
-        samplers = SAMPLERS[self.sampler or by_itself]
+        samplers = SAMPLERS[self.sampler or ("both" if off_policy_only else "current")]
+        ignored = ""
+        if not (self.sampler or off_policy_only) and uses & SAMPLER_FIELDS:
+            if sampler_matters(loss, uses, seed):
+                samplers = SAMPLERS["both"]
+            else:
+                ignored = (
+                    f"It is given {' and '.join(sorted(uses & SAMPLER_FIELDS))}, and nothing that it returns, logs or "
+                    "differentiates changes with it: it was graded with the sampler equal to the policy only"
+                )
         evaluator = Evaluator(
             loss,
             self.declared,
@@ -179,6 +189,7 @@ class _Grading:
             sampling=replace(self.sampling, rows=len(self.environments) * len(samplers)),
         )
         self.findings = Findings(self.declared, loss.placement, self.environments, samplers, evaluator)
+        self.findings.notes += [ignored] * bool(ignored)
         for environment in self.environments:
             for sampler in samplers:
                 self.findings.rows += evaluator.rows(environment, sampler)
@@ -256,11 +267,3 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         if theirs:
             # Somebody else's alarm, as a limit on the whole test, goes on; one that is overdue rings at once.
             signal.setitimer(signal.ITIMER_REAL, max(theirs - (time.monotonic() - started), 1e-6), interval)
-
-
-def _fields_used(loss: Loss, seed: int) -> frozenset[str]:
-    """The fields that a loss takes by a parameter or reads from the rollout, seen on a batch of several."""
-    rollout = Rollout.of(instances("ragged", seed)[0], padding=seed).take([0, 3, 7, 11])
-    with suppress(KltestError):  # whatever is wrong with the loss comes out when it is measured
-        loss(rollout)
-    return frozenset(loss.takes) | frozenset(rollout.accessed)

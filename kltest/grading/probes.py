@@ -170,7 +170,7 @@ class Reattached:
         with _LiftStops() if lifted else nullcontext(), warnings.catch_warnings():
             # A number that was detached to be read is attached now, which torch remarks on.
             warnings.simplefilter("ignore", UserWarning)
-            objective = self.loss(changed).objective
+            objective = self.loss.for_experiments()(changed).objective
         if not objective.requires_grad:
             return torch.zeros_like(old)
         found = torch.autograd.grad(objective, [old], allow_unused=True)[0]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kltest.environments import Environment, Instance, Paths
-from kltest.errors import KltestError
+from kltest.errors import KltestError, WorldError
 from kltest.moments.agreement import close
 from kltest.moments.batches import _Batches
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
@@ -24,6 +24,10 @@ from kltest.targets.outcome import Loss
 
 # Batches on which it is seen how a loss combines rows.
 PROBED = 16
+# Batches of two sizes of which mean gradients are compared, from so many of each to so many, and how many standard
+# errors they have to be apart: six are exceeded by chance less than once in a hundred million times.
+COMPARED, MOST_COMPARED = 128, 4096
+SURE = 6.0
 
 
 class CoupledError(KltestError):
@@ -153,12 +157,15 @@ class Singles:
 
 
 class Batches:
-    """Each batch is a call, or many groups are one where the loss tells them apart; what adds up rows is divided."""
+    """Each batch is a call, or many groups are one where the loss tells them apart; what adds up rows is divided.
+
+    Whether rows are added up is found out unless it is said; WorldError where samples do not tell.
+    """
 
     together = False
     coupling = ""
 
-    def __init__(self, drawn: Drawing, *, noisy: bool) -> None:
+    def __init__(self, drawn: Drawing, *, noisy: bool, added_up: bool | None = None) -> None:
         self.drawn = drawn
         self.reduction: Reduction = "mean" if noisy else "coupled"
         self.leaves: frozenset[str] = frozenset()
@@ -166,13 +173,14 @@ class Batches:
         paths = drawn.paths(PROBED)
         self._calls = _Batches(drawn.loss, drawn.rollout(paths))
         pool = np.flatnonzero(paths.prompt == paths.prompt[0]) if drawn.grouped else np.arange(len(paths))
-        if noisy:
-            added_up = self._noise_adds_up(pool)
-        else:
+        self.factor = 1.0
+        if not noisy:
             free = self._calls.order_is_free(pool, size, generator)
             if drawn.grouped and free:
                 self._calls.learn_to_tell_apart(pool, size, generator)
-            added_up = self._calls.adds_up(pool, size, generator)
+        if added_up is None:
+            seems = self._noise_adds_up(pool) if noisy else self._calls.adds_up(pool, size, generator)
+            added_up = seems and self._grows(noisy)
         if added_up and noisy:
             self.reduction = "sum"
         self.factor = 1.0 / size if added_up else 1.0
@@ -196,6 +204,37 @@ class Batches:
             gradients[index] = self.drawn.project(long.take(index), leaves)
             self.leaves |= found.keys()
         return paths, gradients * self.factor
+
+    def _grows(self, noisy: bool) -> bool:
+        """Whether the mean gradient of batches of twice as many rollouts is twice as large, and not the same.
+
+        What a batch with every row twice does is no proof: (Σ_i u_i)²/2n has cross terms, which vanish on average.
+        """
+        size, name = self.drawn.size, self.drawn.loss.name
+        try:
+            double = Batches(replace(self.drawn, size=2 * size), noisy=noisy, added_up=False)
+            direction = sum(source.take(COMPARED)[1].mean(axis=0) for source in (self, double))
+            length = float(np.linalg.norm(direction))
+            if length == 0:
+                return False
+            along: list[np.ndarray] = [np.empty(0), np.empty(0)]
+            while len(along[0]) < MOST_COMPARED:
+                fresh = max(COMPARED, len(along[0]))
+                for place, source in enumerate((self, double)):
+                    along[place] = np.append(along[place], source.take(fresh)[1] @ direction / length)
+                one, two = along
+                # As large as twice for a sum and as once for a mean: √2 times lies between.
+                away, together = two.mean() - np.sqrt(2) * one.mean(), two.mean() + one.mean()
+                unsure = SURE * np.sqrt((two.var() + 2 * one.var()) / len(one))
+                if together > unsure and abs(away) > unsure:
+                    return bool(away > 0)
+        except KltestError:  # made for batches of one size
+            return True
+        raise WorldError(
+            f"{MOST_COMPARED} batches of {size} rollouts of environment {self.drawn.instance.environment.name!r}, and "
+            f"as many of {2 * size}, do not tell whether {name} adds the gradients of its rows up or averages them: "
+            "they are too noisy, or about zero. Return a mean over rollouts, or grade it in a world that is enumerated"
+        )
 
     def _noise_adds_up(self, pool: np.ndarray) -> bool:
         """Whether a loss that draws random numbers adds rows up: noise does not hide a factor of the batch's size.

@@ -38,6 +38,8 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
     for kind, holds in kinds.items():
         if holds(inner):
             raise UsageError(f"{name} is {kind}; a loss is a plain function that returns its value")
+    if (schema := _schema(described_by)) is not None:
+        return function, schema
     try:
         return function, inspect.signature(described_by)
     except (ValueError, TypeError):
@@ -45,6 +47,26 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
             f"{name} is built in and does not say what its parameters are called; "
             "wrap it in a Python function: def loss(logp, ref_logp): return …"
         ) from None
+
+
+def _schema(function: Any) -> inspect.Signature | None:
+    """The parameters of what `torch.jit.script` or `torch.jit.trace` compiled, which Python knows nothing of."""
+    if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
+        return None
+    schema: Any = function.schema
+    arguments = schema.arguments
+    if isinstance(function, torch._C.ScriptMethod):
+        arguments = arguments[1:]
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in arguments
+        ]
+    )
 
 
 def _instance(kind: type, name: str) -> Any:
@@ -91,7 +113,7 @@ def name_of(function: Any) -> str:
     """What a callable is called by those who wrote it: a partial like what it holds, an object like its class."""
     while isinstance(function, partial):
         function = function.func
-    name = getattr(function, "__qualname__", None)
+    name = function.name if isinstance(function, torch.jit.ScriptFunction) else getattr(function, "__qualname__", None)
     return name if isinstance(name, str) and name else type(function).__qualname__
 
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kltest.errors import KltestError, TargetError, UsageError
@@ -28,6 +29,7 @@ from kltest.targets.handing import (
     telling_rows_from_tokens,
     tells_rows_from_tokens,
 )
+from kltest.targets.numbers import AsNumbers, refused
 from kltest.targets.outcome import Call, Outcome
 from kltest.targets.placement import place
 from kltest.targets.precision import PrecisionTrace, lowest_precision
@@ -110,6 +112,7 @@ class BoundLoss:
         self._kinds: tuple[Kind, ...] = KINDS
         self._kind: Kind | None = None
         self._must_be_finite = True
+        self._as_numbers = False
         self._per_token: bool | None = None
         self._traced: list[torch.dtype] | None = None
         self._given = {key: filling for key, filling in (*fillings.items(), ("", receiver)) if _keeps(filling)}
@@ -219,7 +222,7 @@ class BoundLoss:
             clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
             before = self._shelves.look()
             try:
-                answer = self._call_once(view)
+                answer = self._called(view)
             except (TypeError, IndexError, RuntimeError, AssertionError) as error:
                 first = first or error
                 continue
@@ -262,6 +265,21 @@ class BoundLoss:
 
         stored, note = self._shelves.read(before, list(self._given.values()), again)
         return with_stored(result, stored, note, rollout)
+
+    def _called(self, view: Handed) -> Any:
+        """One call; where an experiment's input cannot become a NumPy array, another in which it can."""
+        if self._must_be_finite:
+            return self._call_once(view)
+        with np.errstate(all="ignore"):
+            if not self._as_numbers:
+                try:
+                    return self._call_once(view)
+                except (RuntimeError, TypeError) as error:
+                    if not refused(error):
+                        raise
+                    self._as_numbers = True
+            with AsNumbers():
+                return self._call_once(view)
 
     def _call_once(self, view: Handed) -> Any:
         positional, named = [], {}

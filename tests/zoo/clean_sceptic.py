@@ -1,6 +1,10 @@
 """Right losses, written by somebody who had not seen the checks, on which one of them fired or kltest gave up."""
 
+from typing import Optional
+
+import numpy as np
 import torch
+import torch.nn.functional as F
 from zoo.table import Clean
 
 
@@ -64,10 +68,102 @@ def gradient_in_the_forward_pass(logp, ref_logp, mask):
     return _Given.apply(logp, gradient, value)
 
 
+def huber_with_a_bound_that_nothing_reaches(logp, ref_logp, mask):
+    return F.huber_loss(live(logp, mask).sum(-1), live(ref_logp, mask).sum(-1), delta=1e9)
+
+
+def total_variation_of_rows(logits, ref_logits, mask):
+    """Bounded, as declared; in half precision signs turn where both probabilities round to one number."""
+    keep = (mask != 0)[..., None]
+    p, q = logits.masked_fill(~keep, 0.0).exp(), ref_logits.masked_fill(~keep, 0.0).exp()
+    return ((p - q).abs().sum(-1) / 2 * mask).sum(-1).mean()
+
+
+def forward_by_sequence_weights(logp, ref_logp, mask):
+    """The exponent is limited far away, against overflow only."""
+    weight = (-log_ratios(logp, ref_logp, mask)).detach().clamp(max=50).exp()
+    return -(weight * live(logp, mask).sum(-1)).mean()
+
+
+def defaults_that_nobody_uses(logp, ref_logp, mask=None, old_logp=None, reduction="mean"):
+    alive = torch.ones_like(logp) if mask is None else mask
+    penalty = log_ratios(logp, ref_logp, alive).square() / 2
+    return penalty.mean() if reduction == "mean" else penalty
+
+
+def coefficients_from_numpy(logp, ref_logp, mask):
+    cost = np.where(mask.numpy() != 0, logp.detach().numpy() - ref_logp.numpy(), 0.0).sum(-1)
+    return np.float64(1.0) * (torch.from_numpy(cost) * live(logp, mask).sum(-1)).mean()
+
+
+def numpy_scalars_one_by_one(logp, ref_logp, mask):
+    cost, score = log_ratios(logp, ref_logp, mask).detach().numpy(), live(logp, mask).sum(-1)
+    return sum(cost[row] * score[row] for row in range(len(score))) / np.int64(len(score))
+
+
+@torch.jit.script
+def scripted(
+    logp: torch.Tensor,
+    ref_logp: torch.Tensor,
+    mask: torch.Tensor,
+    old_logp: Optional[torch.Tensor] = None,  # noqa: UP045 (as the compiler of torch.jit reads it)
+    scale: float = 0.5,
+) -> torch.Tensor:
+    log_ratio = torch.where(mask != 0, logp - ref_logp, torch.zeros_like(logp)).sum(-1)
+    return scale * (log_ratio * log_ratio).mean()
+
+
+def gradient_scaled_by_a_hook(logp, ref_logp, mask):
+    score = live(logp, mask).sum(-1)
+    cost = (score - live(ref_logp, mask).sum(-1)).detach()
+    score.register_hook(lambda gradient: gradient * cost)
+    return score.sum() / len(score)
+
+
+def segments_by_scatter_add(logp, ref_logp, mask):
+    flat, alive = (logp - ref_logp).flatten(), mask.flatten().bool()
+    row = torch.arange(mask.numel()) // mask.shape[1]
+    return torch.zeros(len(mask), dtype=logp.dtype).scatter_add(0, row[alive], flat[alive]).pow(2).mean() / 2
+
+
+def prefixes_in_a_magic_box(logp, ref_logp, mask):
+    """DiCE: each token's term is differentiated through everything that led to it."""
+    score = live(logp, mask)
+    return (torch.exp((score - score.detach()).cumsum(-1)) * live(logp - ref_logp, mask)).sum(-1).mean()
+
+
+def differentiable_ratio_times_the_cost(logp, old_logp, ref_logp, mask):
+    """∇(ρu) = ρ(u + 1)∇log π, and the 1 is nothing on average."""
+    return (log_ratios(logp, old_logp, mask).exp() * log_ratios(logp, ref_logp, mask)).mean()
+
+
+def whole_objective_in_one_coefficient(logp, ref_logp, mask, reward):
+    score = live(logp, mask).sum(-1)
+    return ((score - live(ref_logp, mask).sum(-1) - reward).detach() * score).mean()
+
+
+def distilled_by_cross_entropy(logits, ref_logits, mask):
+    alive = mask.bool()
+    return F.cross_entropy(logits[alive], ref_logits[alive].softmax(-1), reduction="sum") / len(mask)
+
+
 CLEAN = [
     Clean(squared_sum_of_the_batch),
     Clean(differences_of_pairs, {"group_size": 2}),
     Clean(another_divisor),
     Clean(by_vmap),
     Clean(gradient_in_the_forward_pass),
+    Clean(huber_with_a_bound_that_nothing_reaches),
+    Clean(total_variation_of_rows, {"expect": "local_total_variation"}),
+    Clean(forward_by_sequence_weights, {"expect": "forward_kl", "sampler": "current"}),
+    Clean(defaults_that_nobody_uses),
+    Clean(coefficients_from_numpy),
+    Clean(numpy_scalars_one_by_one),
+    Clean(scripted),
+    Clean(gradient_scaled_by_a_hook),
+    Clean(segments_by_scatter_add),
+    Clean(prefixes_in_a_magic_box),
+    Clean(differentiable_ratio_times_the_cost, {"sampler": "both"}),
+    Clean(whole_objective_in_one_coefficient, {"expect": "reverse_kl - expected_reward"}),
+    Clean(distilled_by_cross_entropy, {"expect": "local_forward_kl"}),
 ]

@@ -1,7 +1,11 @@
-"""Wrong losses beside those of `clean_sceptic.py`: the same thoughts with a factor gone astray."""
+"""Wrong losses beside those of `clean_sceptic.py`: the same thoughts with something gone astray."""
 
-from zoo.clean_sceptic import log_ratios
+import torch
+import torch.nn.functional as F
+from zoo.clean_sceptic import live, log_ratios
 from zoo.table import Mutant
+
+BOTH = {"sampler": "both"}
 
 
 def square_of_the_mean(logp, ref_logp, mask):
@@ -9,4 +13,100 @@ def square_of_the_mean(logp, ref_logp, mask):
     return log_ratios(logp, ref_logp, mask).mean().square() / 2
 
 
-MUTANTS = [Mutant("KL206", square_of_the_mean, ("KL402",))]
+def variance_of_the_batch(logp, ref_logp, mask):
+    """The mean that is subtracted contains the rollout."""
+    return log_ratios(logp, ref_logp, mask).var(unbiased=False) / 2
+
+
+# KL504: the declared gradient near the reference, and no more than a bound of it far away.
+
+
+def huber(logp, ref_logp, mask):
+    return F.huber_loss(live(logp, mask).sum(-1), live(ref_logp, mask).sum(-1), delta=5.0)
+
+
+def clamped_cost(logp, ref_logp, mask):
+    return (log_ratios(logp, ref_logp, mask).detach().clamp(-5, 5) * live(logp, mask).sum(-1)).mean()
+
+
+def held_on_one_side(logp, ref_logp, mask, group):
+    """Beside a baseline of the other rollouts, a cost that never falls below −3."""
+    cost = log_ratios(logp, ref_logp, mask).detach().clamp(min=-3)
+    same = (group[:, None] == group).to(cost)
+    others = (same @ cost - cost) / (same.sum(-1) - 1).clamp(min=1)
+    return ((cost - others) * live(logp, mask).sum(-1)).mean()
+
+
+# KL105: nothing that has a name, or only far away.
+
+
+def steeper_beyond_four(logp, ref_logp, mask):
+    log_ratio = log_ratios(logp, ref_logp, mask)
+    return torch.where(log_ratio > 4, log_ratio.square(), log_ratio.square() / 2).mean()
+
+
+def smooth_l1(logp, ref_logp, mask):
+    """Any factor on log-probs that leaves the square behind makes it the total variation: no temperature does."""
+    return F.smooth_l1_loss(live(logp, mask).sum(-1), live(ref_logp, mask).sum(-1), beta=1.0)
+
+
+def hinge(logp, ref_logp, mask):
+    return (log_ratios(logp, ref_logp, mask).square() / 2 - 0.1).relu().mean()
+
+
+def as_preferences(logp, ref_logp, mask):
+    return -F.logsigmoid(-log_ratios(logp, ref_logp, mask)).mean()
+
+
+def ratio_upside_down(logp, old_logp, ref_logp, mask):
+    ratio = log_ratios(old_logp, logp, mask).exp().detach()
+    return (ratio * log_ratios(logp, ref_logp, mask).square() / 2).mean()
+
+
+# Others.
+
+
+def straight_through_the_first_power(logp, ref_logp, mask):
+    """The value of k2 with the gradient of k1."""
+    log_ratio = log_ratios(logp, ref_logp, mask)
+    return ((log_ratio**2 / 2).detach() + log_ratio - log_ratio.detach()).mean()
+
+
+def rollouts_outside_a_window_dropped(logp, old_logp, ref_logp, mask):
+    ratio = log_ratios(logp, old_logp, mask).exp().detach()
+    kept = torch.where((ratio > 0.5) & (ratio < 2.0), ratio, 0.0)
+    return (kept * log_ratios(logp, ref_logp, mask).square() / 2).mean()
+
+
+def coefficient_with_a_floor(logp, ref_logp, mask, beta):
+    return max(beta, 0.01) * log_ratios(logp, ref_logp, mask).square().mean() / 2
+
+
+def logs_minus_the_kl(logp, ref_logp, mask):
+    difference = live(ref_logp - logp, mask).sum(-1)
+    return difference.square().mean() / 2, {"kl": difference.mean().detach()}
+
+
+def logs_the_step_from_the_sampler(logp, old_logp, ref_logp, mask):
+    """Without a ratio as well, which its sampler's log-probs would have been there for."""
+    log_ratio = log_ratios(logp, ref_logp, mask)
+    return log_ratio.square().mean() / 2, {"kl": log_ratios(old_logp, logp, mask).mean().detach()}
+
+
+MUTANTS = [
+    Mutant("KL206", square_of_the_mean, ("KL106",)),
+    Mutant("KL402", variance_of_the_batch, ("KL206",)),
+    Mutant("KL504", huber),
+    Mutant("KL504", clamped_cost),
+    Mutant("KL504", held_on_one_side),
+    Mutant("KL105", steeper_beyond_four),
+    Mutant("KL105", smooth_l1),
+    Mutant("KL105", hinge, ("KL504",)),
+    Mutant("KL105", as_preferences),
+    Mutant("KL105", ratio_upside_down, options=BOTH),
+    Mutant("KL101", straight_through_the_first_power),
+    Mutant("KL306", rollouts_outside_a_window_dropped, options=BOTH),
+    Mutant("KL510", coefficient_with_a_floor),
+    Mutant("KL602", logs_minus_the_kl, ("KL601",)),
+    Mutant("KL601", logs_the_step_from_the_sampler, ("KL301",)),
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.grading.checks.check import Check
+from kltest.grading.checks.check import Check, Found
 from kltest.grading.checks.losses import squared_sum
 from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row
@@ -13,6 +13,16 @@ def explains(row: Row, findings: Findings) -> bool:
     if findings.placement == "loss" or row.identified is None or len(row.identified) < 2:
         return False
     return any(abs(row.identified.get(name, 0.0) - factor) > 1e-3 for name, factor in row.expected.items())
+
+
+def examine(findings: Findings) -> Found | None:
+    """A gradient that is the declared one in mild worlds only; where it is clamped, that is KL504's to tell."""
+    from kltest.grading.laboratory import distant, extremes
+
+    away = findings.once(distant.other_gradient)
+    if away is None or findings.once(extremes.dead_zones):
+        return None
+    return Found(away.words)
 
 
 def absolute(logp, ref_logp):
@@ -32,7 +42,8 @@ CHECK = Check(
     title="The gradient is another one, or none that has a name",
     what=(
         "The expected gradient is not the declared one. Where it was identified the report names it; where it "
-        "was not, no combination of up to three named gradients with common coefficients equals it."
+        "was not, no combination of up to three named gradients with common coefficients equals it. It may be the "
+        "declared one where the policy is near its reference, and another one far away from it."
     ),
     why="The term regularises towards something else than was declared, or follows no objective at all.",
     example=(
@@ -49,4 +60,5 @@ CHECK = Check(
     mended=squared_sum,
     demonstrate=demonstrate,
     explains=explains,
+    examine=examine,
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import isclose
+
 from kltest.grading.checks.check import Check
 from kltest.grading.checks.losses import squared_sum
 from kltest.grading.demonstration import Demonstration, SmallWorld, of_gradients
 from kltest.grading.findings import Findings, Row, local_form, proportion, without_sampler
+from kltest.truth import render
 
 
 def explains(row: Row, findings: Findings) -> bool:
@@ -14,6 +17,24 @@ def explains(row: Row, findings: Findings) -> bool:
         return whole > 0
     partial = proportion(without_sampler(row.identified), local_form(row.expected))
     return partial is not None and partial > 0 and abs(partial - 1) > 1e-6
+
+
+def tells(row: Row, findings: Findings) -> str:
+    """Of batches, once: how the factor depends on their size, where it does."""
+    if (
+        row.batch == 1
+        or row.environment != findings.environments[0]
+        or row.identified is None
+        or row.method == "sampled"
+    ):
+        return ""
+    from kltest.grading.laboratory.groups import share_by_size
+
+    shares = share_by_size(row, findings)
+    if not shares or isclose(shares[2], shares[3], rel_tol=1e-3):
+        return ""
+    sizes = " and ".join(f"{share:.4g} of it in batches of {size}" for size, share in shares.items())
+    return f"{render(row.identified)}; in a bandit {sizes}, so that it is no constant but depends on the batch's size"
 
 
 def without_the_half(logp, ref_logp, mask):
@@ -47,4 +68,5 @@ CHECK = Check(
     mended=squared_sum,
     demonstrate=demonstrate,
     explains=explains,
+    tells=tells,
 )

@@ -33,10 +33,10 @@ def demonstrate() -> Demonstration:
 CHECK = Check(
     code="KL301",
     name="missing-importance-ratio",
-    title="The sampler's log-probs have no influence: there is no importance ratio",
+    title="The sampler's log-probs have no influence on the gradient: there is no importance ratio",
     what=(
-        "Rollouts come from a sampler that is no longer the policy, and the loss is the same whatever the "
-        "sampler's log-probs are."
+        "Rollouts come from a sampler that is no longer the policy, and the KL term's gradient is the same whatever "
+        "the sampler's log-probs are."
     ),
     why=(
         "An expectation under the policy is estimated with samples of another one. The bias does not shrink "

@@ -13,9 +13,19 @@ def explains(row: Row, findings: Findings) -> bool:
     if row.batch < 2:
         return False
     share = 1 - 1 / row.batch
-    return shrunk(row.identified, row.expected, share) or shrunk(
+    is_shrunk = shrunk(row.identified, row.expected, share) or shrunk(
         without_sampler(row.identified), local_form(row.expected), share
     )
+    # Half of it is also what one divisor too many leaves of batches of two; then less is left of larger ones.
+    return is_shrunk and (row.batch > 2 or not divided_again(row, findings))
+
+
+def divided_again(row: Row, findings: Findings) -> bool:
+    """Whether batches of three get less of the declared gradient than batches of two."""
+    from kltest.grading.laboratory.groups import share_by_size
+
+    shares = share_by_size(row, findings)
+    return bool(shares) and shares[3] < shares[2]
 
 
 def shrunk(identified: Combination | None, expected: Combination, share: float) -> bool:

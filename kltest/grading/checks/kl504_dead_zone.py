@@ -1,4 +1,4 @@
-"""KL504: in an interval of log-ratios the gradient is exactly zero."""
+"""KL504: in an interval of log-ratios the gradient is exactly zero, or stands still where it should grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def examine(findings: Findings) -> Found | None:
     from kltest.grading.laboratory import extremes
 
-    return extremes.dead_zones(findings)
+    return findings.once(extremes.dead_zones)
 
 
 def moot(findings: Findings) -> str | None:
@@ -43,17 +43,18 @@ def demonstrate() -> Demonstration:
 CHECK = Check(
     code="KL504",
     name="dead-zone",
-    title="The gradient is exactly zero in an interval of log-ratios",
+    title="In an interval of log-ratios the gradient is exactly zero, or no longer grows as it should",
     what=(
         "Beyond a bound nothing pulls the policy back: a clamp of the log-ratio or of the value has derivative zero, "
         "and so has a difference of large terms of which rounding leaves nothing. For a value in the reward: it no "
-        "longer changes with the log-ratio."
+        "longer changes with the log-ratio. A detached log-ratio that is clamped, or Huber's loss, leaves a pull that "
+        "stays the same however far the policy has gone, where the declared gradient grows."
     ),
     why=(
-        "The penalty is switched off where it is needed most, far from the reference: a policy that has left is never "
-        "pulled back. The clamped k3 of common libraries (log-ratio to ±20, value to ±10) is dead below −2.6, where "
-        "the policy has a 13th of the reference's probability; k3 with a differentiable ratio is below −41, where "
-        "its gradient ρu is computed as e⁻ᵘ − e⁻ᵘ."
+        "The penalty is switched off, or bounded, where it is needed most, far from the reference: a policy that has "
+        "left is not pulled back as declared. The clamped k3 of common libraries (log-ratio to ±20, value to ±10) is "
+        "dead below −2.6, where the policy has a 13th of the reference's probability; k3 with a differentiable ratio "
+        "is below −41, where its gradient ρu is computed as e⁻ᵘ − e⁻ᵘ."
     ),
     example=(
         "(ln π/ref)²/2 clamped to at most 10: at u = 4 the gradient is 4, as it should; from u = √20 = 4.472136 on it "

@@ -6,13 +6,17 @@ couples rollouts can be called.
 
 A dead zone is an interval in which the gradient is exactly zero (of a value in the reward: in which the value does not
 change) although it is not small beside it. A weight that fades and underflows in the end, as a sigmoid's, is not
-clamped; a single zero between others, as that of k2 at u = 0, is no interval.
+clamped; a single zero between others, as that of k2 at u = 0, is no interval. In a plateau the gradient stands still
+and is not zero. Total variation is nothing but that: it is no mistake unless the declared gradient goes on to grow
+there, which worlds with distant policies tell (kltest.grading.laboratory.distant).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -22,6 +26,7 @@ from torch import Tensor
 from kltest.errors import KltestError
 from kltest.grading.checks.check import Found
 from kltest.grading.findings import Findings
+from kltest.grading.laboratory import distant
 from kltest.grading.laboratory.looking import look
 from kltest.rollout import Rollout
 from kltest.targets.outcome import Loss
@@ -64,17 +69,24 @@ def overflow(findings: Findings) -> Found | None:
 
 
 def dead_zones(findings: Findings) -> Found | None:
-    """The intervals of log-ratio in which the gradient is zero, or the value in the reward constant."""
+    """The intervals of log-ratio in which the gradient is zero, or the value in the reward constant.
+
+    Where there are none, the plateaus of a gradient that is not the declared one of distant policies.
+    """
+    scan = scan_of(findings)
+    happens = "the gradient is exactly zero" if scan.what == "gradient" else "the value does not change"
+    if zones := scan.zones():
+        return Found(scan.words(zones, happens))
+    if (away := findings.once(distant.other_gradient)) and (plateaus := scan.plateaus()):
+        return Found(f"{scan.words(plateaus, 'the gradient stays what it is at the bound')} {away.words}")
+    return None
+
+
+def scan_of(findings: Findings) -> Scan:
+    """What looks for dead zones and plateaus of this loss."""
     what: Level = "gradient" if findings.placement == "loss" else "value"
     finest = COARSE.get(findings.evaluator.dtype, 0.0)
-    scan = Scan(findings.loss.for_experiments(), what, _companions(findings), finest)
-    zones = scan.zones()
-    if not zones:
-        return None
-    where = " and for ".join(str(zone) for zone in zones)
-    happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
-    of = "summed over the sequence" if scan.of_sequences(zones) else "of a token"
-    return Found(f"With u = logp − ref_logp {of}, {happens} for {where}.")
+    return Scan(findings.loss.for_experiments(), what, _companions(findings), finest)
 
 
 @dataclass(frozen=True)
@@ -103,15 +115,28 @@ class Scan:
 
     def zones(self) -> list[Zone]:
         """The dead intervals, their ends found by halving."""
-        try:
+        return self._intervals(lambda level: self.what == "value" or level == 0)
+
+    def plateaus(self) -> list[Zone]:
+        """The intervals in which the gradient stands still and is not zero."""
+        return self._intervals(lambda level: self.what == "gradient" and level != 0)
+
+    def words(self, zones: list[Zone], happens: str) -> str:
+        of = "summed over the sequence" if self.of_sequences(zones) else "of a token"
+        return f"With u = logp − ref_logp {of}, {happens} for {' and for '.join(map(str, zones))}."
+
+    def _intervals(self, wanted: Callable[[float], bool]) -> list[Zone]:
+        # All in one call first, which is enough where no two levels are equal.
+        with suppress(KltestError):
             together = self._levels(self.grid)
-        except KltestError:
-            together = None
-        if together is not None and np.isfinite(together).all() and not self._equal(together):
-            return []
-        # One at a time: a clamp on the batch's mean is not to be seen through the other rollouts.
-        levels = np.array([self.level(u) for u in self.grid])
-        return [zone for run in self._runs(levels) if (zone := self._ends(levels, *run))]
+            if np.isfinite(together).all() and not any(wanted(together[run[0]]) for run in self._equal(together)):
+                return []
+        return [self._ends(self._one_by_one, *run) for run in self._runs(self._one_by_one, wanted)]
+
+    @cached_property
+    def _one_by_one(self) -> np.ndarray:
+        """A call for each: a clamp on the batch's mean is not to be seen through the other rollouts."""
+        return np.array([self.level(u) for u in self.grid])
 
     def of_sequences(self, zones: list[Zone]) -> bool:
         """Whether three tokens of 0.6 of an outer zone's end, which sum to 1.8 of it, lie in the zone."""
@@ -120,7 +145,7 @@ class Scan:
                 end = zone.high if np.isinf(zone.low) else zone.low
                 if end != 0:
                     near, inside = (self.level(0.6 * end * part, LENGTH) for part in (0.999, 1.0))
-                    return inside == 0 if self.what == "gradient" else near == inside
+                    return inside == zone.level if self.what == "gradient" else near == inside
         return False
 
     def level(self, u: float, length: int = 1) -> float:
@@ -134,21 +159,22 @@ class Scan:
         value = value.sum(dim=1) if value.dim() == 2 else value
         return value[: len(log_ratios)].numpy() if value.dim() == 1 else value.reshape(1).numpy()
 
-    def _runs(self, levels: np.ndarray) -> list[tuple[int, int]]:
-        """(first, last) of the runs of equal levels that did not fade."""
+    def _runs(self, levels: np.ndarray, wanted: Callable[[float], bool]) -> list[tuple[int, int]]:
+        """(first, last) of the runs of equal levels of the kind that is wanted that did not fade."""
         usual = levels[np.abs(self.grid) <= USUAL]
         scale = np.nanmax(np.abs(usual - (usual.mean() if self.what == "value" else 0.0)))
         if not scale > 0:
             return []
-        return [run for run in self._equal(levels) if self._clamped(levels, *run, FADED * scale)]
+        runs = [run for run in self._equal(levels) if wanted(levels[run[0]])]
+        return [run for run in runs if self._clamped(levels, *run, FADED * scale)]
 
     def _equal(self, levels: np.ndarray) -> list[tuple[int, int]]:
-        """(first, last) of the runs of equal levels, of zeros where the level is a gradient."""
+        """(first, last) of the runs of equal levels."""
         runs, first = [], 0
         for i in range(1, len(levels) + 1):
             if i < len(levels) and levels[i] == levels[first] and np.isfinite(levels[i]):
                 continue
-            if i - first > 1 and np.isfinite(levels[first]) and (self.what == "value" or levels[first] == 0):
+            if i - first > 1 and np.isfinite(levels[first]):
                 runs.append((first, i - 1))
             first = i
         return runs
@@ -159,7 +185,7 @@ class Scan:
         beside = [levels[i] for i in (first - 1, last + 1) if 0 <= i < len(levels)]
         return any(not abs(level - levels[first]) <= small for level in beside)
 
-    def _ends(self, levels: np.ndarray, first: int, last: int) -> Zone | None:
+    def _ends(self, levels: np.ndarray, first: int, last: int) -> Zone:
         flat = float(levels[first])
         grid = self.grid
 

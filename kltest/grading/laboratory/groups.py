@@ -1,12 +1,16 @@
-"""Experiments on a group: what becomes of the KL part when its rewards tie, and when it has one rollout only."""
+"""Experiments on a group: what becomes of the KL part when its rewards tie, or it has one rollout, or one more."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from kltest.errors import KltestError
+from kltest.grading.declared import target
 from kltest.grading.findings import Findings, Row
 from kltest.grading.laboratory.bench import Bench, bench, called, limit, norm
+from kltest.grading.worlds import instances
 from kltest.moments.batches import groups_of
 from kltest.policies import softmax_gradient
 
@@ -14,6 +18,7 @@ from kltest.policies import softmax_gradient
 SINGLES = 3
 # So many groups are called one by one where they have to be.
 FEW = 60
+PAIR_AND_TRIPLE = (2, 3)
 
 
 def masks_tied_groups(findings: Findings) -> bool:
@@ -85,6 +90,26 @@ def _parts(place: Bench, groups: np.ndarray, small: float) -> np.ndarray | None:
     if count > FEW:
         return None
     return np.stack([place.kl_part(place.rollout(rows, place.untied)) for rows in groups])
+
+
+def share_by_size(row: Row, findings: Findings) -> dict[int, float]:
+    """The share of the declared gradient that lies in the expected one of batches of two and of three, in a bandit.
+
+    Of two, a baseline that contains the rollout and a divisor that is taken twice leave one half both; of three, the
+    one leaves two thirds and the other one third. Empty where the loss takes no batch of one of these sizes.
+    """
+    shares = {}
+    for size in PAIR_AND_TRIPLE:
+        instance = instances("bandit", findings.seed, size if findings.evaluator.grouped else None)[0]
+        wanted = target(findings.expect, instance)
+        try:
+            found = findings.evaluator.expected(replace(row, batch=size), instance).gradient
+        except KltestError:
+            return {}
+        if not wanted.any():
+            return {}
+        shares[size] = float((found * wanted).sum() / (wanted**2).sum())
+    return shares
 
 
 def silent_alone(findings: Findings) -> str | None:

@@ -14,6 +14,7 @@ the policy, as a moving average, is seen as the wrong gradient that it gives (1x
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +90,10 @@ class Moved:
 def _received(loss: Loss, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
     """The gradient at the live tokens of a constant that is allowed one, under the policy's name for it."""
     constants = {name: rollout.peek(prefix + name).detach().clone().requires_grad_() for name in LEAVES}
-    objective = loss(rollout.replace(**{prefix + name: field for name, field in constants.items()})).objective
+    with warnings.catch_warnings():
+        # A number that is read from what requires grad, which torch remarks on, requires none with its caller.
+        warnings.simplefilter("ignore", UserWarning)
+        objective = loss(rollout.replace(**{prefix + name: field for name, field in constants.items()})).objective
     if not objective.requires_grad:
         return {}
     live = rollout.peek("mask") != 0

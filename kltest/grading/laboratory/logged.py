@@ -158,11 +158,16 @@ def _by_constant(findings: Findings) -> Factor | None:
     candidates = [(name, factor) for found in known.values() for name, factor in found.items()]
     name, factor = max(candidates, key=lambda pair: sum(_has(found, *pair) for found in known.values()))
     fitting = [environment for environment, found in known.items() if _has(found, name, factor)]
-    words = f"a constant: it is {factor:.6g} · {SYMBOLS[name]} in {', '.join(fitting)}"
+    where = ", ".join(fitting)
+    if isclose(factor, -1.0, rel_tol=10 * TOLERANCE["float64"]):
+        words = f"−1: it is minus the KL, −{SYMBOLS[name]}, in {where}; the sign of the log-ratio is turned"
+    else:
+        turned = " that turns its sign" if factor < 0 else ""
+        words = f"a constant{turned}: it is {_signed(factor)} · {SYMBOLS[name]} in {where}"
     for environment, found in known.items():
         if environment not in fitting:
             other, times = next(iter(found.items()))
-            words += f", and {times:.6g} · {SYMBOLS[other]} in {environment}"
+            words += f", and {_signed(times)} · {SYMBOLS[other]} in {environment}"
     return Factor("constant", words)
 
 
@@ -228,6 +233,8 @@ def _sentence(row: Row, seed: int) -> str:
     bias = found.row.relative_bias or 0.0
     words = f"In {row.environment} it is {found.means[0]:.6g} where {truths} (off by {bias:.2g} of the nearest)"
     name = _named(found, row.environment, seed) if row.batch == 1 else None
+    if name is None and (minus := [n for n, factor in found.factors.items() if isclose(factor, -1.0, rel_tol=1e-3)]):
+        return f"{words}: it is minus {SYMBOLS[minus[0]]}."
     return words + (f": it is {VALUES[name]}." if name else ".")
 
 
@@ -255,6 +262,10 @@ def _moved(one: np.ndarray, other: np.ndarray) -> bool:
     # Of NaN and infinity no size is to be taken: such numbers moved unless they are the same.
     size = float(np.abs(one[np.isfinite(one)]).max(initial=0.0))
     return one.shape != other.shape or not np.allclose(one, other, rtol=0, atol=MOVED * size, equal_nan=True)
+
+
+def _signed(number: float) -> str:
+    return f"{number:.6g}".replace("-", "−")
 
 
 def _number(metric: np.ndarray) -> str:

@@ -32,6 +32,8 @@ WORLD = "bandit"
 # Temperatures from 1/6 to 6, on a scale of ratios; a minimum is narrower than a step of the grid only below 0.1 %.
 GRID = np.linspace(-1.8, 1.8, 25)
 NONE = 1e-3
+# So far from a temperature, in its logarithm, more than a hundred times the limits below is left.
+APART = 0.05
 # What a fit may leave after the search: it stops at about 1e-8.
 FITS = {"float64": 1e-6, "float32": 1e-4}
 NAMES = ("reverse_kl", "forward_kl", "squared_log_ratio", "chi_square", "total_variation")
@@ -126,11 +128,15 @@ class _Bandits:
             found = minimize_scalar(
                 left, bounds=(start - step, start + step), method="bounded", options={"xatol": 1e-11}
             )
-            if found.fun < self.limit and abs(found.x) > NONE:
+            if found.fun < self.limit and abs(found.x) > NONE and self._isolated(left, float(found.x)):
                 temperature = float(np.exp(found.x))
                 _, behind = self._residual(self._gradients(dict.fromkeys(fields, temperature)))
                 return Tempered(temperature, side, behind)
         return None
+
+    def _isolated(self, left: Callable[[float], float], found: float) -> bool:
+        """Whether more is left a little away on both sides: what any factor beyond a kink mends is no temperature."""
+        return min(left(found - APART), left(found + APART)) > self.limit
 
     def _vanishing(self) -> Tempered | None:
         """The temperature of the policy at which, taken as the reference, it leaves no gradient."""
@@ -142,13 +148,17 @@ class _Bandits:
         def along(log_power: float) -> float:
             return float(with_reference(log_power)[0] @ (tables[0] - tables[0].mean()))
 
-        sizes = [float(np.linalg.norm(with_reference(power))) for power in (GRID[0], GRID[-1])]
+        scale = max(float(np.linalg.norm(with_reference(power))) for power in (GRID[0], GRID[-1]))
+
+        def left(log_power: float) -> float:
+            return float(np.linalg.norm(with_reference(log_power))) / scale if scale else 0.0
+
         seen = [along(power) for power in GRID]
         for low, high, one, other in zip(GRID[:-1], GRID[1:], seen[:-1], seen[1:], strict=True):
             if one * other > 0:
                 continue
             power = float(brentq(along, low, high, xtol=1e-13)) if one and other else float(high if one else low)
-            if abs(power) > NONE and np.linalg.norm(with_reference(power)) < self.limit * max(sizes):
+            if abs(power) > NONE and left(power) < self.limit and self._isolated(left, power):
                 return Tempered(float(np.exp(-power)))
         return None
 
