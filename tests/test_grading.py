@@ -291,6 +291,57 @@ def test_nonsense_is_null(power, placement):
     assert all(row.residual > 1e-3 for row in report.gradients)
 
 
+def takes_and_ignores(logp, ref_logp, mask, old_logp=None):
+    return k2_of_the_sequence(logp, ref_logp, mask)
+
+
+def reads_and_multiplies_by_zero(logp, ref_logp, mask, old_logp):
+    return k2_of_the_sequence(logp, ref_logp, mask) + 0.0 * old_logp.sum()
+
+
+def uses_in_the_ratio(logp, ref_logp, mask, old_logp):
+    return ((logp - old_logp) * mask).sum(-1).exp().detach() * k2_of_the_sequence(logp, ref_logp, mask)
+
+
+def uses_in_what_it_logs(logp, ref_logp, mask, old_logp):
+    return k2_of_the_sequence(logp, ref_logp, mask), {"kl": ((old_logp - ref_logp) * mask).sum(-1).detach()}
+
+
+def uses_in_a_policy_loss(logp, ref_logp, mask, old_logp, advantage, beta):
+    """Its KL term does not change with the sampler, the loss that it stands in does."""
+    ratio = ((logp - old_logp) * mask).sum(-1).exp()
+    return beta * k2_of_the_sequence(logp, ref_logp, mask) - ratio * advantage
+
+
+@pytest.mark.parametrize(
+    ("loss", "samplers"),
+    [
+        (takes_and_ignores, {"current"}),
+        (reads_and_multiplies_by_zero, {"current"}),
+        (uses_in_the_ratio, {"current", "stale"}),
+        (uses_in_what_it_logs, {"current", "stale"}),
+        (uses_in_a_policy_loss, {"current", "stale"}),
+    ],
+)
+def test_a_stale_sampler_is_graded_where_gradient_or_value_change_with_it(loss, samplers):
+    report = grade(loss, environment="bandit")
+    assert {row.sampler for row in report.gradients} == samplers
+    assert any("nothing that it returns, logs or differentiates" in note for note in report.notes) == (
+        "stale" not in samplers
+    )
+    stale = grade(loss, environment="bandit", sampler="both")
+    assert {row.sampler for row in stale.gradients} == {"current", "stale"}
+
+
+def test_one_divisor_too_many_is_no_baseline():
+    def of_the_mean(logp, ref_logp, mask):
+        return ((logp - ref_logp) * mask).sum(-1).mean() ** 2 / 2
+
+    messages = {check.code: check.message for check in grade(of_the_mean).failed}
+    assert "KL402" not in messages
+    assert "0.5 of it in batches of 2 and 0.3333 of it in batches of 3" in messages["KL106"]
+
+
 def test_moot_checks_are_skipped_with_the_reason():
     report = grade(k2, expect="local_reverse_kl")
     by_code = {check.code: check for check in report.checks}

@@ -151,6 +151,41 @@ def test_a_clamp_of_the_mean_of_a_batch_is_found_though_other_rollouts_are_mild(
     assert zones(mean)[1].low > math.sqrt(2 * 100 * (mild + 1)) - 1
 
 
+def test_a_gradient_that_stands_still_is_a_plateau_and_its_bound_is_told():
+    """Huber's is u up to its bound and the bound beyond; the declared one goes on with u."""
+
+    def huber(logp, ref_logp, mask):
+        live = [part.where(mask != 0, 0.0).sum(-1) for part in (logp, ref_logp)]
+        return torch.nn.functional.huber_loss(*live, delta=6.5)
+
+    below, above = Scan(bind(huber).for_experiments(), "gradient", 3).plateaus()
+    assert (below.high, above.low) == pytest.approx((-6.5, 6.5), abs=1e-9)
+    message = result("KL504", huber).message
+    assert "summed over the sequence" in message
+    assert "u < −6.5 and for u > 6.5" in message
+    assert grade(huber).verdict == "refuted"
+
+
+def test_what_stands_still_as_declared_is_no_plateau():
+    def absolute(logp, ref_logp, mask):
+        return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).abs() / 2
+
+    assert len(Scan(bind(absolute).for_experiments(), "gradient", 3).plateaus()) == 2
+    assert result("KL504", absolute, expect="total_variation").status == "pass"
+    assert result("KL504", absolute).status == "pass", "another gradient everywhere, which KL105 says"
+
+
+def test_another_gradient_far_away_is_told_with_its_log_ratios():
+    def steeper(logp, ref_logp, mask):
+        square = half_square(logp, ref_logp, mask)
+        return torch.where(square > 18, square**2 / 18, square)
+
+    report = grade(steeper)
+    assert all(row.agrees for row in report.gradients)
+    (check,) = (check for check in report.failed if check.code == "KL105")
+    assert re.search(r"log-ratios .*30\.\d", check.message)
+
+
 def test_zeros_that_are_no_dead_zone():
     assert zones(half_square) == []
     assert zones(lambda logp, ref_logp: logp - ref_logp) == []
@@ -381,12 +416,34 @@ def test_no_registered_estimator_is_accused_of_low_precision(name):
 
 
 def test_what_cannot_be_called_in_half_precision_is_no_failure():
-    def numpys(logp, ref_logp, mask):
-        return half_square(logp, torch.from_numpy(ref_logp.numpy()), mask)
+    def decomposed(logp, ref_logp, mask):
+        return half_square(logp, ref_logp, mask) * torch.linalg.det(torch.eye(2, dtype=logp.dtype))
 
-    found = result("KL508", numpys)
+    found = result("KL508", decomposed)
     assert found.status == "inconclusive"
     assert "could not be called" in found.message
+
+
+def test_a_coefficient_that_goes_through_numpy_is_a_number_like_another():
+    """Where a constant is let have a gradient, or comes in bfloat16, its array is that of its numbers."""
+
+    def numpys(logp, ref_logp, mask):
+        reference = torch.from_numpy(ref_logp.numpy()).to(logp.dtype)
+        return half_square(logp, reference, mask)
+
+    report = grade(numpys, environment="ragged")
+    assert report.verdict == "confirmed"
+    assert not [check.code for check in report.checks if check.status == "inconclusive"]
+
+
+def test_signs_that_turn_within_rounding_are_excused_and_lost_digits_are_not():
+    def variation(logits, ref_logits, mask, offset=0.0):
+        both = [table.where((mask != 0)[..., None], 0.0).exp() + offset for table in (logits, ref_logits)]
+        return (both[0] - both[1]).abs().sum(-1).where(mask != 0, 0.0).sum(-1) / 2
+
+    for offset, status in ((0.0, "pass"), (64.0, "fail")):
+        found = result("KL508", variation, expect="local_total_variation", arguments={"offset": offset})
+        assert found.status == status, found.message
 
 
 def test_what_changes_in_the_twelfth_call_only_is_found(batch, monkeypatch):

@@ -17,7 +17,7 @@ from kltest.errors import UsageError, WorldError
 from kltest.estimators import registry
 from kltest.grading.sampling import Sampling, identify_sampled
 from kltest.grading.worlds import instances
-from kltest.moments import NonDeterministicError, Sampled, dynamic, exact, exact_batches, sampled
+from kltest.moments import NonDeterministicError, Sampled, drawing, dynamic, exact, exact_batches, sampled
 from kltest.moments.confidence import EmpiricalBernstein
 from kltest.moments.drawing import Drawing
 from kltest.moments.pairing import COSTS, KNOWN, Pairing
@@ -231,6 +231,49 @@ def test_a_losss_own_randomness_is_averaged_over(loss, reduction, verdict):
     np.testing.assert_array_equal(found.gradient, again.gradient)
     assert torch.equal(before[0], torch.get_rng_state())
     np.testing.assert_array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
+
+
+def log_ratios(logp, ref_logp, mask):
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+
+
+def square_of_the_sum(logp, ref_logp, mask):
+    """Twice as much for a batch with every row twice, and a mean in expectation: cross terms vanish."""
+    return log_ratios(logp, ref_logp, mask).sum().square() / (2 * len(logp))
+
+
+def square_of_the_mean(logp, ref_logp, mask):
+    return log_ratios(logp, ref_logp, mask).mean().square() / 2
+
+
+def sum_with_a_baseline(logp, ref_logp, mask):
+    cost = log_ratios(logp, ref_logp, mask).detach()
+    others = (cost.sum() - cost) / max(len(cost) - 1, 1)
+    return ((cost - others) * logp.where(mask != 0, 0.0).sum(-1)).sum()
+
+
+@pytest.mark.parametrize("loss", [square_of_the_sum, square_of_the_mean, sum_with_a_baseline])
+def test_sums_are_told_from_means_in_expectation_as_the_exact_route_does(loss):
+    instance = first("bandit")
+    whole = exact_batches(bind(loss), instance, size=2)
+    wanted = whole.gradient / (2 if whole.added_up else 1)
+    assert whole.added_up == (loss is sum_with_a_baseline)
+    found, *_ = compared(bind(loss), instance, size=2, error_rate=1e-3, samples=1500)
+    assert np.linalg.norm(found.gradient - wanted) <= found.radius
+    assert found.radius < np.linalg.norm(wanted) / 2, "half or twice as much is outside"
+
+
+def noisy_square(logp, ref_logp, mask):
+    """Of 512 rows the square of the sum has cross terms √512 times the mean."""
+    return (log_ratios(logp, ref_logp, mask).sum() + 0.1 * torch.randn(())).square() / (2 * len(logp))
+
+
+def test_where_samples_do_not_tell_a_sum_from_a_mean_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(drawing, "MOST_COMPARED", 256)
+    report = kltest.grade(noisy_square, environment="bandit", select="KL106")
+    (row,) = report.gradients
+    assert (report.verdict, row.agrees) == ("inconclusive", None)
+    assert "do not tell whether noisy_square adds the gradients of its rows up or averages them" in row.note
 
 
 def test_a_random_loss_is_sampled_by_itself_and_still_fails_its_check():

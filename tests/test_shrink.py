@@ -50,7 +50,7 @@ CASES = {
     "a pair": (losses.with_metrics, {}, BANDIT),
     "logits": (losses.whole_distribution, {}, PAIR),
     "three actions": (losses.wrong_for_three_actions, {}, (1, 3, False, 1)),
-    "no ratio": (losses.no_ratio, {}, BANDIT),
+    "no ratio": (losses.no_ratio, {"sampler": "both"}, BANDIT),
     "token ratio": (losses.token_ratio, {"environment": "bandit,sequence"}, PAIR),
     "token ratio, stale": (losses.token_ratio, {"expect": "local_reverse_kl"}, PAIR),
     "only where lengths differ": (losses.divided_where_lengths_differ, {}, RAGGED),
@@ -161,7 +161,7 @@ def test_a_partial_gradient_is_shown_where_the_root_is_blind(reports):
 
 def test_the_first_row_that_fails_is_shrunk_and_its_numbers_stay_mild():
     """With the policy as sampler nothing is wrong; another one is as near to it as where the failure was found."""
-    report = kltest.grade(losses.no_ratio, environment="bandit", select="KL301")
+    report = kltest.grade(losses.no_ratio, environment="bandit", sampler="both", select="KL301")
     assert [(row.sampler, row.agrees) for row in report.gradients] == [("current", True), ("stale", False)]
     (place,) = report.smallest.contexts
     assert np.abs(np.log(np.divide(place.policy, place.sampler))).max() < MILD_RATIO

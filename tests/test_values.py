@@ -334,6 +334,15 @@ def test_the_factor_is_told():
     assert "−0.333333 · E[Σu] in bandit" in message(grade(third), "KL602").replace("-", "−")
 
 
+def test_minus_the_kl_is_called_that():
+    def minus(logp, ref_logp, mask):
+        return penalty(logp, ref_logp, mask), {"kl": live(ref_logp - logp, mask).sum(-1).mean()}
+
+    report = grade(minus)
+    assert "it is minus the KL, −E[Σu], in bandit, sequence, ragged" in message(report, "KL602")
+    assert message(report, "KL601").count("it is minus E[Σu].") == 3
+
+
 def test_a_fixed_coefficient_is_moved_all_the_same():
     def scaled(logp, ref_logp, mask, beta=1.0):
         kl = live(logp - ref_logp, mask).sum(-1)

@@ -177,7 +177,8 @@ class _Grading:
             else:
                 ignored = (
                     f"It is given {' and '.join(sorted(uses & SAMPLER_FIELDS))}, and nothing that it returns, logs or "
-                    "differentiates changes with it: it was graded with the sampler equal to the policy only"
+                    "differentiates changes with it: it was graded with the sampler equal to the policy only. Ask for "
+                    "--sampler both if its rollouts may be stale"
                 )
         evaluator = Evaluator(
             loss,
