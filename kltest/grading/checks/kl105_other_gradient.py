@@ -19,7 +19,7 @@ def examine(findings: Findings) -> Found | None:
     """A gradient that is the declared one in mild worlds only; where it is clamped, that is KL504's to tell."""
     from kltest.grading.laboratory import distant, extremes
 
-    away = findings.once(distant.other_gradient)
+    away = findings.once(distant.differs_much)
     if away is None or findings.once(extremes.dead_zones):
         return None
     return Found(away.words)

@@ -44,6 +44,9 @@ COARSE = {"bfloat16": 0.05, "float16": 0.01}
 FADED = 1e-9
 USUAL = 2.0
 HALVINGS = 40
+# A token of which the reference thinks a millionth of what the policy does is as far as there is anything to pull at,
+# and probabilities near 1e-8 are where code begins to guard against zero. A sequence's log-ratio goes on to grow.
+MET = {"token": 15.0, "sequence": 30.0}
 Level = Literal["gradient", "value"]
 
 
@@ -77,7 +80,7 @@ def dead_zones(findings: Findings) -> Found | None:
     happens = "the gradient is exactly zero" if scan.what == "gradient" else "the value does not change"
     if zones := scan.zones():
         return Found(scan.words(zones, happens))
-    if (away := findings.once(distant.other_gradient)) and (plateaus := scan.plateaus()):
+    if (away := findings.once(distant.differs)) and (plateaus := scan.near_plateaus()):
         return Found(f"{scan.words(plateaus, 'the gradient stays what it is at the bound')} {away.words}")
     return None
 
@@ -120,6 +123,12 @@ class Scan:
     def plateaus(self) -> list[Zone]:
         """The intervals in which the gradient stands still and is not zero."""
         return self._intervals(lambda level: self.what == "gradient" and level != 0)
+
+    def near_plateaus(self) -> list[Zone]:
+        """Those that begin at log-ratios which are met, and not where a logarithm or an exponential is guarded."""
+        plateaus = self.plateaus()
+        reach = MET["sequence" if self.of_sequences(plateaus) else "token"]
+        return [zone for zone in plateaus if min(abs(zone.low), abs(zone.high)) <= reach]
 
     def words(self, zones: list[Zone], happens: str) -> str:
         of = "summed over the sequence" if self.of_sequences(zones) else "of a token"
