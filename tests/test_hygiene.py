@@ -399,6 +399,14 @@ def test_noise_in_the_value_alone_is_found():
     assert failed(loss) == {"KL507"}
 
 
+def test_a_random_loss_is_not_asked_about_far_worlds_and_the_others_stay_open():
+    def loss(logp, ref_logp, mask):
+        return 2 * torch.rand(()).double() * half_square(logp, ref_logp, mask)
+
+    found = {check.code: check.status for check in grade(loss).checks}
+    assert (found["KL105"], found["KL206"], found["KL507"]) == ("pass", "inconclusive", "fail")
+
+
 def test_a_rare_change_is_found():
     calls = itertools.count()
 
