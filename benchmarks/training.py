@@ -48,7 +48,7 @@ def _row(case, environment, alone: Callable[..., np.ndarray], steps: int, bound:
     difference = np.abs(together()[:ALONE] - one_at_a_time()).max()
     assert difference < SAME, f"{case}: the logits differ by {difference}"
     return compare(
-        f"{RUNS:,} runs together / one at a time in numpy",
+        f"{RUNS:,} {case.split(',')[0]} runs together / one at a time in numpy",
         case,
         together,
         one_at_a_time,
