@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import brentq
+from trial import Trial
 
-from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.experiment import Experiment, Request, compute_all
-
-CHECKOUT = Checkout(Path(__file__).parent.parent)
-ANALYSIS, HEADS, LENGTHS, PRECISION = (
-    CHECKOUT.load("experiments", "approximations", part) for part in ("analysis", "heads", "lengths", "precision")
-)
+TRIAL = Trial("approximations")
+ANALYSIS, HEADS, LENGTHS, PRECISION = TRIAL.modules("analysis", "heads", "lengths", "precision")
 SMALL = (
     "k=2,8,32", "sharpness=1.0", "distance=0.0,0.1", "lead=3.0,4.0,8.0", "log_ratio=3e-4,0.03,0.1",
     "vocabulary=4096", "batch_size=1,2,3,64,128,1024", "beta=1.0,2.0",
@@ -26,25 +21,16 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def rows():
-    found = []
-    configurations = Experiment(CHECKOUT, "approximations").configurations(Request(changes=SMALL, seeds=1))
-    for part in dict.fromkeys(one["part"] for one in configurations):
-        batch = [one for one in configurations if one["part"] == part]
-        found += [row for rows in compute_all(CHECKOUT, "approximations", batch) for row in rows]
-    return ANALYSIS.tidy(found)
-
-
-def judged(rows):
-    return {claim.claim: claim.agrees for claim in ANALYSIS.claims(rows)}
+    return TRIAL.computed(*SMALL)
 
 
 def test_claims_agree_and_those_without_rows_are_not_run(rows):
-    assert set(judged(rows).values()) == {True}
-    assert set(judged([]).values()) == {None}
+    assert set(TRIAL.verdicts(rows).values()) == {True}
+    assert set(TRIAL.verdicts([]).values()) == {None}
     for part in {row["part"] for row in rows}:
         kept = [row for row in rows if row["part"] != part]
-        assert None in judged(kept).values()
-        assert False not in judged(kept).values()
+        assert None in TRIAL.verdicts(kept).values()
+        assert False not in TRIAL.verdicts(kept).values()
         ANALYSIS.tables(kept)
         ANALYSIS.numbers(kept)
 
@@ -170,9 +156,9 @@ def test_a_planted_result_is_told(rows, words, part, change):
         instead = row.get("batch_size", 1.0) ** -0.5 if part == "batch" else len(row.get("estimator", ""))
         return {**row, **{name: instead if value is None else value for name, value in change.items()}}
 
-    (claim,) = (claim for claim in judged(rows) if words in claim)
-    assert judged(rows)[claim] is True
-    assert judged([planted(row) for row in rows])[claim] is False
+    (claim,) = (claim for claim in TRIAL.verdicts(rows) if words in claim)
+    assert TRIAL.verdicts(rows)[claim] is True
+    assert TRIAL.verdicts([planted(row) for row in rows])[claim] is False
 
 
 def test_low_precision_is_felt_where_it_should_be():

@@ -5,34 +5,21 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from trial import Trial
 
 from kltest.errors import WorldError
-from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.experiment import Experiment, Request
 from kltest.truth import value, value_again
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
-experiment, analysis, pairs = (
-    CHECKOUT.load("experiments", "comedy", part) for part in ("experiment", "analysis", "pairs")
-)
-
-
-def computed(*changes: str) -> list[dict]:
-    found = Experiment(CHECKOUT, "comedy").configurations(Request(changes=changes, seeds=1))
-    return analysis.tidy([row for one in found for row in experiment.compute(one)])
+TRIAL = Trial("comedy")
+experiment, analysis, pairs = TRIAL.modules("experiment", "analysis", "pairs")
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    return computed("length=5,10,11,20", "samples=200", "pairs=60", "every=5")
-
-
-def verdicts(rows: list[dict]) -> dict[str, bool | None]:
-    return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
+    return TRIAL.computed("length=5,10,11,20", "samples=200", "pairs=60", "every=5")
 
 
 def counts(tokens) -> tuple[int, ...]:
@@ -119,7 +106,7 @@ def test_rollouts_of_one_type_are_found_to_be_alike():
 
 
 def test_every_claim_agrees(rows):
-    assert {claim: agrees for claim, agrees in verdicts(rows).items() if agrees is not True} == {}
+    assert {claim: agrees for claim, agrees in TRIAL.verdicts(rows).items() if agrees is not True} == {}
 
 
 @pytest.mark.parametrize(
@@ -149,14 +136,14 @@ def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
     assert hit
     for row in hit:
         row[column] = value
-    assert False in verdicts(changed).values()
+    assert False in TRIAL.verdicts(changed).values()
 
 
 def test_claims_without_their_rows_are_not_run():
-    assert set(verdicts([]).values()) == {None}
+    assert set(TRIAL.verdicts([]).values()) == {None}
     assert analysis.tables([]) == {}
     analysis.numbers([])
-    few = computed("part=length", "length=7", "hold=pair", "kl=0.3")
-    assert set(verdicts(few).values()) == {None, True}
+    few = TRIAL.computed("part=length", "length=7", "hold=pair", "kl=0.3")
+    assert set(TRIAL.verdicts(few).values()) == {None, True}
     analysis.numbers(few)
     analysis.tables(few)

@@ -4,41 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from trial import Trial
 
-from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.experiment import Experiment, Request, compute_all
-
-CHECKOUT = Checkout(Path(__file__).parent.parent)
-ANALYSIS, RUNS = (CHECKOUT.load("experiments", "metrics", part) for part in ("analysis", "runs"))
+TRIAL = Trial("metrics")
+ANALYSIS, RUNS = TRIAL.modules("analysis", "runs")
 SMALL = ("beta=0.1", "staleness=0.5,3.0", "group_size=1,2,4", "success=0.1,0.5,0.8", "padded_length=4,9")
 
 
 @pytest.fixture(scope="module")
 def rows():
-    found = []
-    configurations = Experiment(CHECKOUT, "metrics").configurations(Request(changes=SMALL, seeds=1))
-    for part in dict.fromkeys(one["part"] for one in configurations):
-        batch = [one for one in configurations if one["part"] == part]
-        found += [row for rows in compute_all(CHECKOUT, "metrics", batch) for row in rows]
-    return ANALYSIS.tidy(found)
-
-
-def judged(rows):
-    return {claim.claim: claim.agrees for claim in ANALYSIS.claims(rows)}
+    return TRIAL.computed(*SMALL)
 
 
 def test_claims_agree_and_those_without_rows_are_not_run(rows):
-    assert set(judged(rows).values()) == {True}
-    assert set(judged([]).values()) == {None}
+    assert set(TRIAL.verdicts(rows).values()) == {True}
+    assert set(TRIAL.verdicts([]).values()) == {None}
     for part in {row["part"] for row in rows}:
         kept = [row for row in rows if row["part"] != part]
-        assert None in judged(kept).values()
-        assert False not in judged(kept).values()
+        assert None in TRIAL.verdicts(kept).values()
+        assert False not in TRIAL.verdicts(kept).values()
         ANALYSIS.tables(kept)
         ANALYSIS.numbers(kept)
 
@@ -138,6 +126,6 @@ def test_a_planted_result_is_told(rows, words, part, change):
         instead = str(row["copied"]) if part == "mutation" else row.get("kl_per_token")
         return {**row, **{name: instead if value is None else value for name, value in change.items()}}
 
-    (claim,) = (claim for claim in judged(rows) if words in claim)
-    assert judged(rows)[claim] is True
-    assert judged([planted(row) for row in rows])[claim] is False
+    (claim,) = (claim for claim in TRIAL.verdicts(rows) if words in claim)
+    assert TRIAL.verdicts(rows)[claim] is True
+    assert TRIAL.verdicts([planted(row) for row in rows])[claim] is False

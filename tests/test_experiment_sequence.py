@@ -5,37 +5,23 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from trial import Trial
 
-from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.experiment import Experiment, Request
 from kltest.truth import gradient
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
-experiment = CHECKOUT.load("experiments", "sequence", "experiment")
-analysis = CHECKOUT.load("experiments", "sequence", "analysis")
-settings = CHECKOUT.load("experiments", "sequence", "settings")
-worlds = CHECKOUT.load("experiments", "sequence", "worlds")
-
-
-def computed(*changes: str, seeds: int = 1) -> list[dict]:
-    found = Experiment(CHECKOUT, "sequence").configurations(Request(changes=changes, seeds=seeds))
-    return [row for configuration in found for row in experiment.compute(configuration)]
+TRIAL = Trial("sequence")
+experiment, analysis, settings, worlds = TRIAL.modules("experiment", "analysis", "settings", "worlds")
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
     """Every part, at lengths that take no time; the circulation with nothing left out."""
-    return computed(
+    return TRIAL.computed(
         "length=1,2,100,300,1000", "vocabulary=2,4", "steering=0,0.75,0.9", "estimator=k2-loss,k3-loss,k1-reward-to-go"
     )
-
-
-def verdicts(rows: list[dict]) -> dict[str, bool | None]:
-    return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
 
 
 def brute_force(instance, vocabulary: int, length: int) -> np.ndarray:
@@ -72,7 +58,7 @@ def test_the_blind_root_by_hand():
 
 
 def test_every_claim_of_a_small_run_agrees_and_nothing_is_left_out(rows):
-    assert {claim: agrees for claim, agrees in verdicts(rows).items() if agrees is not True} == {}
+    assert {claim: agrees for claim, agrees in TRIAL.verdicts(rows).items() if agrees is not True} == {}
 
 
 def test_a_discount_is_what_a_discounted_return_gives(rows):
@@ -136,15 +122,15 @@ def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
         for row in changed:  # no growth at all
             if row["part"] == "length" and row["steering"] == 0.9 and row["length"] > 2:
                 row["missed"] = 0.4
-    assert False in verdicts(changed).values()
+    assert False in TRIAL.verdicts(changed).values()
 
 
 def test_claims_without_their_rows_are_not_run():
-    assert set(verdicts([]).values()) == {None}
+    assert set(TRIAL.verdicts([]).values()) == {None}
     assert all(value is None for value in analysis.numbers([]).values())
     assert analysis.tables([]) == {}
-    few = computed("part=length,root", "length=5", "steering=0.5", "estimator=k3-loss")
-    assert set(verdicts(few).values()) <= {None, True}
+    few = TRIAL.computed("part=length,root", "length=5", "steering=0.5", "estimator=k3-loss")
+    assert set(TRIAL.verdicts(few).values()) <= {None, True}
 
 
 def test_parts_vary_what_is_theirs_only():

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from trial import Trial
 
-from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.experiment import Experiment, Request
 from kltest.truth import gradient, value
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
-experiment = CHECKOUT.load("experiments", "tabular-mdp", "experiment")
-analysis = CHECKOUT.load("experiments", "tabular-mdp", "analysis")
-settings = CHECKOUT.load("experiments", "tabular-mdp", "settings")
-worlds = CHECKOUT.load("experiments", "tabular-mdp", "worlds")
+TRIAL = Trial("tabular-mdp")
+experiment, analysis, settings, worlds = TRIAL.modules("experiment", "analysis", "settings", "worlds")
 GAMMA = settings.CONTINUES
-
-
-def computed(*changes: str, seeds: int = 1) -> list[dict]:
-    found = Experiment(CHECKOUT, "tabular-mdp").configurations(Request(changes=changes, seeds=seeds))
-    return [row for configuration in found for row in experiment.compute(configuration)]
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
     """Every part, with few steps; all coefficients, since ends are counted over them."""
     return [
-        *computed("part=worlds,estimators,picture", "horizon=1,3", "slip=0,0.5,1"),
-        *computed("part=length", "reference=0.02"),
-        *computed("part=rotation", "beta=2", seeds=3),
+        *TRIAL.computed("part=worlds,estimators,picture", "horizon=1,3", "slip=0,0.5,1"),
+        *TRIAL.computed("part=length", "reference=0.02"),
+        *TRIAL.computed("part=rotation", "beta=2", seeds=3),
     ]
 
 
-def verdicts(rows: list[dict]) -> dict[str, bool | None]:
-    return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
-
-
 def test_every_claim_of_a_small_run_agrees_and_nothing_is_left_out(rows):
-    assert {claim: agrees for claim, agrees in verdicts(rows).items() if agrees is not True} == {}
+    assert {claim: agrees for claim, agrees in TRIAL.verdicts(rows).items() if agrees is not True} == {}
 
 
 def test_rest_points_of_going_on_by_hand(rows):
@@ -143,19 +129,19 @@ def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
     assert hit
     for row in hit:
         row[column] = value
-    assert False in verdicts(changed).values()
+    assert False in TRIAL.verdicts(changed).values()
 
 
 def test_where_there_are_no_two_ends_both_claims_of_them_disagree(rows):
     one = [row for row in rows if row["part"] != "length" or row["chance"] < 0.5 or row["followed"] == "reverse_kl"]
-    found = verdicts(one)
+    found = TRIAL.verdicts(one)
     assert found["where a state recurs, training with a token-level loss may have two ends"] is False
     assert found["lowering β and raising it again does not lead back"] is False
 
 
 def test_claims_without_their_rows_are_not_run():
-    assert set(verdicts([]).values()) == {None}
+    assert set(TRIAL.verdicts([]).values()) == {None}
     assert analysis.tables([]) == {}
-    few = computed("part=worlds,length", "world=chain", "horizon=2", "slip=0.5", "beta=0.7", "reference=0.1")
-    assert set(verdicts(few).values()) <= {None, True}
+    few = TRIAL.computed("part=worlds,length", "world=chain", "horizon=2", "slip=0.5", "beta=0.7", "reference=0.1")
+    assert set(TRIAL.verdicts(few).values()) <= {None, True}
     assert analysis.numbers(few)["tipping point"] is None

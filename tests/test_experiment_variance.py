@@ -5,32 +5,24 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from trial import Trial
 
 from kltest.environments import Instance, sequence
-from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.experiment import Experiment, Request
 from kltest.truth import gradient
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
-experiment, analysis, prefixes, bandit, freedom = (
-    CHECKOUT.load("experiments", "variance", part)
-    for part in ("experiment", "analysis", "prefixes", "bandit", "freedom")
+TRIAL = Trial("variance")
+experiment, analysis, prefixes, bandit, freedom = TRIAL.modules(
+    "experiment", "analysis", "prefixes", "bandit", "freedom"
 )
-
-
-def computed(*changes: str) -> list[dict]:
-    found = Experiment(CHECKOUT, "variance").configurations(Request(changes=changes, seeds=1))
-    return analysis.tidy([row for one in found for row in experiment.compute(one)])
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
     """All parts; of the bandit's training only what three claims need least: its start, and made-up ends."""
-    found = computed(
+    found = TRIAL.computed(
         "part=pair,rates,ladder,mixtures,freedom,noise", "reference=0.1,0.25,0.5,0.9", "vocabulary=2,8",
         "length=2,6", "distance=0.1,3.0", "worlds=1000", "compared=10", "lam=-0.5,0.0,1.0,2.0",
     )  # fmt: skip
@@ -56,10 +48,6 @@ def _ends() -> list[dict]:
         for rule, kl in zip(("0", "value", "1", "gradient"), medians, strict=True)
         for run in range(32)
     ]
-
-
-def verdicts(rows: list[dict]) -> dict[str, bool | None]:
-    return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
 
 
 # ------------------------------------------------------------------------------------------------------------ the pair
@@ -289,7 +277,7 @@ def test_training_is_the_updates_written_out(rule):
 
 
 def test_every_claim_agrees(rows):
-    assert {claim: agrees for claim, agrees in verdicts(rows).items() if agrees is not True} == {}
+    assert {claim: agrees for claim, agrees in TRIAL.verdicts(rows).items() if agrees is not True} == {}
 
 
 @pytest.mark.parametrize(
@@ -329,14 +317,16 @@ def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
     for row in hit:
         assert column in row
         row[column] = value
-    assert False in verdicts(changed).values()
+    assert False in TRIAL.verdicts(changed).values()
 
 
 def test_claims_without_their_rows_are_not_run():
-    assert set(verdicts([]).values()) == {None}
+    assert set(TRIAL.verdicts([]).values()) == {None}
     assert analysis.tables([]) == {}
     analysis.numbers([])
-    few = computed("part=pair,rates,noise", "reference=0.4", "length=3", "distance=0.5", "vocabulary=3", "lam=0.3")
-    assert set(verdicts(few).values()) == {None, True}
+    few = TRIAL.computed(
+        "part=pair,rates,noise", "reference=0.4", "length=3", "distance=0.5", "vocabulary=3", "lam=0.3"
+    )
+    assert set(TRIAL.verdicts(few).values()) == {None, True}
     analysis.numbers(few)
     analysis.tables(few)

@@ -1,0 +1,38 @@
+"""An experiment tried with a few of its settings: its modules, rows computed here, and what it says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request, compute_all
+
+CHECKOUT = Checkout(Path(__file__).parent.parent)
+
+
+class Trial:
+    """The experiment of a name in this checkout."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def modules(self, *parts: str) -> tuple[ModuleType, ...]:
+        return tuple(CHECKOUT.load("experiments", self.name, part) for part in parts)
+
+    def computed(self, *changes: str, seeds: int = 1) -> list[dict[str, Any]]:
+        """The rows of all configurations with these settings, part by part, tidied."""
+        found = Experiment(CHECKOUT, self.name).configurations(Request(changes=changes, seeds=seeds))
+        batches = [list(batch) for _, batch in groupby(found, key=lambda one: one["part"])]
+        (analysis,) = self.modules("analysis")
+        return analysis.tidy(
+            [row for batch in batches for rows in compute_all(CHECKOUT, self.name, batch) for row in rows]
+        )
+
+    def verdicts(self, rows: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
+        """Whether each claim agrees with rows; None where it was not run."""
+        (analysis,) = self.modules("analysis")
+        return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
