@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,35 @@ def results(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     (output / "printed.txt").write_text(done.stdout, encoding="utf-8")
     return output
+
+
+SAID = """
+import json, sys
+from pathlib import Path
+from kltest.reproduce.checkout import Checkout
+checkout, results = Checkout(Path.cwd()), Path(sys.argv[1])
+for name in checkout.experiments():
+    analysis = checkout.load("experiments", name, "analysis")
+    rows = json.loads((results / name / f"{name}.json").read_text())
+    claims = [vars(claim) for claim in analysis.claims(rows)]
+    print(json.dumps([name, claims, analysis.numbers(rows), analysis.tables(rows)]))
+"""
+
+
+def test_what_is_said_of_results_does_not_depend_on_how_words_are_hashed(results):
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", SAID, str(results)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert len(said[0].splitlines()) == len(Checkout(ROOT).experiments())
+    assert said[0] == said[1]
 
 
 @pytest.fixture(scope="module")

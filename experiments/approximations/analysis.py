@@ -181,7 +181,7 @@ def _single(rows: Sequence[Row]) -> Answer:
 def _falls(rows: Sequence[Row]) -> Answer:
     halvings = []
     for name in ("token-mean", "whole-return"):
-        for seed in {row["seed"] for row in select(rows, "batch")}:
+        for seed in sorted({row["seed"] for row in select(rows, "batch")}):
             far = {r["batch_size"]: r["relative_distance"] for r in select(rows, "batch", normalised=name, seed=seed)}
             sizes = sorted(size for size in far if size >= 64)
             halvings += [math.log(far[a] / far[b]) / math.log(b / a) for a, b in pairwise(sizes)]

@@ -287,7 +287,7 @@ def numbers(rows: Sequence[Row]) -> dict[str, Any]:
     for name in ("normalised", "plain"):
         result |= {f"{name} push at {push:g}": size for push, size in _means(_part(rows, "std"), "push", name).items()}
     drawn = [r for r in _part(rows, "training") if r["batch_size"]]
-    result |= {f"sampled gap of {name}": _gap(drawn, name) for name in {r["estimator"] for r in drawn}}
+    result |= {f"sampled gap of {name}": _gap(drawn, name) for name in sorted({r["estimator"] for r in drawn})}
     result["group size of training"] = TRAINED_SIZE
     return result
 

@@ -141,7 +141,7 @@ def _discounted(rows: Sequence[Row]) -> Answer:
     if not chosen:
         return None
     falls, ends = True, 0.0
-    for key in {(row["steering"], row["seed"]) for row in chosen}:
+    for key in sorted({(row["steering"], row["seed"]) for row in chosen}):
         bias = {row["discount"]: row["bias"] for row in chosen if (row["steering"], row["seed"]) == key}
         falls &= all(bias[a] > bias[b] for a, b in pairwise(DISCOUNTS))
         ends = max(ends, bias[1.0])
