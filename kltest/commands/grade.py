@@ -19,6 +19,7 @@ from kltest.configuration import Configuration, Target, nearest
 from kltest.errors import UsageError
 from kltest.grading.report import EXIT_CODES, Report
 from kltest.isolation import Child, Kind, Output, Step
+from kltest.libraries import named
 from kltest.outputs._changes import Changes, compare
 
 NOTHING, INTERRUPTED = 5, 130
@@ -45,6 +46,15 @@ class Job:
         if "arg" in settings:
             settings["arguments"] = settings.pop("arg")
         return cls(target, given.get("timeout", cls.timeout), settings, folder)
+
+    @classmethod
+    def all_of(cls, target: str, given: Mapping[str, Any], folder: str | None = None) -> list[Job]:
+        """The jobs that a target stands for: one, or one for each setting of a library."""
+        jobs = []
+        for name, setting in named(target):
+            patience = {key: setting.options[key] for key in ("timeout",) if key in setting.options}
+            jobs.append(cls.of(name, {**patience, **given}, folder))
+        return jobs or [cls.of(target, given, folder)]
 
 
 def grade(
@@ -74,7 +84,9 @@ def _jobs(targets: Sequence[str], asked: Mapping[str, Any], configuration: Confi
     chosen = [Target(text) for text in dict.fromkeys(targets)] or configuration.targets
     folder = str(configuration.path.parent) if configuration.path and not targets else None
     settings = [options.merged(configuration.options, target.options, asked) for target in chosen]
-    return [Job.of(target.text, given, folder) for target, given in zip(chosen, settings, strict=True)]
+    return [
+        job for target, given in zip(chosen, settings, strict=True) for job in Job.all_of(target.text, given, folder)
+    ]
 
 
 def _nothing(configuration: Configuration) -> str:
@@ -148,10 +160,14 @@ def steps(target: str, settings: Mapping[str, Any], folder: str | None = None) -
     from kltest.targets.outcome import Call
     from kltest.targets.resolve import resolve
 
+    named_by = target
+    for _, setting in named(target):
+        target, settings = setting.target, setting.asked(settings)
+        settings.pop("timeout", None)
     call = {name: settings[name] for name in ("placement", "credit", "arguments") if name in settings}
     loss = resolve(target, Call(**call))
     yield None
-    yield grade_here(loss, name=target, **{key: value for key, value in settings.items() if key not in call})
+    yield grade_here(loss, name=named_by, **{key: value for key, value in settings.items() if key not in call})
 
 
 def _import_once() -> None:

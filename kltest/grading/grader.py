@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from kltest.grading.shrink import example, smallest_failure
 from kltest.grading.uses import fields_used, sampler_matters
 from kltest.grading.worked import WorkedExample
 from kltest.grading.worlds import DEFAULT_ENVIRONMENTS
+from kltest.libraries import Setting, named
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.targets.callables import name_of
 from kltest.targets.calling import BoundLoss
@@ -66,9 +68,9 @@ def grade(
     """Which gradient does this loss follow, exactly, and is it the one that it is meant to follow?
 
     `loss` is a callable whose parameters are filled by name from the rollout, or what `kltest grade` takes: a
-    registered name, `package.module:function`, `path/to/file.py:function`; or what `kltest.targets.resolve` made of
-    one, which says itself how it is placed and called. `expect` is a named gradient or a
-    combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit` default to
+    registered name, `package.module:function`, `path/to/file.py:function`, a library's setting (`verl:kl_penalty/k1`);
+    or what `kltest.targets.resolve` made of one, which says itself how it is placed and called. `expect` is a named
+    gradient or a combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit` default to
     the estimator's own, else to a loss and to the whole return; `sampler` to both if gradient, value or logged value
     change with the sampler's log-probs. With the method "sampled", and by itself where enumeration is impossible,
     gradients are sampled: at most `samples` batches in an instance, until the relative bias is below or above `margin`
@@ -79,6 +81,8 @@ def grade(
     Runs the loss in this process. A loss that fails gives a report whose verdict is "error"; a question that is put
     wrongly raises UsageError before anything is run.
     """
+    if isinstance(loss, str) and (settings := named(loss)):
+        return _of_library(loss, settings, {key: value for key, value in locals().items() if key in DEFAULTS})
     given = asked(
         expect=expect,
         placement=placement,
@@ -124,6 +128,19 @@ def grade(
     except TargetError as error:
         return grading.report(error)
     return grading.report()
+
+
+DEFAULTS = {name: each.default for name, each in inspect.signature(grade).parameters.items() if name != "loss"}
+
+
+def _of_library(target: str, settings: Sequence[tuple[str, Setting]], given: Mapping[str, Any]) -> Report:
+    """One setting of a library, with what was asked for over what the setting asks for."""
+    if ":" not in target:
+        names = ", ".join(name for name, _ in settings[:3])
+        raise UsageError(f"{target} has {len(settings)} settings, of which Python grades one at a time: {names} …")
+    setting = settings[0][1]
+    changed = {name: value for name, value in given.items() if value != DEFAULTS[name]}
+    return grade(setting.target, **{"name": target, **setting.asked(changed)})
 
 
 class _Grading:
