@@ -70,13 +70,13 @@ def grade(
     `loss` is a callable whose parameters are filled by name from the rollout, or what `kltest grade` takes: a
     registered name, `package.module:function`, `path/to/file.py:function`, a library's setting (`verl:kl_penalty/k1`);
     or what `kltest.targets.resolve` made of one, which says itself how it is placed and called. `expect` is a named
-    gradient or a combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit` default to
-    the estimator's own, else to a loss and to the whole return; `sampler` to both if gradient, value or logged value
-    change with the sampler's log-probs. With the method "sampled", and by itself where enumeration is impossible,
-    gradients are sampled: at most `samples` batches in an instance, until the relative bias is below or above `margin`
-    at `error_rate`, which is asymptotic unless no gradient of a batch is longer than a `bound`. `expected_failures`
-    gives the reasons why checks are expected to fail, by code: they do not refute then, and one that passes
-    refutes unless `allow_stale_excuses`.
+    gradient or a combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit`
+    default to the estimator's own, else to a loss and to the whole return; `sampler` to both if gradient, value or
+    logged value change with the sampler's log-probs. With the method "sampled", and by itself where enumeration is
+    impossible, gradients are sampled: at most `samples` batches in an instance, until the relative bias is below or
+    above `margin` at `error_rate`, which is asymptotic unless no gradient of a batch is longer than a `bound`.
+    `expected_failures` gives the reasons why checks are expected to fail, by code: they do not refute then, and one
+    that passes refutes unless `allow_stale_excuses`.
 
     Runs the loss in this process. A loss that fails gives a report whose verdict is "error"; a question that is put
     wrongly raises UsageError before anything is run.

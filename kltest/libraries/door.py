@@ -25,9 +25,9 @@ class Setting:
 
     `name` is unique in its door and no Python identifier (`kl_penalty/k3`, `grpo/loss_type=dapo`), so that
     `DOOR:NAME` is never mistaken for `module:function`. `target` and `arguments` are what `kltest grade` is given, with
-    `options` (expect, placement, credit, sampler, environment, group_size, timeout, …) beside them. `default` marks what
-    the library's documentation says happens when nothing is set, `recipe` what kltest proposes instead. `source` is a
-    link to what the library says of it; `note` is one neutral sentence on what had to be assumed.
+    `options` (expect, placement, credit, sampler, environment, group_size, timeout, …) beside them. `default` marks
+    what the library's documentation says happens when nothing is set, `recipe` what kltest proposes instead. `source`
+    is a link to what the library says of it; `note` is one neutral sentence on what had to be assumed.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Door:
     later version): it may import the library, and returns only what is not among `settings`.
 
     `reproduction` writes a program that shows a setting's gradient with the library and torch (or JAX) alone, for
-    settings whose target is a function of the door's module; for others the grader writes it. Its last line of output is
-    a JSON object: `vocabulary` V and `length` T of a world of fixed length, `policy`, `reference` and `sampler` (null
-    where it is the policy) as (C, V) probabilities, and `expected` (C, V), the sum over all rollouts of their
+    settings whose target is a function of the door's module; for others the grader writes it. Its last line of output
+    is a JSON object: `vocabulary` V and `length` T of a world of fixed length, `policy`, `reference` and `sampler`
+    (null where it is the policy) as (C, V) probabilities, and `expected` (C, V), the sum over all rollouts of their
     probability times the gradient with respect to logits, contexts in breadth-first order.
     """
 
