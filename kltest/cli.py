@@ -258,6 +258,46 @@ def explain(
     return 0
 
 
+@app.command()
+@answered
+def libraries(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="LIBRARY[==VERSION]...",
+            help="Which libraries, in which versions (`newest`: whatever the package index has) [default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Say what is known, and install and measure nothing.")
+    ] = False,
+    setting: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this setting; repeatable.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="The longest that a setting may take [default: its own]")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Say what changed since the recorded results; exit 1 if anything did.")
+    ] = False,
+    record: Annotated[bool, typer.Option("--record", help="Make these the recorded results (in a checkout).")] = False,
+    output: Annotated[
+        str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results/libraries]")
+    ] = None,
+) -> int:
+    """Real libraries: installed, each in an environment of its own, and all their settings graded."""
+    from kltest.commands import libraries as command
+
+    if list_only:
+        return command.listing(names or [])
+    if timeout is not None:
+        from kltest.commands.options import GRADE
+
+        timeout = GRADE["timeout"](timeout, "--timeout")
+    request = command.Request(tuple(setting or ()), timeout, again)
+    return command.libraries(names or [], request=request, output=output, diff=diff, record=record)
+
+
 Scale = Annotated[str, typer.Option(metavar="quick|full", help="How much is computed.")]
 Folder = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results]")]
 Workers = Annotated[int | None, typer.Option(metavar="N", help="Processes to spread over [default: one a core].")]

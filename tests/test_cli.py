@@ -187,7 +187,7 @@ def test_of_several_targets_the_worst_counts_and_all_are_reported_in_order():
     ],
 )
 def test_the_worst_is_error_then_refuted_then_inconclusive(kinds, code, monkeypatch):
-    monkeypatch.setattr(grade_command, "_graded", canned(kinds))
+    monkeypatch.setattr(grade_command, "graded", canned(kinds))
     assert call("grade", *(f"t{number}" for number in range(len(kinds)))).exit_code == code
 
 
@@ -363,7 +363,7 @@ def test_a_report_that_cannot_be_written_after_the_work_is_said_and_the_others_a
         yield from canned(["confirmed"])(jobs)
 
     (folder / "gone").mkdir()
-    monkeypatch.setattr(grade_command, "_graded", reports)
+    monkeypatch.setattr(grade_command, "graded", reports)
     result = call("grade", "t", "--output", "json:gone/a.json", "--output", "json:kept.json")
     assert result.exit_code == 3
     assert "gone" in result.stderr
@@ -375,7 +375,7 @@ def test_a_bug_of_kltest_says_so_and_keeps_the_traceback(monkeypatch):
         raise ZeroDivisionError("planted")
         yield
 
-    monkeypatch.setattr(grade_command, "_graded", broken)
+    monkeypatch.setattr(grade_command, "graded", broken)
     result = call("grade", "k3-loss")
     assert result.exit_code == 3
     assert "bug in kltest" in result.stderr
@@ -405,7 +405,7 @@ def test_an_interrupted_run_keeps_what_is_finished(folder, monkeypatch):
         yield from canned(["confirmed"])(jobs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(grade_command, "_graded", interrupted)
+    monkeypatch.setattr(grade_command, "graded", interrupted)
     result = call("grade", "one", "two", "--output", "json:out.json")
     assert result.exit_code == 130
     assert "1 of 2 graded, not graded: two" in result.stderr
@@ -563,7 +563,7 @@ TOKENS = st.one_of(st.sampled_from(WORDS.split()), st.text(max_size=8))
 @given(st.lists(TOKENS, max_size=8))
 def test_no_list_of_arguments_gives_a_traceback_or_an_unknown_exit_code(arguments):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grade_command, "_graded", lambda jobs: canned(["confirmed"] * len(jobs))(jobs))
+        patch.setattr(grade_command, "graded", lambda jobs: canned(["confirmed"] * len(jobs))(jobs))
         for name in ("reproduce", "run", "figures", "paper"):
             patch.setattr(f"kltest.reproduce.commands.{name}", lambda *_, **__: 0)
         result = call(*arguments)

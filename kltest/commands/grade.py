@@ -102,7 +102,7 @@ def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None = No
     misused = False
     try:
         with _terminated_as_interrupted():
-            for report, kind in _graded(jobs):
+            for report, kind in graded(jobs):
                 reports.append(report)
                 misused |= kind == "usage"
     except KeyboardInterrupt:
@@ -120,7 +120,7 @@ def _changes(old: Old | None, reports: Sequence[Report]) -> Changes | None:
     return None if old is None else compare(*old, reports)
 
 
-def _graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
+def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
     """A report a job, in order; UsageError before any grading if a target cannot be found or called.
 
     A misuse that shows only when the target is called comes as a report, of the kind "usage".
@@ -181,10 +181,10 @@ def _report(job: Job, step: Step, output: Output) -> Report:
     message = f"{job.target} {step.message}" if step.kind == "ended" else step.message
     if step.kind == "crashed":
         message = note_bug(message, step.trace)
-    return _with_output(_failed(job, message), output)
+    return _with_output(failed(job, message), output)
 
 
-def _failed(job: Job, message: str) -> Report:
+def failed(job: Job, message: str) -> Report:
     """A report for a target of which nothing is known but how it ended."""
     from kltest.grading.grader import versions
     from kltest.truth import parse, plain

@@ -93,6 +93,10 @@ class Store:
         """What came of a configuration, or None if it has not been run with this version."""
         return self._results.get(digest(configuration))
 
+    def all_rows(self) -> list[Row]:
+        """The rows of all configurations that did not fail, in the order in which they came."""
+        return [row for result in self._results.values() if not isinstance(result, Failure) for row in result]
+
     def add(self, results: Sequence[tuple[Mapping[str, Any], list[Row] | Failure]]) -> None:
         """Keep what came of some configurations; when this returns it is on the disk."""
         assert self._file is not None

@@ -1,0 +1,99 @@
+"""Grade all settings of a library that is installed here, each in a child process, a line of JSON for each.
+
+    python -m kltest.libraries.measure LIBRARY [--setting NAME]… [--done NAME]… [--timeout SECONDS]
+
+This is what `kltest libraries` runs inside a library's environment. Lines come as they are finished, so that nothing is
+lost if the library takes this process down; what the library itself prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kltest.commands.grade import Job, failed, graded
+from kltest.errors import KltestError, UsageError
+from kltest.grading.report import Report
+from kltest.libraries import door, settings_here
+from kltest.libraries.door import Door, Setting
+from kltest.libraries.programs import Program, program
+from kltest.libraries.rows import row
+
+COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
+"""Packages whose versions may matter for what was measured."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library")
+    parser.add_argument("--setting", action="append", default=[])
+    parser.add_argument("--done", action="append", default=[])
+    parser.add_argument("--timeout", type=float, default=None)
+    asked = parser.parse_args(arguments)
+    library = door(asked.library)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        # What a library prints, below Python too, must not get between the answers.
+        os.dup2(2, 1)
+        for each in measured(library, asked.setting, asked.done, asked.timeout):
+            print(json.dumps(each, ensure_ascii=False, allow_nan=False), file=answers, flush=True)
+    return 0
+
+
+def measured(
+    library: Door, names: Sequence[str] = (), done: Sequence[str] = (), timeout: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """First which settings there are (of those named, or all), then a row for each that is not done."""
+    there = settings_here(library)
+    chosen = [setting for setting in there if not names or setting.name in names]
+    yield {"settings": [setting.name for setting in chosen]}
+    with_versions = {name: found for name in COMPANIONS if (found := _version(name))}
+    for setting in chosen:
+        if setting.name in done:
+            continue
+        started = time.monotonic()
+        report = _graded(library, setting, timeout)
+        written = _program(library, setting, report)
+        yield row(
+            library,
+            setting,
+            report,
+            written,
+            version=_version(library.distribution) or "?",
+            versions={**report.versions, **with_versions},
+            known=setting in library.settings,
+            seconds=time.monotonic() - started,
+        )
+
+
+def _graded(library: Door, setting: Setting, timeout: float | None) -> Report:
+    given = {"timeout": timeout} if timeout is not None else {}
+    (job,) = Job.all_of(f"{library.name}:{setting.name}", given)
+    try:
+        ((report, _),) = graded([job])
+    except UsageError as error:
+        return failed(job, str(error))
+    return report
+
+
+def _program(library: Door, setting: Setting, report: Report) -> Program:
+    try:
+        return program(library, setting, report)
+    except KltestError as error:
+        return Program(note=str(error))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

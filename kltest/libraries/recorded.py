@@ -1,0 +1,31 @@
+"""The results that kltest ships with: what each library was last found to do, by whom nothing has to be installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from kltest.libraries import NAMES
+from kltest.libraries.rows import Row
+from kltest.reproduce.files import as_json, write
+
+PATH = Path(__file__).parent / "recorded.json"
+
+
+def read(path: Path = PATH) -> list[Row]:
+    """All recorded rows, by library, version and setting; none if nothing was recorded yet."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def record(rows: Sequence[Row], path: Path = PATH) -> None:
+    """Replace what is recorded of these libraries in these versions; rows of libraries that failed are left out."""
+    new = [each for each in rows if each["setting"]]
+    measured = {(each["library"], each["version"]) for each in new}
+    kept = [each for each in read(path) if (each["library"], each["version"]) not in measured]
+    order = sorted(kept + new, key=lambda each: (NAMES.index(each["library"]), _numbers(each["version"])))
+    write(path, as_json([{name: value for name, value in each.items() if name != "seconds"} for each in order]))
+
+
+def _numbers(version: str) -> list[int]:
+    return [-int(part) for part in version.split(".") if part.isdigit()]

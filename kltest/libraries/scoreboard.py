@@ -1,0 +1,117 @@
+"""The words of the scoreboard: a line of cells for each library, version and setting, once for all formats."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kltest.libraries.door import DEPTHS
+from kltest.libraries.rows import Row
+from kltest.truth import render
+
+COLUMNS = ("library", "setting", "one step", "sequences", "off-policy", "checks", "logged KL", "measured")
+NONE = "no named gradient"
+VALUES = {
+    "kl": "KL",
+    "kl_per_token": "KL per token",
+    "mean_of_token_means": "mean of the rollouts' means",
+    None: "none of the KL values",
+}
+ORDER = {"reverse": 0, "part": 1, "other": 2, "open": 3}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row in words, by column; `kind` says how its gradient stands to ∇KL(π‖ref), for people who look for that."""
+
+    library: str
+    version: str
+    setting: str
+    default: bool
+    recipe: bool
+    cells: Mapping[str, str]
+    kind: str
+    command: str
+    program: str
+    row: Row
+
+
+def lines(rows: Sequence[Row]) -> list[Line]:
+    """A line for each row."""
+    return [line(each) for each in rows]
+
+
+def line(each: Row) -> Line:
+    """One row in words."""
+    there = each["gradients"]
+    found = {
+        "library": f"{each['library']} {each['version']}",
+        "setting": each["setting"],
+        "one step": _worlds(there, "current", ("bandit",)),
+        "sequences": _worlds(there, "current", ("sequence", "ragged")),
+        "off-policy": _worlds(there, "stale", ("bandit", "sequence", "ragged")),
+        "checks": " ".join(check["code"] for check in each["failed"]),
+        "logged KL": _logged(each),
+        "measured": f"{DEPTHS[each['depth']]}, {each['dtype']}" if there else "",
+    }
+    if each["error"]:
+        found["one step"] = f"not graded: {each['error']}"
+    return Line(
+        each["library"],
+        each["version"],
+        each["setting"],
+        bool(each.get("default")),
+        bool(each.get("recipe")),
+        found,
+        kind(each),
+        command(each),
+        f"{each['library']}-{each['version']}-{slug(each['setting'])}.py" if each.get("program") else "",
+        each,
+    )
+
+
+def kind(each: Row) -> str:
+    """`reverse`: ∇KL(π‖ref) with coefficient one, wherever it was measured; `part`: its next-token part, or another
+    coefficient; `other`: another gradient; `open`: not to be said.
+    """
+    if each["verdict"] == "confirmed" and each["expect"] == "reverse_kl":
+        return "reverse"
+    if each["verdict"] in ("error", "inconclusive") or not each["gradients"]:
+        return "open"
+    rows = [row["identified"] for row in each["gradients"] if row["sampler"] == "current"]
+    near = all(found is not None and set(found) <= {"reverse_kl", "local_reverse_kl"} for found in rows)
+    return "part" if rows and near and all(min(found.values()) > 0 for found in rows) else "other"
+
+
+def command(each: Row) -> str:
+    """What shows this row again, on a machine that has nothing but kltest."""
+    setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""
+    return f"kltest libraries {each['library']}=={each['version']}{setting}"
+
+
+def slug(name: str) -> str:
+    """A setting's name as part of a file's."""
+    return "".join(character if character.isalnum() or character in "._-" else "-" for character in name)
+
+
+def _worlds(rows: Sequence[Mapping], sampler: str, worlds: Sequence[str]) -> str:
+    """What was found in some worlds: once where it is the same, else world by world."""
+    found: dict[str, list[str]] = {}
+    for world in worlds:
+        there = [row for row in rows if (row["environment"], row["sampler"]) == (world, sampler)]
+        # A batch of one says what a rollout contributes; where rows are coupled only the batch has a meaning.
+        for row in [row for row in there if row["batch"] == 1] or there[:1]:
+            found.setdefault(_gradient(row["identified"]), []).append(world)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(names)}: {gradient}" for gradient, names in found.items())
+
+
+def _gradient(identified: Mapping[str, float] | None) -> str:
+    return NONE if identified is None else render({name: float(f"{c:.4g}") for name, c in identified.items()})
+
+
+def _logged(each: Row) -> str:
+    found = [VALUES.get(row["matches"], row["matches"]) for row in each["value"] if row["sampler"] == "current"]
+    return " / ".join(dict.fromkeys(found))
