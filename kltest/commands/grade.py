@@ -101,7 +101,7 @@ def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None = No
     reports: list[Report] = []
     misused = False
     try:
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             for report, kind in graded(jobs):
                 reports.append(report)
                 misused |= kind == "usage"
@@ -213,7 +213,7 @@ def _with_output(report: Report, output: Output) -> Report:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM stops the children and keeps what is finished, as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield

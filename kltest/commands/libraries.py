@@ -6,6 +6,7 @@ its process down (the others were measured, and it has a row that says so); 130:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,14 +20,18 @@ import kltest
 from kltest.errors import KltestError, UsageError
 from kltest.libraries import NAMES, door, recorded
 from kltest.libraries.door import Door
-from kltest.libraries.installation import Installed, exact_version, install
+from kltest.libraries.installation import NEWEST, Installed, exact_version, install
 from kltest.libraries.rows import Row, absent, changes, summary
 from kltest.libraries.scoreboard import lines
 from kltest.reproduce.files import writable, write
 from kltest.sweeps.progress import Progress
-from kltest.sweeps.store import Failure, Store, digest
+from kltest.sweeps.store import Store, digest
 
 INTERRUPTED = 130
+PATIENCE = 5.0
+MEASURING = ("environments", "truth", "targets", "moments", "grading", "libraries")
+WORDS = ("cli.py", "docs.py", "guide.py", "markdown.py", "page.py", "scoreboard.py", "recorded.py")
+"""What only says what was found."""
 FOLDER = "results/libraries"
 
 
@@ -37,6 +42,43 @@ class Request:
     settings: tuple[str, ...] = ()
     timeout: float | None = None
     again: bool = False
+
+
+@dataclass(frozen=True)
+class _Measuring:
+    """The process that measures a library inside its environment; `name` is the door's, or its file."""
+
+    name: str
+    installed: Installed
+
+    def answers(self, request: Request, done: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """What it says, line by line; KltestError if it ends before its time."""
+        command = self.installed.command("-m", "kltest.libraries.measure", self.name)
+        for option, names in (("--setting", request.settings), ("--done", done)):
+            for name in names:
+                command += [option, name]
+        if request.timeout is not None:
+            command += ["--timeout", str(request.timeout)]
+        log = self.installed.scratch / "measure.log"
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                command,
+                cwd=self.installed.scratch,
+                env=self.installed.environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                stdin=subprocess.DEVNULL,
+            )
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    yield json.loads(line)
+                code = process.wait()
+            finally:
+                _end(process)
+        if code:
+            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+            raise KltestError(f"measuring ended with exit code {code}: {last} (all of it: {log})")
 
 
 def libraries(
@@ -51,19 +93,22 @@ def libraries(
     asked = _asked(names)
     folder = writable(Path(output or FOLDER))
     rows: list[Row] = []
-    failed = False
     with Store(folder / "runs.jsonl", _code()) as store:
         try:
-            for library, version in asked:
-                found = _measured(library, version, store, request)
-                failed |= any(not each["setting"] for each in found)
-                rows += found
+            for name, version in asked:
+                rows += _measured(name, version, store, request)
         except KeyboardInterrupt:
             print(
                 f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on", file=sys.stderr
             )
             return INTERRUPTED
-    _write(rows, folder)
+    failed = [each for each in rows if not each["setting"]]
+    missing = set(request.settings) - {each["setting"] for each in rows}
+    if missing and not failed:
+        raise UsageError(
+            f"{' and '.join(sorted(missing))}: no library that was asked for has such a setting; --list shows them"
+        )
+    _write([*store.all_rows(), *failed], folder)
     _say(rows)
     print(f"The scoreboard is in {folder}: libraries.md, libraries.html and the programs in reproductions.")
     told = changes(recorded.read(), rows) if diff else []
@@ -77,7 +122,8 @@ def libraries(
 def listing(names: Sequence[str] = ()) -> int:
     """What is known without installing anything: the settings of each door, and what was last recorded of them."""
     known = recorded.read()
-    for library, _ in _asked(names):
+    for name, _ in _asked(names):
+        library = door(name)
         rows = {each["setting"]: each for each in known if each["library"] == library.name}
         versions = sorted({each["version"] for each in rows.values()})
         measured = f"measured in {', '.join(versions)}" if versions else "not measured yet"
@@ -88,22 +134,28 @@ def listing(names: Sequence[str] = ()) -> int:
     return 0
 
 
-def _asked(names: Sequence[str]) -> list[tuple[Door, str | None]]:
-    pairs = [name.partition("==") for name in names or NAMES]
+def _asked(names: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Doors and versions, each looked at before anything is done."""
+    pairs = [name.partition("==") for name in dict.fromkeys(names or NAMES)]
     for name, equals, version in pairs:
+        library = door(name)
         if equals and not version:
-            raise UsageError(f"{name}==: no version is given; write {name}=={door(name).version}")
-    return [(door(name), version or None) for name, _, version in dict.fromkeys(pairs)]
+            raise UsageError(f"{name}==: no version is given; write {name}=={library.version}")
+        if equals and version != NEWEST:
+            exact_version(library, version)
+    return [(name, version or None) for name, _, version in pairs]
 
 
-def _measured(library: Door, asked: str | None, store: Store, request: Request) -> list[Row]:
+def _measured(name: str, asked: str | None, store: Store, request: Request) -> list[Row]:
     """The rows of a library, those that are in the store not measured again."""
+    library = door(name)
     version = asked or library.version
     try:
         version = exact_version(library, asked)
         _tell(f"{library.name} {version}: installing, unless it is there already")
         installed = install(library, version)
-        return list(_rows(library, version, installed, store, request))
+        path = str(Path(name).resolve()) if name.endswith(".py") else name
+        return list(_rows(library, version, _Measuring(path, installed), store, request))
     except UsageError:
         raise
     except KltestError as error:
@@ -111,80 +163,49 @@ def _measured(library: Door, asked: str | None, store: Store, request: Request) 
         return [absent(library, version, str(error))]
 
 
-def _rows(library: Door, version: str, installed: Installed, store: Store, request: Request) -> Iterator[Row]:
-    answers = _answers(library, version, installed, store, request)
-    names = next(answers)["settings"]
-    if missing := sorted(set(request.settings) - set(names)):
-        raise UsageError(f"{library.name} {version} has no setting {missing[0]!r}; it has {', '.join(names)}")
-    done = {name: result for name in names if (result := _kept(store, library, version, name, request)) is not None}
-    with Progress(f"{library.name} {version}", len(names), done=len(done)) as progress:
-        for each in answers:
-            configuration = _configuration(library, version, each["setting"])
-            store.add([(configuration, [each])])
-            done[each["setting"]] = each
-            progress.advance(each["setting"])
-    yield from (done[name] for name in names)
-
-
-def _answers(
-    library: Door, version: str, installed: Installed, store: Store, request: Request
-) -> Iterator[dict[str, Any]]:
-    """What the measuring process says, line by line; KltestError if it ends before its time."""
-    command = installed.command("-m", "kltest.libraries.measure", library.name)
-    for name in request.settings:
-        command += ["--setting", name]
-    for name in _finished(store, library, version, request):
-        command += ["--done", name]
-    if request.timeout is not None:
-        command += ["--timeout", str(request.timeout)]
-    log = installed.scratch / "measure.log"
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            command,
-            cwd=installed.scratch,
-            env=installed.environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-        )
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                yield json.loads(line)
-            code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-    if code:
-        last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise KltestError(f"measuring ended with exit code {code}: {last} (all of it: {log})")
+def _rows(library: Door, version: str, measuring: _Measuring, store: Store, request: Request) -> list[Row]:
+    """The rows of the settings that are asked for, and one that says so if the measuring process came to grief."""
+    finished = _finished(store, library, version, request)
+    names: list[str] = []
+    done: dict[str, Row] = {}
+    try:
+        answers = measuring.answers(request, list(finished))
+        names = next(answers)["settings"]
+        done = {name: finished[name] for name in names if name in finished}
+        with Progress(f"{library.name} {version}", len(names), done=len(done)) as progress:
+            for each in answers:
+                store.add([(_configuration(library, version, each["setting"]), [each])])
+                done[each["setting"]] = each
+                progress.advance(each["setting"])
+    except KltestError as error:
+        if isinstance(error, UsageError):
+            raise
+        _tell(f"{library.name} {version}: {error}")
+        return [*(done[name] for name in names if name in done), absent(library, version, str(error))]
+    return [done[name] for name in names]
 
 
 def _configuration(library: Door, version: str, setting: str) -> dict[str, str]:
     return {"library": library.name, "version": version, "setting": setting}
 
 
-def _kept(store: Store, library: Door, version: str, setting: str, request: Request) -> Row | None:
+def _finished(store: Store, library: Door, version: str, request: Request) -> dict[str, Row]:
+    """The rows that need not be measured again, by setting: what could not be graded is tried once more."""
     if request.again:
-        return None
-    result = store.result(_configuration(library, version, setting))
-    return None if result is None or isinstance(result, Failure) or result[0]["error"] else result[0]
-
-
-def _finished(store: Store, library: Door, version: str, request: Request) -> list[str]:
-    """The settings that need not be measured again: what could not be graded is tried once more."""
-    names = [
-        each["setting"] for each in store.all_rows() if (each["library"], each["version"]) == (library.name, version)
-    ]
-    return [name for name in dict.fromkeys(names) if _kept(store, library, version, name, request) is not None]
+        return {}
+    return {
+        each["setting"]: each
+        for each in store.all_rows()
+        if (each["library"], each["version"]) == (library.name, version) and not each["error"]
+    }
 
 
 def _code() -> str:
-    """Changes with any line of kltest, so that no result of other code is taken for one of this."""
+    """Changes with all that a measurement depends on, so that no result of other code is taken for one of this."""
     root = Path(kltest.__file__).parent
-    return digest(
-        sorted((str(path.relative_to(root)), sha256(path.read_bytes()).hexdigest()) for path in root.rglob("*.py"))
-    )
+    sources = [*root.glob("*.py"), *(path for room in MEASURING for path in (root / room).rglob("*.py"))]
+    read = [(str(path.relative_to(root)), path.read_bytes()) for path in sources if path.name not in WORDS]
+    return digest(sorted((name, sha256(content).hexdigest()) for name, content in read))
 
 
 def _write(rows: Sequence[Row], folder: Path) -> None:
@@ -194,7 +215,7 @@ def _write(rows: Sequence[Row], folder: Path) -> None:
     write(folder / "libraries.html", page.render(rows))
     for each in lines(rows):
         if each.program:
-            write(folder / "reproductions" / each.program, each.row["program"])
+            write(folder / "reproductions" / each.program, each.row["program"].rstrip() + "\n")
 
 
 def _say(rows: Sequence[Row]) -> None:
@@ -209,6 +230,15 @@ def _say(rows: Sequence[Row]) -> None:
             if each.cells[column]:
                 print(f"    {column + ':':12}{each.cells[column]}")
     print()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let it end the children that it has, then make sure."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(PATIENCE)
+    process.kill()
+    process.wait()
 
 
 def _tell(words: str) -> None:

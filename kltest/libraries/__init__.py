@@ -5,8 +5,11 @@ One file a library, each with a `DOOR`. Nothing of a library is copied, and none
 
 from __future__ import annotations
 
+import re
+import runpy
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from kltest.errors import UsageError
 from kltest.libraries.door import DEPTHS, Depth, Door, Setting
@@ -18,10 +21,27 @@ NAMES = ("trl", "verl", "openrlhf", "liger", "torchrl", "tunix", "unsloth-zoo")
 
 
 def door(name: str) -> Door:
-    """The door of that name; UsageError if there is none."""
+    """The door of that name, or the `DOOR` of a Python file; UsageError if there is none."""
+    if name.endswith(".py"):
+        return _door_of(Path(name))
     if name not in NAMES:
-        raise UsageError(f"there is no door into {name!r}; {did_you_mean(name, NAMES)}there are {', '.join(NAMES)}")
+        raise UsageError(
+            f"there is no door into {name!r}; {did_you_mean(name, NAMES)}there are {', '.join(NAMES)}, "
+            "and a file of your own may hold one: path/to/file.py"
+        )
     return import_module(f"kltest.libraries.{name.replace('-', '_')}").DOOR
+
+
+def _door_of(path: Path) -> Door:
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist; a door of your own is a Python file with a DOOR")
+    try:
+        found = runpy.run_path(str(path)).get("DOOR")
+    except Exception as error:
+        raise UsageError(f"{path} cannot be run: {type(error).__name__}: {error}") from None
+    if not isinstance(found, Door):
+        raise UsageError(f"{path} has no DOOR of the kind kltest.libraries.Door")
+    return found
 
 
 def settings_here(library: Door) -> tuple[Setting, ...]:
@@ -46,13 +66,22 @@ def settings_here(library: Door) -> tuple[Setting, ...]:
     return (*library.settings, *more)
 
 
+def _split(text: str) -> tuple[str, str, str]:
+    """A target as door, colon and setting; no door where it cannot name one. A file alone is not its door."""
+    own = re.fullmatch(r"(.+\.py):(.+)", text)
+    if own:
+        return own[1], ":", own[2]
+    name, colon, wanted = text.partition(":")
+    return (name, colon, wanted) if name in NAMES else ("", "", "")
+
+
 def named(text: str) -> list[tuple[str, Setting]]:
     """The settings that a target names: all of a library (`verl`), or one (`verl:NAME`); none if it names no door.
 
     Raises UsageError for a setting that the library does not have, and if the library is not installed.
     """
-    name, colon, wanted = text.strip().partition(":")
-    if name not in NAMES or (colon and all(part.isidentifier() for part in wanted.split("."))):
+    name, colon, wanted = _split(text.strip())
+    if not name or (colon and all(part.isidentifier() for part in wanted.split("."))):
         return []
     library = door(name)
     if not colon:

@@ -18,14 +18,14 @@ INTRODUCTION = (
 )
 MEANINGS = {
     "reverse_kl": "the gradient of the KL between whole sequences, which the objective of RLHF subtracts",
-    "local_reverse_kl": "its next-token part: prefixes are taken as given, so that no token answers for what follows it",
+    "local_reverse_kl": "its next-token part: prefixes are taken as given, no token answers for what follows",
     "forward_kl": "the gradient of the other KL, from the reference to the policy",
     "local_forward_kl": "the next-token part of the other KL",
     "zero": "no gradient in expectation, only noise",
 }
 KINDS = {
     "reverse": "follows ∇KL(π‖ref)",
-    "part": "a part or another size of it",
+    "part": "its next-token part, or another size",
     "other": "another gradient",
     "open": "not to be said",
 }

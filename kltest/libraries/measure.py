@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kltest.commands.grade import Job, failed, graded
+from kltest.commands.grade import Job, failed, graded, terminated_as_interrupted
 from kltest.errors import KltestError, UsageError
 from kltest.grading.report import Report
 from kltest.libraries import door, settings_here
@@ -36,28 +36,29 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--done", action="append", default=[])
     parser.add_argument("--timeout", type=float, default=None)
     asked = parser.parse_args(arguments)
-    library = door(asked.library)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         # What a library prints, below Python too, must not get between the answers.
         os.dup2(2, 1)
-        for each in measured(library, asked.setting, asked.done, asked.timeout):
-            print(json.dumps(each, ensure_ascii=False, allow_nan=False), file=answers, flush=True)
+        with terminated_as_interrupted():
+            for each in measured(asked.library, asked.setting, asked.done, asked.timeout):
+                print(json.dumps(each, ensure_ascii=False, allow_nan=False), file=answers, flush=True)
     return 0
 
 
 def measured(
-    library: Door, names: Sequence[str] = (), done: Sequence[str] = (), timeout: float | None = None
+    name: str, names: Sequence[str] = (), done: Sequence[str] = (), timeout: float | None = None
 ) -> Iterator[dict[str, Any]]:
     """First which settings there are (of those named, or all), then a row for each that is not done."""
+    library = door(name)
     there = settings_here(library)
     chosen = [setting for setting in there if not names or setting.name in names]
     yield {"settings": [setting.name for setting in chosen]}
-    with_versions = {name: found for name in COMPANIONS if (found := _version(name))}
+    beside = {package: found for package in COMPANIONS if (found := _version(package))}
     for setting in chosen:
         if setting.name in done:
             continue
         started = time.monotonic()
-        report = _graded(library, setting, timeout)
+        report = _graded(f"{name}:{setting.name}", timeout)
         written = _program(library, setting, report)
         yield row(
             library,
@@ -65,15 +66,15 @@ def measured(
             report,
             written,
             version=_version(library.distribution) or "?",
-            versions={**report.versions, **with_versions},
+            versions={**report.versions, **beside},
             known=setting in library.settings,
             seconds=time.monotonic() - started,
         )
 
 
-def _graded(library: Door, setting: Setting, timeout: float | None) -> Report:
+def _graded(target: str, timeout: float | None) -> Report:
     given = {"timeout": timeout} if timeout is not None else {}
-    (job,) = Job.all_of(f"{library.name}:{setting.name}", given)
+    (job,) = Job.all_of(target, given)
     try:
         ((report, _),) = graded([job])
     except UsageError as error:

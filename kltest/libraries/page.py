@@ -32,6 +32,7 @@ body { max-width: 90rem; }
 .kind-reverse .kind { color: var(--confirmed); } .kind-part .kind { color: var(--inconclusive); }
 .kind-other .kind { color: var(--refuted); }
 tr[hidden] { display: none; }
+.board details { margin: 0; } .board details[open] { min-width: 20rem; }
 @media (max-width: 60rem) {
   .board, .board tbody, .board tr, .board td { display: block; } .board thead { display: none; }
   .board tr { border: 1px solid var(--line); border-radius: .4rem; margin: .75rem 0; padding: .25rem 0; }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kltest.grading.report import Report
 from kltest.libraries.door import Door, Setting
-from kltest.libraries.programs import Program
+
+if TYPE_CHECKING:
+    from kltest.grading.report import Report
+    from kltest.libraries.programs import Program
 
 DIGITS = 6
 """Significant digits of numbers that are kept."""

@@ -92,7 +92,7 @@ def command(each: Row) -> str:
 
 def slug(name: str) -> str:
     """A setting's name as part of a file's."""
-    return "".join(character if character.isalnum() or character in "._-" else "-" for character in name)
+    return "".join(character if character.isalnum() or character in "._-+=" else "-" for character in name)
 
 
 def _worlds(rows: Sequence[Mapping], sampler: str, worlds: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 def _lines(report: Report) -> Iterator[str]:
     yield f"### {MARKS[report.verdict]} {_code(report.target)}: {report.verdict}"
     yield ""
-    yield f"{_escape(headline(report))} · declared {_code(report.expect)} · {_escape(' · '.join(settings(report)))}"
+    yield f"{escape(headline(report))} · declared {_code(report.expect)} · {escape(' · '.join(settings(report)))}"
     yield ""
     if report.gradients:
         yield from _table(report)
@@ -44,13 +44,13 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _smallest(report.smallest)
     if report.error:
         first, _, rest = report.error.partition("\n")
-        yield f"- **{_escape(one_line(first))}**"
+        yield f"- **{escape(one_line(first))}**"
         if rest.strip():
             yield from ("", *(f"  {line}".rstrip() for text in _fenced(rest) for line in text.splitlines()), "")
-    yield from (f"- Expected failure: {_escape(line)}" for line in excuses(report))
-    yield from (f"- Logged value: {_escape(line)}" for line in value_rows(report))
-    yield from (f"- {_escape(one_line(note))}" for note in report.notes)
-    yield from (f"- Skipped {', '.join(codes)}: {_escape(why)}" for why, codes in skipped(report).items())
+    yield from (f"- Expected failure: {escape(line)}" for line in excuses(report))
+    yield from (f"- Logged value: {escape(line)}" for line in value_rows(report))
+    yield from (f"- {escape(one_line(note))}" for note in report.notes)
+    yield from (f"- Skipped {', '.join(codes)}: {escape(why)}" for why, codes in skipped(report).items())
     if report.traceback:
         yield from ("", *_fenced(report.traceback))
     yield ""
@@ -60,9 +60,9 @@ def _check(check: CheckResult) -> Iterator[str]:
     """An item of a list; paragraphs and code of its own are indented by two."""
     mark = "⚠️" if is_warning(check) else "❌"
     words, code = remedy(check)
-    yield f"- {mark} **{check.code} {_escape(check.name)}**: {_escape(one_line(check.message))}"
+    yield f"- {mark} **{check.code} {escape(check.name)}**: {escape(one_line(check.message))}"
     if words:
-        yield from ("", f"  **Fix:** {_escape(words)}")
+        yield from ("", f"  **Fix:** {escape(words)}")
     if code:
         yield from ("", *(f"  {line}".rstrip() for text in _fenced(code, "python") for line in text.splitlines()))
     yield ""
@@ -71,13 +71,13 @@ def _check(check: CheckResult) -> Iterator[str]:
 def _smallest(found: WorkedExample) -> Iterator[str]:
     """The smallest failing world as a table for pencil and paper, and the program that shows it."""
     head, *numbers = found.table()
-    yield from (f"**Smallest world in which it fails:** {_escape(found.setting)}.", "")
-    yield "| " + " | ".join(map(_escape, head)) + " |"
+    yield from (f"**Smallest world in which it fails:** {escape(found.setting)}.", "")
+    yield "| " + " | ".join(map(escape, head)) + " |"
     yield "|---|---|" + "--:|" * (len(head) - 2)
-    yield from ("| " + " | ".join(map(_escape, row)) + " |" for row in numbers)
+    yield from ("| " + " | ".join(map(escape, row)) + " |" for row in numbers)
     yield ""
     if found.note:
-        yield from (_escape(found.note), "")
+        yield from (escape(found.note), "")
     if found.code:
         yield from ("The same without kltest (prints both gradients, a row a prefix):", "")
         yield from (*_fenced(found.code, "python"), "")
@@ -89,11 +89,11 @@ def _table(report: Report) -> Iterator[str]:
     for row in rows(report):
         agrees = {True: "yes", False: "**no**", None: "not judged"}[row.agrees]
         agrees = f"excused: {', '.join(row.excused)}" if row.excused else agrees
-        agrees = f"{agrees}: {_escape(row.note)}" if row.note else agrees
-        yield "| " + " | ".join((*map(_escape, row.cells), agrees)) + " |"
+        agrees = f"{agrees}: {escape(row.note)}" if row.note else agrees
+        yield "| " + " | ".join((*map(escape, row.cells), agrees)) + " |"
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Plain text that no Markdown reader takes for markup, a link, a mention or the end of a table cell."""
     escaped = re.sub(r"([\\`*_{}\[\]<>#|~$])", r"\\\1", visible(text, keep=""))
     return escaped.replace("&", "&amp;").replace("@", "&#64;").replace("://", "&#58;//")
@@ -123,11 +123,11 @@ def _changed(changes: Changes) -> Iterator[str]:
     if moved:
         yield from ("| target | what | was | is |", "|---|---|---|---|")
     for change in moved:
-        target = _escape(one_line(change.target))
+        target = escape(one_line(change.target))
         if change.status:
             yield f"| {target} | {change.status} | | |"
         for one in change.differences:
-            yield f"| {target} | {_escape(one.what)} | {_escape(one.was) or '–'} | {_escape(one.now) or '–'} |"
-    same = [_escape(one_line(change.target)) for change in changes.targets if change not in moved]
+            yield f"| {target} | {escape(one.what)} | {escape(one.was) or '–'} | {escape(one.now) or '–'} |"
+    same = [escape(one_line(change.target)) for change in changes.targets if change not in moved]
     if same:
         yield from ("", f"As before: {', '.join(same)}.")

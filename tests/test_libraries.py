@@ -1,0 +1,319 @@
+"""`kltest libraries` on a library made here: installed from a wheel, graded, changed, broken; what is said of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kltest.commands.libraries import Request, libraries, listing
+from kltest.errors import UsageError
+from kltest.libraries import NAMES, door, markdown, named, page, recorded
+from kltest.libraries.installation import InstallError, UnreachableError, exact_version, install
+from kltest.libraries.rows import changes
+from kltest.libraries.scoreboard import lines
+
+LOSSES = """
+import os, time
+from kltest_made_up import settings
+
+def penalty(logp, ref_logp, kind):
+    u = logp - ref_logp
+    if kind == "square":
+        return FACTOR * u**2 / 2
+    if kind == "linear":
+        return u
+    if kind == "raises":
+        raise ValueError("this version does not know how")
+    if kind == "leaves":
+        os._exit(7)
+    if kind == "hangs":
+        time.sleep(3600)
+"""
+DOOR = """
+from kltest.libraries import Door, Setting
+
+def discover():
+    from kltest_made_up import settings
+    known = {"square", "linear", "raises", "leaves", "hangs"}
+    return [setting(kind) for kind in settings.KINDS if kind not in known]
+
+def setting(kind, **more):
+    return Setting(f"penalty/{kind}", "kltest_made_up.losses:penalty", {"kind": kind}, **more)
+
+DOOR = Door(
+    name="made-up",
+    distribution="kltest-made-up",
+    version="1.0",
+    installs=(("--no-deps", "--no-index", "--find-links", "WHEELS", "kltest-made-up=={version}"),),
+    module="kltest_made_up.losses",
+    homepage="https://example.org",
+    settings=(
+        setting("linear", default=True),
+        setting("square", options={"expect": "local_reverse_kl"}),
+        setting("raises"),
+        setting("leaves"),
+        setting("hangs", options={"timeout": 8}),
+    ),
+    discover=discover,
+)
+"""
+
+
+def wheel(folder: Path, version: str, losses: str, kinds: list[str]) -> None:
+    """A wheel is a zip file with a few words about itself."""
+    about = f"kltest_made_up-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"kltest_made_up-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr("kltest_made_up/__init__.py", "")
+        archive.writestr("kltest_made_up/settings.py", f"KINDS = {kinds!r}\n")
+        archive.writestr("kltest_made_up/losses.py", losses)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: kltest-made-up\nVersion: {version}\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory):
+    """The door's file; 1.0 halves nothing, 2.0 doubles the square and has a setting more, 3.0 cannot be imported."""
+    folder = tmp_path_factory.mktemp("made_up")
+    wheel(folder, "1.0", "FACTOR = 1\n" + LOSSES, ["linear", "square"])
+    more = LOSSES.replace('if kind == "linear"', 'if kind in ("linear", "straight")')
+    wheel(folder, "2.0", "FACTOR = 2\n" + more, ["linear", "square", "straight"])
+    wheel(folder, "3.0", "import os\nprint('about to leave')\nos._exit(9)\n", [])
+    file = folder / "door.py"
+    file.write_text(DOOR.replace("WHEELS", str(folder)))
+    return file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environments(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KLTEST_LIBRARIES", str(tmp_path_factory.mktemp("environments")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def measured(made_up, tmp_path_factory):
+    """All settings of 1.0, once: exit code, folder, rows by setting."""
+    folder = tmp_path_factory.mktemp("results")
+    code = libraries([str(made_up)], output=str(folder))
+    return code, folder, rows_of(folder)
+
+
+def rows_of(folder):
+    records = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    return {(row["version"], row["setting"]): row for record in records for row in record["rows"]}
+
+
+def test_each_setting_is_graded_or_says_why_not(measured):
+    """u: zero; u²/2: the local reverse KL, by the score's own identities; what fails fails alone."""
+    code, _, rows = measured
+    assert code == 0
+    assert list(rows) == [("1.0", f"penalty/{kind}") for kind in ("linear", "square", "raises", "leaves", "hangs")]
+    linear, square, raises, leaves, hangs = rows.values()
+    assert {row["environment"]: row["identified"] for row in linear["gradients"]} == {
+        world: {"zero": 1.0} for world in ("bandit", "sequence", "ragged")
+    }
+    assert square["verdict"] == "confirmed"
+    assert square["expect"] == "local_reverse_kl"
+    assert "this version does not know how" in raises["error"]
+    assert "exit status 7" in leaves["error"]
+    assert "8 s" in hangs["error"]
+    assert linear["versions"]["kltest"]
+    assert linear["default"]
+    assert not square["default"]
+
+
+def test_the_program_shows_the_same_without_kltest(measured, made_up):
+    """Run with the library's own interpreter: the true gradient, and nothing."""
+    _, folder, rows = measured
+    program = (folder / "reproductions" / "made-up-1.0-penalty-linear.py").read_text()
+    assert program.strip() == rows["1.0", "penalty/linear"]["program"].strip()
+    assert "kltest" not in program.replace("kltest_made_up", "")
+    installed = install(door(str(made_up)), "1.0")
+    done = subprocess.run(
+        installed.command("-c", program), env=installed.environment, capture_output=True, text=True, check=True
+    )
+    true, found = (json.loads(line) for line in done.stdout.splitlines())
+    assert max(abs(x) for row in true for x in row) > 0.1
+    assert max(abs(x) for row in found for x in row) < 1e-12
+
+
+def test_what_is_done_is_not_done_again_and_what_failed_is(measured, made_up):
+    _, folder, _ = measured
+    before = (folder / "runs.jsonl").read_text().splitlines()
+    assert libraries([str(made_up)], output=str(folder), request=Request(settings=("penalty/linear",))) == 0
+    assert (folder / "runs.jsonl").read_text().splitlines() == before
+    assert libraries([str(made_up)], output=str(folder), request=Request(settings=("penalty/raises",))) == 0
+    assert len((folder / "runs.jsonl").read_text().splitlines()) == len(before) + 1
+
+
+def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, capsys):
+    """2.0 doubles one gradient and adds a setting that nobody wrote down."""
+    *_, rows = measured
+    record = tmp_path / "recorded.json"
+    record.write_text(json.dumps(list(rows.values())))
+    monkeypatch.setattr(recorded, "PATH", record)
+    monkeypatch.setattr(recorded.read, "__defaults__", (record,))
+    monkeypatch.setattr(recorded.record, "__defaults__", (record,))
+    monkeypatch.setattr(recorded, "NAMES", (*NAMES, "made-up"))
+    asked = Request(settings=("penalty/linear", "penalty/square", "penalty/straight"))
+    names = [f"{made_up}==2.0"]
+    assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
+    said = capsys.readouterr().out.partition("since what is recorded:")[2]
+    assert re.search(r"penalty/square: verdict.* 1\.0: .*local_reverse_kl → .*2\*local_reverse_kl", said)
+    assert "penalty/straight: new, bandit, current: zero" in said
+    assert "penalty/linear" not in said
+    assert libraries(names, output=str(tmp_path), request=asked, record=True) == 0
+    versions = [(row["version"], row["setting"]) for row in recorded.read()]
+    assert versions[:3] == [("2.0", f"penalty/{kind}") for kind in ("linear", "square", "straight")]
+    assert {version for version, _ in versions} == {"1.0", "2.0"}
+
+
+def test_a_library_that_takes_its_process_down_stops_no_other(made_up, tmp_path, capsys):
+    asked = Request(settings=("penalty/linear",))
+    names = [f"{made_up}==3.0", f"{made_up}==4.0", f"{made_up}==1.0"]
+    assert libraries(names, output=str(tmp_path), request=asked) == 3
+    out = (tmp_path / "libraries.md").read_text()
+    assert "exit code 9: about to leave" in out
+    assert "4.0" in out
+    assert "kltest-made-up==4.0" in out  # what pip was asked for
+    assert "`penalty/linear`" in out
+    assert list(rows_of(tmp_path)) == [("1.0", "penalty/linear")]
+
+
+def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
+    """The command is killed once its second row is on the disk; started again it measures the others alone."""
+    command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]
+    for kind in ("linear", "square", "leaves"):
+        command += ["--setting", f"penalty/{kind}"]
+    store = tmp_path / "runs.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if "penalty/square" in line:
+                process.kill()
+    before = store.read_bytes()
+    assert len(before.splitlines()) >= 2
+    subprocess.run(command, check=True, capture_output=True)
+    assert store.read_bytes().startswith(before)
+    assert list(rows_of(tmp_path)) == [("1.0", f"penalty/{kind}") for kind in ("linear", "square", "leaves")]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["trl=="], "write trl==1.16.0"),
+        (["trll"], "did you mean trl"),
+        (["trl==one"], "'one' is no version"),
+        (["nothing.py"], "nothing.py does not exist"),
+        ([__file__.replace("test_libraries.py", "trial.py")], "has no DOOR"),
+    ],
+)
+def test_a_question_wrongly_put_is_answered_before_any_work(names, words, tmp_path):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        libraries(names, output=str(tmp_path / "never"))
+    assert not (tmp_path / "never").exists()
+
+
+def test_an_unknown_setting_is_named(made_up, tmp_path):
+    with pytest.raises(UsageError, match="penalty/none"):
+        libraries([str(made_up)], output=str(tmp_path), request=Request(settings=("penalty/none",)))
+
+
+def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, monkeypatch):
+    """A closed port answers nothing; an index that is an empty folder answers that there is no such package."""
+    library = door(str(made_up))
+    own = type(library)(**{**vars(library), "installs": (("--no-deps", "no-such-package-of-ours=={version}"),)})
+    for key in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(UnreachableError, match="no-such-package-of-ours"):
+        install(own, "1.0", where=tmp_path)
+    monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
+    with pytest.raises(InstallError) as failed:
+        install(own, "1.0", where=tmp_path)
+    assert not isinstance(failed.value, UnreachableError)
+
+
+def test_the_version_is_the_one_asked_for_or_the_one_that_was_tried(made_up):
+    library = door(str(made_up))
+    assert exact_version(library, None) == "1.0"
+    assert exact_version(library, "0.9.post1") == "0.9.post1"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_door_is_well_made(name):
+    """Names that no module could have, defaults first, links that are links, nothing imported to say so."""
+    library = door(name)
+    names = [setting.name for setting in library.settings]
+    assert library.name == name
+    assert len(set(names)) == len(names) > 0
+    assert not any(all(part.isidentifier() for part in setting.split(".")) for setting in names)
+    assert any(setting.default for setting in library.settings)
+    assert any(setting.recipe for setting in library.settings)
+    assert library.settings[0].default
+    for setting in library.settings:
+        assert setting.source.startswith("https://") or not setting.source
+        assert ":" in setting.target
+        assert json.loads(json.dumps(dict(setting.arguments))) == dict(setting.arguments)
+        assert named(f"{name}:{setting.name}") == [(f"{name}:{setting.name}", setting)]
+
+
+def test_what_is_known_is_listed_without_torch_and_without_the_libraries():
+    code = (
+        "import sys; from kltest.commands.libraries import listing; listing(); "
+        "heavy = {'torch', 'trl', 'verl', 'jax', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name in NAMES:
+        assert f"\n{name} (https://" in f"\n{done.stdout}"
+        for setting in door(name).settings:
+            assert f"  {setting.name}" in done.stdout
+
+
+def test_a_listing_tells_what_was_recorded(measured, made_up, tmp_path, monkeypatch, capsys):
+    *_, rows = measured
+    monkeypatch.setattr(recorded, "read", lambda: list(rows.values()))
+    assert listing([str(made_up)]) == 0
+    out = capsys.readouterr().out
+    assert "measured in 1.0" in out
+    assert re.search(r"penalty/linear \(default\): bandit, current: zero; .*\(KL101\)", out)
+
+
+def test_rounding_is_no_news_and_a_sign_is(measured):
+    rows = list(measured[2].values())
+    nudged, turned = (json.loads(json.dumps(rows)) for _ in range(2))
+    for row in nudged:
+        for gradient in row["gradients"]:
+            gradient["relative_bias"] *= 1 + 1e-7
+            gradient["residual"] = 1e-13
+    assert changes(rows, nudged) == []
+    turned[1]["gradients"][0]["identified"] = {"reverse_kl": -1.0}
+    assert len(changes(rows, turned)) == 1
+    assert changes(rows, rows[1:]) == ["made-up penalty/linear: no longer there (it was in 1.0)"]
+
+
+def test_every_line_of_the_board_says_how_to_see_it_again(measured):
+    rows = list(measured[2].values())
+    for form in (markdown.render(rows), page.render(rows)):
+        for line in lines(rows):
+            assert line.command.partition(" --setting")[0] in form
+            assert line.setting in form
+    assert all(line.command == f"kltest libraries made-up==1.0 --setting {line.setting}" for line in lines(rows))
+
+
+def test_nothing_that_a_library_says_is_taken_for_markup(measured):
+    """A reason with markup in it stays text, in a table and on the page."""
+    rows = json.loads(json.dumps(list(measured[2].values())))
+    rows[2]["error"] = "<script>alert(1)</script> | `x` \n next"
+    assert "<script>alert" not in page.render(rows)
+    table = [line for line in markdown.render(rows).splitlines() if line.startswith("| `penalty/raises`")]
+    assert len(table) == 1
+    assert "\\|" in table[0]
+    assert "<script>" not in table[0]
