@@ -1,7 +1,7 @@
 """Keeps generated pages in step: `python -m kltest.docs` tells what is not, `--write` mends it.
 
 A generated part of the README stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; the pages of the checks,
-docs/checks/CODE.md and their index, are generated whole.
+docs/checks/CODE.md and their index, and the scoreboard of libraries with its programs are generated whole.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ def checks() -> str:
             for code, check in CHECKS.items()
         ]
     )
+
+
+def library_pages() -> dict[str, str]:
+    """The scoreboard of real libraries, from what is recorded of them."""
+    from kltest.libraries import recorded
+    from kltest.libraries.pages import files
+
+    return {f"docs/{name}": content for name, content in files(recorded.read()).items()}
 
 
 def check_pages() -> dict[str, str]:
@@ -110,15 +118,17 @@ def escaped(text: str) -> str:
 
 
 def stale_pages() -> dict[str, str | None]:
-    """The pages of checks that are not in step, with what they should be; None for one that should not be there."""
+    """The pages that are not in step, with what they should be; None for one that should not be there."""
     root = Checkout.find().root
-    fresh = check_pages()
+    fresh = check_pages() | library_pages()
     found: dict[str, str | None] = {}
     for path, content in fresh.items():
         file = root / path
         if not file.is_file() or NOISE.sub("0", file.read_text(encoding="utf-8")) != NOISE.sub("0", content):
             found[path] = content
-    left = sorted(f"{PAGES}/{file.name}" for file in (root / PAGES).glob("*.md"))
+    left = sorted(
+        file.relative_to(root).as_posix() for folder in (PAGES, PROGRAMS) for file in (root / folder).glob("*.*")
+    )
     return found | {path: None for path in left if path not in fresh}
 
 
@@ -232,8 +242,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-# Where the pages of the checks are, and what their codes begin with.
+# Where the pages of the checks are, the programs of the scoreboard, and what the codes of checks begin with.
 PAGES = "docs/checks"
+PROGRAMS = "docs/reproductions"
 FAMILIES = {
     "1": "Which gradient",
     "2": "Sequences",

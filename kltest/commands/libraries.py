@@ -209,13 +209,10 @@ def _code() -> str:
 
 
 def _write(rows: Sequence[Row], folder: Path) -> None:
-    from kltest.libraries import markdown, page
+    from kltest.libraries.pages import files
 
-    write(folder / "libraries.md", markdown.render(rows))
-    write(folder / "libraries.html", page.render(rows))
-    for each in lines(rows):
-        if each.program:
-            write(folder / "reproductions" / each.program, each.row["program"].rstrip() + "\n")
+    for name, content in files(rows).items():
+        write(folder / name, content)
 
 
 def _say(rows: Sequence[Row]) -> None:

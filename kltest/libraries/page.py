@@ -27,16 +27,17 @@ body { max-width: 90rem; }
 .kind-reverse td:first-child { box-shadow: inset .3rem 0 var(--confirmed); }
 .kind-part td:first-child { box-shadow: inset .3rem 0 var(--inconclusive); }
 .kind-other td:first-child { box-shadow: inset .3rem 0 var(--refuted); }
-.board td:first-child { padding-left: .8rem; }
+.board td:first-child { padding-left: .8rem; } .board tbody[hidden] { display: none; }
 .kind { display: inline-block; font-size: .8rem; }
 .kind-reverse .kind { color: var(--confirmed); } .kind-part .kind { color: var(--inconclusive); }
 .kind-other .kind { color: var(--refuted); }
-tr[hidden] { display: none; }
-.board details { margin: 0; } .board details[open] { min-width: 20rem; }
+.board tr:first-child td { border-bottom: 0; padding-bottom: 0; }
+.board .more { max-width: 0; padding-top: 0; font-size: .9rem; } .board details { margin: 0; }
+.board summary { color: var(--faint); }
 @media (max-width: 60rem) {
   .board, .board tbody, .board tr, .board td { display: block; } .board thead { display: none; }
-  .board tr { border: 1px solid var(--line); border-radius: .4rem; margin: .75rem 0; padding: .25rem 0; }
-  .board tr[hidden] { display: none; }
+  .board tbody { border: 1px solid var(--line); border-radius: .4rem; margin: .75rem 0; padding: .25rem 0; }
+  .board .more { max-width: none; }
   .board td { border: 0; padding: .15rem .8rem; font-size: .95rem; }
   .board td:empty { display: none; }
   .board td[data-column]::before { content: attr(data-column) ": "; color: var(--faint); }
@@ -44,8 +45,8 @@ tr[hidden] { display: none; }
 """.strip()
 SCRIPT = """
 (function () {
-  var table = document.querySelector(".board"), body = table.tBodies[0];
-  var rows = Array.prototype.slice.call(body.rows);
+  var table = document.querySelector(".board");
+  var rows = Array.prototype.slice.call(table.tBodies);
   var controls = document.querySelector(".controls"), count = document.getElementById("count");
   var text = document.getElementById("text"), library = document.getElementById("library");
   var kind = document.getElementById("kind"), marked = document.getElementById("marked");
@@ -65,6 +66,7 @@ SCRIPT = """
   }
   [text, library, kind, marked].forEach(function (control) { control.addEventListener("input", filter); });
   var heads = Array.prototype.slice.call(table.tHead.rows[0].cells);
+  function said(row, place) { return row.rows[0].cells[place].textContent; }
   heads.forEach(function (head, place) {
     var button = document.createElement("button");
     button.type = "button";
@@ -76,10 +78,10 @@ SCRIPT = """
       heads.forEach(function (other) { other.removeAttribute("aria-sort"); });
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
       rows.sort(function (one, other) {
-        var order = one.cells[place].textContent.localeCompare(other.cells[place].textContent, "en", {numeric: true});
+        var order = said(one, place).localeCompare(said(other, place), "en", {numeric: true});
         return (order || one.dataset.place - other.dataset.place) * (down ? -1 : 1);
       });
-      rows.forEach(function (row) { body.appendChild(row); });
+      rows.forEach(function (row) { table.appendChild(row); });
     });
   });
   filter();
@@ -160,18 +162,18 @@ def _choice(name: str, label: str, options: Mapping[str, str]) -> str:
 
 def _board(found: Sequence[Line]) -> Iterator[str]:
     yield '<table class="board">'
-    heads = "".join(f'<th scope="col">{_text(column)}</th>' for column in (*COLUMNS, "again"))
-    yield f"<thead><tr>{heads}</tr></thead><tbody>"
+    heads = "".join(f'<th scope="col">{_text(column)}</th>' for column in COLUMNS)
+    yield f"<thead><tr>{heads}</tr></thead>"
     for place, line in enumerate(found):
         mark = "default" if line.default else "recipe" if line.recipe else ""
         yield (
-            f'<tr class="kind-{line.kind}" data-kind="{line.kind}" data-library="{_text(line.library)}" '
-            f'data-mark="{mark}" data-place="{place}">'
+            f'<tbody class="kind-{line.kind}" data-kind="{line.kind}" data-library="{_text(line.library)}" '
+            f'data-mark="{mark}" data-place="{place}"><tr>'
         )
         for column in COLUMNS:
             yield f'<td data-column="{column}">{_cell(line, column)}</td>' if line.cells[column] else "<td></td>"
-        yield f"<td>{''.join(_details(line))}</td></tr>"
-    yield "</tbody></table>"
+        yield f'</tr><tr><td class="more" colspan="{len(COLUMNS)}">{"".join(_details(line))}</td></tr></tbody>'
+    yield "</table>"
 
 
 def _cell(line: Line, column: str) -> str:

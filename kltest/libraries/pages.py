@@ -1,0 +1,19 @@
+"""All files of the scoreboard, by their path below one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kltest.libraries import markdown, page
+from kltest.libraries.rows import Row
+from kltest.libraries.scoreboard import lines
+
+
+def files(rows: Sequence[Row]) -> dict[str, str]:
+    """The page in Markdown, the same for a browser, and the programs that show rows without kltest."""
+    programs = {
+        f"{markdown.PROGRAMS}/{line.program}": line.row["program"].rstrip() + "\n"
+        for line in lines(rows)
+        if line.program
+    }
+    return {"libraries.md": markdown.render(rows), "libraries.html": page.render(rows), **programs}

@@ -1,0 +1,175 @@
+"""The scoreboard in a real browser: sorted, filtered, on a phone, in the dark, and whole where no script runs."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from kltest.libraries import page
+from kltest.libraries.scoreboard import COLUMNS, lines
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+WORLDS = ("bandit", "sequence", "ragged")
+FOUND = {
+    "square": ({"local_reverse_kl": 1.0}, ["KL201"], {"default": True}),
+    "cubic": (None, ["KL105", "KL503"], {}),
+    "linear": ({"zero": 1.0}, ["KL101"], {}),
+    "whole": ({"reverse_kl": 1.0}, [], {"recipe": True, "note": "Costs one pass more."}),
+    "third": ({"reverse_kl": 1 / 3}, ["KL106"], {}),
+}
+
+
+def row(library, version, name, found, codes, marks):
+    """A row as measuring writes it, with the given finding everywhere."""
+    gradients = [
+        {"environment": world, "sampler": sampler, "batch": 1, "identified": found}
+        for world in WORLDS
+        for sampler in ("current", "stale")
+    ]
+    return {
+        "library": library,
+        "version": version,
+        "setting": f"penalty/{name}",
+        "expect": "reverse_kl",
+        "depth": "function",
+        "dtype": "float64",
+        "default": False,
+        "recipe": False,
+        "note": "",
+        "source": "https://example.org/a?b=1&c=2",
+        "versions": {"torch": "2.13.0"},
+        "verdict": "confirmed" if found == {"reverse_kl": 1.0} else "refuted",
+        "gradients": gradients,
+        "value": [{"environment": world, "sampler": "current", "matches": "kl"} for world in WORLDS],
+        "failed": [{"code": code, "message": "It is so & so <there>."} for code in codes],
+        "notes": [],
+        "error": "",
+        "program": "print('a very long line ' * 20)  # " + "x" * 200,
+        **marks,
+    }
+
+
+ROWS = [row(library, "1.0", name, *found) for library in ("one", "two") for name, found in FOUND.items()]
+
+DRIVER = """
+<!doctype html><meta charset="utf-8"><body>
+<iframe id="plain" sandbox="allow-same-origin" src="page.html" style="width:WIDTHpx;height:900px"></iframe>
+<iframe id="lively" src="page.html" style="width:WIDTHpx;height:900px"></iframe>
+<script>
+function shown(doc) {
+  return Array.from(doc.querySelectorAll(".board tbody")).filter(row => row.getClientRects().length > 0)
+    .map(row => row.dataset.library + " " + row.querySelector("code").textContent);
+}
+function state(doc) {
+  return {rows: shown(doc), controls: doc.querySelector(".controls").getClientRects().length > 0,
+    width: doc.documentElement.scrollWidth, buttons: doc.querySelectorAll(".board th button").length};
+}
+function set(doc, id, value) {
+  var control = doc.getElementById(id);
+  control.value = value;
+  control.dispatchEvent(new Event("input", {bubbles: true}));
+}
+addEventListener("load", function () {
+  var plain = document.getElementById("plain").contentDocument;
+  var doc = document.getElementById("lively").contentDocument;
+  var said = {plain: state(plain), lively: state(doc)};
+  set(doc, "text", "kl105"); said.text = shown(doc); said.count = doc.getElementById("count").textContent;
+  set(doc, "text", "no such words"); said.none = shown(doc); set(doc, "text", "");
+  set(doc, "library", "two"); said.library = shown(doc); set(doc, "library", "");
+  set(doc, "kind", "part"); said.part = shown(doc); set(doc, "kind", "");
+  set(doc, "marked", "recipe"); said.recipe = shown(doc); set(doc, "marked", "");
+  var button = doc.querySelectorAll(".board th button")[1];
+  button.click(); said.up = shown(doc); said.sort = button.parentNode.getAttribute("aria-sort");
+  button.click(); said.down = shown(doc);
+  doc.querySelectorAll("details").forEach(one => { one.open = true; });
+  said.open = doc.documentElement.scrollWidth;
+  var out = document.createElement("pre");
+  out.id = "out";
+  out.textContent = JSON.stringify(said);
+  document.body.appendChild(out);
+});
+</script>
+"""
+
+
+@pytest.fixture(scope="module", params=[360, 1300])
+def seen(request, tmp_path_factory):
+    """What the browser shows at a phone's width and at a desk's, and what happens when it is used."""
+    if BROWSER is None:
+        pytest.skip("no Chromium or Chrome is installed")
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "page.html").write_text(page.render(ROWS), encoding="utf-8")
+    (folder / "driver.html").write_text(DRIVER.replace("WIDTH", str(request.param)), encoding="utf-8")
+    done = subprocess.run(
+        [
+            BROWSER,
+            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+            *("--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}"),
+            *("--virtual-time-budget=5000", "--window-size=1500,1000", "--dump-dom"),
+            (folder / "driver.html").as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    match = re.search(r'<pre id="out">(\{.*\})</pre>', done.stdout, flags=re.DOTALL)
+    assert match, done.stderr[-2000:]
+    return request.param, json.loads(html.unescape(match[1]))
+
+
+ALL = [f"{each['library']} {each['setting']}" for each in ROWS]
+
+
+def test_it_is_whole_without_a_script(seen):
+    """In a frame where none may run, every row is there and nothing that would not work is shown."""
+    width, said = seen
+    assert said["plain"]["rows"] == ALL
+    assert not said["plain"]["controls"]
+    assert said["plain"]["buttons"] == 0
+    assert said["plain"]["width"] <= width
+
+
+def test_nothing_makes_it_scroll_sideways(seen):
+    width, said = seen
+    assert said["lively"]["width"] <= width
+    assert said["open"] <= width
+
+
+def test_rows_are_filtered(seen):
+    _, said = seen
+    assert said["lively"]["rows"] == ALL
+    assert said["lively"]["controls"]
+    assert said["text"] == ["one penalty/cubic", "two penalty/cubic"]
+    assert said["count"] == "2 of 10"
+    assert said["none"] == []
+    assert said["library"] == ALL[5:]
+    # ⅓ of the gradient and its next-token part are parts of it.
+    assert said["part"] == [f"{library} penalty/{name}" for library in ("one", "two") for name in ("square", "third")]
+    assert said["recipe"] == ["one penalty/whole", "two penalty/whole"]
+
+
+def test_rows_are_sorted_both_ways(seen):
+    _, said = seen
+    by_setting = sorted(ALL, key=lambda title: title.split()[1])
+    assert said["up"] == by_setting
+    assert said["down"] == by_setting[::-1]
+    assert said["lively"]["buttons"] == len(COLUMNS)
+
+
+def test_kinds_say_how_a_row_stands_to_the_true_gradient():
+    assert [line.kind for line in lines(ROWS)][:5] == ["part", "other", "other", "reverse", "part"]
+
+
+def test_only_its_own_script_may_run_and_nothing_is_loaded():
+    text = page.render(ROWS)
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none'")
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2]
+    assert not re.search(r"<(?:link|img|iframe)|src=|@import|url\(", text)
+    assert "so &amp; so &lt;there&gt;" in text
