@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kltest.commands.libraries import Request, libraries, listing
 from kltest.errors import UsageError
@@ -18,6 +19,7 @@ from kltest.libraries.installation import InstallError, UnreachableError, exact_
 from kltest.libraries.rows import changes
 from kltest.libraries.scoreboard import lines
 
+ROOT = Path(__file__).resolve().parent.parent
 LOSSES = """
 import os, time
 from kltest_made_up import settings
@@ -165,10 +167,11 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     asked = Request(settings=("penalty/linear", "penalty/square", "penalty/straight"))
     names = [f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
-    said = capsys.readouterr().out.partition("since what is recorded:")[2]
+    said = capsys.readouterr().out.partition("What changed since the recorded results.")[2]
     assert re.search(r"penalty/square: verdict.* 1\.0: .*local_reverse_kl → .*2\*local_reverse_kl", said)
     assert "penalty/straight: new, bandit, current: zero" in said
     assert "penalty/linear" not in said
+    assert (tmp_path / "changes.md").read_text().count("\n- ") == 2
     assert libraries(names, output=str(tmp_path), request=asked, record=True) == 0
     versions = [(row["version"], row["setting"]) for row in recorded.read()]
     assert versions[:3] == [("2.0", f"penalty/{kind}") for kind in ("linear", "square", "straight")]
@@ -317,3 +320,12 @@ def test_nothing_that_a_library_says_is_taken_for_markup(measured):
     assert len(table) == 1
     assert "\\|" in table[0]
     assert "<script>" not in table[0]
+
+
+def test_every_library_is_graded_in_its_newest_release_on_schedule():
+    """The workflow names each door, and what changed stands before everything else."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/libraries.yml").read_text())["jobs"]
+    runs = [step.get("run", "") for step in jobs["libraries"]["steps"]]
+    (graded,) = [run.split() for run in runs if run.startswith("kltest libraries")]
+    assert set(graded) - {"kltest", "libraries", "--diff"} == {f"{name}==newest" for name in NAMES}
+    assert any(re.search(r"changes\.md \S*libraries\.md >> ", run) for run in runs)

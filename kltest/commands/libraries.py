@@ -23,6 +23,8 @@ from kltest.libraries.door import Door
 from kltest.libraries.installation import NEWEST, Installed, exact_version, install
 from kltest.libraries.rows import Row, absent, changes, summary
 from kltest.libraries.scoreboard import lines
+from kltest.outputs._words import one_line
+from kltest.outputs.markdown import escape
 from kltest.reproduce.files import writable, write
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
@@ -113,7 +115,7 @@ def libraries(
     print(f"The scoreboard is in {folder}: libraries.md, libraries.html and the programs in reproductions.")
     told = changes(recorded.read(), rows) if diff else []
     if diff:
-        print("\n".join(["", "since what is recorded:", *told] if told else ["", "nothing changed since recorded"]))
+        _tell_changes(told, folder)
     if record:
         recorded.record(rows)
     return 3 if failed else int(bool(told))
@@ -236,6 +238,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(PATIENCE)
     process.kill()
     process.wait()
+
+
+def _tell_changes(told: Sequence[str], folder: Path) -> None:
+    head = "What changed since the recorded results" if told else "Nothing changed since the recorded results"
+    print("\n".join(["", head + ".", *told]))
+    items = [f"- {escape(one_line(each))}" for each in told]
+    write(folder / "changes.md", "\n".join([f"# {head}", *([""] if items else []), *items]) + "\n")
 
 
 def _tell(words: str) -> None:
