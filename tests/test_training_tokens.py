@@ -60,7 +60,7 @@ def test_options_and_whole_losses(monkeypatch):
 
 def test_a_cost_that_goes_to_the_wrong_tokens_is_seen(monkeypatch):
     charged = TokenPenalty._charged
-    monkeypatch.setattr(TokenPenalty, "_charged", lambda self, batch, cost: charged(self, batch, cost).flip(0))
+    monkeypatch.setattr(TokenPenalty, "_charged", lambda self, batch, cost: charged(self, batch, cost)[::-1])
     with pytest.raises(AssertionError):
         assert_same_end(monkeypatch, runs_of("k1-reward-to-go", "sequence"), SETTINGS["drawn"])
 

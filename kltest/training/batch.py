@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kltest.training.sums import total
 
@@ -24,82 +22,83 @@ class Batch:
     """
 
     shape: tuple[int, int, int]
-    cells: Tensor
-    live: Tensor | None
-    weights: Tensor
-    prompt: Tensor | None
+    cells: np.ndarray
+    live: np.ndarray | None
+    weights: np.ndarray
+    prompt: np.ndarray | None
     group_size: int | None
     rollouts: int
     exact: bool
     planes: bool = False
 
-    def chosen(self, table: Tensor) -> Tensor:
+    def chosen(self, table: np.ndarray) -> np.ndarray:
         """(T, M, R) entries of a table at the tokens taken; anything where dead."""
-        return (table if self.planes else table.view(-1).index_select(0, self.cells)).view(self.shape)
+        return (table if self.planes else table.reshape(-1).take(self.cells)).reshape(self.shape)
 
-    def rows(self, values: Tensor) -> Tensor:
+    def rows(self, values: np.ndarray) -> np.ndarray:
         """(M·R, T) of (T, M, R), as estimators see rollouts: contiguous, so that sums over tokens have one order."""
-        return values.reshape(len(values), -1).t().contiguous()
+        return np.ascontiguousarray(values.reshape(len(values), -1).T)
 
-    def steps(self, values: Tensor) -> Tensor:
+    def steps(self, values: np.ndarray) -> np.ndarray:
         """(T, M, R) of (M·R, T)."""
-        return values.t().contiguous().view(self.shape)
+        return np.ascontiguousarray(values.T).reshape(self.shape)
 
-    def next_tokens(self, table: Tensor) -> Tensor:
+    def next_tokens(self, table: np.ndarray) -> np.ndarray:
         """(M·R, T, V) rows of a table at the contexts visited; anything where dead."""
-        contexts = self.rows(self.cells.view(self.shape)) % table[0].numel()
-        taken = table.view(len(table), -1).index_select(1, contexts.view(-1))
-        return taken.t().contiguous().view(*contexts.shape, -1)
+        contexts = self.rows(self.cells.reshape(self.shape)) % table[0].size
+        taken = table.reshape(len(table), -1).take(contexts.reshape(-1), axis=1)
+        return np.ascontiguousarray(taken.T).reshape(*contexts.shape, -1)
 
-    def collect(self, values: Tensor, like: Tensor) -> Tensor:
+    def collect(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
         """A table of the sums of values (T, M, R), zero where dead, by cell."""
         if self.planes:
-            return values.view(like.shape)
+            return values.reshape(like.shape)
         return _summed(self.cells, values, like)
 
-    def collect_next(self, values: Tensor, like: Tensor) -> Tensor:
+    def collect_next(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
         """A table of the sums of values (M·R, T, V) of all next tokens, zero where dead, by cell."""
-        size = like[0].numel()
-        contexts = self.rows(self.cells.view(self.shape)) % size
-        return _summed(contexts.unsqueeze(2) + torch.arange(len(like)) * size, values, like)
+        size = like[0].size
+        contexts = self.rows(self.cells.reshape(self.shape)) % size
+        return _summed(contexts[:, :, None] + np.arange(len(like)) * size, values, like)
 
-    def along(self, values: Tensor) -> Tensor:
+    def along(self, values: np.ndarray) -> np.ndarray:
         """(M, R) sums of values (T, M, R) over live tokens."""
-        return total(values if self.live is None else torch.where(self.live, values, 0.0), 0)
+        if self.live is not None:
+            values = np.where(self.live, values, 0.0)
+        return values[0] if len(values) == 1 else total(values)
 
     @cached_property
-    def groups(self) -> Tensor:
+    def groups(self) -> np.ndarray:
         """(M, R) int: a number for each group, different for each run."""
         _, rows, runs = self.shape
         if self.group_size is not None:
-            group = (torch.arange(rows) // self.group_size).view(-1, 1)
+            group = (np.arange(rows) // self.group_size)[:, None]
         else:
-            group = torch.zeros((rows, 1), dtype=torch.int64) if self.prompt is None else self.prompt
-        return group * runs + torch.arange(runs)
+            group = np.zeros((rows, 1), dtype=np.int64) if self.prompt is None else self.prompt
+        return group * runs + np.arange(runs)
 
-    def mean(self, values: Tensor) -> Tensor:
+    def mean(self, values: np.ndarray) -> np.ndarray:
         """Mean of values (M, R) over each row's group, as (M, R) or (1, R); in exact mode the expectation."""
         if self.group_size is not None and not (self.exact and self.group_size == 1):
-            grouped = values.view(-1, self.group_size, values.shape[1])
-            return (total(grouped, 1) / self.group_size).repeat_interleave(self.group_size, dim=0)
+            grouped = values.reshape(-1, self.group_size, values.shape[1])
+            return (total(grouped, 1) / self.group_size).repeat(self.group_size, axis=0)
         if self.prompt is None:
-            return total(values * self.weights, 0).unsqueeze(0)
-        mean = torch.zeros_like(values)
+            return total(values * self.weights)[None]
+        mean = np.zeros_like(values)
         for prompt in range(int(self.prompt.max()) + 1):
-            weights = torch.where(self.prompt == prompt, self.weights, 0.0)
-            mass = total(weights, 0)
-            mean = torch.where(self.prompt == prompt, total(values * weights, 0) / mass.clamp(min=1e-300), mean)
+            weights = np.where(self.prompt == prompt, self.weights, 0.0)
+            mass = total(weights)
+            mean = np.where(self.prompt == prompt, total(values * weights) / np.maximum(mass, 1e-300), mean)
         return mean
 
     @property
-    def sizes(self) -> Tensor | int:
+    def sizes(self) -> np.ndarray | int:
         """How many rollouts there are in each row's group; (M, R) float where that differs."""
         if self.group_size is None and self.prompt is not None:
-            same = self.prompt.expand(self.shape[1:])
-            return total((same.unsqueeze(0) == same.unsqueeze(1)).to(torch.float64), 0)
+            same = np.broadcast_to(self.prompt, self.shape[1:])
+            return total((same[None] == same[:, None]).astype(float))
         return self.group_size or self.rollouts
 
 
-def _summed(cells: Tensor, values: Tensor, like: Tensor) -> Tensor:
-    sums = np.bincount(cells.numpy().ravel(), values.numpy().ravel(), like.numel())
-    return torch.from_numpy(sums).view(like.shape)
+def _summed(cells: np.ndarray, values: np.ndarray, like: np.ndarray) -> np.ndarray:
+    return np.bincount(cells.reshape(-1), values.reshape(-1), like.size).reshape(like.shape)

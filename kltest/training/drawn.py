@@ -10,9 +10,7 @@ import torch
 from kltest.environments import END, Environment
 from kltest.training.batch import Batch
 from kltest.training.sums import FEW, Policy
-
-UNIFORMS = 2**20
-"""Uniforms that are kept ahead for all runs together."""
+from kltest.training.uniforms import Uniforms
 
 
 class Drawn:
@@ -37,14 +35,10 @@ class Drawn:
     ) -> None:
         self.batch_size, self.group_size, self.steps, self.runs = batch_size, group_size, steps, len(seeds)
         self.horizon = environment.horizon
-        self._generators = [np.random.default_rng(seed) for seed in seeds]
         contexts, vocabulary, branches = environment.successors.shape
         self._several, self._stochastic = len(environment.prompts) > 1, branches > 1
-        self._draws = self._several + self.horizon + (self.horizon - 1) * self._stochastic
-        ahead = max(1, min(UNIFORMS // (self.runs * self._draws * batch_size), steps + 1))
-        self._raw = np.empty((self.runs, ahead * self._draws * batch_size))
-        self._block = np.empty((ahead, self._draws, batch_size, self.runs))
-        self._first = -ahead
+        draws = self._several + self.horizon + (self.horizon - 1) * self._stochastic
+        self._uniforms = Uniforms(seeds, draws, batch_size, steps + 1)
         self._ends = _may_end(environment)
         # Contexts of all runs are numbered through, c·R + r: runs that stand at one place are neighbours in memory.
         self._own = np.arange(self.runs)
@@ -57,12 +51,12 @@ class Drawn:
         self._prompts = environment.prompts.cumsum()[:-1]
         few = vocabulary <= min(batch_size, FEW)
         self._counted = counted and self.horizon == 1 and contexts == 1 and few and group_size is None
-        self._shares = torch.full((batch_size, self.runs), 1.0 / batch_size, dtype=torch.float64)
-        self._arms = torch.arange(vocabulary * self.runs) if self._counted else torch.empty(0)
+        self._shares = np.full((batch_size, self.runs), 1.0 / batch_size)
+        self._arms = np.arange(vocabulary * self.runs if self._counted else 0)
 
     def draw(self, sampler: Policy, step: int) -> Batch:
         """The rollouts of an update; updates are asked for in order."""
-        uniforms = self._uniforms(step)
+        uniforms = self._uniforms.take()
         if self._counted:
             return self._counts(sampler, uniforms[0])
         left = iter(uniforms)
@@ -70,7 +64,7 @@ class Drawn:
         prompt = self._prompt(next(left)) if self._several else None
         # (1, R) until rollouts part, then (B, R).
         row = self._starts[:1] if prompt is None else np.take_along_axis(self._starts, prompt, axis=0)
-        cumulative = _cumulative(sampler.chances.numpy().reshape(vocabulary, -1))
+        cumulative = _cumulative(sampler.chances.reshape(vocabulary, -1))
         cells = np.empty((self.horizon, self.batch_size, runs), dtype=np.int64)
         alive = np.empty(cells.shape, dtype=bool) if self._ends else None
         for step_, cell in enumerate(cells):
@@ -85,10 +79,10 @@ class Drawn:
                     row = np.where(alive[step_], row, END)
         return Batch(
             cells.shape,
-            torch.from_numpy(cells.reshape(-1)),
-            None if alive is None else torch.from_numpy(alive),
+            cells.reshape(-1),
+            alive,
             self._shares,
-            None if prompt is None else torch.from_numpy(prompt),
+            prompt,
             self.group_size,
             self.batch_size,
             False,
@@ -99,9 +93,9 @@ class Drawn:
         kind = np.uint8 if self.batch_size < 256 else np.int64
         passed = np.full((vocabulary + 1, runs), self.batch_size, dtype=kind)
         passed[-1] = 0
-        reached = uniform >= _cumulative(sampler.chances.numpy().reshape(vocabulary, -1))[:, None]
+        reached = uniform >= _cumulative(sampler.chances.reshape(vocabulary, -1))[:, None]
         np.add.reduce(reached.view(np.uint8), axis=1, dtype=kind, out=passed[1:-1])
-        weights = torch.from_numpy(np.divide(passed[:-1] - passed[1:], self.batch_size, dtype=float))
+        weights = np.divide(passed[:-1] - passed[1:], self.batch_size, dtype=float)
         shape = (1, vocabulary, runs)
         return Batch(shape, self._arms, None, weights, None, None, self.batch_size, False, planes=True)
 
@@ -119,15 +113,6 @@ class Drawn:
         for reached in self._arrivals:
             branch += uniform >= reached.take(here)
         return self._following.reshape(-1).take(branch * self._following.shape[1] + cell)
-
-    def _uniforms(self, step: int) -> np.ndarray:
-        """(draws, B, R) of an update."""
-        if step >= self._first + len(self._block):
-            for own, generator in zip(self._raw, self._generators, strict=True):
-                generator.random(out=own)
-            np.copyto(self._block.reshape(-1, self.runs), self._raw.T)
-            self._first = step
-        return self._block[step - self._first]
 
 
 def _may_end(environment: Environment) -> bool:

@@ -6,7 +6,6 @@ from itertools import combinations_with_replacement
 from math import comb, factorial, prod
 
 import numpy as np
-import torch
 
 from kltest.environments import Environment
 from kltest.errors import WorldError
@@ -36,21 +35,21 @@ class Enumerated:
         self._batch = _batch(cells, live, rows, paths.prompt if several else None, self.group_size)
         if contexts == 1 and self._batch.shape == (1, vocabulary, runs):
             self._batch = Batch(**{**vars(self._batch), "planes": True})
-        self._log_weight = torch.from_numpy(paths.log_weight).view(-1, 1)
-        self._rows = torch.from_numpy(rows)
+        self._log_weight = paths.log_weight[:, None]
+        self._rows = rows
         chance = environment.prompts[paths.prompt]
-        self._orders = torch.from_numpy(orders * chance[rows[:: self.group_size]] / self.group_size).view(-1, 1)
-        self._prompt_chance = torch.from_numpy(chance).view(-1, 1)
+        self._orders = (orders * chance[rows[:: self.group_size]] / self.group_size)[:, None]
+        self._prompt_chance = chance[:, None]
 
     def draw(self, sampler: Policy, step: int) -> Batch:
         """All rows under a sampler; `step` is of no account."""
-        chances = (self._rollouts.along(self._rollouts.chosen(sampler.log_probs)) + self._log_weight).exp()
+        chances = np.exp(self._rollouts.along(self._rollouts.chosen(sampler.log_probs)) + self._log_weight)
         if self.group_size > 1:
-            members = (chances / self._prompt_chance).index_select(0, self._rows)
-            group = self._orders.expand(-1, chances.shape[1])
-            for member in members.view(-1, self.group_size, chances.shape[1]).unbind(1):
-                group = group * member
-            chances = group.repeat_interleave(self.group_size, dim=0)
+            members = (chances / self._prompt_chance).take(self._rows, axis=0)
+            group = self._orders
+            for place in range(self.group_size):
+                group = group * members[place :: self.group_size]
+            chances = group.repeat(self.group_size, axis=0)
         return Batch(**{**vars(self._batch), "weights": chances})
 
 
@@ -58,13 +57,13 @@ def _batch(
     cells: np.ndarray, live: np.ndarray | None, rows: np.ndarray, prompt: np.ndarray | None, group_size: int = 1
 ) -> Batch:
     """The given rows of all rollouts, their weights to be filled in."""
-    taken = torch.from_numpy(np.ascontiguousarray(cells[:, rows]))
+    taken = np.ascontiguousarray(cells[:, rows])
     return Batch(
         (taken.shape[0], taken.shape[1], taken.shape[2]),
-        taken.view(-1),
-        None if live is None else torch.from_numpy(np.ascontiguousarray(live[:, rows])),
-        torch.zeros(()),
-        None if prompt is None else torch.from_numpy(prompt[rows]).view(-1, 1),
+        taken.reshape(-1),
+        None if live is None else np.ascontiguousarray(live[:, rows]),
+        np.zeros(()),
+        None if prompt is None else prompt[rows, None],
         group_size,
         1,
         True,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kltest.environments import END, Environment
-from kltest.training.sums import total
+from kltest.training.sums import Policy, total
 from kltest.training.world import World
 from kltest.truth import optimum
 
@@ -25,7 +25,8 @@ class Measure:
         self._starts = torch.from_numpy(environment.start)
         self._prompts = torch.from_numpy(environment.prompts)
         self._reached = _reached(environment)
-        self._reward, self._log_reference = world.reward, world.log_reference
+        self._reward, self._log_reference = torch.from_numpy(world.reward), torch.from_numpy(world.log_reference)
+        self._beta = torch.from_numpy(world.beta)
         self._optimal: Tensor | None = None
         self._best: Tensor | None = None
         if optima:
@@ -51,9 +52,9 @@ class Measure:
         tables = np.stack(policies, axis=-1).swapaxes(1, 2)
         return torch.from_numpy(np.ascontiguousarray(tables)), torch.tensor(values, dtype=torch.float64)
 
-    def __call__(self, log_policy: Tensor) -> dict[str, Tensor]:
-        """(R,) each, by name, for (V, C, R) log-probs."""
-        chances = log_policy.exp()
+    def __call__(self, policy: Policy) -> dict[str, np.ndarray]:
+        """(R,) each, by name."""
+        log_policy, chances = torch.from_numpy(policy.log_probs), torch.from_numpy(policy.chances)
         vocabulary, contexts, runs = log_policy.shape
         fixed = [self._reward, log_policy - self._log_reference, -log_policy]
         own = 0 if self._optimal is None else 1
@@ -71,11 +72,11 @@ class Measure:
                     worth = worth + self._onward(value, here, token)
                 earlier.index_add_(0, here, worth * chances[token].index_select(0, here).unsqueeze(1))
             value = earlier
-        first = total(value.index_select(0, self._starts) * self._prompts.view(-1, 1, 1), 0)
+        first = torch.from_numpy(total((value.index_select(0, self._starts) * self._prompts.view(-1, 1, 1)).numpy()))
         reward, kl, entropy = first[0], first[1], first[2]
-        objective = reward - self.world.beta * kl
+        objective = reward - self._beta * kl
         unknown = torch.full_like(reward, torch.nan)
-        return {
+        found = {
             "reward": reward,
             "kl": kl,
             "objective": objective,
@@ -83,6 +84,7 @@ class Measure:
             "kl_to_optimum": first[3] if own else unknown,
             "gap": unknown if self._best is None else self._best - objective,
         }
+        return {name: values.numpy() for name, values in found.items()}
 
     def _onward(self, value: Tensor, here: Tensor, token: int) -> Tensor:
         """(C', k, R): what a token leads to in the contexts `here`, expected, of values (C, k, R)."""

@@ -37,9 +37,9 @@ class Pull:
     weighted by the rows' weights, None where none arrives; `logged` (R,) the KL that the estimator logs, if asked.
     """
 
-    logp: Tensor | None = None
-    logits: Tensor | None = None
-    logged: Tensor | None = None
+    logp: np.ndarray | None = None
+    logits: np.ndarray | None = None
+    logged: np.ndarray | None = None
 
 
 class Penalty:
@@ -72,39 +72,40 @@ class Penalty:
             for single in witness.singles.values()
         )
 
-    def pull(self, batch: Batch, policy: Tensor, sampler: Tensor, *, log: bool) -> Pull:
+    def pull(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> Pull:
         """The gradient of β times the KL part, or of the whole loss, on a batch; tables of log-probs are (V, C, R)."""
         fields, columns = self._fields(batch, policy, sampler), self._columns(batch, policy, sampler)
         call = self._one_by_one if self.alone else self._together
         found, logged = call(fields, columns, batch, log)
-        shares = torch.ones_like(batch.weights) if self.alone else batch.weights
+        shares = np.ones_like(batch.weights) if self.alone else batch.weights
         if not (self.whole or self.loss.takes_beta):
             shares = shares * self.world.beta
-        weights = shares.expand(batch.shape)
-        weights = weights if batch.live is None else torch.where(batch.live, weights, 0.0)
-        parts: dict[str, Tensor | None] = dict.fromkeys(LEAVES)
+        weights = np.broadcast_to(shares, batch.shape)
+        weights = weights if batch.live is None else np.where(batch.live, weights, 0.0)
+        parts: dict[str, np.ndarray | None] = dict.fromkeys(LEAVES)
         for leaf, part in found.items():
             if part.dim() == 2:
-                parts[leaf] = weighted(batch.steps(part), weights)
+                parts[leaf] = weighted(batch.steps(part.numpy()), weights)
             else:
-                parts[leaf] = weighted(part, batch.rows(weights).unsqueeze(2))
+                parts[leaf] = weighted(part.numpy(), batch.rows(weights)[:, :, None])
         return Pull(parts["logp"], parts["logits"], logged)
 
     def _together(
         self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], np.ndarray | None]:
         """One call for the rows of all runs."""
         rollout = Rollout(fields, beta=float(self.world.runs[0].beta))
         objective, logged = self._call(rollout, columns, placed=batch.live is not None)
         gradients = self._gradients(rollout, objective.sum())
         if not log:
             return gradients, None
-        each = batch.along(batch.steps(logged)) if logged.dim() == 2 else logged.view(batch.shape[1:])
-        return gradients, total(weighted(each, batch.weights), 0)
+        values = logged.numpy()
+        each = batch.along(batch.steps(values)) if values.ndim == 2 else values.reshape(batch.shape[1:])
+        return gradients, total(weighted(each, batch.weights))
 
     def _one_by_one(
         self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], np.ndarray | None]:
         """Each batch, or in exact mode each group, as a call of its own."""
         _, rows, runs = batch.shape
         size = (batch.group_size or 1) if batch.exact else rows
@@ -112,7 +113,7 @@ class Penalty:
         if not self.trusted:
             self.loss.settle(base)
         found: dict[str, Tensor] = {}
-        logged = torch.zeros(runs, dtype=torch.float64)
+        logged = np.zeros(runs)
         for run, first in product(range(runs), range(0, rows, size)):
             weight = float(batch.weights[first, run]) * size if batch.exact else 1.0
             if weight == 0:
@@ -171,43 +172,47 @@ class Penalty:
             answer = recipe.function(**values)
         return (answer[0], answer[1]["kl"]) if isinstance(answer, tuple) else (answer, None)
 
-    def _columns(self, batch: Batch, policy: Tensor, sampler: Tensor) -> dict[str, Tensor]:
+    def _columns(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Tensor]:
         """(M·R, 1) the numbers of each run's own, by parameter."""
         columns = {}
         for name in self.own:
             values = [run.options[name].value for run in self.world.runs]
             if callable(values[0]):
-                state = State(by_run(policy), by_run(self.world.log_reference), by_run(sampler))
+                tables = (policy, self.world.log_reference, sampler)
+                state = State(*(torch.from_numpy(by_run(table)) for table in tables))
                 column = torch.as_tensor(values[0](state), dtype=torch.float64)
             else:
                 column = torch.tensor(values, dtype=torch.float64)
             columns[name] = column.repeat(batch.shape[1]).unsqueeze(1)
         return columns
 
-    def _fields(self, batch: Batch, policy: Tensor, sampler: Tensor) -> dict[str, Any]:
+    def _fields(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Any]:
         """Everything that a rollout has, (M·R, …), built when it is asked for."""
         steps, rows, runs = batch.shape
         flat = (rows * runs, steps)
         world = self.world
 
+        def reward() -> np.ndarray:
+            return batch.along(batch.chosen(world.reward))
+
         def advantage() -> Tensor:
-            earned = batch.along(batch.chosen(world.reward))
-            return (earned - batch.mean(earned)).view(-1)
+            earned = reward()
+            return torch.from_numpy((earned - batch.mean(earned)).reshape(-1))
 
         def mask() -> Tensor:
             assert batch.live is not None
-            return batch.rows(batch.live).to(torch.float64)
+            return torch.from_numpy(batch.rows(batch.live).astype(float))
 
         fields: dict[str, Any] = {
             "mask": mask if batch.live is not None else self._all_live(flat),
-            "tokens": lambda: batch.rows(batch.cells.view(batch.shape)) // policy[0].numel(),
-            "reward": lambda: batch.along(batch.chosen(world.reward)).reshape(-1),
+            "tokens": lambda: torch.from_numpy(batch.rows(batch.cells.reshape(batch.shape)) // policy[0].size),
+            "reward": lambda: torch.from_numpy(reward().reshape(-1)),
             "advantage": advantage,
-            "group": lambda: batch.groups.reshape(-1),
+            "group": lambda: torch.from_numpy(batch.groups.reshape(-1)),
         }
         for prefix, table in {"": policy, "ref_": world.log_reference, "old_": sampler}.items():
-            fields[f"{prefix}logp"] = lambda table=table: batch.rows(batch.chosen(table))
-            fields[f"{prefix}logits"] = lambda table=table: batch.next_tokens(table)
+            fields[f"{prefix}logp"] = lambda table=table: torch.from_numpy(batch.rows(batch.chosen(table)))
+            fields[f"{prefix}logits"] = lambda table=table: torch.from_numpy(batch.next_tokens(table))
         return fields
 
     def _all_live(self, shape: tuple[int, int]) -> Tensor:
@@ -217,7 +222,7 @@ class Penalty:
         return self._ones
 
 
-def weighted(values: Tensor, weights: Tensor) -> Tensor:
+def weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Their product, without what a row that was never drawn, or that counts for nothing, would add, however steep."""
     product = values * weights
-    return product if isfinite(float(product.sum())) else torch.where(weights != 0, product, 0.0)
+    return product if isfinite(np.add.reduce(product, axis=None)) else np.where(weights != 0, product, 0.0)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from kltest.training.batch import Batch
 
@@ -24,26 +23,25 @@ Ratio = Literal["none", "token", "sequence", "clipped"]
 
 
 def push(
-    batch: Batch, earned: Tensor, log_ratio: Tensor | None, baseline: Baseline, ratio: Ratio, clip: float
-) -> Tensor:
+    batch: Batch, earned: np.ndarray, log_ratio: np.ndarray | None, baseline: Baseline, ratio: Ratio, clip: float
+) -> np.ndarray:
     """(T, M, R) weights on g_t, zero where dead. `earned` (M, R); `log_ratio` (T, M, R) is None where ρ = 1."""
     advantage = _less_baseline(batch, earned, baseline)
     weight = batch.weights * advantage
     if log_ratio is None or ratio == "none":
-        factor = weight.expand(batch.shape)
+        factor = np.broadcast_to(weight, batch.shape)
     elif ratio == "sequence":
-        factor = (weight * batch.along(log_ratio).exp()).expand(batch.shape)
+        factor = np.broadcast_to(weight * np.exp(batch.along(log_ratio)), batch.shape)
     else:
-        token = log_ratio.exp()
+        token = np.exp(log_ratio)
         if ratio == "clipped":
-            token = torch.where(
-                ((advantage > 0) & (token > 1 + clip)) | ((advantage < 0) & (token < 1 - clip)), 0.0, token
-            )
+            beyond = ((advantage > 0) & (token > 1 + clip)) | ((advantage < 0) & (token < 1 - clip))
+            token = np.where(beyond, 0.0, token)
         factor = weight * token
-    return factor if batch.live is None else torch.where(batch.live, factor, 0.0)
+    return factor if batch.live is None else np.where(batch.live, factor, 0.0)
 
 
-def _less_baseline(batch: Batch, earned: Tensor, baseline: Baseline) -> Tensor:
+def _less_baseline(batch: Batch, earned: np.ndarray, baseline: Baseline) -> np.ndarray:
     if baseline == "none":
         return earned
     centred = earned - batch.mean(earned)
@@ -53,4 +51,4 @@ def _less_baseline(batch: Batch, earned: Tensor, baseline: Baseline) -> Tensor:
     sizes = batch.sizes
     if isinstance(sizes, int):
         return centred * (sizes / (sizes - 1)) if sizes > 1 else earned
-    return torch.where(sizes > 1, centred * (sizes / (sizes - 1).clamp(min=1.0)), earned)
+    return np.where(sizes > 1, centred * (sizes / np.maximum(sizes - 1, 1.0)), earned)

@@ -1,7 +1,8 @@
 """Sums and softmax whose bits do not depend on what else is in the tensor.
 
-A sum over an axis that is not the last adds vector by vector, and what is left of the last vector in another order: a
-run would end at other bits in another company. Here few terms are added one by one, and many along contiguous memory.
+NumPy adds planes one by one, but what lies along contiguous memory in another order, and the same axis is now the one,
+now the other: a run would end at other bits in another company. Here few terms are always added one by one, and many
+along contiguous memory.
 """
 
 from __future__ import annotations
@@ -9,55 +10,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 FEW = 16
 """So many planes are added one by one."""
 
 
-def total(values: Tensor, dim: int) -> Tensor:
-    """The sum over one dimension."""
-    if values.shape[dim] > FEW:
-        return values.movedim(dim, -1).contiguous().sum(dim=-1)
-    first, *others = values.unbind(dim)
-    for other in others:
-        first = first + other
-    return first
+def total(values: np.ndarray, axis: int = 0) -> np.ndarray:
+    """The sum over one axis."""
+    if values.shape[axis] > FEW:
+        return np.add.reduce(np.ascontiguousarray(np.moveaxis(values, axis, -1)), axis=-1)
+    values = np.ascontiguousarray(values)
+    if values[0].size > 1 and values.shape[-1] > 1:
+        return np.add.reduce(values, axis=axis)
+    return np.add.accumulate(values, axis=axis).take(-1, axis=axis)
 
 
 @dataclass(frozen=True)
 class Policy:
     """Softmax tables (V, C, R): `log_probs` and `chances`."""
 
-    log_probs: Tensor
-    chances: Tensor
+    log_probs: np.ndarray
+    chances: np.ndarray
 
 
-def softmax(logits: Tensor, into: Policy | None = None) -> Policy:
+def softmax(logits: np.ndarray, into: Policy | None = None) -> Policy:
     """Of logits (V, C, R), over tokens; written over a policy that nobody needs any more, if one is given."""
-    # NumPy's exp and log take half the time of torch's, and fresh memory as long as all the rest.
-    values = logits.numpy()
-    policy = into or Policy(torch.empty_like(logits), torch.empty_like(logits))
-    shifted, powers = policy.log_probs.numpy(), policy.chances.numpy()
-    np.subtract(values, np.maximum.reduce(values), out=shifted)
+    policy = into or Policy(np.empty_like(logits), np.empty_like(logits))
+    shifted, powers = policy.log_probs, policy.chances
+    np.subtract(logits, np.maximum.reduce(logits), out=shifted)
     np.exp(shifted, out=powers)
-    mass = total(policy.chances, 0).numpy()
+    mass = total(powers)
     shifted -= np.log(mass)
     powers /= mass
     return policy
 
 
-def softmax_gradient(weights: Tensor, policy: Policy) -> Tensor:
+def softmax_gradient(weights: np.ndarray, policy: Policy) -> np.ndarray:
     """(V, C, R) gradient with respect to logits of what has the gradient `weights` at the log-probs."""
-    return (policy.chances * total(weights, 0)).neg_().add_(weights)
+    gradient = policy.chances * total(weights)
+    return np.subtract(weights, gradient, out=gradient)
 
 
-def by_run(table: Tensor) -> Tensor:
+def by_run(table: np.ndarray) -> np.ndarray:
     """(R, C, V) of a (V, C, R) table."""
-    return table.permute(2, 1, 0).contiguous()
+    return np.ascontiguousarray(table.transpose(2, 1, 0))
 
 
-def by_token(table: Tensor) -> Tensor:
+def by_token(table: np.ndarray) -> np.ndarray:
     """(V, C, R) of an (R, C, V) table."""
-    return table.permute(2, 1, 0).contiguous()
+    return np.ascontiguousarray(table.transpose(2, 1, 0))

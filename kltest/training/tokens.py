@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,46 +26,47 @@ FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
 class TokenPenalty(Penalty):
     """A `Penalty` for which `apart(penalty)` holds."""
 
-    def pull(self, batch: Batch, policy: Tensor, sampler: Tensor, *, log: bool) -> Pull:
+    def pull(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> Pull:
         """As `Penalty.pull`."""
         tables = {"logp": policy, "ref_logp": self.world.log_reference, "old_logp": sampler}
-        value, gradient = self._valued({name: batch.chosen(tables[name]) for name in self.loss.takes})
+        value, gradient = self._valued({name: torch.from_numpy(batch.chosen(tables[name])) for name in self.loss.takes})
         if self.loss.placement != "loss":
             charged = self._charged(batch, value)
             gradient = charged if self.loss.placement == "reward" or gradient is None else gradient + charged
-        logged = total(weighted(batch.along(value), batch.weights), 0) if log else None
+        logged = total(weighted(batch.along(value), batch.weights)) if log else None
         if gradient is None:
             return Pull(logged=logged)
-        weights = (batch.weights if self.whole else batch.weights * self.world.beta).expand(batch.shape)
-        weights = weights if batch.live is None else torch.where(batch.live, weights, 0.0)
+        weights = batch.weights if self.whole else batch.weights * self.world.beta
+        weights = weights if batch.live is None else np.where(batch.live, weights, 0.0)
         return Pull(weighted(gradient, weights), None, logged)
 
-    def _valued(self, fields: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _valued(self, fields: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray | None]:
         """(T, M, R) the terms of all tokens, and their derivatives if they stand in the loss."""
         arguments: dict[str, Any] = dict(self.loss.settings)
         for parameter, name in self.loss.fields.items():
             arguments[parameter] = fields[name]
         if self.loss.placement == "reward" or "logp" not in fields:
-            return self.loss.recipe.function(**arguments), None
-        leaf = fields["logp"].detach().requires_grad_()
+            return self.loss.recipe.function(**arguments).numpy(), None
+        leaf = fields["logp"].requires_grad_()
         arguments.update({parameter: leaf for parameter, name in self.loss.fields.items() if name == "logp"})
         with torch.enable_grad():
             value = self.loss.recipe.function(**arguments)
             objective = value.sum()
-        return value.detach(), backward(self.loss, objective, [leaf])[0] if objective.requires_grad else None
+        gradient = backward(self.loss, objective, [leaf])[0] if objective.requires_grad else None
+        return value.detach().numpy(), None if gradient is None else gradient.numpy()
 
-    def _charged(self, batch: Batch, cost: Tensor) -> Tensor:
+    def _charged(self, batch: Batch, cost: np.ndarray) -> np.ndarray:
         """(T, M, R) the cost that each token is held to account for."""
         if batch.live is not None:
-            cost = torch.where(batch.live, cost, 0.0)
+            cost = np.where(batch.live, cost, 0.0)
         if self.loss.credit == "immediate" or len(cost) == 1:
             return cost
         if self.loss.credit == "return":
-            return total(cost, 0).expand(batch.shape)
-        left = list(cost.unbind(0))
+            return np.broadcast_to(total(cost), batch.shape)
+        left = cost.copy()
         for step in reversed(range(len(left) - 1)):
-            left[step] = left[step] + left[step + 1]
-        return torch.stack(left)
+            left[step] += left[step + 1]
+        return left
 
 
 def apart(penalty: Penalty) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kltest.training.drawn import Drawn
 from kltest.training.enumerated import Enumerated
@@ -72,6 +70,7 @@ def train(
     return History(np.array(recorded), **columns, diverged=diverged, logits=logits)
 
 
+@np.errstate(all="ignore")
 def _train_together(
     world: World, settings: Settings, recorded: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
@@ -80,16 +79,16 @@ def _train_together(
     penalty = penalty_of(world) if world.runs[0].estimator is not None else None
     source = _source(world, settings, apart=penalty is None or not penalty.couples)
     measure = Measure(world, optima=settings.optima)
-    found: dict[str, list[Tensor]] = {name: [] for name in MEASURED}
-    logits = world.start.clone()
-    diverged = torch.full((runs,), -1)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in MEASURED}
+    logits = world.start.copy()
+    diverged = np.full(runs, -1)
     policy = sampler = softmax(logits)
     for step in range(settings.steps + 1):
         recording = step in recorded
         if step % settings.inner_steps == 0:
             sampler = policy
         batch = source.draw(sampler, step)
-        signal = torch.zeros(batch.shape, dtype=torch.float64) if penalty is not None and penalty.whole else None
+        signal = np.zeros(batch.shape) if penalty is not None and penalty.whole else None
         if signal is None:
             earned = batch.along(batch.chosen(world.reward))
             log_ratio = None if sampler is policy else batch.chosen(policy.log_probs - sampler.log_probs)
@@ -100,28 +99,28 @@ def _train_together(
             table = table - batch.collect_next(pull.logits, logits)
         gradient = softmax_gradient(table, policy)
         if recording or settings.max_norm is not None:
-            norm = total(total(gradient.square(), 0), 0).sqrt()
+            norm = np.sqrt(total(total(np.square(gradient))))
         if recording:
-            for name, values in measure(policy.log_probs).items():
+            for name, values in measure(policy).items():
                 found[name].append(values)
             found["gradient_norm"].append(norm)
-            found["logged"].append(torch.full_like(norm, torch.nan) if pull.logged is None else pull.logged)
+            found["logged"].append(np.full_like(norm, np.nan) if pull.logged is None else pull.logged)
         if step == settings.steps:
             break
         if settings.max_norm is not None:
-            gradient = gradient * (settings.max_norm / norm.clamp(min=settings.max_norm))
-        moved = gradient.mul_(world.rate).add_(logits)
-        low, high = torch.aminmax(moved)
+            gradient = gradient * (settings.max_norm / np.maximum(norm, settings.max_norm))
+        gradient *= world.rate
+        moved = np.add(logits, gradient, out=gradient)
         # Said so that NaN counts as unsound.
-        if not (low >= -EXPLODED and high <= EXPLODED) or bool((diverged >= 0).any()):
-            unsound = ~(moved.abs().amax(dim=(0, 1)) <= EXPLODED)
-            diverged = torch.where(unsound & (diverged < 0), step + 1, diverged)
-            moved = torch.where(diverged >= 0, logits, moved)
+        if not (moved.min() >= -EXPLODED and moved.max() <= EXPLODED) or (diverged >= 0).any():
+            unsound = ~(np.abs(moved).max(axis=(0, 1)) <= EXPLODED)
+            diverged = np.where(unsound & (diverged < 0), step + 1, diverged)
+            moved = np.where(diverged >= 0, logits, moved)
         logits = moved
         spent = sampler is not policy or (step + 1) % settings.inner_steps == 0
         policy = softmax(logits, policy if spent else None)
-    measured = {name: torch.stack(values).numpy() for name, values in found.items()}
-    return measured, by_run(logits).numpy(), diverged.numpy()
+    measured = {name: np.stack(values) for name, values in found.items()}
+    return measured, by_run(logits), diverged
 
 
 def _source(world: World, settings: Settings, *, apart: bool) -> Enumerated | Drawn:

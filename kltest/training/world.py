@@ -1,12 +1,10 @@
-"""The numbers of many runs in one world as tensors: what they share, and what each has for itself."""
+"""The numbers of many runs in one world as arrays: what they share, and what each has for itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kltest.training.problems import Problem, Run, check_alike
 from kltest.training.sums import by_token
@@ -25,14 +23,14 @@ class World:
         self.start = _stacked(problems, lambda problem: np.asarray(problem.start, dtype=float))
         self.log_reference = _stacked(problems, lambda problem: problem.log_reference)
         self.reward = _stacked(problems, lambda problem: problem.environment.reward)
-        self.beta = torch.tensor([run.beta for run in runs], dtype=torch.float64)
-        self.rate = torch.tensor([run.learning_rate for run in runs], dtype=torch.float64)
+        self.beta = np.array([run.beta for run in runs], dtype=float)
+        self.rate = np.array([run.learning_rate for run in runs], dtype=float)
 
 
-def _stacked(problems: Sequence[Problem], read: Callable[[Problem], np.ndarray]) -> Tensor:
+def _stacked(problems: Sequence[Problem], read: Callable[[Problem], np.ndarray]) -> np.ndarray:
     """(V, C, R) of the table that is read from each problem, once where several runs share one."""
     tables: dict[int, np.ndarray] = {}
     for problem in problems:
         if id(problem) not in tables:
             tables[id(problem)] = read(problem)
-    return by_token(torch.from_numpy(np.stack([tables[id(problem)] for problem in problems])))
+    return by_token(np.stack([tables[id(problem)] for problem in problems]))
