@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from kltest.grading.grader import grade
     from kltest.grading.report import Report
     from kltest.parametrize import parametrize_with_checks
+    from kltest.targets.jax import jax_loss
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "grade", "parametrize_with_checks"]
+__all__ = ["Report", "__version__", "grade", "jax_loss", "parametrize_with_checks"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from kltest.parametrize import parametrize_with_checks
 
         return parametrize_with_checks
+    if name == "jax_loss":
+        from kltest.targets.jax import jax_loss
+
+        return jax_loss
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

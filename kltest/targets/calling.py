@@ -20,6 +20,7 @@ from kltest.targets.arguments import Stub
 from kltest.targets.callables import described, eagerly, name_of, source_file
 from kltest.targets.filling import FieldOf, Filling, fill, fixed_beta, value_of
 from kltest.targets.frames import describe, failure
+from kltest.targets.frameworks import is_for_jax, may_be_for_jax
 from kltest.targets.handing import (
     KINDS,
     ROW_FIELDS,
@@ -29,6 +30,8 @@ from kltest.targets.handing import (
     telling_rows_from_tokens,
     tells_rows_from_tokens,
 )
+from kltest.targets.jax import CALLED as CALLED_WITH_JAX
+from kltest.targets.jax import JaxLoss, jax_loss
 from kltest.targets.numbers import AsNumbers, refused
 from kltest.targets.outcome import Call, Outcome
 from kltest.targets.placement import place
@@ -58,6 +61,10 @@ def bind(
     call = call or Call()
     name = name or name_of(function)
     function, signature = described(function, name)
+    if is_for_jax(function):
+        function = jax_loss(function)
+    if isinstance(function, JaxLoss):
+        notes = (*notes, CALLED_WITH_JAX)
     parameters = list(signature.parameters.values())
     if receiver is not None:
         parameters = parameters[1:]
@@ -194,6 +201,12 @@ class BoundLoss:
             dtype=lowest_precision((part.loss for part in results.values()), self._traced or ()),
         )
 
+    @property
+    def _refusals(self) -> tuple[type[Exception], ...]:
+        """What a loss may raise that wants its fields in another way: JAX says of shapes that values are wrong."""
+        usual = (TypeError, IndexError, RuntimeError, AssertionError)
+        return (*usual, ValueError) if isinstance(self._function, JaxLoss) else usual
+
     def settle(self, rollout: Rollout) -> None:
         """Find out on a batch whether the loss wants rewards and advantages as (B,) or as (B, T), for all later calls.
 
@@ -211,6 +224,21 @@ class BoundLoss:
         return rollout.peek("beta") if self._beta is None else self._beta
 
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
+        """One call; where it fails with tensors and the loss may be written for JAX, with JAX arrays from then on."""
+        try:
+            return self._run_as_it_is(rollout, beta)
+        except TargetError:
+            if isinstance(self._function, JaxLoss) or not may_be_for_jax(self._function):
+                raise
+            other = self.for_experiments()
+            other._function, other._must_be_finite = jax_loss(self._function), self._must_be_finite
+            with suppress(KltestError):
+                found = other._run_as_it_is(rollout, beta)
+                self.__dict__.update(other.__dict__, notes=[*self.notes, *other.notes, CALLED_WITH_JAX])
+                return found
+            raise
+
+    def _run_as_it_is(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
         """One call, with the first kind of fields that the loss accepts; the calls that follow begin with that kind."""
         first: BaseException | None = None
         kinds = [kind for kind in self._kinds if self._per_token in (None, kind.per_token)]
@@ -223,7 +251,7 @@ class BoundLoss:
             before = self._shelves.look()
             try:
                 answer = self._called(view)
-            except (TypeError, IndexError, RuntimeError, AssertionError) as error:
+            except self._refusals as error:
                 first = first or error
                 continue
             except (KeyboardInterrupt, KltestError):

@@ -1,0 +1,288 @@
+"""Losses written for JAX are graded as their twins in torch are: gradients, values, precision, checks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+
+import kltest
+from kltest.grading.probes import _LiftLimits, _LiftStops
+from kltest.targets.calling import bind
+from kltest.targets.frameworks import is_for_jax
+from kltest.targets.jax import jax_loss
+
+jax = pytest.importorskip("jax", reason="JAX is not installed (pip install kltest[jax])")
+jnp = pytest.importorskip("jax.numpy")
+
+CALLED = "called with JAX arrays"
+
+
+def k3(logp, ref_logp):
+    d = ref_logp - logp
+    return jnp.exp(d) - d - 1
+
+
+def k3_torch(logp, ref_logp):
+    d = ref_logp - logp
+    return torch.exp(d) - d - 1
+
+
+def whole(logp, ref_logp, old_logp, advantage, mask, beta=0.04):
+    ratio = jnp.exp(logp - old_logp)
+    gain = jnp.minimum(ratio * advantage[:, None], jnp.clip(ratio, 0.8, 1.2) * advantage[:, None])
+    kl = jnp.exp(ref_logp - logp) - (ref_logp - logp) - 1
+    logged = ((ref_logp - logp) * -mask).sum(-1).mean()
+    return ((beta * kl - gain) * mask).sum(-1).mean(), {"kl": logged}
+
+
+def whole_torch(logp, ref_logp, old_logp, advantage, mask, beta=0.04):
+    ratio = torch.exp(logp - old_logp)
+    gain = torch.minimum(ratio * advantage[:, None], torch.clip(ratio, 0.8, 1.2) * advantage[:, None])
+    kl = torch.exp(ref_logp - logp) - (ref_logp - logp) - 1
+    logged = ((ref_logp - logp) * -mask).sum(-1).mean()
+    return ((beta * kl - gain) * mask).sum(-1).mean(), {"kl": logged}
+
+
+def detached_ratio(logp, ref_logp, old_logp, mask):
+    ratio = jax.lax.stop_gradient(jnp.exp(((logp - old_logp) * mask).sum(-1)))
+    return ratio * ((logp - ref_logp) * mask).sum(-1)
+
+
+def detached_ratio_torch(logp, ref_logp, old_logp, mask):
+    ratio = torch.exp(((logp - old_logp) * mask).sum(-1)).detach()
+    return ratio * ((logp - ref_logp) * mask).sum(-1)
+
+
+def clipped_ratio(logp, ref_logp, old_logp, mask):
+    ratio = jnp.clip(jnp.exp(((logp - old_logp) * mask).sum(-1)), 0.8, 1.2)
+    return ratio * ((logp - ref_logp) * mask).sum(-1)
+
+
+def clipped_ratio_torch(logp, ref_logp, old_logp, mask):
+    ratio = torch.clip(torch.exp(((logp - old_logp) * mask).sum(-1)), 0.8, 1.2)
+    return ratio * ((logp - ref_logp) * mask).sum(-1)
+
+
+def indexed(logp, ref_logp, mask):
+    d = jnp.where(mask, ref_logp - logp, 0.0)[mask]
+    return (jnp.exp(d) - d - 1).sum()
+
+
+def indexed_torch(logp, ref_logp, mask):
+    d = torch.where(mask, ref_logp - logp, 0.0)[mask]
+    return (torch.exp(d) - d - 1).sum()
+
+
+def full(logits, ref_logits):
+    return (jnp.exp(logits) * (logits - ref_logits)).sum(-1)
+
+
+def full_torch(logits, ref_logits):
+    return (torch.exp(logits) * (logits - ref_logits)).sum(-1)
+
+
+def narrow(logp, ref_logp):
+    d = (ref_logp - logp).astype(jnp.float32)
+    return (jnp.exp(d) - d - 1).astype(jnp.float64)
+
+
+def narrow_torch(logp, ref_logp):
+    d = (ref_logp - logp).float()
+    return (torch.exp(d) - d - 1).double()
+
+
+def blocked(logp, ref_logp):
+    return jax.lax.stop_gradient(jnp.exp(logp - ref_logp))
+
+
+def blocked_torch(logp, ref_logp):
+    return torch.exp(logp - ref_logp).detach()
+
+
+def read_from_an_object(rollout):
+    d = rollout.ref_logp - rollout["logp"]
+    return jnp.exp(d) - d - 1
+
+
+TWINS = [
+    (k3, k3_torch),
+    (whole, whole_torch),
+    (detached_ratio, detached_ratio_torch),
+    (clipped_ratio, clipped_ratio_torch),
+    (indexed, indexed_torch),
+    (full, full_torch),
+    (narrow, narrow_torch),
+    (blocked, blocked_torch),
+]
+
+
+def told(loss, **options) -> dict:
+    report = json.loads(kltest.grade(loss, **options).to_json())
+    assert "error" not in report or not report["error"], report["error"]
+    return {
+        "codes": {check["code"]: check["status"] for check in report["checks"]},
+        "rows": [(row["environment"], row["sampler"], row["identified"]) for row in report["gradients"]],
+        "numbers": [(row["relative_bias"], row["residual"], row["relative_variance"]) for row in report["gradients"]],
+        "value": [(row["environment"], row["sampler"], row["matches"]) for row in report["value"]],
+        **{name: report[name] for name in ("verdict", "reduction", "dtype", "notes")},
+    }
+
+
+@pytest.mark.parametrize("pair", TWINS, ids=lambda pair: pair[0].__name__)
+def test_a_loss_for_jax_is_told_the_same_as_its_twin_in_torch(pair):
+    found, twin = (told(loss) for loss in pair)
+    assert any(CALLED in note for note in found["notes"])
+    assert not any(CALLED in note for note in twin["notes"])
+    for key in ("codes", "value", "verdict", "reduction", "dtype"):
+        assert found[key] == twin[key], key
+    # Both compute in float64 (or both in float32): sums in another order differ by units in the last place.
+    tolerance = 1e-10 if found["dtype"] == "float64" else 1e-5
+    for mine, theirs in zip(found["rows"], twin["rows"], strict=True):
+        assert mine[:2] == theirs[:2]
+        assert mine[2] == (theirs[2] and pytest.approx(theirs[2], rel=tolerance))
+    for mine, theirs in zip(found["numbers"], twin["numbers"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e3 * tolerance, abs=tolerance)
+
+
+def test_the_names_of_a_jax_k3_are_those_of_theory_and_a_planted_bug_is_seen():
+    assert told(k3)["rows"] == [
+        ("bandit", "current", pytest.approx({"forward_kl": 1.0}, rel=1e-10)),
+        ("sequence", "current", pytest.approx({"local_forward_kl": 1.0}, rel=1e-10)),
+        ("ragged", "current", pytest.approx({"local_forward_kl": 1.0}, rel=1e-10)),
+    ]
+
+    def with_a_factor(logp, ref_logp):
+        return 1.5 * k3(logp, ref_logp)
+
+    assert told(with_a_factor, environment="bandit")["rows"] == [
+        ("bandit", "current", pytest.approx({"forward_kl": 1.5}, rel=1e-10))
+    ]
+
+
+def test_a_jax_k3_takes_seconds():
+    started = time.process_time()
+    kltest.grade(jax.jit(k3))
+    # Six or seven on one idle core, most of it compiling: what counts is that each shape is compiled once.
+    assert time.process_time() - started < 30
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.checkpoint, partial, jax_loss, kltest.jax_loss])
+def test_what_jax_makes_of_a_function_is_recognised(wrap):
+    def plain(logp, ref_logp):
+        return 0.5 * (logp - ref_logp) ** 2
+
+    loss = wrap(k3 if wrap is partial else plain)
+    report = told(loss, environment="bandit")
+    assert any(CALLED in note for note in report["notes"])
+    named = "forward_kl" if wrap is partial else "reverse_kl"
+    assert report["rows"][0][2] == pytest.approx({named: 1.0}, rel=1e-10)
+
+
+def test_fields_read_from_an_object_reach_the_gradient():
+    assert told(read_from_an_object)["rows"] == [
+        (world, "current", pytest.approx({name: 1.0}, rel=1e-10))
+        for world, name in (("bandit", "forward_kl"), ("sequence", "local_forward_kl"), ("ragged", "local_forward_kl"))
+    ]
+
+
+def test_a_loss_that_names_torch_is_never_taken_for_one_of_jax():
+    def either(logp, ref_logp):
+        if isinstance(logp, torch.Tensor):
+            return 0.5 * (logp - ref_logp) ** 2
+        return jnp.square(logp - ref_logp)
+
+    assert not is_for_jax(either)
+    report = told(either, environment="bandit")
+    assert report["rows"][0][2] == pytest.approx({"reverse_kl": 1.0})
+    assert not any(CALLED in note for note in report["notes"])
+    assert not any(is_for_jax(loss) for _, loss in TWINS)
+    assert not any(map(is_for_jax, (torch.exp, torch.nn.KLDivLoss(), torch.nn.functional.kl_div)))
+
+
+def test_a_loss_that_names_both_and_fails_with_tensors_is_called_with_arrays():
+    def for_jax(logp, ref_logp, kind=torch.float64):
+        assert torch is not None
+        return k3(logp, ref_logp)
+
+    assert not is_for_jax(for_jax)
+    report = told(for_jax, environment="bandit", arguments={"kind": None})
+    assert report["rows"][0][2] == pytest.approx({"forward_kl": 1.0})
+    assert any(CALLED in note for note in report["notes"])
+
+
+def test_a_jax_loss_that_fails_is_told_by_its_own_line():
+    def wrong(logp, ref_logp):
+        return jnp.matmul(logp, ref_logp, ref_logp)
+
+    report = kltest.grade(wrong)
+    assert report.verdict == "error"
+    assert "in wrong" in report.error
+    assert "jnp.matmul(logp, ref_logp, ref_logp)" in report.error
+
+
+def test_values_and_gradients_of_one_call_are_those_of_jax():
+    generator = torch.Generator().manual_seed(0)
+    logp, ref = (torch.randn(3, 2, dtype=torch.float64, generator=generator) for _ in range(2))
+    logp.requires_grad_()
+    value, (texts, count) = jax_loss(lambda a, b: (k3(a, b).sum(), ("text", jnp.argmax(a))))(logp, ref)
+    value.backward()
+    # k3' = 1 − e^(ref − logp), by hand.
+    assert torch.allclose(logp.grad, 1 - torch.exp(ref - logp.detach()), rtol=1e-14)
+    assert (texts, int(count), value.dtype) == ("text", int(logp.argmax()), torch.float64)
+
+
+def test_what_changes_from_call_to_call_is_not_taken_from_an_earlier_one():
+    calls = []
+
+    def counting(logp):
+        calls.append(None)
+        return logp * len(calls)
+
+    logp = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    loss = jax_loss(counting)
+    assert [loss(logp)[0].item() for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_experiments_lift_stops_and_limits_in_jax_too():
+    rows = [torch.full((2, 3), value, dtype=torch.float64) for value in (-1.0, -1.2, -2.0, 1.0)]
+    rows[0].requires_grad_()
+    ratio, u = torch.tensor(3.0).exp().double(), 0.6
+    assert jax_loss(clipped_ratio)(*rows)[0].item() == pytest.approx(1.2 * u)
+    with _LiftLimits():
+        assert jax_loss(clipped_ratio)(*rows)[0].item() == pytest.approx(ratio.item() * u, rel=1e-6)
+    with _LiftStops():
+        (gradient,) = torch.autograd.grad(jax_loss(detached_ratio)(*rows).sum(), rows[:1])
+    assert gradient[0, 0].item() == pytest.approx(ratio.item() * (1 + u), rel=1e-6)
+
+
+def test_jax_settings_are_left_as_they_were():
+    before = jax.config.jax_enable_x64
+    bind(k3)  # binding alone calls nothing
+    kltest.grade(k3, environment="bandit", select="KL1")
+    assert jax.config.jax_enable_x64 == before
+    assert jax.config.values["jax_disable_most_optimizations"] is False
+
+
+def test_kltest_does_not_import_jax():
+    code = "import sys, kltest, kltest.grading.grader, kltest.targets.jax; assert 'jax' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command_grades_a_file_in_a_child(tmp_path):
+    (tmp_path / "losses.py").write_text(
+        "import jax.numpy as jnp\ndef loss(logp, ref_logp, mask):\n"
+        "    u = jnp.where(mask > 0, logp - ref_logp, 0.0).sum(-1)\n    return 0.5 * jnp.square(u)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "kltest.cli", "grade", "losses.py:loss", "--timeout", "300", "--output", "json"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["verdict"]) == (0, "confirmed"), done.stdout + done.stderr
+    assert any(CALLED in note for note in report["notes"])
