@@ -300,6 +300,10 @@ def test_rounding_is_no_news_and_a_sign_is(measured):
     turned[1]["gradients"][0]["identified"] = {"reverse_kl": -1.0}
     assert len(changes(rows, turned)) == 1
     assert changes(rows, rows[1:]) == ["made-up penalty/linear: no longer there (it was in 1.0)"]
+    assert changes(rows, rows[1:], [row["setting"] for row in rows[1:]]) == []
+    older = [{**row, "version": "0.9"} for row in turned]
+    assert changes([*rows, *older], nudged) == []
+    assert len(changes([*older, *rows], nudged)) == 1
 
 
 def test_every_line_of_the_board_says_how_to_see_it_again(measured):

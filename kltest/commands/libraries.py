@@ -113,7 +113,7 @@ def libraries(
     _write([*store.all_rows(), *failed], folder)
     _say(rows)
     print(f"The scoreboard is in {folder}: libraries.md, libraries.html and the programs in reproductions.")
-    told = changes(recorded.read(), rows) if diff else []
+    told = changes(recorded.read(), rows, request.settings) if diff else []
     if diff:
         _tell_changes(told, folder)
     if record:

@@ -95,24 +95,34 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     return list({key(each): each for each in rows}.values())
 
 
-def changes(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
-    """What is not as it was, a sentence each, by library and setting, whatever the version; none for new libraries."""
-    before = {(each["library"], each["setting"]): each for each in old}
+def changes(old: Sequence[Row], new: Sequence[Row], only: Sequence[str] = ()) -> list[str]:
+    """What is not as it was, a sentence each, by library and setting, whatever the version; none for new libraries.
+
+    Of several old versions of a library the first counts. `only` are the settings that were asked for, if not all.
+    """
+    first: dict[str, str] = {}
+    for each in old:
+        first.setdefault(each["library"], each["version"])
+    before = {(each["library"], each["setting"]): each for each in old if each["version"] == first[each["library"]]}
     after = {(each["library"], each["setting"]): each for each in new}
-    libraries = {each["library"] for each in new if each["setting"]}
     told = []
     for name, each in after.items():
         title = f"{each['library']} {each['version']} {each['setting']}".rstrip()
         if name not in before:
-            known = any(library == name[0] for library, _ in before)
-            told += [f"{title}: new, {summary(each)}"] if known or not each["setting"] else []
+            told += [f"{title}: new, {summary(each)}"] if each["library"] in first or not each["setting"] else []
             continue
         last = before[name]
         if differs := [part for part in COMPARED if _compared(last.get(part)) != _compared(each.get(part))]:
             told.append(
                 f"{title}: {', '.join(differs)} changed since {last['version']}: {summary(last)} → {summary(each)}"
             )
-    gone = [each for name, each in before.items() if name[0] in libraries and name not in after and name[1]]
+    broken = {each["library"] for each in new if not each["setting"]}
+    whole = {each["library"] for each in new} - broken
+    gone = [
+        each
+        for name, each in before.items()
+        if each["library"] in whole and name not in after and (not only or each["setting"] in only)
+    ]
     return told + [
         f"{each['library']} {each['setting']}: no longer there (it was in {each['version']})" for each in gone
     ]
