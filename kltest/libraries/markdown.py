@@ -54,5 +54,5 @@ def _section(found: Sequence[Line]) -> Iterator[str]:
 
 def _cells(line: Line) -> list[str]:
     mark = " **default**" if line.default else " *recipe*" if line.recipe else ""
-    shown = f"[program]({PROGRAMS}/{line.program})" if line.program else ""
+    shown = f"[program]({PROGRAMS}/{line.file})" if line.file else ""
     return [f"`{line.setting}`{mark}", *(escape(one_line(line.cells[column])) for column in COLUMNS[2:]), shown]

@@ -8,6 +8,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 
 from kltest.libraries.guide import INTRODUCTION, KINDS, advice, names
+from kltest.libraries.markdown import PROGRAMS
 from kltest.libraries.rows import Row
 from kltest.libraries.scoreboard import COLUMNS, Line, lines
 from kltest.outputs.html import STYLE as BASE
@@ -87,6 +88,8 @@ SCRIPT = """
   filter();
 })();
 """.strip()
+SHORT = 4_000
+"""Programs of up to so many characters are shown on the page itself."""
 TITLE = "Which KL gradient do the libraries follow?"
 
 
@@ -201,8 +204,10 @@ def _details(line: Line) -> Iterator[str]:
     if versions := row.get("versions"):
         yield f'<p class="faint">{_text(", ".join(f"{name} {found}" for name, found in versions.items()))}</p>'
     yield f"<p>Again:</p><pre>{_text(line.command)}</pre>"
-    if row.get("program"):
-        yield f"<p>The same with the library alone:</p><pre>{_text(row['program'])}</pre>"
+    if line.file:
+        link = f'<a href="{PROGRAMS}/{_text(line.file)}">{_text(line.file)}</a>'
+        shown = f"<pre>{_text(line.program)}</pre>" if len(line.program) <= SHORT else ""
+        yield f"<p>The same with the library alone: {link}</p>{shown}"
     yield "</details>"
 
 

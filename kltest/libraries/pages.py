@@ -11,9 +11,5 @@ from kltest.libraries.scoreboard import lines
 
 def files(rows: Sequence[Row]) -> dict[str, str]:
     """The page in Markdown, the same for a browser, and the programs that show rows without kltest."""
-    programs = {
-        f"{markdown.PROGRAMS}/{line.program}": line.row["program"].rstrip() + "\n"
-        for line in lines(rows)
-        if line.program
-    }
+    programs = {f"{markdown.PROGRAMS}/{line.file}": f"{line.program}\n" for line in lines(rows) if line.file}
     return {"libraries.md": markdown.render(rows), "libraries.html": page.render(rows), **programs}

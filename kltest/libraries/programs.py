@@ -31,10 +31,14 @@ class ProgramError(KltestError):
 
 @dataclass(frozen=True)
 class Program:
-    """Its text, empty if there is none; `note` says why there is none, or in what it differs from what was graded."""
+    """Its text, empty if there is none; `note` says why there is none, or in what it differs from what was graded.
+
+    `of_door` says that the door writes it, again whenever it is asked, so that nobody has to keep it.
+    """
 
     code: str = ""
     note: str = ""
+    of_door: bool = False
 
 
 def program(library: Door, setting: Setting, report: Report) -> Program:
@@ -51,7 +55,7 @@ def program(library: Door, setting: Setting, report: Report) -> Program:
     if library.reproduction is None:
         return Program(note="it is called through a function of kltest's")
     code = library.reproduction(setting)
-    return Program(code, compared(_said(code), report))
+    return Program(code, compared(_said(code), report), of_door=True)
 
 
 def _said(code: str) -> dict[str, Any]:

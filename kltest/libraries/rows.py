@@ -65,7 +65,8 @@ def row(
             "open": [check.code for check in report.checks if check.status == "inconclusive"],
             "notes": list(report.notes),
             "error": report.error,
-            "program": program.code,
+            "program": "" if program.of_door else program.code,
+            "program_of_door": program.of_door,
             "program_note": program.note,
         }
     )

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kltest.libraries import door
 from kltest.libraries.door import DEPTHS
 from kltest.libraries.rows import Row
 from kltest.truth import render
@@ -35,6 +36,11 @@ class Line:
     command: str
     program: str
     row: Row
+
+    @property
+    def file(self) -> str:
+        """What the program is called, empty if there is none."""
+        return f"{self.library}-{self.version}-{slug(self.setting)}.py" if self.program else ""
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
@@ -66,7 +72,7 @@ def line(each: Row) -> Line:
         found,
         kind(each),
         command(each),
-        f"{each['library']}-{each['version']}-{slug(each['setting'])}.py" if each.get("program") else "",
+        _program(each),
         each,
     )
 
@@ -88,6 +94,15 @@ def command(each: Row) -> str:
     """What shows this row again, on a machine that has nothing but kltest."""
     setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""
     return f"kltest libraries {each['library']}=={each['version']}{setting}"
+
+
+def _program(each: Row) -> str:
+    """The text of the program that shows a row without kltest, as it was kept or as the door writes it."""
+    if not each.get("program_of_door"):
+        return each.get("program", "").strip()
+    library = door(each["library"])
+    setting = library.setting(each["setting"])
+    return library.reproduction(setting).strip() if library.reproduction and setting else ""
 
 
 def slug(name: str) -> str:
