@@ -102,8 +102,8 @@ def grade(
         list[str] | None,
         typer.Argument(
             metavar="TARGET...",
-            help="A name of `kltest list`, package.module:function, or path/to/file.py:function. "
-            "Without one, the targets of [tool.kltest] in pyproject.toml.",
+            help="A name of `kltest list`, package.module:function, path/to/file.py:function, or an installed library "
+            "(trl, verl, …) or one of its settings. Without one, the targets of [tool.kltest] in pyproject.toml.",
             show_default=False,
         ),
     ] = None,

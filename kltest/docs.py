@@ -56,6 +56,22 @@ def checks() -> str:
     )
 
 
+def libraries() -> str:
+    """What each library does by default, and what to take instead."""
+    from kltest.libraries import recorded
+    from kltest.libraries.guide import advice
+    from kltest.libraries.scoreboard import lines
+
+    rows = []
+    for each in advice(lines(recorded.read())):
+        right = [f"`{line.setting}`" for line in (*each.settings, *each.recipes)]
+        for line in each.defaults:
+            cells = {column: line.cells[column] for column in ("one step", "sequences", "off-policy")}
+            rows.append({"library": each.library, "by default": f"`{line.setting}`", **cells, "follows ∇KL(π‖ref)": ""})
+        rows[-1]["follows ∇KL(π‖ref)"] = ", ".join(right[:3]) + (" …" if len(right) > 3 else "") or "–"
+    return as_markdown(rows)
+
+
 def library_pages() -> dict[str, str]:
     """The scoreboard of real libraries, from what is recorded of them."""
     from kltest.libraries import recorded
@@ -239,6 +255,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "grade": grade,
     "benchmarks": benchmarks,
     "experiments": experiments,
+    "libraries": libraries,
 }
 
 
