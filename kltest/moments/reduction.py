@@ -79,7 +79,11 @@ class Witness:
     def single(self, row: int) -> RowGradients:
         """The gradients of a row as a batch of its own, called once."""
         if row not in self.singles:
-            self.singles[row] = self.call([row])
+            try:
+                self.singles[row] = self.call([row])
+            except KltestError as error:
+                _explain_failure(self, row, error)
+                raise
         return self.singles[row]
 
     def check_deterministic(self, row: int) -> None:
@@ -123,11 +127,6 @@ def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: boo
     """
     witness = Witness(loss, base)
     batches = list(_few(base, generator) if few else _batches(base, generator))
-    try:
-        witness.single(batches[0][0])
-    except KltestError as error:
-        _explain_failure(witness, error)
-        raise
     witness.check_deterministic(batches[0][0])
     for rows in batches:
         witness.look(rows)
@@ -164,10 +163,11 @@ def _few(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
     yield [order[-1]] * 2
 
 
-def _explain_failure(witness: Witness, error: KltestError) -> None:
+def _explain_failure(witness: Witness, row: int, error: KltestError) -> None:
+    """Raise BatchOfOneError if a row that fails alone does not among others."""
     for size in (2, 4, 8):
         try:
-            witness.call([row % len(witness.base) for row in range(size)])
+            witness.call([each % len(witness.base) for each in range(row, row + size)])
         except KltestError:
             continue
         raise BatchOfOneError(

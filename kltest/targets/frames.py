@@ -19,6 +19,8 @@ from kltest.errors import TargetError
 
 _LONGEST_TEXT = 2000
 _FOREIGN = tuple(str(Path(str(file)).resolve().parent) + os.sep for file in (torch.__file__, numpy.__file__, __file__))
+_CALLS = str(Path(__file__).resolve().parents[1] / "libraries" / "calls") + os.sep
+"""How libraries are called from here is nobody's own code: what it raises is a sentence that needs no line."""
 _STDLIB = tuple(str(Path(sysconfig.get_path(kind)).resolve()) + os.sep for kind in ("stdlib", "platstdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
 
@@ -83,7 +85,7 @@ def _steps(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:
 
 def _beside(file: str, home: str | None) -> bool:
     """Whether a file is the target's own, or of the same package or folder."""
-    if home is None or file.startswith("<"):
+    if home is None or file.startswith("<") or _resolved(home).startswith(_CALLS):
         return False
     if _resolved(file) == _resolved(home):
         return True
@@ -100,7 +102,7 @@ def _foreign(file: str) -> bool:
         return True
     path = _resolved(file)
     installed = any(part in Path(path).parts for part in _PACKAGES)
-    return path.startswith(_FOREIGN) or (path.startswith(_STDLIB) and not installed)
+    return path.startswith((*_FOREIGN, _CALLS)) or (path.startswith(_STDLIB) and not installed)
 
 
 def _resolved(file: str) -> str:

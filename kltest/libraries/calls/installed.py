@@ -1,0 +1,35 @@
+"""What an installed library has: its parts by name, and which arguments they take."""
+
+import importlib
+import inspect
+
+
+def part(module, names):
+    """`names` (dotted) of a module; LookupError where this version does not have it or cannot import it."""
+    try:
+        found = importlib.import_module(module)
+        for each in names.split("."):
+            found = getattr(found, each)
+    except (ImportError, AttributeError) as error:
+        library = module.partition(".")[0]
+        raise LookupError(f"the installed {library} has no {module}:{names} that can be used here: {error}") from error
+    return found
+
+
+def taken(function, offered, settings):
+    """Arguments for a function: of those offered the ones that it names, and all settings.
+
+    Raises LookupError for a setting that it does not name, even if it would swallow it, and for a parameter without a
+    default that nothing fills.
+    """
+    parameters = inspect.signature(function).parameters
+    what = getattr(function, "__qualname__", type(function).__qualname__)
+    for name in settings:
+        if name not in parameters:
+            raise LookupError(f"in the installed version {what} has no {name!r}, which this setting is about")
+    values = {**{name: value for name, value in offered.items() if name in parameters}, **settings}
+    for name, parameter in parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and name not in values:
+            raise LookupError(f"in the installed version {what} wants {name!r}, which is not known here")
+    return values
