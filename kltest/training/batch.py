@@ -50,10 +50,10 @@ class Batch:
         return np.ascontiguousarray(taken.T).reshape(*contexts.shape, -1)
 
     def collect(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """A table of the sums of values (T, M, R), zero where dead, by cell."""
+        """A table of the sums of values (T or 1, M, R), zero where dead, by cell."""
         if self.planes:
             return values.reshape(like.shape)
-        return _summed(self.cells, values, like)
+        return _summed(self.cells, np.broadcast_to(values, self.shape), like)
 
     def collect_next(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
         """A table of the sums of values (M·R, T, V) of all next tokens, zero where dead, by cell."""

@@ -64,14 +64,15 @@ class Drawn:
         prompt = self._prompt(next(left)) if self._several else None
         # (1, R) until rollouts part, then (B, R).
         row = self._starts[:1] if prompt is None else np.take_along_axis(self._starts, prompt, axis=0)
-        cumulative = _cumulative(sampler.chances.reshape(vocabulary, -1))
+        chances = sampler.chances.reshape(vocabulary, -1)
+        choose, chances = (_tokens, chances) if vocabulary <= FEW else (_tokens_of_many, _cumulative(chances))
         cells = np.empty((self.horizon, self.batch_size, runs), dtype=np.int64)
         alive = np.empty(cells.shape, dtype=bool) if self._ends else None
         for step_, cell in enumerate(cells):
             if alive is not None:
                 alive[step_] = row != END
                 row = np.where(alive[step_], row, self._own)
-            token = _tokens(row, cumulative, next(left), few=vocabulary <= FEW)
+            token = choose(row, chances, next(left))
             np.add(np.multiply(token, runs * contexts, dtype=np.int64), row, out=cell)
             if step_ < self.horizon - 1:
                 row = self._follow(cell, next(left) if self._stochastic else None)
@@ -138,12 +139,18 @@ def _cumulative(chances: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.ascontiguousarray(chances.T).cumsum(axis=1)[:, :-1])
 
 
-def _tokens(row: np.ndarray, cumulative: np.ndarray, uniform: np.ndarray, *, few: bool) -> np.ndarray:
-    """(B, R) the tokens that uniforms choose in the contexts `row` (B or 1, R)."""
-    if not few:
-        rows = torch.from_numpy(cumulative[np.broadcast_to(row, uniform.shape)])
-        return torch.searchsorted(rows, torch.from_numpy(uniform).unsqueeze(-1), right=True).squeeze(-1).numpy()
-    token = np.zeros(uniform.shape, dtype=np.int8)
-    for plane in cumulative:
-        token += (uniform >= plane.take(row)).view(np.int8)
+def _tokens(row: np.ndarray, chances: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """(B, R) which of few tokens uniforms choose in the contexts `row` (B or 1, R), of chances (V, N)."""
+    reached = chances[0].take(row)
+    token = (uniform >= reached).view(np.int8)
+    # Added up where rollouts stand: a deep tree has many more contexts than are visited.
+    for plane in chances[1:-1]:
+        reached += plane.take(row)
+        token += (uniform >= reached).view(np.int8)
     return token
+
+
+def _tokens_of_many(row: np.ndarray, cumulative: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """As `_tokens`, of cumulative chances (N, V − 1)."""
+    rows = torch.from_numpy(cumulative[np.broadcast_to(row, uniform.shape)])
+    return torch.searchsorted(rows, torch.from_numpy(uniform).unsqueeze(-1), right=True).squeeze(-1).numpy()

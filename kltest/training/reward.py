@@ -25,13 +25,16 @@ Ratio = Literal["none", "token", "sequence", "clipped"]
 def push(
     batch: Batch, earned: np.ndarray, log_ratio: np.ndarray | None, baseline: Baseline, ratio: Ratio, clip: float
 ) -> np.ndarray:
-    """(T, M, R) weights on g_t, zero where dead. `earned` (M, R); `log_ratio` (T, M, R) is None where ρ = 1."""
+    """(T, M, R) weights on g_t, zero where dead; (1, M, R) where every token has the same.
+
+    `earned` (M, R); `log_ratio` (T, M, R) is None where ρ = 1.
+    """
     advantage = _less_baseline(batch, earned, baseline)
     weight = batch.weights * advantage
     if log_ratio is None or ratio == "none":
-        factor = np.broadcast_to(weight, batch.shape)
+        factor = weight[None]
     elif ratio == "sequence":
-        factor = np.broadcast_to(weight * np.exp(batch.along(log_ratio)), batch.shape)
+        factor = (weight * np.exp(batch.along(log_ratio)))[None]
     else:
         token = np.exp(log_ratio)
         if ratio == "clipped":

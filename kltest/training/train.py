@@ -21,7 +21,7 @@ from kltest.training.world import World
 
 EXPLODED = 1e6
 """A logit further from zero than this counts as diverged."""
-CHUNK = 2**17
+CHUNK = 2**18
 """Numbers in one field of a chunk of runs: more of them share the cost of a call, fewer stay in the cache."""
 
 
