@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from kltest.libraries.door import Door, Setting
@@ -143,6 +144,22 @@ def discover() -> Sequence[Setting]:
     return [of_loss_type(name) for name in loss_types() if name not in LOSS_TYPES]
 
 
+def reproduction(setting: Setting) -> str:
+    """A program with TRL, transformers and torch alone; stale completions where what they are given has a name."""
+    own = dict(setting.arguments)
+    kind, recipe, evaluation = own.pop("trainer", "GRPO"), own.pop("recipe", None), own.pop("evaluation", False)
+    by_token = own.get("importance_sampling_level", "token") == "token"
+    corrected = own.get("use_bias_correction_kl") is True and by_token and "num_iterations" in own
+    stale = bool(recipe) or corrected
+    parts = ["calls/tabular.py", *(["recipes/trl.py"] if recipe else []), "calls/trl_program.py"]
+    texts = [(Path(__file__).parent / part).read_text(encoding="utf-8") for part in parts]
+    dropped = ("from __future__", "from kltest")
+    lines = [line for text in texts for line in text.splitlines() if not line.startswith(dropped)]
+    grouped = "trainer" in setting.arguments
+    call = f"show({kind!r}, {own!r}, {recipe}, stale={stale}, evaluation={evaluation}, grouped={grouped})"
+    return "\n".join(["from __future__ import annotations", *lines, "", "", call, ""])
+
+
 DOOR = Door(
     name="trl",
     distribution="trl",
@@ -152,4 +169,5 @@ DOOR = Door(
     homepage="https://github.com/huggingface/trl",
     settings=tuple(_settings()),
     discover=discover,
+    reproduction=reproduction,
 )

@@ -14,9 +14,11 @@ while (`holding`), as the leaves of somebody else's graph.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,8 @@ class TabularConfig(PretrainedConfig):
         super().__init__(**others)
         # Some loaders read it without asking whether it is there.
         self.auto_map: dict[str, str] = {}
+        # There is nothing to remember between tokens; what generates asks for the number of layers all the same.
+        self.num_hidden_layers, self.use_cache = 1, False
         # Set last: what a base class does with names of its own must not undo it.
         self.vocab_size = vocab_size
         self.hidden_size = vocab_size
@@ -140,6 +144,13 @@ class TabularLM(PreTrainedModel, GenerationMixin):
             setattr(self.model, name, getattr(tables, name).clone())
         self.lm_head.weight = _identity(tables.rows, self.config.vocab_size)
         return self
+
+    def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
+        """As of any model, under the name of a class of transformers: some loaders look for the class there."""
+        super().save_pretrained(save_directory, **others)
+        file = Path(save_directory) / "config.json"
+        told = {**json.loads(file.read_text(encoding="utf-8")), "architectures": ["AutoModelForCausalLM"]}
+        file.write_text(json.dumps(told, indent=2), encoding="utf-8")
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **others: Any) -> dict[str, Any]:
         return {"input_ids": input_ids, "attention_mask": others.get("attention_mask")}

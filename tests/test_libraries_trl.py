@@ -1,0 +1,372 @@
+"""The door into TRL: a table as a language model, its real trainers, and the recipes that mend them.
+
+What needs transformers or TRL is skipped where they are not installed; `kltest libraries trl` grades it all from a bare
+machine. Expected combinations are worked out by hand from the trainers' source: a per-token term f(u), u = logp −
+ref_logp, has the weight f'(u) on ∇ log π; k3's is 1 − e^(−u), and with the token's own differentiable ratio ρ, ρ·u.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import kltest
+from kltest.environments import Instance, ragged, sequence
+from kltest.errors import UsageError
+from kltest.libraries import door
+from kltest.libraries import trl as described
+from kltest.moments import exact
+from kltest.targets.outcome import Call
+from kltest.targets.resolve import bind
+from kltest.truth import combine
+
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed here")
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed here")
+DOOR = door("trl")
+# Kernels of TRL 1.16 work in float32, whatever they are given: seven digits, and some lost where terms cancel.
+SINGLE = 1e-6
+
+
+def test_what_is_known_is_told_without_torch_and_without_trl():
+    code = "import sys, kltest.libraries.trl; print({'torch', 'trl', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_settings_have_names_of_their_own_and_the_defaults_come_first():
+    names = [setting.name for setting in DOOR.settings]
+    assert len(set(names)) == len(names)
+    assert [setting.name for setting in DOOR.settings if setting.default] == names[:2]
+    assert all(DOOR.setting(f"grpo/loss_type={name}") for name in described.LOSS_TYPES)
+    assert {setting.depth for setting in DOOR.settings} == {"trainer", "loss"}
+    assert all(setting.note for setting in DOOR.settings if setting.recipe)
+
+
+@pytest.mark.parametrize("setting", DOOR.settings, ids=lambda setting: setting.name)
+def test_a_program_that_shows_a_setting_again_has_no_kltest_in_it(setting):
+    tree = ast.parse(DOOR.reproduction(setting))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    roots = {module.partition(".")[0] for module in modules}
+    assert not roots & {"kltest"}
+    assert {"trl", "torch", "transformers"} <= roots
+
+
+def tables_of(environment, table):
+    """A world's contexts as those of a tabular model, prompt by prompt."""
+    from kltest.libraries.calls.tabular import Tables
+
+    follow = np.zeros((len(table) + 1, table.shape[1]), dtype=np.int64)
+    follow[1:] = np.where(environment.successors[..., 0] < 0, 0, environment.successors[..., 0] + 1)
+    start = torch.from_numpy(np.concatenate([[0], environment.start + 1]))
+    return Tables(torch.from_numpy(table), start, torch.from_numpy(follow), torch.arange(len(follow)))
+
+
+@pytest.fixture(scope="module")
+def world():
+    return Instance.draw(ragged(3, 3, prompts=[0.3, 0.7]), 5)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("left", "before", "between", "after"), [(0, 0, 0, 0), (2, 0, 0, 0), (1, 2, 0, 1), (0, 1, 2, 0), (1, 1, 1, 2)]
+)
+def test_logits_are_those_of_the_prefix_whatever_stands_around_it(world, left, before, between, after):
+    """Walked independently, context by context, for padding on every side and prompts of several tokens."""
+    from kltest.libraries.calls.tabular import PROMPT, TabularConfig, TabularLM
+
+    model = TabularLM(TabularConfig()).set_tables(tables_of(world.environment, world.policy))
+    paths = world.paths
+    for row in range(len(paths)):
+        tokens = paths.tokens[row][: paths.lengths[row]].tolist()
+        prompt = [PROMPT] * before + [PROMPT + 1 + int(paths.prompt[row])]
+        pieces = [([1] * left, 0), (prompt, 1), ([0] * between, 0), (tokens, 1), ([2] * after, 0)]
+        ids = torch.tensor([[token for piece, _ in pieces for token in piece]])
+        mask = torch.tensor([[live for piece, live in pieces for _ in piece]])
+        # The logits that predict the first token stand at the position before it, masked or not.
+        places = left + len(prompt) + between - 1 + torch.arange(len(tokens))
+        found = model(input_ids=ids, attention_mask=mask).logits[0, places]
+        expected = world.policy[paths.contexts[row][: len(tokens)]]
+        torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0)
+        kept = model(input_ids=ids, attention_mask=mask, logits_to_keep=2).logits
+        torch.testing.assert_close(kept, model(input_ids=ids, attention_mask=mask).logits[:, -2:], rtol=0, atol=0)
+
+
+@needs_transformers
+def test_a_saved_model_is_the_same_model_again(world, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from kltest.libraries.calls.tabular import PROMPT, TabularConfig, TabularLM
+
+    model = TabularLM(TabularConfig()).set_tables(tables_of(world.environment, world.policy))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(again) is TabularLM
+    ids = torch.tensor([[PROMPT + 1, 0, 1], [PROMPT + 2, 1, 1]])
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in dir(sys.modules["transformers"])
+
+
+@needs_transformers
+def test_generation_follows_the_table(world):
+    from kltest.libraries.calls.tabular import PROMPT, TabularConfig, TabularLM
+
+    model = TabularLM(TabularConfig()).set_tables(tables_of(world.environment, world.policy))
+    found = model.generate(
+        torch.tensor([[PROMPT + 2]]), do_sample=False, max_new_tokens=3, eos_token_id=2, pad_token_id=2
+    )
+    context, expected = int(world.environment.start[1]), []
+    while context >= 0:
+        expected.append(int(world.policy[context].argmax()))
+        context = int(world.environment.successors[context, expected[-1], 0])
+    assert found[0, 1:].tolist() == expected
+
+
+@needs_transformers
+def test_rows_share_nothing_and_may_come_in_any_order():
+    """The gradient of each forwarded row arrives at its own row of the leaf, equal rows included."""
+    from kltest.libraries.calls.tabular import PROMPT, TabularConfig, TabularLM, chains
+
+    leaf = torch.randn(1, 2, 3, generator=torch.Generator().manual_seed(0)).double().repeat(4, 1, 1).requires_grad_()
+    model = TabularLM(TabularConfig())
+    order, weights = [2, 0, 3, 1, 2], torch.tensor([1.0, 10.0, 100.0, 1000.0, 0.5]).double()
+    ids = torch.tensor([[PROMPT + 1 + row, 1, 0] for row in order])
+    with model.holding(chains(leaf)):
+        halves = torch.cat([model(part).logits[:, :2] for part in ids.split(2)])
+    (found,) = torch.autograd.grad((halves.sum(dim=(1, 2)) * weights).sum(), [leaf])
+    of_rows = torch.tensor([10.0, 1000.0, 1.5, 100.0]).double()
+    torch.testing.assert_close(found, of_rows[:, None, None].expand(4, 2, 3))
+
+
+def summed_over_single_rollouts(instance, sampler, settings):
+    """What beta = 1 multiplies, by a model whose parameters are the table, one unpadded rollout a call."""
+    from kltest.libraries.calls import trl as calls
+    from kltest.libraries.calls.tabular import PROMPT
+
+    policy, reference, old = (
+        tables_of(instance.environment, table)
+        for table in (instance.policy, instance.reference, instance.behaviour(sampler))
+    )
+    rows = torch.nn.Parameter(policy.rows)
+    paths, weights = instance.paths, instance.rollout_weights(sampler)
+    found = torch.zeros_like(rows)
+    for beta, sign in ((1.0, 1), (0.0, -1)):
+        trainer = calls.trainer_with("GRPO", beta, settings)
+        for row in range(len(paths)):
+            tokens = torch.from_numpy(paths.tokens[row][: paths.lengths[row]])[None]
+            padded = row % 3
+            prompt = torch.tensor([[1] * padded + [PROMPT] * (row % 2) + [PROMPT + 1 + int(paths.prompt[row])]])
+            live = torch.tensor([[0] * padded + [1] * (prompt.shape[1] - padded)])
+            inputs = {
+                "prompt_ids": prompt,
+                "prompt_mask": live,
+                "completion_ids": tokens,
+                "completion_mask": torch.ones_like(tokens),
+                "advantages": torch.tensor([0.3]),
+                "num_items_in_batch": torch.tensor(tokens.numel()),
+            }
+            everything = torch.cat([prompt, tokens], dim=1), torch.cat([live, torch.ones_like(tokens)], dim=1)
+            with torch.no_grad():
+                given = {"old_per_token_logps": (trainer.model, old)} if settings.get("num_iterations", 1) > 1 else {}
+                given |= {"ref_per_token_logps": (trainer.ref_model, reference)} if beta else {}
+                for name, (model, tables) in given.items():
+                    with model.holding(tables):
+                        scored = trainer._get_per_token_logps_and_entropies(model, *everything, tokens.shape[1])
+                    inputs[name] = scored[0]
+            with trainer.model.holding(policy._replace(rows=rows)):
+                loss = trainer._compute_loss(trainer.model, inputs)
+            found += sign * float(weights[row]) * torch.autograd.grad(loss, [rows])[0]
+    return found.detach().numpy()
+
+
+@needs_trl
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dr_grpo", "use_bias_correction_kl": False},
+        {"loss_type": "luspo", "num_iterations": 2, "use_bias_correction_kl": True},
+    ],
+    ids=lambda settings: ",".join(map(str, settings.values())),
+)
+def test_the_grader_finds_what_a_trained_table_would_get(world, settings, sampler):
+    from kltest.libraries.calls.trl import grpo
+
+    graded = exact(bind(grpo, Call(arguments=settings)), world, sampler).gradient
+    summed = summed_over_single_rollouts(world, sampler, settings)
+    assert np.abs(graded - summed).max() <= SINGLE * np.abs(summed).max()
+
+
+def local(name, coefficient=1.0, at=""):
+    return {"bandit": {name: 1.0}, "sequence": {f"local_{name}{at}": coefficient}}
+
+
+BY_SEQUENCE = {"importance_sampling_level": "sequence"}
+FOUND = {
+    # A sum over tokens, a mean over rollouts.
+    "k3": ({"loss_type": "luspo", "use_bias_correction_kl": False}, "current", local("forward_kl")),
+    "k3 with its ratio": ({"loss_type": "luspo", "use_bias_correction_kl": True}, "current", local("reverse_kl")),
+    "k3 with its ratio, stale": (
+        {"loss_type": "luspo", "use_bias_correction_kl": True, "num_iterations": 2},
+        "stale",
+        local("reverse_kl", at="@sampler"),
+    ),
+    # The level changes the ratio of the policy loss only, unless it multiplies the KL term too.
+    "k3 at the level of sequences": (
+        {"loss_type": "luspo", "use_bias_correction_kl": False, **BY_SEQUENCE},
+        "current",
+        local("forward_kl"),
+    ),
+    # Of the geometric mean of T = 3 ratios each token's share is Σk3/3, the rest is k3's own gradient.
+    "k3 with the sequence's ratio": (
+        {"loss_type": "luspo", "use_bias_correction_kl": True, **BY_SEQUENCE},
+        "current",
+        {"bandit": {"reverse_kl": 1.0}, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 1 - 1 / 3}},
+    ),
+    # A mean over the rollout's tokens, of which there are three.
+    "mean over tokens": (
+        {"loss_type": "grpo", "use_bias_correction_kl": False},
+        "current",
+        local("forward_kl", 1 / 3),
+    ),
+    "mean over max_completion_length": (
+        {"loss_type": "dr_grpo", "use_bias_correction_kl": False, "max_completion_length": 5},
+        "current",
+        {"bandit": {"forward_kl": 1 / 5}, "sequence": {"local_forward_kl": 1 / 5}},
+    ),
+    # Drawn and scored at one temperature, the tempered policies are the policies.
+    "tempered": (
+        {"loss_type": "luspo", "use_bias_correction_kl": False, "temperature": 0.7},
+        "current",
+        local("forward_kl"),
+    ),
+}
+
+
+@needs_trl
+@pytest.mark.parametrize("case", FOUND, ids=str)
+def test_grpo_follows_what_its_source_says(case):
+    settings, sampler, expected = FOUND[case]
+    report = kltest.grade(
+        f"{described.CALLS}:grpo",
+        arguments=settings,
+        environment="bandit,sequence",
+        sampler=sampler,
+        select="KL101",
+    )
+    found = {row.environment: row.identified for row in report.gradients if row.batch == 1}
+    assert found == {world: pytest.approx(names, rel=1e-4) for world, names in expected.items()}
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    # The reward holds log μ − log ref: with the whole sequence's ratio that is KL(π‖ref) − KL(π‖μ).
+    [("current", {"reverse_kl": 1.0}), ("stale", {"reverse_kl": 1.0, "to_sampler_kl": -1.0})],
+)
+def test_rloo_follows_what_its_source_says(sampler, expected):
+    report = kltest.grade("trl:rloo/epsilon=1000", environment="sequence", sampler=sampler, select="KL101")
+    (row,) = report.gradients
+    assert row.identified == pytest.approx(expected, rel=1e-4)
+
+
+@needs_trl
+@pytest.mark.parametrize("name", [setting.name for setting in DOOR.settings if setting.recipe])
+def test_a_recipe_follows_the_true_gradient(name):
+    report = kltest.grade(f"trl:{name}", environment="bandit,ragged", ignore="KL5,KL7,KL8")
+    assert report.verdict == "confirmed", report.to_json()
+    assert all(row.identified == pytest.approx({"reverse_kl": 1.0}, rel=1e-4) for row in report.gradients)
+
+
+@needs_trl
+def test_a_recipe_with_a_slip_is_caught(monkeypatch):
+    from kltest.libraries.recipes import trl as recipes
+
+    class Wrong(recipes.SequenceKLGRPOTrainer):
+        def _with_kl(self, loss, inputs, mask, old_logps, beta):
+            return super()._with_kl(loss, inputs, mask, old_logps, -beta)
+
+    class Forgetful(recipes.SequenceKLGRPOTrainer):
+        def _with_kl(self, loss, inputs, mask, old_logps, beta):
+            return super()._with_kl(loss, inputs, mask, None, beta)
+
+    for trainer, code in ((Wrong, "KL103"), (Forgetful, "KL301")):
+        monkeypatch.setattr(recipes, trainer.__name__, trainer, raising=False)
+        report = kltest.grade(
+            f"{described.CALLS}:grpo",
+            arguments={"recipe": trainer.__name__, "num_iterations": 2},
+            environment="sequence",
+            sampler="both",
+            select="KL1,KL3",
+        )
+        assert report.verdict == "refuted"
+        assert code in [check.code for check in report.checks if check.status == "fail"]
+
+
+@needs_trl
+def test_what_a_version_does_not_have_is_said():
+    import trl
+
+    from kltest.libraries.calls.trl import trainer_with
+
+    with pytest.raises(UsageError, match=rf"GRPOConfig of TRL {trl.__version__} .*'use_perfect_kl'"):
+        trainer_with("GRPO", 1.0, {"use_perfect_kl": True})
+    with pytest.raises(UsageError, match="does not take these settings"):
+        trainer_with("GRPO", 1.0, {"num_generations": 1})
+
+
+@needs_trl
+def test_loss_types_that_nobody_wrote_down_are_found(monkeypatch):
+    from kltest.libraries.calls.trl import loss_types
+
+    assert set(described.LOSS_TYPES[:4]) <= set(loss_types())
+    monkeypatch.setattr(described, "LOSS_TYPES", tuple(name for name in described.LOSS_TYPES if name != "bnpo"))
+    assert "grpo/loss_type=bnpo" in [setting.name for setting in described.discover()]
+
+
+@needs_trl
+def test_building_trainers_leaves_random_numbers_alone():
+    from kltest.libraries.calls.trl import trainer_with
+
+    torch.manual_seed(3)
+    np.random.seed(3)  # noqa: NPY002
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    trainer_with("GRPO", 0.25, {"num_iterations": 3})
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()  # noqa: NPY002
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo/loss_type=luspo,use_bias_correction_kl=false", {"local_forward_kl": 1.0}),
+        ("rloo/recipe=sequence_kl", {"reverse_kl": 1.0}),
+    ],
+)
+def test_the_program_without_kltest_prints_the_same_gradient(name, expected, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(DOOR.reproduction(DOOR.setting(name)), encoding="utf-8")
+    done = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.strip().splitlines()[-1])
+    policy, reference, sampler = (
+        None if said[key] is None else np.log(np.array(said[key])) for key in ("policy", "reference", "sampler")
+    )
+    truth = combine(expected, Instance.of(sequence(said["vocabulary"], said["length"]), policy, reference, sampler))
+    assert np.abs(np.array(said["expected"]) - truth).max() <= SINGLE * np.abs(truth).max()
+
+
+def test_recipes_can_be_copied():
+    text = (Path(described.__file__).parent / "recipes" / "trl.py").read_text(encoding="utf-8")
+    roots = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert roots == {"__future__", "typing", "torch", "trl"}
