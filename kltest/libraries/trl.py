@@ -24,6 +24,8 @@ GROUPS = {"group_size": 3}
 
 NOT_ASKED = ("KL502",)
 """NaN in the padding would be NaN in the model itself: a trainer computes what stands there, and no model gives NaN."""
+ASKED_ONCE = ("KL701", "KL703")
+"""Whether all tokens are told apart takes a vocabulary of thousands to see, and all loss types share that code."""
 
 
 def grpo(settings: dict[str, Any], name: str = "", **others: Any) -> Setting:
@@ -41,7 +43,8 @@ def rloo(settings: dict[str, Any], name: str = "", **others: Any) -> Setting:
 
 def whole(name: str, call: str, settings: dict[str, Any], **others: Any) -> Setting:
     """A setting of a whole trainer, with what is asked of none."""
-    options = {"ignore": NOT_ASKED, **others.pop("options", {})}
+    asked = settings == {"loss_type": "grpo"}
+    options = {"ignore": NOT_ASKED if asked else (*NOT_ASKED, *ASKED_ONCE), **others.pop("options", {})}
     return Setting(name, f"{CALLS}:{call}", settings, options, depth="trainer", **others)
 
 
