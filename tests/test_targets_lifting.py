@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 
+import kltest
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError, UsageError
 from kltest.rollout import Rollout
@@ -342,3 +343,16 @@ def test_lifting_is_not_used_where_the_import_works(write):
     loss = resolve("library.py:loss")
     assert loss.notes == []
     follows(loss, K2)
+
+
+def test_a_compiled_function_is_not_compiled_for_its_program_either(tmp_path, monkeypatch):
+    """Compiling tiny batches takes minutes: neither grading nor running the program without kltest does it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "compiled_terms.py").write_text(
+        "import torch\n\n\ndef refuse(graph, inputs):\n    raise RuntimeError('it was compiled')\n\n\n"
+        "@torch.compile(backend=refuse, dynamic=True)\n"
+        "def penalty(logp, ref_logp):\n    return (logp - ref_logp).exp() - 1 - (logp - ref_logp)\n"
+    )
+    report = kltest.grade("compiled_terms.py:penalty", environment="bandit", select="KL1")
+    assert report.verdict == "refuted"
+    assert "penalty(" in report.smallest.code

@@ -22,6 +22,7 @@ from kltest.grading.formulas import as_torch, summed
 from kltest.grading.sources import FROM_FILE, NoSourceError, Source, is_literal, source_of
 from kltest.grading.worked import WorkedExample
 from kltest.targets.arguments import Stub, field_asked, given_to
+from kltest.targets.callables import eagerly
 from kltest.targets.calling import BoundLoss, Recipe
 from kltest.targets.filling import FieldOf, Filling
 from kltest.targets.surroundings import undisturbed
@@ -264,7 +265,7 @@ def _agrees(code: str, example: WorkedExample, limit: float) -> bool:
     for name in [name for name in known if name.startswith(FROM_FILE)]:
         sys.modules.setdefault(name.removeprefix(FROM_FILE), sys.modules[name])
     try:
-        with undisturbed(), contextlib.redirect_stdout(io.StringIO()):
+        with undisturbed(), contextlib.redirect_stdout(io.StringIO()), eagerly():
             exec(compile(code, "<reproduction>", "exec"), {"print": lambda *words: printed.append(words)})
     except Exception:
         return False

@@ -56,7 +56,9 @@ class _Reader:
             return
         self._read.add((function, parameter))
         called = _aliases(node, parameter)
-        for inner in ast.walk(node):
+        for inner in sorted(
+            ast.walk(node), key=lambda inner: (getattr(inner, "lineno", 0), getattr(inner, "col_offset", 0))
+        ):
             if isinstance(inner, ast.Compare):
                 sides = [inner.left, *inner.comparators]
                 if any(_is(side, called) for side in sides):

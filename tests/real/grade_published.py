@@ -133,9 +133,11 @@ def disagreements(case: Case, report: dict) -> Iterator[str]:
             yield f"{key} is {report[key]}, not {getattr(case, key)}"
     if any("lifted" in note for note in report["notes"]) != case.lifted:
         yield f"lifted out of its file: {'not ' * case.lifted}expected otherwise"
-    expected = {("current", world): found for world, found in case.current.items()}
-    expected |= {("stale", world): found for world, found in case.stale.items()}
-    rows = {(row["sampler"], row["environment"]): row["identified"] for row in report["gradients"] if row["batch"] == 1}
+    expected = {("current", world, 1): found for world, found in case.current.items()}
+    expected |= {("stale", world, 1): found for world, found in case.stale.items()}
+    expected |= {("current", world, 2): found for world, found in case.pairs.items()}
+    asked = [row for row in report["gradients"] if row["batch"] == 1 or row["sampler"] == "current"]
+    rows = {(row["sampler"], row["environment"], row["batch"]): row["identified"] for row in asked}
     if rows.keys() != expected.keys():
         yield f"rows are {sorted(rows)}, not {sorted(expected)}"
     for key in sorted(rows.keys() & expected.keys()):

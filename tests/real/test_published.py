@@ -72,7 +72,7 @@ def test_only_an_index_that_does_not_answer_is_no_failure(tmp_path, monkeypatch)
     assert not isinstance(failed.value, UnreachableError)
 
 
-CASE = Case("module:function", {}, LOG_RATIO, expect="reverse_kl")
+CASE = Case("module:function", LOG_RATIO)
 REPORT = {
     "verdict": "refuted",
     "dtype": "float64",

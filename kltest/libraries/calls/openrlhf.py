@@ -3,6 +3,7 @@
 import importlib
 import importlib.machinery
 import sys
+import traceback
 import types
 
 from kltest.libraries.calls.installed import taken
@@ -34,10 +35,12 @@ def loaded(module):
         there = next((spec for each in finders if (spec := each.find_spec(name, path, target))), None)
         folders = getattr(there, "submodule_search_locations", None)
         package = folders is not None
-        asking = sys._getframe()
-        while asking and (asking.f_code.co_filename.startswith("<frozen importlib") or asking.f_code is look.__code__):
-            asking = asking.f_back
-        theirs = asking is not None and str(asking.f_globals.get("__name__")).startswith("openrlhf")
+        asking = (
+            str(frame.f_globals.get("__name__"))
+            for frame, _ in traceback.walk_stack(sys._getframe())
+            if frame.f_code is not look.__code__ and not frame.f_code.co_filename.startswith("<frozen importlib")
+        )
+        theirs = next(asking, "").startswith("openrlhf")
         if not (package and name.startswith("openrlhf")) and (there is not None or not theirs):
             return there
         made = importlib.machinery.ModuleSpec(name, None, is_package=True)

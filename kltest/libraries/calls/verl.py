@@ -13,7 +13,9 @@ def configured(kind, usual, settings):
     known = {field.name for field in dataclasses.fields(kind)}
     for name in settings:
         if name not in known:
-            raise LookupError(f"in the installed version {kind.__name__} has no {name!r}, which this setting is about")
+            raise LookupError(
+                f"in the installed version {kind.__qualname__} has no {name!r}, which this setting is about"
+            )
     return kind(**{**{name: value for name, value in usual.items() if name in known}, **settings})
 
 

@@ -1,0 +1,180 @@
+"""Doors into verl, OpenRLHF and Liger-Kernel, as far as that can be said without them: names, versions, recipes.
+
+What each setting follows is held against its derivation in tests/real, where the libraries are installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kltest
+from kltest.libraries import door, names
+from kltest.libraries.calls.installed import part, taken
+from kltest.libraries.recipes.liger import charged
+from kltest.libraries.recipes.openrlhf import sequence_kl
+
+DOORS = ("verl", "openrlhf", "liger")
+SOURCE = '''
+TABLE = {"alpha": 1, "beta": 2}
+KINDS = ("gamma", "delta")
+
+def outer(logp, ref_logp, kind="one", other="no"):
+    base = kind[:-1] if kind.endswith("!") else kind
+    if other == "not this one":
+        return None
+    return inner(logp, ref_logp, how=base)
+
+def inner(logp, ref_logp, how):
+    if how == "one" or how in ("two", "three"):
+        return logp
+    if how.lower() in KINDS:
+        return ref_logp
+    match how:
+        case "four" | "five":
+            return None
+    return TABLE[how]
+
+class Loss:
+    @staticmethod
+    def compute(loss_type):
+        raise ValueError if loss_type != "six" else None
+
+def step(logp, mask):
+    """Cannot be called with one live token, as whitening cannot."""
+    if mask.sum() < 2:
+        raise ValueError("fewer than two tokens")
+    return (logp * mask).sum() / mask.sum()
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "kltest_made_up_names.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    return "kltest_made_up_names"
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_is_data(name):
+    """Listing what is known takes neither torch nor the library, and no name can be taken for a function's."""
+    code = f"import sys; from kltest.libraries import door; d = door({name!r}); "
+    code += (
+        "assert not {'torch', d.distribution, d.module.partition('.')[0]} & set(sys.modules); print(len(d.settings))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    settings = door(name).settings
+    known = [setting.name for setting in settings]
+    assert len(set(known)) == len(known) == int(done.stdout)
+    assert not any(part.isidentifier() for part in known)
+    assert settings[0].default
+    assert [setting.options.get("expect") for setting in settings if setting.recipe] == [None]
+    assert all(setting.note for setting in settings if setting.recipe)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_every_setting_of_ours_has_a_program_without_kltest(name):
+    library = door(name)
+    ours = [setting for setting in library.settings if setting.target.startswith("kltest.")]
+    assert ours
+    for setting in ours:
+        code = library.reproduction(setting)
+        compile(code, setting.name, "exec")
+        assert "kltest" not in code, setting.name
+        assert f"STALE = {setting.recipe}" in code
+
+
+def test_names_are_read_from_comparisons_tables_and_what_is_called(module):
+    plain = ["one", "two", "three", "gamma", "delta", "four", "five", "alpha", "beta"]
+    assert names.names_known(module, "outer", "kind") == (*plain, *(f"{name}!" for name in plain))
+    assert names.names_known(module, "inner", "how") == tuple(plain)
+    assert names.names_known(module, "Loss.compute", "loss_type") == ("six",)
+    assert names.names_known(module, "outer", "other") == ("not this one",)
+    assert names.names_known(module, "absent", "kind") == ()
+    assert names.names_known("kltest_no_such_module", "outer", "kind") == ()
+
+
+def test_what_a_version_does_not_have_is_said_and_not_swallowed():
+    def loss(logp, beta=0.1, **anything):
+        return logp * beta
+
+    assert taken(loss, {"logp": 1, "mask": 2}, {"beta": 3}) == {"logp": 1, "beta": 3}
+    with pytest.raises(LookupError, match="has no 'use_ratio'"):
+        taken(loss, {"logp": 1}, {"use_ratio": True})
+    with pytest.raises(LookupError, match="wants 'logp'"):
+        taken(loss, {}, {})
+    with pytest.raises(LookupError, match="the installed json has no json:nothing"):
+        part("json", "nothing")
+    with pytest.raises(LookupError, match="No module named"):
+        part("kltest_no_such_module", "nothing")
+
+
+@pytest.mark.parametrize(
+    "target", ["verl:kl_loss", "openrlhf:kl_loss", "liger:fused"], ids=lambda target: target.partition(":")[0]
+)
+def test_a_library_that_is_not_there_is_one_sentence(target):
+    """Of a target error, and without a line of ours."""
+    library, _, function = target.partition(":")
+    if library in sys.modules or __import__("importlib.util").util.find_spec(door(library).module.partition(".")[0]):
+        pytest.skip(f"{library} is installed here")
+    arguments = {"kl_penalty": "kl", "loss_agg_mode": "token-mean"} if library == "verl" else {}
+    report = kltest.grade(f"kltest.libraries.calls.{library}:{function}", arguments=arguments)
+    assert report.verdict == "error"
+    assert "raised LookupError" in report.error
+    assert "No module named" in report.error
+    assert ".py" not in report.error
+
+
+def test_a_row_that_fails_alone_sends_the_loss_to_batches(module):
+    """Rollouts of one token fail, longer ones do not: the loss is graded in pairs, where none does."""
+    report = kltest.grade(f"{module}:step", environment="ragged", select="KL101")
+    assert report.verdict != "error"
+    assert {row.batch for row in report.gradients} == {2}
+
+
+def sequence_loss(logp, ref_logp, old_logp, mask):
+    return sequence_kl(logp, ref_logp, old_logp, mask)
+
+
+def without_ratio(logp, ref_logp, old_logp, mask):
+    """The ratio of whole sequences forgotten; the sampler is asked for all the same."""
+    return sequence_kl(logp, ref_logp, logp.detach() + 0 * old_logp, mask)
+
+
+def without_later_tokens(logp, ref_logp, old_logp, mask):
+    """Each token with its own log-ratio only."""
+    ratio = ((logp - old_logp) * mask).sum(-1, keepdim=True).exp().detach()
+    return (ratio * (logp - ref_logp) ** 2 / 2).where(mask != 0, 0.0)
+
+
+def charged_loss(logp, ref_logp, old_logp, mask, advantage, beta):
+    cost = -charged(advantage, logp.detach(), ref_logp, old_logp, mask, beta)
+    return cost[:, None] * torch.where(mask != 0, logp, 0.0)
+
+
+def charged_with_stale_log_probs(logp, ref_logp, old_logp, mask, advantage, beta):
+    """The cost taken from the sampler's log-probs: log μ − log ref in place of log π − log ref."""
+    ratio = torch.where(mask != 0, logp.detach() - old_logp, 0.0).sum(-1).exp()
+    cost = -ratio * charged(advantage, old_logp, ref_logp, old_logp, mask, beta)
+    return cost[:, None] * torch.where(mask != 0, logp, 0.0)
+
+
+@pytest.mark.parametrize("recipe", [sequence_loss, charged_loss])
+def test_recipes_follow_the_sequence_level_gradient_on_and_off_policy(recipe):
+    report = kltest.grade(recipe, sampler="both")
+    assert report.verdict == "confirmed", report.to_text() if hasattr(report, "to_text") else report
+    assert [row.identified for row in report.gradients] == [{"reverse_kl": pytest.approx(1.0, abs=1e-9)}] * 6
+
+
+@pytest.mark.parametrize(
+    ("planted", "code"),
+    [(without_ratio, "KL301"), (without_later_tokens, "KL201"), (charged_with_stale_log_probs, "KL305")],
+)
+def test_a_recipe_copied_wrongly_is_caught(planted, code):
+    report = kltest.grade(planted, sampler="both")
+    assert report.verdict == "refuted"
+    assert code in {check.code for check in report.checks if check.status == "fail"}
