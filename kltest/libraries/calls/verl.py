@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 
 from kltest.libraries.calls.installed import part, taken
 
@@ -96,7 +97,7 @@ def kl_in_reward_with_probabilities(
 def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, more, settings):
     """The policy loss of a batch whose rewards are charged with the KL term."""
     torch, numpy = importlib.import_module("torch"), importlib.import_module("numpy")
-    trainer, core = "verl.trainer.ppo.ray_trainer", importlib.import_module(CORE)
+    trainer = "verl.trainer.ppo.ray_trainer"
     settings = dict(settings)
     penalty, loss_mode = settings.pop("kl_penalty", "kl"), settings.pop("loss_mode", "vanilla")
     corrected = settings.pop("rollout_correction", None)
@@ -116,14 +117,17 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
         "response_mask": mask.long(),
         "token_level_scores": scores,
         "values": torch.zeros_like(ref_logp),
-        "reward_baselines": torch.zeros_like(reward),
         **rollouts,
         **more,
     }
+    estimator = part(CORE, "get_adv_estimator_fn")(adv_estimator)
+    if "reward_baselines" in inspect.signature(estimator).parameters:
+        # The trainer computes them for those that ask, and hands on whatever is there to all.
+        tensors["reward_baselines"] = torch.zeros_like(reward)
     uid = numpy.array([str(int(each)) for each in group], dtype=object)
     data = part("verl", "DataProto").from_dict(tensors=tensors, non_tensors={"uid": uid})
     charge = part(trainer, "apply_kl_penalty")
-    control = core.FixedKLController(kl_coef=beta)
+    control = part(CORE, "FixedKLController")(kl_coef=beta)
     data, metrics = charge(**taken(charge, {"data": data, "kl_ctrl": control}, {"kl_penalty": penalty}))
     if corrected is not None:
         helper = "verl.trainer.ppo.rollout_corr_helper"
