@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from kltest.errors import UsageError
 from kltest.rollout import Rollout
 from kltest.targets.arguments import Stub
-from kltest.targets.jax_steps import Compiled, Lift, Steps, followed, identity
+from kltest.targets.jax_steps import Compiled, Lift, Steps, identity, outline
 
 CALLED = (
     "It was called with JAX arrays and differentiated by jax.vjp, with JAX's float64 switched on: in float32 it "
@@ -47,6 +47,7 @@ class JaxLoss:
         self.function = function
         self.looks_at_numbers = False
         self._compiled: dict[Any, Compiled] = {}
+        self._kept: list[Any] = []
 
     def __repr__(self) -> str:
         return f"jax_loss({self.function!r})"
@@ -69,10 +70,17 @@ class JaxLoss:
         return self.function(*args, **kwargs)
 
     def compiled(self, written: Any, lift: Lift, floats: int) -> Compiled:
-        key = identity(written)
-        if key is None:
-            return Compiled(written, lift, floats)
-        return self._compiled.setdefault((key, lift), Compiled(written, lift, floats))
+        """The programs for what was written down: looked up by the parts that JAX keeps itself, then by all it does."""
+        parts = outline(written)
+        found = self._compiled.get((parts, lift))
+        if found is None:
+            whole = identity(written)
+            found = Compiled(written, lift, floats)
+            if whole is None:
+                return found
+            found = self._compiled[parts, lift] = self._compiled.setdefault((whole, lift), found)
+            self._kept.append(written)
+        return found
 
 
 class _Call:
@@ -109,8 +117,8 @@ class _Call:
         written = self._written(values)
         if written is None:
             return self._at_once(values)
-        self.steps = followed(written)
         compiled = self.loss.compiled(written, lifted(), self._floats)
+        self.steps = compiled.steps
         outputs = [as_tensor(array) for array in compiled.forward(written.consts, values)]
         return outputs, lambda cotangents: compiled.backward(written.consts, values, cotangents[: self._floats])
 

@@ -55,8 +55,32 @@ class Compiled:
             _, pull = jax.vjp(lambda *leaves: outputs(constants, leaves)[:floats], *values)
             return pull(list(cotangents))
 
+        self.steps = followed(written)
         self.forward: Callable[..., Any] = jax.jit(outputs)
         self.backward: Callable[..., Any] = jax.jit(pulled)
+
+
+def outline(written: Any) -> Any:
+    """The steps of a function, those that stand for others by the object that JAX has for them.
+
+    It is the same for two functions only if they do the same but for their constants, as long as the objects live.
+    """
+    numbers: dict[Any, int] = {}
+
+    def told(atom: Any) -> Any:
+        kind = str(atom.aval)
+        if hasattr(atom, "val"):
+            return kind, np.asarray(atom.val).tobytes()
+        return kind, numbers.setdefault(atom, len(numbers))
+
+    def whole(step: Any) -> Any:
+        parts = tuple(id(part) for part in _parts(step))
+        how = parts if step.primitive.name in _INLINED and parts else str(step.params)
+        return step.primitive.name, how, *map(told, (*step.invars, *step.outvars))
+
+    jaxpr = written.jaxpr
+    ends = tuple(map(told, (*jaxpr.constvars, *jaxpr.invars)))
+    return ends, tuple(map(whole, jaxpr.eqns)), tuple(map(told, jaxpr.outvars))
 
 
 def identity(written: Any) -> Any:
