@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-import kltest
-from kltest.environments import Instance, ragged, sequence
+from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import UsageError
 from kltest.libraries import door
 from kltest.libraries import trl as described
-from kltest.moments import exact
+from kltest.moments import exact, exact_batches
 from kltest.targets.outcome import Call
 from kltest.targets.resolve import bind
 from kltest.truth import combine
@@ -252,39 +251,75 @@ FOUND = {
 }
 
 
+WORLDS = {
+    "bandit": Instance.draw(bandit(3), 1),
+    "sequence": Instance.draw(sequence(2, 3), 2),
+    "ragged": Instance.draw(ragged(3, 2), 3),
+}
+
+
+def agrees(found, combination, instance):
+    truth = combine(combination, instance)
+    assert np.abs(found - truth).max() <= SINGLE * np.abs(combine({"reverse_kl": 1.0}, instance)).max()
+
+
+def of_groups(setting, instance, sampler):
+    """The expected gradient of groups of two that a setting of RLOO gives."""
+    loss = bind(grouped_call(), Call(arguments=setting.arguments))
+    return exact_batches(loss, instance, sampler, 2, grouped=True).gradient
+
+
+def grouped_call():
+    from kltest.libraries.calls.trl import grouped
+
+    return grouped
+
+
 @needs_trl
 @pytest.mark.parametrize("case", FOUND, ids=str)
 def test_grpo_follows_what_its_source_says(case):
+    from kltest.libraries.calls.trl import grpo
+
     settings, sampler, expected = FOUND[case]
-    report = kltest.grade(
-        f"{described.CALLS}:grpo",
-        arguments=settings,
-        environment="bandit,sequence",
-        sampler=sampler,
-        select="KL101",
-    )
-    found = {row.environment: row.identified for row in report.gradients if row.batch == 1}
-    assert found == {world: pytest.approx(names, rel=1e-4) for world, names in expected.items()}
+    loss = bind(grpo, Call(arguments=settings))
+    for world, combination in expected.items():
+        agrees(exact(loss, WORLDS[world], sampler).gradient, combination, WORLDS[world])
 
 
 @needs_trl
+@pytest.mark.parametrize("world", ["bandit", "ragged"])
 @pytest.mark.parametrize(
     ("sampler", "expected"),
     # The reward holds log μ − log ref: with the whole sequence's ratio that is KL(π‖ref) − KL(π‖μ).
     [("current", {"reverse_kl": 1.0}), ("stale", {"reverse_kl": 1.0, "to_sampler_kl": -1.0})],
 )
-def test_rloo_follows_what_its_source_says(sampler, expected):
-    report = kltest.grade("trl:rloo/epsilon=1000", environment="sequence", sampler=sampler, select="KL101")
-    (row,) = report.gradients
-    assert row.identified == pytest.approx(expected, rel=1e-4)
+def test_rloo_follows_what_its_source_says(sampler, expected, world):
+    found = of_groups(DOOR.setting("rloo/epsilon=1000"), WORLDS[world], sampler)
+    agrees(found, expected, WORLDS[world])
 
 
 @needs_trl
-@pytest.mark.parametrize("name", [setting.name for setting in DOOR.settings if setting.recipe])
-def test_a_recipe_follows_the_true_gradient(name):
-    report = kltest.grade(f"trl:{name}", environment="bandit,ragged", ignore="KL5,KL7,KL8")
-    assert report.verdict == "confirmed", report.to_json()
-    assert all(row.identified == pytest.approx({"reverse_kl": 1.0}, rel=1e-4) for row in report.gradients)
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_recipe_for_grpo_follows_the_true_gradient(world, sampler):
+    from kltest.libraries.calls.trl import grpo
+
+    loss = bind(grpo, Call(arguments=DOOR.setting("grpo/recipe=sequence_kl").arguments))
+    agrees(exact(loss, WORLDS[world], sampler).gradient, {"reverse_kl": 1.0}, WORLDS[world])
+
+
+@needs_trl
+@pytest.mark.parametrize("world", ["bandit", "ragged"])
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("rloo/recipe=defaults,on-policy", "current"),
+        ("rloo/recipe=sequence_kl", "current"),
+        ("rloo/recipe=sequence_kl", "stale"),
+    ],
+)
+def test_a_recipe_for_rloo_follows_the_true_gradient(name, sampler, world):
+    agrees(of_groups(DOOR.setting(name), WORLDS[world], sampler), {"reverse_kl": 1.0}, WORLDS[world])
 
 
 @needs_trl
@@ -299,17 +334,17 @@ def test_a_recipe_with_a_slip_is_caught(monkeypatch):
         def _with_kl(self, loss, inputs, mask, old_logps, beta):
             return super()._with_kl(loss, inputs, mask, None, beta)
 
-    for trainer, code in ((Wrong, "KL103"), (Forgetful, "KL301")):
+    from kltest.libraries.calls.trl import grpo
+
+    instance, found = WORLDS["sequence"], {}
+    for trainer in (Wrong, Forgetful):
         monkeypatch.setattr(recipes, trainer.__name__, trainer, raising=False)
-        report = kltest.grade(
-            f"{described.CALLS}:grpo",
-            arguments={"recipe": trainer.__name__, "num_iterations": 2},
-            environment="sequence",
-            sampler="both",
-            select="KL1,KL3",
-        )
-        assert report.verdict == "refuted"
-        assert code in [check.code for check in report.checks if check.status == "fail"]
+        loss = bind(grpo, Call(arguments={"recipe": trainer.__name__, "num_iterations": 2}))
+        found[trainer] = {sampler: exact(loss, instance, sampler).gradient for sampler in ("current", "stale")}
+    agrees(found[Wrong]["stale"], {"reverse_kl": -1.0}, instance)
+    agrees(found[Forgetful]["current"], {"reverse_kl": 1.0}, instance)
+    truth = combine({"reverse_kl": 1.0}, instance)
+    assert np.abs(found[Forgetful]["stale"] - truth).max() > 0.05 * np.abs(truth).max()
 
 
 @needs_trl
