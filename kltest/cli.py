@@ -298,6 +298,49 @@ def libraries(
     return command.libraries(names or [], request=request, output=output, diff=diff, record=record)
 
 
+@app.command()
+@answered
+def finetune(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="tiny, tiny:SIZE (as tiny:1M), a folder, or a hub id [default: tiny]"),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="TASK", help="addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH [default: addition]"),
+    ] = None,
+    kl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The KL term: a name of `kltest list`, or none [default: k1 in the reward, unbiased]",
+        ),
+    ] = None,
+    beta: Annotated[float | None, typer.Option(metavar="β", help="Coefficient of the KL term [default: 0.05]")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="How often rollouts are drawn [default: 100]")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Chooses prompts and samples [default: 0]")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")
+    ] = None,
+    settings: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Settings from a .toml or .json file; options win over it.")
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", metavar="DIR", help="Where it is kept [default: results/finetune/KEY]"),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Start anew instead of going on.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="Say all settings and metrics.")] = False,
+) -> int:
+    """Fine-tune a language model under a KL term and measure what the term does; unbiased unless told otherwise."""
+    from kltest.commands import finetune as command
+
+    if list_only:
+        return command.listing()
+    given = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
+    return command.finetune(given, changes=changes or [], file=settings, output=output, again=again)
+
+
 Scale = Annotated[str, typer.Option(metavar="quick|full", help="How much is computed.")]
 Folder = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results]")]
 Workers = Annotated[int | None, typer.Option(metavar="N", help="Processes to spread over [default: one a core].")]

@@ -1,0 +1,85 @@
+"""Sampling completions in batches, with a key-value cache; rollouts of one prompt share its first pass.
+
+A token is chosen by a uniform that comes from outside: it is the first whose cumulative probability exceeds it. Who
+gives the same uniforms to the same model gets the same rollouts, however rows are spread over processes, and after a
+restart as well. Nothing is truncated (no top-k, no top-p), so that the sampler's log-probs are those of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kltest.finetune.language import Language, padded
+from kltest.finetune.rollouts import Rollouts
+
+LOOK = 8
+"""On an accelerator it is asked so often whether all rollouts have ended: each question waits for the device."""
+
+
+@torch.no_grad()
+def generate(
+    language: Language, prompts: Sequence[Sequence[int]], uniforms: Tensor, *, temperature: float = 1.0
+) -> Rollouts:
+    """Rollouts of N prompts, G = B/N of each, one after the other, of up to T tokens, by uniforms (B, T) from [0, 1).
+
+    Sampled from softmax(logits/temperature). T of the result is the longest rollout's length.
+    """
+    device = language.device
+    rows, longest = uniforms.shape
+    each = rows // len(prompts)
+    ids, mask = (part.to(device) for part in padded(prompts, language.pad))
+    whole = None if bool(mask.all()) else mask
+    cache = _cache_for(language)
+    logits, cache = language.forward(ids, whole, keep=1, cache=cache)
+    logits = logits.repeat_interleave(each, dim=0)
+    if each > 1:
+        cache.batch_repeat_interleave(each)
+    seen = None if whole is None else whole.repeat_interleave(each, dim=0)
+    uniforms, ends = uniforms.to(device), torch.tensor(language.end, device=device)
+    alive = torch.ones(rows, dtype=torch.bool, device=device)
+    tokens, live, logps = [], [], []
+    for step in range(longest):
+        token, logp = _chosen(logits[:, -1], uniforms[:, step], temperature)
+        tokens.append(token.where(alive, language.pad))
+        logps.append(logp)
+        live.append(alive)
+        alive = alive & (token[:, None] != ends).all(dim=1)
+        last = step == longest - 1
+        if last or ((device.type == "cpu" or step % LOOK == LOOK - 1) and not bool(alive.any())):
+            break
+        if seen is not None:
+            seen = torch.cat([seen, seen.new_ones(rows, 1)], dim=1)
+        logits, cache = language.forward(tokens[-1][:, None], seen, keep=1, cache=cache)
+    living = torch.stack(live, dim=1)
+    width = int(living.any(dim=0).sum())
+    return Rollouts(
+        prompts=ids.repeat_interleave(each, dim=0),
+        prompt_mask=mask.repeat_interleave(each, dim=0),
+        tokens=torch.stack(tokens, dim=1)[:, :width],
+        mask=living[:, :width],
+        sampled_logp=torch.stack(logps, dim=1)[:, :width],
+        group=torch.arange(rows, device=device) // each,
+    )
+
+
+def _chosen(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) and their log-probs; sums are float64, so that small probabilities of large vocabularies count."""
+    log_probs = (at_least_single(logits) / temperature).log_softmax(dim=-1)
+    cumulative = log_probs.double().exp().cumsum(dim=-1)
+    reached = torch.searchsorted(cumulative, (uniform.double() * cumulative[:, -1])[:, None], right=True)
+    token = reached.clamp(max=logits.shape[-1] - 1)
+    return token[:, 0], log_probs.gather(1, token)[:, 0]
+
+
+def at_least_single(logits: Tensor) -> Tensor:
+    """In float32, or float64 where they are: log-probs in half precision would be a coarser policy's."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _cache_for(language: Language) -> object:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=getattr(language.model, "config", None))

@@ -1,0 +1,183 @@
+"""What is measured of a policy on fresh rollouts: rewards, KL(π‖ref), and which gradient the KL term follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from scipy.stats import norm, t
+from torch import Tensor
+
+from kltest.finetune.drawing import draw, longest
+from kltest.finetune.models import Models
+from kltest.finetune.objective import Objective
+from kltest.finetune.processes import Processes
+from kltest.finetune.rollouts import Rollouts
+from kltest.finetune.scoring import score, score_in_parts
+from kltest.finetune.settings import AUTO, NONE, Settings
+from kltest.finetune.tasks import Task
+from kltest.finetune.update import accumulate, needs_reference
+
+LEVEL = 0.95
+Record = dict[str, float]
+ROWS = 256
+"""Rollouts in one forward pass of an evaluation, unless micro_batch is smaller."""
+
+
+def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Record:
+    """Held-out and out-of-distribution rewards, KL(π‖ref), entropy and length; names as in METRICS."""
+    alone = Processes(0, 1, models.policy.device)
+    found: Record = {}
+    for split in ("held-out", "out-of-distribution"):
+        if not _has(task, split):
+            continue
+        rollouts = draw(models.policy, task, settings, split, (step,), settings.eval_prompts, 1, alone)
+        assert rollouts.reward is not None
+        name = f"reward_{split.replace('-', '_')}"
+        found |= _with_interval(name, *_wilson(rollouts.reward.cpu().numpy()))
+        if split == "held-out":
+            kl, entropy = values(models, rollouts, settings)
+            found |= _with_interval("kl", *_student(kl.cpu().numpy()))
+            found["entropy"] = float(entropy.sum() / rollouts.mask.sum())
+            found["length_held_out"] = float(rollouts.lengths.double().mean())
+    return found
+
+
+@torch.no_grad()
+def values(models: Models, rollouts: Rollouts, settings: Settings) -> tuple[Tensor, Tensor]:
+    """(B,) Σ_t KL(π(·|s_t)‖ref(·|s_t)) and Σ_t of the next token's entropy, in nats, float64."""
+    kls, entropies = [], []
+    for rows in rollouts.split(min(settings.micro_batch or ROWS, ROWS)):
+        part = rollouts.rows(rows)
+        policy, reference = (
+            score(one, part, temperature=settings.temperature, logits=True).logits
+            for one in (models.policy, models.reference)
+        )
+        assert policy is not None
+        assert reference is not None
+        chances = policy.double().exp()
+        kls.append((chances * (policy.double() - reference.double())).sum(-1).where(part.mask, 0.0).sum(1))
+        entropies.append(-(chances * policy.double()).sum(-1).where(part.mask, 0.0).sum(1))
+    return torch.cat(kls), torch.cat(entropies)
+
+
+def compare_gradients(models: Models, task: Task, settings: Settings, step: int) -> Record:
+    """The KL term's expected gradient against that of KL(π‖ref), from independent batches; names as in METRICS."""
+    term = Objective(settings, reward=False)
+    if term.kl is None:
+        return {}
+    plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}}
+    truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
+    estimated = [
+        _gradient(objective, models, task, settings, purpose, (step, chunk))
+        for objective, purpose in ((term, "gradient"), (truth, "reference-gradient"))
+        for chunk in range(settings.gradient_chunks)
+    ]
+    flat = torch.stack(estimated).double()
+    return compared((flat @ flat.T).cpu().numpy())
+
+
+def compared(products: np.ndarray) -> Record:
+    """Cosine, size and noise of (2K, 2K) inner products of K batch gradients of the term, then K of the truth.
+
+    ⟨E, R⟩, ⟨E, E⟩ and ⟨R, R⟩ are means over pairs of different batches, which makes them unbiased. Where either square
+    is not more than twice its jackknife error from zero, there is no direction to compare, and nothing is returned.
+    """
+    chunks = len(products) // 2
+    numbers = np.arange(chunks)
+
+    def moments(kept: np.ndarray) -> np.ndarray:
+        blocks = (products[np.ix_(kept + row, kept + column)] for row, column in _BLOCKS(chunks))
+        pairs = len(kept) * (len(kept) - 1)
+        return np.array([(block.sum() - np.trace(block)) / pairs for block in blocks])
+
+    squares, errors = _jackknife(moments, numbers)
+    if (squares[1:] <= 2 * errors[1:]).any():
+        return {}
+    found: Record = {}
+    ratios: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "kl_gradient_cosine": lambda kept: _cosine(moments(kept)),
+        "kl_gradient_size": lambda kept: _size(moments(kept)),
+    }
+    reach = float(t.ppf((1 + LEVEL) / 2, chunks - 1))
+    for name, ratio in ratios.items():
+        value, error = (float(number) for number in _jackknife(ratio, numbers))
+        if math.isfinite(value) and math.isfinite(error):
+            found |= _with_interval(name, value, value - reach * error, value + reach * error)
+    variance = np.trace(products[:chunks, :chunks]) / chunks - squares[1]
+    found["kl_gradient_noise"] = math.sqrt(max(variance, 0.0) / squares[2])
+    return found
+
+
+def _BLOCKS(chunks: int) -> tuple[tuple[int, int], ...]:
+    """Where the products term·truth, term·term and truth·truth begin."""
+    return (0, chunks), (0, 0), (chunks, chunks)
+
+
+@np.errstate(all="ignore")
+def _cosine(moments: np.ndarray) -> np.ndarray:
+    return moments[0] / np.sqrt(moments[1] * moments[2])
+
+
+@np.errstate(all="ignore")
+def _size(moments: np.ndarray) -> np.ndarray:
+    return np.sqrt(moments[1] / moments[2])
+
+
+def _jackknife(statistic: Callable[[np.ndarray], np.ndarray], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The statistic of all batches and its standard error, from leaving out one at a time."""
+    without = np.stack([statistic(np.delete(numbers, one)) for one in numbers])
+    spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
+    return statistic(numbers), np.sqrt((len(numbers) - 1) / len(numbers) * spread)
+
+
+def _gradient(
+    objective: Objective, models: Models, task: Task, settings: Settings, purpose: str, numbers: tuple[int, ...]
+) -> Tensor:
+    """(P,) the gradient of a fresh batch of the run's size; the parameters' own `.grad` is left empty."""
+    alone = Processes(0, 1, models.policy.device)
+    sizes = (settings.prompts, settings.group_size)
+    rollouts = draw(models.policy, task, settings, purpose, numbers, *sizes, alone)  # type: ignore[arg-type]
+    if needs_reference(objective):
+        with_reference = score_in_parts(
+            models.reference, rollouts, settings.micro_batch, temperature=settings.temperature
+        )
+        rollouts = replace(rollouts, ref_logp=with_reference)
+    parameters = [one for one in models.policy.model.parameters() if one.requires_grad]
+    models.policy.model.zero_grad(set_to_none=True)
+    accumulate(objective, models.policy, models.reference, rollouts, alone, longest=longest(settings, task))
+    found = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    flat = torch.cat([gradient.reshape(-1) for gradient in found])
+    models.policy.model.zero_grad(set_to_none=True)
+    return flat
+
+
+def _has(task: Task, split: str) -> bool:
+    from kltest.errors import UsageError
+
+    try:
+        task.draw(split, 1, np.random.default_rng(0))  # type: ignore[arg-type]
+    except UsageError:
+        return False
+    return True
+
+
+def _with_interval(name: str, value: float, low: float, high: float) -> Record:
+    return {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
+
+
+def _student(values: np.ndarray) -> tuple[float, float, float]:
+    mean, error = values.mean(), values.std(ddof=1) / math.sqrt(len(values))
+    reach = t.ppf((1 + LEVEL) / 2, len(values) - 1) * error
+    return mean, mean - reach, mean + reach
+
+
+def _wilson(values: np.ndarray) -> tuple[float, float, float]:
+    """Numbers between 0 and 1 vary at most as much as coins of their mean do."""
+    n, mean, z = len(values), values.mean(), norm.ppf((1 + LEVEL) / 2)
+    middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
+    reach = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
+    return mean, middle - reach, middle + reach

@@ -1,0 +1,45 @@
+"""What a run writes down, by name, and what each number is: the documentation is made of this table."""
+
+from __future__ import annotations
+
+METRICS: dict[str, str] = {
+    "step": "How often rollouts had been drawn before; all else in the line is of the policy at that moment.",
+    "reward": "Mean reward of the step's training rollouts.",
+    "kl_logged": "What the KL term logs of the training rollouts, in nats a rollout: an estimate, and for some terms "
+    "not one of KL(π‖ref); `kl` is the measurement.",
+    "length": "Mean number of tokens of the training rollouts, their end included.",
+    "ended": "Share of the training rollouts that came to their end within max_tokens.",
+    "tied_groups": "Share of the step's groups whose rewards are all equal: their advantages are zero, and only the KL "
+    "term moves the policy there.",
+    "gradient_norm": "Euclidean norm of the gradient over all parameters, before it is shortened; of several inner "
+    "epochs the first.",
+    "gradient_norm_last": "The same of the last inner epoch.",
+    "ratio_largest": "Largest importance ratio of a token, π over the sampler, in the last inner epoch.",
+    "clipped": "Share of tokens whose ratio lies beyond clip on the side where its gradient is cut, last inner epoch.",
+    "sampler_gap": "Largest difference between a token's log-prob in generation and in the update's forward pass: "
+    "rounding, or a sampler that is not the policy.",
+    "reward_held_out": "Mean reward of fresh rollouts, one for each of eval_prompts held-out prompts.",
+    "reward_held_out_low": "Lower end of its 95 % interval (Wilson's, which holds for all rewards between 0 and 1).",
+    "reward_held_out_high": "Upper end of that interval.",
+    "reward_out_of_distribution": "The same on prompts longer than any trained on.",
+    "reward_out_of_distribution_low": "Lower end of its 95 % interval.",
+    "reward_out_of_distribution_high": "Upper end of that interval.",
+    "kl": "KL(π‖ref) in nats a rollout, on held-out prompts: the mean of Σ_t KL(π(·|s_t)‖ref(·|s_t)) over the same "
+    "fresh rollouts (Rao–Blackwell), independent of the KL term that is trained with.",
+    "kl_low": "Lower end of its 95 % interval (Student's t over rollouts, each of another prompt).",
+    "kl_high": "Upper end of that interval.",
+    "entropy": "Mean entropy of the next token, in nats, over the tokens of these rollouts.",
+    "length_held_out": "Mean number of tokens of these rollouts.",
+    "kl_gradient_cosine": "Cosine between the expected gradient of the KL term as it is placed and the gradient of "
+    "KL(π‖ref), both estimated from gradient_chunks independent batches of the present policy's rollouts, the latter "
+    "by the Rao–Blackwellised gradient. Inner products are between different batches only, so that noise does not add "
+    "to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing where either is not told from 0.",
+    "kl_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over batches, Student's t).",
+    "kl_gradient_cosine_high": "Upper end of that interval.",
+    "kl_gradient_size": "Length of the term's expected gradient over that of the gradient of KL(π‖ref), from the same "
+    "inner products; 1 for an unbiased term.",
+    "kl_gradient_size_low": "Lower end of its 95 % interval (jackknife over batches, Student's t).",
+    "kl_gradient_size_high": "Upper end of that interval.",
+    "kl_gradient_noise": "Root of the summed variances of the term's gradient in one batch of the run's size, over the "
+    "length of the gradient of KL(π‖ref).",
+}

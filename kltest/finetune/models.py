@@ -1,0 +1,161 @@
+"""Where policy and reference come from: any Hugging Face causal model, or a tiny one, made and trained here first."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kltest.errors import KltestError, UsageError
+from kltest.finetune.language import Language
+from kltest.finetune.settings import Settings
+from kltest.finetune.tasks import Task
+
+MISSING = "kltest finetune needs transformers; install it with: python -m pip install 'kltest[finetune]'"
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy, to be trained, and the frozen reference that it starts from, with one tokenizer."""
+
+    policy: Language
+    reference: Language
+
+
+def load(settings: Settings, task: Task, device: torch.device) -> Models:
+    """The models that the settings ask for, on a device; dropout is off in both, since a policy is one distribution.
+
+    Raises UsageError for a model that there is not, and where transformers is not installed.
+    """
+    needs_transformers()
+    if settings.model == "tiny" or settings.model.startswith("tiny:"):
+        from kltest.finetune.reference import trained
+
+        model, tokenizer = trained(settings, task)
+    else:
+        model, tokenizer = _pretrained(settings.model)
+    model = model.to(device, torch.float64 if settings.dtype == "float64" else torch.float32).eval()
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    # The weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
+    passes = torch.bfloat16 if settings.dtype == "bfloat16" else None
+    policy, reference = (Language.of(one, tokenizer, passes) for one in (model, frozen))
+    return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, reference)
+
+
+def _compiled(model: Any) -> Any:
+    """UsageError where torch finds no compiler."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=next(model.parameters()).device))
+    except Exception as error:
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(f"compile: torch.compile does not work here ({words[0]}); set compile=false") from error
+    return torch.compile(model, dynamic=True)
+
+
+def needs_transformers() -> None:
+    """UsageError with the command that installs it."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{MISSING} ({error})") from None
+
+
+def _pretrained(name: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"model {name!r} cannot be loaded: {words}. Give tiny, tiny:SIZE, a folder with a model and its tokenizer, "
+            "or the id of one on the hub"
+        ) from error
+
+
+def parameters_asked(name: str) -> int:
+    """200000 of "tiny:0.2M" or "tiny:200k"; UsageError for what is no size."""
+    if name == "tiny":
+        return 200_000
+    found = re.fullmatch(r"tiny:(\d+(?:\.\d+)?)([kKmM]?)", name)
+    size = float(found[1]) * {"k": 1e3, "m": 1e6, "": 1.0}[found[2].lower()] if found else 0.0
+    if not 1e4 <= size <= 2e8:
+        raise UsageError(f"model {name!r}: write tiny:SIZE with a number of parameters from 10k to 200M, as tiny:1M")
+    return round(size)
+
+
+def tiny_shape(parameters: int) -> tuple[int, int]:
+    """(width, layers) of about that many parameters: a layer of width d has 12·d² of them.
+
+    Few layers up to a million, where calls cost more than arithmetic; the width is a multiple of 32, a head's width.
+    """
+    layers = 2 if parameters < 700_000 else round(2 + 3.4 * math.log10(parameters / 700_000) ** 1.4)
+    width = max(32, 32 * round(math.sqrt(parameters / (12 * layers)) / 32))
+    return width, layers
+
+
+def tiny_model(parameters: int, vocabulary: int, end: int, pad: int) -> Any:
+    """A Llama with fresh weights, drawn from torch's generator."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, layers = tiny_shape(parameters)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=8 * width // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_tokenizer(characters: str) -> Any:
+    """One token a character, after padding (0) and the end (1); characters that it does not know become the third."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<pad>", "<end>", "<unknown>")
+    words = {word: number for number, word in enumerate((*special, *sorted(set(characters))))}
+    made = Tokenizer(WordLevel(words, unk_token="<unknown>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>", padding_side="left"
+    )
+
+
+def cache_folder() -> Path:
+    """Where trained references are kept: $KLTEST_MODELS, else the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KLTEST_MODELS") or Path(cache) / "kltest" / "models")
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """The model and its tokenizer as Hugging Face reads them, there at once or not at all."""
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        beside.mkdir(parents=True)
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        if folder.exists():
+            shutil.rmtree(folder)
+        beside.rename(folder)
+    except OSError as error:
+        if not folder.exists():
+            raise KltestError(f"the model cannot be saved to {folder}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

@@ -1,0 +1,94 @@
+"""The processes that share a run, as `accelerate launch` starts them; one alone needs nothing of the kind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kltest.errors import UsageError
+from kltest.finetune.settings import AUTO
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which of how many processes this is, and its device. Rows of a joint batch belong to them in order, evenly."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @classmethod
+    def here(cls, device: str) -> Processes:
+        """This process. UsageError for a device that there is not, or where accelerate is not installed but needed."""
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return cls(0, 1, _device(device))
+        try:
+            from accelerate import PartialState
+        except ImportError:
+            raise UsageError(
+                "several processes need accelerate; install it with: python -m pip install 'kltest[finetune]'"
+            ) from None
+        state = PartialState(cpu=device == "cpu")
+        return cls(state.process_index, state.num_processes, state.device)
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, total: int, what: str) -> slice:
+        """This process's part of that many; UsageError where they cannot be shared evenly."""
+        if total % self.count:
+            raise UsageError(f"{what}: {total} cannot be shared evenly by {self.count} processes")
+        each = total // self.count
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def joint(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, in order; every process has as many, of the same shape."""
+        if self.count == 1:
+            return rows
+        kind = torch.uint8 if rows.dtype == torch.bool else rows.dtype
+        gathered = [torch.empty_like(rows, dtype=kind) for _ in range(self.count)]
+        torch.distributed.all_gather(gathered, rows.to(kind).contiguous())
+        return torch.cat(gathered).to(rows.dtype)
+
+    def own(self, rows: Tensor) -> Tensor:
+        """This process's rows of a joint batch."""
+        return rows[self.share(len(rows), "rows")]
+
+    def largest(self, number: int) -> int:
+        """The largest that any process has."""
+        if self.count == 1:
+            return number
+        value = torch.tensor(number, device=self.device)
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
+        return int(value)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make every `.grad` the sum of all processes'."""
+        if self.count == 1:
+            return
+        present = [one.grad for one in parameters if one.grad is not None]
+        joined = torch.cat([gradient.reshape(-1) for gradient in present])
+        torch.distributed.all_reduce(joined)
+        for gradient, part in zip(present, joined.split([one.numel() for one in present]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.count > 1:
+            torch.distributed.barrier()
+
+
+def _device(name: str) -> torch.device:
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device

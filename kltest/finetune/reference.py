@@ -1,0 +1,93 @@
+"""The reference of a tiny model: supervised learning on the task until it is right about as often as asked, cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.finetune.generation import generate
+from kltest.finetune.language import Language, padded
+from kltest.finetune.models import cache_folder, parameters_asked, save, tiny_model, tiny_tokenizer
+from kltest.finetune.settings import Settings
+from kltest.finetune.tasks import Problem, Split, Task
+from kltest.sweeps.progress import Progress
+from kltest.sweeps.store import digest
+
+VERSION = 1
+"""Counts what is learned in another way, so that no older reference is taken for one of this code."""
+BATCH = 64
+RATE = 3e-3
+TRY_EVERY = 50
+TRIED = 128
+
+
+def trained(settings: Settings, task: Task) -> tuple[Any, Any]:
+    """The model and its tokenizer, from the cache if they were trained before; always on the CPU, in float32."""
+    from transformers import LlamaForCausalLM
+
+    asked = (parameters_asked(settings.model), settings.seed, settings.reference_steps, settings.reference_reward)
+    folder = cache_folder() / digest(VERSION, task.name, *asked)
+    tokenizer = tiny_tokenizer(task.characters)
+    if not folder.exists():
+        model = _learned(settings, task, tokenizer)
+        save(model, tokenizer, folder)
+    # Loaded in any case, so that a run does not depend on whether it was the one that trained.
+    return LlamaForCausalLM.from_pretrained(folder), tokenizer
+
+
+def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = tiny_model(parameters_asked(settings.model), len(tokenizer), *_ends(tokenizer))
+    language = Language.of(model, tokenizer)
+    generator = np.random.default_rng([settings.seed, 0, VERSION])
+    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    # A constant rate: when it ends is not known beforehand.
+    warm = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / 50))
+    with Progress("reference", settings.reference_steps) as progress:
+        for step in range(1, settings.reference_steps + 1):
+            loss = _cross_entropy(language, task.draw("train", BATCH, generator))
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            warm.step()
+            progress.advance(f"loss {loss.item():.2f}" if step % TRY_EVERY == 0 else "")
+            if step % TRY_EVERY == 0 and _reward(language, task, generator) >= settings.reference_reward:
+                break
+    return model
+
+
+def _ends(tokenizer: Any) -> tuple[int, int]:
+    return tokenizer.eos_token_id, tokenizer.pad_token_id
+
+
+def _cross_entropy(language: Language, problems: list[Problem]) -> Tensor:
+    """Of the completions and their end, given the prompts; on average over their tokens."""
+    prompts = [language.encode(one.prompt) for one in problems]
+    targets = [[*language.encode(one.completion), language.end[0]] for one in problems]
+    ids, mask = padded([one + two for one, two in zip(prompts, targets, strict=True)], language.pad)
+    logits, _ = language.forward(ids[:, :-1], mask[:, :-1], keep=ids.shape[1] - 1)
+    position = torch.arange(1, ids.shape[1])
+    supervised = position >= ids.shape[1] - torch.tensor([len(one) for one in targets])[:, None]
+    return torch.nn.functional.cross_entropy(logits[supervised], ids[:, 1:][supervised])
+
+
+def _reward(language: Language, task: Task, generator: np.random.Generator, split: Split = "held-out") -> float:
+    """Mean reward of sampled completions."""
+    problems = task.draw(split, TRIED, generator)
+    uniforms = torch.from_numpy(generator.random((TRIED, task.max_tokens)))
+    rollouts = generate(language, [language.encode(one.prompt) for one in problems], uniforms)
+    return float(rewards(language, task, problems, rollouts.tokens, rollouts.mask).mean())
+
+
+def rewards(language: Language, task: Task, problems: list[Problem], tokens: Tensor, mask: Tensor) -> Tensor:
+    """(B,) float64 rewards of completions (B, T); one that has not ended is worth what its text is."""
+    texts = [
+        language.decode(row[live].tolist()) for row, live in zip(tokens.cpu().numpy(), mask.cpu().numpy(), strict=True)
+    ]
+    found = [task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    return torch.tensor(found, dtype=torch.float64)

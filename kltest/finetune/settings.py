@@ -1,0 +1,215 @@
+"""All settings of a run: plain data with units and defaults, checked, readable from a file, hashable into a key."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from kltest.errors import UsageError
+from kltest.estimators.spec import Credit, Placement
+from kltest.suggestions import did_you_mean
+from kltest.sweeps.store import digest
+
+AUTO = "auto"
+NONE = "none"
+CHOICES: dict[str, tuple[str, ...]] = {
+    "algorithm": ("reinforce", "grpo"),
+    "baseline": (AUTO, "leave-one-out", "mean", NONE),
+    "scale": (AUTO, NONE, "group-std"),
+    "normalise": (AUTO, NONE, "sequence", "tokens", "constant"),
+    "ratio": (AUTO, NONE, "token", "sequence"),
+    "optimiser": ("adam", "sgd"),
+    "dtype": ("float32", "bfloat16", "float64"),
+    "placement": (AUTO, *get_args(Placement)),
+    "credit": (AUTO, *get_args(Credit)),
+}
+
+
+def _of(default: Any, meaning: str, low: float = -math.inf, high: float = math.inf) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is; two runs with equal settings on one machine are the same run, bit by bit on the CPU.
+
+    "auto" is the unbiased choice under `algorithm` reinforce, and what the GRPO paper does under grpo; `resolved` says
+    which that is. Raises UsageError for a value out of range or of another kind.
+    """
+
+    model: str = _of("tiny", "tiny or tiny:SIZE (0.2M to 100M parameters, trained first), a folder, or a hub id")
+    task: str = _of("addition", "addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH")
+    seed: int = _of(0, "chooses prompts, samples and, for a tiny model, its weights", 0, 2**31)
+    steps: int = _of(100, "times that rollouts are drawn", 0)
+    prompts: int = _of(16, "prompts drawn a step, over all processes", 1)
+    group_size: int = _of(4, "rollouts of each prompt", 1)
+    max_tokens: int = _of(0, "longest rollout in tokens; 0: what the task needs, 256 for jsonl", 0)
+    temperature: float = _of(1.0, "policy, reference and sampler are softmax(logits/temperature)", 1e-3, 1e3)
+    algorithm: str = _of("reinforce", "what auto stands for")
+    baseline: str = _of(AUTO, "subtracted from rewards; auto: leave-one-out, grpo: mean")
+    scale: str = _of(AUTO, "what advantages are divided by; auto: none, grpo: group-std")
+    normalise: str = _of(
+        AUTO,
+        "what a rollout's loss is divided by: its length (sequence), the batch's mean length "
+        "(tokens), max_tokens (constant); auto: none, grpo: sequence",
+    )
+    ratio: str = _of(
+        AUTO, "importance ratio of the reward part; auto: none for one inner epoch, else sequence, grpo: token"
+    )
+    clip: float = _of(-1.0, "PPO's ε for the ratio; 0: no clipping; -1: 0, grpo: 0.2", -1.0, 1e6)
+    inner_epochs: int = _of(1, "updates with each step's rollouts: the sampler is up to this less one behind", 1)
+    kl: str = _of(
+        AUTO,
+        "a KL term: a name of `kltest list`, module:function, FILE.py:function, or none; auto: "
+        "leave-one-out, k1-reward-sequence-ratio for several inner epochs, grpo: k3-loss",
+    )
+    beta: float = _of(0.05, "coefficient of the KL term", 0.0)
+    placement: str = _of(AUTO, "where the KL term stands; auto: where it says itself")
+    credit: str = _of(AUTO, "what tokens are charged with for a KL term in the reward; auto: what it says itself")
+    kl_options: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "further arguments of the KL term"}
+    )
+    optimiser: str = _of("adam", "adam (betas 0.9, 0.999, no weight decay), or sgd: the plain gradient")
+    learning_rate: float = _of(1e-4, "step size", 0.0)
+    warmup: int = _of(5, "updates over which the learning rate rises linearly", 0)
+    max_norm: float = _of(1.0, "longer gradients are shortened to this; 0: none are", 0.0)
+    micro_batch: int = _of(0, "most rollouts in one forward pass, for less memory, with the same gradient; 0: all", 0)
+    eval_every: int = _of(20, "steps between evaluations; 0: only at the start and the end", 0)
+    eval_prompts: int = _of(256, "prompts, one rollout each, of an evaluation", 2)
+    gradient_every: int = _of(50, "steps between measurements of the KL gradient; 0: never", 0)
+    gradient_chunks: int = _of(8, "independent batches that such a measurement takes", 3)
+    checkpoint_every: int = _of(25, "steps between checkpoints; 0: only when it ends", 0)
+    device: str = _of(AUTO, "cpu, cuda, cuda:1, …; auto: a GPU where there is one")
+    dtype: str = _of("float32", "of forward passes; log-probs are float32 at least, and so are weights")
+    compile: bool = _of(False, "compile the forward pass of the update with torch.compile")
+    threads: int = _of(0, "CPU threads; 0: one for tiny models under a million parameters, else as torch finds", 0)
+    reference_steps: int = _of(1500, "most updates of supervised learning for a tiny model", 1)
+    reference_reward: float = _of(0.5, "held-out reward at which that learning ends", 0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            _check(one.name, getattr(self, one.name), one.default, one.metadata)
+        if self.baseline in (AUTO, "leave-one-out") and self.algorithm == "reinforce" and self.group_size < 2:
+            raise UsageError(
+                "group_size: a leave-one-out baseline needs 2 rollouts of a prompt; set group_size=2 or baseline=none"
+            )
+        if self.clip > 0 and self.resolved.ratio == NONE:
+            raise UsageError("clip: there is no ratio to clip; set ratio=token or ratio=sequence")
+
+    @property
+    def resolved(self) -> Settings:
+        """The same settings with every "auto" of the algorithm replaced by what it stands for."""
+        grpo, stale = self.algorithm == "grpo", self.inner_epochs > 1
+        ratio = "token" if grpo else "sequence" if stale else NONE
+        chosen = {
+            "baseline": "mean" if grpo else "leave-one-out",
+            "scale": "group-std" if grpo else NONE,
+            "normalise": "sequence" if grpo else NONE,
+            "ratio": ratio,
+            "kl": "k3-loss" if grpo else "k1-reward-sequence-ratio" if stale else "leave-one-out",
+        }
+        changes: dict[str, Any] = {name: value for name, value in chosen.items() if getattr(self, name) == AUTO}
+        if self.clip < 0:
+            changes["clip"] = 0.2 if grpo and changes.get("ratio", self.ratio) != NONE else 0.0
+        return replace(self, **changes) if changes else self
+
+    @property
+    def key(self) -> str:
+        """A short name for these settings, without those that only say how and when (threads, checkpoints)."""
+        return digest({name: value for name, value in self.plain().items() if name not in HOW})
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can say it."""
+        return {**asdict(self), "kl_options": dict(self.kl_options)}
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of a step."""
+        return self.prompts * self.group_size
+
+
+HOW = ("threads", "checkpoint_every")
+
+
+def settings_of(values: Mapping[str, Any], where: str = "settings") -> Settings:
+    """Settings from plain data; UsageError for a name that there is not."""
+    known = {one.name for one in fields(Settings)}
+    for name in values:
+        if name not in known:
+            hint = f"{did_you_mean(name, known)}there are: {', '.join(sorted(known))}"
+            raise UsageError(f"{where}: there is no setting {name!r}; {hint}")
+    return Settings(**{name: _as_asked(name, value) for name, value in values.items()})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The plain data in a .toml or .json file; UsageError where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: settings are names and values, not {type(values).__name__}")
+    return values
+
+
+def changes_of(texts: Sequence[str]) -> dict[str, Any]:
+    """{"beta": 0.1} of "beta=0.1"; `kl_options.NAME=value` sets one further argument of the KL term."""
+    changes: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise UsageError(f"--set {text}: write it as name=value")
+        if name.startswith("kl_options."):
+            changes.setdefault("kl_options", {})[name.partition(".")[2]] = _literal(value.strip())
+        else:
+            changes[name] = _literal(value.strip())
+    return changes
+
+
+def _check(name: str, value: Any, default: Any, metadata: Mapping[str, Any]) -> None:
+    if name == "kl_options":
+        fine = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        if not fine:
+            raise UsageError(f"kl_options: give names and values, not {value!r}")
+        return
+    kind = type(default)
+    if type(value) is not kind:
+        raise UsageError(f"{name}: give {_KINDS[kind]}, such as {default!r}, not {value!r}")
+    if kind in (int, float) and not metadata["low"] <= value <= metadata["high"]:
+        raise UsageError(f"{name}: {value} is not between {metadata['low']:g} and {metadata['high']:g}")
+    if kind is float and not math.isfinite(value):
+        raise UsageError(f"{name}: {value} is not finite")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise UsageError(f"{name}: {did_you_mean(value, CHOICES[name])}{value!r} is none of {', '.join(CHOICES[name])}")
+
+
+def _as_asked(name: str, value: Any) -> Any:
+    """Whole numbers where a float is wanted are fine, and None is how files say "none"."""
+    default = next(one.default for one in fields(Settings) if one.name == name)
+    if type(default) is float and type(value) is int:
+        return float(value)
+    return NONE if value is None and isinstance(default, str) else value
+
+
+def _literal(text: str) -> Any:
+    words = {"true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, bool | int | float | str | list) else text
+
+
+_KINDS = {str: "a word", int: "a whole number", float: "a number", bool: "true or false"}

@@ -1,0 +1,88 @@
+"""Prompts with answers from a file: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kltest.errors import UsageError
+from kltest.finetune.tasks.task import SPLITS, Problem, Split, is_held_out
+
+KEYS = ("prompt", "answer", "completion", "split")
+FINAL = re.compile(r"(?:####|\\boxed\{|[Aa]nswer\s*(?:is)?\s*:)\s*([^\n}]*)")
+
+
+class Lines:
+    """`{"prompt": "2+3=", "answer": "5"}` a line; `completion` (a whole right text, for supervised learning) and
+    `split` (train, held-out, out-of-distribution; by the prompt's text where it is missing) may be there as well.
+
+    The reward is 1 if the answer is what follows the last `####`, `\\boxed{` or `Answer:` of a completion, or, where
+    there is none of them, its last line; blanks around it, a closing full stop and commas between digits aside.
+    """
+
+    max_tokens = 256
+
+    def __init__(self, name: str, problems: dict[Split, list[Problem]]) -> None:
+        self.name, self._problems = name, problems
+        everything = [text for part in problems.values() for one in part for text in (one.prompt, one.completion)]
+        self.characters = "".join(sorted(set("".join(everything))))
+
+    @classmethod
+    def read(cls, path: str) -> Lines:
+        """The problems of a file. Raises UsageError naming the line that is wrong."""
+        if not path:
+            raise UsageError("task jsonl: name a file, jsonl:PATH")
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(f"task jsonl: {path} cannot be read: {error.strerror}") from None
+        problems: dict[Split, list[Problem]] = {split: [] for split in SPLITS}
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if line.strip():
+                split, problem = _problem(line, f"{path}, line {number}")
+                problems[split].append(problem)
+        if not problems["train"]:
+            raise UsageError(f"{path}: there is no problem in it to train on")
+        return cls(f"jsonl:{blake2b(content, digest_size=8).hexdigest()}", problems)
+
+    def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
+        there: Sequence[Problem] = self._problems[split]
+        if not there:
+            raise UsageError(f"the task's file has no problem whose split is {split}")
+        return [there[int(index)] for index in generator.integers(len(there), size=count)]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        marked = FINAL.findall(completion)
+        lines = completion.strip().splitlines() or [""]
+        return float(_plain(marked[-1] if marked else lines[-1]) == _plain(problem.answer))
+
+
+def _problem(line: bytes, where: str) -> tuple[Split, Problem]:
+    try:
+        value: Any = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f'{where}: write an object with "prompt" and "answer", not {type(value).__name__}')
+    for name in value:
+        if name not in KEYS:
+            raise UsageError(f"{where}: {name!r} is none of {', '.join(KEYS)}")
+    for name in ("prompt", "answer"):
+        if not isinstance(value.get(name), str) or not value[name]:
+            raise UsageError(f'{where}: "{name}" must be a text that is not empty; it is {value.get(name)!r}')
+    if not isinstance(value.get("completion", ""), str):
+        raise UsageError(f'{where}: "completion" must be a text; it is {value["completion"]!r}')
+    split = value.get("split", "held-out" if is_held_out(value["prompt"]) else "train")
+    if split not in SPLITS:
+        raise UsageError(f'{where}: "split" is one of {", ".join(SPLITS)}; it is {split!r}')
+    return split, Problem(value["prompt"], value.get("completion") or value["answer"], value["answer"])
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d)", "", text.strip().removesuffix(".").strip())
