@@ -350,7 +350,10 @@ def _quietly() -> Any:
     importlib.import_module("transformers.utils.logging").disable_progress_bar()
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     silent = logging.root.manager.disable
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), ExitStack() as unwatched:
+        # A model is built on the device "meta" first, of which whoever follows each step can make nothing.
+        for _ in range(torch._C._len_torch_function_stack()):
+            unwatched.enter_context(torch.overrides._pop_mode_temporarily())
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
