@@ -33,7 +33,8 @@ METRICS: dict[str, str] = {
     "kl_gradient_cosine": "Cosine between the expected gradient of the KL term as it is placed and the gradient of "
     "KL(π‖ref), both estimated from gradient_chunks independent batches of the present policy's rollouts, the latter "
     "by the Rao–Blackwellised gradient. Inner products are between different batches only, so that noise does not add "
-    "to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing where either is not told from 0.",
+    "to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing where either is not told "
+    "from 0.",
     "kl_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over batches, Student's t).",
     "kl_gradient_cosine_high": "Upper end of that interval.",
     "kl_gradient_size": "Length of the term's expected gradient over that of the gradient of KL(π‖ref), from the same "

@@ -41,7 +41,7 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
         model, tokenizer = trained(settings, task)
     else:
         model, tokenizer = _pretrained(settings.model)
-    model = model.to(device, torch.float64 if settings.dtype == "float64" else torch.float32).eval()
+    model = (in_double(model) if settings.dtype == "float64" else model.float()).to(device).eval()
     frozen = copy.deepcopy(model).requires_grad_(False)
     # The weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
     passes = torch.bfloat16 if settings.dtype == "bfloat16" else None
@@ -57,6 +57,16 @@ def _compiled(model: Any) -> Any:
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"compile: torch.compile does not work here ({words[0]}); set compile=false") from error
     return torch.compile(model, dynamic=True)
+
+
+def in_double(model: Any) -> Any:
+    """The model in float64, its normalisations as well: those of Hugging Face's models compute in float32 always."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            exact = torch.nn.RMSNorm(len(module.weight), eps=module.variance_epsilon)
+            exact.weight = module.weight
+            model.set_submodule(name, exact)
+    return model.double()
 
 
 def needs_transformers() -> None:

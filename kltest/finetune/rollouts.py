@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +38,8 @@ class Rollouts:
 
     def rows(self, which: slice) -> Rollouts:
         """Some of the rows."""
-        present: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        return Rollouts(**{name: None if value is None else value[which] for name, value in present.items()})
+        present = {one.name: getattr(self, one.name) for one in fields(self)}
+        return replace(self, **{name: value[which] for name, value in present.items() if value is not None})
 
     def split(self, size: int) -> Iterator[slice]:
         """The rows, at most `size` at a time, all for 0."""

@@ -1,0 +1,120 @@
+"""The gradient of an update is what kltest says of its KL term: expected over all completions, at all parameters."""
+
+import numpy as np
+import pytest
+import torch
+
+from kltest.environments import ragged, sequence
+from kltest.estimators import registry
+from kltest.finetune.language import Language
+from kltest.finetune.models import in_double
+from kltest.finetune.objective import Objective
+from kltest.finetune.processes import Processes
+from kltest.finetune.rollouts import Rollouts
+from kltest.finetune.scoring import score_in_parts
+from kltest.finetune.settings import Settings
+from kltest.finetune.update import accumulate, needs_reference
+from kltest.modules import instance_of, tabulate
+from kltest.moments.modules import exact_module
+from kltest.targets.resolve import resolve
+
+transformers = pytest.importorskip("transformers")
+ALONE = Processes(0, 1, torch.device("cpu"))
+PROMPT = [2, 1]
+
+
+def llama(seed, vocabulary=4, *, tied=False):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        initializer_range=0.5,
+    )
+    return in_double(transformers.LlamaForCausalLM(config)).eval()
+
+
+class World:
+    """All completions of one prompt, under a policy, a reference and a sampler that are transformers."""
+
+    def __init__(self, environment, sampler):
+        self.environment, self.sampler = environment, sampler
+        self.policy, self.reference, self.other = (llama(seed) for seed in (0, 1, 2))
+        self.logits = tabulate(self.policy, environment, prompts=[PROMPT])
+        with torch.no_grad():
+            others = [tabulate(one, environment, prompts=[PROMPT]) for one in (self.reference, self.other)]
+        self.instance = instance_of(environment, self.logits, *others)
+
+    def language(self, model):
+        return Language(model, None, (3,), 0)
+
+    def rollouts(self, settings, objective):
+        paths = self.instance.paths
+        rows = len(paths.tokens)
+        tokens, mask = torch.from_numpy(paths.tokens.copy()), torch.ones(paths.shape, dtype=torch.bool)
+        if paths.padded:
+            mask = torch.from_numpy(paths.mask.copy())
+            tokens = tokens.where(mask, 1)
+        prompts = torch.tensor([PROMPT] * rows)
+        reward = torch.from_numpy(self.environment.returns(paths))
+        group = torch.zeros(rows, dtype=torch.int64)
+        bare = Rollouts(prompts, prompts >= 0, tokens, mask, mask.double(), group, reward)
+        models = {"ref_logp": self.reference} if needs_reference(objective) else {}
+        if self.sampler == "stale":
+            models["old_logp"] = self.other
+        scored = {name: score_in_parts(self.language(model), bare, 0) for name, model in models.items()}
+        return Rollouts(**{**vars(bare), **scored})
+
+    def gradient(self, settings):
+        """Expected, by parameter: every completion with its probability under the sampler."""
+        objective = Objective(settings, reward=False)
+        weights = torch.from_numpy(self.instance.rollout_weights(self.sampler).copy())
+        self.policy.zero_grad()
+        rollouts = self.rollouts(settings, objective)
+        languages = self.language(self.policy), self.language(self.reference)
+        accumulate(objective, *languages, rollouts, ALONE, longest=3, row_weights=weights)
+        return {
+            name: np.zeros(tuple(one.shape)) if one.grad is None else one.grad.numpy().copy()
+            for name, one in self.policy.named_parameters()
+        }
+
+
+WORLDS = {("sequence", sampler): World(sequence(4, 2), sampler) for sampler in ("current", "stale")} | {
+    ("ragged", sampler): World(ragged(4, 3), sampler) for sampler in ("current", "stale")
+}
+# Terms of one number for a batch, or of a group, are of another size of batch than one rollout.
+NAMES = [name for name, entry in registry().items() if not entry.spec.couples]
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("world", ["sequence", "ragged"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_expected_gradient_of_an_update_is_the_exact_one(name, world, sampler):
+    here = WORLDS[world, sampler]
+    found = here.gradient(Settings(kl=name, dtype="float64"))
+    expected = exact_module(resolve(name), here.policy, here.logits, here.instance, sampler).gradient
+    scale = max(np.sqrt(sum((part**2).sum() for part in expected.values())), 1e-3)
+    for parameter, part in expected.items():
+        # Two orders of summation over 64 completions; a gradient of zero is compared with 1e-3.
+        np.testing.assert_allclose(found[parameter], part, atol=1e-10 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["k3-loss", "rao-blackwell"])
+def test_micro_batches_change_nothing(name):
+    here = WORLDS["ragged", "stale"]
+    whole, cut = (here.gradient(Settings(kl=name, micro_batch=size)) for size in (0, 5))
+    for parameter, part in whole.items():
+        np.testing.assert_allclose(cut[parameter], part, rtol=0, atol=1e-13)
+
+
+def test_a_planted_bug_is_seen():
+    """Half the weights: the comparison above is one that can fail."""
+    here = WORLDS["sequence", "current"]
+    found = here.gradient(Settings(kl="k2-loss"))
+    expected = exact_module(resolve("k3-loss"), here.policy, here.logits, here.instance, "current").gradient
+    difference = max(np.abs(found[name] - part).max() for name, part in expected.items())
+    assert difference > 1e-3 * max(np.abs(part).max() for part in expected.values())
