@@ -117,7 +117,7 @@ class TabularLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: a table is given, not drawn."""
 
-    def get_input_embeddings(self) -> None:
+    def get_input_embeddings(self) -> Any:
         return None
 
     def get_output_embeddings(self) -> nn.Linear:
@@ -145,9 +145,9 @@ class TabularLM(PreTrainedModel, GenerationMixin):
         self.lm_head.weight = _identity(tables.rows, self.config.vocab_size)
         return self
 
-    def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *more: Any, **others: Any) -> None:
         """As of any model, under the name of a class of transformers: some loaders look for the class there."""
-        super().save_pretrained(save_directory, **others)
+        super().save_pretrained(save_directory, *more, **others)
         file = Path(save_directory) / "config.json"
         told = {**json.loads(file.read_text(encoding="utf-8")), "architectures": ["AutoModelForCausalLM"]}
         file.write_text(json.dumps(told, indent=2), encoding="utf-8")
