@@ -152,7 +152,7 @@ class TabularLM(PreTrainedModel, GenerationMixin):
         told = {**json.loads(file.read_text(encoding="utf-8")), "architectures": ["AutoModelForCausalLM"]}
         file.write_text(json.dumps(told, indent=2), encoding="utf-8")
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **others: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *more: Any, **others: Any) -> dict[str, Any]:
         return {"input_ids": input_ids, "attention_mask": others.get("attention_mask")}
 
     def forward(
