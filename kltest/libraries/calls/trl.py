@@ -378,7 +378,8 @@ def _saved(dtype: torch.dtype) -> str:
 
     path = Path(_folder()) / str(dtype)
     with _quietly():
-        TabularLM(TabularConfig(vocab_size=2)).to(dtype).save_pretrained(path)
+        model: Any = TabularLM(TabularConfig(vocab_size=2))
+        model.to(dtype).save_pretrained(path)
     return str(path)
 
 
