@@ -6,21 +6,19 @@ its process down (the others were measured, and it has a row that says so); 130:
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import kltest
 from kltest.errors import KltestError, UsageError
 from kltest.libraries import NAMES, door, recorded
 from kltest.libraries.door import Door
 from kltest.libraries.installation import NEWEST, Installed, exact_version, install
+from kltest.libraries.measuring import Measuring
 from kltest.libraries.rows import Row, absent, changes, summary
 from kltest.libraries.scoreboard import lines
 from kltest.outputs._words import one_line
@@ -30,7 +28,6 @@ from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
 INTERRUPTED = 130
-PATIENCE = 5.0
 MEASURING = ("environments", "truth", "targets", "moments", "grading", "libraries")
 WORDS = ("cli.py", "docs.py", "guide.py", "markdown.py", "page.py", "scoreboard.py", "recorded.py")
 """What only says what was found."""
@@ -44,43 +41,6 @@ class Request:
     settings: tuple[str, ...] = ()
     timeout: float | None = None
     again: bool = False
-
-
-@dataclass(frozen=True)
-class _Measuring:
-    """The process that measures a library inside its environment; `name` is the door's, or its file."""
-
-    name: str
-    installed: Installed
-
-    def answers(self, request: Request, done: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """What it says, line by line; KltestError if it ends before its time."""
-        command = self.installed.command("-m", "kltest.libraries.measure", self.name)
-        for option, names in (("--setting", request.settings), ("--done", done)):
-            for name in names:
-                command += [option, name]
-        if request.timeout is not None:
-            command += ["--timeout", str(request.timeout)]
-        log = self.installed.scratch / "measure.log"
-        with log.open("wb") as errors:
-            process = subprocess.Popen(
-                command,
-                cwd=self.installed.scratch,
-                env=self.installed.environment,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                stdin=subprocess.DEVNULL,
-            )
-            try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    yield json.loads(line)
-                code = process.wait()
-            finally:
-                _end(process)
-        if code:
-            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-            raise KltestError(f"measuring ended with exit code {code}: {last} (all of it: {log})")
 
 
 def libraries(
@@ -97,8 +57,8 @@ def libraries(
     rows: list[Row] = []
     with Store(folder / "runs.jsonl", _code()) as store:
         try:
-            for name, version in asked:
-                rows += _measured(name, version, store, request)
+            for name, version, there in _installed(asked):
+                rows += _measured(name, version, there, store, request)
         except KeyboardInterrupt:
             print(
                 f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on", file=sys.stderr
@@ -148,30 +108,49 @@ def _asked(names: Sequence[str]) -> list[tuple[str, str | None]]:
     return [(name, version or None) for name, _, version in pairs]
 
 
-def _measured(name: str, asked: str | None, store: Store, request: Request) -> list[Row]:
-    """The rows of a library, those that are in the store not measured again."""
+def _installed(asked: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str, Installed | KltestError]]:
+    """Door, version and environment, or why there is none; the next are installed while one is measured."""
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            futures = [executor.submit(_environment, *each) for each in asked]
+            for (name, _), future in zip(asked, futures, strict=True):
+                yield (name, *future.result())
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _environment(name: str, asked: str | None) -> tuple[str, Installed | KltestError]:
     library = door(name)
     version = asked or library.version
     try:
         version = exact_version(library, asked)
         _tell(f"{library.name} {version}: installing, unless it is there already")
-        installed = install(library, version)
-        path = str(Path(name).resolve()) if name.endswith(".py") else name
-        return list(_rows(library, version, _Measuring(path, installed), store, request))
-    except UsageError:
-        raise
+        return version, install(library, version)
     except KltestError as error:
-        _tell(f"{library.name} {version}: {error}")
-        return [absent(library, version, str(error))]
+        return version, error
 
 
-def _rows(library: Door, version: str, measuring: _Measuring, store: Store, request: Request) -> list[Row]:
-    """The rows of the settings that are asked for, and one that says so if the measuring process came to grief."""
+def _measured(name: str, version: str, there: Installed | KltestError, store: Store, request: Request) -> list[Row]:
+    """The rows of a library, those that are in the store not measured again."""
+    library = door(name)
+    if isinstance(there, KltestError):
+        _tell(f"{library.name} {version}: {there}")
+        return [absent(library, version, str(there))]
     finished = _finished(store, library, version, request)
+    arguments = [part for setting in request.settings for part in ("--setting", setting)]
+    arguments += [part for setting in finished for part in ("--done", setting)]
+    if request.timeout is not None:
+        arguments += ["--timeout", str(request.timeout)]
+    path = str(Path(name).resolve()) if name.endswith(".py") else name
+    return _rows(library, version, Measuring(path, there, arguments), store, finished)
+
+
+def _rows(library: Door, version: str, measuring: Measuring, store: Store, finished: Mapping[str, Row]) -> list[Row]:
+    """The rows of the settings that are asked for, and one that says so if a measuring process came to grief."""
     names: list[str] = []
     done: dict[str, Row] = {}
     try:
-        answers = measuring.answers(request, list(finished))
+        answers = measuring.answers()
         names = next(answers)["settings"]
         done = {name: finished[name] for name in names if name in finished}
         with Progress(f"{library.name} {version}", len(names), done=len(done)) as progress:
@@ -180,8 +159,6 @@ def _rows(library: Door, version: str, measuring: _Measuring, store: Store, requ
                 done[each["setting"]] = each
                 progress.advance(each["setting"])
     except KltestError as error:
-        if isinstance(error, UsageError):
-            raise
         _tell(f"{library.name} {version}: {error}")
         return [*(done[name] for name in names if name in done), absent(library, version, str(error))]
     return [done[name] for name in names]
@@ -229,15 +206,6 @@ def _say(rows: Sequence[Row]) -> None:
             if each.cells[column]:
                 print(f"    {column + ':':12}{each.cells[column]}")
     print()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let it end the children that it has, then make sure."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(PATIENCE)
-    process.kill()
-    process.wait()
 
 
 def _tell_changes(told: Sequence[str], folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Grade all settings of a library that is installed here, each in a child process, a line of JSON for each.
 
-    python -m kltest.libraries.measure LIBRARY [--setting NAME]… [--done NAME]… [--timeout SECONDS]
+    python -m kltest.libraries.measure LIBRARY [--setting NAME]… [--done NAME]… [--share K/N] [--timeout SECONDS]
 
 This is what `kltest libraries` runs inside a library's environment. Lines come as they are finished, so that nothing is
 lost if the library takes this process down; what the library itself prints goes to standard error.
@@ -34,29 +34,33 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("library")
     parser.add_argument("--setting", action="append", default=[])
     parser.add_argument("--done", action="append", default=[])
+    parser.add_argument("--share", type=_share, default=(0, 1))
     parser.add_argument("--timeout", type=float, default=None)
     asked = parser.parse_args(arguments)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         # What a library prints, below Python too, must not get between the answers.
         os.dup2(2, 1)
         with terminated_as_interrupted():
-            for each in measured(asked.library, asked.setting, asked.done, asked.timeout):
+            for each in measured(asked.library, asked.setting, asked.done, asked.share, asked.timeout):
                 print(json.dumps(each, ensure_ascii=False, allow_nan=False), file=answers, flush=True)
     return 0
 
 
 def measured(
-    name: str, names: Sequence[str] = (), done: Sequence[str] = (), timeout: float | None = None
+    name: str,
+    names: Sequence[str] = (),
+    done: Sequence[str] = (),
+    share: tuple[int, int] = (0, 1),
+    timeout: float | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """First which settings there are (of those named, or all), then a row for each that is not done."""
+    """First which settings there are (of those named, or all), then rows of those that are not done, every n-th."""
     library = door(name)
     there = settings_here(library)
     chosen = [setting for setting in there if not names or setting.name in names]
     yield {"settings": [setting.name for setting in chosen]}
     beside = {package: found for package in COMPANIONS if (found := _version(package))}
-    for setting in chosen:
-        if setting.name in done:
-            continue
+    left = [setting for setting in chosen if setting.name not in done]
+    for setting in left[share[0] :: share[1]]:
         started = time.monotonic()
         report = _graded(f"{name}:{setting.name}", timeout)
         written = _program(library, setting, report)
@@ -87,6 +91,11 @@ def _program(library: Door, setting: Setting, report: Report) -> Program:
         return program(library, setting, report)
     except KltestError as error:
         return Program(note=str(error))
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    return int(number), int(of)
 
 
 def _version(name: str) -> str:
