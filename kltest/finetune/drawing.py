@@ -20,7 +20,7 @@ from kltest.finetune.rollouts import Rollouts
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Split, Task
 
-Purpose = Literal["train", "held-out", "out-of-distribution", "gradient", "reference-gradient"]
+Purpose = Literal["train", "held-out", "out-of-distribution", "gradient"]
 
 
 def longest(settings: Settings, task: Task) -> int:
@@ -40,7 +40,7 @@ def draw(
 ) -> Rollouts:
     """This process's share of prompts·group_size rollouts, with rewards; `numbers` say which draw of its kind it is."""
     generator = np.random.default_rng([settings.seed, 1 + get_args(Purpose).index(purpose), *numbers])
-    split: Split = "train" if purpose.endswith(("train", "gradient")) else purpose  # type: ignore[assignment]
+    split: Split = "train" if purpose in ("train", "gradient") else purpose  # type: ignore[assignment]
     problems = task.draw(split, prompts, generator)
     uniforms = torch.from_numpy(generator.random((prompts * group_size, longest(settings, task))))
     share = processes.share(prompts, "prompts")

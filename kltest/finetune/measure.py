@@ -19,7 +19,7 @@ from kltest.finetune.rollouts import Rollouts
 from kltest.finetune.scoring import score, score_in_parts
 from kltest.finetune.settings import AUTO, NONE, Settings
 from kltest.finetune.tasks import Task
-from kltest.finetune.update import accumulate, needs_reference
+from kltest.finetune.update import accumulate
 
 LEVEL = 0.95
 Record = dict[str, float]
@@ -71,20 +71,19 @@ def compare_gradients(models: Models, task: Task, settings: Settings, step: int)
         return {}
     plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}}
     truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
-    estimated = [
-        _gradient(objective, models, task, settings, purpose, (step, chunk))
-        for objective, purpose in ((term, "gradient"), (truth, "reference-gradient"))
-        for chunk in range(settings.gradient_chunks)
+    parts = [
+        _gradients((term, truth), models, task, settings, (step, chunk)) for chunk in range(settings.gradient_chunks)
     ]
-    flat = torch.stack(estimated).double()
-    return compared((flat @ flat.T).cpu().numpy())
+    flat = torch.stack([*(one for one, _ in parts), *(other for _, other in parts)]).double()
+    return compared((flat @ flat.T).cpu().numpy(), settings.gradient_batches)
 
 
-def compared(products: np.ndarray) -> Record:
-    """Cosine, size and noise of (2K, 2K) inner products of K batch gradients of the term, then K of the truth.
+def compared(products: np.ndarray, batches: int = 1) -> Record:
+    """Cosine, size and noise from the (2K, 2K) inner products of K gradients of the term, then K of the truth.
 
-    ⟨E, R⟩, ⟨E, E⟩ and ⟨R, R⟩ are means over pairs of different batches, which makes them unbiased. Where either square
-    is not more than twice its jackknife error from zero, there is no direction to compare, and nothing is returned.
+    Each is the mean of `batches` batches' gradients; those of one number may be of the same rollouts. ⟨E, R⟩, ⟨E, E⟩
+    and ⟨R, R⟩ are means over pairs of different numbers, which makes them unbiased. A square that is not more than twice
+    its jackknife error from zero has no direction: of the truth, nothing is returned; of the term, its size alone.
     """
     chunks = len(products) // 2
     numbers = np.arange(chunks)
@@ -95,7 +94,8 @@ def compared(products: np.ndarray) -> Record:
         return np.array([(block.sum() - np.trace(block)) / pairs for block in blocks])
 
     squares, errors = _jackknife(moments, numbers)
-    if (squares[1:] <= 2 * errors[1:]).any():
+    nothing, vanishes = squares[2] <= 2 * errors[2], squares[1] <= 2 * errors[1]
+    if nothing:
         return {}
     found: Record = {}
     ratios: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -103,11 +103,16 @@ def compared(products: np.ndarray) -> Record:
         "kl_gradient_size": lambda kept: _size(moments(kept)),
     }
     reach = float(t.ppf((1 + LEVEL) / 2, chunks - 1))
+    if vanishes:
+        size, high = (
+            math.sqrt(max(square, 0.0) / squares[2]) for square in (squares[1], squares[1] + reach * errors[1])
+        )
+        found, ratios = _with_interval("kl_gradient_size", size, 0.0, high), {}
     for name, ratio in ratios.items():
         value, error = (float(number) for number in _jackknife(ratio, numbers))
         if math.isfinite(value) and math.isfinite(error):
             found |= _with_interval(name, value, value - reach * error, value + reach * error)
-    variance = np.trace(products[:chunks, :chunks]) / chunks - squares[1]
+    variance = (np.trace(products[:chunks, :chunks]) / chunks - squares[1]) * batches
     found["kl_gradient_noise"] = math.sqrt(max(variance, 0.0) / squares[2])
     return found
 
@@ -134,25 +139,28 @@ def _jackknife(statistic: Callable[[np.ndarray], np.ndarray], numbers: np.ndarra
     return statistic(numbers), np.sqrt((len(numbers) - 1) / len(numbers) * spread)
 
 
-def _gradient(
-    objective: Objective, models: Models, task: Task, settings: Settings, purpose: str, numbers: tuple[int, ...]
-) -> Tensor:
-    """(P,) the gradient of a fresh batch of the run's size; the parameters' own `.grad` is left empty."""
+def _gradients(
+    objectives: tuple[Objective, ...], models: Models, task: Task, settings: Settings, numbers: tuple[int, int]
+) -> list[Tensor]:
+    """(P,) for each objective: its mean gradient over batches of the run's size, the same fresh ones for all."""
     alone = Processes(0, 1, models.policy.device)
-    sizes = (settings.prompts, settings.group_size)
-    rollouts = draw(models.policy, task, settings, purpose, numbers, *sizes, alone)  # type: ignore[arg-type]
-    if needs_reference(objective):
-        with_reference = score_in_parts(
-            models.reference, rollouts, settings.micro_batch, temperature=settings.temperature
-        )
-        rollouts = replace(rollouts, ref_logp=with_reference)
+    batches = settings.gradient_batches
+    sizes = (settings.prompts * batches, settings.group_size)
+    rollouts = draw(models.policy, task, settings, "gradient", numbers, *sizes, alone)
+    size = settings.micro_batch or settings.rollouts
+    ref_logp = score_in_parts(models.reference, rollouts, size, temperature=settings.temperature)
+    rollouts = replace(rollouts, ref_logp=ref_logp)
     parameters = [one for one in models.policy.model.parameters() if one.requires_grad]
+    found = []
+    for objective in objectives:
+        models.policy.model.zero_grad(set_to_none=True)
+        for rows in rollouts.split(settings.rollouts):
+            part = rollouts.rows(rows)
+            accumulate(objective, models.policy, models.reference, part, alone, longest=longest(settings, task))
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        found.append(torch.cat([gradient.reshape(-1) for gradient in gradients]) / batches)
     models.policy.model.zero_grad(set_to_none=True)
-    accumulate(objective, models.policy, models.reference, rollouts, alone, longest=longest(settings, task))
-    found = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-    flat = torch.cat([gradient.reshape(-1) for gradient in found])
-    models.policy.model.zero_grad(set_to_none=True)
-    return flat
+    return found
 
 
 def _has(task: Task, split: str) -> bool:

@@ -31,15 +31,16 @@ METRICS: dict[str, str] = {
     "entropy": "Mean entropy of the next token, in nats, over the tokens of these rollouts.",
     "length_held_out": "Mean number of tokens of these rollouts.",
     "kl_gradient_cosine": "Cosine between the expected gradient of the KL term as it is placed and the gradient of "
-    "KL(π‖ref), both estimated from gradient_chunks independent batches of the present policy's rollouts, the latter "
-    "by the Rao–Blackwellised gradient. Inner products are between different batches only, so that noise does not add "
-    "to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing where either is not told "
-    "from 0.",
-    "kl_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over batches, Student's t).",
+    "KL(π‖ref), both estimated from fresh rollouts of the present policy in gradient_chunks independent parts, the "
+    "latter by the Rao–Blackwellised gradient. Inner products are between different parts only, so that noise does not add "
+    "to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing where either "
+    "is not told from 0.",
+    "kl_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
     "kl_gradient_cosine_high": "Upper end of that interval.",
     "kl_gradient_size": "Length of the term's expected gradient over that of the gradient of KL(π‖ref), from the same "
-    "inner products; 1 for an unbiased term.",
-    "kl_gradient_size_low": "Lower end of its 95 % interval (jackknife over batches, Student's t).",
+    "inner products; 1 for an unbiased term. Missing where the latter "
+    "is not told from 0.",
+    "kl_gradient_size_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
     "kl_gradient_size_high": "Upper end of that interval.",
     "kl_gradient_noise": "Root of the summed variances of the term's gradient in one batch of the run's size, over the "
     "length of the gradient of KL(π‖ref).",
