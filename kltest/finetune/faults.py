@@ -52,7 +52,7 @@ def told(step: int, doing: str, keep: Callable[[], Path | None]) -> Iterator[Non
     except (NotFiniteError, TargetError) as error:
         path = keep()
         where = f"; the batch and the state before it are in {path}" if path else ""
-        raise KltestError(f"step {step}, {doing}: {error}{where}") from error
+        raise KltestError(f"step {step}, {doing}: {str(error).rstrip('.')}{where}") from error
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise

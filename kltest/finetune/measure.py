@@ -82,8 +82,8 @@ def compared(products: np.ndarray, batches: int = 1) -> Record:
     """Cosine, size and noise from the (2K, 2K) inner products of K gradients of the term, then K of the truth.
 
     Each is the mean of `batches` batches' gradients; those of one number may be of the same rollouts. ⟨E, R⟩, ⟨E, E⟩
-    and ⟨R, R⟩ are means over pairs of different numbers, which makes them unbiased. A square that is not more than twice
-    its jackknife error from zero has no direction: of the truth, nothing is returned; of the term, its size alone.
+    and ⟨R, R⟩ are means over pairs of different numbers, which makes them unbiased. A square that is not more than
+    twice its jackknife error from zero has no direction: of the truth, nothing is returned, of the term its size.
     """
     chunks = len(products) // 2
     numbers = np.arange(chunks)

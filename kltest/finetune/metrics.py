@@ -32,8 +32,8 @@ METRICS: dict[str, str] = {
     "length_held_out": "Mean number of tokens of these rollouts.",
     "kl_gradient_cosine": "Cosine between the expected gradient of the KL term as it is placed and the gradient of "
     "KL(π‖ref), both estimated from fresh rollouts of the present policy in gradient_chunks independent parts, the "
-    "latter by the Rao–Blackwellised gradient. Inner products are between different parts only, so that noise does not add "
-    "to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing where either "
+    "latter by the Rao–Blackwellised gradient. Inner products are between different parts only, so that noise does not "
+    "add to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing where either "
     "is not told from 0.",
     "kl_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
     "kl_gradient_cosine_high": "Upper end of that interval.",

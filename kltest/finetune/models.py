@@ -73,9 +73,11 @@ def needs_transformers() -> None:
     """UsageError with the command that installs it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        import transformers  # noqa: F401
+        import transformers
     except ImportError as error:
         raise UsageError(f"{MISSING} ({error})") from None
+    # A run has its own bar; those of reading and writing weights would break it.
+    transformers.utils.logging.disable_progress_bar()
 
 
 def _pretrained(name: str) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kltest.finetune.faults import NotFiniteError
 from kltest.finetune.language import Language
 from kltest.finetune.objective import Fields, Objective
 from kltest.finetune.processes import Processes
@@ -44,6 +45,9 @@ def accumulate(
     if len(parts) == 1:
         whole = score(policy, rollouts, temperature=temperature, logits=objective.takes_logits)
     logp = score_in_parts(policy, rollouts, size, temperature=temperature) if whole is None else whole.logp.detach()
+    if not bool(torch.isfinite(logp.where(rollouts.mask, 0.0)).all()):
+        worst = float(logp[rollouts.mask & ~torch.isfinite(logp)][0])
+        raise NotFiniteError(f"the policy's log-prob of a token is {worst}: an update broke it; lower learning_rate")
     own = _fields(rollouts, logp)
     joint = Fields(**{name: processes.joint(value) for name, value in vars(own).items()})
     weights = objective.weights(joint, longest) if row_weights is None else row_weights

@@ -1,0 +1,382 @@
+"""Runs of the language-model runner: gone on with after a kill, shared by processes, stopped with words."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kltest.errors import KltestError, UsageError
+from kltest.finetune.settings import Settings
+
+pytest.importorskip("transformers")
+
+from kltest.finetune import faults, generation, training
+from kltest.finetune.measure import compared, evaluate
+from kltest.finetune.metrics import METRICS
+from kltest.finetune.models import load
+from kltest.finetune.objective import advantages
+from kltest.finetune.run import run
+from kltest.finetune.tasks import task_named
+
+SMALL = Settings(
+    model="tiny:30k",
+    task="addition:1",
+    steps=6,
+    prompts=4,
+    group_size=2,
+    eval_every=3,
+    eval_prompts=16,
+    gradient_every=4,
+    gradient_chunks=3,
+    gradient_batches=1,
+    checkpoint_every=2,
+    reference_steps=200,
+    reference_reward=0.3,
+    learning_rate=1e-3,
+    beta=0.1,
+    kl="k1-reward",
+)
+ARGUMENTS = [
+    item for name, value in SMALL.plain().items() if name != "kl_options" for item in ("--set", f"{name}={value}")
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_folder(tmp_path_factory):
+    """References are trained once for all tests here, and not among the user's own."""
+    folder = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KLTEST_MODELS", str(folder))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, models_folder):
+    folder = tmp_path_factory.mktemp("run")
+    run(SMALL, folder, quiet=True)
+    return folder
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "kltest.cli", "finetune", *ARGUMENTS, *arguments]
+
+
+def test_what_is_written_down(finished):
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(7))
+    assert set().union(*records) <= METRICS.keys()
+    assert [record["step"] for record in records if "kl" in record] == [0, 3, 6]
+    first, last = records[0], records[-1]
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is the reference, in float32
+    assert last["kl_low"] < last["kl"] < last["kl_high"]
+    assert last["kl"] > 0
+    assert "reward" not in last
+    assert all(record["sampler_gap"] < 1e-4 for record in records[:-1])  # float32, log-probs of order 1 to 10
+
+
+def test_the_trained_model_is_as_others_read_it(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(finished / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    ids = tokenizer("1+2=", return_tensors="pt")["input_ids"]
+    state = torch.load(finished / "checkpoint.pt", weights_only=True)["model"]
+    assert model(ids).logits.shape == (1, 4, len(tokenizer))
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_saved_model_is_trained_on(finished):
+    """By its folder, as any other causal model; its first policy is the one that was saved."""
+    settings = replace(SMALL, model=str(finished / "model"), steps=1, gradient_every=0)
+    history = run(settings, quiet=True)
+    assert history.of("kl")[1][0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_killed_and_gone_on_with_it_writes_the_same_bytes(finished, tmp_path):
+    """Killed for good (SIGKILL) once after a checkpoint and once between two, by what its metrics say."""
+    folder = tmp_path / "run"
+    for lines in (3, 4):
+        process = subprocess.Popen(command("--output", str(folder)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        written = folder / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if written.exists() and written.read_bytes().count(b"\n") >= lines:
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "it was to be killed in the middle"
+    with written.open("ab") as torn:
+        torn.write(b'{"step": 5, "rew')
+    done = subprocess.run(command("--output", str(folder)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert written.read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_ctrl_c_keeps_everything(finished, tmp_path):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(command("--output", str(folder)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while process.poll() is None and not (folder / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    while process.poll() is None and not (folder / "metrics.jsonl").read_bytes():
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130, words
+    assert b"the same command goes on" in words
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert state["step"] == len(lines) <= 7
+    assert run(SMALL, folder, quiet=True).records[-1]["step"] == 6
+    assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_another_run_in_the_same_folder(finished, tmp_path):
+    with pytest.raises(UsageError, match=r"other settings \(beta\)"):
+        run(replace(SMALL, beta=0.2), finished, quiet=True)
+    run(replace(SMALL, steps=0), tmp_path, quiet=True)
+    assert len(run(replace(SMALL, steps=1), tmp_path, again=True, quiet=True).records) == 2
+
+
+def test_a_policy_that_is_not_finite_any_more_stops_the_run(tmp_path):
+    with pytest.raises(
+        KltestError, match=r"step \d, update: .*log-prob.* (nan|-inf).*learning_rate.*failed.pt"
+    ) as caught:
+        run(replace(SMALL, learning_rate=1e30, max_norm=0.0, eval_every=0, gradient_every=0), tmp_path, quiet=True)
+    state = torch.load(tmp_path / "failed.pt", weights_only=True)
+    assert f"step {state['step']}," in str(caught.value)
+    assert state["batch"]["tokens"].shape[0] == 8
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == state["step"]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
+    """The derivative of the root has no value where the policy is the reference."""
+    term = tmp_path / "term.py"
+    term.write_text("def rooted(logp, ref_logp):\n    return ((logp - ref_logp) ** 2).sqrt()\n")
+    with pytest.raises(KltestError, match=r"step 0, update: the gradient's norm is nan"):
+        run(replace(SMALL, kl=f"{term}:rooted"), quiet=True)
+
+
+def test_a_term_that_is_not_finite_stops_the_run_and_says_where(tmp_path):
+    term = tmp_path / "term.py"
+    term.write_text("def broken(logp, ref_logp):\n    return (logp - ref_logp) / 0.0\n")
+    with pytest.raises(KltestError, match=r"step 0, update: .*broken returned nan"):
+        run(replace(SMALL, kl=f"{term}:broken"), tmp_path / "run", quiet=True)
+    assert (tmp_path / "run" / "failed.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "doing", "words"),
+    [("_drawn", "generation", "prompts, group_size or max_tokens"), ("_updated", "update", "micro_batch")],
+)
+def test_out_of_memory_says_what_to_lower(monkeypatch, where, doing, words):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(training.Training, where, fails)
+    with pytest.raises(KltestError, match=f"step 0, {doing}: out of memory; lower {words}"):
+        run(SMALL, quiet=True)
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shapes"), faults.told(0, "update", lambda: None):
+        raise RuntimeError("shapes")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inner_epochs": 2},
+        {"algorithm": "grpo", "kl": "auto", "inner_epochs": 2},
+        {"kl": "rao-blackwell", "micro_batch": 3},
+        {"kl": "none"},
+        {"kl": "token-mean", "normalise": "tokens", "ratio": "token", "clip": 0.1, "inner_epochs": 2},
+        {"kl": "group-std", "baseline": "none", "optimiser": "sgd", "normalise": "constant"},
+        {"task": "countdown:2", "temperature": 0.8, "dtype": "float64"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_kinds_of_runs(changes):
+    history = run(replace(SMALL, steps=2, gradient_every=0, **changes), quiet=True)
+    assert history.of("kl")[0] == [0, 2]
+    assert all(math.isfinite(value) for record in history.records for value in record.values())
+    assert ("gradient_norm_last" in history.records[0]) == (changes.get("inner_epochs", 1) > 1)
+
+
+def test_micro_batches_give_the_same_run(finished):
+    """The first update's gradient, to float32."""
+    whole, cut = (run(replace(SMALL, steps=1, micro_batch=size, max_norm=0.0), quiet=True) for size in (0, 3))
+    assert cut.of("gradient_norm")[1] == pytest.approx(whole.of("gradient_norm")[1], rel=1e-4)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from kltest.finetune.run import run
+from kltest.finetune.settings import settings_of, changes_of
+run(settings_of(changes_of(sys.argv[2:])), Path(sys.argv[1]), quiet=True)
+"""
+
+
+@pytest.mark.parametrize("kl", ["k1-reward", "rao-blackwell"])
+def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, models_folder):
+    """As `accelerate launch` starts them; after a step of plain gradient the weights are those of one process."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    changes = {"kl": kl, "steps": 2, "gradient_every": 0, "dtype": "float64", "optimiser": "sgd", "max_norm": 0.0}
+    settings = replace(SMALL, **changes, device="cpu", inner_epochs=2, normalise="tokens")
+    run(settings, tmp_path / "one", quiet=True)
+    arguments = [f"{name}={value}" for name, value in settings.plain().items() if name != "kl_options"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+    launch += ["--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    done = subprocess.run(
+        [*launch, str(program), str(tmp_path / "two"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("one", "two"))
+    start = load(settings, task_named(settings.task), torch.device("cpu")).policy.model.state_dict()
+    for name, value in one.items():
+        moved = float((value - start[name]).abs().max())
+        assert moved > 0
+        # Sums of a few rows in another order, in float64.
+        assert float((two[name] - value).abs().max()) <= 1e-9 * moved
+    first, second = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two"))
+    assert len(first) == len(second) == 3
+
+
+def test_prompts_that_processes_cannot_share(monkeypatch):
+    from kltest.finetune.processes import Processes
+
+    three = Processes(0, 3, torch.device("cpu"))
+    monkeypatch.setattr(Processes, "here", classmethod(lambda cls, device: three))
+    with pytest.raises(UsageError, match="prompts: 4 cannot be shared evenly by 3"):
+        run(SMALL, quiet=True)
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "tpu"])
+def test_devices_that_there_are_not(device):
+    with pytest.raises(UsageError, match=f"device '{device}'"):
+        run(replace(SMALL, device=device), quiet=True)
+
+
+def test_models_that_there_are_not(tmp_path):
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        run(replace(SMALL, model=str(tmp_path)), quiet=True)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"pip install 'kltest\[finetune\]'"):
+        run(SMALL, quiet=True)
+
+
+def test_advantages():
+    """Groups (1, 0, 0) and (2, 4): by hand."""
+    reward = torch.tensor([1.0, 0, 0, 2, 4], dtype=torch.float64)
+    group = torch.tensor([5, 5, 5, 7, 7])
+    assert advantages(reward, group, "none", "none").tolist() == reward.tolist()
+    assert advantages(reward, group, "mean", "none").tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, -1, 1])
+    assert advantages(reward, group, "leave-one-out", "none").tolist() == pytest.approx([1, -1 / 2, -1 / 2, -2, 2])
+    scaled = advantages(reward, group, "mean", "group-std").tolist()
+    std = [math.sqrt(1 / 3)] * 3 + [math.sqrt(2)] * 2
+    assert scaled == pytest.approx([a / (s + 1e-4) for a, s in zip([2 / 3, -1 / 3, -1 / 3, -1, 1], std, strict=True)])
+    assert advantages(torch.ones(1), torch.zeros(1), "leave-one-out", "none").tolist() == [1.0]
+
+
+def test_cosine_and_size_are_of_the_expectations():
+    """Gradients with noise three times as long as they are: their own cosines are far below that of their means."""
+    generator = np.random.default_rng(0)
+    truth = np.zeros(400)
+    truth[0] = 1.0
+    term = np.zeros(400)
+    term[:2] = 0.5 * math.cos(1.0), 0.5 * math.sin(1.0)
+    covered = []
+    for _ in range(200):
+        parts = [mean + generator.standard_normal((8, 400)) * 0.05 for mean in (term, truth)]
+        joined = np.concatenate(parts)
+        found = compared(joined @ joined.T)
+        covered.append(
+            (
+                found["kl_gradient_cosine_low"] <= math.cos(1.0) <= found["kl_gradient_cosine_high"],
+                found["kl_gradient_size_low"] <= 0.5 <= found["kl_gradient_size_high"],
+            )
+        )
+        assert found["kl_gradient_noise"] == pytest.approx(math.sqrt(400) * 0.05, rel=0.2)
+    # 95 % intervals; the chance of fewer than 180 of 200 is below 1 %, and a jackknife of eight is a little short.
+    assert (np.mean(covered, axis=0) >= 0.88).all()
+
+
+def test_no_direction_where_there_is_no_gradient():
+    generator = np.random.default_rng(1)
+    noise, truth = generator.standard_normal((2, 8, 400)) * 0.05
+    truth[:, 0] += 1
+    joined = np.concatenate([noise, truth])
+    found = compared(joined @ joined.T)
+    assert "kl_gradient_cosine" not in found
+    assert found["kl_gradient_size_low"] == 0.0
+    assert 0 <= found["kl_gradient_size"] <= found["kl_gradient_size_high"] < 0.5
+    assert compared(joined[::-1] @ joined[::-1].T) == {}
+
+
+def test_the_kl_that_is_measured_is_that_of_the_models(monkeypatch):
+    """On one prompt with rollouts of one token, Rao–Blackwell leaves no noise: the KL of two rows of logits."""
+    settings = replace(SMALL, max_tokens=1, eval_prompts=8, reference_steps=2, dtype="float64")
+    task = task_named(settings.task)
+    models = load(settings, task, torch.device("cpu"))
+    with torch.no_grad():
+        models.policy.model.lm_head.weight.mul_(3)
+    seen = []
+    original = generation.generate
+
+    def watched(language, prompts, *rest, **options):
+        seen.append(prompts)
+        return original(language, prompts, *rest, **options)
+
+    monkeypatch.setattr("kltest.finetune.drawing.generate", watched)
+    found = evaluate(models, task, settings, 0)
+    expected = []
+    for prompt in seen[0]:
+        with torch.no_grad():
+            rows = [
+                one.model(torch.tensor([prompt])).logits[0, -1].log_softmax(0)
+                for one in (models.policy, models.reference)
+            ]
+        expected.append(float((rows[0].exp() * (rows[0] - rows[1])).sum()))
+    assert found["kl"] == pytest.approx(np.mean(expected), rel=1e-9)
+    assert found["length_held_out"] == 1.0
+
+
+def test_the_command_line(tmp_path, finished):
+    done = subprocess.run(command("--output", str(finished)), capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held-out reward" in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines() if line.split()[0] in "0356"] == ["0", "3", "6"]
+    wrong = subprocess.run(command("--set", "betta=1"), capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "did you mean beta?" in wrong.stderr
+    listed = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "kltest.cli", "finetune", "--list"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert all(name in listed.stdout for name in (*METRICS, "beta", "gradient_every"))
+    assert "transformers" not in listed.stderr
+    assert not list(Path(tmp_path).iterdir())
