@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from kltest.commands.libraries import Request, libraries, listing
 from kltest.errors import UsageError
 from kltest.libraries import NAMES, door, markdown, named, page, recorded
 from kltest.libraries.installation import InstallError, UnreachableError, exact_version, install
-from kltest.libraries.rows import changes
+from kltest.libraries.rows import absent, changes
 from kltest.libraries.scoreboard import lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,7 +169,6 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     monkeypatch.setattr(recorded, "PATH", record)
     monkeypatch.setattr(recorded.read, "__defaults__", (record,))
     monkeypatch.setattr(recorded.record, "__defaults__", (record,))
-    monkeypatch.setattr(recorded, "NAMES", (*NAMES, "made-up"))
     asked = Request(settings=("penalty/linear", "penalty/square", "penalty/straight"))
     names = [f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
@@ -179,6 +179,7 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     assert (tmp_path / "changes.md").read_text().count("\n- ") == 2
     assert libraries(names, output=str(tmp_path), request=asked, record=True) == 0
     versions = [(row["version"], row["setting"]) for row in recorded.read()]
+    assert len(versions) == 3 + len(rows)
     assert versions[:3] == [("2.0", f"penalty/{kind}") for kind in ("linear", "square", "straight")]
     assert {version for version, _ in versions} == {"1.0", "2.0"}
 
@@ -292,6 +293,25 @@ def test_a_listing_tells_what_was_recorded(measured, made_up, tmp_path, monkeypa
     out = capsys.readouterr().out
     assert "measured in 1.0" in out
     assert re.search(r"penalty/linear \(default\): bandit, current: zero; .*\(KL101\)", out)
+
+
+def test_a_record_is_replaced_setting_by_setting_or_whole(measured, tmp_path):
+    """Only what was asked for, in its place; a whole version, but for a library that broke down on the way."""
+    rows, path = list(measured[2].values()), tmp_path / "recorded.json"
+    names = [row["setting"] for row in rows]
+    recorded.record(rows, path)
+    recorded.record([{**rows[1], "note": "again"}], path, whole=False)
+    assert [row["setting"] for row in recorded.read(path)] == names
+    assert [row["note"] for row in recorded.read(path)] == ["", "again", "", "", ""]
+    broken = absent(door_of("made-up"), "1.0", "it left")
+    recorded.record([rows[0], broken], path)
+    assert [row["setting"] for row in recorded.read(path)] == names
+    recorded.record([rows[0]], path)
+    assert [row["setting"] for row in recorded.read(path)] == names[:1]
+
+
+def door_of(name):
+    return SimpleNamespace(name=name)
 
 
 def test_rounding_is_no_news_and_a_sign_is(measured):

@@ -77,7 +77,7 @@ def libraries(
     if diff:
         _tell_changes(told, folder)
     if record:
-        recorded.record(rows)
+        recorded.record(rows, whole=not request.settings)
     return 3 if failed else int(bool(told))
 
 

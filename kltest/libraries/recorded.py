@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kltest.libraries import NAMES
-from kltest.libraries.rows import Row
+from kltest.libraries.rows import Row, key
 from kltest.reproduce.files import as_json, write
 
 PATH = Path(__file__).parent / "recorded.json"
@@ -18,13 +18,21 @@ def read(path: Path = PATH) -> list[Row]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
 
-def record(rows: Sequence[Row], path: Path = PATH) -> None:
-    """Replace what is recorded of these libraries in these versions; rows of libraries that failed are left out."""
-    new = [each for each in rows if each["setting"]]
-    measured = {(each["library"], each["version"]) for each in new}
-    kept = [each for each in read(path) if (each["library"], each["version"]) not in measured]
-    order = sorted(kept + new, key=lambda each: (NAMES.index(each["library"]), _numbers(each["version"])))
+def record(rows: Sequence[Row], path: Path = PATH, *, whole: bool = True) -> None:
+    """Replace what is recorded of these libraries in these versions, or, not `whole`, of these settings alone.
+
+    Rows of libraries that failed are left out, and what is recorded of them stays.
+    """
+    new = {key(each): each for each in rows if each["setting"]}
+    failed = {each["library"] for each in rows if not each["setting"]}
+    replaced = {(library, version) for library, version, _ in new if whole and library not in failed}
+    kept = {key(each): each for each in read(path) if (each["library"], each["version"]) not in replaced}
+    order = sorted((kept | new).values(), key=lambda each: (_place(each["library"]), _numbers(each["version"])))
     write(path, as_json([{name: value for name, value in each.items() if name != "seconds"} for each in order]))
+
+
+def _place(library: str) -> tuple[int, str]:
+    return (NAMES.index(library) if library in NAMES else len(NAMES), library)
 
 
 def _numbers(version: str) -> list[int]:
