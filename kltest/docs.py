@@ -1,7 +1,8 @@
 """Keeps generated pages in step: `python -m kltest.docs` tells what is not, `--write` mends it.
 
 A generated part of the README stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; the pages of the checks,
-docs/checks/CODE.md and their index, and the scoreboard of libraries with its programs are generated whole.
+docs/checks/CODE.md and their index, the scoreboard of libraries with its programs, and docs/finetune.md are generated
+whole.
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ def library_pages() -> dict[str, str]:
     return {f"docs/{name}": content for name, content in files(recorded.read()).items()}
 
 
+def finetune_pages() -> dict[str, str]:
+    """The settings and metrics of the language-model runner."""
+    from kltest.finetune.guide import page
+
+    return {"docs/finetune.md": page()}
+
+
 def check_pages() -> dict[str, str]:
     """A page a check, and their index, by the path below the root."""
     from kltest.grading.checks import CHECKS
@@ -136,7 +144,7 @@ def escaped(text: str) -> str:
 def stale_pages() -> dict[str, str | None]:
     """The pages that are not in step, with what they should be; None for one that should not be there."""
     root = Checkout.find().root
-    fresh = check_pages() | library_pages()
+    fresh = check_pages() | library_pages() | finetune_pages()
     found: dict[str, str | None] = {}
     for path, content in fresh.items():
         file = root / path

@@ -47,7 +47,7 @@ class Settings:
     task: str = _of("addition", "addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH")
     seed: int = _of(0, "chooses prompts, samples and, for a tiny model, its weights", 0, 2**31)
     steps: int = _of(100, "times that rollouts are drawn", 0)
-    prompts: int = _of(16, "prompts drawn a step, over all processes", 1)
+    prompts: int = _of(32, "prompts drawn a step, over all processes", 1)
     group_size: int = _of(4, "rollouts of each prompt", 1)
     max_tokens: int = _of(0, "longest rollout in tokens; 0: what the task needs, 256 for jsonl", 0)
     temperature: float = _of(1.0, "policy, reference and sampler are softmax(logits/temperature)", 1e-3, 1e3)
@@ -76,7 +76,7 @@ class Settings:
         default_factory=dict, metadata={"meaning": "further arguments of the KL term"}
     )
     optimiser: str = _of("adam", "adam (betas 0.9, 0.999, no weight decay), or sgd: the plain gradient")
-    learning_rate: float = _of(1e-4, "step size", 0.0)
+    learning_rate: float = _of(3e-4, "step size", 0.0)
     warmup: int = _of(5, "updates over which the learning rate rises linearly", 0)
     max_norm: float = _of(1.0, "longer gradients are shortened to this; 0: none are", 0.0)
     micro_batch: int = _of(0, "most rollouts in one forward pass, for less memory, with the same gradient; 0: all", 0)

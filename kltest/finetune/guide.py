@@ -1,0 +1,49 @@
+"""docs/finetune.md: what is followed, every setting and every metric, from where they are defined."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import kltest.finetune
+from kltest.finetune.metrics import METRICS
+from kltest.finetune.settings import CHOICES, Settings
+from kltest.reproduce.files import as_markdown
+
+COMMANDS = """```bash
+python -m pip install -c constraints.txt -e ".[finetune]"
+kltest finetune                                      # a tiny model, trained first; on a CPU in about a minute
+kltest finetune --kl k3-loss --beta 0.5              # another KL term: any name of `kltest list`, or FILE.py:function
+kltest finetune --settings run.toml --set steps=500  # settings from a file; what the command line says wins
+kltest finetune --model ./my-model --task jsonl:problems.jsonl --set device=cuda --set dtype=bfloat16
+accelerate launch --num_processes 2 -m kltest.cli finetune --model tiny:5M
+```"""
+
+
+def page() -> str:
+    """The whole page."""
+    settings = [
+        {
+            "setting": f"`{one.name}`",
+            "default": "`{}`" if one.name == "kl_options" else f"`{one.default}`",
+            "meaning": one.metadata["meaning"] + _choices(one.name),
+        }
+        for one in fields(Settings)
+    ]
+    metrics = [{"metric": f"`{name}`", "what it is": meaning} for name, meaning in METRICS.items()]
+    parts = [
+        "# Fine-tuning a language model",
+        COMMANDS,
+        str(kltest.finetune.__doc__).strip(),
+        "Stopped at any moment, the same command goes on; `--again` starts anew. The folder of a run holds "
+        "`metrics.jsonl`, a line for every step, `timings.jsonl`, a checkpoint, and the trained `model` as Hugging Face "
+        "reads it.",
+        "## Settings",
+        as_markdown(settings).rstrip(),
+        "## Metrics",
+        as_markdown(metrics).rstrip(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _choices(name: str) -> str:
+    return f" (one of {', '.join(f'`{choice}`' for choice in CHOICES[name])})" if name in CHOICES else ""
