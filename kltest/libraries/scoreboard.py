@@ -13,6 +13,7 @@ from kltest.truth import render
 
 COLUMNS = ("library", "setting", "one step", "sequences", "off-policy", "checks", "logged KL", "measured")
 NONE = "no named gradient"
+WARNINGS = "KL8"
 VALUES = {
     "kl": "KL",
     "kl_per_token": "KL per token",
@@ -57,7 +58,7 @@ def line(each: Row) -> Line:
         "one step": _worlds(there, "current", ("bandit",)),
         "sequences": _worlds(there, "current", ("sequence", "ragged")),
         "off-policy": _worlds(there, "stale", ("bandit", "sequence", "ragged")),
-        "checks": " ".join(check["code"] for check in each["failed"]),
+        "checks": _codes(each),
         "logged KL": _logged(each),
         "measured": f"{DEPTHS[each['depth']]}, {each['dtype']}" if there else "",
     }
@@ -125,6 +126,14 @@ def _worlds(rows: Sequence[Mapping], sampler: str, worlds: Sequence[str]) -> str
 
 def _gradient(identified: Mapping[str, float] | None) -> str:
     return NONE if identified is None else render({name: float(f"{c:.4g}") for name, c in identified.items()})
+
+
+def _codes(each: Row) -> str:
+    """The checks that failed; those that only warn behind them."""
+    codes = [check["code"] for check in each["failed"]]
+    failed = " ".join(code for code in codes if not code.startswith(WARNINGS))
+    warned = " ".join(code for code in codes if code.startswith(WARNINGS))
+    return failed + (f"{' · ' if failed else ''}warns: {warned}" if warned else "")
 
 
 def _logged(each: Row) -> str:
