@@ -37,6 +37,8 @@ def finetune(
     except KeyboardInterrupt:
         print(f"kltest: interrupted; everything is kept in {folder}: the same command goes on", file=sys.stderr)
         return INTERRUPTED
+    if not history.records:  # another process keeps them
+        return 0
     for line in _said(history.records):
         print(line)
     print(f"Metrics, checkpoint and model are in {folder}.")

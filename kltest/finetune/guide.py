@@ -35,8 +35,8 @@ def page() -> str:
         COMMANDS,
         str(kltest.finetune.__doc__).strip(),
         "Stopped at any moment, the same command goes on; `--again` starts anew. The folder of a run holds "
-        "`metrics.jsonl`, a line for every step, `timings.jsonl`, a checkpoint, and the trained `model` as Hugging Face "
-        "reads it.",
+        "`metrics.jsonl`, a line for every step, `timings.jsonl`, a checkpoint, and the trained `model` as Hugging "
+        "Face reads it.",
         "## Settings",
         as_markdown(settings).rstrip(),
         "## Metrics",
