@@ -1,6 +1,6 @@
 """Doors into verl, OpenRLHF and Liger-Kernel, as far as that can be said without them: names, versions, recipes.
 
-What each setting follows is held against its derivation in tests/real, where the libraries are installed.
+What each setting follows is held against its derivation in test_libraries_recorded.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The door into TRL: a table as a language model, its real trainers, and the recipes that mend them.
 
 What needs transformers or TRL is skipped where they are not installed; `kltest libraries trl` grades it all from a bare
-machine. Expected combinations are worked out by hand from the trainers' source: a per-token term f(u), u = logp −
-ref_logp, has the weight f'(u) on ∇ log π; k3's is 1 − e^(−u), and with the token's own differentiable ratio ρ, ρ·u.
+machine, and what its settings follow is held against their derivations in test_libraries_recorded.py.
 """
 
 from __future__ import annotations
@@ -205,52 +204,6 @@ def test_the_grader_finds_what_a_trained_table_would_get(world, settings, sample
     assert np.abs(graded - summed).max() <= SINGLE * np.abs(summed).max()
 
 
-def local(name, coefficient=1.0, at=""):
-    return {"bandit": {name: 1.0}, "sequence": {f"local_{name}{at}": coefficient}}
-
-
-BY_SEQUENCE = {"importance_sampling_level": "sequence"}
-FOUND = {
-    # A sum over tokens, a mean over rollouts.
-    "k3": ({"loss_type": "luspo", "use_bias_correction_kl": False}, "current", local("forward_kl")),
-    "k3 with its ratio": ({"loss_type": "luspo", "use_bias_correction_kl": True}, "current", local("reverse_kl")),
-    "k3 with its ratio, stale": (
-        {"loss_type": "luspo", "use_bias_correction_kl": True, "num_iterations": 2},
-        "stale",
-        local("reverse_kl", at="@sampler"),
-    ),
-    # The level changes the ratio of the policy loss only, unless it multiplies the KL term too.
-    "k3 at the level of sequences": (
-        {"loss_type": "luspo", "use_bias_correction_kl": False, **BY_SEQUENCE},
-        "current",
-        local("forward_kl"),
-    ),
-    # Of the geometric mean of T = 3 ratios each token's share is Σk3/3, the rest is k3's own gradient.
-    "k3 with the sequence's ratio": (
-        {"loss_type": "luspo", "use_bias_correction_kl": True, **BY_SEQUENCE},
-        "current",
-        {"bandit": {"reverse_kl": 1.0}, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 1 - 1 / 3}},
-    ),
-    # A mean over the rollout's tokens, of which there are three.
-    "mean over tokens": (
-        {"loss_type": "grpo", "use_bias_correction_kl": False},
-        "current",
-        local("forward_kl", 1 / 3),
-    ),
-    "mean over max_completion_length": (
-        {"loss_type": "dr_grpo", "use_bias_correction_kl": False, "max_completion_length": 5},
-        "current",
-        {"bandit": {"forward_kl": 1 / 5}, "sequence": {"local_forward_kl": 1 / 5}},
-    ),
-    # Drawn and scored at one temperature, the tempered policies are the policies.
-    "tempered": (
-        {"loss_type": "luspo", "use_bias_correction_kl": False, "temperature": 0.7},
-        "current",
-        local("forward_kl"),
-    ),
-}
-
-
 WORLDS = {
     "bandit": Instance.draw(bandit(3), 1),
     "sequence": Instance.draw(sequence(2, 3), 2),
@@ -273,29 +226,6 @@ def grouped_call():
     from kltest.libraries.calls.trl import grouped
 
     return grouped
-
-
-@needs_trl
-@pytest.mark.parametrize("case", FOUND, ids=str)
-def test_grpo_follows_what_its_source_says(case):
-    from kltest.libraries.calls.trl import grpo
-
-    settings, sampler, expected = FOUND[case]
-    loss = bind(grpo, Call(arguments=settings))
-    for world, combination in expected.items():
-        agrees(exact(loss, WORLDS[world], sampler).gradient, combination, WORLDS[world])
-
-
-@needs_trl
-@pytest.mark.parametrize("world", ["bandit", "ragged"])
-@pytest.mark.parametrize(
-    ("sampler", "expected"),
-    # The reward holds log μ − log ref: with the whole sequence's ratio that is KL(π‖ref) − KL(π‖μ).
-    [("current", {"reverse_kl": 1.0}), ("stale", {"reverse_kl": 1.0, "to_sampler_kl": -1.0})],
-)
-def test_rloo_follows_what_its_source_says(sampler, expected, world):
-    found = of_groups(DOOR.setting("rloo/epsilon=1000"), WORLDS[world], sampler)
-    agrees(found, expected, WORLDS[world])
 
 
 @needs_trl

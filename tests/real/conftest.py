@@ -1,6 +1,0 @@
-"""Make the script beside this file importable by its tests."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,128 @@
+"""The results that kltest ships with are those that were worked out by hand; nothing is installed for it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+from derived import DERIVED, NAMELESS, WORLDS, Derived, disagreements
+
+from kltest.libraries import NAMES, door, recorded
+
+ROWS = {
+    f"{row['library']}:{row['setting']}": row
+    for row in recorded.read()
+    if row["version"] == door(row["library"]).version
+}
+SETTINGS = {f"{name}:{setting.name}": setting for name in NAMES for setting in door(name).settings}
+
+
+def test_every_default_and_every_recipe_has_a_derivation():
+    wanted = {target for target, setting in SETTINGS.items() if setting.default or setting.recipe}
+    assert {target.partition(":")[0] for target in wanted} == set(NAMES)
+    assert sorted(wanted - DERIVED.keys()) == []
+
+
+def test_what_is_derived_is_a_setting_of_its_door():
+    assert sorted(DERIVED.keys() - SETTINGS.keys()) == []
+
+
+def row_of(target):
+    if target not in ROWS:
+        pytest.fail(f"nothing is recorded of {target} in the version that its door was tried with", pytrace=False)
+    return ROWS[target]
+
+
+@pytest.mark.parametrize("target", DERIVED, ids=str)
+def test_what_is_recorded_is_what_was_derived(target):
+    assert list(disagreements(DERIVED[target], row_of(target))) == []
+
+
+@pytest.mark.parametrize("target", [target for target, setting in SETTINGS.items() if setting.recipe], ids=str)
+def test_a_recipe_is_confirmed(target):
+    row = row_of(target)
+    assert (row["verdict"], row["expect"]) == ("confirmed", "reverse_kl")
+    assert {each["environment"]: each["agrees"] for each in row["gradients"]} == dict.fromkeys(WORLDS, True)
+
+
+def test_all_settings_that_doors_know_are_recorded():
+    assert sorted(SETTINGS.keys() - ROWS.keys()) == []
+
+
+FOUND = {"bandit": {"reverse_kl": 1.0}, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None}
+CASE = Derived("Made up.", FOUND, NAMELESS, {"ragged": None}, {"ragged": None}, "float64", "coupled")
+
+
+def a_row(case):
+    """A row that says what was derived, to six digits, as rows do."""
+    kinds = (("current", 1, case.current), ("stale", 1, case.stale))
+    kinds += (("current", 2, case.groups), ("stale", 2, case.stale_groups))
+    gradients = [
+        {
+            "sampler": sampler,
+            "batch": batch,
+            "environment": world,
+            "identified": named and {name: float(f"{value:.6g}") for name, value in named.items()},
+        }
+        for sampler, batch, worlds in kinds
+        for world, named in worlds.items()
+    ]
+    about = {key: getattr(case, key) for key in ("verdict", "dtype", "reduction")}
+    return {**about, "error": "", "notes": ["it was lifted"] if case.lifted else [], "gradients": gradients}
+
+
+@pytest.mark.parametrize("lifted", [False, True])
+def test_a_row_as_derived_is_accepted(lifted):
+    case = dataclasses.replace(CASE, lifted=lifted)
+    assert list(disagreements(case, a_row(case))) == []
+
+
+@pytest.mark.parametrize("target", DERIVED, ids=str)
+def test_another_row_than_the_derived_one_is_noticed(target):
+    """Every number and every name, in every derivation, is one that counts."""
+    case = DERIVED[target]
+    row = a_row(case)
+    assert list(disagreements(case, row)) == []
+    for position, gradient in enumerate(row["gradients"]):
+        for other in others(gradient["identified"], case.dtype):
+            changed = copy.deepcopy(row)
+            changed["gradients"][position]["identified"] = other
+            assert len(list(disagreements(case, changed))) == 1, (gradient, other)
+        less = copy.deepcopy(row)
+        del less["gradients"][position]
+        assert list(disagreements(case, less)), gradient
+
+
+def others(identified, dtype):
+    """What might stand in its place: nothing, another name, coefficients a little off, a name more."""
+    if identified is None:
+        return [{"reverse_kl": 1.0}, {"zero": 1.0}]
+    off = {"float64": 1e-5, "float32": 2e-3}[dtype]
+    name, value = next(iter(identified.items()))
+    rest = {other: each for other, each in identified.items() if other != name}
+    changed = [None, {**rest, "chi_square": value}, {**identified, "chi_square": 0.01}]
+    return [*changed, *({**identified, name: factor * value} for factor in (1 + off, 1 - off, -1.0))]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("verdict",), "confirmed"),
+        (("dtype",), "float32"),
+        (("reduction",), "mean"),
+        (("notes",), ["it was lifted"]),
+        (("error",), "it raised"),
+        (("gradients", 0, "environment"), "mdp"),
+        (("gradients", 0, "sampler"), "frozen"),
+        (("gradients", 0, "batch"), 2),
+        (("gradients", 5, "batch"), 2),
+    ],
+)
+def test_a_planted_difference_is_noticed(path, value):
+    row = a_row(CASE)
+    inner = row
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    assert len(list(disagreements(CASE, row))) == 1
