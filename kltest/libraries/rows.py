@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ DIGITS = 6
 COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error")
 """What a new version of a library is compared with an old one by."""
 
+PACKAGES = re.compile(r"/[^\s:'\"]*/(?:site|dist)-packages/")
 Row = dict[str, Any]
 
 
@@ -165,6 +167,9 @@ def _compared(value: Any) -> Any:
 
 
 def _rounded(value: Any) -> Any:
+    """Numbers to so many digits, and files by their path in their package, the same on every machine."""
+    if isinstance(value, str):
+        return PACKAGES.sub("", value)
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
