@@ -20,6 +20,7 @@ FOUND = {
     "cubic": (None, ["KL105", "KL503"], {}),
     "linear": ({"zero": 1.0}, ["KL101"], {}),
     "whole": ({"reverse_kl": 1.0}, [], {"recipe": True, "note": "Costs one pass more."}),
+    "a_long_name=of_an_option,another_long_name=of_another_option,a_third_one=which_nobody_would_break": (None, [], {}),
     "third": ({"reverse_kl": 1 / 3}, ["KL106"], {}),
 }
 
@@ -146,9 +147,9 @@ def test_rows_are_filtered(seen):
     assert said["lively"]["rows"] == ALL
     assert said["lively"]["controls"]
     assert said["text"] == ["one penalty/cubic", "two penalty/cubic"]
-    assert said["count"] == "2 of 10"
+    assert said["count"] == "2 of 12"
     assert said["none"] == []
-    assert said["library"] == ALL[5:]
+    assert said["library"] == ALL[6:]
     # ⅓ of the gradient and its next-token part are parts of it.
     assert said["part"] == [f"{library} penalty/{name}" for library in ("one", "two") for name in ("square", "third")]
     assert said["recipe"] == ["one penalty/whole", "two penalty/whole"]
@@ -163,7 +164,7 @@ def test_rows_are_sorted_both_ways(seen):
 
 
 def test_kinds_say_how_a_row_stands_to_the_true_gradient():
-    assert [line.kind for line in lines(ROWS)][:5] == ["part", "other", "other", "reverse", "part"]
+    assert [line.kind for line in lines(ROWS)][:6] == ["part", "other", "other", "reverse", "other", "part"]
 
 
 def test_only_its_own_script_may_run_and_nothing_is_loaded():

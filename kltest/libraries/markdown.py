@@ -30,12 +30,12 @@ def _guide(found: Sequence[Line]) -> Iterator[str]:
     for each in advice(found):
         words = [f"**{each.library}**."]
         if each.defaults:
-            names = ", ".join(f"`{line.setting}` ({escape(line.cells['sequences'])})" for line in each.defaults[:3])
+            names = ", ".join(f"`{line.setting}` ({escape(one_line(line.in_short))})" for line in each.defaults[:3])
             words.append(f"By default: {names}.")
         if each.settings:
-            names = ", ".join(f"`{line.setting}`" for line in each.settings)
+            names = ", ".join(f"`{line.setting}` ({line.where})" for line in each.settings)
             words.append(f"Follows {escape(TRUE)} as it is: {names}.")
-        words += [f"Recipe `{line.setting}`: {escape(line.row['note'])}" for line in each.recipes]
+        words += [f"Recipe `{line.setting}` ({line.where}): {escape(line.row['note'])}" for line in each.recipes]
         if not (each.settings or each.recipes):
             words.append("No setting was found that follows it.")
         yield " ".join(words)

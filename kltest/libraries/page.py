@@ -20,6 +20,7 @@ body { max-width: 90rem; }
 .controls input, .controls select { font: inherit; padding: .25rem .5rem; border: 1px solid var(--line);
   border-radius: .3rem; background: var(--paper); color: var(--ink); }
 .board td, .board th { white-space: normal; vertical-align: top; overflow-wrap: break-word; }
+.board code { overflow-wrap: anywhere; } .board th:nth-child(2) { min-width: 12rem; }
 .board th button { all: unset; cursor: pointer; font-weight: 700; }
 .board th button:focus-visible { outline: 2px solid var(--truth); }
 .board th[aria-sort="ascending"] button::after { content: " ▲"; }
@@ -137,11 +138,11 @@ def _guide(found: Sequence[Line]) -> Iterator[str]:
         yield f"<h3>{_text(each.library)}</h3>"
         yield "<ul>"
         for line in each.defaults[:3]:
-            yield f"<li>By default, <code>{_text(line.setting)}</code>: {_text(line.cells['sequences'])}</li>"
+            yield f"<li>By default, <code>{_text(line.setting)}</code>: {_text(line.in_short)}</li>"
         for line in each.settings:
-            yield f"<li>As it is: <code>{_text(line.setting)}</code></li>"
+            yield f"<li>As it is, {line.where}: <code>{_text(line.setting)}</code></li>"
         for line in each.recipes:
-            yield f"<li>Recipe <code>{_text(line.setting)}</code>: {_text(line.row['note'])}</li>"
+            yield f"<li>Recipe, {line.where}: <code>{_text(line.setting)}</code>. {_text(line.row['note'])}</li>"
         if not (each.settings or each.recipes):
             yield "<li>No setting was found that follows it.</li>"
         yield "</ul>"

@@ -39,6 +39,17 @@ class Line:
     row: Row
 
     @property
+    def where(self) -> str:
+        """Whose rollouts it was measured with."""
+        stale = any(row["sampler"] == "stale" for row in self.row["gradients"])
+        return "on- and off-policy" if stale else "on-policy"
+
+    @property
+    def in_short(self) -> str:
+        """What it follows on sequences, or that this is not known."""
+        return self.cells["sequences"] or self.cells["one step"]
+
+    @property
     def file(self) -> str:
         """What the program is called, empty if there is none."""
         return f"{self.library}-{self.version}-{slug(self.setting)}.py" if self.program else ""
@@ -86,8 +97,10 @@ def kind(each: Row) -> str:
         return "reverse"
     if each["verdict"] in ("error", "inconclusive") or not each["gradients"]:
         return "open"
-    rows = [row["identified"] for row in each["gradients"] if row["sampler"] == "current"]
-    near = all(found is not None and set(found) <= {"reverse_kl", "local_reverse_kl"} for found in rows)
+    current = [row for row in each["gradients"] if row["sampler"] == "current"]
+    # A part of it that is divided by lengths has no name where these differ.
+    rows = [row["identified"] for row in current if row["identified"] or row["environment"] != "ragged"]
+    near = all(found and set(found) <= {"reverse_kl", "local_reverse_kl"} for found in rows)
     return "part" if rows and near and all(min(found.values()) > 0 for found in rows) else "other"
 
 

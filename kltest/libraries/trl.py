@@ -44,7 +44,8 @@ def rloo(settings: dict[str, Any], name: str = "", **others: Any) -> Setting:
 def whole(name: str, call: str, settings: dict[str, Any], **others: Any) -> Setting:
     """A setting of a whole trainer, with what is asked of none."""
     asked = settings == {"loss_type": "grpo"}
-    options = {"ignore": NOT_ASKED if asked else (*NOT_ASKED, *ASKED_ONCE), **others.pop("options", {})}
+    ignored = NOT_ASKED if asked else (*NOT_ASKED, *ASKED_ONCE)
+    options = {"ignore": ignored, "timeout": 900, **others.pop("options", {})}
     return Setting(name, f"{CALLS}:{call}", settings, options, depth="trainer", **others)
 
 
