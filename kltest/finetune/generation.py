@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kltest.finetune.decoding import decoder
 from kltest.finetune.language import Language, padded
 from kltest.finetune.rollouts import Rollouts
 
@@ -34,15 +35,16 @@ def generate(
     whole = None if bool(mask.all()) else mask
     cache = _cache_for(language)
     logits, cache = language.forward(ids, whole, keep=1, cache=cache)
-    logits = logits.repeat_interleave(each, dim=0)
+    logits = logits[:, -1].repeat_interleave(each, dim=0)
     if each > 1:
         cache.batch_repeat_interleave(each)
     seen = None if whole is None else whole.repeat_interleave(each, dim=0)
+    going_on = decoder(language, cache, seen, ids.shape[1], longest)
     uniforms, ends = uniforms.to(device), torch.tensor(language.end, device=device)
     alive = torch.ones(rows, dtype=torch.bool, device=device)
     tokens, live, logps = [], [], []
     for step in range(longest):
-        token, logp = _chosen(logits[:, -1], uniforms[:, step], temperature)
+        token, logp = _chosen(logits, uniforms[:, step], temperature)
         tokens.append(token.where(alive, language.pad))
         logps.append(logp)
         live.append(alive)
@@ -50,9 +52,7 @@ def generate(
         last = step == longest - 1
         if last or ((device.type == "cpu" or step % LOOK == LOOK - 1) and not bool(alive.any())):
             break
-        if seen is not None:
-            seen = torch.cat([seen, seen.new_ones(rows, 1)], dim=1)
-        logits, cache = language.forward(tokens[-1][:, None], seen, keep=1, cache=cache)
+        logits = going_on.next(tokens[-1])
     living = torch.stack(live, dim=1)
     width = int(living.any(dim=0).sum())
     return Rollouts(
