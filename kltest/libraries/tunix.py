@@ -88,8 +88,8 @@ DOOR = Door(
             depth="trainer",
             recipe=True,
             source=f"{SOURCE}/function_registry.py",
-            note="A policy loss to register; it costs a forward pass more, and the variance of the sequence ratio. What "
-            "the model gives at padding must be finite, as it is (KL502).",
+            note="A policy loss to register; it costs a forward pass more, and the variance of the sequence ratio. "
+            "What the model gives at padding must be finite, as it is (KL502).",
         ),
     ),
     discover=discover,
