@@ -3,7 +3,8 @@
 `settings.py`     `SETTINGS`, a `kltest.sweeps.settings.Settings`; other plain data that the other two read
 `experiment.py`   `compute(configuration)` gives rows; or, where many configurations are one tensor program,
                   `BATCHING` (a `kltest.sweeps.run.Batching`) and `compute_batch(configurations)`, rows for each;
-                  `tasks(configurations)`, if settings cannot say all, replaces the grid's configurations
+                  `tasks(configurations)`, if settings cannot say all, replaces the grid's configurations;
+                  `ROOMS` and `LIBRARIES` name what rows depend on beside what those of every experiment do
 `analysis.py`     `tidy(rows)` gives rows; `claims(rows)` gives Claims; `tables(rows)` gives {name: rows};
                   `numbers(rows)` gives {name: value}, which the paper may cite
 `README.md`       the claim, the setting, the expected shape, what was found
@@ -97,10 +98,13 @@ class Experiment:
         # What is said about results does not change them.
         own = [path for path in self.folder.glob("*.py") if path.name != "analysis.py"]
         own += self.folder.parent.glob("*.py")  # what experiments share
-        sources = [*own, *(package / module for module in MODULES)]
-        sources += [path for room in ROOMS for path in (package / room).rglob("*.py")]
+        module = self.checkout.load("experiments", self.name, "experiment")
+        rooms = (*ROOMS, *getattr(module, "ROOMS", ()))
+        sources = [*own, *(package / one for one in MODULES)]
+        sources += [path for room in rooms for path in (package / room).rglob("*.py")]
         contents = sorted((path.name, sha256(path.read_bytes()).hexdigest()) for path in sources)
-        return digest(contents, {library: metadata.version(library) for library in LIBRARIES})
+        libraries = {library: metadata.version(library) for library in LIBRARIES}
+        return digest(contents, libraries | {name: _version(name) for name in getattr(module, "LIBRARIES", ())})
 
     @property
     def settings(self) -> Settings:
@@ -159,3 +163,11 @@ def compute_all(checkout: Checkout, name: str, batch: Sequence[Configuration]) -
     if hasattr(module, "compute_batch"):
         return module.compute_batch(batch)
     return [module.compute(configuration) for configuration in batch]
+
+
+def _version(library: str) -> str | None:
+    """None where it is not installed: an experiment may do without."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
