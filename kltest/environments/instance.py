@@ -79,14 +79,14 @@ def _near(environment: Environment, policy: np.ndarray, direction: np.ndarray, b
     for _ in range(50):
         middle = (low + high) / 2
         other = table(policy + middle * direction)
-        furthest = _largest_sum(environment, np.abs(policy - other))
+        furthest = largest_sum(environment, np.abs(policy - other))
         if 0.5 * bound < furthest < 0.9 * bound:
             return other
         low, high = (middle, high) if furthest <= 0.5 * bound else (low, middle)
     return table(policy + low * direction)
 
 
-def _largest_sum(environment: Environment, cost: np.ndarray) -> float:
+def largest_sum(environment: Environment, cost: np.ndarray) -> float:
     """The largest sum of a (C, V) cost along any rollout."""
     goes_on = (environment.successors != END) & (environment.probabilities > 0)
     best = np.zeros(environment.n_contexts)

@@ -40,7 +40,7 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
 
         model, tokenizer = trained(settings, task)
     else:
-        model, tokenizer = _pretrained(settings.model)
+        model, tokenizer = pretrained(settings.model)
     model = (in_double(model) if settings.dtype == "float64" else model.float()).to(device).eval()
     frozen = copy.deepcopy(model).requires_grad_(False)
     # The weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
@@ -80,7 +80,8 @@ def needs_transformers() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _pretrained(name: str) -> tuple[Any, Any]:
+def pretrained(name: str) -> tuple[Any, Any]:
+    """A model and its tokenizer from a folder or the hub; UsageError where they cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:

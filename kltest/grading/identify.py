@@ -53,12 +53,14 @@ def identify(
     units: Sequence[float] | None = None,
     held_out: int = HELD_OUT,
     dtype: str = "float64",
+    freedom: int | None = None,
 ) -> Identification:
     """The fewest named gradients, at most three, that together equal `gradients` on all instances; ties go to order.
 
     `gradients` (C, V) one an instance, the last `held_out` of them for confirmation; `candidates[name]` likewise, in
     the order of preference; `magnitudes` the root mean square norm of the per-rollout gradient and `units` the size of
-    ∇KL(π‖ref), by which zero is told.
+    ∇KL(π‖ref), by which zero is told. Gradients may be given by their coordinates in any orthonormal basis, and then
+    `freedom` says how many numbers of the fitted ones are free.
     """
     norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
     scales = norms if magnitudes is None else magnitudes
@@ -71,7 +73,8 @@ def identify(
     unseen = np.concatenate([gradient.ravel() for gradient in gradients[fitted:]])
     columns = {name: np.concatenate([g.ravel() for g in given[:fitted]]) for name, given in candidates.items()}
     later = {name: np.concatenate([g.ravel() for g in given[fitted:]]) for name, given in candidates.items()}
-    freedom = sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:fitted])
+    if freedom is None:
+        freedom = sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:fitted])
 
     basis = independent({name: column for name, column in columns.items() if name not in ALONE})
     alone = [name for name in columns if name in ALONE and np.linalg.norm(columns[name]) > 0]

@@ -87,7 +87,7 @@ def instances(environment: str, seed: int, group: int | None = None) -> tuple[In
     for child in children:
         world_seed, policy_seed = (int(number) for number in child.generate_state(2))
         instance = Instance.draw(build(world_seed), policy_seed)
-        drawn.append(instance if group is None else _with_ties(instance, world_seed))
+        drawn.append(instance if group is None else with_ties(instance, world_seed))
     return tuple(drawn)
 
 
@@ -102,7 +102,7 @@ def _groups(environment: Environment, size: int) -> int:
     return prompts * math.comb(int(environment.count()) // prompts + size - 1, size)
 
 
-def _with_ties(instance: Instance, seed: int) -> Instance:
+def with_ties(instance: Instance, seed: int) -> Instance:
     """The same instance whose rollouts end with a reward of 0 or 1, each with a probability near one half."""
     paths, environment = instance.paths, instance.environment
     last = np.arange(len(paths)), paths.lengths - 1
