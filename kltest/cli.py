@@ -330,6 +330,14 @@ def finetune(
         typer.Option("--output", metavar="DIR", help="Where it is kept [default: results/finetune/KEY]"),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Start anew instead of going on.")] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Instead of training: every estimator's exact gradient at all weights of a transformer whose "
+            "completions are all counted (--set vocabulary=8, length=3, device=cuda).",
+        ),
+    ] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Say all settings and metrics.")] = False,
 ) -> int:
     """Fine-tune a language model under a KL term and measure what the term does; unbiased unless told otherwise."""
@@ -338,6 +346,11 @@ def finetune(
     if list_only:
         return command.listing()
     given = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
+    if exact:
+        from kltest.commands.exact import exact as counted
+
+        given |= {"settings": settings, "again": again or None}
+        return counted(given, changes=changes or [], output=output)
     return command.finetune(given, changes=changes or [], file=settings, output=output, again=again)
 
 

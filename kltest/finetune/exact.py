@@ -10,16 +10,17 @@ in one more. It is to be what it is in the tabular case.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from kltest.environments import Environment, Instance, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import Estimator, registry
 from kltest.finetune.networks import Network, Pulled, network
+from kltest.finetune.processes import Processes
 from kltest.grading.evaluate import BATCHES, GROUP_FIELDS, GROUPS, MOST_BATCHES
 from kltest.grading.identify import HELD_OUT, identify, independent, tolerance
 from kltest.grading.uses import fields_used
@@ -90,24 +91,24 @@ def rows(asked: Asked, target: Network | None = None, *, shown: bool = False) ->
     chosen = _estimators(asked.estimators)
     if asked.vocabulary < 3 or asked.length < 1:
         raise UsageError("a world to enumerate has 3 tokens or more, and a length of 1 or more")
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device)
+    device = Processes.here(asked.device).device
     target = target or network(asked.model, asked.vocabulary, asked.seed, device)
-    progress = Progress("exact", len(BUILD) * len(chosen)) if shown else None
-    for world in BUILD:
-        places: dict[tuple[int, int, bool], Place] = {}
-        for name, estimator in chosen.items():
-            loss = resolve(name)
-            size, grouped = (asked.vocabulary, asked.length), False
-            if estimator.spec.couples:
-                grouped = bool(fields_used(loss, asked.seed) & GROUP_FIELDS)
-                size = IN_GROUPS if grouped else SMALL
-            key = (*size, grouped)
-            if key not in places:
-                places[key] = Place(target, world, *size, asked.seed, ties=grouped)
-            for sampler in SAMPLERS:
-                yield places[key].row(name, loss, sampler, estimator, grouped)
-            if progress:
-                progress.advance(name)
+    with Progress("exact", len(BUILD) * len(chosen)) if shown else nullcontext() as progress:
+        for world in BUILD:
+            places: dict[tuple[int, int, bool], Place] = {}
+            for name, estimator in chosen.items():
+                loss = resolve(name)
+                size, grouped = (asked.vocabulary, asked.length), False
+                if estimator.spec.couples:
+                    grouped = bool(fields_used(loss, asked.seed) & GROUP_FIELDS)
+                    size = IN_GROUPS if grouped else SMALL
+                key = (*size, grouped)
+                if key not in places:
+                    places[key] = Place(target, world, *size, asked.seed, ties=grouped)
+                for sampler in SAMPLERS:
+                    yield places[key].row(name, loss, sampler, estimator, grouped)
+                if progress:
+                    progress.advance(f"{name}, {world}")
 
 
 class Place:

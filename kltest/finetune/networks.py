@@ -36,6 +36,10 @@ class Network:
     def __init__(self, model: nn.Module, vocabulary: int, device: torch.device) -> None:
         self.model = in_double(model).to(device).eval()
         self.prompt, self.device = vocabulary, device
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding):
+                # Otherwise no gradient reaches the embedding of one id, and what autograd gives is no derivative.
+                module.padding_idx = None
         self.origin: Weights = {name: one.detach() for name, one in self.model.named_parameters()}
         self.parameters = sum(one.numel() for one in self.origin.values())
         known = self.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -50,7 +54,7 @@ class Network:
 
         def forward(ids: Tensor) -> Tensor:
             answer = torch.func.functional_call(self.model, weights, (ids.to(self.device),), {"use_cache": False})
-            return answer.logits[:, :, : environment.vocabulary].cpu()
+            return getattr(answer, "logits", answer)[:, :, : environment.vocabulary].cpu()
 
         return tabulate(forward, environment, prompts=[[self.prompt]] * len(environment.start))
 

@@ -1,0 +1,244 @@
+"""`kltest finetune --exact`: the identification of the tabular case comes out at all weights of a transformer."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kltest.cli import app
+from kltest.environments import ragged, sequence
+from kltest.errors import UsageError
+from kltest.estimators import find, registry
+from kltest.finetune import exact
+from kltest.finetune.exact import Asked, Place, rows
+from kltest.finetune.networks import DISTANCE, STALENESS, Network, Pulled, network
+from kltest.targets.resolve import resolve
+from kltest.truth import ATLAS, gradient
+
+pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+SMALL = "tiny:20k"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {(row.estimator, row.world, row.sampler): row for row in rows(Asked(SMALL))}
+
+
+@pytest.mark.parametrize("world", ["sequence", "ragged"])
+@pytest.mark.parametrize("name", registry())
+def test_every_estimator_follows_what_its_spec_says(name, world, found):
+    for sampler in ("current", "stale"):
+        row, expected = found[name, world, sampler], find(name).spec.expectation(world, sampler)
+        if expected is None:
+            assert row.identified is None
+        else:
+            # Coefficients come from a fit whose residual is rounding: 1e-9 is far above, any other one far beyond.
+            assert row.identified == pytest.approx(dict(expected), abs=1e-9)
+            assert row.distance < 1e-10
+        assert row.agrees
+
+
+def test_what_is_unbiased_has_no_bias_and_what_is_not_has(found):
+    for row in found.values():
+        if row.identified is not None and row.identified.keys() == {"reverse_kl"}:
+            coefficient = row.identified["reverse_kl"]
+            assert row.bias == pytest.approx(abs(coefficient - 1), abs=1e-10)
+            assert row.cosine == pytest.approx(1)
+        else:
+            assert row.bias > 1e-3
+
+
+@pytest.fixture(scope="module", params=[sequence, ragged], ids=["sequence", "ragged"])
+def place(request):
+    environment, target = request.param(3, 3), network(SMALL, 3, 0, CPU)
+    weights = target.drawn((0, 7))
+    instance = target.instance(environment, (0, 7))
+    named = {name: gradient(name, instance) for name in ATLAS if name != "zero"}
+    return target, weights, instance, named, Pulled.at(target, environment, weights, named)
+
+
+def log_probs(target, weights, instance):
+    """(N,) of every completion, from passes over whole completions rather than over prefixes."""
+    paths = instance.paths
+    tokens = torch.from_numpy(np.where(paths.mask, paths.tokens, 0)) if paths.padded else torch.from_numpy(paths.tokens)
+    ids = torch.cat([torch.full((len(tokens), 1), target.prompt), tokens[:, :-1]], dim=1)
+    logits = torch.func.functional_call(target.model, weights, (ids,), {"use_cache": False}).logits[:, :, :3]
+    chosen = logits.log_softmax(dim=2).gather(2, tokens[:, :, None])[:, :, 0]
+    return (chosen * torch.from_numpy(np.asarray(paths.mask, dtype=float))).sum(dim=1)
+
+
+def kl(target, weights, instance):
+    """KL(π‖ref) as a sum over completions; the reference's log-probs are those of the instance."""
+    paths = instance.paths
+    logp, reference = log_probs(target, weights, instance), torch.from_numpy(paths.log_probability(instance.reference))
+    return (logp.exp() * (logp - reference)).sum()
+
+
+def test_the_truth_at_the_weights_is_the_gradient_of_the_enumerated_objective(place):
+    target, weights, instance, _named, pulled = place
+    own = {name: one.detach().requires_grad_() for name, one in weights.items()}
+    parts = torch.autograd.grad(kl(target, own, instance), list(own.values()), allow_unused=True)
+    again = torch.cat(
+        [torch.zeros(one.numel()) if p is None else p.ravel() for one, p in zip(own.values(), parts, strict=True)]
+    )
+    mine = pulled.basis @ torch.from_numpy(pulled.names["reverse_kl"][:-1])
+    # Two orders of summation in float64.
+    assert float((mine - again).norm()) < 1e-11 * float(again.norm())
+
+
+def test_the_truth_at_the_weights_is_a_slope(place):
+    target, weights, instance, _named, pulled = place
+    whole = pulled.basis @ torch.from_numpy(pulled.names["reverse_kl"][:-1])
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        direction = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
+        direction /= direction.norm()
+        values = []
+        for h in (1e-4, -1e-4):
+            sizes = [one.numel() for one in weights.values()]
+            steps = (h * direction).split(sizes)
+            moved = {n: w + s.reshape(w.shape) for (n, w), s in zip(weights.items(), steps, strict=True)}
+            with torch.no_grad():
+                values.append(float(kl(target, moved, instance)))
+        # Central differences err by h²/6 of a third derivative, and by rounding over h: both below 1e-7 here.
+        assert (values[0] - values[1]) / 2e-4 == pytest.approx(float(whole @ direction), abs=1e-6 * float(whole.norm()))
+
+
+def test_coordinates_keep_lengths_and_angles(place):
+    _, _, instance, named, pulled = place
+    rng = np.random.default_rng(0)
+    others = [rng.standard_normal(instance.policy.shape), 2 * named["forward_kl"] - named["entropy"]]
+    for other in others:
+        parts = torch.autograd.grad(
+            (pulled.logits * torch.from_numpy(other)).sum(), pulled.leaves, retain_graph=True, allow_unused=True
+        )
+        whole = np.concatenate(
+            [
+                np.zeros(leaf.numel()) if p is None else p.numpy().ravel()
+                for leaf, p in zip(pulled.leaves, parts, strict=True)
+            ]
+        )
+        mine = pulled.of(other)
+        assert np.linalg.norm(mine) == pytest.approx(np.linalg.norm(whole), rel=1e-12)
+        for name in ("reverse_kl", "local_chi_square"):
+            column = pulled.basis.numpy() @ pulled.names[name][:-1]
+            assert mine @ pulled.names[name] == pytest.approx(whole @ column, rel=1e-9, abs=1e-12)
+
+
+def test_three_networks_are_mild_and_differ(place):
+    _, _, instance, _, _ = place
+    paths = instance.paths
+    for other, bound in ((instance.reference, DISTANCE), (instance.sampler, STALENESS)):
+        ratio = paths.log_probability(instance.policy) - paths.log_probability(other)
+        assert 0.05 < np.abs(ratio).max() < bound
+
+
+@pytest.mark.parametrize(("loss", "spec"), [("k3-loss", "k2-loss"), ("k2-loss", "k3-loss"), ("k1-loss", "k1-reward")])
+def test_a_wrong_estimator_is_noticed(loss, spec):
+    here = Place(network(SMALL, 4, 0, CPU), "sequence", 4, 3, 0, ties=False)
+    assert here.row(spec, resolve(spec), "current", find(spec), False).agrees
+    assert not here.row(spec, resolve(loss), "current", find(spec), False).agrees
+
+
+def test_a_coefficient_off_by_a_millionth_is_noticed(tmp_path):
+    file = tmp_path / "off.py"
+    file.write_text(
+        "def off(logp, ref_logp):\n    return (1 + 1e-6) * 0.5 * (logp - ref_logp) ** 2\n", encoding="utf-8"
+    )
+    here = Place(network(SMALL, 4, 0, CPU), "ragged", 4, 3, 0, ties=False)
+    row = here.row("off", resolve(f"{file}:off"), "current", find("k2-loss"), False)
+    assert row.identified == pytest.approx({"local_reverse_kl": 1 + 1e-6}, abs=1e-9)
+    assert not row.agrees
+
+
+def test_lengths_of_which_specs_do_not_speak_are_compared_with_tables():
+    (row, *_) = rows(Asked(SMALL, vocabulary=4, length=2, estimators=("length-normalised",)))
+    assert row.agrees
+    assert row.identified == pytest.approx({"reverse_kl": 1 / 2}, abs=1e-9)
+
+
+class Unigram(torch.nn.Module):
+    """As few weights as tokens: in every context the same logits, so that named gradients must depend on each other."""
+
+    def __init__(self, tokens):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(tokens, 2)
+        self.bias = torch.nn.Parameter(torch.randn(tokens, dtype=torch.float64))
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, ids, use_cache=False):
+        return self.bias.expand(*ids.shape, -1)
+
+
+def test_few_weights_make_named_gradients_dependent_and_that_is_said():
+    torch.manual_seed(0)
+    target = Network(Unigram(4), 3, CPU)
+    here = Place(target, "sequence", 3, 3, 0, ties=False)
+    for name in ("k2-loss", "k3-loss", "k1-reward", "k1-loss"):
+        row = here.row(name, resolve(name), "current", find(name), False)
+        assert row.rank < row.rank_in_tables
+        assert row.agrees
+        # Tokens are independent of each other here: the KL of a rollout is the sum of those of its tokens.
+        assert (row.bias < 1e-10) == (name in ("k2-loss", "k1-reward"))
+    assert here.row("k2-loss", resolve("k2-loss"), "current", find("k2-loss"), False).identified == pytest.approx(
+        {"reverse_kl": 1.0}, abs=1e-9
+    )
+
+
+def test_a_model_of_hugging_face_is_taken_by_its_folder(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from kltest.finetune.models import tiny_tokenizer
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, initializer_range=0.5)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tiny_tokenizer("01234567").save_pretrained(tmp_path)
+    asked = Asked(str(tmp_path), vocabulary=6, estimators=("k3-loss", "k2-loss"))
+    found = list(rows(asked))
+    assert len(found) == 8
+    assert all(row.agrees for row in found)
+    with pytest.raises(UsageError, match="vocabulary=10 or less"):
+        list(rows(replace(asked, vocabulary=11)))
+
+
+def test_the_command_keeps_a_table_and_its_exit_code_tells(tmp_path, monkeypatch):
+    runner = CliRunner()
+    small = ["finetune", "--exact", "--model", SMALL, "--kl", "k2-loss", "--set", "vocabulary=4"]
+    answer = runner.invoke(app, [*small, "--output", str(tmp_path)])
+    assert answer.exit_code == 0, answer.output
+    assert "4 of 4 as in the tabular case" in answer.output
+    written = json.loads((tmp_path / "exact.json").read_text(encoding="utf-8"))
+    assert written["schema"] == "kltest.finetune-exact/1"
+    assert [row["identified"] is None for row in written["rows"]] == [False, True, False, True]
+
+    wrong = replace(find("k2-loss").spec, identified=find("k3-loss").spec.identified)
+    monkeypatch.setattr(exact, "_estimators", lambda names: {"k2-loss": replace(find("k2-loss"), spec=wrong)})
+    answer = runner.invoke(app, small)
+    assert answer.exit_code == 1
+    assert "2 of 4 as in the tabular case" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--beta", "0.1"], "takes no beta"),
+        (["--set", "vocab=4"], "vocabulary"),
+        (["--set", "vocabulary=2"], "3 tokens or more"),
+        (["--set", "length=30"], "rollouts|contexts|memory"),
+        (["--kl", "k4"], "no estimator"),
+        (["--set", "device=cuda:77"], "device"),
+    ],
+)
+def test_questions_that_cannot_be_met_are_refused(options, words):
+    import re
+
+    answer = CliRunner().invoke(app, ["finetune", "--exact", "--model", SMALL, *options])
+    assert answer.exit_code == 2
+    assert re.search(words, answer.output)
