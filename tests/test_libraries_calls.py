@@ -76,7 +76,7 @@ def test_a_door_is_data(name):
     assert all(setting.note for setting in settings if setting.recipe)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", [*DOORS, "torchrl", "tunix", "unsloth-zoo"])
 def test_every_setting_of_ours_has_a_program_without_kltest(name):
     library = door(name)
     ours = [setting for setting in library.settings if setting.target.startswith("kltest.")]
@@ -86,6 +86,14 @@ def test_every_setting_of_ours_has_a_program_without_kltest(name):
         compile(code, setting.name, "exec")
         assert "kltest" not in code, setting.name
         assert f"STALE = {setting.recipe}" in code
+
+
+def test_functions_of_jax_have_programs_too_and_those_of_torch_are_the_graders():
+    for name in ("tunix", "verl", "openrlhf", "liger"):
+        for setting in (each for each in door(name).settings if not each.target.startswith("kltest.")):
+            code = door(name).reproduction(setting)
+            compile(code, setting.name, "exec")
+            assert (f"from {setting.target.partition(':')[0]} import" in code) == (name == "tunix"), setting.name
 
 
 def test_names_are_read_from_comparisons_tables_and_what_is_called(module):

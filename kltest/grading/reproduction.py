@@ -25,6 +25,7 @@ from kltest.targets.arguments import Stub, field_asked, given_to
 from kltest.targets.callables import eagerly
 from kltest.targets.calling import BoundLoss, Recipe
 from kltest.targets.filling import FieldOf, Filling
+from kltest.targets.jax import JaxLoss
 from kltest.targets.surroundings import undisturbed
 
 ROWS = "ijklmn"
@@ -41,6 +42,8 @@ def reproduced(loss: Any, declared: Combination, example: WorkedExample, dtype: 
         return example
     try:
         recipe = loss.recipe
+        if isinstance(recipe.function, JaxLoss):
+            raise NoSourceError("the loss is written for JAX, and these programs are for torch")
         source = source_of(recipe.function, loss.name, NAMES)
         program = _Program(loss, recipe, declared, example, source)
         for code in program.variants():

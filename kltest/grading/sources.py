@@ -118,6 +118,9 @@ def _used(function: Any) -> Iterator[tuple[str, Any]]:
         closed = {}
     yield from closed.items()
     for name in sorted(set(_names(function.__code__)) - set(closed)):
+        if name == "__name__":
+            # Every module has its own; the body of a class reads it.
+            continue
         if name in function.__globals__:
             yield name, function.__globals__[name]
         elif not hasattr(builtins, name) and name in _global_names(function.__code__):

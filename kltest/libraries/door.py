@@ -55,10 +55,11 @@ class Door:
     later version): it may import the library, and returns only what is not among `settings`.
 
     `reproduction` writes a program that shows a setting's gradient with the library and torch (or JAX) alone, for
-    settings whose target is a function of the door's module; for others the grader writes it. Its last line of output
-    is a JSON object: `vocabulary` V and `length` T of a world of fixed length, `policy`, `reference` and `sampler`
-    (null where it is the policy) as (C, V) probabilities, and `expected` (C, V), the sum over all rollouts of their
-    probability times the gradient with respect to logits, contexts in breadth-first order.
+    settings whose target is a function of the door's module, and where the grader writes none; it is empty where the
+    door knows none either. Its last line of output is a JSON object: `vocabulary` V and `length` T of a world of
+    fixed length, `policy`, `reference` and `sampler` (null where it is the policy) as (C, V) probabilities, and
+    `expected` (C, V), the sum over all rollouts of their probability times the gradient with respect to logits,
+    contexts in breadth-first order.
     """
 
     name: str

@@ -7,7 +7,11 @@ batch of one rollout says nothing, over all pairs of them.
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 from kltest.libraries.door import Setting
 
@@ -26,10 +30,12 @@ FIELDS = {
     "group": "torch.zeros(len(rows), dtype=torch.int64)",
     "beta": "beta",
 }
-WORLD = """
+TABLES = """
 V, T = 2, 3
 ups = {"policy": [0.6, 0.3, 0.8, 0.45, 0.7, 0.25, 0.55], "reference": [0.4, 0.5, 0.6, 0.7, 0.35, 0.5, 0.3]}
 ups["sampler"] = [0.5, 0.4, 0.7, 0.5, 0.6, 0.35, 0.65] if STALE else ups["policy"]
+"""
+WORLD = """
 tables = {name: torch.tensor([[p, 1 - p] for p in rows], dtype=torch.float64) for name, rows in ups.items()}
 logits = tables["policy"].log().requires_grad_()
 policy, reference, sampler = logits.log_softmax(-1), tables["reference"].log(), tables["sampler"].log()
@@ -56,31 +62,69 @@ except Exception:
     alone = False
 # Fewer than two rollouts say nothing where each is compared with the others.
 expected = expected if alone else summed(2)
+"""
+SAID = """
 said = {"vocabulary": V, "length": T, "policy": tables["policy"].tolist(), "reference": tables["reference"].tolist()}
 said["sampler"] = tables["sampler"].tolist() if STALE else None
 print(json.dumps({**said, "expected": expected.tolist()}))
 """
+RECIPE = re.compile(r'part\("kltest\.libraries\.recipes\.(\w+)", "(\w+)"\)')
 
 
-def reproduction(setting: Setting) -> str:
-    """The program: for a recipe with rollouts of another policy, else with those of the policy itself."""
+@dataclass(frozen=True)
+class Parts:
+    """What a program takes over: imports, definitions, and the call of the function with its arguments."""
+
+    imports: tuple[str, ...]
+    definitions: str
+    call: str
+    differs: bool
+
+    def head(self, *imports: str, stale: bool) -> str:
+        lines = sorted({*self.imports, "import itertools", "import json", "import warnings", *imports})
+        # Before whatever is imported says something.
+        quiet = [line for line in lines if line == "import warnings"]
+        silenced = ["", 'warnings.filterwarnings("ignore")', f"STALE = {stale}"]
+        return "\n".join([*(line for line in lines if line not in quiet), *quiet, *silenced])
+
+
+def parts_of(setting: Setting, fields: Mapping[str, str]) -> Parts:
+    """The function that a setting calls, and what its parameters are filled with; a recipe's file with it."""
     from kltest.grading.sources import source_of
 
     module, _, name = setting.target.partition(":")
     function = getattr(import_module(module), name)
     parameters = inspect.signature(function).parameters
-    given = {name: FIELDS[name] for name in parameters if name in FIELDS}
+    given = {name: fields[name] for name in parameters if name in fields}
     given.update({name: repr(value) for name, value in setting.arguments.items()})
     lines = [line for line in source_of(function, "", frozenset()).lines if line]
-    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    imports = tuple(line for line in lines if line.startswith(("import ", "from ")))
     own = "\n".join(f"\n\n{line}" if line.startswith("def ") else line for line in lines if line not in imports)
-    stale = setting.recipe
+    recipes = sorted({found[1] for found in RECIPE.finditer(own)}) if setting.recipe else []
+    folder = Path(__file__).parent / "recipes"
+    texts = [(folder / f"{each}.py").read_text(encoding="utf-8") for each in recipes]
+    own = "\n\n".join([*texts, RECIPE.sub(r"\2", own)])
+    call = f"{name}({', '.join(f'{name}={value}' for name, value in given.items())})"
+    return Parts(imports, own, call, "beta" in given)
+
+
+def reproduction(setting: Setting) -> str:
+    """The program: for a recipe with rollouts of another policy, else with those of the policy itself.
+
+    Empty for a function of the library's own, whose program the grader writes.
+    """
+    if not setting.target.startswith("kltest."):
+        return ""
+    parts = parts_of(setting, FIELDS)
+    loss = "found[0] if isinstance(found, tuple) else found"
+    if setting.options.get("placement") == "reward":
+        # What is found is a cost of each token, and the whole sequence answers for it.
+        loss = "(found.detach().sum(-1) * logp[rows].sum(-1)).sum()"
     call = f"""
 def call(rows, beta):
-    found = {name}({", ".join(f"{name}={value}" for name, value in given.items())})
-    return (found[0] if isinstance(found, tuple) else found)
+    found = {parts.call}
+    return {loss}
 """
-    heads = sorted({*imports, "import itertools", "import json", "import warnings", "import torch"})
-    head = "\n".join([*heads, "", 'warnings.filterwarnings("ignore")', f"STALE = {stale}"])
-    rest = SUMMED.replace("DIFFERENCE", " - call(rows, 0.0)" if "beta" in given else "")
-    return f"{head}\n{own}\n\n{WORLD}\n{call}\n{rest}"
+    head = parts.head("import torch", stale=setting.recipe)
+    summed = SUMMED.replace("DIFFERENCE", " - call(rows, 0.0)" if parts.differs else "")
+    return f"{head}\n{parts.definitions}\n\n{TABLES.rstrip()}{WORLD}\n{call}\n{summed.rstrip()}{SAID}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kltest.libraries.door import Door, Setting
+from kltest.libraries.reproducing import reproduction
 
 LOSSES = "torchrl.objectives.llm.grpo"
 CALLS = "kltest.libraries.calls.torchrl"
@@ -72,7 +73,7 @@ DOOR = Door(
         Setting(
             "loss/SequenceKLGRPOLoss",
             f"{CALLS}:grpo",
-            {"loss": "SequenceKLGRPOLoss", "recipe": True, "entropy_bonus": False},
+            {"recipe": True, "entropy_bonus": False},
             {"sampler": "both", "group_size": 2, "timeout": 300},
             depth="loss",
             recipe=True,
@@ -81,4 +82,5 @@ DOOR = Door(
         ),
     ),
     discover=discover,
+    reproduction=reproduction,
 )

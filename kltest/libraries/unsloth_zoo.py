@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kltest.libraries.door import Door, Setting
+from kltest.libraries.reproducing import reproduction
 
 MODULE = "unsloth_zoo.rl_replacements"
 CALLS = "kltest.libraries.calls.unsloth_zoo"
@@ -58,7 +59,7 @@ DOOR = Door(
         setting(with_old=False),
         Setting(
             "grpo_compute_loss/charged",
-            f"{CALLS}:charged",
+            f"{CALLS}:with_charged_advantages",
             options={"sampler": "both", "group_size": 2, "timeout": 300},
             depth="loss",
             recipe=True,
@@ -67,4 +68,5 @@ DOOR = Door(
         ),
     ),
     discover=discover,
+    reproduction=reproduction,
 )

@@ -32,9 +32,11 @@ def actor(logp, mask):
 
 
 def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, loss="GRPOLoss", recipe=False, **settings):
-    """The sum of all terms of a GRPO loss, with `kl_to_ref_coeff` β; β = 0 means that there is no such term."""
-    home = "kltest.libraries.recipes.torchrl" if recipe else LOSSES
-    kind = part(home, loss)
+    """The sum of all terms of a GRPO loss, with `kl_to_ref_coeff` β; β = 0 means that there is no such term.
+
+    With `recipe` it is that of the recipe's own class.
+    """
+    kind = part("kltest.libraries.recipes.torchrl", "SequenceKLGRPOLoss") if recipe else part(LOSSES, loss)
     offered = {"actor_network": actor(logp, mask), "kl_to_ref_coeff": beta or None}
     whole = kind(**taken(part(LOSSES, "GRPOLoss"), offered, settings))
     fields = {

@@ -4,7 +4,6 @@ Arrays are JAX's; the module and the configuration are the library's own kinds.
 """
 
 import dataclasses
-import functools
 
 from kltest.libraries.calls.installed import part, taken
 
@@ -58,10 +57,14 @@ def configured(settings):
     return config
 
 
-@functools.cache
 def compiled(recipe, with_old, beta, settings):
-    """`grpo_loss_fn` as a function of arrays, compiled as the trainer does it."""
+    """`grpo_loss_fn` as a function of arrays, compiled as the trainer does it, once for settings."""
     import jax
+
+    known = compiled.__dict__.setdefault("known", {})
+    asked = recipe, with_old, beta, settings
+    if asked in known:
+        return known[asked]
 
     whole = (
         part("kltest.libraries.recipes.tunix", "sequence_kl_loss_fn")
@@ -75,7 +78,8 @@ def compiled(recipe, with_old, beta, settings):
         offered = {"model": table(logits), "train_example": batch, "algo_config": config, "pad_id": PAD, "eos_id": END}
         return whole(**taken(whole, offered, {}))
 
-    return jax.jit(loss)
+    known[asked] = jax.jit(loss)
+    return known[asked]
 
 
 def grpo(logits, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=True, recipe=False, **settings):
