@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,6 +61,13 @@ def compare(
     """
     ours(), theirs()
     pairs = [(seconds(ours), scale * seconds(theirs)) for _ in range(rounds)]
+    return from_pairs(claim, case, pairs, bound=bound, at_most=at_most)
+
+
+def from_pairs(
+    claim: str, case: str, pairs: Sequence[tuple[float, float]], *, bound: float | None, at_most: bool = True
+) -> Row:
+    """The row of what was timed in turn, (ours, theirs) a round."""
     ratios = [mine / other if at_most else other / mine for mine, other in pairs]
     return Row(
         claim,
