@@ -71,6 +71,8 @@ DOOR = Door(
         (
             *("jax", "flax", "optax", "google-metrax", "clu", "wrapt", "tensorboardX", "jaxtyping", "tqdm", "pillow"),
             *("huggingface_hub", "sentencepiece", "perfetto", "pandas", "transformers", "datasets", "grain"),
+            # Of older versions.
+            "kagglehub",
         ),
     ),
     module=COMMON,

@@ -10,7 +10,8 @@ def part(module, names):
         found = importlib.import_module(module)
         for each in names.split("."):
             found = getattr(found, each)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
+        # A package may raise whatever it likes where it finds no accelerator.
         library = module.partition(".")[0]
         raise LookupError(f"the installed {library} has no {module}:{names} that can be used here: {error}") from error
     return found

@@ -23,8 +23,9 @@ def with_charged_advantages(logp, old_logp, ref_logp, mask, tokens, advantage, b
 
 def called(offered, settings):
     """`grpo_compute_loss` of arguments that it names; LookupError for what this version does not have, or wants."""
-    # Without a GPU importing the package fails otherwise; it is read when the package is imported.
-    os.environ.setdefault("UNSLOTH_ZOO_DISABLE_GPU_INIT", "1")
+    # Without a GPU importing the package fails otherwise; versions read one or the other when they are imported.
+    for name in ("UNSLOTH_ZOO_DISABLE_GPU_INIT", "UNSLOTH_ALLOW_CPU"):
+        os.environ.setdefault(name, "1")
     whole = part("unsloth_zoo.rl_replacements", "grpo_compute_loss")
     # It takes its settings out of keyword arguments, by names that stand in its code.
     known = inspect.unwrap(whole).__code__.co_consts
