@@ -23,6 +23,10 @@ class Decoder(Protocol):
         """(B, V) next-token logits after one token (B,) more."""
         ...
 
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone."""
+        ...
+
 
 def decoder(language: Language, cache: Any, seen: Tensor | None, prompt: int, longest: int) -> Decoder:
     """The fastest for this model. `cache` holds `prompt` positions of B rows; `seen` (B, P) is true at tokens."""
@@ -41,6 +45,10 @@ class CachedDecoder:
             self.seen = torch.cat([self.seen, self.seen.new_ones(len(token), 1)], dim=1)
         logits, self.cache = self.language.forward(token[:, None], self.seen, keep=1, cache=self.cache)
         return logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.seen = None if self.seen is None else self.seen[rows]
 
 
 class LlamaDecoder:
@@ -69,6 +77,11 @@ class LlamaDecoder:
         self.cosine = cosine[:, :, None]
         self.sine = torch.cat([-sine[..., :half], sine[..., half:]], dim=-1)[:, :, None]
         self.half, self.start = half, prompt
+
+    def keep(self, rows: Tensor) -> None:
+        self.stored = [(keys[rows], values[rows]) for keys, values in self.stored]
+        if self.mask is not None:
+            self.mask, self.cosine, self.sine = self.mask[rows], self.cosine[rows], self.sine[rows]
 
     def next(self, token: Tensor) -> Tensor:
         step, end = self.position - self.start, self.position + 1

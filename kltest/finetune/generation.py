@@ -18,6 +18,8 @@ from kltest.finetune.rollouts import Rollouts
 
 LOOK = 8
 """On an accelerator it is asked so often whether all rollouts have ended: each question waits for the device."""
+WORTH = 0.8
+"""On a CPU rollouts that have ended are left out as soon as no more than this share of the rows goes on."""
 
 
 @torch.no_grad()
@@ -33,7 +35,7 @@ def generate(
     each = rows // len(prompts)
     ids, mask = (part.to(device) for part in padded(prompts, language.pad))
     whole = None if bool(mask.all()) else mask
-    cache = _cache_for(language)
+    cache = cache_for(language)
     logits, cache = language.forward(ids, whole, keep=1, cache=cache)
     logits = logits[:, -1].repeat_interleave(each, dim=0)
     if each > 1:
@@ -41,26 +43,34 @@ def generate(
     seen = None if whole is None else whole.repeat_interleave(each, dim=0)
     going_on = decoder(language, cache, seen, ids.shape[1], longest)
     uniforms, ends = uniforms.to(device), torch.tensor(language.end, device=device)
+    tokens = torch.full((rows, longest), language.pad, device=device)
+    logps = torch.zeros((rows, longest), dtype=at_least_single(logits).dtype, device=device)
+    living = torch.zeros((rows, longest), dtype=torch.bool, device=device)
+    here = torch.arange(rows, device=device)
     alive = torch.ones(rows, dtype=torch.bool, device=device)
-    tokens, live, logps = [], [], []
     for step in range(longest):
-        token, logp = _chosen(logits, uniforms[:, step], temperature)
-        tokens.append(token.where(alive, language.pad))
-        logps.append(logp)
-        live.append(alive)
+        token, logp = _chosen(logits, uniforms[here, step], temperature)
+        token = token.where(alive, language.pad)
+        tokens[here, step], logps[here, step], living[here, step] = token, logp, alive
         alive = alive & (token[:, None] != ends).all(dim=1)
-        last = step == longest - 1
-        if last or ((device.type == "cpu" or step % LOOK == LOOK - 1) and not bool(alive.any())):
+        if step == longest - 1:
             break
-        logits = going_on.next(tokens[-1])
-    living = torch.stack(live, dim=1)
+        if device.type == "cpu" or step % LOOK == LOOK - 1:
+            left = int(alive.sum())
+            if not left:
+                break
+            if device.type == "cpu" and left <= WORTH * len(here):
+                kept = alive.nonzero()[:, 0]
+                here, alive, token = here[kept], alive[kept], token[kept]
+                going_on.keep(kept)
+        logits = going_on.next(token)
     width = int(living.any(dim=0).sum())
     return Rollouts(
         prompts=ids.repeat_interleave(each, dim=0),
         prompt_mask=mask.repeat_interleave(each, dim=0),
-        tokens=torch.stack(tokens, dim=1)[:, :width],
+        tokens=tokens[:, :width],
         mask=living[:, :width],
-        sampled_logp=torch.stack(logps, dim=1)[:, :width],
+        sampled_logp=logps[:, :width],
         group=torch.arange(rows, device=device) // each,
     )
 
@@ -79,7 +89,8 @@ def at_least_single(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _cache_for(language: Language) -> object:
+def cache_for(language: Language) -> object:
+    """An empty cache of the model's kind."""
     from transformers import DynamicCache
 
     return DynamicCache(config=getattr(language.model, "config", None))

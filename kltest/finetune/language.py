@@ -47,6 +47,11 @@ class Language:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def caches(self) -> bool:
+        """Whether a pass can go on from an earlier one."""
+        return "past_key_values" in _accepted(type(self.model))
+
     def encode(self, prompt: str) -> list[int]:
         """UsageError for a prompt without tokens: there would be nothing to predict the first one from."""
         ids = list(self.tokenizer(prompt)["input_ids"])

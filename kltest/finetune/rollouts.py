@@ -36,7 +36,7 @@ class Rollouts:
         """(B,) tokens of each."""
         return self.mask.sum(dim=1)
 
-    def rows(self, which: slice) -> Rollouts:
+    def rows(self, which: slice | Tensor) -> Rollouts:
         """Some of the rows."""
         present = {one.name: getattr(self, one.name) for one in fields(self)}
         return replace(self, **{name: value[which] for name, value in present.items() if value is not None})
@@ -45,6 +45,12 @@ class Rollouts:
         """The rows, at most `size` at a time, all for 0."""
         size = size or len(self)
         return (slice(first, first + size) for first in range(0, len(self), size))
+
+    def narrowed(self, tokens: int) -> Rollouts:
+        """The same with the first `tokens` tokens alone."""
+        along = ("tokens", "mask", "sampled_logp", "old_logp", "ref_logp")
+        present: dict[str, Tensor] = {name: value for name in along if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value[:, :tokens] for name, value in present.items()})
 
     def widened(self, tokens: int) -> Rollouts:
         """The same with T as given, dead tokens added on the right."""
