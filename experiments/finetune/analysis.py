@@ -1,0 +1,417 @@
+"""What became of a language model under each KL term: claims, tables and the numbers that the paper cites.
+
+Findings are asked of the committed sweep, and of a sweep made now where there is a whole one; runs made now are
+compared with the committed ones one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from scipy.stats import t
+
+from kltest.reproduce import Claim
+
+from ..judging import Answer, Question, answers
+from .settings import ARMS, BETA_OF_GRADIENTS, COMMITTED, PARTS
+from .spread import Interval, geometric, interval, paired, weighted
+
+Row = dict[str, Any]
+NAME = "finetune"
+OWN = "this work"
+TANG_MUNOS = "Tang & Munos 2025"
+THEORY = "the atlas, exact"
+# On-policy terms that are meant to hold the policy back.
+PENALTIES = ("k1-reward", "k2-loss", "k3-loss")
+# Two KLs are about the same within this factor.
+ALIKE = 1.5
+# A policy has collapsed when it earns less than this share of what its reference earned.
+COLLAPSED = 0.5
+# A run made elsewhere may round differently, and then goes its own way: as far as another seed would, this often.
+ELSEWHERE = 0.99
+MEASURES = ("kl", "reward_held_out")
+
+
+def tidy(rows: Sequence[Row]) -> list[Row]:
+    """Runs made now, then committed ones, each in the order of the sweep."""
+    parts, arms = list(PARTS), list(ARMS)
+    return sorted(rows, key=lambda r: (parts.index(r["part"]), arms.index(r["arm"]), r["beta"], r["seed"], r["update"]))
+
+
+def runs(rows: Sequence[Row], part: str) -> dict[tuple[str, float, int], list[Row]]:
+    """The rows of each run, by arm, coefficient and seed."""
+    found: dict[tuple[str, float, int], list[Row]] = {}
+    for row in rows:
+        if row["part"] == part:
+            found.setdefault((row["arm"], row["beta"], row["seed"]), []).append(row)
+    return found
+
+
+def ends(rows: Sequence[Row], part: str, arm: str, beta: float, name: str = "kl") -> dict[int, float]:
+    """By seed: a metric when training ended."""
+    found = runs(rows, part)
+    return {seed: own[-1][name] for (one, at, seed), own in found.items() if (one, at) == (arm, beta)}
+
+
+def gains(rows: Sequence[Row], part: str, arm: str, beta: float) -> dict[int, float]:
+    """By seed: held-out reward at the end less that of the reference."""
+    name = "reward_held_out"
+    return {
+        seed: own[-1][name] - own[0][name]
+        for (one, at, seed), own in runs(rows, part).items()
+        if (one, at) == (arm, beta)
+    }
+
+
+def betas(rows: Sequence[Row], part: str, arm: str) -> list[float]:
+    return sorted({row["beta"] for row in rows if (row["part"], row["arm"]) == (part, arm)})
+
+
+def gradients(rows: Sequence[Row], part: str, arm: str, name: str, update: int | None = None) -> Interval | None:
+    """A measurement of the arm's gradient along its runs, or at one update: over seeds, after a mean within each."""
+    by_seed: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        here = (row["part"], row["arm"]) == (part, arm) and update in (None, row["update"])
+        if here and name in row and f"{name}_high" in row and row.get("kl_gradient_size_low", 0) > 0:
+            error = (row[f"{name}_high"] - row[f"{name}_low"]) / 2
+            by_seed.setdefault(row["seed"], []).append((row[name], error))
+    if len(by_seed) < 2:
+        return None
+    means, errors = [], []
+    for measured in by_seed.values():
+        values, reach = np.array(measured).T
+        weights = 1 / np.square(reach)
+        means.append(float(weights @ values / weights.sum()))
+        errors.append(1 / math.sqrt(weights.sum()))
+    return weighted(means, errors)
+
+
+# Findings: of the rows of one part.
+
+
+def _leaves(part: str, rows: Sequence[Row]) -> Answer:
+    ended = list(ends(rows, part, "none", 0.0).values())
+    if len(ended) < 2:
+        return None
+    kl = geometric(ended)
+    return f"{kl.text()} nats", kl.low > 0.5
+
+
+def _rises(part: str, rows: Sequence[Row]) -> Answer:
+    """Reward gained under the three penalties and the smaller coefficients, a mean for each seed."""
+    by_seed: dict[int, list[float]] = {}
+    for arm in PENALTIES:
+        for beta in betas(rows, part, arm):
+            if beta < 1:
+                for seed, gain in gains(rows, part, arm, beta).items():
+                    by_seed.setdefault(seed, []).append(gain)
+    if len(by_seed) < 2:
+        return None
+    found = interval([float(np.mean(each)) for each in by_seed.values()])
+    return f"up by {found.text()}", found.low > 0
+
+
+def over_k1_in_reward(rows: Sequence[Row], part: str, arm: str) -> Interval | None:
+    """KL at the end over that of k1 in the reward with the same seed and β; over seeds, after a mean over β."""
+    logs: dict[int, list[float]] = {}
+    for beta in betas(rows, part, arm):
+        ones, others = ends(rows, part, arm, beta), ends(rows, part, "k1-reward", beta)
+        for seed in ones.keys() & others.keys():
+            logs.setdefault(seed, []).append(math.log(ones[seed] / others[seed]))
+    return interval([float(np.mean(each)) for each in logs.values()]).mapped(math.exp) if len(logs) > 1 else None
+
+
+def _alike(part: str, rows: Sequence[Row]) -> Answer:
+    found = {arm: over_k1_in_reward(rows, part, arm) for arm in ("k2-loss", "k3-loss")}
+    known = {arm: one for arm, one in found.items() if one is not None}
+    if len(known) < len(found):
+        return None
+    return _each(known), all(one.low > 1 / ALIKE and one.high < ALIKE for one in known.values())
+
+
+def _against_none(
+    part: str, rows: Sequence[Row], arm: str, beta: float | None = None, level: float = 0.95
+) -> Interval | None:
+    """KL at the end over that of the unpenalised run of the same seed."""
+    known = betas(rows, part, arm)
+    if not known:
+        return None
+    none = "none, stale" if ARMS[arm].get("inner_epochs", 1) > 1 else "none"
+    return paired(ends(rows, part, arm, known[-1] if beta is None else beta), ends(rows, part, none, 0.0), level)
+
+
+def _holds(part: str, rows: Sequence[Row], arms: Sequence[str]) -> Answer:
+    found = {arm: _against_none(part, rows, arm) for arm in arms}
+    if any(one is None for one in found.values()):
+        return None
+    known = {arm: one for arm, one in found.items() if one is not None}
+    return _each(known), all(one.high < 1 for one in known.values())
+
+
+def _slope(part: str, rows: Sequence[Row], arm: str) -> Interval | None:
+    """Of log KL against log β, over seeds."""
+    known = betas(rows, part, arm)
+    ended = [ends(rows, part, arm, beta) for beta in known]
+    seeds = set.intersection(*(set(one) for one in ended)) if ended else set()
+    if len(known) < 3 or len(seeds) < 2:
+        return None
+    x = np.log(known)
+    return interval([float(np.polyfit(x, np.log([one[seed] for one in ended]), 1)[0]) for seed in sorted(seeds)])
+
+
+def _falls(part: str, rows: Sequence[Row], arms: Sequence[str]) -> Answer:
+    found = {arm: _slope(part, rows, arm) for arm in arms}
+    known = {arm: one for arm, one in found.items() if one is not None}
+    if len(known) < len(arms):
+        return None
+    return _each(known), all(one.high < 0 for one in known.values())
+
+
+def _unregularised(part: str, rows: Sequence[Row]) -> Answer:
+    """At no β below none; all of them asked at once, so each at a higher level."""
+    known = betas(rows, part, "k1-loss")
+    found = {f"β {beta:g}": _against_none(part, rows, "k1-loss", beta, 1 - 0.05 / len(known)) for beta in known}
+    ratios = {name: one for name, one in found.items() if one is not None}
+    if len(ratios) < 2:
+        return None
+    return _each(ratios), all(one.high >= 1 for one in ratios.values())
+
+
+def _carries_off(part: str, rows: Sequence[Row]) -> Answer:
+    known = betas(rows, part, "k1-loss")
+    found = _against_none(part, rows, "k1-loss") if known else None
+    return (f"{found.text(1)} times, β {known[-1]:g}", found.low > 1) if found else None
+
+
+def _within(part: str, rows: Sequence[Row], arm: str, low: float, high: float) -> Answer:
+    """Whether the whole interval of the cosine lies between two bounds."""
+    found = gradients(rows, part, arm, "kl_gradient_cosine")
+    return (found.text(3), low < found.low and found.high < high) if found else None
+
+
+def vanishing(rows: Sequence[Row], part: str, arm: str) -> tuple[int, int]:
+    """In how many measurements the term's expected gradient was not told from 0, and of how many."""
+    measured = [row for row in rows if (row["part"], row["arm"]) == (part, arm) and "kl_gradient_size" in row]
+    return sum(row["kl_gradient_size_low"] <= 0 or "kl_gradient_cosine" not in row for row in measured), len(measured)
+
+
+def _vanishes(part: str, rows: Sequence[Row]) -> Answer:
+    zero, measured = vanishing(rows, part, "k1-loss")
+    told = vanishing(rows, part, "k1-reward")
+    if not measured or not told[1]:
+        return None
+    words = f"{zero} of {measured}; of k1 in the reward {told[0]} of {told[1]}"
+    return words, zero >= 0.8 * measured and told[0] < 0.5 * told[1]
+
+
+def _each(found: Mapping[str, Interval]) -> str:
+    return "; ".join(f"{name}: {one.text()}" for name, one in found.items())
+
+
+SEEDS = "95 % intervals over seeds, Student's t"
+Finding = tuple[str, str, str, Callable[[str, Sequence[Row]], Answer], str]
+FINDINGS: tuple[Finding, ...] = (
+    ("without a KL term the policy leaves its reference", OWN, "a KL beyond half a nat", _leaves, SEEDS),
+    ("with a penalty of β below 1 held-out rewards rise", OWN, "above 0, over three penalties", _rises, SEEDS),
+    ("k1 in the reward, k2 and k3 in the loss hold the policy back at the largest β", TANG_MUNOS,
+     "KL below that of no term with the same seed", partial(_holds, arms=PENALTIES), SEEDS),
+    ("they hold it back the more the larger β is", THEORY, "log KL falls with log β", partial(_falls, arms=PENALTIES),
+     SEEDS),
+    ("they buy about the same KL with the same β, so near the reference", THEORY,
+     f"KL within a factor of {ALIKE:g} of that of k1 in the reward", _alike, SEEDS),
+    ("k1 in the loss does not regularise", f"{TANG_MUNOS}; {THEORY}", "KL over that of no term: at no β below 1",
+     _unregularised, f"{SEEDS}, Bonferroni over β"),
+    ("its noise carries the policy off", "coefficients", "at the largest β the KL is above that of no term",
+     _carries_off, SEEDS),
+    ("the expected gradient of k1 in the loss is not told from zero where that of k1 in the reward is", THEORY,
+     "in at least 80 % of its measurements, of k1 in the reward in less than half", _vanishes,
+     "two jackknife errors"),
+    ("k1 in the reward follows ∇KL(π‖ref)", THEORY, "cosine within 0.05 of 1",
+     partial(_within, arm="k1-reward", low=0.95, high=1.05), SEEDS),
+    ("what k2 in the loss misses through later tokens is hardly anything here", OWN, "cosine within 0.05 of 1",
+     partial(_within, arm="k2-loss", low=0.95, high=1.05), SEEDS),
+    ("k3 in the loss follows hardly another direction here", OWN, "cosine above 0.85",
+     partial(_within, arm="k3-loss", low=0.85, high=1.15), SEEDS),
+    ("k3 with its ratio follows the same direction as k2 in the loss", THEORY, "cosine within 0.05 of 1",
+     partial(_within, arm="k3-ratio, stale", low=0.95, high=1.05), SEEDS),
+    ("k3 with its ratio holds the policy back with a stale sampler", "DeepSeek-V3.2", "KL below that of no term",
+     partial(_holds, arms=("k3-ratio, stale",)), SEEDS),
+)  # fmt: skip
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """Whether runs made now are as the committed ones, then the findings."""
+    questions = [
+        Question("runs made now end where the committed runs of their settings did", OWN,
+                 "the same, or no farther from the committed ones than another seed",
+                 _as_committed, f"{ELSEWHERE:.0%} prediction interval of the committed seeds, KL and reward"),
+        Question("in runs made now k1 in the reward holds the policy back and k1 in the loss does not", TANG_MUNOS,
+                 "KL of k1 in the reward below those of no term and of k1 in the loss", _now,
+                 "95 % intervals over rollouts do not overlap"),
+    ]  # fmt: skip
+    for part, where in (("committed", _made()), ("run", "run again")):
+        if part == "run" and not _whole(rows):
+            continue
+        for claim, source, expected, judge, tolerance in FINDINGS:
+            questions.append(Question(f"{claim} ({where})", source, expected, partial(judge, part), tolerance))
+    return answers(NAME, questions, rows)
+
+
+def _made() -> str:
+    return f"committed results, {COMMITTED['date']}" if COMMITTED else "committed results"
+
+
+def _whole(rows: Sequence[Row]) -> bool:
+    """Whether the sweep was run again as it was committed."""
+    return set(runs(rows, "committed")) <= set(runs(rows, "run")) != set()
+
+
+def _as_committed(rows: Sequence[Row]) -> Answer:
+    """By the same settings, which rows carry with them."""
+    committed, now = runs(rows, "committed"), runs(rows, "run")
+    same, outside, compared, off = 0, [], 0, [0.0]
+    for (arm, beta, seed), own in now.items():
+        before = committed.get((arm, beta, seed))
+        if before is None or _settings(before[-1]) != _settings(own[-1]):
+            continue
+        compared += 1
+        off.append(abs(own[-1]["kl"] / before[-1]["kl"] - 1))
+        if all(one.get(name) == other.get(name) for one, other in zip(own, before, strict=False) for name in MEASURES):
+            same += 1
+        elif not all(
+            _near(own[-1][name], list(ends(rows, "committed", arm, beta, name).values())) for name in MEASURES
+        ):
+            outside.append(f"{arm}, β {beta:g}, seed {seed}")
+    if not compared:
+        return None
+    words = f"{same} of {compared} identical, KLs at most {max(off):.1%} apart" + (
+        f"; outside: {'; '.join(outside)}" if outside else ""
+    )
+    return words, len(outside) <= 0.02 * compared
+
+
+def _near(value: float, others: Sequence[float]) -> bool:
+    reach = t.ppf((1 + ELSEWHERE) / 2, len(others) - 1) * np.std(others, ddof=1) * math.sqrt(1 + 1 / len(others))
+    return bool(abs(value - np.mean(others)) <= reach)
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    return {name: row[name] for name in PARTS["run"]}
+
+
+def _now(rows: Sequence[Row]) -> Answer:
+    """Of the smallest seed and the largest β that there are."""
+    found = runs(rows, "run")
+    last: dict[str, Row] = {}
+    for (arm, _, seed), own in sorted(found.items(), key=lambda item: item[0][1]):
+        if seed == min(one for *_, one in found):
+            last[arm] = own[-1]
+    if not {"none", "k1-reward", "k1-loss"} <= last.keys():
+        return None
+    words = ", ".join(f"{name} {last[name]['kl']:.2f}" for name in ("none", "k1-reward", "k1-loss"))
+    return words, last["k1-reward"]["kl_high"] < min(last["none"]["kl_low"], last["k1-loss"]["kl_low"])
+
+
+def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Runs made now as sweep.csv keeps them; KL and reward by coefficient; gradients by term."""
+    made = [{name: value for name, value in row.items() if name != "part"} for row in rows if row["part"] == "run"]
+    part = "committed"
+    columns = sorted({row["beta"] for row in rows if row["part"] == part and row["beta"] > 0})
+    at_ends, followed = [], []
+    for arm in ARMS if columns else ():
+        line: Row = {"KL term": arm}
+        for beta in columns:
+            at = 0.0 if ARMS[arm]["kl"] == "none" else beta
+            kl = geometric(list(ends(rows, part, arm, at).values()))
+            line[f"β = {beta:g}"] = "" if at != beta and beta != columns[0] else kl.text()
+        at_ends.append(line)
+        cosine, size = (gradients(rows, part, arm, f"kl_gradient_{name}") for name in ("cosine", "size"))
+        zero, measured = vanishing(rows, part, arm)
+        if measured:
+            followed.append(
+                {
+                    "KL term": arm,
+                    "cosine": "" if cosine is None or zero > measured / 2 else cosine.text(3),
+                    "length": "" if size is None or zero > measured / 2 else size.text(),
+                    "not told from 0": f"{zero} of {measured}",
+                    "noise": f"{_noise(rows, part, arm):.1f}",
+                }
+            )
+    return {name: table for name, table in (("sweep", made), ("ends", at_ends), ("gradients", followed)) if table}
+
+
+def _noise(rows: Sequence[Row], part: str, arm: str) -> float:
+    """Median over measurements."""
+    return float(
+        np.median(
+            [row["kl_gradient_noise"] for row in rows if (row["part"], row["arm"]) == (part, arm) and
+             "kl_gradient_noise" in row]
+        )
+    )  # fmt: skip
+
+
+def collapsed(rows: Sequence[Row], part: str) -> list[tuple[str, float, int]]:
+    """The runs that ended with less than half of their reference's reward."""
+    return [
+        one for one, own in runs(rows, part).items()
+        if own[-1]["reward_held_out"] < COLLAPSED * own[0]["reward_held_out"]
+    ]  # fmt: skip
+
+
+def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
+    """Of the committed sweep; with `low` and `high` the ends of 95 % intervals over seeds."""
+    part = "committed"
+    found = runs(rows, part)
+    result: dict[str, float | int | str | None] = {
+        **COMMITTED,
+        "runs": len(found) or None,
+        "seeds": len({seed for *_, seed in found}) or None,
+        "runs made now": len(runs(rows, "run")),
+        "collapsed": len(collapsed(rows, part)),
+        "betas": ", ".join(f"{beta:g}" for beta in sorted({beta for _, beta, _ in found if beta})) or None,
+        "beta of gradients": BETA_OF_GRADIENTS,
+    }
+    for arm in ARMS:
+        for beta in betas(rows, part, arm):
+            for name, label in (("kl", "kl"), ("reward_held_out", "reward")):
+                _put(
+                    result,
+                    f"{label} of {arm}, beta {beta:g}",
+                    (geometric if name == "kl" else interval)(list(ends(rows, part, arm, beta, name).values())),
+                )
+            _put(result, f"gain of {arm}, beta {beta:g}", interval(list(gains(rows, part, arm, beta).values())))
+            spread = list(ends(rows, part, arm, beta).values())
+            result[f"spread of {arm}, beta {beta:g}"] = (
+                float(np.std(np.log(spread), ddof=1)) if len(spread) > 1 else None
+            )
+            if ARMS[arm]["kl"] != "none" and (ratio := _against_none(part, rows, arm, beta)):
+                _put(result, f"kl over none of {arm}, beta {beta:g}", ratio)
+        for name in ("cosine", "size"):
+            if measured := gradients(rows, part, arm, f"kl_gradient_{name}"):
+                _put(result, f"{name} of {arm}", measured)
+        zero, total = vanishing(rows, part, arm)
+        if total:
+            result |= {
+                f"told of {arm}": total - zero,
+                f"measured of {arm}": total,
+                f"noise of {arm}": _noise(rows, part, arm),
+            }
+    for arm in ("k2-loss", "k3-loss"):
+        if ratio := over_k1_in_reward(rows, part, arm):
+            _put(result, f"kl over k1-reward of {arm}", ratio)
+    starts = {seed: own[0]["reward_held_out"] for (arm, _, seed), own in found.items() if arm == "none"}
+    if len(starts) > 1:
+        _put(result, "reward of the reference", interval(list(starts.values())))
+    return result
+
+
+def _put(result: dict[str, Any], name: str, found: Interval) -> None:
+    bounds = {"low": found.low, "high": found.high}
+    result |= {
+        name: found.mean,
+        **{f"{end} {name}": value if math.isfinite(value) else None for end, value in bounds.items()},
+    }

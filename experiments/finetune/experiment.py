@@ -1,0 +1,93 @@
+"""One run of the language-model runner, a row an evaluation; or the rows of the sweep that is kept in this folder."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .settings import ARMS, BETA_OF_GRADIENTS, RUN
+
+# What rows depend on beside what those of every experiment do.
+ROOMS = ("finetune",)
+LIBRARIES = ("transformers", "tokenizers")
+COMMITTED = Path(__file__).parent / "sweep.csv"
+# Metrics of the runner that rows keep, beside those with an interval.
+PLAIN = ("reward", "kl_logged", "entropy", "length_held_out", "gradient_norm", "ratio_largest", "kl_gradient_noise")
+WITH_INTERVAL = ("reward_held_out", "reward_out_of_distribution", "kl", "kl_gradient_cosine", "kl_gradient_size")
+FIGURES = 7
+"""Significant figures that rows keep: float32 has no more."""
+
+Row = dict[str, Any]
+
+
+def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """All of them; without transformers no runs. What the committed rows are is part of the configuration."""
+    able = find_spec("transformers") is not None
+    for one in configurations:
+        if one["part"] == "committed":
+            code = hashlib.sha256(COMMITTED.read_bytes()).hexdigest()[:8] if COMMITTED.exists() else "absent"
+            yield {**one, "_content": code}
+        elif able:
+            yield dict(one)
+
+
+def compute(configuration: Mapping[str, Any]) -> list[Row]:
+    """Rows in which the configuration stands first."""
+    one = {name: value for name, value in configuration.items() if not name.startswith("_")}
+    if one["part"] == "committed":
+        return committed()
+    from kltest.finetune.run import run
+
+    history = run(settings_of(one), None, quiet=True)
+    epochs = history.settings.inner_epochs
+    rows = []
+    for record in history.records:
+        if "kl" not in record and "kl_gradient_size" not in record:
+            continue
+        found = {name: record[name] for name in PLAIN if name in record}
+        for name in WITH_INTERVAL:
+            found |= {each: record[each] for each in (name, f"{name}_low", f"{name}_high") if each in record}
+        rounded = {name: float(f"{value:.{FIGURES}g}") for name, value in found.items()}
+        rows.append({**one, "update": record["step"] * epochs, **rounded})
+    return rows
+
+
+def settings_of(one: Mapping[str, Any]) -> Any:
+    """The runner's settings: measured at the start, half-way and at the end, gradients every quarter."""
+    from kltest.finetune.settings import settings_of
+
+    arm = ARMS[one["arm"]]
+    steps = one["updates"] // arm.get("inner_epochs", 1)
+    same = ("seed", "beta", "model", "task", "reference_reward", "prompts", "group_size", "learning_rate")
+    measured = arm["kl"] != "none" and one["beta"] == BETA_OF_GRADIENTS
+    return settings_of(
+        {
+            **RUN,
+            **{name: one[name] for name in (*same, "eval_prompts", "device", "dtype")},
+            "steps": steps,
+            "eval_every": max(1, steps // 2),
+            "gradient_every": max(1, steps // 4) if measured else 0,
+            **arm,
+        }
+    )
+
+
+def committed() -> list[Row]:
+    """The rows of sweep.csv, of the part `committed`; none where there is no such file."""
+    if not COMMITTED.exists():
+        return []
+    with COMMITTED.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    return [{name: _value(text) for name, text in line.items() if text} | {"part": "committed"} for line in lines]
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,89 @@
+"""A language model under six KL terms: what is swept, what each run is, and the sweep that is kept beside this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kltest.sweeps.settings import Settings
+
+# What each arm sets, under the names of `kltest finetune --set`. Four updates with the rollouts of one sampler need a
+# quarter of the rounds for as many updates.
+ARMS: dict[str, dict[str, Any]] = {
+    "none": {"kl": "none"},
+    "k1-reward": {"kl": "k1-reward"},
+    "k2-loss": {"kl": "k2-loss"},
+    "k3-loss": {"kl": "k3-loss"},
+    "k1-loss": {"kl": "k1-loss"},
+    "none, stale": {"kl": "none", "inner_epochs": 4},
+    "k3-ratio, stale": {"kl": "k3-ratio", "inner_epochs": 4},
+}
+BETAS = (0.03, 0.1, 0.3, 1.0)
+# The coefficient at which gradients are measured along the run; each measurement takes a good part of a run's time.
+BETA_OF_GRADIENTS = 0.1
+
+# What holds for every run beside the settings below; all else is the runner's default.
+RUN: Mapping[str, Any] = {"checkpoint_every": 0, "gradient_chunks": 8, "gradient_batches": 4, "threads": 1}
+
+_OF_RUNS = (
+    *("model", "task", "reference_reward", "updates", "prompts", "group_size", "learning_rate"),
+    *("eval_prompts", "device", "dtype"),
+)
+PARTS = {
+    # Runs made now: a few at quick scale, all of them at full.
+    "run": ("seed", "arm", "beta", *_OF_RUNS),
+    # What was found when all of them were made: sweep.csv.
+    "committed": (),
+}
+# Of the committed sweep. To renew it: `kltest run finetune --scale full`, then copy results/finetune/sweep.csv here.
+COMMITTED: Mapping[str, str] = {
+    "date": "2026-11-21",
+    "revision": "4f8b679",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+}
+
+
+def applies(configuration: Mapping[str, Any]) -> bool:
+    """Without a KL term there is no coefficient, and with one there is."""
+    return configuration["part"] != "run" or configuration["arm"].startswith("none") == (configuration["beta"] == 0)
+
+
+SETTINGS = Settings(
+    title="A language model fine-tuned under six KL terms",
+    tags=("sampled", "training", "gradient", "off-policy", "language model"),
+    parts=PARTS,
+    values={
+        "part": tuple(PARTS),
+        "arm": ("none", "k1-reward", "k1-loss", "k3-ratio, stale"),
+        "beta": (0.0, 0.3),
+        "model": "tiny:0.2M",
+        "task": "addition:2",
+        # Held-out reward at which the reference of a tiny model stops learning.
+        "reference_reward": 0.3,
+        "updates": 64,
+        "prompts": 16,
+        "group_size": 4,
+        "learning_rate": 4e-4,
+        "eval_prompts": 256,
+        "device": "cpu",
+        "dtype": "float32",
+    },
+    full={"arm": tuple(ARMS), "beta": (0.0, *BETAS)},
+    seeds={"quick": 1, "full": 5},
+    allowed={
+        "arm": tuple(ARMS),
+        "beta": (0.0, 100.0),
+        "model": ("tiny:0.2M", "tiny:1M", "tiny:5M", "tiny:20M", "tiny:100M"),
+        "task": ("addition:1", "addition:2", "addition:3", "addition:4", "countdown"),
+        "reference_reward": (0.0, 1.0),
+        "updates": (16, 1_000_000),
+        "prompts": (1, 4096),
+        "group_size": (2, 4096),
+        "learning_rate": (0.0, 1.0),
+        "eval_prompts": (2, 100_000),
+        "device": ("auto", "cpu", "cuda"),
+        "dtype": ("float32", "bfloat16"),
+    },
+    applies=applies,
+)

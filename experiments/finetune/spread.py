@@ -1,0 +1,64 @@
+"""Intervals over seeds: of means, of ratios paired by seed, and of measurements that have an error of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.stats import t
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval (Student's t over seeds); of one value alone the interval is everything."""
+
+    mean: float
+    low: float
+    high: float
+
+    def mapped(self, function: Any) -> Interval:
+        """Through an increasing function: exp, of logarithms."""
+        return Interval(*(function(value) for value in (self.mean, self.low, self.high)))
+
+    def text(self, digits: int = 2) -> str:
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]".replace("-", "−")
+
+
+def interval(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """Of the mean of independent values."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    reach = t.ppf((1 + level) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    return Interval(mean, float(mean - reach), float(mean + reach))
+
+
+def geometric(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """Of the geometric mean of positive values: what is skewed, as KLs are, is near normal in its logarithm."""
+    return interval([math.log(value) for value in values], level).mapped(math.exp)
+
+
+def paired(ones: Mapping[int, float], others: Mapping[int, float], level: float = LEVEL) -> Interval | None:
+    """Of the geometric mean of ones/others over the seeds that both have; None where these are fewer than two."""
+    common = sorted(ones.keys() & others.keys())
+    if len(common) < 2 or min(min(ones[seed], others[seed]) for seed in common) <= 0:
+        return None
+    return geometric([ones[seed] / others[seed] for seed in common], level)
+
+
+def weighted(values: Sequence[float], errors: Sequence[float], level: float = LEVEL) -> Interval:
+    """Of a mean in which each value counts as its own error allows, from how far the values lie apart."""
+    weights = 1 / np.square(errors)
+    mean = float(weights @ np.array(values) / weights.sum())
+    if len(values) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    error = math.sqrt(float(np.square(weights) @ np.square(np.array(values) - mean))) / weights.sum()
+    # Of n values n − 1 deviations are free; with one weight for all this is the interval of a plain mean.
+    error *= math.sqrt(len(values) / (len(values) - 1))
+    reach = float(t.ppf((1 + level) / 2, len(values) - 1)) * error
+    return Interval(mean, mean - reach, mean + reach)

@@ -1,0 +1,182 @@
+"""A language model under each KL term: frontier, what a coefficient buys, every run, which gradient is followed.
+
+Reads finetune/finetune.json among the results, of which the committed sweep alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from scipy.stats import t
+
+from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, look, tidy
+
+Row = dict[str, Any]
+# By arm: what it is called here.
+WORDS = {
+    "none": "no KL term",
+    "none, stale": "no KL term, stale",
+    "k1-reward": "$k_1$ in reward",
+    "k2-loss": "$k_2$ in loss",
+    "k3-loss": "$k_3$ in loss",
+    "k1-loss": "$k_1$ in loss",
+    "k3-ratio, stale": "$k_3$ with ratio, stale",
+}
+SHORT = {
+    "none": "no KL\nterm",
+    "none, stale": "none,\nstale",
+    "k1-reward": "$k_1$ in\nreward",
+    "k2-loss": "$k_2$ in\nloss",
+    "k3-loss": "$k_3$ in\nloss",
+    "k1-loss": "$k_1$ in\nloss",
+    "k3-ratio, stale": "$k_3$, ratio,\nstale",
+}
+# What is written beside the ends of a curve: at the largest coefficient, at the smallest.
+ENDS: dict[str, tuple[tuple[str, tuple[int, int]], ...]] = {
+    "k1-reward": (("β = 1", (-10, -12)), ("β = 0.03", (-2, 12))),
+    "k1-loss": (("β = 1", (-6, 6)),),
+    "none": (("no KL term", (8, 4)),),
+    "none, stale": (("no KL term, stale", (-20, -12)),),
+}
+TERMS = [arm for arm in WORDS if not arm.startswith("none")]
+SMALL = {"textcoords": "offset points", "size": 6.2}
+
+
+def draw(results: Path) -> Figure:
+    rows = json.loads((results / "finetune" / "finetune.json").read_text())
+    rows = [row for row in rows if row["part"] == "committed"]
+    figure = Figure(figsize=(PAGE_WIDTH, 5.2), layout="constrained")
+    (frontier, realised), (every, followed) = figure.subplots(2, 2)
+    start = {(row["arm"], row["beta"], row["seed"]): row["reward_held_out"] for row in rows if row["update"] == 0}
+    last: dict[tuple[str, float], list[Row]] = defaultdict(list)
+    final = max((row["update"] for row in rows), default=None)
+    for row in rows:
+        if row["update"] == final:
+            gain = row["reward_held_out"] - start[row["arm"], row["beta"], row["seed"]]
+            last[row["arm"], row["beta"]].append({**row, "gain": gain})
+    _frontier(frontier, last)
+    _realised(realised, last)
+    _every(every, last)
+    _followed(followed, rows)
+    handles, labels = realised.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=6.6)
+    return figure
+
+
+def _interval(values: list[float], *, positive: bool = False) -> tuple[float, float, float]:
+    """A mean over seeds (geometric, if asked), and how far its 95 % interval (Student's t) reaches below and above."""
+    known = np.log(values) if positive else np.array(values)
+    mean = float(known.mean())
+    spread = known.std(ddof=1) / len(known) ** 0.5 if len(known) > 1 else 0.0
+    reach = float(t.ppf(0.975, max(len(known) - 1, 1)) * spread)
+    if not positive:
+        return mean, reach, reach
+    middle = float(np.exp(mean))
+    return middle, middle - float(np.exp(mean - reach)), float(np.exp(mean + reach)) - middle
+
+
+def _curve(last: dict[tuple[str, float], list[Row]], arm: str, name: str) -> tuple[list[float], Any, Any]:
+    """The coefficients of an arm, a metric's mean over seeds, and how far its interval reaches."""
+    betas = sorted(beta for one, beta in last if one == arm)
+    found = [_interval([row[name] for row in last[arm, beta]], positive=name == "kl") for beta in betas]
+    return betas, [mean for mean, _, _ in found], np.array([reach for _, *reach in found]).T
+
+
+def _frontier(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
+    tidy(axes, title="a  What a KL earns", x="KL(π‖ref) at the end, nats", y="held-out reward gained")
+    _nats(axes.xaxis)
+    axes.axhline(0, color=INK, linewidth=0.6)
+    for arm in (*TERMS, "none", "none, stale"):
+        betas, x, wide = _curve(last, arm, "kl")
+        if not betas:
+            continue
+        _, y, high = _curve(last, arm, "gain")
+        style = _style(arm)
+        axes.errorbar(x, y, high, wide, **style, elinewidth=0.5)
+        if arm in ENDS:
+            for at, (words, shift) in zip((-1, 0), ENDS[arm], strict=False):
+                axes.annotate(words, (x[at], y[at]), shift, color=style["color"], **SMALL)
+
+
+def _realised(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
+    tidy(axes, title="b  The KL that a coefficient buys", x="coefficient β", y="KL(π‖ref) at the end, nats")
+    axes.set_xscale("log")
+    _nats(axes.yaxis)
+    for arm, line in (("none", "-"), ("none, stale", "--")):
+        _, y, high = _curve(last, arm, "kl")
+        if y:
+            axes.axhline(y[0], color=INK, linewidth=0.9, linestyle=line)
+            axes.axhspan(y[0] - high[0][0], y[0] + high[1][0], color=HAIRLINE, alpha=0.45, linewidth=0)
+            axes.annotate(
+                WORDS[arm],
+                (0.82 if arm == "none" else 0.5, y[0]),
+                (0, 2),
+                xycoords=("axes fraction", "data"),
+                ha="center",
+                **SMALL,
+            )
+    for shift, arm in enumerate(TERMS):
+        betas, y, high = _curve(last, arm, "kl")
+        if betas:
+            beside = [beta * 1.05 ** (shift - 2) for beta in betas]
+            axes.errorbar(beside, y, high, **_style(arm), elinewidth=0.6, label=WORDS[arm])
+    axes.xaxis.set_major_locator(FixedLocator(sorted({beta for _, beta in last if beta > 0})))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _nats(axis: Any) -> None:
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _every(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
+    tidy(axes, title="c  Every run: a mark a seed, β growing to the right", y="held-out reward gained")
+    names = list(WORDS)
+    for (arm, beta), rows in last.items():
+        betas = sorted(one for name, one in last if name == arm)
+        place = names.index(arm) + (betas.index(beta) - (len(betas) - 1) / 2) * 0.2
+        axes.plot([place] * len(rows), [row["gain"] for row in rows], **{**_style(arm), "linestyle": ""})
+    axes.axhline(0, color=INK, linewidth=0.6)
+    axes.set_xticks(range(len(names)), [SHORT[name] for name in names])
+    axes.tick_params(axis="x", labelsize=6, length=0)
+
+
+def _followed(axes: Axes, rows: list[Row]) -> None:
+    tidy(axes, title="d  The direction that is followed", x="updates", y="cosine of E[gradient] and ∇KL(π‖ref)")
+    axes.axhline(1, color=INK, linewidth=0.7)
+    updates = sorted({row["update"] for row in rows if "kl_gradient_size" in row})
+    for shift, arm in enumerate(TERMS):
+        x, y, high = [], [], []
+        for update in updates:
+            values = [
+                row["kl_gradient_cosine"] for row in rows
+                if (row["arm"], row["update"]) == (arm, update) and "kl_gradient_cosine" in row
+            ]  # fmt: skip
+            # What is not told from zero has no direction, and two seeds have no interval that could be seen.
+            if len(values) > 2:
+                mean, reach, _ = _interval(values)
+                x.append(update + (shift - 2) * 0.6)
+                y.append(mean)
+                high.append(reach)
+        if x:
+            axes.errorbar(x, y, high, **_style(arm), elinewidth=0.6)
+    axes.set_xticks(updates)
+    axes.text(0.02, 0.04, "$k_1$ in loss has none: not told from zero", transform=axes.transAxes, size=6.2, color=FAINT)
+
+
+def _style(arm: str) -> dict[str, Any]:
+    if arm.startswith("none"):
+        marker = "*" if arm == "none" else "P"
+        return look("none").plot(color=INK, linestyle="", marker=marker, markersize=5.5, markeredgewidth=0.2)
+    return look(arm.partition(",")[0]).plot()
