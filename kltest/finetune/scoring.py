@@ -99,10 +99,13 @@ def _parts(order: Tensor, lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 @dataclass(frozen=True)
 class _Shared:
-    """The pass over prompts that several rollouts have: the first token's logits, and what later ones look back at."""
+    """The pass over prompts that several rollouts have, but for their last token: what later ones look back at.
+
+    The last one goes with the completion, so that all logits that are wanted come from one pass: then a policy and a
+    reference that are the same model give the same log-probs to the last bit.
+    """
 
     place: Tensor
-    first: Tensor
     cache: Any
 
     @classmethod
@@ -111,25 +114,22 @@ class _Shared:
         width = rollouts.prompts.shape[1]
         both = torch.cat([rollouts.prompts, rollouts.prompt_mask.long()], dim=1)
         different, place = both.unique(dim=0, return_inverse=True)
-        if len(different) == len(both):
+        # A prompt of one token has nothing before its last.
+        if len(different) == len(both) or int(rollouts.prompt_mask.sum(dim=1).min()) < 2:
             return None
-        mask = different[:, width:].bool()
-        first, cache = language.forward(
-            different[:, :width], None if bool(mask.all()) else mask, keep=1, cache=cache_for(language)
-        )
-        return cls(place, first, cache)
+        mask = different[:, width:-1].bool()
+        ids = different[:, : width - 1]
+        _, cache = language.forward(ids, None if bool(mask.all()) else mask, keep=1, cache=cache_for(language))
+        return cls(place, cache)
 
     def completed(self, language: Language, part: Rollouts, rows: Tensor) -> Tensor:
         """(B, T, V) of a part of the rollouts, behind the prompts' pass."""
-        place, later = self.place[rows], part.tokens[:, :-1]
-        first = self.first[place]
-        if not later.shape[1]:
-            return first
+        later = torch.cat([part.prompts[:, -1:], part.tokens[:, :-1]], dim=1)
         mask = None
         if not bool(part.prompt_mask.all()):
             mask = torch.cat([part.prompt_mask, torch.ones_like(part.mask[:, 1:])], dim=1)
         # A pass adds to its cache: that of the prompts is for other parts as well.
         cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        cache.batch_select_indices(place)
-        return torch.cat([first, language.forward(later, mask, keep=later.shape[1], cache=cache)[0]], dim=1)
+        cache.batch_select_indices(self.place[rows])
+        return language.forward(later, mask, keep=later.shape[1], cache=cache)[0]
