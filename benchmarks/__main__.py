@@ -10,7 +10,17 @@ import torch
 
 from benchmarks.measure import table
 
-SCRIPTS = ("start_up", "registry", "moments", "per_rollout", "dynamic_programming", "sampled", "training", "sweeps")
+SCRIPTS = (
+    "start_up",
+    "registry",
+    "moments",
+    "per_rollout",
+    "dynamic_programming",
+    "sampled",
+    "training",
+    "sweeps",
+    "finetune",
+)
 
 
 def main() -> None:
