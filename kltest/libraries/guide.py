@@ -9,12 +9,12 @@ from kltest.libraries.scoreboard import Line
 from kltest.truth import render
 
 INTRODUCTION = (
-    "Each row is one setting of one version of a library, called through the library's own code on every rollout of "
-    "small worlds. Its gradients were added up with their exact probabilities and the sum was named: one step is a "
-    "single choice, sequences are three tokens or up to three with an end token, off-policy means that another policy "
-    "drew the rollouts (empty where a setting does not look at that policy's log-probs). A factor before a name is the coefficient that is really applied where 1 was asked for. A "
-    "library may follow another objective than KL(π‖ref) on purpose: a row says which gradient it follows, not that it "
-    "is wrong."
+    "Each row is one setting of one version of a library, called through the library's own code on every rollout "
+    "of small worlds. Its gradients were added up with their exact probabilities and the sum was named: one step "
+    "is a single choice, sequences are three tokens or up to three with an end token, off-policy means that "
+    "another policy drew the rollouts (empty where a setting does not look at that policy's log-probs). A factor "
+    "before a name is the coefficient that is really applied where 1 was asked for. A library may follow another "
+    "objective than KL(π‖ref) on purpose: a row says which gradient it follows, not that it is wrong."
 )
 MEANINGS = {
     "reverse_kl": "the gradient of the KL between whole sequences, which the objective of RLHF subtracts",
