@@ -118,8 +118,8 @@ def _used(function: Any) -> Iterator[tuple[str, Any]]:
         closed = {}
     yield from closed.items()
     for name in sorted(set(_names(function.__code__)) - set(closed)):
-        if name == "__name__":
-            # Every module has its own; the body of a class reads it.
+        if name == "__name__" or not name.isidentifier():
+            # Every module has its own, and the body of a class reads it; the others are what pytest puts into asserts.
             continue
         if name in function.__globals__:
             yield name, function.__globals__[name]
