@@ -32,7 +32,7 @@ def folder(tmp_path, monkeypatch):
         for job in jobs:
             yield Report(job.target, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64"), "value"
 
-    monkeypatch.setattr(grade_command, "_graded", confirmed)
+    monkeypatch.setattr(grade_command, "graded", confirmed)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     (tmp_path / "pyproject.toml").write_text("")
