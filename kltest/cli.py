@@ -125,7 +125,8 @@ def grade(
         ),
     ] = None,
     environment: Annotated[
-        str | None, typer.Option(metavar="NAME,…", help="The worlds [default: bandit,sequence,ragged]")
+        str | None,
+        typer.Option(metavar="NAME,…", help="The worlds, of `kltest list` [default: bandit,sequence,ragged]"),
     ] = None,
     sampler: Annotated[
         str | None,

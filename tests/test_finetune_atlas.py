@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kltest import grade
 from kltest.cli import app
 from kltest.environments import ragged, sequence
 from kltest.errors import UsageError
@@ -15,6 +16,7 @@ from kltest.estimators import find, registry
 from kltest.finetune import exact
 from kltest.finetune.exact import Asked, Place, rows
 from kltest.finetune.networks import DISTANCE, STALENESS, Network, Pulled, network
+from kltest.grading.worlds import instances, seeds
 from kltest.targets.resolve import resolve
 from kltest.truth import ATLAS, gradient
 
@@ -242,3 +244,58 @@ def test_questions_that_cannot_be_met_are_refused(options, words):
     answer = CliRunner().invoke(app, ["finetune", "--exact", "--model", SMALL, *options])
     assert answer.exit_code == 2
     assert re.search(words, answer.output)
+
+
+GRADED = [name for name, one in registry().items() if not one.spec.couples]
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_the_world_transformer_grades_every_estimator_as_sequences_do(name):
+    found = grade(name, environment=("transformer", "sequence"), sampler="both", select=["KL101"])
+    rows = {(row.environment, row.sampler): row for row in found.gradients}
+    for sampler in ("current", "stale"):
+        weights, logits = rows["transformer", sampler], rows["sequence", sampler]
+        assert (weights.identified is None) == (logits.identified is None)
+        if logits.identified is not None:
+            assert weights.identified == pytest.approx(logits.identified, abs=1e-8)
+        assert weights.agrees == logits.agrees
+
+
+def test_the_world_transformer_asks_at_the_weights_and_not_at_the_logits():
+    """The bias of k3 by another road: both gradients at all weights by autograd through sums over completions."""
+    (row,) = grade("k3-loss", environment="transformer", select=["KL101"]).gradients
+    biases = []
+    for instance, (_, seed) in zip(instances("transformer", 0), seeds("transformer", 0), strict=True):
+        target = network(SMALL, 4, 0, CPU)
+        own = {name: one.detach().requires_grad_() for name, one in target.drawn((seed,)).items()}
+        logp = token_log_probs(target, own, instance)
+        chances = logp.sum(dim=1).exp()
+        away = logp - torch.from_numpy(instance.paths.chosen(instance.reference))
+        true, followed = (chances * away.sum(dim=1)).sum(), (chances.detach() * k3(away).sum(dim=1)).sum()
+        wanted, got = (flat(torch.autograd.grad(of, own.values(), retain_graph=True)) for of in (true, followed))
+        biases.append(float((got - wanted).norm() / wanted.norm()))
+    assert row.relative_bias == pytest.approx(max(biases), rel=1e-9)
+
+
+def token_log_probs(target, weights, instance):
+    """(N, T) log-probs of the tokens of every completion, all of one length."""
+    tokens = torch.from_numpy(instance.paths.tokens)
+    ids = torch.cat([torch.full((len(tokens), 1), target.prompt), tokens[:, :-1]], dim=1)
+    logits = torch.func.functional_call(target.model, weights, (ids,), {"use_cache": False}).logits
+    return logits[:, :, : target.prompt].log_softmax(dim=2).gather(2, tokens[:, :, None])[:, :, 0]
+
+
+def k3(away):
+    return (-away).exp() - 1 + away
+
+
+def flat(parts):
+    return torch.cat([part.ravel() for part in parts])
+
+
+def test_the_command_takes_the_world_transformer():
+    answer = CliRunner().invoke(
+        app, ["grade", "k2-loss", "--environment", "transformer", "--expect", "local_reverse_kl"]
+    )
+    assert answer.exit_code == 0, answer.output
+    assert "transformer  current  E_π[Σ_t ∇KL_t(π‖ref)]" in answer.output

@@ -36,9 +36,14 @@ def choice(*known: str) -> Callable[[object, str], str]:
 
 
 def environments(value: object, where: str) -> tuple[str, ...]:
-    from kltest.grading.worlds import WORLDS
+    from kltest.grading.worlds import NETWORKS, WORLDS
 
-    return tuple(dict.fromkeys(_known(name, tuple(WORLDS), where) for name in _names(value, where)))
+    names = tuple(dict.fromkeys(_known(name, tuple(WORLDS), where) for name in _names(value, where)))
+    if NETWORKS.intersection(names):
+        from kltest.finetune.models import needs_transformers
+
+        needs_transformers()
+    return names
 
 
 def codes(value: object, where: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import kltest.finetune
+from kltest.finetune import exact
 from kltest.finetune.metrics import METRICS
 from kltest.finetune.settings import CHOICES, Settings
 from kltest.reproduce.files import as_markdown
@@ -14,6 +15,7 @@ python -m pip install -c constraints.txt -e ".[finetune]"
 kltest finetune                                      # a tiny model, trained first; on a CPU in about a minute
 kltest finetune --kl k3-loss --beta 0.5              # another KL term: any name of `kltest list`, or FILE.py:function
 kltest finetune --settings run.toml --set steps=500  # settings from a file; what the command line says wins
+kltest finetune --exact                              # a transformer whose completions are all enumerated
 kltest finetune --model ./my-model --task jsonl:problems.jsonl --set device=cuda --set dtype=bfloat16
 accelerate launch --num_processes 2 -m kltest.cli finetune --model tiny:5M
 ```"""
@@ -37,6 +39,13 @@ def page() -> str:
         "Stopped at any moment, the same command goes on; `--again` starts anew. The folder of a run holds "
         "`metrics.jsonl`, a line for every step, `timings.jsonl`, a checkpoint, and the trained `model` as Hugging "
         "Face reads it.",
+        "## A transformer that can be enumerated",
+        str(exact.__doc__).strip(),
+        "`kltest finetune --exact` does so for every registered estimator (`--kl` for one), on sequences of one length "
+        "and on ragged ones, and ends with exit code 1 if one of them is not what it is in the tabular case. "
+        "`--set vocabulary=…` and `--set length=…` choose the world, `--model` the network. `kltest grade TARGET "
+        "--environment transformer` grades any loss there: policy, reference and sampler are one small network with "
+        "other weights, and the row says which gradient is followed at all of its weights.",
         "## Settings",
         as_markdown(settings).rstrip(),
         "## Metrics",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from kltest.environments import Instance
+from kltest.grading import networks
 from kltest.grading.findings import Combination
-from kltest.grading.identify import Identification, identify
-from kltest.grading.worlds import instances
+from kltest.grading.identify import HELD_OUT, Identification, identify
+from kltest.grading.worlds import NETWORKS, instances, seeds
 from kltest.truth import ATLAS, combine, gradient
 
 # A target that is smaller than this share of its terms is zero up to rounding.
@@ -37,6 +39,30 @@ class World:
         return _candidates(self)
 
     @property
+    def candidates_at_parameters(self) -> dict[str, list[np.ndarray]]:
+        """The same at the policy's own parameters."""
+        return _candidates_at_parameters(self)
+
+    def at_parameters(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Gradients (C, V) at the logits, one an instance, at the policy's own parameters: those logits, or weights.
+
+        Those at a network's weights are given by coordinates that keep all inner products with named gradients.
+        """
+        if self.environment not in NETWORKS:
+            return list(gradients)
+        drawn = zip(self.instances, seeds(self.environment, self.seed), gradients, strict=True)
+        return [networks.pulled(instance, seed).of(one) for instance, (_, seed), one in drawn]
+
+    @property
+    def freedom(self) -> int:
+        """How many numbers are free: logits but for a constant in each context, or weights if they are fewer."""
+        fitted = self.instances[:-HELD_OUT]
+        free = [i.environment.n_contexts * (i.environment.vocabulary - 1) for i in fitted]
+        if self.environment in NETWORKS:
+            free = [min(n, networks.parameters(i.environment.vocabulary)) for n, i in zip(free, fitted, strict=True)]
+        return sum(free)
+
+    @property
     def length(self) -> int | None:
         """The one length of all rollouts, None where it varies."""
         lengths = self.instances[0].paths.lengths
@@ -60,6 +86,11 @@ def _candidates(world: World) -> dict[str, list[np.ndarray]]:
     return {name: [gradient(name, instance) for instance in world.instances] for name in names}
 
 
+@lru_cache(maxsize=64)
+def _candidates_at_parameters(world: World) -> dict[str, list[np.ndarray]]:
+    return {name: world.at_parameters(given) for name, given in _candidates(world).items()}
+
+
 def size(instance: Instance) -> float:
     """‖∇KL(π‖ref)‖, the unit of all relative numbers."""
     return float(np.linalg.norm(gradient("reverse_kl", instance)))
@@ -72,10 +103,10 @@ def target(declared: Combination, instance: Instance) -> np.ndarray:
     return np.zeros_like(combined) if np.linalg.norm(combined) <= CANCELS * terms else combined
 
 
-def relative_bias(found: np.ndarray, wanted: np.ndarray, instance: Instance) -> float:
-    """‖found − wanted‖ / ‖wanted‖, over ‖∇KL(π‖ref)‖ where nothing is wanted."""
+def relative_bias(found: np.ndarray, wanted: np.ndarray, unit: float) -> float:
+    """‖found − wanted‖ / ‖wanted‖, over the unit ‖∇KL(π‖ref)‖ where nothing is wanted."""
     norm = float(np.linalg.norm(wanted))
-    return float(np.linalg.norm(found - wanted)) / (norm if norm > 0 else size(instance))
+    return float(np.linalg.norm(found - wanted)) / (norm if norm > 0 else unit)
 
 
 def worst_cosine(

@@ -113,7 +113,8 @@ class Evaluator:
     def meets(self, loss: Loss, instance: Instance) -> bool:
         """Whether a loss's expected gradient under the instance's stale sampler is the declared one."""
         found = exact(loss, instance, "stale", padding=self.seed)
-        return relative_bias(found.gradient, target(self.declared, instance), instance) <= tolerance(found.dtype)
+        wanted = target(self.declared, instance)
+        return relative_bias(found.gradient, wanted, size(instance)) <= tolerance(found.dtype)
 
     def _measure(self, world: World) -> list[Row]:
         rows = []
@@ -221,11 +222,16 @@ class Evaluator:
         gradients = [moments.gradient for moments in found]
         self._measured[world.environment, world.sampler, found[0].batch] = world, gradients
         targets = [target(self.declared, instance) for instance in drawn]
-        magnitudes = [float(np.sqrt(moments.second_moment)) for moments in found]
+        at_parameters = world.at_parameters(gradients), world.at_parameters(targets)
+        candidates = world.candidates_at_parameters
+        units = [float(np.linalg.norm(one)) for one in candidates["reverse_kl"]]
+        # What turns sizes at the logits into sizes at the parameters.
+        factors = [unit / size(instance) for unit, instance in zip(units, drawn, strict=True)]
+        magnitudes = [f * float(np.sqrt(moments.second_moment)) for f, moments in zip(factors, found, strict=True)]
         identification = identify(
-            gradients, world.candidates, magnitudes=magnitudes, units=[size(i) for i in drawn], dtype=dtype
+            at_parameters[0], candidates, magnitudes=magnitudes, units=units, dtype=dtype, freedom=world.freedom
         )
-        bias = max(relative_bias(*triple) for triple in zip(gradients, targets, drawn, strict=True))
+        bias = max(relative_bias(*triple) for triple in zip(*at_parameters, units, strict=True))
         agrees: bool | None = bias <= tolerance(dtype)
         if not agrees and found[0].batch == 1:
             second_route.compare(self.loss, drawn[0], world.sampler, found[0], self.declared, targets[0], self.seed)
@@ -242,7 +248,7 @@ class Evaluator:
             expected=world.spelt(self.declared),
             agrees=agrees,
             relative_bias=bias,
-            cosine=worst_cosine(gradients, targets, identification),
+            cosine=worst_cosine(*at_parameters, identification),
             residual=identification.residual,
             relative_variance=max(m.variance / size(i) ** 2 for m, i in zip(found, drawn, strict=True)),
             variances=tuple(moments.variance for moments in found),

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from kltest.environments import END, Environment, Instance, bandit, mdp, ragged, sequence, tabular
+from kltest.grading import networks
 from kltest.grading.identify import HELD_OUT
 
 FITTED = 3
@@ -40,7 +41,9 @@ WORLDS: dict[str, Callable[[int], Environment]] = {
     "sequence": _with_reward(sequence, 3, 3),
     "ragged": _with_reward(ragged, 3, 3),
     "mdp": lambda seed: mdp(5, 3, 3, seed=seed),
+    "transformer": _with_reward(sequence, 4, 3),
 }
+NETWORKS = frozenset({"transformer"})
 
 
 def _layered(horizon: int, seed: int) -> Environment:
@@ -65,12 +68,14 @@ _OF_GROUPS: dict[str, tuple[Callable[[int], Environment], ...]] = {
     "sequence": (lambda seed: sequence(3, 2), lambda seed: sequence(2, 2)),
     "ragged": (lambda seed: ragged(3, 2), lambda seed: ragged(2, 2)),
     "mdp": (partial(_layered, 2),),
+    "transformer": (lambda seed: sequence(3, 2), lambda seed: sequence(2, 2)),
 }
 _OF_PAIRS: dict[str, tuple[Callable[[int], Environment], ...]] = {
     **_OF_GROUPS,
     "sequence": (lambda seed: sequence(3, 3),),
     "ragged": (lambda seed: ragged(3, 3),),
     "mdp": (partial(_layered, 3),),
+    "transformer": (lambda seed: sequence(3, 3),),
 }
 
 
@@ -80,15 +85,21 @@ def instances(environment: str, seed: int, group: int | None = None) -> tuple[In
 
     Mild (|Σ log π/ref| < 2 and |Σ log π/μ| < 1 along every rollout), so that clamps and overflows stay silent here.
     """
-    salt = zlib.crc32(environment.encode())
-    children = np.random.SeedSequence([seed, salt]).spawn(FITTED + HELD_OUT)
     build = WORLDS[environment] if group is None else _of_groups(environment, group)
+    draw = networks.drawn if environment in NETWORKS else Instance.draw
     drawn = []
-    for child in children:
-        world_seed, policy_seed = (int(number) for number in child.generate_state(2))
-        instance = Instance.draw(build(world_seed), policy_seed)
+    for world_seed, policy_seed in seeds(environment, seed):
+        instance = draw(build(world_seed), policy_seed)
         drawn.append(instance if group is None else with_ties(instance, world_seed))
     return tuple(drawn)
+
+
+def seeds(environment: str, seed: int) -> list[tuple[int, int]]:
+    """What the environments and the policies of a world's instances are drawn from."""
+    salt = zlib.crc32(environment.encode())
+    children = np.random.SeedSequence([seed, salt]).spawn(FITTED + HELD_OUT)
+    states = (child.generate_state(2) for child in children)
+    return [(int(world), int(policy)) for world, policy in states]
 
 
 def _of_groups(environment: str, size: int) -> Callable[[int], Environment]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
-from kltest.grading.declared import relative_bias, target
+from kltest.grading.declared import relative_bias, size, target
 from kltest.grading.findings import Findings
 from kltest.grading.identify import tolerance
 from kltest.policies import table
@@ -72,7 +72,7 @@ def _worst(findings: Findings, shifts: Shifts, least: float) -> Distant | None:
         for instance in _moved(findings.evaluator.world(row).instances[0], shifts):
             with suppress(KltestError):  # what overflows or cannot be called there is told by others
                 moments = findings.evaluator.expected(row, instance)
-                bias = relative_bias(moments.gradient, target(findings.expect, instance), instance)
+                bias = relative_bias(moments.gradient, target(findings.expect, instance), size(instance))
                 if bias > max(least, tolerance(moments.dtype)):
                     ratios = np.sort(instance.policy[0] - instance.reference[0])
                     found.append(Distant(bias, tuple(map(float, ratios))))
