@@ -380,6 +380,19 @@ def test_a_function_made_on_the_way_brings_what_it_closes_over(tmp_path):
     assert "weight = 0.25" in found.code
     assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
 
+def test_a_program_needs_no_name_of_an_annotation_and_every_name_of_a_default(tmp_path, monkeypatch):
+    """Its check is made by a file whose annotations are never evaluated: that must not be lent to the program."""
+    (tmp_path / "annotated.py").write_text(
+        "import a_package_that_is_not_there\nfrom typing import Optional\nimport torch\nSCALE = 0.5\n\n"
+        "def bad(logp: torch.Tensor, ref_logp: Optional[torch.Tensor], *, scale: float = SCALE) -> torch.Tensor:\n"
+        "    return scale * (logp - ref_logp).exp()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = kltest.grade("annotated.py:bad").smallest
+    assert found.code.startswith("from __future__ import annotations\nimport torch\n"), found.note
+    assert "SCALE = 0.5" in found.code
+    assert np.allclose(run(found.code, Path("/")), numbers(found), atol=1e-12)
+
 
 def test_what_inner_functions_use_is_brought_along(tmp_path):
     def bad(logp, ref_logp):

@@ -19,7 +19,7 @@ import torch
 from kltest.environments import Instance
 from kltest.grading.findings import Combination
 from kltest.grading.formulas import as_torch, summed
-from kltest.grading.sources import FROM_FILE, NoSourceError, Source, is_literal, source_of
+from kltest.grading.sources import FROM_FILE, FUTURE, NoSourceError, Source, is_literal, source_of
 from kltest.grading.worked import WorkedExample
 from kltest.targets.arguments import Stub, field_asked, given_to
 from kltest.targets.callables import eagerly
@@ -82,10 +82,11 @@ class _Program:
             yield "\n".join(self._lines(first, blocked))
 
     def _lines(self, first: str, blocked: bool) -> Iterator[str]:
+        yield from (line for line in self.source.lines if line == FUTURE)
         yield "import torch"
         if self._stubs():
             yield "from types import SimpleNamespace"
-        yield from self.source.lines
+        yield from (line for line in self.source.lines if line != FUTURE)
         if any(line.startswith("def ") for line in self.source.lines):
             yield ""
         yield from self._world()
@@ -269,7 +270,8 @@ def _agrees(code: str, example: WorkedExample, limit: float) -> bool:
         sys.modules.setdefault(name.removeprefix(FROM_FILE), sys.modules[name])
     try:
         with undisturbed(), contextlib.redirect_stdout(io.StringIO()), eagerly():
-            exec(compile(code, "<reproduction>", "exec"), {"print": lambda *words: printed.append(words)})
+            # This file's own `from __future__` is not to be that of the program.
+            exec(compile(code, "<reproduction>", "exec", dont_inherit=True), {"print": lambda *words: printed.append(words)})
     except Exception:
         return False
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 # Modules that only exist inside a run of kltest, or that a program without it is not to need.
 OURS = frozenset({"kltest", "__main__", "__mp_main__"})
 FROM_FILE, LIFTED = "kltest_target_", "kltest_lifted_"
+FUTURE = "from __future__ import annotations"
 
 
 class NoSourceError(Exception):
@@ -103,6 +104,9 @@ def _imports_first(lines: list[str]) -> Iterator[str]:
 
 def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
     """What a function needs at module level, then its own lines."""
+    if function.__annotations__:
+        # What annotations name is not looked for, and not needed.
+        yield FUTURE
     for name, value in _used(function):
         if name not in seen:
             seen.add(name)
@@ -117,7 +121,7 @@ def _used(function: Any) -> Iterator[tuple[str, Any]]:
     except ValueError:
         closed = {}
     yield from closed.items()
-    for name in sorted(set(_names(function.__code__)) - set(closed)):
+    for name in sorted({*_names(function.__code__), *_names_in_defaults(function)} - set(closed)):
         if name == "__name__" or not name.isidentifier():
             # Every module has its own, and the body of a class reads it; the others are what pytest puts into asserts.
             continue
@@ -132,6 +136,17 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _names_in_defaults(function: Any) -> Iterator[str]:
+    """The names that are read when a function is defined."""
+    try:
+        node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return
+    if isinstance(node, ast.FunctionDef):
+        defaults = [one for one in (*node.args.defaults, *node.args.kw_defaults) if one is not None]
+        yield from (inner.id for one in defaults for inner in ast.walk(one) if isinstance(inner, ast.Name))
 
 
 def _global_names(code: CodeType) -> set[str]:

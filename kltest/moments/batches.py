@@ -24,6 +24,7 @@ from kltest.moments.differentiate import RowGradients, differentiate, live_posit
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
 from kltest.moments.reduction import NonDeterministicError
+from kltest.moments.shares import CHECKS, Copies, Shares, Weigh, weighing
 from kltest.rollout import LEAVES, Rollout
 from kltest.targets.outcome import Loss
 
@@ -33,6 +34,8 @@ KEPT = 500
 # So many times as many groups are enumerated where they share calls, of which a few in each are made alone as well.
 TOGETHER = 20
 SPOT_CHECKS = 2
+# A costly loss is spared batches if there are so many times as many as are called to learn from.
+WORTH = 2
 # Between √(3/2) and 4/3: see `adds_up`.
 MORE_THAN_A_MEAN = 1.28
 Share = Literal["mean", "sum"]
@@ -53,7 +56,8 @@ def exact_batches(
 
     `advantage` is the reward minus the mean over the batch's rows of the same prompt. Every ordered tuple counts with
     its probability; a loss that is seen not to care for the order of rows is called once for each multiset, and one
-    that is seen to tell groups apart by `group` is given many groups in one call. `added_up` says that rows are summed.
+    that is seen to tell groups apart by `group` is given many groups in one call. A loss that says of itself that it is
+    `costly` is spared the batches that follow from others (kltest.moments.shares). `added_up` says that rows are summed.
 
     Raises WorldError, with the number of batches, when there are more than `most` (TOGETHER times as many where calls
     are of many groups), NonDeterministicError for a loss that gives one batch two gradients.
@@ -80,6 +84,7 @@ def _exact(
     ordered = not batches.order_is_free(pools[0][0], size, generator)
     if grouped and not ordered:
         batches.learn_to_tell_apart(pools[0][0], size, generator)
+    costly = getattr(loss, "costly", False) and not ordered
     count = sum(len(pool) ** size if ordered else math.comb(len(pool) + size - 1, size) for pool, _, _ in pools)
     if count > most * (TOGETHER if batches.apart else 1):
         kind = "groups" if grouped else "batches"
@@ -93,6 +98,8 @@ def _exact(
     weights: list[np.ndarray] = []
     metrics: list[np.ndarray | None] = []
     for pool, chances, prompt in pools:
+        if costly:
+            batches.learn_from_few(pool, size, generator)
         drawn = iter(_drawn(pool, size, ordered))
         while kept := list(islice(drawn, KEPT)):
             rows = np.array([batch for batch, _ in kept])
@@ -159,6 +166,8 @@ class _Batches:
         self.dtype = "float64"
         self.apart: Share | None = None
         self.reads_groups = False
+        self.shares: Shares | None = None
+        self.weigh: Weigh | None = None
 
     def call(self, rows: np.ndarray, *, groups: bool = False) -> RowGradients:
         """The gradients of a batch of these rows (n,), or of several groups of rows (G, n)."""
@@ -176,6 +185,9 @@ class _Batches:
         self, rows: np.ndarray, generator: np.random.Generator
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], np.ndarray | None]]:
         """For batches (N, n): which of them, their gradients (·, n, T) or (·, n, T, V) by leaf, and the logged KL."""
+        if self.shares:
+            yield np.arange(len(rows)), self.shares.gradients(rows), self.weigh and self.weigh(rows)
+            return
         if self.apart and (together := self._together(rows, generator)):
             yield together
             return
@@ -195,6 +207,10 @@ class _Batches:
     ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray | None] | None:
         """All groups (N, n) in one call; None if some, called alone, turn out otherwise."""
         called = self.call(rows, groups=True)
+        metric = called.outcome.metric
+        if metric is not None and metric.dim() == 0 and self.weigh is None:
+            self.apart = None
+            return None
         scale = len(rows) if self.apart == "mean" else 1
         parts = [scale * part.reshape(*rows.shape, *part.shape[1:]) for part in called.parts]
         for spot in generator.integers(len(rows), size=SPOT_CHECKS):
@@ -203,7 +219,7 @@ class _Batches:
                 self.apart = None
                 return None
         found = dict(zip((leaf for leaf in LEAVES if leaf in called.leaves), parts, strict=True))
-        return np.arange(len(rows)), found, _metric(called.outcome.metric, rows.shape)
+        return np.arange(len(rows)), found, self.weigh(rows) if self.weigh else _metric(metric, rows.shape)
 
     def learn_to_tell_apart(self, pool: np.ndarray, size: int, generator: np.random.Generator) -> None:
         """See whether several groups in one call give each what it gives alone, as a mean over groups or as a sum."""
@@ -216,7 +232,8 @@ class _Batches:
                 called = self.call(rows, groups=True)
             except KltestError:  # made for one group a call
                 return
-            if called.outcome.metric is not None and called.outcome.metric.dim() == 0:
+            one_number = called.outcome.metric is not None and called.outcome.metric.dim() == 0
+            if one_number and not getattr(self.loss, "costly", False):
                 return  # the one logged number of a call would be that of all its groups
             for spot, batch in enumerate(rows):
                 alone = self.call(batch)
@@ -226,6 +243,28 @@ class _Batches:
                         possible.discard(share)
         # Where all was zero a mean cannot be told from a sum.
         self.apart = possible.pop() if len(possible) == 1 else None
+
+    def learn_from_few(self, pool: np.ndarray, size: int, generator: np.random.Generator) -> None:
+        """See whether batches of a pool, or what is logged for them, follow from what rows give beside their copies."""
+        self.shares = self.weigh = None
+        if math.comb(len(pool) + size - 1, size) < WORTH * (len(pool) + CHECKS):
+            return
+        copies = Copies.called(self.call, pool, size, self.base.peek("mask").sum(dim=1).numpy().astype(int))
+        if copies is None:
+            return
+        known: list[tuple[np.ndarray, RowGradients]] = []
+
+        def call(rows: np.ndarray) -> RowGradients:
+            known.append((rows, self.call(rows)))
+            return known[-1][1]
+
+        self.shares = Shares.learnt(call, copies, generator)
+        logs = any(one.outcome.metric is not None for _, one in known)
+        if self.shares is None and self.apart and logs:
+            known += [(rows, self.call(rows)) for rows in copies.drawn(generator)]
+        self.weigh = weighing(copies, known, self.shares) if logs else None
+        if logs and self.weigh is None:
+            self.shares = None
 
     def order_is_free(self, pool: np.ndarray, size: int, generator: np.random.Generator, tries: int = 4) -> bool:
         """Whether reordering a batch was seen to do no more than reorder the gradients of its rows."""

@@ -114,6 +114,7 @@ class BoundLoss:
         stubs = [filling for filling in (*fillings.values(), receiver) if isinstance(filling, Stub)]
         self.takes = frozenset(self.fields.values()).union(*(stub.fields() for stub in stubs))
         self.takes_beta = "beta" in self.takes
+        self.costly = bool(getattr(function, "costly", False))
         self.home = source_file(function)
         self._function, self._fillings, self._parameters, self._receiver = function, fillings, parameters, receiver
         self._kinds: tuple[Kind, ...] = KINDS

@@ -405,3 +405,8 @@ def _class(name: str, module: str = "trl") -> Any:
 
 def _version() -> str:
     return str(getattr(importlib.import_module("trl"), "__version__", "of unknown version"))
+
+
+for each in (grpo, grouped):
+    # A call takes milliseconds: see kltest.moments.shares.
+    each.costly = True  # type: ignore[attr-defined]
