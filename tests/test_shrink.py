@@ -380,6 +380,7 @@ def test_a_function_made_on_the_way_brings_what_it_closes_over(tmp_path):
     assert "weight = 0.25" in found.code
     assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
 
+
 def test_a_program_needs_no_name_of_an_annotation_and_every_name_of_a_default(tmp_path, monkeypatch):
     """Its check is made by a file whose annotations are never evaluated: that must not be lent to the program."""
     (tmp_path / "annotated.py").write_text(

@@ -17,7 +17,7 @@ import kltest
 from kltest.errors import KltestError, UsageError
 from kltest.libraries import NAMES, door, recorded
 from kltest.libraries.door import Door
-from kltest.libraries.installation import NEWEST, Installed, exact_version, install
+from kltest.libraries.installation import ALONE, NEWEST, Installed, exact_version, install
 from kltest.libraries.measuring import Measuring
 from kltest.libraries.rows import Row, absent, changes, summary
 from kltest.libraries.scoreboard import lines
@@ -32,6 +32,8 @@ MEASURING = ("environments", "truth", "targets", "moments", "grading", "librarie
 WORDS = ("cli.py", "docs.py", "guide.py", "markdown.py", "page.py", "scoreboard.py", "recorded.py")
 """What only says what was found."""
 FOLDER = "results/libraries"
+Asked = tuple[str, str | None]
+"""A door, by its name or file, and the version that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,17 @@ def libraries(
     """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, say what was found."""
     asked = _asked(names)
     folder = writable(Path(output or FOLDER))
-    rows: list[Row] = []
+    found: dict[Asked, list[Row]] = {}
     with Store(folder / "runs.jsonl", _code()) as store:
         try:
-            for name, version, there in _installed(asked):
-                rows += _measured(name, version, there, store, request)
+            for each, version, there in _installed(sorted(asked, key=_takes_long)):
+                found[each] = _measured(each[0], version, there, store, request)
         except KeyboardInterrupt:
             print(
                 f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on", file=sys.stderr
             )
             return INTERRUPTED
+    rows = [row for each in asked for row in found[each]]
     failed = [each for each in rows if not each["setting"]]
     missing = set(request.settings) - {each["setting"] for each in rows}
     if missing and not failed:
@@ -96,7 +99,7 @@ def listing(names: Sequence[str] = ()) -> int:
     return 0
 
 
-def _asked(names: Sequence[str]) -> list[tuple[str, str | None]]:
+def _asked(names: Sequence[str]) -> list[Asked]:
     """Doors and versions, each looked at before anything is done."""
     pairs = [name.partition("==") for name in dict.fromkeys(names or NAMES)]
     for name, equals, version in pairs:
@@ -108,15 +111,20 @@ def _asked(names: Sequence[str]) -> list[tuple[str, str | None]]:
     return [(name, version or None) for name, _, version in pairs]
 
 
-def _installed(asked: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str, Installed | KltestError]]:
-    """Door, version and environment, or why there is none; the next are installed while one is measured."""
+def _installed(asked: Sequence[Asked]) -> Iterator[tuple[Asked, str, Installed | KltestError]]:
+    """What was asked for, its version and environment, or why there is none; the next are installed while one is measured."""
     with ThreadPoolExecutor(1) as executor:
         try:
             futures = [executor.submit(_environment, *each) for each in asked]
-            for (name, _), future in zip(asked, futures, strict=True):
-                yield (name, *future.result())
+            for each, future in zip(asked, futures, strict=True):
+                yield (each, *future.result())
         finally:
             executor.shutdown(cancel_futures=True)
+
+
+def _takes_long(asked: Asked) -> bool:
+    """Whether a library brings what it depends on: others are measured while it is installed."""
+    return not all(ALONE in call for call in door(asked[0]).installs)
 
 
 def _environment(name: str, asked: str | None) -> tuple[str, Installed | KltestError]:

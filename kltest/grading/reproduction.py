@@ -271,7 +271,10 @@ def _agrees(code: str, example: WorkedExample, limit: float) -> bool:
     try:
         with undisturbed(), contextlib.redirect_stdout(io.StringIO()), eagerly():
             # This file's own `from __future__` is not to be that of the program.
-            exec(compile(code, "<reproduction>", "exec", dont_inherit=True), {"print": lambda *words: printed.append(words)})
+            exec(
+                compile(code, "<reproduction>", "exec", dont_inherit=True),
+                {"print": lambda *words: printed.append(words)},
+            )
     except Exception:
         return False
     finally:

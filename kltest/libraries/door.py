@@ -50,7 +50,9 @@ class Setting:
 class Door:
     """A library: `installs` are calls of `pip install`, in order, `{version}` being the one asked for.
 
-    `module` is what must be importable for anything to be graded. `settings` are those that are known, documented
+    `module` is what must be importable for anything to be graded; `imports` are modules that take long to import and
+    that most settings need: they are imported once, before the processes that grade settings are forked, so no JAX
+    (its threads do not survive that). `settings` are those that are known, documented
     defaults first; `discover` finds, in the library that is installed, settings that nobody wrote down here (names of a
     later version): it may import the library, and returns only what is not among `settings`.
 
@@ -69,6 +71,7 @@ class Door:
     module: str
     homepage: str
     settings: tuple[Setting, ...]
+    imports: tuple[str, ...] = ()
     discover: Callable[[], Sequence[Setting]] | None = None
     reproduction: Callable[[Setting], str] | None = None
 

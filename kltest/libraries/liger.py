@@ -45,6 +45,7 @@ DOOR = Door(
     version="0.8.5",
     installs=(("--no-deps", "liger-kernel=={version}"),),
     module=MODULE,
+    imports=(MODULE,),
     homepage="https://github.com/linkedin/Liger-Kernel",
     settings=(
         whole("dapo", "fused"),

@@ -9,11 +9,13 @@ lost if the library takes this process down; what the library itself prints goes
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -60,6 +62,10 @@ def measured(
     yield {"settings": [setting.name for setting in chosen]}
     beside = {package: found for package in COMPANIONS if (found := _version(package))}
     left = [setting for setting in chosen if setting.name not in done]
+    for module in library.imports if left else ():
+        # What is wrong with it each setting says when it is graded.
+        with contextlib.suppress(Exception):
+            import_module(module)
     for setting in left[share[0] :: share[1]]:
         started = time.monotonic()
         report = _graded(f"{name}:{setting.name}", timeout)

@@ -68,6 +68,7 @@ DOOR = Door(
     version="0.11.2",
     installs=(("--no-deps", "openrlhf=={version}"),),
     module=UTILS,
+    imports=("transformers", "torch._dynamo"),
     homepage="https://github.com/OpenRLHF/OpenRLHF",
     settings=(
         charged("gae", both=True),

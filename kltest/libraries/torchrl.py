@@ -53,6 +53,7 @@ DOOR = Door(
         ("cloudpickle", "packaging", "orjson", "pyvers", "importlib_metadata", "numpy"),
     ),
     module=LOSSES,
+    imports=(LOSSES,),
     homepage="https://github.com/pytorch/rl",
     settings=(
         whole(),

@@ -170,6 +170,7 @@ DOOR = Door(
     version="1.16.0",
     installs=(("trl=={version}",),),
     module="trl",
+    imports=("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "datasets", "tokenizers"),
     homepage="https://github.com/huggingface/trl",
     settings=tuple(_settings()),
     discover=discover,

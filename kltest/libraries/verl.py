@@ -115,6 +115,13 @@ DOOR = Door(
     version="0.9.1",
     installs=(("verl=={version}",), ("cachetools", "uvicorn", "fastapi")),
     module=CORE,
+    imports=(
+        CORE,
+        "verl.workers.config",
+        "verl.workers.utils.losses",
+        "verl.trainer.ppo.ray_trainer",
+        "verl.trainer.config",
+    ),
     homepage="https://github.com/verl-project/verl",
     settings=(
         Setting(

@@ -57,7 +57,7 @@ def exact_batches(
     `advantage` is the reward minus the mean over the batch's rows of the same prompt. Every ordered tuple counts with
     its probability; a loss that is seen not to care for the order of rows is called once for each multiset, and one
     that is seen to tell groups apart by `group` is given many groups in one call. A loss that says of itself that it is
-    `costly` is spared the batches that follow from others (kltest.moments.shares). `added_up` says that rows are summed.
+    `costly` is spared batches that follow from others (kltest.moments.shares). `added_up` says that rows are summed.
 
     Raises WorldError, with the number of batches, when there are more than `most` (TOGETHER times as many where calls
     are of many groups), NonDeterministicError for a loss that gives one batch two gradients.
@@ -261,7 +261,7 @@ class _Batches:
         self.shares = Shares.learnt(call, copies, generator)
         logs = any(one.outcome.metric is not None for _, one in known)
         if self.shares is None and self.apart and logs:
-            known += [(rows, self.call(rows)) for rows in copies.drawn(generator)]
+            known += [(rows, self.call(rows)) for rows in copies.to_check(generator)]
         self.weigh = weighing(copies, known, self.shares) if logs else None
         if logs and self.weigh is None:
             self.shares = None

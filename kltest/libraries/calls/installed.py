@@ -23,7 +23,10 @@ def taken(function, offered, settings):
     Raises LookupError for a setting that it does not name, even if it would swallow it, and for a parameter without a
     default that nothing fills.
     """
-    parameters = inspect.signature(function).parameters
+    signatures = taken.__dict__.setdefault("signatures", {})
+    if function not in signatures:
+        signatures[function] = inspect.signature(function)
+    parameters = signatures[function].parameters
     what = getattr(function, "__qualname__", type(function).__qualname__)
     for name in settings:
         if name not in parameters:
@@ -34,3 +37,9 @@ def taken(function, offered, settings):
         if named and parameter.default is parameter.empty and name not in values:
             raise LookupError(f"in the installed version {what} wants {name!r}, which is not known here")
     return values
+
+
+def costly(*functions):
+    """Say of functions that a call takes milliseconds: they are spared batches that follow from others."""
+    for function in functions:
+        function.costly = True

@@ -2,7 +2,7 @@
 
 import importlib
 
-from kltest.libraries.calls.installed import part, taken
+from kltest.libraries.calls.installed import costly, part, taken
 from kltest.libraries.recipes.liger import SETTINGS, charged
 
 MODULE = "liger_kernel.chunked_loss.grpo_loss"
@@ -61,3 +61,6 @@ def fused_with_charged_advantages(logits, logp, old_logp, ref_logp, tokens, mask
         "advantages": charged(advantage, logp.detach(), ref_logp, old_logp, mask, beta),
     }
     return loss(**taken(loss.forward, offered, {}))[0]
+
+
+costly(ppo_loss_fn, fused, fused_with_charged_advantages)

@@ -6,7 +6,7 @@ import sys
 import traceback
 import types
 
-from kltest.libraries.calls.installed import taken
+from kltest.libraries.calls.installed import costly, taken
 from kltest.libraries.recipes.openrlhf import sequence_kl, sums_over_tokens
 
 
@@ -166,3 +166,6 @@ def configured(estimator, samples):
         reward=space(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
         algo=space(advantage=space(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False)),
     )
+
+
+costly(kl_loss, kl_in_reward)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from kltest.errors import UsageError
+from kltest.libraries.calls.installed import costly
 
 # Words of the tokenizer: tokens of the small worlds, and as many prompts as a batch may have rollouts.
 TOKENS, PROMPTS = 64, 8192
@@ -407,6 +408,4 @@ def _version() -> str:
     return str(getattr(importlib.import_module("trl"), "__version__", "of unknown version"))
 
 
-for each in (grpo, grouped):
-    # A call takes milliseconds: see kltest.moments.shares.
-    each.costly = True  # type: ignore[attr-defined]
+costly(grpo, grouped)

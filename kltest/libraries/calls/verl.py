@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import inspect
 
-from kltest.libraries.calls.installed import part, taken
+from kltest.libraries.calls.installed import costly, part, taken
 
 CORE = "verl.trainer.ppo.core_algos"
 
@@ -155,3 +155,6 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
     loss = policy_loss(**taken(policy_loss, offered, {}))
     logged = [value for name, value in metrics.items() if name.endswith("reward_kl_penalty")]
     return (loss[0] if isinstance(loss, tuple) else loss), {"kl": logged[0]} if logged else {}
+
+
+costly(ppo_loss, kl_in_reward, kl_in_reward_with_probabilities)
