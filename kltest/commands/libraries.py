@@ -112,7 +112,7 @@ def _asked(names: Sequence[str]) -> list[Asked]:
 
 
 def _installed(asked: Sequence[Asked]) -> Iterator[tuple[Asked, str, Installed | KltestError]]:
-    """What was asked for, its version and environment, or why there is none; the next are installed while one is measured."""
+    """Door, version and environment, or why there is none; the next are installed while one is measured."""
     with ThreadPoolExecutor(1) as executor:
         try:
             futures = [executor.submit(_environment, *each) for each in asked]
