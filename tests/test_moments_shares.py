@@ -1,5 +1,6 @@
 """Losses that say of themselves that they are costly: the same moments from fewer calls, and from all where need be."""
 
+import inspect
 import itertools
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from kltest.environments import Instance, ragged
 from kltest.grading.worlds import with_ties
 from kltest.moments import exact_batches
+from kltest.moments.batches import _Batches
+from kltest.rollout import Rollout
 from kltest.targets.calling import bind
 
 
@@ -75,8 +78,18 @@ def masks_ties(logp, ref_logp, mask, reward, group, beta):
     return loss, {"kl": (u.detach() * kept).sum() / kept.sum().clamp(min=1)}
 
 
+def hardly_ever(logp, ref_logp, mask, reward, group, beta):
+    """Standardised pairs: most give nothing with or without the KL; a token mean, so that groups are not apart."""
+    live = mask != 0
+    u = (logp - ref_logp).where(live, 0.0).sum(1)
+    cost = beta * u.detach() - reward
+    same = (group[:, None] == group[None]).to(cost.dtype)
+    away = cost - same @ cost / same.sum(1)
+    return (away.sign() * (logp * live).sum(1)).sum() / live.sum(), {"kl": u.detach().mean()}
+
+
 BATCHES = [token_mean, with_a_small_constant, root_of_the_total, longest, whitened, logs_a_maximum]
-GROUPS = [leave_one_out, logs_by_length, masks_ties]
+GROUPS = [leave_one_out, logs_by_length, masks_ties, hardly_ever]
 SPARED = {token_mean, with_a_small_constant, root_of_the_total, leave_one_out, logs_by_length}
 
 
@@ -92,7 +105,7 @@ def moments(function, instance, *, costly, size=3):
         rows.append(1)
         return function(*given, **named)
 
-    counted.__signature__ = __import__("inspect").signature(function)
+    counted.__signature__ = inspect.signature(function)
     counted.costly = costly
     loss = bind(counted, name=function.__name__)
     assert loss.costly == costly
@@ -111,6 +124,20 @@ def test_a_costly_loss_has_the_moments_of_one_that_is_not(function, instance):
     assert spared.metric.std == pytest.approx(plain.metric.std, rel=1e-9)
     assert spared.added_up == plain.added_up
     assert (few < many / 2) == (function in SPARED), (few, many)
+
+
+def test_groups_that_give_nothing_do_not_vouch_for_the_others(instance):
+    """Half of the pairs give nothing: two that are drawn at random see in three cases of four that a share is wrong."""
+
+    def quiet(*given):
+        return hardly_ever(*given)[0]
+
+    quiet.__signature__ = inspect.signature(hardly_ever)
+    batches = _Batches(bind(quiet), Rollout.of(instance, sampler="stale"))
+    pairs = np.array(list(itertools.combinations_with_replacement(range(len(instance.paths)), 2)))
+    for seed in range(20):
+        batches.apart = "mean"
+        assert batches._together(pairs, np.random.default_rng(seed)) is None
 
 
 def test_the_expectation_is_that_of_every_ordered_batch(instance):

@@ -213,13 +213,21 @@ class _Batches:
             return None
         scale = len(rows) if self.apart == "mean" else 1
         parts = [scale * part.reshape(*rows.shape, *part.shape[1:]) for part in called.parts]
-        for spot in generator.integers(len(rows), size=SPOT_CHECKS):
+        for spot in {*self._telling(rows, parts), *generator.integers(len(rows), size=SPOT_CHECKS).tolist()}:
             alone = self.call(rows[spot])
             if alone.leaves != called.leaves or not close(alone.parts, tuple(p[spot] for p in parts), alone.dtype):
                 self.apart = None
                 return None
         found = dict(zip((leaf for leaf in LEAVES if leaf in called.leaves), parts, strict=True))
         return np.arange(len(rows)), found, self.weigh(rows) if self.weigh else _metric(metric, rows.shape)
+
+    def _telling(self, rows: np.ndarray, parts: list[np.ndarray]) -> Iterator[int]:
+        """Of the groups (N, n) with as many tokens the one of the largest gradient: one that is zero tells nothing."""
+        tokens = self.base.peek("mask").numpy().sum(axis=1)[rows].sum(axis=1)
+        sizes = sum((part**2).reshape(len(rows), -1).sum(axis=1) for part in parts)
+        for total in np.unique(tokens):
+            alike = np.flatnonzero(tokens == total)
+            yield int(alike[np.argmax(np.broadcast_to(sizes, len(rows))[alike])])
 
     def learn_to_tell_apart(self, pool: np.ndarray, size: int, generator: np.random.Generator) -> None:
         """See whether several groups in one call give each what it gives alone, as a mean over groups or as a sum."""

@@ -19,7 +19,7 @@ from kltest.moments.differentiate import RowGradients
 from kltest.rollout import LEAVES
 
 # So many batches, beside one of every choice of lengths, is what was learnt held against.
-CHECKS = 16
+CHECKS = 8
 Call = Callable[[np.ndarray], RowGradients]
 Weigh = Callable[[np.ndarray], np.ndarray]
 
@@ -81,14 +81,15 @@ class Shares:
 
     @classmethod
     def learnt(cls, call: Call, copies: Copies, generator: np.random.Generator) -> Shares | None:
-        """None where batches are not explained so."""
+        """None where batches are not explained so, or give so little that nothing can be learnt from them."""
         shares = cls(copies, {})
         for rows in copies.of_every_kind(generator):
             called = call(rows)
             for place, (row, length) in enumerate(zip(rows, copies.lengths[rows], strict=True)):
                 ratio = _ratio(called.row(place), copies.of(row))
-                if ratio is not None:
-                    shares.share.setdefault((int(length), int(copies.lengths[rows].sum())), ratio)
+                if ratio is None:
+                    return None
+                shares.share.setdefault((int(length), int(copies.lengths[rows].sum())), ratio)
         return shares if all(shares.explain(rows, call(rows)) for rows in copies.to_check(generator)) else None
 
     def explain(self, rows: np.ndarray, called: RowGradients) -> bool:
@@ -100,11 +101,11 @@ class Shares:
         )
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """(N, n) for batches (N, n); 0 where no row gave anything to learn it from."""
+        """(N, n) for batches (N, n)."""
         lengths = self.copies.lengths[rows]
         pairs = np.stack([lengths, np.broadcast_to(lengths.sum(axis=1, keepdims=True), lengths.shape)], axis=-1)
         different, place = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
-        factors = np.array([self.share.get((int(length), int(total)), 0.0) for length, total in different])
+        factors = np.array([self.share[int(length), int(total)] for length, total in different])
         return factors[place].reshape(lengths.shape)
 
     def gradients(self, rows: np.ndarray) -> dict[str, np.ndarray]:

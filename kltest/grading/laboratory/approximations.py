@@ -90,10 +90,11 @@ def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
     """The head that explains a row without a name; not one that does no harm in a bandit, where it can."""
     if not row.wrong or row.identified is not None:
         return None
-    seen = head(findings)
-    single = findings.alone("bandit", "current") if seen else None
+    # Asked first: looking for a head takes hundreds of calls.
+    single = findings.alone("bandit", "current") if _sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
         return None
+    seen = head(findings)
     actions = instances(row.environment, findings.seed)[0].environment.vocabulary
     return seen if seen and seen.drawn == drawn and seen.leaves_out(actions) else None
 
@@ -120,8 +121,13 @@ def beyond_the_usual_worlds(findings: Findings, *, drawn: bool) -> Found | None:
     )
 
 
+def _sees_all_tokens(findings: Findings) -> bool:
+    """Whether it is given more than the drawn token's log-probs, and can be called on single rollouts."""
+    return not (findings.coupled or findings.blocked) and bool(findings.loss.takes & {*FIELDS, "rollout"})
+
+
 def _head(findings: Findings) -> Head | None:
-    if findings.coupled or findings.blocked or not findings.loss.takes & {*FIELDS, "rollout"}:
+    if not _sees_all_tokens(findings):
         return None
     for actions in SIZES:
         try:
