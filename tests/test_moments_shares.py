@@ -129,8 +129,8 @@ def test_a_costly_loss_has_the_moments_of_one_that_is_not(function, instance):
 def test_groups_that_give_nothing_do_not_vouch_for_the_others(instance):
     """Half of the pairs give nothing: two that are drawn at random see in three cases of four that a share is wrong."""
 
-    def quiet(*given):
-        return hardly_ever(*given)[0]
+    def quiet(*given, **named):
+        return hardly_ever(*given, **named)[0]
 
     quiet.__signature__ = inspect.signature(hardly_ever)
     batches = _Batches(bind(quiet), Rollout.of(instance, sampler="stale"))

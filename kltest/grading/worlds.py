@@ -89,7 +89,7 @@ def instances(environment: str, seed: int, group: int | None = None) -> tuple[In
     draw = networks.drawn if environment in NETWORKS else Instance.draw
     drawn = []
     for world_seed, policy_seed in seeds(environment, seed):
-        instance = draw(build(world_seed), policy_seed)
+        instance = draw(replace(build(world_seed), name=environment), policy_seed)
         drawn.append(instance if group is None else with_ties(instance, world_seed))
     return tuple(drawn)
 
