@@ -1,6 +1,6 @@
 """Grade all settings of a library that is installed here, each in a child process, a line of JSON for each.
 
-    python -m kltest.libraries.measure LIBRARY [--setting NAME]… [--done NAME]… [--share K/N] [--timeout SECONDS]
+    python -m kltest.libraries.measure LIBRARY [--setting NAME]… [--done NAME]… [--claims FOLDER] [--timeout SECONDS]
 
 This is what `kltest libraries` runs inside a library's environment. Lines come as they are finished, so that nothing is
 lost if the library takes this process down; what the library itself prints goes to standard error.
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from kltest.commands.grade import Job, failed, graded, terminated_as_interrupted
@@ -36,14 +37,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("library")
     parser.add_argument("--setting", action="append", default=[])
     parser.add_argument("--done", action="append", default=[])
-    parser.add_argument("--share", type=_share, default=(0, 1))
+    parser.add_argument("--claims", type=Path, default=None)
     parser.add_argument("--timeout", type=float, default=None)
     asked = parser.parse_args(arguments)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         # What a library prints, below Python too, must not get between the answers.
         os.dup2(2, 1)
         with terminated_as_interrupted():
-            for each in measured(asked.library, asked.setting, asked.done, asked.share, asked.timeout):
+            for each in measured(asked.library, asked.setting, asked.done, asked.claims, asked.timeout):
                 print(json.dumps(each, ensure_ascii=False, allow_nan=False), file=answers, flush=True)
     return 0
 
@@ -52,10 +53,13 @@ def measured(
     name: str,
     names: Sequence[str] = (),
     done: Sequence[str] = (),
-    share: tuple[int, int] = (0, 1),
+    claims: Path | None = None,
     timeout: float | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """First which settings there are (of those named, or all), then rows of those that are not done, every n-th."""
+    """First which settings there are (of those named, or all), then rows of those that are not done.
+
+    Processes that share them leave a file in the folder `claims` for each that they take.
+    """
     library = door(name)
     there = settings_here(library)
     chosen = [setting for setting in there if not names or setting.name in names]
@@ -66,7 +70,9 @@ def measured(
         # What is wrong with it each setting says when it is graded.
         with contextlib.suppress(Exception):
             import_module(module)
-    for setting in left[share[0] :: share[1]]:
+    for number, setting in enumerate(left):
+        if claims and not _claimed(claims / str(number)):
+            continue
         started = time.monotonic()
         report = _graded(f"{name}:{setting.name}", timeout)
         written = _program(library, setting, report)
@@ -99,9 +105,13 @@ def _program(library: Door, setting: Setting, report: Report) -> Program:
         return Program(note=str(error))
 
 
-def _share(text: str) -> tuple[int, int]:
-    number, _, of = text.partition("/")
-    return int(number), int(of)
+def _claimed(file: Path) -> bool:
+    """Whether nobody else has been here before."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _version(name: str) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +44,11 @@ class Measuring:
         """
         said: Queue[tuple[int, bytes]] = Queue()
         with contextlib.ExitStack() as stack:
+            claims = stack.enter_context(tempfile.TemporaryDirectory(dir=self.installed.scratch))
+            command = self.installed.command("-m", "kltest.libraries.measure", self.name, "--claims", claims)
             processes = [
-                stack.enter_context(_running(self._command(k), self.installed, self._log(k))) for k in self._all
+                stack.enter_context(_running([*command, *self.arguments], self.installed, self._log(k)))
+                for k in self._all
             ]
             for number, process in enumerate(processes):
                 Thread(target=_listen, args=(number, process, said), daemon=True).start()
@@ -70,10 +74,6 @@ class Measuring:
     @property
     def _all(self) -> range:
         return range(self.workers)
-
-    def _command(self, number: int) -> list[str]:
-        share = ["--share", f"{number}/{self.workers}"]
-        return self.installed.command("-m", "kltest.libraries.measure", self.name, *share, *self.arguments)
 
     def _log(self, number: int) -> Path:
         return self.installed.scratch / f"measure-{number}.log"

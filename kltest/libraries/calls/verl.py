@@ -22,8 +22,12 @@ def configured(kind, usual, settings):
 
 def actor(settings):
     """The actor's configuration as documented, with settings."""
-    usual = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-    return configured(part("verl.workers.config", "ActorConfig"), usual, settings)
+    known = actor.__dict__.setdefault("known", {})
+    asked = repr(sorted(settings.items()))
+    if asked not in known:
+        usual = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+        known[asked] = configured(part("verl.workers.config", "ActorConfig"), usual, settings)
+    return known[asked]
 
 
 def computed(live, *log_probs):
