@@ -23,7 +23,10 @@ def part(module, names):
 
 
 def taken(function, offered, settings):
-    parameters = inspect.signature(function).parameters
+    signatures = taken.__dict__.setdefault("signatures", {})
+    if function not in signatures:
+        signatures[function] = inspect.signature(function)
+    parameters = signatures[function].parameters
     what = getattr(function, "__qualname__", type(function).__qualname__)
     for name in settings:
         if name not in parameters:

@@ -1,3 +1,4 @@
+from __future__ import annotations
 import torch
 KL_IS_WEIGHT_CLIP = 10.0
 

@@ -34,8 +34,12 @@ def part(module, names):
 
 
 def actor(settings):
-    usual = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-    return configured(part("verl.workers.config", "ActorConfig"), usual, settings)
+    known = actor.__dict__.setdefault("known", {})
+    asked = repr(sorted(settings.items()))
+    if asked not in known:
+        usual = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+        known[asked] = configured(part("verl.workers.config", "ActorConfig"), usual, settings)
+    return known[asked]
 
 
 def computed(live, *log_probs):
@@ -44,7 +48,10 @@ def computed(live, *log_probs):
 
 
 def taken(function, offered, settings):
-    parameters = inspect.signature(function).parameters
+    signatures = taken.__dict__.setdefault("signatures", {})
+    if function not in signatures:
+        signatures[function] = inspect.signature(function)
+    parameters = signatures[function].parameters
     what = getattr(function, "__qualname__", type(function).__qualname__)
     for name in settings:
         if name not in parameters:
