@@ -1,0 +1,75 @@
+"""Programs without kltest are run before they are given out: as main modules, where there is no kltest."""
+
+import json
+import sys
+
+import pytest
+
+from kltest.libraries import programs
+from kltest.libraries.programs import ProgramError
+
+SAID = {
+    "vocabulary": 2,
+    "length": 1,
+    "policy": [[0.5, 0.5]],
+    "reference": [[0.4, 0.6]],
+    "sampler": None,
+    "expected": [[0.1, -0.1]],
+}
+GOOD = f"""
+import json, os, sys, torch
+assert __name__ == "__main__" and not any(name.split(".")[0] == "kltest" for name in sys.modules if sys.modules[name])
+print("words that come first")
+open("left.txt", "w").close()
+print(json.dumps(json.loads('{json.dumps(SAID)}')))
+"""
+RUNS = [programs._by_forking, programs._anew] if sys.platform == "linux" else [programs._anew]
+
+
+@pytest.fixture(params=RUNS, ids=lambda run: run.__name__)
+def said(request, monkeypatch, tmp_path):
+    monkeypatch.setattr(programs, "_by_forking", request.param)
+    monkeypatch.setattr(programs, "_anew", request.param)
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield programs._said
+    assert not list(tmp_path.iterdir())
+    assert "kltest" in sys.modules
+    assert sys.modules["kltest"] is not None
+    assert {name for name in before if name.startswith("kltest")} <= set(sys.modules)
+
+
+def test_what_is_printed_last_is_read(said):
+    assert said(GOOD) == SAID
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("1 / 0", "failed: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "without kltest failed"),
+        ("print('no JSON')", "not as agreed: no JSON"),
+        ("pass", "not as agreed: nothing"),
+        ("print('{}')", "not as agreed: {}"),
+        ("print('[]')", "not as agreed"),
+    ],
+)
+def test_what_goes_wrong_is_said(said, code, words):
+    with pytest.raises(ProgramError, match=words):
+        said(code)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="programs are forked on Linux only")
+def test_a_program_that_needs_kltest_fails_in_a_fork_of_a_process_that_has_it():
+    with pytest.raises(ProgramError, match="kltest"):
+        programs._said(f"import kltest\nprint({json.dumps(SAID)!r})")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="programs are forked on Linux only")
+@pytest.mark.parametrize(
+    ("code", "words"), [("import os; os._exit(4)", "exit status 4"), ("while True: pass", "did not")]
+)
+def test_a_program_that_leaves_or_never_ends_is_ended(monkeypatch, code, words):
+    monkeypatch.setattr(programs, "SECONDS", 1.0)
+    with pytest.raises(ProgramError, match=words):
+        programs._said(code)
