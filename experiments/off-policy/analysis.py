@@ -30,6 +30,8 @@ DIFFERENCES = 1e-6
 SMALL = 500.0
 # A cycle that grows so much in all of training has had the time to show it.
 GROWN = 1e6
+# Gaps below this are what is left of zero, and may be zero itself.
+ROUNDING = 1e-14
 # Shorter rollouts are at times the noisier with prefix ratios.
 LONG = 10
 # With fewer rollouts a baseline is noise itself.
@@ -229,11 +231,11 @@ def _as_stable(rows: Sequence[Row]) -> Answer:
                 continue
             grown = cycle["multiplier"] ** (row["steps"] / row["inner_steps"])
             if cycle["multiplier"] < 1 or grown > GROWN:
-                outcomes.append((cycle["multiplier"] < 1, row["gap"] / one[0]["gap"]))
+                outcomes.append((cycle["multiplier"] < 1, row["gap"] / max(one[0]["gap"], ROUNDING)))
     settled, not_settled = ([gap for stable, gap in outcomes if stable is wanted] for wanted in (True, False))
     if not settled or not not_settled:
         return None
-    said = f"gap at most {max(settled):.2f} times that of one update where it shrinks, from {min(not_settled):.0f} else"
+    said = f"gap at most {max(settled):.2f} times that of one update where it shrinks, from {min(not_settled):.3g} else"
     return said, max(settled) < 10 < min(not_settled)
 
 
@@ -245,7 +247,7 @@ def _same_end(rows: Sequence[Row]) -> Answer:
     known = [[row["gap"] for row in one] for one in series.values() if len(one) > 1]
     if not known:
         return None
-    off = max(max(gaps) / min(gaps) - 1 for gaps in known)
+    off = max(max(max(gaps) - min(gaps) - ROUNDING, 0.0) / max(min(gaps), ROUNDING) for gaps in known)
     return f"gaps equal within {off:.1e}", off < 1e-6
 
 
@@ -259,7 +261,7 @@ def _ratio_free(rows: Sequence[Row]) -> Answer:
     known = [one for one in series.values() if len(one) > 1]
     if not known:
         return None
-    worst = max(row["gap"] / one[0]["gap"] for one in known for row in one[1:])
+    worst = max(row["gap"] / max(one[0]["gap"], ROUNDING) for one in known for row in one[1:])
     return f"at most {worst:.2f} times the gap of one update", worst < 1.25
 
 
