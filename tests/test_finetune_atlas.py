@@ -64,19 +64,22 @@ def place(request):
 
 
 def log_probs(target, weights, instance):
-    """(N,) of every completion, from passes over whole completions rather than over prefixes."""
+    """(N, T) of the tokens of every completion, from passes over whole completions rather than over prefixes."""
     paths = instance.paths
     tokens = torch.from_numpy(np.where(paths.mask, paths.tokens, 0)) if paths.padded else torch.from_numpy(paths.tokens)
     ids = torch.cat([torch.full((len(tokens), 1), target.prompt), tokens[:, :-1]], dim=1)
-    logits = torch.func.functional_call(target.model, weights, (ids,), {"use_cache": False}).logits[:, :, :3]
-    chosen = logits.log_softmax(dim=2).gather(2, tokens[:, :, None])[:, :, 0]
-    return (chosen * torch.from_numpy(np.asarray(paths.mask, dtype=float))).sum(dim=1)
+    logits = torch.func.functional_call(target.model, weights, (ids,), {"use_cache": False}).logits
+    chosen = logits[:, :, : target.prompt].log_softmax(dim=2).gather(2, tokens[:, :, None])[:, :, 0]
+    return chosen * torch.from_numpy(np.asarray(paths.mask, dtype=float))
 
 
 def kl(target, weights, instance):
     """KL(π‖ref) as a sum over completions; the reference's log-probs are those of the instance."""
     paths = instance.paths
-    logp, reference = log_probs(target, weights, instance), torch.from_numpy(paths.log_probability(instance.reference))
+    logp, reference = (
+        log_probs(target, weights, instance).sum(dim=1),
+        torch.from_numpy(paths.log_probability(instance.reference)),
+    )
     return (logp.exp() * (logp - reference)).sum()
 
 
@@ -268,21 +271,13 @@ def test_the_world_transformer_asks_at_the_weights_and_not_at_the_logits():
     for instance, (_, seed) in zip(instances("transformer", 0), seeds("transformer", 0), strict=True):
         target = network(SMALL, 4, 0, CPU)
         own = {name: one.detach().requires_grad_() for name, one in target.drawn((seed,)).items()}
-        logp = token_log_probs(target, own, instance)
+        logp = log_probs(target, own, instance)
         chances = logp.sum(dim=1).exp()
         away = logp - torch.from_numpy(instance.paths.chosen(instance.reference))
         true, followed = (chances * away.sum(dim=1)).sum(), (chances.detach() * k3(away).sum(dim=1)).sum()
         wanted, got = (flat(torch.autograd.grad(of, own.values(), retain_graph=True)) for of in (true, followed))
         biases.append(float((got - wanted).norm() / wanted.norm()))
     assert row.relative_bias == pytest.approx(max(biases), rel=1e-9)
-
-
-def token_log_probs(target, weights, instance):
-    """(N, T) log-probs of the tokens of every completion, all of one length."""
-    tokens = torch.from_numpy(instance.paths.tokens)
-    ids = torch.cat([torch.full((len(tokens), 1), target.prompt), tokens[:, :-1]], dim=1)
-    logits = torch.func.functional_call(target.model, weights, (ids,), {"use_cache": False}).logits
-    return logits[:, :, : target.prompt].log_softmax(dim=2).gather(2, tokens[:, :, None])[:, :, 0]
 
 
 def k3(away):

@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from kltest.environments import Instance, sequence
 from kltest.errors import KltestError
 from kltest.grading.report import GradientRow, Report
-from kltest.isolation import Child
+from kltest.isolation import Child, describe
 from kltest.libraries import NAMES
 from kltest.libraries.door import Door, Setting
 from kltest.truth import combine
@@ -85,10 +84,9 @@ def _by_forking(file: Path) -> str:
     """In a fork of this process, which has imported the library already."""
     with Child(_run, str(file)) as child:
         step = child.step(SECONDS)
-        if step.kind == "value":
-            return str(step.value)
-        last = (child.output.last(1) or [""])[0]
-    raise ProgramError(f"the program without kltest {step.message or last}")
+    if step.kind != "value":
+        raise ProgramError(f"the program without kltest {step.message}")
+    return str(step.value)
 
 
 def _run(file: str) -> Iterator[str]:
@@ -104,9 +102,9 @@ def _run(file: str) -> Iterator[str]:
         with contextlib.redirect_stdout(printed):
             runpy.run_path(file, run_name="__main__")
     except BaseException as error:
+        raise ProgramError(f"failed: {describe(error)}") from error
+    finally:
         sys.modules.update(ours)
-        raise ProgramError(f"failed: {''.join(traceback.format_exception_only(error)).strip()}") from error
-    sys.modules.update(ours)
     yield printed.getvalue()
 
 

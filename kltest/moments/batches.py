@@ -84,7 +84,6 @@ def _exact(
     ordered = not batches.order_is_free(pools[0][0], size, generator)
     if grouped and not ordered:
         batches.learn_to_tell_apart(pools[0][0], size, generator)
-    costly = getattr(loss, "costly", False) and not ordered
     count = sum(len(pool) ** size if ordered else math.comb(len(pool) + size - 1, size) for pool, _, _ in pools)
     if count > most * (TOGETHER if batches.apart else 1):
         kind = "groups" if grouped else "batches"
@@ -98,7 +97,7 @@ def _exact(
     weights: list[np.ndarray] = []
     metrics: list[np.ndarray | None] = []
     for pool, chances, prompt in pools:
-        if costly:
+        if loss.costly and not ordered:
             batches.learn_from_few(pool, size, generator)
         drawn = iter(_drawn(pool, size, ordered))
         while kept := list(islice(drawn, KEPT)):
@@ -163,6 +162,7 @@ class _Batches:
         self.loss = loss
         self.base = base
         self.live = live_positions(base)
+        self.lengths = base.peek("mask").sum(dim=1).numpy().astype(int)
         self.dtype = "float64"
         self.apart: Share | None = None
         self.reads_groups = False
@@ -223,7 +223,7 @@ class _Batches:
 
     def _telling(self, rows: np.ndarray, parts: list[np.ndarray]) -> Iterator[int]:
         """Of the groups (N, n) with as many tokens the one of the largest gradient: one that is zero tells nothing."""
-        tokens = self.base.peek("mask").numpy().sum(axis=1)[rows].sum(axis=1)
+        tokens = self.lengths[rows].sum(axis=1)
         sizes = sum((part**2).reshape(len(rows), -1).sum(axis=1) for part in parts)
         for total in np.unique(tokens):
             alike = np.flatnonzero(tokens == total)
@@ -241,7 +241,7 @@ class _Batches:
             except KltestError:  # made for one group a call
                 return
             one_number = called.outcome.metric is not None and called.outcome.metric.dim() == 0
-            if one_number and not getattr(self.loss, "costly", False):
+            if one_number and not self.loss.costly:
                 return  # the one logged number of a call would be that of all its groups
             for spot, batch in enumerate(rows):
                 alone = self.call(batch)
@@ -257,7 +257,7 @@ class _Batches:
         self.shares = self.weigh = None
         if math.comb(len(pool) + size - 1, size) < WORTH * (len(pool) + CHECKS):
             return
-        copies = Copies.called(self.call, pool, size, self.base.peek("mask").sum(dim=1).numpy().astype(int))
+        copies = Copies.called(self.call, pool, size, self.lengths)
         if copies is None:
             return
         known: list[tuple[np.ndarray, RowGradients]] = []

@@ -71,8 +71,7 @@ def exact(
         witness = Witness(loss, Rollout.of(instance, sampler=sampler, padding=padding), coupling=coupling)
         witness.mean = witness.sum = not coupling
     else:
-        few = getattr(loss, "costly", False)
-        witness = probe(loss, Rollout.of(instance, sampler=sampler, padding=padding), generator, few=few)
+        witness = probe(loss, Rollout.of(instance, sampler=sampler, padding=padding), generator, few=loss.costly)
         witness.look(list(range(len(paths))))
     return _one_by_one(witness, instance, sampler, projection())
 

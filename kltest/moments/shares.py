@@ -49,11 +49,10 @@ class Copies:
             given = np.stack([getattr(one, leaf)[0] for one in own])
             parts[leaf] = np.zeros((len(lengths), *given.shape[1:]))
             parts[leaf][pool] = given
-        logged = np.zeros(len(lengths))
-        numbers = [_logged(one) for one in own]
-        if None in numbers:
-            return cls(pool, size, lengths, parts, None)
-        logged[pool] = numbers
+        numbers, logged = [_logged(one) for one in own], None
+        if None not in numbers:
+            logged = np.zeros(len(lengths))
+            logged[pool] = numbers
         return cls(pool, size, lengths, parts, logged)
 
     def of(self, row: int) -> tuple[np.ndarray, ...]:

@@ -52,8 +52,8 @@ class Loss(Protocol):
     that it may read any; `rollout.accessed` then tells). `settings` are the arguments that are not fields. `notes` are
     sentences for the report, complete after the first call. `writes` says what became of the fields that it was seen
     writing into, `mutated` are their names; `made_trainable` the constants whose gradient it switched on.
-    `takes_beta`: it is called at β and at 0, and its objective is the difference over β. `spec` describes a registered
-    estimator.
+    `takes_beta`: it is called at β and at 0, and its objective is the difference over β. `costly`: it says of itself
+    that a call takes milliseconds. `spec` describes a registered estimator.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Loss(Protocol):
     credit: Credit
     settings: dict[str, object]
     takes_beta: bool
+    costly: bool
     notes: list[str]
     writes: dict[str, str]
     made_trainable: set[str]
