@@ -162,12 +162,16 @@ class _Batches:
         self.loss = loss
         self.base = base
         self.live = live_positions(base)
-        self.lengths = base.peek("mask").sum(dim=1).numpy().astype(int)
         self.dtype = "float64"
         self.apart: Share | None = None
         self.reads_groups = False
         self.shares: Shares | None = None
         self.weigh: Weigh | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(rows,) how many tokens each row of the base has; whoever samples puts another base in its place."""
+        return self.base.peek("mask").sum(dim=1).numpy().astype(int)
 
     def call(self, rows: np.ndarray, *, groups: bool = False) -> RowGradients:
         """The gradients of a batch of these rows (n,), or of several groups of rows (G, n)."""
