@@ -29,7 +29,7 @@ def configurations():
     for name in COMPARED:
         for tokens in (1, 2, 10):
             yield {"part": "length", "tokens": tokens, "compared": name, "seed": 0}
-    yield {"part": "weights", "horizon": 100, "noise": 0.2, "seed": 0}
+    yield {"part": "weights", "horizon": 300, "noise": 0.2, "seed": 0}
     for recipe, updates in UPDATES.items():
         for count in updates:
             for seed in (0, 1):

@@ -34,6 +34,10 @@ GROWN = 1e6
 ROUNDING = 1e-14
 # Shorter rollouts are at times the noisier with prefix ratios.
 LONG = 10
+# Tokens after which the first ones count for little in a mean over all.
+SETTLED = 100
+# −D₂/KL(π‖μ) is −2 plus terms of the order of the sampler's distance.
+NEXT_ORDER = 2.0
 # With fewer rollouts a baseline is noise itself.
 FEW = 16
 # Updates times learning rate from which sampled runs are at their end and no longer on the way there.
@@ -158,17 +162,23 @@ def _clip(rows: Sequence[Row]) -> Answer:
 
 
 def _exponential(rows: Sequence[Row]) -> Answer:
-    found = [row for row in select(rows, "weights") if row["at"] >= 10]
+    found = [
+        (-row["log_sequence_share"] / row["kl_to_sampler"], row["noise"])
+        for row in select(rows, "weights")
+        if row["at"] >= LONG
+    ]
     if not found:
         return None
-    rates = [-row["log_sequence_share"] / row["kl_to_sampler"] for row in found]
-    said = f"log share between −{max(rates):.2f} and −{min(rates):.2f} times KL(π‖μ)"
-    return said, min(rates) > 1.6 and max(rates) < 2.4
+    off, least = max(abs(rate - 2) / noise for rate, noise in found), min(rate for rate, _ in found)
+    said = f"2 within {off:.2f} times the noise of the sampler's logits; at least {least:.2f} times KL(π‖μ)"
+    return said, off < NEXT_ORDER and least > 1
 
 
 def _tokens_flat(rows: Sequence[Row]) -> Answer:
     series = _series(select(rows, "weights"), "at", "noise", "seed")
-    pairs = [(one[-1], row) for one in series.values() for row in one if row["at"] == 10 and one[-1]["at"] >= 100]
+    pairs = [
+        (one[-1], row) for one in series.values() for row in one if row["at"] == SETTLED and one[-1]["at"] > SETTLED
+    ]
     if not pairs:
         return None
     off = max(abs(last["token_share"] / row["token_share"] - 1) for last, row in pairs)
@@ -218,24 +228,30 @@ def _none_threshold(rows: Sequence[Row]) -> Answer:
 
 
 def _as_stable(rows: Sequence[Row]) -> Answer:
-    """Cycles that multiply a small step until it is large leave a tenfold gap; those that shrink it leave none."""
+    """Cycles that multiply a small step until it is large leave a tenfold gap; those that shrink it leave none.
+
+    None: no more than one update a sampler, or than the factor squared has left of the early gap, which is quadratic in
+    a small step.
+    """
     stability = {(r["recipe"], r["updates"], r["learning_rate"], r["seed"]): r for r in select(rows, "stability")}
     series = _series(select(rows, "training", batch_size=0), "inner_steps", "recipe", "learning_rate", "seed")
-    outcomes = []
+    settled, not_settled = [], []
     for (recipe, rate, seed), one in series.items():
         if RECIPES[recipe][2] != "optimum" or one[0]["inner_steps"] != 1:
             continue
+        first = max(one[0]["gap"], ROUNDING)
         for row in one[1:]:
             cycle = stability.get((recipe, row["inner_steps"], rate, seed))
             if cycle is None:
                 continue
-            grown = cycle["multiplier"] ** (row["steps"] / row["inner_steps"])
-            if cycle["multiplier"] < 1 or grown > GROWN:
-                outcomes.append((cycle["multiplier"] < 1, row["gap"] / max(one[0]["gap"], ROUNDING)))
-    settled, not_settled = ([gap for stable, gap in outcomes if stable is wanted] for wanted in (True, False))
+            cycles = (row["steps"] - int(TRAINED["early"])) / row["inner_steps"]
+            if cycle["multiplier"] < 1:
+                settled.append(row["gap"] / max(first, row["early_gap"] * cycle["multiplier"] ** (2 * cycles)))
+            elif cycle["multiplier"] ** cycles > GROWN:
+                not_settled.append(row["gap"] / first)
     if not settled or not not_settled:
         return None
-    said = f"gap at most {max(settled):.2f} times that of one update where it shrinks, from {min(not_settled):.3g} else"
+    said = f"at most {max(settled):.2f} times as much where it shrinks, from {min(not_settled):.3g} times else"
     return said, max(settled) < 10 < min(not_settled)
 
 
@@ -361,14 +377,14 @@ QUESTIONS = (
     Question(
         "the effective share of full-sequence weights falls as e^(−2·KL(π‖μ)): exponentially in length",
         "theory: it is e^(−D₂), D₂ the Rényi divergence, 2·KL to leading order and never below KL",
-        "log share near −2·KL from 10 tokens on",
+        f"log share −2·KL from {LONG} tokens on, but for the next order; never above −KL",
         _exponential,
-        "20 %: the next orders at these distances",
+        f"{NEXT_ORDER:g} times the noise: the next order is linear in it",
     ),
     Question(
         "the effective share of token weights does not fall with length, that of prefix weights does",
         "theory",
-        "tokens the same at 10 and at the longest",
+        f"tokens the same at {SETTLED} and at the longest",
         _tokens_flat,
         "10 %: the first tokens are not yet in the long run's contexts",
     ),
@@ -417,9 +433,9 @@ QUESTIONS = (
     Question(
         "training with exact expectations ends as these factors say",
         "this work",
-        "at π* where they are below one, not where they are above",
+        "at π*, as far as the factors or one update a sampler bring it, where they are below one; not where above",
         _as_stable,
-        f"ten times the gap of one update a sampler; of cycles that grow, those that do so {GROWN:g}-fold in all",
+        f"ten times that gap; of cycles that grow, those that do so {GROWN:g}-fold in all",
     ),
     Question(
         "with prefix or full-sequence ratios the number of updates to one sampler makes no difference in expectation",
