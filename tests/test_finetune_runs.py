@@ -380,3 +380,27 @@ def test_the_command_line(tmp_path, finished):
     assert all(name in listed.stdout for name in (*METRICS, "beta", "gradient_every"))
     assert "transformers" not in listed.stderr
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_a_compiled_forward_pass_changes_no_more_than_rounding(monkeypatch):
+    """Traced as for the compiler, which is left out here: it takes a minute, and not every machine has one."""
+    double = replace(SMALL, steps=3, dtype="float64")
+    plain = run(double, quiet=True)
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compiled(function, backend="aot_eager", **options)
+    )
+    traced = run(replace(double, compile=True), quiet=True)
+    for name in ("reward", "kl", "gradient_norm", "kl_gradient_size"):
+        (steps, one), (same_steps, other) = plain.of(name), traced.of(name)
+        assert steps == same_steps, name
+        assert other == pytest.approx(one, rel=1e-8, abs=1e-12), name
+
+
+def test_without_a_compiler_the_words_are_ours(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
+    with pytest.raises(UsageError, match=r"compile: .* \(Failed to find C compiler.*set compile=false"):
+        run(replace(SMALL, compile=True), quiet=True)
