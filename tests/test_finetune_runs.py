@@ -20,7 +20,7 @@ from kltest.finetune.settings import Settings
 pytest.importorskip("transformers")
 
 from kltest.finetune import faults, generation, training
-from kltest.finetune.measure import compared, evaluate
+from kltest.finetune.measure import compare_gradients, compared, evaluate
 from kltest.finetune.metrics import METRICS
 from kltest.finetune.models import load
 from kltest.finetune.objective import advantages
@@ -380,6 +380,73 @@ def test_the_command_line(tmp_path, finished):
     assert all(name in listed.stdout for name in (*METRICS, "beta", "gradient_every"))
     assert "transformers" not in listed.stderr
     assert not list(Path(tmp_path).iterdir())
+
+
+STALE = replace(SMALL, reference_steps=2, gradient_chunks=6, inner_epochs=2, max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def away(models_folder):
+    """Models whose policy is far from the reference, and a sampler that prefers what the policy does not."""
+    models = load(STALE, task_named(STALE.task), torch.device("cpu"))
+    policy = models.policy.frozen()
+    generator = torch.Generator().manual_seed(0)
+    for one in policy.model.parameters():
+        one.requires_grad_(True).data.add_(2 * one.std() * torch.randn(one.shape, generator=generator))
+    sampler = policy.frozen()
+    sampler.model.lm_head.weight.data.mul_(-0.5)
+    return replace(models, policy=policy), sampler
+
+
+def test_a_sampler_that_is_the_policy_changes_nothing(away):
+    models, task = away[0], task_named(STALE.task)
+    settings = replace(STALE, kl="k3-ratio", max_tokens=4)
+    fresh = compare_gradients(models, task, settings, 3)
+    stale = compare_gradients(models, task, settings, 3, models.policy.frozen())
+    assert set(stale) == {name.replace("kl_gradient", "stale_gradient") for name in fresh}
+    for name, value in fresh.items():
+        assert stale[name.replace("kl_gradient", "stale_gradient")] == pytest.approx(value, rel=1e-3), name
+
+
+def test_a_stale_gradient_is_that_of_stale_rollouts(away):
+    """On single tokens k3 with its ratio follows ∇KL(π‖ref) even so; k2 in the loss does with fresh rollouts alone."""
+    (models, sampler), task = away, task_named(STALE.task)
+    ratio, none = (replace(STALE, kl=name, gradient_batches=16) for name in ("k3-ratio", "k2-loss"))
+    unbiased, biased = (compare_gradients(models, task, one, 3, sampler) for one in (ratio, none))
+    fresh = compare_gradients(models, task, none, 3)
+    for found, name in ((unbiased, "stale_gradient"), (fresh, "kl_gradient")):
+        for what in ("cosine", "size"):
+            assert found[f"{name}_{what}_low"] < 1 < found[f"{name}_{what}_high"], (name, what)
+            assert found[f"{name}_{what}_high"] - found[f"{name}_{what}_low"] < 0.3
+    assert biased["stale_gradient_cosine_high"] < 1
+
+
+def test_the_last_inner_epoch_is_measured_with_the_sampler_of_the_step(monkeypatch):
+    """By what is handed over: the policy as it was before the step, and as it is after all but one of its updates."""
+    met, moved = [], training.Training._moved
+
+    def spy(models, task, settings, step, sampler=None):
+        copies = [one and one.model.lm_head.weight.detach().clone() for one in (models.policy, sampler)]
+        met.append((step, *copies))
+        return {} if sampler is None else {"stale_gradient_size": 1.0}
+
+    def told(self, update):
+        norm = moved(self, update)
+        met.append((update, self.models.policy.model.lm_head.weight.detach().clone()))
+        return norm
+
+    monkeypatch.setattr(training, "compare_gradients", spy)
+    monkeypatch.setattr(training.Training, "_moved", told)
+    history = run(replace(SMALL, steps=4, inner_epochs=3, gradient_every=2, kl="k2-loss"), quiet=True)
+    assert history.of("stale_gradient_size") == ([2], [1.0])
+    after = {number: weight for number, weight, *more in met if not more}
+    (fresh, stale, last) = [entry for entry in met if len(entry) == 3]
+    assert (fresh[0], stale[0], last[0]) == (2, 2, 4)
+    assert fresh[2] is None
+    assert torch.equal(stale[2], fresh[1])
+    assert torch.equal(stale[2], after[2 * 3 - 1])
+    assert torch.equal(stale[1], after[2 * 3 + 1])
+    assert not torch.equal(stale[1], stale[2])
 
 
 def test_a_compiled_forward_pass_changes_no_more_than_rounding(monkeypatch):

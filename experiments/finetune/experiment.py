@@ -18,7 +18,10 @@ LIBRARIES = ("transformers", "tokenizers")
 COMMITTED = Path(__file__).parent / "sweep.csv"
 # Metrics of the runner that rows keep, beside those with an interval.
 PLAIN = ("reward", "kl_logged", "entropy", "length_held_out", "gradient_norm", "ratio_largest", "kl_gradient_noise")
-WITH_INTERVAL = ("reward_held_out", "reward_out_of_distribution", "kl", "kl_gradient_cosine", "kl_gradient_size")
+WITH_INTERVAL = (
+    *("reward_held_out", "reward_out_of_distribution", "kl", "kl_out_of_distribution"),
+    *("kl_gradient_cosine", "kl_gradient_size", "stale_gradient_cosine", "stale_gradient_size"),
+)
 FIGURES = 7
 """Significant figures that rows keep: float32 has no more."""
 

@@ -16,6 +16,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "k3-loss": {"kl": "k3-loss"},
     "k1-loss": {"kl": "k1-loss"},
     "none, stale": {"kl": "none", "inner_epochs": 4},
+    "k2-loss, stale": {"kl": "k2-loss", "inner_epochs": 4},
     "k3-ratio, stale": {"kl": "k3-ratio", "inner_epochs": 4},
 }
 BETAS = (0.03, 0.1, 0.3, 1.0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ class Language:
     def caches(self) -> bool:
         """Whether a pass can go on from an earlier one."""
         return "past_key_values" in _accepted(type(self.model))
+
+    def frozen(self) -> Language:
+        """A copy that stays as the model is now."""
+        return replace(self, model=copy.deepcopy(self.model).requires_grad_(False), compiled=None)
 
     def encode(self, prompt: str) -> list[int]:
         """UsageError for a prompt without tokens: there would be nothing to predict the first one from."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 from kltest.finetune.drawing import draw, longest
+from kltest.finetune.language import Language
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
@@ -28,7 +30,7 @@ ROWS = 256
 
 
 def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Record:
-    """Held-out and out-of-distribution rewards, KL(π‖ref), entropy and length; names as in METRICS."""
+    """Rewards and KL(π‖ref), held-out and out of distribution, entropy and length; names as in METRICS."""
     alone = Processes(0, 1, models.policy.device)
     found: Record = {}
     for split in ("held-out", "out-of-distribution"):
@@ -36,11 +38,11 @@ def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Recor
             continue
         rollouts = draw(models.policy, task, settings, split, (step,), settings.eval_prompts, 1, alone)
         assert rollouts.reward is not None
-        name = f"reward_{split.replace('-', '_')}"
-        found |= _with_interval(name, *_wilson(rollouts.reward.cpu().numpy()))
+        name = split.replace("-", "_")
+        kl, entropy = values(models, rollouts, settings)
+        found |= _with_interval(f"reward_{name}", *_wilson(rollouts.reward.cpu().numpy()))
+        found |= _with_interval("kl" if split == "held-out" else f"kl_{name}", *_student(kl.cpu().numpy()))
         if split == "held-out":
-            kl, entropy = values(models, rollouts, settings)
-            found |= _with_interval("kl", *_student(kl.cpu().numpy()))
             found["entropy"] = float(entropy.sum() / rollouts.mask.sum())
             found["length_held_out"] = float(rollouts.lengths.double().mean())
     return found
@@ -64,26 +66,38 @@ def values(models: Models, rollouts: Rollouts, settings: Settings) -> tuple[Tens
     return torch.cat(kls), torch.cat(entropies)
 
 
-def compare_gradients(models: Models, task: Task, settings: Settings, step: int) -> Record:
-    """The KL term's expected gradient against that of KL(π‖ref), from independent batches; names as in METRICS."""
+def compare_gradients(
+    models: Models, task: Task, settings: Settings, step: int, sampler: Language | None = None
+) -> Record:
+    """The KL term's expected gradient against that of KL(π‖ref), from independent batches; names as in METRICS.
+
+    With a `sampler` the term is given its rollouts and log-probs, and the names are those of the stale gradient.
+    """
     term = Objective(settings, reward=False)
     if term.kl is None:
         return {}
     plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}}
     truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
-    parts = [
-        _gradients((term, truth), models, task, settings, (step, chunk)) for chunk in range(settings.gradient_chunks)
-    ]
+    gradients = partial(_gradients, models=models, task=task, settings=settings)
+    parts = []
+    for chunk in range(settings.gradient_chunks):
+        if sampler is None:
+            parts.append(gradients((term, truth), numbers=(step, chunk)))
+        else:
+            of_term = gradients((term,), numbers=(step, chunk), sampler=sampler)
+            parts.append([*of_term, *gradients((truth,), numbers=(step, chunk))])
     flat = torch.stack([*(one for one, _ in parts), *(other for _, other in parts)]).double()
-    return compared((flat @ flat.T).cpu().numpy(), settings.gradient_batches)
+    name = "kl_gradient" if sampler is None else "stale_gradient"
+    return compared((flat @ flat.T).cpu().numpy(), settings.gradient_batches, name)
 
 
-def compared(products: np.ndarray, batches: int = 1) -> Record:
+def compared(products: np.ndarray, batches: int = 1, name: str = "kl_gradient") -> Record:
     """Cosine, size and noise from the (2K, 2K) inner products of K gradients of the term, then K of the truth.
 
-    Each is the mean of `batches` batches' gradients; those of one number may be of the same rollouts. ⟨E, R⟩, ⟨E, E⟩
-    and ⟨R, R⟩ are means over pairs of different numbers, which makes them unbiased. A square that is not more than
-    twice its jackknife error from zero has no direction: of the truth, nothing is returned, of the term its size.
+    They are called after `name`. Each gradient is the mean of `batches` batches' gradients; those of one number may be
+    of the same rollouts. ⟨E, R⟩, ⟨E, E⟩ and ⟨R, R⟩ are means over pairs of different numbers, which makes them
+    unbiased. A square that is not more than twice its jackknife error from zero has no direction: of the truth, nothing
+    is returned, of the term its size.
     """
     chunks = len(products) // 2
     numbers = np.arange(chunks)
@@ -99,21 +113,21 @@ def compared(products: np.ndarray, batches: int = 1) -> Record:
         return {}
     found: Record = {}
     ratios: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "kl_gradient_cosine": lambda kept: _cosine(moments(kept)),
-        "kl_gradient_size": lambda kept: _size(moments(kept)),
+        f"{name}_cosine": lambda kept: _cosine(moments(kept)),
+        f"{name}_size": lambda kept: _size(moments(kept)),
     }
     reach = float(t.ppf((1 + LEVEL) / 2, chunks - 1))
     if vanishes:
         size, high = (
             math.sqrt(max(square, 0.0) / squares[2]) for square in (squares[1], squares[1] + reach * errors[1])
         )
-        found, ratios = _with_interval("kl_gradient_size", size, 0.0, high), {}
-    for name, ratio in ratios.items():
+        found, ratios = _with_interval(f"{name}_size", size, 0.0, high), {}
+    for ratio_name, ratio in ratios.items():
         value, error = (float(number) for number in _jackknife(ratio, numbers))
         if math.isfinite(value) and math.isfinite(error):
-            found |= _with_interval(name, value, value - reach * error, value + reach * error)
+            found |= _with_interval(ratio_name, value, value - reach * error, value + reach * error)
     variance = (np.trace(products[:chunks, :chunks]) / chunks - squares[1]) * batches
-    found["kl_gradient_noise"] = math.sqrt(max(variance, 0.0) / squares[2])
+    found[f"{name}_noise"] = math.sqrt(max(variance, 0.0) / squares[2])
     return found
 
 
@@ -140,16 +154,22 @@ def _jackknife(statistic: Callable[[np.ndarray], np.ndarray], numbers: np.ndarra
 
 
 def _gradients(
-    objectives: tuple[Objective, ...], models: Models, task: Task, settings: Settings, numbers: tuple[int, int]
+    objectives: tuple[Objective, ...],
+    models: Models,
+    task: Task,
+    settings: Settings,
+    numbers: tuple[int, int],
+    sampler: Language | None = None,
 ) -> list[Tensor]:
     """(P,) for each objective: its mean gradient over batches of the run's size, the same fresh ones for all."""
     alone = Processes(0, 1, models.policy.device)
     batches = settings.gradient_batches
     sizes = (settings.prompts * batches, settings.group_size)
-    rollouts = draw(models.policy, task, settings, "gradient", numbers, *sizes, alone)
+    rollouts = draw(sampler or models.policy, task, settings, "gradient", numbers, *sizes, alone)
     size = settings.micro_batch or settings.rollouts
-    ref_logp = score_in_parts(models.reference, rollouts, size, temperature=settings.temperature)
-    rollouts = replace(rollouts, ref_logp=ref_logp)
+    scored = partial(score_in_parts, rollouts=rollouts, size=size, temperature=settings.temperature)
+    old_logp = None if sampler is None else scored(sampler)
+    rollouts = replace(rollouts, ref_logp=scored(models.reference), old_logp=old_logp)
     parameters = [one for one in models.policy.model.parameters() if one.requires_grad]
     found = []
     for objective in objectives:
@@ -188,4 +208,5 @@ def _wilson(values: np.ndarray) -> tuple[float, float, float]:
     n, mean, z = len(values), values.mean(), norm.ppf((1 + LEVEL) / 2)
     middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
-    return mean, middle - reach, middle + reach
+    # Where all fail or all succeed an end is 0 or 1, but for rounding.
+    return mean, min(middle - reach, mean) if mean else 0.0, max(middle + reach, mean) if mean < 1 else 1.0

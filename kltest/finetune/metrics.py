@@ -28,6 +28,10 @@ METRICS: dict[str, str] = {
     "fresh rollouts (Rao–Blackwell), independent of the KL term that is trained with.",
     "kl_low": "Lower end of its 95 % interval (Student's t over rollouts, each of another prompt).",
     "kl_high": "Upper end of that interval.",
+    "kl_out_of_distribution": "The same on prompts longer than any trained on: how far training carries the policy "
+    "where it was never asked, whether or not anything is earned there.",
+    "kl_out_of_distribution_low": "Lower end of its 95 % interval.",
+    "kl_out_of_distribution_high": "Upper end of that interval.",
     "entropy": "Mean entropy of the next token, in nats, over the tokens of these rollouts.",
     "length_held_out": "Mean number of tokens of these rollouts.",
     "kl_gradient_cosine": "Cosine between the expected gradient of the KL term as it is placed and the gradient of "
@@ -44,4 +48,13 @@ METRICS: dict[str, str] = {
     "kl_gradient_size_high": "Upper end of that interval.",
     "kl_gradient_noise": "Root of the summed variances of the term's gradient in one batch of the run's size, over the "
     "length of the gradient of KL(π‖ref).",
+    "stale_gradient_cosine": "As `kl_gradient_cosine`, with the rollouts that the term meets in the last inner epoch: "
+    "those of the step's sampler, by then inner_epochs − 1 updates behind. The gradient of KL(π‖ref) is still from "
+    "rollouts of the present policy.",
+    "stale_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
+    "stale_gradient_cosine_high": "Upper end of that interval.",
+    "stale_gradient_size": "As `kl_gradient_size`, with these rollouts.",
+    "stale_gradient_size_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
+    "stale_gradient_size_high": "Upper end of that interval.",
+    "stale_gradient_noise": "As `kl_gradient_noise`, with these rollouts.",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import re
@@ -42,11 +41,10 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
     else:
         model, tokenizer = pretrained(settings.model)
     model = (in_double(model) if settings.dtype == "float64" else model.float()).to(device).eval()
-    frozen = copy.deepcopy(model).requires_grad_(False)
     # The weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
     passes = torch.bfloat16 if settings.dtype == "bfloat16" else None
-    policy, reference = (Language.of(one, tokenizer, passes) for one in (model, frozen))
-    return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, reference)
+    policy = Language.of(model, tokenizer, passes)
+    return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, policy.frozen())
 
 
 def _compiled(model: Any) -> Any:

@@ -91,7 +91,14 @@ class Training:
         """`inner_epochs` updates with one batch, whose sampler is the policy before the first."""
         settings = self.settings
         record: Record = {}
+        measured = settings.inner_epochs > 1 and self._due(settings.gradient_every, ends=False)
+        sampler = self.models.policy.frozen() if measured and self.processes.main else None
         for epoch in range(settings.inner_epochs):
+            if measured and epoch == settings.inner_epochs - 1:
+                with self._timed("measuring"):
+                    if sampler is not None:
+                        record |= compare_gradients(self.models, self.task, settings, self.step, sampler)
+                    self.processes.wait()
             self.optimiser.zero_grad(set_to_none=True)
             followed = accumulate(
                 self.objective,
@@ -150,9 +157,11 @@ class Training:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        """Seconds are added to what they are spent on, and to nothing around it."""
+        started, before = time.perf_counter(), sum(self._seconds.values())
         yield
-        self._seconds[name] = time.perf_counter() - started
+        inside = sum(self._seconds.values()) - before
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started - inside
 
 
 def _optimiser(settings: Settings, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
