@@ -17,7 +17,7 @@ from scipy.stats import t
 from kltest.reproduce import Claim
 
 from ..judging import Answer, Question, answers
-from .settings import ARMS, BETA_OF_GRADIENTS, COMMITTED, PARTS
+from .settings import ARMS, BETA_OF_GRADIENTS, COMMITTED, OPTIMUM, PARTS
 from .spread import Interval, geometric, interval, paired, weighted
 
 Row = dict[str, Any]
@@ -54,7 +54,9 @@ def runs(rows: Sequence[Row], part: str) -> dict[tuple[str, float, int], list[Ro
 def ends(rows: Sequence[Row], part: str, arm: str, beta: float, name: str = "kl") -> dict[int, float]:
     """By seed: a metric when training ended."""
     found = runs(rows, part)
-    return {seed: own[-1][name] for (one, at, seed), own in found.items() if (one, at) == (arm, beta)}
+    return {
+        seed: own[-1][name] for (one, at, seed), own in found.items() if (one, at) == (arm, beta) and name in own[-1]
+    }
 
 
 def gains(rows: Sequence[Row], part: str, arm: str, beta: float) -> dict[int, float]:
@@ -76,7 +78,8 @@ def gradients(rows: Sequence[Row], part: str, arm: str, name: str, update: int |
     by_seed: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
         here = (row["part"], row["arm"]) == (part, arm) and update in (None, row["update"])
-        if here and name in row and f"{name}_high" in row and row.get("kl_gradient_size_low", 0) > 0:
+        size = f"{name.rpartition('_')[0]}_size_low"
+        if here and name in row and f"{name}_high" in row and row.get(size, 0) > 0:
             error = (row[f"{name}_high"] - row[f"{name}_low"]) / 2
             by_seed.setdefault(row["seed"], []).append((row[name], error))
     if len(by_seed) < 2:
@@ -134,18 +137,19 @@ def _alike(part: str, rows: Sequence[Row]) -> Answer:
 
 
 def _against_none(
-    part: str, rows: Sequence[Row], arm: str, beta: float | None = None, level: float = 0.95
+    part: str, rows: Sequence[Row], arm: str, beta: float | None = None, level: float = 0.95, name: str = "kl"
 ) -> Interval | None:
     """KL at the end over that of the unpenalised run of the same seed."""
     known = betas(rows, part, arm)
     if not known:
         return None
     none = "none, stale" if ARMS[arm].get("inner_epochs", 1) > 1 else "none"
-    return paired(ends(rows, part, arm, known[-1] if beta is None else beta), ends(rows, part, none, 0.0), level)
+    at = known[-1] if beta is None else beta
+    return paired(ends(rows, part, arm, at, name), ends(rows, part, none, 0.0, name), level)
 
 
-def _holds(part: str, rows: Sequence[Row], arms: Sequence[str]) -> Answer:
-    found = {arm: _against_none(part, rows, arm) for arm in arms}
+def _holds(part: str, rows: Sequence[Row], arms: Sequence[str], name: str = "kl") -> Answer:
+    found = {arm: _against_none(part, rows, arm, name=name) for arm in arms}
     if any(one is None for one in found.values()):
         return None
     known = {arm: one for arm, one in found.items() if one is not None}
@@ -171,10 +175,11 @@ def _falls(part: str, rows: Sequence[Row], arms: Sequence[str]) -> Answer:
     return _each(known), all(one.high < 0 for one in known.values())
 
 
-def _unregularised(part: str, rows: Sequence[Row]) -> Answer:
+def _unregularised(part: str, rows: Sequence[Row], name: str = "kl") -> Answer:
     """At no β below none; all of them asked at once, so each at a higher level."""
     known = betas(rows, part, "k1-loss")
-    found = {f"β {beta:g}": _against_none(part, rows, "k1-loss", beta, 1 - 0.05 / len(known)) for beta in known}
+    level = 1 - 0.05 / max(len(known), 1)
+    found = {f"β {beta:g}": _against_none(part, rows, "k1-loss", beta, level, name) for beta in known}
     ratios = {name: one for name, one in found.items() if one is not None}
     if len(ratios) < 2:
         return None
@@ -187,9 +192,33 @@ def _carries_off(part: str, rows: Sequence[Row]) -> Answer:
     return (f"{found.text(1)} times, β {known[-1]:g}", found.low > 1) if found else None
 
 
-def _within(part: str, rows: Sequence[Row], arm: str, low: float, high: float) -> Answer:
+def shortfall(rows: Sequence[Row], part: str, arm: str, beta: float) -> Interval | None:
+    """By how much a run's objective E[R] − β·KL is below that of π*, over seeds."""
+    ended = [
+        {seed: reward - beta * kl[seed] for seed, reward in ends(rows, part, one, beta, "reward_held_out").items()}
+        for one, kl in ((one, ends(rows, part, one, beta)) for one in (OPTIMUM, arm))
+    ]
+    common = sorted(ended[0].keys() & ended[1].keys())
+    return interval([ended[0][seed] - ended[1][seed] for seed in common]) if len(common) > 1 else None
+
+
+def _below_optimum(part: str, rows: Sequence[Row]) -> Answer:
+    found = {
+        f"{arm}, β {beta:g}": shortfall(rows, part, arm, beta)
+        for arm in PENALTIES
+        for beta in betas(rows, part, OPTIMUM)
+    }
+    known = {name: one for name, one in found.items() if one is not None}
+    if len(known) < len(found) or not known:
+        return None
+    return _each(known), all(one.high > 0 for one in known.values())
+
+
+def _within(
+    part: str, rows: Sequence[Row], arm: str, low: float, high: float, name: str = "kl_gradient_cosine"
+) -> Answer:
     """Whether the whole interval of the cosine lies between two bounds."""
-    found = gradients(rows, part, arm, "kl_gradient_cosine")
+    found = gradients(rows, part, arm, name)
     return (found.text(3), low < found.low and found.high < high) if found else None
 
 
@@ -326,8 +355,9 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
         line: Row = {"KL term": arm}
         for beta in columns:
             at = 0.0 if ARMS[arm]["kl"] == "none" else beta
-            kl = geometric(list(ends(rows, part, arm, at).values()))
-            line[f"β = {beta:g}"] = "" if at != beta and beta != columns[0] else kl.text()
+            kls = list(ends(rows, part, arm, at).values())
+            repeated = at != beta and beta != columns[0]
+            line[f"β = {beta:g}"] = "" if repeated or not kls else geometric(kls).text()
         at_ends.append(line)
         cosine, size = (gradients(rows, part, arm, f"kl_gradient_{name}") for name in ("cosine", "size"))
         zero, measured = vanishing(rows, part, arm)
@@ -368,7 +398,7 @@ def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
     found = runs(rows, part)
     result: dict[str, float | int | str | None] = {
         **COMMITTED,
-        "runs": len(found) or None,
+        "runs": sum(arm != OPTIMUM for arm, *_ in found) or None,
         "seeds": len({seed for *_, seed in found}) or None,
         "runs made now": len(runs(rows, "run")),
         "collapsed": len(collapsed(rows, part)),

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .settings import ARMS, BETA_OF_GRADIENTS, RUN
+from .optimum import chances_of, optimal
+from .settings import ARMS, BETA_OF_GRADIENTS, OPTIMUM, RUN
+from .spread import interval
 
 # What rows depend on beside what those of every experiment do.
 ROOMS = ("finetune",)
@@ -44,6 +46,8 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
     one = {name: value for name, value in configuration.items() if not name.startswith("_")}
     if one["part"] == "committed":
         return committed()
+    if one["arm"] == OPTIMUM:
+        return optimum(one)
     from kltest.finetune.run import run
 
     history = run(settings_of(one), None, quiet=True)
@@ -55,9 +59,28 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
         found = {name: record[name] for name in PLAIN if name in record}
         for name in WITH_INTERVAL:
             found |= {each: record[each] for each in (name, f"{name}_low", f"{name}_high") if each in record}
-        rounded = {name: float(f"{value:.{FIGURES}g}") for name, value in found.items()}
-        rows.append({**one, "update": record["step"] * epochs, **rounded})
+        rows.append({**one, "update": record["step"] * epochs, **_rounded(found)})
     return rows
+
+
+def optimum(one: Mapping[str, Any]) -> list[Row]:
+    """The reference and π* as the first and the last row of a run; intervals are over prompts."""
+    names = ("seed", "model", "task", "reference_reward", "eval_prompts", "device", "dtype")
+    chances = chances_of(*(one[name] for name in names))
+    reward, kl = optimal(chances, one["beta"])
+    rows = []
+    for update, found in ((0, {"reward_held_out": chances}), (one["updates"], {"reward_held_out": reward, "kl": kl})):
+        intervals = {
+            f"{name}{end}": value
+            for name, values in found.items()
+            for end, value in zip(("", "_low", "_high"), vars(interval(list(values))).values(), strict=True)
+        }
+        rows.append({**one, "update": update, **_rounded(intervals)})
+    return rows
+
+
+def _rounded(found: Mapping[str, float]) -> Row:
+    return {name: float(f"{value:.{FIGURES}g}") for name, value in found.items()}
 
 
 def settings_of(one: Mapping[str, Any]) -> Any:

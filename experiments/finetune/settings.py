@@ -18,7 +18,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "none, stale": {"kl": "none", "inner_epochs": 4},
     "k2-loss, stale": {"kl": "k2-loss", "inner_epochs": 4},
     "k3-ratio, stale": {"kl": "k3-ratio", "inner_epochs": 4},
+    # No run: π*, from the reference's chances of a reward.
+    "optimum": {},
 }
+OPTIMUM = "optimum"
+# With smaller coefficients π* depends on how rare the rarest rewards are, which no sample tells.
+LEAST_BETA_OF_OPTIMUM = 0.3
 BETAS = (0.03, 0.1, 0.3, 1.0)
 # The coefficient at which gradients are measured along the run; each measurement takes a good part of a run's time.
 BETA_OF_GRADIENTS = 0.1
@@ -47,7 +52,10 @@ COMMITTED: Mapping[str, str] = {
 
 def applies(configuration: Mapping[str, Any]) -> bool:
     """Without a KL term there is no coefficient, and with one there is."""
-    return configuration["part"] != "run" or configuration["arm"].startswith("none") == (configuration["beta"] == 0)
+    if configuration["part"] != "run":
+        return True
+    arm, beta = configuration["arm"], configuration["beta"]
+    return bool(beta >= LEAST_BETA_OF_OPTIMUM if arm == OPTIMUM else arm.startswith("none") == (beta == 0))
 
 
 SETTINGS = Settings(
@@ -56,7 +64,7 @@ SETTINGS = Settings(
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "arm": ("none", "k1-reward", "k1-loss", "k3-ratio, stale"),
+        "arm": ("none", "k1-reward", "k1-loss", "k3-ratio, stale", OPTIMUM),
         "beta": (0.0, 0.3),
         "model": "tiny:0.2M",
         "task": "addition:2",
