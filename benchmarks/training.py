@@ -3,17 +3,25 @@
 What numpy does is written for one world and one estimator (token k2 as a loss, leave-one-out baseline), without
 autograd, names or options; both must end at the same logits. The clock covers whole sweeps, uniforms included, without
 measurements. Uniforms are drawn ahead by a thread, so that a second core helps where one is free; `taskset -c 0` shows
-what one core does.
+what one core does. The rows "as a sweep" are what `kltest run` does with such runs: two batches, spread over two
+processes, which are there already, with the store and the progress.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.measure import Row, compare, save
-from kltest.environments import bandit, sequence
+from kltest.environments import Environment, bandit, sequence
+from kltest.sweeps.run import Batching, Configuration
+from kltest.sweeps.run import run as sweep
+from kltest.sweeps.store import Store
 from kltest.training import Problem, Run, train
 
 RUNS, BATCH, BETA, RATE = 1_000, 16, 0.1, 0.5
@@ -21,43 +29,114 @@ RUNS, BATCH, BETA, RATE = 1_000, 16, 0.1, 0.5
 ALONE = 50
 # Sums in another order differ in the last digits, which training carries along.
 SAME = 1e-10
+# A sweep trains so many times as long, and one at a time so many fewer runs do.
+LONGER = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    size: int
+    length: int
+    steps: int
+    bound: float
+
+    @property
+    def environment(self) -> Environment:
+        return bandit(self.size) if self.kind == "bandit" else sequence(self.size, self.length)
+
+    @property
+    def words(self) -> str:
+        size = f"{self.size} arms" if self.kind == "bandit" else f"V={self.size}, T={self.length}"
+        return f"{self.kind}, {size}, {{steps:,}} updates of {BATCH} rollouts"
+
+    @property
+    def alone(self) -> Callable[[Run, int, int], np.ndarray]:
+        return train_bandit if self.kind == "bandit" else train_sequence
+
+
+CASES = (
+    Case("bandit", 4, 1, 400, 50.0),
+    Case("bandit", 10, 1, 400, 50.0),
+    Case("sequence", 3, 3, 100, 20.0),
+    Case("sequence", 3, 5, 100, 20.0),
+)
 
 
 def main() -> list[Row]:
-    rows = []
-    for case, environment, alone, steps, bound in (
-        ("bandit, 4 arms, 400 updates of 16 rollouts", bandit(4), train_bandit, 400, 50.0),
-        ("bandit, 10 arms, 400 updates of 16 rollouts", bandit(10), train_bandit, 400, 50.0),
-        ("sequence, V=3, T=3, 100 updates of 16 rollouts", sequence(3, 3), train_sequence, 100, 20.0),
-        ("sequence, V=3, T=5, 100 updates of 16 rollouts", sequence(3, 5), train_sequence, 100, 20.0),
-    ):
-        rows.append(_row(case, environment, alone, steps, bound))
+    rows = [*map(_together, CASES), *map(_swept, CASES)]
     save("training", rows)
     return rows
 
 
-def _row(case, environment, alone: Callable[..., np.ndarray], steps: int, bound: float) -> Row:
+@cache
+def _runs(case: Case) -> list[Run]:
+    environment = case.environment
     problems = [Problem.draw(environment, seed, reward="normal") for seed in range(20)]
-    runs = [Run(problems[seed % 20], "k2-loss", beta=BETA, learning_rate=RATE, seed=seed) for seed in range(RUNS)]
+    return [Run(problems[seed % 20], "k2-loss", beta=BETA, learning_rate=RATE, seed=seed) for seed in range(RUNS)]
+
+
+def _together(case: Case) -> Row:
+    runs = _runs(case)
 
     def together() -> np.ndarray:
-        return train(runs, steps=steps, batch_size=BATCH, optima=False).logits
+        return train(runs, steps=case.steps, batch_size=BATCH, optima=False).logits
 
     def one_at_a_time() -> np.ndarray:
-        return np.stack([alone(run, steps, BATCH) for run in runs[:ALONE]])
+        return np.stack([case.alone(run, case.steps, BATCH) for run in runs[:ALONE]])
 
-    difference = np.abs(together()[:ALONE] - one_at_a_time()).max()
-    assert difference < SAME, f"{case}: the logits differ by {difference}"
+    _check(case, together()[:ALONE], one_at_a_time())
     return compare(
-        f"{RUNS:,} {case.split(',')[0]} runs together / one at a time in numpy",
-        case,
+        f"{RUNS:,} {case.kind} runs together / one at a time in numpy",
+        case.words.format(steps=case.steps),
         together,
         one_at_a_time,
-        bound=bound,
+        bound=case.bound,
         at_most=False,
         rounds=5,
         scale=RUNS / ALONE,
     )
+
+
+def _swept(case: Case) -> Row:
+    # By its name in the package: what is pickled must be found again by other processes.
+    from benchmarks.training import trained
+
+    steps, alone = case.steps * LONGER, max(2, ALONE // LONGER)
+    configurations = [{"case": CASES.index(case), "steps": steps, "seed": seed} for seed in range(RUNS)]
+
+    def swept() -> np.ndarray:
+        with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "runs.jsonl", "1") as store:
+            batching = Batching(("seed",), RUNS // 2)
+            assert not sweep(trained, configurations, store, label="sweep", batching=batching, workers=2)
+            return np.array([store.result(one)[0]["logits"] for one in configurations])
+
+    def one_at_a_time() -> np.ndarray:
+        return np.stack([case.alone(run, steps, BATCH) for run in _runs(case)[:alone]])
+
+    _check(case, swept()[:alone], one_at_a_time())
+    return compare(
+        f"{RUNS:,} {case.kind} runs as a sweep in two processes / one at a time in numpy",
+        case.words.format(steps=steps),
+        swept,
+        one_at_a_time,
+        bound=case.bound,
+        at_most=False,
+        rounds=5,
+        scale=RUNS / alone,
+    )
+
+
+def trained(batch: Sequence[Configuration]) -> list[list[dict]]:
+    """The rows of a batch of configurations, as an experiment computes them."""
+    runs = _runs(CASES[batch[0]["case"]])
+    history = train([runs[one["seed"]] for one in batch], steps=batch[0]["steps"], batch_size=BATCH, optima=False)
+    return [[{**one, "logits": logits.tolist()}] for one, logits in zip(batch, history.logits, strict=True)]
+
+
+def _check(case: Case, ours: np.ndarray, theirs: np.ndarray) -> None:
+    difference = np.abs(ours - theirs).max()
+    assert difference < SAME, f"{case}: the logits differ by {difference}"
 
 
 def train_bandit(run: Run, steps: int, batch: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A language model under each KL term: frontier, what a coefficient buys, every run, which gradient is followed.
+"""A language model under each KL term: frontier, what a coefficient buys, every run, elsewhere, the gradient followed.
 
 Reads finetune/finetune.json among the results, of which the committed sweep alone.
 """
@@ -27,6 +27,7 @@ WORDS = {
     "k2-loss": "$k_2$ in loss",
     "k3-loss": "$k_3$ in loss",
     "k1-loss": "$k_1$ in loss",
+    "k2-loss, stale": "$k_2$ in loss, stale",
     "k3-ratio, stale": "$k_3$ with ratio, stale",
 }
 SHORT = {
@@ -36,6 +37,7 @@ SHORT = {
     "k2-loss": "$k_2$ in\nloss",
     "k3-loss": "$k_3$ in\nloss",
     "k1-loss": "$k_1$ in\nloss",
+    "k2-loss, stale": "$k_2$,\nstale",
     "k3-ratio, stale": "$k_3$, ratio,\nstale",
 }
 # What is written beside the ends of a curve: at the largest coefficient, at the smallest.
@@ -46,14 +48,15 @@ ENDS: dict[str, tuple[tuple[str, tuple[int, int]], ...]] = {
     "none, stale": (("no KL term, stale", (-20, -12)),),
 }
 TERMS = [arm for arm in WORDS if not arm.startswith("none")]
+OPTIMUM = "optimum"
 SMALL = {"textcoords": "offset points", "size": 6.2}
 
 
 def draw(results: Path) -> Figure:
     rows = json.loads((results / "finetune" / "finetune.json").read_text())
     rows = [row for row in rows if row["part"] == "committed"]
-    figure = Figure(figsize=(PAGE_WIDTH, 5.2), layout="constrained")
-    (frontier, realised), (every, followed) = figure.subplots(2, 2)
+    figure = Figure(figsize=(PAGE_WIDTH, 7.4), layout="constrained")
+    (frontier, realised), (every, elsewhere), (followed, key) = figure.subplots(3, 2)
     start = {(row["arm"], row["beta"], row["seed"]): row["reward_held_out"] for row in rows if row["update"] == 0}
     last: dict[tuple[str, float], list[Row]] = defaultdict(list)
     final = max((row["update"] for row in rows), default=None)
@@ -64,10 +67,12 @@ def draw(results: Path) -> Figure:
     _frontier(frontier, last)
     _realised(realised, last)
     _every(every, last)
+    _elsewhere(elsewhere, last)
     _followed(followed, rows)
+    key.set_axis_off()
     handles, labels = realised.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=6.6)
+        key.legend(handles, labels, loc="center", frameon=False, fontsize=7.0)
     return figure
 
 
@@ -105,6 +110,13 @@ def _frontier(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
             for at, (words, shift) in zip((-1, 0), ENDS[arm], strict=False):
                 axes.annotate(words, (x[at], y[at]), shift, color=style["color"], **SMALL)
 
+    betas, x, _ = _curve(last, OPTIMUM, "kl")
+    if betas:
+        _, y, _ = _curve(last, OPTIMUM, "gain")
+        axes.plot(x, y, **_style(OPTIMUM))
+        for beta, *at in zip(betas, x, y, strict=True):
+            axes.annotate(f"π*, β = {beta:g}", at, (5, -2), **SMALL)
+
 
 def _realised(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
     tidy(axes, title="b  The KL that a coefficient buys", x="coefficient β", y="KL(π‖ref) at the end, nats")
@@ -128,6 +140,9 @@ def _realised(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
         if betas:
             beside = [beta * 1.05 ** (shift - 2) for beta in betas]
             axes.errorbar(beside, y, high, **_style(arm), elinewidth=0.6, label=WORDS[arm])
+    betas, y, _ = _curve(last, OPTIMUM, "kl")
+    if betas:
+        axes.plot(betas, y, **_style(OPTIMUM), label="π*, the optimum")
     axes.xaxis.set_major_locator(FixedLocator(sorted({beta for _, beta in last if beta > 0})))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -144,6 +159,8 @@ def _every(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
     tidy(axes, title="c  Every run: a mark a seed, β growing to the right", y="held-out reward gained")
     names = list(WORDS)
     for (arm, beta), rows in last.items():
+        if arm == OPTIMUM:
+            continue
         betas = sorted(one for name, one in last if name == arm)
         place = names.index(arm) + (betas.index(beta) - (len(betas) - 1) / 2) * 0.2
         axes.plot([place] * len(rows), [row["gain"] for row in rows], **{**_style(arm), "linestyle": ""})
@@ -152,17 +169,27 @@ def _every(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
     axes.tick_params(axis="x", labelsize=6, length=0)
 
 
+def _elsewhere(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
+    name = "kl_out_of_distribution"
+    tidy(axes, title="d  On longer numbers, never trained on: a mark a run", x="KL(π‖ref), nats", y="KL there, nats")
+    for (arm, _), rows in last.items():
+        known = [row for row in rows if row.get(name, 0) > 0]
+        if known:
+            x, y = ([row[one] for row in known] for one in ("kl", name))
+            axes.plot(x, y, **{**_style(arm), "linestyle": "", "markersize": 2.6})
+    for axis in (axes.xaxis, axes.yaxis):
+        _nats(axis)
+
+
 def _followed(axes: Axes, rows: list[Row]) -> None:
-    tidy(axes, title="d  The direction that is followed", x="updates", y="cosine of E[gradient] and ∇KL(π‖ref)")
+    tidy(axes, title="e  The direction that is followed", x="updates", y="cosine of E[gradient] and ∇KL(π‖ref)")
     axes.axhline(1, color=INK, linewidth=0.7)
     updates = sorted({row["update"] for row in rows if "kl_gradient_size" in row})
     for shift, arm in enumerate(TERMS):
         x, y, high = [], [], []
         for update in updates:
-            values = [
-                row["kl_gradient_cosine"] for row in rows
-                if (row["arm"], row["update"]) == (arm, update) and "kl_gradient_cosine" in row
-            ]  # fmt: skip
+            name = "stale_gradient_cosine" if "stale" in arm else "kl_gradient_cosine"
+            values = [row[name] for row in rows if (row["arm"], row["update"]) == (arm, update) and name in row]
             # What is not told from zero has no direction, and two seeds have no interval that could be seen.
             if len(values) > 2:
                 mean, reach, _ = _interval(values)
@@ -179,4 +206,7 @@ def _style(arm: str) -> dict[str, Any]:
     if arm.startswith("none"):
         marker = "*" if arm == "none" else "P"
         return look("none").plot(color=INK, linestyle="", marker=marker, markersize=5.5, markeredgewidth=0.2)
-    return look(arm.partition(",")[0]).plot()
+    if arm == OPTIMUM:
+        return look("truth").plot(color=INK, linestyle="-.", marker="D", markerfacecolor="white")
+    term, _, stale = arm.partition(",")
+    return look(term).plot(**({"linestyle": "--", "markerfacecolor": "white"} if stale else {}))

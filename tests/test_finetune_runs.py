@@ -102,6 +102,30 @@ def test_a_saved_model_is_trained_on(finished):
     assert history.of("kl")[1][0] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_prompts_in_a_chat_template(finished, tmp_path):
+    """A template that says what the bare prompt does leads to the same run; where there is none, or it fails, words."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def saved(template):
+        tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+        tokenizer.chat_template = template
+        AutoModelForCausalLM.from_pretrained(finished / "model").save_pretrained(tmp_path / "chat")
+        tokenizer.save_pretrained(tmp_path / "chat")
+        return replace(SMALL, model=str(tmp_path / "chat"), steps=1, gradient_every=0)
+
+    plain = saved("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    bare, same = (run(replace(plain, chat=chat), quiet=True).records for chat in (False, True))
+    assert bare == same
+    longer = run(replace(saved("{{ messages[0]['content'] }}{{ messages[0]['content'] }}"), chat=True), quiet=True)
+    assert longer.records != bare
+    with pytest.raises(UsageError, match=r"template fails on the prompt '.*': no user"):
+        run(replace(saved("{{ raise_exception('no user') }}"), chat=True), quiet=True)
+    with pytest.raises(UsageError, match="has no chat template; set chat=false"):
+        run(replace(plain, model=str(finished / "model"), chat=True), quiet=True)
+    with pytest.raises(UsageError, match="a tiny model has no chat template"):
+        replace(SMALL, chat=True)
+
+
 def test_killed_and_gone_on_with_it_writes_the_same_bytes(finished, tmp_path):
     """Killed for good (SIGKILL) once after a checkpoint and once between two, by what its metrics say."""
     folder = tmp_path / "run"

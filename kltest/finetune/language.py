@@ -21,7 +21,8 @@ class Language:
 
     `pad` stands where there is no token; masks say where that is, so that it may be any id, an end token's included.
     `passes` is the type in which forward passes compute where it is not that of the weights; `compiled` is the model as
-    torch.compile made it, for passes without a cache.
+    torch.compile made it, for passes without a cache. With `chat` a prompt is a user's message in the tokenizer's
+    template.
     """
 
     model: nn.Module
@@ -30,10 +31,15 @@ class Language:
     pad: int
     passes: torch.dtype | None = None
     compiled: Any = None
+    chat: bool = False
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, passes: torch.dtype | None = None) -> Language:
-        """UsageError for a model that names no end token: its rollouts would never end."""
+    def of(cls, model: Any, tokenizer: Any, passes: torch.dtype | None = None, *, chat: bool = False) -> Language:
+        """UsageError for a model that names no end token, since its rollouts would never end, and for a chat without a
+        template.
+        """
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise UsageError("chat: the model's tokenizer has no chat template; set chat=false")
         named = getattr(model, "generation_config", None)
         for source in (getattr(named, "eos_token_id", None), tokenizer.eos_token_id):
             if source is not None:
@@ -42,7 +48,7 @@ class Language:
         else:
             raise UsageError("the model and its tokenizer name no end token (eos_token_id); give the tokenizer one")
         pad = end[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-        return cls(model, tokenizer, end, pad, passes)
+        return cls(model, tokenizer, end, pad, passes, chat=chat)
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +65,15 @@ class Language:
 
     def encode(self, prompt: str) -> list[int]:
         """UsageError for a prompt without tokens: there would be nothing to predict the first one from."""
-        ids = list(self.tokenizer(prompt)["input_ids"])
+        if self.chat:
+            message = [{"role": "user", "content": prompt}]
+            try:
+                encoded = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+            except Exception as error:
+                raise UsageError(f"chat: the tokenizer's template fails on the prompt {prompt!r}: {error}") from error
+        else:
+            encoded = self.tokenizer(prompt)
+        ids = list(encoded["input_ids"])
         if not ids:
             raise UsageError(f"the tokenizer makes no token of the prompt {prompt!r}")
         return ids

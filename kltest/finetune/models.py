@@ -43,7 +43,7 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
     model = (in_double(model) if settings.dtype == "float64" else model.float()).to(device).eval()
     # The weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
     passes = torch.bfloat16 if settings.dtype == "bfloat16" else None
-    policy = Language.of(model, tokenizer, passes)
+    policy = Language.of(model, tokenizer, passes, chat=settings.chat)
     return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, policy.frozen())
 
 

@@ -45,6 +45,7 @@ class Settings:
 
     model: str = _of("tiny", "tiny or tiny:SIZE (0.2M to 100M parameters, trained first), a folder, or a hub id")
     task: str = _of("addition", "addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH")
+    chat: bool = _of(False, "prompts are a user's message in the tokenizer's chat template")
     seed: int = _of(0, "chooses prompts, samples and, for a tiny model, its weights", 0, 2**31)
     steps: int = _of(100, "times that rollouts are drawn", 0)
     prompts: int = _of(32, "prompts drawn a step, over all processes", 1)
@@ -100,6 +101,8 @@ class Settings:
             raise UsageError(
                 "group_size: a leave-one-out baseline needs 2 rollouts of a prompt; set group_size=2 or baseline=none"
             )
+        if self.chat and self.model.startswith("tiny"):
+            raise UsageError("chat: a tiny model has no chat template; set chat=false, or name another model")
         if self.clip > 0 and self.resolved.ratio == NONE:
             raise UsageError("clip: there is no ratio to clip; set ratio=token or ratio=sequence")
 
