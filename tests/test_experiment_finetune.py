@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kltest.reproduce.experiment import Experiment, Request, compute_all
 pytest.importorskip("transformers")
 
 TRIAL = Trial("finetune")
-ANALYSIS, RUNS, SPREAD, SETTINGS = TRIAL.modules("analysis", "experiment", "spread", "settings")
+ANALYSIS, RUNS, SPREAD, SETTINGS, OPTIMUM = TRIAL.modules("analysis", "experiment", "spread", "settings", "optimum")
 # A reference that any reward contents, and runs of a few updates: what they find means nothing.
 SMALL = ("updates=16", "prompts=2", "group_size=2", "eval_prompts=8", "reference_reward=0", "part=run")
 
@@ -31,30 +32,40 @@ def rows():
     return TRIAL.computed(*SMALL, "arm=none,k2-loss", "beta=0,0.1")
 
 
+def applies(arm, beta):
+    return SETTINGS.applies({"part": "run", "arm": arm, "beta": beta})
+
+
+def around(name, value, reach):
+    return {name: value, f"{name}_low": value - reach, f"{name}_high": value + reach}
+
+
 def synthetic(part="committed"):
     """A sweep in which everything is as claimed, with five seeds a little apart."""
-    cosines = {"k1-reward": 1.0, "k2-loss": 0.98, "k3-loss": 0.95, "k3-ratio, stale": 0.98}
+    cosines = {"k1-reward": 1.0, "k2-loss": 0.98, "k3-loss": 0.95, "k2-loss, stale": 0.9, "k3-ratio, stale": 0.98}
     found = []
     for arm in SETTINGS.ARMS:
         none = arm.startswith("none")
-        for beta in (0.0,) if none else SETTINGS.BETAS:
+        for beta in (beta for beta in (0.0, *SETTINGS.BETAS) if applies(arm, beta)):
             for seed in range(5):
                 wobble = 1 + 0.02 * (seed - 2)
                 kl = 2.0 if none else 2.0 * (1 + 3 * beta) if arm == "k1-loss" else 1.0 / (1 + 3 * beta)
                 one = {name: SETTINGS.SETTINGS.values[name] for name in SETTINGS.PARTS["run"][3:]}
                 one = {"part": part, "seed": seed, "arm": arm, "beta": beta, **one}
+                reward = 0.8 if arm == "optimum" else 0.5 * wobble
                 ends = {"kl_low": 0.9 * kl * wobble, "kl_high": 1.1 * kl * wobble}
                 found.append({**one, "update": 0, "reward_held_out": 0.3, "kl": 0.0, "kl_low": 0.0, "kl_high": 0.0})
-                last = {**one, "update": 64, "reward_held_out": 0.5 * wobble, "kl": kl * wobble, **ends}
-                if not none and beta == SETTINGS.BETA_OF_GRADIENTS:
-                    size = {"kl_gradient_size": 1.0, "kl_gradient_size_low": 0.8, "kl_gradient_size_high": 1.2}
-                    if arm == "k1-loss":
-                        size |= {"kl_gradient_size": 0.1, "kl_gradient_size_low": 0.0}
-                    else:
-                        cosine = cosines[arm] + 0.005 * (seed - 2)
-                        size |= {"kl_gradient_cosine": cosine, "kl_gradient_cosine_low": cosine - 0.1}
-                        size |= {"kl_gradient_cosine_high": cosine + 0.1}
-                    last |= {**size, "kl_gradient_noise": 3.0}
+                last = {**one, "update": 64, "reward_held_out": reward, "kl": kl * wobble, **ends}
+                if arm != "optimum":
+                    last["kl_out_of_distribution"] = 3 * kl * wobble
+                if arm in cosines and beta == SETTINGS.BETA_OF_GRADIENTS:
+                    cosine = cosines[arm] + 0.005 * (seed - 2)
+                    for which in ("kl", "stale") if "stale" in arm else ("kl",):
+                        last |= around(f"{which}_gradient_size", 1.0, 0.2)
+                        last |= around(f"{which}_gradient_cosine", cosine, 0.1)
+                    last["kl_gradient_noise"] = 3.0
+                elif arm == "k1-loss" and beta == SETTINGS.BETA_OF_GRADIENTS:
+                    last |= around("kl_gradient_size", 0.1, 0.1) | {"kl_gradient_noise": 3.0}
                 found.append(last)
     return found
 
@@ -156,6 +167,11 @@ def test_a_whole_sweep_made_now_is_asked_the_same_and_compared():
         ("another direction", ["k3-loss"], {"kl_gradient_cosine": 0.7}),
         ("same direction as k2", ["k3-ratio, stale"], {"kl_gradient_cosine": 0.9}),
         ("ratio holds", ["k3-ratio, stale"], {"kl": 2.5}),
+        ("stale rollouts that it trains on", ["k3-ratio, stale"], {"stale_gradient_cosine": 0.9}),
+        ("on longer numbers", ["k3-loss"], {"kl_out_of_distribution": 7.0}),
+        ("hold it back there", ["k1-loss"], {"kl_out_of_distribution": 2.0}),
+        ("no run does better", ["k2-loss"], {"reward_held_out": 1.0, "kl": 0.01}),
+        ("than its reference has", ["k3-loss"], {"reward_held_out": 0.6}),
     ],
 )
 def test_a_planted_result_is_told(words, arms, change):
@@ -180,6 +196,37 @@ def test_runs_that_end_elsewhere_are_told():
         assert TRIAL.verdicts([*moved, *committed])[claim] is agrees
     other = [{**row, "task": "countdown"} for row in now]
     assert TRIAL.verdicts([*other, *committed])[claim] is None
+
+
+@pytest.mark.parametrize("beta", [0.001, 0.1, 0.3, 1.0, 50.0])
+def test_the_optimum_is_that_of_a_bandit_of_two(beta):
+    """One prompt is a bandit whose arms are right and wrong; the objective is β·log Z, and nothing overflows."""
+    from kltest.environments import Instance, bandit
+    from kltest.truth import optimum, value
+
+    chances = np.array([0.0, 0.02, 0.3, 0.97, 1.0])
+    reward, kl = OPTIMUM.optimal(chances, beta)
+    if beta > 0.01:  # beyond, Z has no place in a float
+        normaliser = 1 - chances + chances * np.exp(1 / beta)
+        assert reward - beta * kl == pytest.approx(beta * np.log(normaliser), rel=1e-9, abs=1e-12)
+    for p, earned, far in zip(chances[1:4], reward[1:4], kl[1:4], strict=True):
+        world = replace(bandit(2), reward=np.array([[1.0, 0.0]]))
+        reference = np.log([[p, 1 - p]])
+        best = optimum(world, reference, beta)
+        assert earned == pytest.approx(np.exp(best.policy[0, 0]), rel=1e-9)
+        assert far == pytest.approx(value("reverse_kl", Instance.of(world, best.policy, reference)), rel=1e-6)
+    assert (reward[0], kl[0], reward[4], kl[4]) == pytest.approx((0, 0, 1, 0), abs=1e-12)
+
+
+def test_the_optimum_is_computed_from_the_reference_of_the_run():
+    """Its first row is the reference: what a run earns before its first update, but for other prompts and rollouts."""
+    rows = TRIAL.computed(*SMALL, "eval_prompts=64", "arm=none,optimum", "beta=0,1")
+    found = ANALYSIS.runs(rows, "run")
+    (none,), (best,) = ([own for (arm, *_), own in found.items() if arm == name] for name in ("none", "optimum"))
+    assert [row["update"] for row in best] == [0, 16]
+    assert best[0]["reward_held_out_low"] - 0.2 < none[0]["reward_held_out"] < best[0]["reward_held_out_high"] + 0.2
+    assert best[1]["reward_held_out"] > best[0]["reward_held_out"]
+    assert best[1]["kl"] > 0
 
 
 def test_intervals_are_scipys():

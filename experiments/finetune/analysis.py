@@ -34,6 +34,7 @@ COLLAPSED = 0.5
 # A run made elsewhere may round differently, and then goes its own way: as far as another seed would, this often.
 ELSEWHERE = 0.99
 MEASURES = ("kl", "reward_held_out")
+ELSEWHERE_KL = "kl_out_of_distribution"
 
 
 def tidy(rows: Sequence[Row]) -> list[Row]:
@@ -202,6 +203,21 @@ def shortfall(rows: Sequence[Row], part: str, arm: str, beta: float) -> Interval
     return interval([ended[0][seed] - ended[1][seed] for seed in common]) if len(common) > 1 else None
 
 
+def kept(rows: Sequence[Row], part: str, arm: str, beta: float) -> Interval | None:
+    """A run's objective E[R] − β·KL at its end less that of its reference, over seeds."""
+    kl = ends(rows, part, arm, beta)
+    won = [gain - beta * kl[seed] for seed, gain in gains(rows, part, arm, beta).items()]
+    return interval(won) if len(won) > 1 else None
+
+
+def _not_kept(part: str, rows: Sequence[Row]) -> Answer:
+    """At the largest β."""
+    known = betas(rows, part, PENALTIES[0])
+    found = {arm: kept(rows, part, arm, known[-1]) for arm in PENALTIES if known}
+    won = {arm: one for arm, one in found.items() if one is not None}
+    return (_each(won), all(one.high < 0 for one in won.values())) if len(won) == len(PENALTIES) else None
+
+
 def _below_optimum(part: str, rows: Sequence[Row]) -> Answer:
     found = {
         f"{arm}, β {beta:g}": shortfall(rows, part, arm, beta)
@@ -267,8 +283,19 @@ FINDINGS: tuple[Finding, ...] = (
      partial(_within, arm="k3-loss", low=0.85, high=1.15), SEEDS),
     ("k3 with its ratio follows the same direction as k2 in the loss", THEORY, "cosine within 0.05 of 1",
      partial(_within, arm="k3-ratio, stale", low=0.95, high=1.05), SEEDS),
+    ("k3 with its ratio keeps to this direction on the stale rollouts that it trains on", THEORY,
+     "cosine within 0.05 of 1",
+     partial(_within, arm="k3-ratio, stale", low=0.95, high=1.05, name="stale_gradient_cosine"), SEEDS),
     ("k3 with its ratio holds the policy back with a stale sampler", "DeepSeek-V3.2", "KL below that of no term",
      partial(_holds, arms=("k3-ratio, stale",)), SEEDS),
+    ("where it was never trained, on longer numbers, the penalties hold the policy back as well", OWN,
+     "KL there below that of no term, largest β", partial(_holds, arms=PENALTIES, name=ELSEWHERE_KL), SEEDS),
+    ("k1 in the loss does not hold it back there", OWN, "KL there over that of no term: at no β below 1",
+     partial(_unregularised, name=ELSEWHERE_KL), f"{SEEDS}, Bonferroni over β"),
+    ("no run does better than π* of its coefficient", "theory", "E[R] − β·KL of π* less that of the run: not below 0",
+     _below_optimum, SEEDS),
+    ("at the largest β training ends with a smaller objective than its reference has", OWN,
+     "E[R] − β·KL less that of the reference: below 0", _not_kept, SEEDS),
 )  # fmt: skip
 
 
@@ -360,6 +387,7 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
             line[f"β = {beta:g}"] = "" if repeated or not kls else geometric(kls).text()
         at_ends.append(line)
         cosine, size = (gradients(rows, part, arm, f"kl_gradient_{name}") for name in ("cosine", "size"))
+        stale = gradients(rows, part, arm, "stale_gradient_cosine")
         zero, measured = vanishing(rows, part, arm)
         if measured:
             followed.append(
@@ -367,6 +395,7 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
                     "KL term": arm,
                     "cosine": "" if cosine is None or zero > measured / 2 else cosine.text(3),
                     "length": "" if size is None or zero > measured / 2 else size.text(),
+                    "cosine, stale": "" if stale is None else stale.text(3),
                     "not told from 0": f"{zero} of {measured}",
                     "noise": f"{_noise(rows, part, arm):.1f}",
                 }
@@ -407,22 +436,28 @@ def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
     }
     for arm in ARMS:
         for beta in betas(rows, part, arm):
-            for name, label in (("kl", "kl"), ("reward_held_out", "reward")):
-                _put(
-                    result,
-                    f"{label} of {arm}, beta {beta:g}",
-                    (geometric if name == "kl" else interval)(list(ends(rows, part, arm, beta, name).values())),
-                )
+            for name, label in (("kl", "kl"), ("reward_held_out", "reward"), (ELSEWHERE_KL, "kl elsewhere")):
+                values = list(ends(rows, part, arm, beta, name).values())
+                if values:
+                    mean = interval if label == "reward" else geometric
+                    _put(result, f"{label} of {arm}, beta {beta:g}", mean(values))
             _put(result, f"gain of {arm}, beta {beta:g}", interval(list(gains(rows, part, arm, beta).values())))
             spread = list(ends(rows, part, arm, beta).values())
             result[f"spread of {arm}, beta {beta:g}"] = (
                 float(np.std(np.log(spread), ddof=1)) if len(spread) > 1 else None
             )
-            if ARMS[arm]["kl"] != "none" and (ratio := _against_none(part, rows, arm, beta)):
-                _put(result, f"kl over none of {arm}, beta {beta:g}", ratio)
+            if arm == OPTIMUM or ARMS[arm]["kl"] == "none":
+                continue
+            for name, label in (("kl", "kl"), (ELSEWHERE_KL, "kl elsewhere")):
+                if ratio := _against_none(part, rows, arm, beta, name=name):
+                    _put(result, f"{label} over none of {arm}, beta {beta:g}", ratio)
+            for label, of in (("shortfall", shortfall), ("kept", kept)):
+                if value := of(rows, part, arm, beta):
+                    _put(result, f"{label} of {arm}, beta {beta:g}", value)
         for name in ("cosine", "size"):
-            if measured := gradients(rows, part, arm, f"kl_gradient_{name}"):
-                _put(result, f"{name} of {arm}", measured)
+            for which, label in (("kl", ""), ("stale", "stale ")):
+                if measured := gradients(rows, part, arm, f"{which}_gradient_{name}"):
+                    _put(result, f"{label}{name} of {arm}", measured)
         zero, total = vanishing(rows, part, arm)
         if total:
             result |= {

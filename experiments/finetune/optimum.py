@@ -22,9 +22,11 @@ AT_ONCE = 32
 
 def optimal(chances: np.ndarray, beta: float) -> tuple[np.ndarray, np.ndarray]:
     """(P,) the reward of π* and its KL to the reference, for the reference's chances (P,) of a reward of 1."""
+    with np.errstate(divide="ignore"):
+        right, wrong = np.log(chances), np.log1p(-chances)
     # log Z − 1/β, which does not overflow.
-    log_share = np.log(chances + (1 - chances) * np.exp(-1 / beta))
-    reward = chances * np.exp(-log_share)
+    log_share = np.logaddexp(right, wrong - 1 / beta)
+    reward = np.exp(right - log_share)
     return reward, (reward - 1) / beta - log_share
 
 
