@@ -24,6 +24,7 @@ WORDS = {
     "none": "no KL term",
     "none, stale": "no KL term, stale",
     "k1-reward": "$k_1$ in reward",
+    "k1-reward, slow": "$k_1$ in reward, slow",
     "k2-loss": "$k_2$ in loss",
     "k3-loss": "$k_3$ in loss",
     "k1-loss": "$k_1$ in loss",
@@ -34,6 +35,7 @@ SHORT = {
     "none": "no KL\nterm",
     "none, stale": "none,\nstale",
     "k1-reward": "$k_1$ in\nreward",
+    "k1-reward, slow": "$k_1$,\nslow",
     "k2-loss": "$k_2$ in\nloss",
     "k3-loss": "$k_3$ in\nloss",
     "k1-loss": "$k_1$ in\nloss",
@@ -43,9 +45,9 @@ SHORT = {
 # What is written beside the ends of a curve: at the largest coefficient, at the smallest.
 ENDS: dict[str, tuple[tuple[str, tuple[int, int]], ...]] = {
     "k1-reward": (("β = 1", (-10, -12)), ("β = 0.03", (-2, 12))),
-    "k1-loss": (("β = 1", (-6, 6)),),
+    "k1-loss": (("β = 1", (4, -9)),),
     "none": (("no KL term", (8, 4)),),
-    "none, stale": (("no KL term, stale", (-20, -12)),),
+    "none, stale": (("no KL term, stale", (-44, -12)),),
 }
 TERMS = [arm for arm in WORDS if not arm.startswith("none")]
 OPTIMUM = "optimum"
@@ -138,7 +140,7 @@ def _realised(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
     for shift, arm in enumerate(TERMS):
         betas, y, high = _curve(last, arm, "kl")
         if betas:
-            beside = [beta * 1.05 ** (shift - 2) for beta in betas]
+            beside = [beta * 1.05 ** (shift - 3) for beta in betas]
             axes.errorbar(beside, y, high, **_style(arm), elinewidth=0.6, label=WORDS[arm])
     betas, y, _ = _curve(last, OPTIMUM, "kl")
     if betas:
@@ -171,7 +173,7 @@ def _every(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
 
 def _elsewhere(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
     name = "kl_out_of_distribution"
-    tidy(axes, title="d  On longer numbers, never trained on: a mark a run", x="KL(π‖ref), nats", y="KL there, nats")
+    tidy(axes, title="d  Every run on longer numbers, never trained on", x="KL(π‖ref), nats", y="KL there, nats")
     for (arm, _), rows in last.items():
         known = [row for row in rows if row.get(name, 0) > 0]
         if known:
@@ -193,13 +195,13 @@ def _followed(axes: Axes, rows: list[Row]) -> None:
             # What is not told from zero has no direction, and two seeds have no interval that could be seen.
             if len(values) > 2:
                 mean, reach, _ = _interval(values)
-                x.append(update + (shift - 2) * 0.6)
+                x.append(update + (shift - 3) * 0.6)
                 y.append(mean)
                 high.append(reach)
         if x:
             axes.errorbar(x, y, high, **_style(arm), elinewidth=0.6)
     axes.set_xticks(updates)
-    axes.text(0.02, 0.04, "$k_1$ in loss has none: not told from zero", transform=axes.transAxes, size=6.2, color=FAINT)
+    axes.text(0.46, 0.04, "$k_1$ in loss has none: not told from zero", transform=axes.transAxes, size=6.2, color=FAINT)
 
 
 def _style(arm: str) -> dict[str, Any]:
@@ -208,5 +210,5 @@ def _style(arm: str) -> dict[str, Any]:
         return look("none").plot(color=INK, linestyle="", marker=marker, markersize=5.5, markeredgewidth=0.2)
     if arm == OPTIMUM:
         return look("truth").plot(color=INK, linestyle="-.", marker="D", markerfacecolor="white")
-    term, _, stale = arm.partition(",")
-    return look(term).plot(**({"linestyle": "--", "markerfacecolor": "white"} if stale else {}))
+    term, _, otherwise = arm.partition(",")
+    return look(term).plot(**({"linestyle": "--", "markerfacecolor": "white"} if otherwise else {}))

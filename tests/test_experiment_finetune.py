@@ -53,6 +53,8 @@ def synthetic(part="committed"):
                 one = {name: SETTINGS.SETTINGS.values[name] for name in SETTINGS.PARTS["run"][3:]}
                 one = {"part": part, "seed": seed, "arm": arm, "beta": beta, **one}
                 reward = 0.8 if arm == "optimum" else 0.5 * wobble
+                if arm.endswith("slow"):
+                    kl, reward = 0.02, 0.32
                 ends = {"kl_low": 0.9 * kl * wobble, "kl_high": 1.1 * kl * wobble}
                 found.append({**one, "update": 0, "reward_held_out": 0.3, "kl": 0.0, "kl_low": 0.0, "kl_high": 0.0})
                 last = {**one, "update": 64, "reward_held_out": reward, "kl": kl * wobble, **ends}
@@ -172,6 +174,7 @@ def test_a_whole_sweep_made_now_is_asked_the_same_and_compared():
         ("hold it back there", ["k1-loss"], {"kl_out_of_distribution": 2.0}),
         ("no run does better", ["k2-loss"], {"reward_held_out": 1.0, "kl": 0.01}),
         ("than its reference has", ["k3-loss"], {"reward_held_out": 0.6}),
+        ("an eighth of the learning rate", ["k1-reward, slow"], {"kl": 0.2}),
     ],
 )
 def test_a_planted_result_is_told(words, arms, change):

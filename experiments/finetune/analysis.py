@@ -35,6 +35,7 @@ COLLAPSED = 0.5
 ELSEWHERE = 0.99
 MEASURES = ("kl", "reward_held_out")
 ELSEWHERE_KL = "kl_out_of_distribution"
+SLOW = "k1-reward, slow"
 
 
 def tidy(rows: Sequence[Row]) -> list[Row]:
@@ -203,19 +204,27 @@ def shortfall(rows: Sequence[Row], part: str, arm: str, beta: float) -> Interval
     return interval([ended[0][seed] - ended[1][seed] for seed in common]) if len(common) > 1 else None
 
 
-def kept(rows: Sequence[Row], part: str, arm: str, beta: float) -> Interval | None:
-    """A run's objective E[R] − β·KL at its end less that of its reference, over seeds."""
+def lost(rows: Sequence[Row], part: str, arm: str, beta: float) -> Interval | None:
+    """The objective E[R] − β·KL of the reference less that of a run at its end, over seeds."""
     kl = ends(rows, part, arm, beta)
-    won = [gain - beta * kl[seed] for seed, gain in gains(rows, part, arm, beta).items()]
-    return interval(won) if len(won) > 1 else None
+    found = [beta * kl[seed] - gain for seed, gain in gains(rows, part, arm, beta).items()]
+    return interval(found) if len(found) > 1 else None
 
 
-def _not_kept(part: str, rows: Sequence[Row]) -> Answer:
+def _loses(part: str, rows: Sequence[Row]) -> Answer:
     """At the largest β."""
     known = betas(rows, part, PENALTIES[0])
-    found = {arm: kept(rows, part, arm, known[-1]) for arm in PENALTIES if known}
-    won = {arm: one for arm, one in found.items() if one is not None}
-    return (_each(won), all(one.high < 0 for one in won.values())) if len(won) == len(PENALTIES) else None
+    found = {arm: lost(rows, part, arm, known[-1]) for arm in PENALTIES if known}
+    told = {arm: one for arm, one in found.items() if one is not None}
+    return (_each(told), all(one.low > 0 for one in told.values())) if len(told) == len(PENALTIES) else None
+
+
+def _slow(part: str, rows: Sequence[Row]) -> Answer:
+    known = betas(rows, part, SLOW)
+    slow, fast = (lost(rows, part, arm, known[-1]) if known else None for arm in (SLOW, SLOW.partition(",")[0]))
+    if slow is None or fast is None:
+        return None
+    return f"{slow.text(3)}, at the full rate {fast.text(3)}", slow.high < fast.low
 
 
 def _below_optimum(part: str, rows: Sequence[Row]) -> Answer:
@@ -295,7 +304,8 @@ FINDINGS: tuple[Finding, ...] = (
     ("no run does better than π* of its coefficient", "theory", "E[R] − β·KL of π* less that of the run: not below 0",
      _below_optimum, SEEDS),
     ("at the largest β training ends with a smaller objective than its reference has", OWN,
-     "E[R] − β·KL less that of the reference: below 0", _not_kept, SEEDS),
+     "E[R] − β·KL of the reference less that of the run: above 0", _loses, SEEDS),
+    ("with an eighth of the learning rate k1 in the reward loses less", OWN, "intervals do not overlap", _slow, SEEDS),
 )  # fmt: skip
 
 
@@ -451,8 +461,13 @@ def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
             for name, label in (("kl", "kl"), (ELSEWHERE_KL, "kl elsewhere")):
                 if ratio := _against_none(part, rows, arm, beta, name=name):
                     _put(result, f"{label} over none of {arm}, beta {beta:g}", ratio)
-            for label, of in (("shortfall", shortfall), ("kept", kept)):
-                if value := of(rows, part, arm, beta):
+            more = {
+                "shortfall": shortfall(rows, part, arm, beta),
+                "loss": lost(rows, part, arm, beta),
+                "kl over optimum": paired(ends(rows, part, arm, beta), ends(rows, part, OPTIMUM, beta)),
+            }
+            for label, value in more.items():
+                if value:
                     _put(result, f"{label} of {arm}, beta {beta:g}", value)
         for name in ("cosine", "size"):
             for which, label in (("kl", ""), ("stale", "stale ")):

@@ -12,6 +12,8 @@ from kltest.sweeps.settings import Settings
 ARMS: dict[str, dict[str, Any]] = {
     "none": {"kl": "none"},
     "k1-reward": {"kl": "k1-reward"},
+    # An eighth of the learning rate below.
+    "k1-reward, slow": {"kl": "k1-reward", "learning_rate": 5e-5},
     "k2-loss": {"kl": "k2-loss"},
     "k3-loss": {"kl": "k3-loss"},
     "k1-loss": {"kl": "k1-loss"},
@@ -22,8 +24,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "optimum": {},
 }
 OPTIMUM = "optimum"
-# With smaller coefficients π* depends on how rare the rarest rewards are, which no sample tells.
-LEAST_BETA_OF_OPTIMUM = 0.3
+# With smaller coefficients π* depends on how rare the rarest rewards are, which no sample tells. That long steps are
+# noise shows where there is least to gain.
+LEAST_BETA = {OPTIMUM: 0.3, "k1-reward, slow": 1.0}
 BETAS = (0.03, 0.1, 0.3, 1.0)
 # The coefficient at which gradients are measured along the run; each measurement takes a good part of a run's time.
 BETA_OF_GRADIENTS = 0.1
@@ -55,7 +58,7 @@ def applies(configuration: Mapping[str, Any]) -> bool:
     if configuration["part"] != "run":
         return True
     arm, beta = configuration["arm"], configuration["beta"]
-    return bool(beta >= LEAST_BETA_OF_OPTIMUM if arm == OPTIMUM else arm.startswith("none") == (beta == 0))
+    return arm.startswith("none") == (beta == 0) and beta >= LEAST_BETA.get(arm, 0.0)
 
 
 SETTINGS = Settings(
