@@ -22,34 +22,34 @@ Row = dict[str, Any]
 # By arm: what it is called here.
 WORDS = {
     "none": "no KL term",
-    "none, stale": "no KL term, stale",
+    "stale:none": "no KL term, stale",
     "k1-reward": "$k_1$ in reward",
-    "k1-reward, slow": "$k_1$ in reward, slow",
+    "slow:k1-reward": "$k_1$ in reward, slow",
     "k2-loss": "$k_2$ in loss",
     "k3-loss": "$k_3$ in loss",
     "k1-loss": "$k_1$ in loss",
-    "k2-loss, stale": "$k_2$ in loss, stale",
-    "k3-ratio, stale": "$k_3$ with ratio, stale",
+    "stale:k2-loss": "$k_2$ in loss, stale",
+    "stale:k3-ratio": "$k_3$ with ratio, stale",
 }
 SHORT = {
     "none": "no KL\nterm",
-    "none, stale": "none,\nstale",
+    "stale:none": "none,\nstale",
     "k1-reward": "$k_1$ in\nreward",
-    "k1-reward, slow": "$k_1$,\nslow",
+    "slow:k1-reward": "$k_1$,\nslow",
     "k2-loss": "$k_2$ in\nloss",
     "k3-loss": "$k_3$ in\nloss",
     "k1-loss": "$k_1$ in\nloss",
-    "k2-loss, stale": "$k_2$,\nstale",
-    "k3-ratio, stale": "$k_3$, ratio,\nstale",
+    "stale:k2-loss": "$k_2$,\nstale",
+    "stale:k3-ratio": "$k_3$, ratio,\nstale",
 }
 # What is written beside the ends of a curve: at the largest coefficient, at the smallest.
 ENDS: dict[str, tuple[tuple[str, tuple[int, int]], ...]] = {
     "k1-reward": (("β = 1", (-10, -12)), ("β = 0.03", (-2, 12))),
     "k1-loss": (("β = 1", (4, -9)),),
     "none": (("no KL term", (8, 4)),),
-    "none, stale": (("no KL term, stale", (-44, -12)),),
+    "stale:none": (("no KL term, stale", (-44, -12)),),
 }
-TERMS = [arm for arm in WORDS if not arm.startswith("none")]
+TERMS = [arm for arm in WORDS if not arm.endswith("none")]
 OPTIMUM = "optimum"
 SMALL = {"textcoords": "offset points", "size": 6.2}
 
@@ -101,7 +101,7 @@ def _frontier(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
     tidy(axes, title="a  What a KL earns", x="KL(π‖ref) at the end, nats", y="held-out reward gained")
     _nats(axes.xaxis)
     axes.axhline(0, color=INK, linewidth=0.6)
-    for arm in (*TERMS, "none", "none, stale"):
+    for arm in (*TERMS, "none", "stale:none"):
         betas, x, wide = _curve(last, arm, "kl")
         if not betas:
             continue
@@ -124,7 +124,7 @@ def _realised(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
     tidy(axes, title="b  The KL that a coefficient buys", x="coefficient β", y="KL(π‖ref) at the end, nats")
     axes.set_xscale("log")
     _nats(axes.yaxis)
-    for arm, line in (("none", "-"), ("none, stale", "--")):
+    for arm, line in (("none", "-"), ("stale:none", "--")):
         _, y, high = _curve(last, arm, "kl")
         if y:
             axes.axhline(y[0], color=INK, linewidth=0.9, linestyle=line)
@@ -205,10 +205,10 @@ def _followed(axes: Axes, rows: list[Row]) -> None:
 
 
 def _style(arm: str) -> dict[str, Any]:
-    if arm.startswith("none"):
+    if arm.endswith("none"):
         marker = "*" if arm == "none" else "P"
         return look("none").plot(color=INK, linestyle="", marker=marker, markersize=5.5, markeredgewidth=0.2)
     if arm == OPTIMUM:
         return look("truth").plot(color=INK, linestyle="-.", marker="D", markerfacecolor="white")
-    term, _, otherwise = arm.partition(",")
+    otherwise, _, term = arm.rpartition(":")
     return look(term).plot(**({"linestyle": "--", "markerfacecolor": "white"} if otherwise else {}))

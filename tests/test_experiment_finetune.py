@@ -42,10 +42,10 @@ def around(name, value, reach):
 
 def synthetic(part="committed"):
     """A sweep in which everything is as claimed, with five seeds a little apart."""
-    cosines = {"k1-reward": 1.0, "k2-loss": 0.98, "k3-loss": 0.95, "k2-loss, stale": 0.9, "k3-ratio, stale": 0.98}
+    cosines = {"k1-reward": 1.0, "k2-loss": 0.98, "k3-loss": 0.95, "stale:k2-loss": 0.9, "stale:k3-ratio": 0.98}
     found = []
     for arm in SETTINGS.ARMS:
-        none = arm.startswith("none")
+        none = arm.endswith("none")
         for beta in (beta for beta in (0.0, *SETTINGS.BETAS) if applies(arm, beta)):
             for seed in range(5):
                 wobble = 1 + 0.02 * (seed - 2)
@@ -53,7 +53,7 @@ def synthetic(part="committed"):
                 one = {name: SETTINGS.SETTINGS.values[name] for name in SETTINGS.PARTS["run"][3:]}
                 one = {"part": part, "seed": seed, "arm": arm, "beta": beta, **one}
                 reward = 0.8 if arm == "optimum" else 0.5 * wobble
-                if arm.endswith("slow"):
+                if arm.startswith("slow"):
                     kl, reward = 0.02, 0.32
                 ends = {"kl_low": 0.9 * kl * wobble, "kl_high": 1.1 * kl * wobble}
                 found.append({**one, "update": 0, "reward_held_out": 0.3, "kl": 0.0, "kl_low": 0.0, "kl_high": 0.0})
@@ -86,7 +86,7 @@ def test_a_run_is_as_its_settings_say(rows):
 
 def test_as_many_updates_with_a_stale_sampler_are_fewer_rounds():
     one = Experiment(CHECKOUT, "finetune").configurations(Request(changes=SMALL))[0]
-    for arm, rounds in (("k3-loss", 16), ("k3-ratio, stale", 4)):
+    for arm, rounds in (("k3-loss", 16), ("stale:k3-ratio", 4)):
         settings = RUNS.settings_of({**one, "arm": arm, "beta": 0.1})
         assert (settings.steps, settings.steps * settings.inner_epochs) == (rounds, 16)
         assert settings.resolved.ratio == ("none" if rounds == 16 else "sequence")
@@ -167,14 +167,14 @@ def test_a_whole_sweep_made_now_is_asked_the_same_and_compared():
         ("k1 in the reward follows", ["k1-reward"], {"kl_gradient_cosine": 0.9}),
         ("later tokens", ["k2-loss"], {"kl_gradient_cosine": 0.9}),
         ("another direction", ["k3-loss"], {"kl_gradient_cosine": 0.7}),
-        ("same direction as k2", ["k3-ratio, stale"], {"kl_gradient_cosine": 0.9}),
-        ("ratio holds", ["k3-ratio, stale"], {"kl": 2.5}),
-        ("stale rollouts that it trains on", ["k3-ratio, stale"], {"stale_gradient_cosine": 0.9}),
+        ("same direction as k2", ["stale:k3-ratio"], {"kl_gradient_cosine": 0.9}),
+        ("ratio holds", ["stale:k3-ratio"], {"kl": 2.5}),
+        ("stale rollouts that it trains on", ["stale:k3-ratio"], {"stale_gradient_cosine": 0.9}),
         ("on longer numbers", ["k3-loss"], {"kl_out_of_distribution": 7.0}),
         ("hold it back there", ["k1-loss"], {"kl_out_of_distribution": 2.0}),
         ("no run does better", ["k2-loss"], {"reward_held_out": 1.0, "kl": 0.01}),
         ("than its reference has", ["k3-loss"], {"reward_held_out": 0.6}),
-        ("an eighth of the learning rate", ["k1-reward, slow"], {"kl": 0.2}),
+        ("an eighth of the learning rate", ["slow:k1-reward"], {"kl": 0.2}),
     ],
 )
 def test_a_planted_result_is_told(words, arms, change):

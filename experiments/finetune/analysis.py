@@ -35,7 +35,7 @@ COLLAPSED = 0.5
 ELSEWHERE = 0.99
 MEASURES = ("kl", "reward_held_out")
 ELSEWHERE_KL = "kl_out_of_distribution"
-SLOW = "k1-reward, slow"
+SLOW = "slow:k1-reward"
 
 
 def tidy(rows: Sequence[Row]) -> list[Row]:
@@ -145,7 +145,7 @@ def _against_none(
     known = betas(rows, part, arm)
     if not known:
         return None
-    none = "none, stale" if ARMS[arm].get("inner_epochs", 1) > 1 else "none"
+    none = "stale:none" if ARMS[arm].get("inner_epochs", 1) > 1 else "none"
     at = known[-1] if beta is None else beta
     return paired(ends(rows, part, arm, at, name), ends(rows, part, none, 0.0, name), level)
 
@@ -221,7 +221,7 @@ def _loses(part: str, rows: Sequence[Row]) -> Answer:
 
 def _slow(part: str, rows: Sequence[Row]) -> Answer:
     known = betas(rows, part, SLOW)
-    slow, fast = (lost(rows, part, arm, known[-1]) if known else None for arm in (SLOW, SLOW.partition(",")[0]))
+    slow, fast = (lost(rows, part, arm, known[-1]) if known else None for arm in (SLOW, SLOW.partition(":")[2]))
     if slow is None or fast is None:
         return None
     return f"{slow.text(3)}, at the full rate {fast.text(3)}", slow.high < fast.low
@@ -291,12 +291,12 @@ FINDINGS: tuple[Finding, ...] = (
     ("k3 in the loss follows hardly another direction here", OWN, "cosine above 0.85",
      partial(_within, arm="k3-loss", low=0.85, high=1.15), SEEDS),
     ("k3 with its ratio follows the same direction as k2 in the loss", THEORY, "cosine within 0.05 of 1",
-     partial(_within, arm="k3-ratio, stale", low=0.95, high=1.05), SEEDS),
+     partial(_within, arm="stale:k3-ratio", low=0.95, high=1.05), SEEDS),
     ("k3 with its ratio keeps to this direction on the stale rollouts that it trains on", THEORY,
      "cosine within 0.05 of 1",
-     partial(_within, arm="k3-ratio, stale", low=0.95, high=1.05, name="stale_gradient_cosine"), SEEDS),
+     partial(_within, arm="stale:k3-ratio", low=0.95, high=1.05, name="stale_gradient_cosine"), SEEDS),
     ("k3 with its ratio holds the policy back with a stale sampler", "DeepSeek-V3.2", "KL below that of no term",
-     partial(_holds, arms=("k3-ratio, stale",)), SEEDS),
+     partial(_holds, arms=("stale:k3-ratio",)), SEEDS),
     ("where it was never trained, on longer numbers, the penalties hold the policy back as well", OWN,
      "KL there below that of no term, largest β", partial(_holds, arms=PENALTIES, name=ELSEWHERE_KL), SEEDS),
     ("k1 in the loss does not hold it back there", OWN, "KL there over that of no term: at no β below 1",

@@ -13,20 +13,20 @@ ARMS: dict[str, dict[str, Any]] = {
     "none": {"kl": "none"},
     "k1-reward": {"kl": "k1-reward"},
     # An eighth of the learning rate below.
-    "k1-reward, slow": {"kl": "k1-reward", "learning_rate": 5e-5},
+    "slow:k1-reward": {"kl": "k1-reward", "learning_rate": 5e-5},
     "k2-loss": {"kl": "k2-loss"},
     "k3-loss": {"kl": "k3-loss"},
     "k1-loss": {"kl": "k1-loss"},
-    "none, stale": {"kl": "none", "inner_epochs": 4},
-    "k2-loss, stale": {"kl": "k2-loss", "inner_epochs": 4},
-    "k3-ratio, stale": {"kl": "k3-ratio", "inner_epochs": 4},
+    "stale:none": {"kl": "none", "inner_epochs": 4},
+    "stale:k2-loss": {"kl": "k2-loss", "inner_epochs": 4},
+    "stale:k3-ratio": {"kl": "k3-ratio", "inner_epochs": 4},
     # No run: π*, from the reference's chances of a reward.
     "optimum": {},
 }
 OPTIMUM = "optimum"
 # With smaller coefficients π* depends on how rare the rarest rewards are, which no sample tells. That long steps are
 # noise shows where there is least to gain.
-LEAST_BETA = {OPTIMUM: 0.3, "k1-reward, slow": 1.0}
+LEAST_BETA = {OPTIMUM: 0.3, "slow:k1-reward": 1.0}
 BETAS = (0.03, 0.1, 0.3, 1.0)
 # The coefficient at which gradients are measured along the run; each measurement takes a good part of a run's time.
 BETA_OF_GRADIENTS = 0.1
@@ -58,7 +58,7 @@ def applies(configuration: Mapping[str, Any]) -> bool:
     if configuration["part"] != "run":
         return True
     arm, beta = configuration["arm"], configuration["beta"]
-    return arm.startswith("none") == (beta == 0) and beta >= LEAST_BETA.get(arm, 0.0)
+    return arm.endswith("none") == (beta == 0) and beta >= LEAST_BETA.get(arm, 0.0)
 
 
 SETTINGS = Settings(
@@ -67,7 +67,7 @@ SETTINGS = Settings(
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "arm": ("none", "k1-reward", "k1-loss", "k3-ratio, stale", OPTIMUM),
+        "arm": ("none", "k1-reward", "k1-loss", "stale:k3-ratio", OPTIMUM),
         "beta": (0.0, 0.3),
         "model": "tiny:0.2M",
         "task": "addition:2",
