@@ -170,6 +170,7 @@ def test_a_whole_sweep_made_now_is_asked_the_same_and_compared():
         ("same direction as k2", ["stale:k3-ratio"], {"kl_gradient_cosine": 0.9}),
         ("ratio holds", ["stale:k3-ratio"], {"kl": 2.5}),
         ("stale rollouts that it trains on", ["stale:k3-ratio"], {"stale_gradient_cosine": 0.9}),
+        ("does not keep to it", ["stale:k2-loss"], {"stale_gradient_cosine": 1.0}),
         ("on longer numbers", ["k3-loss"], {"kl_out_of_distribution": 7.0}),
         ("hold it back there", ["k1-loss"], {"kl_out_of_distribution": 2.0}),
         ("no run does better", ["k2-loss"], {"reward_held_out": 1.0, "kl": 0.01}),
@@ -199,6 +200,16 @@ def test_runs_that_end_elsewhere_are_told():
         assert TRIAL.verdicts([*moved, *committed])[claim] is agrees
     other = [{**row, "task": "countdown"} for row in now]
     assert TRIAL.verdicts([*other, *committed])[claim] is None
+
+
+def test_tables_have_a_line_for_every_arm():
+    """In that of gradients, for those that have one."""
+    tables = ANALYSIS.tables(synthetic())
+    assert [line["KL term"] for line in tables["ends"]] == list(SETTINGS.ARMS)
+    assert [line["KL term"] for line in tables["gradients"]] == [
+        "k1-reward", "k2-loss", "k3-loss", "k1-loss", "stale:k2-loss", "stale:k3-ratio"
+    ]  # fmt: skip
+    assert tables["gradients"][-1]["cosine, stale"].startswith("0.980 [")
 
 
 @pytest.mark.parametrize("beta", [0.001, 0.1, 0.3, 1.0, 50.0])

@@ -295,6 +295,8 @@ FINDINGS: tuple[Finding, ...] = (
     ("k3 with its ratio keeps to this direction on the stale rollouts that it trains on", THEORY,
      "cosine within 0.05 of 1",
      partial(_within, arm="stale:k3-ratio", low=0.95, high=1.05, name="stale_gradient_cosine"), SEEDS),
+    ("k2 in the loss, without a ratio, does not keep to it", THEORY, "cosine on stale rollouts below 1",
+     partial(_within, arm="stale:k2-loss", low=-1.0, high=1.0, name="stale_gradient_cosine"), SEEDS),
     ("k3 with its ratio holds the policy back with a stale sampler", "DeepSeek-V3.2", "KL below that of no term",
      partial(_holds, arms=("stale:k3-ratio",)), SEEDS),
     ("where it was never trained, on longer numbers, the penalties hold the policy back as well", OWN,
@@ -391,7 +393,7 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for arm in ARMS if columns else ():
         line: Row = {"KL term": arm}
         for beta in columns:
-            at = 0.0 if ARMS[arm]["kl"] == "none" else beta
+            at = 0.0 if ARMS[arm].get("kl") == "none" else beta
             kls = list(ends(rows, part, arm, at).values())
             repeated = at != beta and beta != columns[0]
             line[f"β = {beta:g}"] = "" if repeated or not kls else geometric(kls).text()
@@ -456,7 +458,7 @@ def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
             result[f"spread of {arm}, beta {beta:g}"] = (
                 float(np.std(np.log(spread), ddof=1)) if len(spread) > 1 else None
             )
-            if arm == OPTIMUM or ARMS[arm]["kl"] == "none":
+            if ARMS[arm].get("kl", "none") == "none":
                 continue
             for name, label in (("kl", "kl"), (ELSEWHERE_KL, "kl elsewhere")):
                 if ratio := _against_none(part, rows, arm, beta, name=name):

@@ -47,7 +47,7 @@ PARTS = {
 # Of the committed sweep. To renew it: `kltest run finetune --scale full`, then copy results/finetune/sweep.csv here.
 COMMITTED: Mapping[str, str] = {
     "date": "2026-11-21",
-    "revision": "4f8b679",
+    "revision": "ecc9b29",
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }
