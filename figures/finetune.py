@@ -152,7 +152,7 @@ def _realised(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
 
 def _nats(axis: Any) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]))
+    axis.set_major_locator(FixedLocator([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
@@ -201,7 +201,7 @@ def _followed(axes: Axes, rows: list[Row]) -> None:
         if x:
             axes.errorbar(x, y, high, **_style(arm), elinewidth=0.6)
     axes.set_xticks(updates)
-    axes.text(0.46, 0.04, "$k_1$ in loss has none: not told from zero", transform=axes.transAxes, size=6.2, color=FAINT)
+    axes.text(0.02, 0.04, "$k_1$ in loss has none: not told from zero", transform=axes.transAxes, size=6.2, color=FAINT)
 
 
 def _style(arm: str) -> dict[str, Any]:
