@@ -1,4 +1,4 @@
-"""A language model under six KL terms: what is swept, what each run is, and the sweep that is kept beside this file."""
+"""A language model under five KL terms: what is swept, what each run is, and the sweep that is kept beside this file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "k1-reward": {"kl": "k1-reward"},
     # An eighth of the learning rate below.
     "slow:k1-reward": {"kl": "k1-reward", "learning_rate": 5e-5},
+    # A baseline on the penalty as well as on the reward.
+    "leave-one-out": {"kl": "leave-one-out"},
     "k2-loss": {"kl": "k2-loss"},
     "k3-loss": {"kl": "k3-loss"},
     "k1-loss": {"kl": "k1-loss"},
@@ -24,9 +26,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "optimum": {},
 }
 OPTIMUM = "optimum"
-# With smaller coefficients π* depends on how rare the rarest rewards are, which no sample tells. That long steps are
+# With smaller coefficients π* depends on how rare the rarest rewards are, which no sample tells. What is
 # noise shows where there is least to gain.
-LEAST_BETA = {OPTIMUM: 0.3, "slow:k1-reward": 1.0}
+LEAST_BETA = {OPTIMUM: 0.3, "slow:k1-reward": 1.0, "leave-one-out": 1.0}
 BETAS = (0.03, 0.1, 0.3, 1.0)
 # The coefficient at which gradients are measured along the run; each measurement takes a good part of a run's time.
 BETA_OF_GRADIENTS = 0.1
@@ -62,7 +64,7 @@ def applies(configuration: Mapping[str, Any]) -> bool:
 
 
 SETTINGS = Settings(
-    title="A language model fine-tuned under six KL terms",
+    title="A language model fine-tuned under five KL terms",
     tags=("sampled", "training", "gradient", "off-policy", "language model"),
     parts=PARTS,
     values={
