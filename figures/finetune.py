@@ -25,6 +25,7 @@ WORDS = {
     "stale:none": "no KL term, stale",
     "k1-reward": "$k_1$ in reward",
     "slow:k1-reward": "$k_1$ in reward, slow",
+    "leave-one-out": "$k_1$ in reward, baseline",
     "k2-loss": "$k_2$ in loss",
     "k3-loss": "$k_3$ in loss",
     "k1-loss": "$k_1$ in loss",
@@ -36,6 +37,7 @@ SHORT = {
     "stale:none": "none,\nstale",
     "k1-reward": "$k_1$ in\nreward",
     "slow:k1-reward": "$k_1$,\nslow",
+    "leave-one-out": "$k_1$,\nbasel.",
     "k2-loss": "$k_2$ in\nloss",
     "k3-loss": "$k_3$ in\nloss",
     "k1-loss": "$k_1$ in\nloss",
@@ -45,7 +47,7 @@ SHORT = {
 # What is written beside the ends of a curve: at the largest coefficient, at the smallest.
 ENDS: dict[str, tuple[tuple[str, tuple[int, int]], ...]] = {
     "k1-reward": (("β = 1", (-10, -12)), ("β = 0.03", (-2, 12))),
-    "k1-loss": (("β = 1", (4, -9)),),
+    "k1-loss": (("β = 1", (-12, 8)),),
     "none": (("no KL term", (8, 4)),),
     "stale:none": (("no KL term, stale", (-44, -12)),),
 }
@@ -181,6 +183,7 @@ def _elsewhere(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
             axes.plot(x, y, **{**_style(arm), "linestyle": "", "markersize": 2.6})
     for axis in (axes.xaxis, axes.yaxis):
         _nats(axis)
+    axes.axline((0.1, 0.1), (1, 1), color=INK, linewidth=0.6)
 
 
 def _followed(axes: Axes, rows: list[Row]) -> None:
@@ -211,4 +214,6 @@ def _style(arm: str) -> dict[str, Any]:
     if arm == OPTIMUM:
         return look("truth").plot(color=INK, linestyle="-.", marker="D", markerfacecolor="white")
     otherwise, _, term = arm.rpartition(":")
+    if term == "leave-one-out":
+        return look(term).plot(fillstyle="left", markerfacecoloralt="white")
     return look(term).plot(**({"linestyle": "--", "markerfacecolor": "white"} if otherwise else {}))

@@ -42,7 +42,7 @@ def around(name, value, reach):
 
 def synthetic(part="committed"):
     """A sweep in which everything is as claimed, with five seeds a little apart."""
-    cosines = {"k1-reward": 1.0, "k2-loss": 0.98, "k3-loss": 0.95, "stale:k2-loss": 0.9, "stale:k3-ratio": 0.98}
+    cosines = {"k1-reward": 1.0, "k2-loss": 0.98, "k3-loss": 0.995, "stale:k2-loss": 0.9, "stale:k3-ratio": 0.995}
     found = []
     for arm in SETTINGS.ARMS:
         none = arm.endswith("none")
@@ -166,15 +166,16 @@ def test_a_whole_sweep_made_now_is_asked_the_same_and_compared():
         ("not told from zero", ["k1-loss"], {"kl_gradient_size_low": 0.1, "kl_gradient_cosine": 0.5}),
         ("k1 in the reward follows", ["k1-reward"], {"kl_gradient_cosine": 0.9}),
         ("later tokens", ["k2-loss"], {"kl_gradient_cosine": 0.9}),
-        ("another direction", ["k3-loss"], {"kl_gradient_cosine": 0.7}),
+        ("follows another direction", ["k3-loss"], {"kl_gradient_cosine": 0.7}),
         ("same direction as k2", ["stale:k3-ratio"], {"kl_gradient_cosine": 0.9}),
         ("ratio holds", ["stale:k3-ratio"], {"kl": 2.5}),
-        ("stale rollouts that it trains on", ["stale:k3-ratio"], {"stale_gradient_cosine": 0.9}),
-        ("does not keep to it", ["stale:k2-loss"], {"stale_gradient_cosine": 1.0}),
+        ("is not told from this direction", ["stale:k3-ratio"], {"stale_gradient_cosine": 0.95}),
+        ("turns away there", ["stale:k2-loss"], {"stale_gradient_cosine": 1.0}),
         ("on longer numbers", ["k3-loss"], {"kl_out_of_distribution": 7.0}),
         ("hold it back there", ["k1-loss"], {"kl_out_of_distribution": 2.0}),
         ("no run does better", ["k2-loss"], {"reward_held_out": 1.0, "kl": 0.01}),
         ("than its reference has", ["k3-loss"], {"reward_held_out": 0.6}),
+        ("with a baseline on the penalty", ["leave-one-out"], {"kl": 0.02}),
         ("an eighth of the learning rate", ["slow:k1-reward"], {"kl": 0.2}),
     ],
 )
@@ -209,7 +210,7 @@ def test_tables_have_a_line_for_every_arm():
     assert [line["KL term"] for line in tables["gradients"]] == [
         "k1-reward", "k2-loss", "k3-loss", "k1-loss", "stale:k2-loss", "stale:k3-ratio"
     ]  # fmt: skip
-    assert tables["gradients"][-1]["cosine, stale"].startswith("0.980 [")
+    assert tables["gradients"][-1]["cosine, stale"].startswith("0.995 [")
 
 
 @pytest.mark.parametrize("beta", [0.001, 0.1, 0.3, 1.0, 50.0])
@@ -251,7 +252,3 @@ def test_intervals_are_scipys():
     ratio = stats.ttest_rel(np.log(values), np.log(others)).confidence_interval(0.95)
     found = SPREAD.paired(dict(enumerate(values)), dict(enumerate(others)))
     assert (found.low, found.high) == pytest.approx((math.exp(ratio.low), math.exp(ratio.high)), rel=1e-12)
-    even = SPREAD.weighted(values, [0.3] * 5)
-    assert (even.mean, even.low, even.high) == pytest.approx((np.mean(values), plain.low, plain.high), rel=1e-12)
-    # A value whose error is a thousandth of the others' is the mean.
-    assert SPREAD.weighted(values, [1, 1, 1e-3, 1, 1]).mean == pytest.approx(0.7, abs=1e-5)

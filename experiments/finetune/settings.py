@@ -1,4 +1,4 @@
-"""A language model under five KL terms: what is swept, what each run is, and the sweep that is kept beside this file."""
+"""A language model under five KL terms: what is swept, what each run is, and which sweep is kept beside this file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ BETAS = (0.03, 0.1, 0.3, 1.0)
 BETA_OF_GRADIENTS = 0.1
 
 # What holds for every run beside the settings below; all else is the runner's default.
-RUN: Mapping[str, Any] = {"checkpoint_every": 0, "gradient_chunks": 8, "gradient_batches": 4, "threads": 1}
+RUN: Mapping[str, Any] = {
+    "max_norm": 1.0,
+    "warmup": 5,
+    "checkpoint_every": 0,
+    "gradient_chunks": 8,
+    "gradient_batches": 4,
+    "threads": 1,
+}
 
 _OF_RUNS = (
     *("model", "task", "reference_reward", "updates", "prompts", "group_size", "learning_rate"),
@@ -49,7 +56,7 @@ PARTS = {
 # Of the committed sweep. To renew it: `kltest run finetune --scale full`, then copy results/finetune/sweep.csv here.
 COMMITTED: Mapping[str, str] = {
     "date": "2026-11-21",
-    "revision": "ecc9b29",
+    "revision": "06df276",
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }

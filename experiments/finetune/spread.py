@@ -1,4 +1,4 @@
-"""Intervals over seeds: of means, of ratios paired by seed, and of measurements that have an error of their own."""
+"""Intervals over seeds: of means, and of ratios paired by seed."""
 
 from __future__ import annotations
 
@@ -49,16 +49,3 @@ def paired(ones: Mapping[int, float], others: Mapping[int, float], level: float 
     if len(common) < 2 or min(min(ones[seed], others[seed]) for seed in common) <= 0:
         return None
     return geometric([ones[seed] / others[seed] for seed in common], level)
-
-
-def weighted(values: Sequence[float], errors: Sequence[float], level: float = LEVEL) -> Interval:
-    """Of a mean in which each value counts as its own error allows, from how far the values lie apart."""
-    weights = 1 / np.square(errors)
-    mean = float(weights @ np.array(values) / weights.sum())
-    if len(values) < 2:
-        return Interval(mean, -math.inf, math.inf)
-    error = math.sqrt(float(np.square(weights) @ np.square(np.array(values) - mean))) / weights.sum()
-    # Of n values n − 1 deviations are free; with one weight for all this is the interval of a plain mean.
-    error *= math.sqrt(len(values) / (len(values) - 1))
-    reach = float(t.ppf((1 + level) / 2, len(values) - 1)) * error
-    return Interval(mean, mean - reach, mean + reach)
