@@ -104,7 +104,7 @@ def _rows(model: str, steps: int) -> list[Row]:
         trainer.add_callback(Clock())
         trainer.train()
     size = sum(one.numel() for one in ours.models.policy.model.parameters())
-    case = f"{size / 1e6:.2g}M parameters, 64 completions of up to 32 tokens, CPU, {torch.get_num_threads()} thread(s)"
+    case = f"{size / 1e6:.3g}M parameters, 64 completions of up to 32 tokens, CPU, {torch.get_num_threads()} thread(s)"
     timed = list(zip(seconds, counts, strict=True))[WARM:]
     per_token = [(mine / own, theirs / other) for (theirs, mine, _), (other, own) in timed]
     rate = 1 / statistics.median(mine for mine, _ in per_token), 1 / statistics.median(other for _, other in per_token)
