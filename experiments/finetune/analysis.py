@@ -17,6 +17,7 @@ from scipy.stats import t
 from kltest.reproduce import Claim
 
 from ..judging import Answer, Question, answers
+from .optimum import ROLLOUTS
 from .settings import ARMS, BETA_OF_GRADIENTS, COMMITTED, OPTIMUM, PARTS, RUN
 from .spread import Interval, geometric, interval, paired
 
@@ -456,6 +457,7 @@ def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
         "runs": sum(arm != OPTIMUM for arm, *_ in found) or None,
         "seeds": len({seed for *_, seed in found}) or None,
         "runs made now": len(runs(rows, "run")),
+        "rollouts of a chance": ROLLOUTS,
         "longest": RUN["max_norm"],
         "warm-up": RUN["warmup"],
         "collapsed": len(collapsed(rows, part)),
