@@ -48,8 +48,8 @@ METRICS: dict[str, str] = {
     "kl_gradient_size_high": "Upper end of that interval.",
     "kl_gradient_noise": "Root of the summed variances of the term's gradient in one batch of the run's size, over the "
     "length of the gradient of KL(π‖ref).",
-    "stale_gradient_cosine": "As `kl_gradient_cosine`, with the rollouts that the term meets in the last inner epoch: "
-    "those of the step's sampler, by then inner_epochs − 1 updates behind. The gradient of KL(π‖ref) is still from "
+    "stale_gradient_cosine": "As `kl_gradient_cosine` before the last inner epoch, with the term on fresh rollouts of "
+    "the step's sampler, which is inner_epochs − 1 updates behind by then. The gradient of KL(π‖ref) is still from "
     "rollouts of the present policy.",
     "stale_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
     "stale_gradient_cosine_high": "Upper end of that interval.",
