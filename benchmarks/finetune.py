@@ -44,7 +44,8 @@ def main(sizes: dict[str, int] | None = None) -> list[Row]:
     if importlib.util.find_spec("trl") is None:
         return _in_its_environment(sizes)
     rows = [row for model, steps in sizes.items() for row in _rows(model, steps)]
-    save("finetune", rows)
+    # Sizes and numbers of threads are measured one by one.
+    save("finetune", rows, beside=True)
     return rows
 
 
@@ -104,7 +105,8 @@ def _rows(model: str, steps: int) -> list[Row]:
         trainer.add_callback(Clock())
         trainer.train()
     size = sum(one.numel() for one in ours.models.policy.model.parameters())
-    case = f"{size / 1e6:.3g}M parameters, 64 completions of up to 32 tokens, CPU, {torch.get_num_threads()} thread(s)"
+    millions = float(f"{size / 1e6:.2g}")
+    case = f"{millions:g}M parameters, 64 completions of up to 32 tokens, CPU, {torch.get_num_threads()} thread(s)"
     timed = list(zip(seconds, counts, strict=True))[WARM:]
     per_token = [(mine / own, theirs / other) for (theirs, mine, _), (other, own) in timed]
     rate = 1 / statistics.median(mine for mine, _ in per_token), 1 / statistics.median(other for _, other in per_token)

@@ -82,11 +82,16 @@ def from_pairs(
     )
 
 
-def save(name: str, rows: list[Row]) -> None:
-    """Print the rows and write them to results/NAME.json."""
+def save(name: str, rows: list[Row], *, beside: bool = False) -> None:
+    """Print the rows and write them to results/NAME.json; `beside` other cases that are there, if asked for."""
     RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
     written = [{**asdict(row), "met": row.met} for row in rows]
-    (RESULTS / f"{name}.json").write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if beside and path.exists():
+        new = {(row.claim, row.case) for row in rows}
+        before = json.loads(path.read_text(encoding="utf-8"))
+        written = [*(row for row in before if (row["claim"], row["case"]) not in new), *written]
+    path.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(table(rows), flush=True)
 
 
