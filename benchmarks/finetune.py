@@ -50,8 +50,8 @@ def main(sizes: dict[str, int] | None = None) -> list[Row]:
 
 
 def _in_its_environment(sizes: dict[str, int]) -> list[Row]:
-    from kltest.libraries import door
-    from kltest.libraries.installation import install
+    from kltest.adapters import door
+    from kltest.scoreboard.installation import install
 
     trl = door("trl")
     installed = install(trl, trl.version)
@@ -125,12 +125,12 @@ class _Ours:
         import numpy as np
 
         from kltest.finetune.journal import Journal
-        from kltest.finetune.language import Language
         from kltest.finetune.models import Models, parameters_asked, tiny_model, tiny_tokenizer
         from kltest.finetune.objective import Objective
         from kltest.finetune.processes import Processes
         from kltest.finetune.settings import Settings
         from kltest.finetune.training import Training
+        from kltest.language_models.language import Language
 
         self.tokenizer = tiny_tokenizer(task.characters)
         ends = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id

@@ -7,9 +7,9 @@ import numpy as np
 from benchmarks.measure import Row, compare, save
 from benchmarks.worlds import forward_backward, loss
 from kltest.environments import Instance, ngram, ragged, sequence
+from kltest.loss.outcome import Loss
 from kltest.moments import Sampled, sampled
 from kltest.rollout import Rollout
-from kltest.targets.outcome import Loss
 from kltest.truth import gradient
 
 WORLDS = {"V=3, T=3": sequence(3, 3), "ragged, V=8, T≤3": ragged(8, 3), "2-gram, V=4, T=50": ngram(4, 50, 2)}

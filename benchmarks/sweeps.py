@@ -8,11 +8,11 @@ from pathlib import Path
 
 from benchmarks.measure import Row, compare, save
 from kltest.environments import Instance, sequence
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.sweeps.run import Batching, Configuration, run
 from kltest.sweeps.store import Store
-from kltest.targets.outcome import Call
-from kltest.targets.resolve import resolve
 
 CONFIGURATIONS = [{"seed": seed} for seed in range(60)]
 

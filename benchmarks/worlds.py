@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kltest.environments import Instance, ngram, ragged, sequence
+from kltest.loss.outcome import Call, Loss
+from kltest.loss.resolve import resolve
 from kltest.rollout import LEAVES, Rollout
-from kltest.targets.outcome import Call, Loss
-from kltest.targets.resolve import resolve
 
 FIXED = {"V=8, T=6": sequence(8, 6), "V=2, T=16": sequence(2, 16)}
 OTHERS = {

@@ -24,10 +24,10 @@ def gradients(
     `placement` and `credit` default to what the estimator says of itself. Only for estimators that treat the rows of
     a batch apart and average over them.
     """
+    from kltest.loss.outcome import Call
+    from kltest.loss.resolve import resolve
     from kltest.moments.differentiate import differentiate
     from kltest.rollout import Rollout
-    from kltest.targets.outcome import Call
-    from kltest.targets.resolve import resolve
 
     loss = resolve(estimator, Call(placement, credit, arguments=arguments))
     live = paths.mask if paths.padded else None

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kltest.grading.grader import grade
-    from kltest.grading.report import Report
+    from kltest.loss.jax import jax_loss
     from kltest.parametrize import parametrize_with_checks
-    from kltest.targets.jax import jax_loss
+    from kltest.report import Report
 
 __version__ = "0.1.0"
 __all__ = ["Report", "__version__", "grade", "jax_loss", "parametrize_with_checks"]
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return grade
     if name == "Report":
-        from kltest.grading.report import Report
+        from kltest.report import Report
 
         return Report
     if name == "parametrize_with_checks":
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
         return parametrize_with_checks
     if name == "jax_loss":
-        from kltest.targets.jax import jax_loss
+        from kltest.loss.jax import jax_loss
 
         return jax_loss
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.files import as_markdown, write
 
 if TYPE_CHECKING:
-    from kltest.grading.checks import Check
+    from kltest.checks import Check
 
 # Rounding noise (6.2e-16, say) differs from one processor to the next: it is no reason to rewrite a page.
 NOISE = re.compile(r"\b\d(?:\.\d+)?e-1\d\b")
@@ -29,7 +29,7 @@ NOISE = re.compile(r"\b\d(?:\.\d+)?e-1\d\b")
 
 def estimators() -> str:
     """Every registered estimator, from its SPEC."""
-    from kltest.commands.listing import follows, placement
+    from kltest.cli.listing import follows, placement
     from kltest.estimators import registry
 
     rows = [
@@ -47,7 +47,7 @@ def estimators() -> str:
 
 def checks() -> str:
     """Every check, from its own file."""
-    from kltest.grading.checks import CHECKS
+    from kltest.checks import CHECKS
 
     return as_markdown(
         [
@@ -59,9 +59,9 @@ def checks() -> str:
 
 def libraries() -> str:
     """What each library does by default, and what to take instead."""
-    from kltest.libraries import recorded
-    from kltest.libraries.guide import advice
-    from kltest.libraries.scoreboard import lines
+    from kltest.scoreboard import recorded
+    from kltest.scoreboard.guide import advice
+    from kltest.scoreboard.table import lines
 
     rows = []
     for each in advice(lines(recorded.read())):
@@ -75,8 +75,8 @@ def libraries() -> str:
 
 def library_pages() -> dict[str, str]:
     """The scoreboard of real libraries, from what is recorded of them."""
-    from kltest.libraries import recorded
-    from kltest.libraries.pages import files
+    from kltest.scoreboard import recorded
+    from kltest.scoreboard.pages import files
 
     return {f"docs/{name}": content for name, content in files(recorded.read()).items()}
 
@@ -90,7 +90,7 @@ def finetune_pages() -> dict[str, str]:
 
 def check_pages() -> dict[str, str]:
     """A page a check, and their index, by the path below the root."""
-    from kltest.grading.checks import CHECKS
+    from kltest.checks import CHECKS
 
     pages = {f"{PAGES}/{code}.md": check_page(check) for code, check in CHECKS.items()}
     return {f"{PAGES}/README.md": check_index(), **pages}
@@ -98,7 +98,7 @@ def check_pages() -> dict[str, str]:
 
 def check_page(check: Check) -> str:
     """What `kltest explain` says of a check and what its demonstration prints."""
-    from kltest.commands.explain import parts
+    from kltest.cli.explain import parts
 
     demonstration = check.demonstrate()
     head, *rows = demonstration.cells()
@@ -118,7 +118,7 @@ def check_page(check: Check) -> str:
 
 def check_index() -> str:
     """All checks by family."""
-    from kltest.grading.checks import CHECKS
+    from kltest.checks import CHECKS
 
     lines = [
         "# The checks",

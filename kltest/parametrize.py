@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kltest.commands.options import GRADE
-from kltest.errors import KltestWarning, UsageError
-from kltest.grading.excuses import checked
-from kltest.grading.items import Target, graded_checks
-from kltest.suggestions import did_you_mean
+from kltest.errors import KltestWarning, UsageError, did_you_mean
+from kltest.grading.expected_failures import checked
+from kltest.grading.options import GRADE
+from kltest.grading.pytest_items import Target, graded_checks
 
 if TYPE_CHECKING:
     import pytest

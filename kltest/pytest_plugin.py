@@ -16,8 +16,8 @@ import pytest
 from kltest import __version__
 
 if TYPE_CHECKING:
-    from kltest.configuration import Target
-    from kltest.grading.items import GradedCheck
+    from kltest.grading.configuration import Target
+    from kltest.grading.pytest_items import GradedCheck
 
 COLOURS = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
 # What an item's report carries to the process that writes the summary, also from another one (pytest-xdist).
@@ -65,8 +65,8 @@ class ConfiguredTargets(pytest.File):
     """The targets of a pyproject.toml, an item for each target and check."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        from kltest.configuration import read
         from kltest.errors import UsageError
+        from kltest.grading.configuration import read
 
         try:
             configuration = read(self.path)
@@ -80,9 +80,9 @@ class ConfiguredTargets(pytest.File):
             yield from self._items(target, configuration.options)
 
     def _items(self, target: Target, defaults: Any) -> Iterator[pytest.Item]:
-        from kltest.commands import options
-        from kltest.commands.grade import Job
-        from kltest.grading.items import graded_checks
+        from kltest.cli.grade import Job
+        from kltest.grading import options
+        from kltest.grading.pytest_items import graded_checks
 
         merged = options.merged(defaults, target.options)
         settings = dict(Job.of(target.text, merged).settings)
@@ -146,9 +146,9 @@ class _Summary:
 
 def _check(item: pytest.Item) -> GradedCheck | None:
     """The check that an item makes; None, at no cost, where none was ever made."""
-    if "kltest.grading.items" not in sys.modules:
+    if "kltest.grading.pytest_items" not in sys.modules:
         return None
-    from kltest.grading.items import GradedCheck
+    from kltest.grading.pytest_items import GradedCheck
 
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     check = item.check if isinstance(item, ConfiguredCheck) else parameters.get("check")

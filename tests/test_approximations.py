@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import kltest
-from kltest.grading.checks import CHECKS
-from kltest.grading.laboratory import temperature
+from kltest.checks import CHECKS
+from kltest.checks.approximations import temperature
 
 LOCAL = {"expect": "local_reverse_kl"}
 

@@ -8,9 +8,9 @@ import re
 import pytest
 
 import kltest
-from kltest.grading import checks
-from kltest.grading.checks import CHECKS
-from kltest.grading.demonstration import written
+from kltest import checks
+from kltest.checks import CHECKS
+from kltest.counterexample.demonstration import written
 
 # A number with at least three decimals is a result; 0.5 or 0.95 are settings.
 RESULT = re.compile(r"[−-]?\d+\.\d{3,}")
@@ -109,7 +109,7 @@ def test_files_are_named_after_code_and_name():
     found = {module.name for module in pkgutil.iter_modules(checks.__path__) if module.name.startswith("kl")}
     assert found == {f"{check.code.lower()}_{check.name.replace('-', '_')}" for check in CHECKS.values()}
     for name in found:
-        module = importlib.import_module(f"kltest.grading.checks.{name}")
+        module = importlib.import_module(f"kltest.checks.{name}")
         assert CHECKS[module.CHECK.code] is module.CHECK
         assert module.__doc__ is not None
         assert module.__doc__.startswith(f"{module.CHECK.code}: ")

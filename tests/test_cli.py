@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kltest import __version__
+from kltest.checks import CHECKS
 from kltest.cli import app
-from kltest.commands import grade as grade_command
+from kltest.cli import grade as grade_command
 from kltest.estimators import registry
-from kltest.grading.checks import CHECKS
-from kltest.grading.report import Report
-from kltest.outputs.json import schema
+from kltest.render.json import schema
+from kltest.report import Report
 from kltest.truth import ATLAS
 
 LOSSES = """

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kltest.cli import app
-from kltest.configuration import nearest
 from kltest.errors import UsageError
+from kltest.grading.configuration import nearest
 
 LOSSES = """
 def truth(logp, ref_logp, scale=1.0):

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from kltest.commands import grade as grade_command
-from kltest.commands.grade import Job
+from kltest.cli import grade as grade_command
+from kltest.cli.grade import Job
 from kltest.errors import TargetError, UsageError
-from kltest.isolation import Child, Output
+from kltest.grading.isolation import Child, Output
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and signals")
 
@@ -61,7 +61,7 @@ def gone(pid):
 def test_values_come_one_step_at_a_time_and_prints_are_kept(method, monkeypatch):
     if method == "forkserver":
         pytest.skip("is not used")
-    monkeypatch.setattr("kltest.isolation.sys.platform", "linux" if method == "fork" else "darwin")
+    monkeypatch.setattr("kltest.grading.isolation.sys.platform", "linux" if method == "fork" else "darwin")
     with Child(counts, 3) as child:
         assert (child.step(60).value, child.output.lines) == (3, 1)
         assert child.step(60).value == 4

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kltest
-from kltest.grading.checks import CHECKS
-from kltest.grading.identify import solve
-from kltest.grading.laboratory.credit import read
-from kltest.grading.worlds import instances
+from kltest.checks import CHECKS
+from kltest.checks.sequences.credit import read
+from kltest.identify.identification import solve
+from kltest.identify.instances import instances
 from kltest.truth import gradient
 from kltest.truth.credit import credit_pairs
 

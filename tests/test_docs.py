@@ -17,8 +17,8 @@ from packaging.utils import canonicalize_name
 
 import kltest
 from kltest import docs
+from kltest.checks import CHECKS
 from kltest.errors import UsageError
-from kltest.grading.checks import CHECKS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kltest.cli import app
-from kltest.commands.diff import read
+from kltest.cli.diff import read
 from kltest.errors import UsageError
-from kltest.grading.report import CheckResult, GradientRow, Report
-from kltest.outputs import render_changes
-from kltest.outputs._changes import Change, Changes, Difference, compare
+from kltest.render import render_changes
+from kltest.render.changes import Change, Changes, Difference, compare
+from kltest.report import CheckResult, GradientRow, Report
 
 
 def row(environment="bandit", bias=1e-16, variance=2.0, identified=None, **changes):
@@ -197,7 +197,7 @@ GOOD = json.loads(OLD.to_json())
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_is_graded(folder, monkeypatch, content, saying):
-    monkeypatch.setattr("kltest.commands.grade.graded", lambda jobs: pytest.fail("was graded"))
+    monkeypatch.setattr("kltest.cli.grade.graded", lambda jobs: pytest.fail("was graded"))
     if content is not None:
         (folder / "old.json").write_bytes(content)
     result = call("--diff", "old.json")

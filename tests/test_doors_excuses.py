@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 import kltest
 from kltest.cli import app
 from kltest.errors import UsageError
-from kltest.grading.excuses import Excuses
-from kltest.grading.report import CheckResult
+from kltest.grading.expected_failures import Excuses
+from kltest.report import CheckResult
 
 WHY = "token-level on purpose"
 
@@ -67,7 +67,7 @@ def test_a_row_that_another_check_explains_too_still_refutes(monkeypatch):
     """A second check that accounts for the same rows is not excused with the first."""
     from dataclasses import replace
 
-    from kltest.grading.checks import CHECKS
+    from kltest.checks import CHECKS
 
     monkeypatch.setitem(CHECKS, "KL202", replace(CHECKS["KL202"], explains=lambda row, findings: row.wrong))
     report = grade(token_level, {"KL201": WHY})

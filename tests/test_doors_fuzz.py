@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kltest.cli import app
-from kltest.commands import grade as grade_command
-from kltest.commands.options import GRADE
-from kltest.configuration import Configuration, read
+from kltest.cli import grade as grade_command
 from kltest.errors import UsageError
-from kltest.grading.report import Report
+from kltest.grading.configuration import Configuration, read
+from kltest.grading.options import GRADE
+from kltest.report import Report
 
 # Of design.md §5, without those that only a grading can end with: these gradings are canned.
 CONFIRMED, USAGE, NOTHING = 0, 2, 5

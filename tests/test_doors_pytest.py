@@ -7,14 +7,14 @@ import textwrap
 import pytest
 
 # Loaded here, since what a run within this run imports is forgotten after it, and torch cannot be loaded twice.
-import kltest.commands.grade
+import kltest.cli.grade
 import kltest.grading.grader
-import kltest.grading.items
-import kltest.outputs.text
+import kltest.grading.pytest_items
+import kltest.render.text
 from kltest import parametrize_with_checks
+from kltest.checks import CHECKS
 from kltest.errors import KltestWarning, UsageError
 from kltest.estimators import registry
-from kltest.grading.checks import CHECKS
 from kltest.parametrize import OPTIONS, loss_name
 
 pytest_plugins = ["pytester"]
@@ -180,8 +180,8 @@ def test_a_gradient_that_cannot_be_judged_fails(project, pytester):
 
 
 def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monkeypatch):
-    from kltest.grading.excuses import Excuses
-    from kltest.grading.report import CheckResult, Report
+    from kltest.grading.expected_failures import Excuses
+    from kltest.report import CheckResult, Report
 
     noisy = CheckResult("KL802", "inefficient", "fail", "noisier than need be")
 

@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 
 from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
+from kltest.environments.policies import table
 from kltest.errors import WorldError
-from kltest.policies import table
 
 PROMPTS = np.array([0.2, 0.5, 0.3])
 WORLDS = {

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
 from kltest.estimators import registry
+from kltest.loss.placement import place
 from kltest.rollout import Rollout
-from kltest.targets.placement import place
 
 CREDITS = ("return", "to-go", "immediate")
 PLACEMENTS = ("loss", "reward", "both")

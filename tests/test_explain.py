@@ -8,11 +8,11 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from kltest.checks import CHECKS
 from kltest.cli import app
-from kltest.commands.explain import demonstrate, explain, parts
+from kltest.cli.explain import demonstrate, explain, parts
+from kltest.counterexample.demonstration import SmallWorld
 from kltest.errors import UsageError
-from kltest.grading.checks import CHECKS
-from kltest.grading.demonstration import SmallWorld
 
 every_check = pytest.mark.parametrize("code", CHECKS)
 

@@ -15,9 +15,9 @@ from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.finetune import exact
 from kltest.finetune.exact import Asked, Place, rows
-from kltest.finetune.networks import DISTANCE, STALENESS, Network, Pulled, network
-from kltest.grading.worlds import instances, seeds
-from kltest.targets.resolve import resolve
+from kltest.identify.instances import instances, seeds
+from kltest.language_models.networks import DISTANCE, STALENESS, Network, Pulled, network
+from kltest.loss.resolve import resolve
 from kltest.truth import ATLAS, gradient
 
 pytest.importorskip("transformers")

@@ -6,17 +6,17 @@ import torch
 
 from kltest.environments import ragged, sequence
 from kltest.estimators import registry
-from kltest.finetune.language import Language
 from kltest.finetune.models import in_double
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
-from kltest.finetune.rollouts import Rollouts
-from kltest.finetune.scoring import score_in_parts
 from kltest.finetune.settings import Settings
 from kltest.finetune.update import accumulate, needs_reference
-from kltest.modules import instance_of, tabulate
-from kltest.moments.modules import exact_module
-from kltest.targets.resolve import resolve
+from kltest.language_models.language import Language
+from kltest.language_models.moments import exact_module
+from kltest.language_models.rollouts import Rollouts
+from kltest.language_models.scoring import score_in_parts
+from kltest.language_models.tables import instance_of, tabulate
+from kltest.loss.resolve import resolve
 
 transformers = pytest.importorskip("transformers")
 ALONE = Processes(0, 1, torch.device("cpu"))

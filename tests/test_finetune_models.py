@@ -17,11 +17,11 @@ from kltest.finetune.tasks.task import is_held_out
 
 transformers = pytest.importorskip("transformers")
 
-from kltest.finetune.generation import generate  # noqa: E402
-from kltest.finetune.language import Language, padded  # noqa: E402
 from kltest.finetune.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
-from kltest.finetune.rollouts import Rollouts  # noqa: E402
-from kltest.finetune.scoring import score  # noqa: E402
+from kltest.language_models.generation import generate  # noqa: E402
+from kltest.language_models.language import Language, padded  # noqa: E402
+from kltest.language_models.rollouts import Rollouts  # noqa: E402
+from kltest.language_models.scoring import score  # noqa: E402
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [3]]
 

@@ -19,13 +19,14 @@ from kltest.finetune.settings import Settings
 
 pytest.importorskip("transformers")
 
-from kltest.finetune import faults, generation, training
+from kltest.finetune import faults, training
 from kltest.finetune.measure import compare_gradients, compared, evaluate
 from kltest.finetune.metrics import METRICS
 from kltest.finetune.models import load
 from kltest.finetune.objective import advantages
 from kltest.finetune.run import run
 from kltest.finetune.tasks import task_named
+from kltest.language_models import generation
 
 SMALL = Settings(
     model="tiny:30k",

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from kltest.checks import CHECKS
 from kltest.errors import UsageError
 from kltest.grading import grade as grade_with_all_checks
-from kltest.grading.checks import CHECKS
-from kltest.grading.report import RefutedError
-from kltest.grading.worlds import instances
+from kltest.identify.instances import instances
+from kltest.report import RefutedError
 
 GRADIENT_CHECKS = "KL10,KL201,KL202,KL203,KL204,KL3,KL509"
 grade = functools.partial(grade_with_all_checks, select=GRADIENT_CHECKS)
@@ -436,7 +436,7 @@ def test_the_json_is_json_without_non_finite_numbers():
 
 def test_relative_variance_is_that_of_single_rollouts():
     """k1 in the loss on a bandit: the gradient of one rollout is e_y − π, so E‖ĝ‖² = 1 − ‖π‖² and the mean is 0."""
-    from kltest.grading.worlds import instances
+    from kltest.identify.instances import instances
     from kltest.truth import gradient
 
     worst = max(

@@ -4,7 +4,7 @@ from math import log, sqrt
 
 import pytest
 
-from kltest.grading.checks import CHECKS
+from kltest.checks import CHECKS
 
 P, Q, MU, HALF = (0.8, 0.2), (0.5, 0.5), (0.6, 0.4), (0.5, 0.5)
 U = tuple(log(p / q) for p, q in zip(P, Q, strict=True))

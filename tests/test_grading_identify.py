@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kltest.grading.identify import identify, independent
+from kltest.identify.identification import identify, independent
 
 
 def random_gradients(seed: int, *, instances: int = 4, contexts: int = 13, tokens: int = 3) -> list[np.ndarray]:

@@ -12,15 +12,15 @@ import torch
 from moments_plain import plain_batch
 from zoo.mutants_groups import k1, k2, scaled_over_the_batch, score
 
+from kltest.checks import CHECKS
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.grading import grade
-from kltest.grading.checks import CHECKS
-from kltest.grading.worlds import MOST_GROUPS, WORLDS, instances
+from kltest.identify.instances import MOST_GROUPS, WORLDS, instances
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
 from kltest.moments import NonDeterministicError, batches, exact_batches
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
 from kltest.truth import gradient
 
 # Sums of a few hundred float64 terms of size one, by two routes.

@@ -15,12 +15,13 @@ import losses_to_shrink as losses
 import pytest
 
 import kltest
-from kltest.grading.shrink import Shape, unrelated
-from kltest.grading.small_worlds import worked
-from kltest.grading.worked import Place, WorkedExample
-from kltest.outputs import _pictures, render
-from kltest.outputs._pictures import bars, tree
-from kltest.targets.calling import bind
+from kltest.counterexample.shrink import Shape, unrelated
+from kltest.counterexample.small_worlds import worked
+from kltest.counterexample.worked import Place, WorkedExample
+from kltest.loss.calling import bind
+from kltest.render import pictures as _pictures
+from kltest.render import render
+from kltest.render.pictures import bars, tree
 
 VOID = {"meta", "br"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -11,16 +11,16 @@ import torch
 from scipy.optimize import brentq
 
 from kltest import grade
+from kltest.checks import CHECKS
+from kltest.checks.hygiene import repeat
+from kltest.checks.hygiene.extremes import Scan
+from kltest.checks.hygiene.precision import ALLOWED, NARROW, mild_batch
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
 from kltest.estimators import registry
-from kltest.grading.checks import CHECKS
-from kltest.grading.laboratory import repeat
-from kltest.grading.laboratory.extremes import Scan
-from kltest.grading.laboratory.precision import ALLOWED, NARROW, mild_batch
+from kltest.loss.calling import bind
 from kltest.moments import NonDeterministicError, exact
 from kltest.rollout import Rollout
-from kltest.targets.calling import bind
 
 HYGIENE = [code for code in CHECKS if "KL501" <= code <= "KL508"]
 

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from kltest.commands.libraries import Request, libraries, listing
+from kltest.adapters import NAMES, door, named
+from kltest.cli.libraries import Request, libraries, listing
 from kltest.errors import UsageError
-from kltest.libraries import NAMES, door, markdown, named, page, recorded
-from kltest.libraries.installation import InstallError, UnreachableError, exact_version, install
-from kltest.libraries.rows import absent, changes
-from kltest.libraries.scoreboard import lines
+from kltest.scoreboard import markdown, page, recorded
+from kltest.scoreboard.installation import InstallError, UnreachableError, exact_version, install
+from kltest.scoreboard.rows import absent, changes
+from kltest.scoreboard.table import lines
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSSES = """
@@ -39,7 +40,7 @@ def penalty(logp, ref_logp, kind):
         time.sleep(3600)
 """
 DOOR = """
-from kltest.libraries import Door, Setting
+from kltest.adapters import Door, Setting
 
 def discover():
     from kltest_made_up import settings
@@ -276,7 +277,7 @@ def test_every_door_is_well_made(name):
 
 def test_what_is_known_is_listed_without_torch_and_without_the_libraries():
     code = (
-        "import sys; from kltest.commands.libraries import listing; listing(); "
+        "import sys; from kltest.cli.libraries import listing; listing(); "
         "heavy = {'torch', 'trl', 'verl', 'jax', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

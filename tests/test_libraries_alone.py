@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 import kltest
-from kltest.libraries import door
+from kltest.adapters import door
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def needed(library: str) -> None:
 
 @pytest.mark.parametrize("library", ["torchrl", "tunix", "unsloth-zoo"])
 def test_a_door_imports_nothing(library):
-    module = f"kltest.libraries.{library.replace('-', '_')}"
+    module = f"kltest.adapters.{library.replace('-', '_')}"
     code = (
         f"import sys, {module}; found = {{'torch', 'jax', 'torchrl', 'tunix', 'unsloth_zoo'}} & sys.modules.keys(); "
         "assert not found, found"
@@ -52,10 +52,10 @@ def test_settings_have_names_of_their_own_defaults_first_and_a_recipe(library):
 @pytest.mark.parametrize(
     ("library", "target", "arguments"),
     [
-        ("torchrl", "kltest.libraries.calls.torchrl:grpo", {"loss": "NoSuchLoss"}),
-        ("torchrl", "kltest.libraries.calls.torchrl:grpo", {"no_such_option": 1}),
-        ("tunix", "kltest.libraries.calls.tunix:grpo", {"no_such_option": 1}),
-        ("unsloth-zoo", "kltest.libraries.calls.unsloth_zoo:grpo", {"no_such_option": 1}),
+        ("torchrl", "kltest.adapters.torchrl.calls:grpo", {"loss": "NoSuchLoss"}),
+        ("torchrl", "kltest.adapters.torchrl.calls:grpo", {"no_such_option": 1}),
+        ("tunix", "kltest.adapters.tunix.calls:grpo", {"no_such_option": 1}),
+        ("unsloth-zoo", "kltest.adapters.unsloth_zoo.calls:grpo", {"no_such_option": 1}),
     ],
 )
 def test_what_a_version_does_not_have_is_said_in_a_sentence(library, target, arguments):

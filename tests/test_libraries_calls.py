@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import kltest
-from kltest.libraries import door, names
-from kltest.libraries.calls.installed import part, taken
-from kltest.libraries.recipes.liger import charged
-from kltest.libraries.recipes.openrlhf import sequence_kl
+from kltest.adapters import door, names
+from kltest.adapters.installed import part, taken
+from kltest.adapters.liger.recipes import charged
+from kltest.adapters.openrlhf.recipes import sequence_kl
 
 DOORS = ("verl", "openrlhf", "liger")
 SOURCE = '''
@@ -61,7 +61,7 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", DOORS)
 def test_a_door_is_data(name):
     """Listing what is known takes neither torch nor the library, and no name can be taken for a function's."""
-    code = f"import sys; from kltest.libraries import door; d = door({name!r}); "
+    code = f"import sys; from kltest.adapters import door; d = door({name!r}); "
     code += (
         "assert not {'torch', d.distribution, d.module.partition('.')[0]} & set(sys.modules); print(len(d.settings))"
     )
@@ -130,7 +130,7 @@ def test_a_library_that_is_not_there_is_one_sentence(target):
     if library in sys.modules or __import__("importlib.util").util.find_spec(door(library).module.partition(".")[0]):
         pytest.skip(f"{library} is installed here")
     arguments = {"kl_penalty": "kl", "loss_agg_mode": "token-mean"} if library == "verl" else {}
-    report = kltest.grade(f"kltest.libraries.calls.{library}:{function}", arguments=arguments)
+    report = kltest.grade(f"kltest.adapters.calls.{library}:{function}", arguments=arguments)
     assert report.verdict == "error"
     assert "raised LookupError" in report.error
     assert "No module named" in report.error

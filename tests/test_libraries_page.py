@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 
-from kltest.libraries import page
-from kltest.libraries.scoreboard import COLUMNS, lines
+from kltest.scoreboard import page
+from kltest.scoreboard.table import COLUMNS, lines
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 WORLDS = ("bandit", "sequence", "ragged")

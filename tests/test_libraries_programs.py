@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from kltest.libraries import programs
-from kltest.libraries.programs import ProgramError
+from kltest.scoreboard import programs
+from kltest.scoreboard.programs import ProgramError
 
 SAID = {
     "vocabulary": 2,

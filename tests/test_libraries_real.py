@@ -11,10 +11,11 @@ import os
 
 import pytest
 
-from kltest.commands.libraries import Request, libraries
-from kltest.libraries import NAMES, door, recorded
-from kltest.libraries.installation import UnreachableError, install
-from kltest.libraries.rows import changes
+from kltest.adapters import NAMES, door
+from kltest.cli.libraries import Request, libraries
+from kltest.scoreboard import recorded
+from kltest.scoreboard.installation import UnreachableError, install
+from kltest.scoreboard.rows import changes
 
 ALL = os.environ.get("KLTEST_REAL") == "all"
 LIBRARIES = NAMES if ALL else ("liger", "openrlhf", "torchrl")

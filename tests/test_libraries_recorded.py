@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 from derived import DERIVED, NAMELESS, WORLDS, Derived, disagreements
 
-from kltest.libraries import NAMES, door, recorded
+from kltest.adapters import NAMES, door
+from kltest.scoreboard import recorded
 
 ROWS = {
     f"{row['library']}:{row['setting']}": row

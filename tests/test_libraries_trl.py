@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from kltest.adapters import door
+from kltest.adapters import trl as described
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import UsageError
-from kltest.libraries import door
-from kltest.libraries import trl as described
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import bind
 from kltest.moments import exact, exact_batches
-from kltest.targets.outcome import Call
-from kltest.targets.resolve import bind
 from kltest.truth import combine
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed here")
@@ -34,7 +34,7 @@ SINGLE = 1e-6
 
 
 def test_what_is_known_is_told_without_torch_and_without_trl():
-    code = "import sys, kltest.libraries.trl; print({'torch', 'trl', 'transformers'} & set(sys.modules))"
+    code = "import sys, kltest.adapters.trl; print({'torch', 'trl', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -60,7 +60,7 @@ def test_a_program_that_shows_a_setting_again_has_no_kltest_in_it(setting):
 
 def tables_of(environment, table):
     """A world's contexts as those of a tabular model, prompt by prompt."""
-    from kltest.libraries.calls.tabular import Tables
+    from kltest.adapters.tabular import Tables
 
     follow = np.zeros((len(table) + 1, table.shape[1]), dtype=np.int64)
     follow[1:] = np.where(environment.successors[..., 0] < 0, 0, environment.successors[..., 0] + 1)
@@ -79,7 +79,7 @@ def world():
 )
 def test_logits_are_those_of_the_prefix_whatever_stands_around_it(world, left, before, between, after):
     """Walked independently, context by context, for padding on every side and prompts of several tokens."""
-    from kltest.libraries.calls.tabular import PROMPT, TabularConfig, TabularLM
+    from kltest.adapters.tabular import PROMPT, TabularConfig, TabularLM
 
     model = TabularLM(TabularConfig()).set_tables(tables_of(world.environment, world.policy))
     paths = world.paths
@@ -102,7 +102,7 @@ def test_logits_are_those_of_the_prefix_whatever_stands_around_it(world, left, b
 def test_a_saved_model_is_the_same_model_again(world, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from kltest.libraries.calls.tabular import PROMPT, TabularConfig, TabularLM
+    from kltest.adapters.tabular import PROMPT, TabularConfig, TabularLM
 
     model = TabularLM(TabularConfig()).set_tables(tables_of(world.environment, world.policy))
     model.save_pretrained(tmp_path)
@@ -115,7 +115,7 @@ def test_a_saved_model_is_the_same_model_again(world, tmp_path):
 
 @needs_transformers
 def test_generation_follows_the_table(world):
-    from kltest.libraries.calls.tabular import PROMPT, TabularConfig, TabularLM
+    from kltest.adapters.tabular import PROMPT, TabularConfig, TabularLM
 
     model = TabularLM(TabularConfig()).set_tables(tables_of(world.environment, world.policy))
     found = model.generate(
@@ -131,7 +131,7 @@ def test_generation_follows_the_table(world):
 @needs_transformers
 def test_rows_share_nothing_and_may_come_in_any_order():
     """The gradient of each forwarded row arrives at its own row of the leaf, equal rows included."""
-    from kltest.libraries.calls.tabular import PROMPT, TabularConfig, TabularLM, chains
+    from kltest.adapters.tabular import PROMPT, TabularConfig, TabularLM, chains
 
     leaf = torch.randn(1, 2, 3, generator=torch.Generator().manual_seed(0)).double().repeat(4, 1, 1).requires_grad_()
     model = TabularLM(TabularConfig())
@@ -146,8 +146,8 @@ def test_rows_share_nothing_and_may_come_in_any_order():
 
 def summed_over_single_rollouts(instance, sampler, settings):
     """What beta = 1 multiplies, by a model whose parameters are the table, one unpadded rollout a call."""
-    from kltest.libraries.calls import trl as calls
-    from kltest.libraries.calls.tabular import PROMPT
+    from kltest.adapters.tabular import PROMPT
+    from kltest.adapters.trl import calls as calls
 
     policy, reference, old = (
         tables_of(instance.environment, table)
@@ -197,7 +197,7 @@ def summed_over_single_rollouts(instance, sampler, settings):
     ids=lambda settings: ",".join(map(str, settings.values())),
 )
 def test_the_grader_finds_what_a_trained_table_would_get(world, settings, sampler):
-    from kltest.libraries.calls.trl import grpo
+    from kltest.adapters.trl.calls import grpo
 
     graded = exact(bind(grpo, Call(arguments=settings)), world, sampler).gradient
     summed = summed_over_single_rollouts(world, sampler, settings)
@@ -223,7 +223,7 @@ def of_groups(setting, instance, sampler):
 
 
 def grouped_call():
-    from kltest.libraries.calls.trl import grouped
+    from kltest.adapters.trl.calls import grouped
 
     return grouped
 
@@ -232,7 +232,7 @@ def grouped_call():
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_recipe_for_grpo_follows_the_true_gradient(world, sampler):
-    from kltest.libraries.calls.trl import grpo
+    from kltest.adapters.trl.calls import grpo
 
     loss = bind(grpo, Call(arguments=DOOR.setting("grpo/recipe=sequence_kl").arguments))
     agrees(exact(loss, WORLDS[world], sampler).gradient, {"reverse_kl": 1.0}, WORLDS[world])
@@ -254,7 +254,7 @@ def test_a_recipe_for_rloo_follows_the_true_gradient(name, sampler, world):
 
 @needs_trl
 def test_a_recipe_with_a_slip_is_caught(monkeypatch):
-    from kltest.libraries.recipes import trl as recipes
+    from kltest.adapters.trl import recipes as recipes
 
     class Wrong(recipes.SequenceKLGRPOTrainer):
         def _with_kl(self, loss, inputs, mask, old_logps, beta):
@@ -264,7 +264,7 @@ def test_a_recipe_with_a_slip_is_caught(monkeypatch):
         def _with_kl(self, loss, inputs, mask, old_logps, beta):
             return super()._with_kl(loss, inputs, mask, None, beta)
 
-    from kltest.libraries.calls.trl import grpo
+    from kltest.adapters.trl.calls import grpo
 
     instance, found = WORLDS["sequence"], {}
     for trainer in (Wrong, Forgetful):
@@ -281,7 +281,7 @@ def test_a_recipe_with_a_slip_is_caught(monkeypatch):
 def test_what_a_version_does_not_have_is_said():
     import trl
 
-    from kltest.libraries.calls.trl import trainer_with
+    from kltest.adapters.trl.calls import trainer_with
 
     with pytest.raises(UsageError, match=rf"GRPOConfig of TRL {trl.__version__} .*'use_perfect_kl'"):
         trainer_with("GRPO", 1.0, {"use_perfect_kl": True})
@@ -291,7 +291,7 @@ def test_what_a_version_does_not_have_is_said():
 
 @needs_trl
 def test_loss_types_that_nobody_wrote_down_are_found(monkeypatch):
-    from kltest.libraries.calls.trl import loss_types
+    from kltest.adapters.trl.calls import loss_types
 
     assert set(described.LOSS_TYPES[:4]) <= set(loss_types())
     monkeypatch.setattr(described, "LOSS_TYPES", tuple(name for name in described.LOSS_TYPES if name != "bnpo"))
@@ -300,7 +300,7 @@ def test_loss_types_that_nobody_wrote_down_are_found(monkeypatch):
 
 @needs_trl
 def test_building_trainers_leaves_random_numbers_alone():
-    from kltest.libraries.calls.trl import trainer_with
+    from kltest.adapters.trl.calls import trainer_with
 
     torch.manual_seed(3)
     np.random.seed(3)  # noqa: NPY002

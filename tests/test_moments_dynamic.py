@@ -10,10 +10,10 @@ from moments_plain import WORLDS, drawn
 from kltest.environments import END, Environment, Instance, mdp, ngram, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
 from kltest.moments import dynamic, exact
 from kltest.moments import horizon as horizon_module
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
 from kltest.truth import gradient
 
 PER_TOKEN = [name for name, entry in registry().items() if entry.spec.per_token]

@@ -12,11 +12,11 @@ from moments_plain import WORLDS, drawn, plain, plain_batch
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.errors import TargetError, UsageError
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
 from kltest.moments import BatchOfOneError, NonDeterministicError, enumeration, exact, exact_batches
 from kltest.moments.reduction import probe
 from kltest.rollout import Rollout
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
 
 # Two sums of the same terms in another order, in float64.
 EXACT = 1e-12

@@ -10,10 +10,11 @@ from torch import nn
 
 from kltest.environments import bandit, mdp, ngram, ragged, sequence
 from kltest.errors import UsageError
-from kltest.modules import instance_of, pull_back, tabulate, tabulate_contexts
-from kltest.moments import enumeration, exact, modules
-from kltest.moments.modules import exact_module
-from kltest.targets.calling import bind
+from kltest.language_models import moments as modules
+from kltest.language_models.moments import exact_module
+from kltest.language_models.tables import instance_of, pull_back, tabulate, tabulate_contexts
+from kltest.loss.calling import bind
+from kltest.moments import enumeration, exact
 from kltest.truth import gradient
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kltest.environments import Instance, ragged
-from kltest.grading.worlds import with_ties
+from kltest.identify.instances import with_ties
+from kltest.loss.calling import bind
 from kltest.moments import exact_batches
 from kltest.moments.batches import _Batches
 from kltest.rollout import Rollout
-from kltest.targets.calling import bind
 
 
 def token_mean(logp, ref_logp, mask):

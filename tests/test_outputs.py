@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from kltest.errors import UsageError
-from kltest.grading.report import CheckResult, GradientRow, Report, ValueRow
-from kltest.outputs import Terminal, formats, render
-from kltest.outputs.json import schema
+from kltest.render import Terminal, formats, render
+from kltest.render.json import schema
+from kltest.report import CheckResult, GradientRow, Report, ValueRow
 
 JUNIT = Path(__file__).parent / "junit.xsd"
 NASTY = "a<b>&\"'`|\n\r%:,\x1b[31m\x00\ud800\u2028\u202e]]>--*_[x](http://y)@me-->é∇\ufffe"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kltest.environments import Environment, Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.estimators import registry
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, enumeration, exact
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
-from kltest.targets.resolve import resolve
 from kltest.truth import ATLAS, gradient, gradient_again
 
 # Sums of the same few hundred terms in another order, in float64.

@@ -15,19 +15,19 @@ from kltest.cli import app
 from kltest.environments import Instance, ngram, sequence
 from kltest.errors import UsageError, WorldError
 from kltest.estimators import registry
-from kltest.grading.sampling import Sampling, identify_sampled
-from kltest.grading.worlds import instances
+from kltest.identify.instances import instances
+from kltest.identify.sampling import Sampling, identify_sampled
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import bind, resolve
 from kltest.moments import NonDeterministicError, Sampled, drawing, dynamic, exact, exact_batches, sampled
 from kltest.moments.confidence import EmpiricalBernstein
 from kltest.moments.drawing import Drawing
 from kltest.moments.pairing import COSTS, KNOWN, Pairing
-from kltest.targets.outcome import Call
-from kltest.targets.resolve import bind, resolve
 from kltest.truth import combine, gradient
 
 WORLDS = ("bandit", "sequence", "ragged")
 GROUPED = ("group-mean", "group-std", "leave-one-out", "tied-groups-masked")
-SCHEMA = json.loads((files("kltest.outputs") / "grade-1.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((files("kltest.render") / "grade-1.schema.json").read_text(encoding="utf-8"))
 
 
 def first(environment):
@@ -317,7 +317,7 @@ def test_the_error_rate_is_shared_among_rows_and_instances(monkeypatch):
         rates.append(options["error_rate"])
         return sampled(*arguments, **options)
 
-    monkeypatch.setattr("kltest.grading.sampling.sampled", watched)
+    monkeypatch.setattr("kltest.identify.sampling.sampled", watched)
     options = {"environment": "bandit,ragged", "sampler": "both", "select": "KL101"}
     report = kltest.grade("k1-reward-sequence-ratio", method="sampled", error_rate=0.01, **options)
     assert len(report.gradients) == 2 * 2

@@ -19,14 +19,14 @@ import pytest
 import torch
 
 import kltest
-from kltest.grading.findings import Findings, Row
-from kltest.grading.reproduction import reproduced
-from kltest.grading.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
-from kltest.grading.small_worlds import worked
-from kltest.grading.sources import NoSourceError, source_of
-from kltest.grading.worked import Place, WorkedExample
-from kltest.outputs import render
-from kltest.targets.calling import bind
+from kltest.counterexample.reproduction import reproduced
+from kltest.counterexample.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
+from kltest.counterexample.small_worlds import worked
+from kltest.counterexample.sources import NoSourceError, source_of
+from kltest.counterexample.worked import Place, WorkedExample
+from kltest.identify.findings import Findings, Row
+from kltest.loss.calling import bind
+from kltest.render import render
 from kltest.truth import ATLAS
 
 HERE = Path(__file__).parent

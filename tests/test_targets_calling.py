@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import TargetError, UsageError
+from kltest.loss.arguments import parse_arguments
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
 from kltest.rollout import FIELDS, LEAVES, Rollout
-from kltest.targets.arguments import parse_arguments
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
 
 WORLDS = {"bandit": bandit(), "sequence": sequence(), "ragged": ragged()}
 

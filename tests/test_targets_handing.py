@@ -7,9 +7,9 @@ import torch
 
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import TargetError, UsageError
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
 from kltest.rollout import FIELDS, Rollout
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
 
 
 def rewarded(world, rows=None):
@@ -237,7 +237,7 @@ def test_methods_of_a_class_come_before_those_of_a_dictionary():
         def loss(self, logp):
             return logp * self.get("scale")
 
-    from kltest.targets.arguments import Stub
+    from kltest.loss.arguments import Stub
 
     bound = bind(Trainer.loss, receiver=Stub("self", {}, Trainer))
     torch.testing.assert_close(

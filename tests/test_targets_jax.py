@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import kltest
-from kltest.grading.probes import _LiftLimits, _LiftStops
-from kltest.targets.calling import bind
-from kltest.targets.frameworks import is_for_jax
-from kltest.targets.jax import jax_loss
+from kltest.identify.probes import _LiftLimits, _LiftStops
+from kltest.loss.calling import bind
+from kltest.loss.frameworks import is_for_jax
+from kltest.loss.jax import jax_loss
 
 jax = pytest.importorskip("jax", reason="JAX is not installed (pip install kltest[jax])")
 jnp = pytest.importorskip("jax.numpy")
@@ -270,7 +270,7 @@ def test_jax_settings_are_left_as_they_were():
 
 
 def test_kltest_does_not_import_jax():
-    code = "import sys, kltest, kltest.grading.grader, kltest.targets.jax; assert 'jax' not in sys.modules"
+    code = "import sys, kltest, kltest.grading.grader, kltest.loss.jax; assert 'jax' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

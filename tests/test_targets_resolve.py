@@ -10,9 +10,9 @@ import torch
 
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError, UsageError
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
 from kltest.rollout import Rollout
-from kltest.targets.outcome import Call
-from kltest.targets.resolve import resolve
 
 ROLLOUT = Rollout.of(Instance.draw(ragged(), 3), sampler="stale")
 U = (ROLLOUT.peek("logp") - ROLLOUT.peek("ref_logp")).detach()

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from kltest.errors import UsageError
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
 from kltest.rollout import FIELDS
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
 
 
 def proposed(name):
@@ -104,7 +104,7 @@ def test_nothing_is_proposed_where_the_role_is_unknown(name):
 
 def test_every_name_that_is_filled_has_the_role_of_its_field():
     """So that the roles cannot contradict the calling convention."""
-    from kltest.targets.suggesting import suggested_field
+    from kltest.loss.suggesting import suggested_field
 
     for field in ("logp", "ref_logp", "old_logp", "logits", "ref_logits", "old_logits"):
         for alias in (field, *FIELDS[field].aliases):

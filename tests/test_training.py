@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
+from kltest.environments.policies import table
 from kltest.errors import UsageError, WorldError
 from kltest.estimators import registry
+from kltest.loss.resolve import resolve
 from kltest.moments import exact, exact_batches
-from kltest.policies import table
-from kltest.targets.resolve import resolve
 from kltest.training import PerRun, Problem, Run, train
 from kltest.training.sums import softmax
 from kltest.truth import (

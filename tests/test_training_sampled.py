@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kltest.environments import bandit, mdp, ragged, sequence
-from kltest.policies import table
+from kltest.environments.policies import table
 from kltest.training import PerRun, Problem, Run, train
 
 WORLDS = {

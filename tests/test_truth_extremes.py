@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence, tabular
+from kltest.environments.policies import softmax_gradient, table
 from kltest.errors import WorldError
-from kltest.policies import softmax_gradient, table
 from kltest.truth import ATLAS, VALUES, gradient, value
 
 # 50 digits are left after the 35 that a policy of certainty 1 − e^(−80) costs, and after the 300 of e^(−690).

@@ -7,8 +7,8 @@ import pytest
 from scipy.special import logsumexp
 
 from kltest.environments import END, Environment, Instance, bandit, mdp, ngram, ragged, sequence
+from kltest.environments.policies import table
 from kltest.errors import UsageError, WorldError
-from kltest.policies import table
 from kltest.truth import (
     gradient_again,
     optimum,

@@ -10,13 +10,13 @@ import torch
 from zoo.clean_values import CLEAN, live, penalty, sampled_k3
 from zoo.mutants_values import MUTANTS
 
+from kltest.checks import CHECKS
+from kltest.checks.logged_values import stored_metrics as recorded
 from kltest.grading import grade
-from kltest.grading.checks import CHECKS
-from kltest.grading.laboratory import recorded
-from kltest.grading.worlds import instances
+from kltest.identify.instances import instances
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
 from kltest.rollout import Rollout
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
 
 FAMILY = ("KL601", "KL602", "KL603", "KL604")
 

@@ -8,18 +8,19 @@ import pytest
 from zoo.clean_values import live
 from zoo.mutants_variance import MUTANTS
 
+from kltest.checks import CHECKS
+from kltest.checks.variance import efficiency as variance
+from kltest.checks.variance import tails
 from kltest.environments import Instance, ragged, sequence
 from kltest.grading import grade
-from kltest.grading.checks import CHECKS
-from kltest.grading.evaluate import Evaluator
-from kltest.grading.findings import Findings
-from kltest.grading.laboratory import tails, variance
-from kltest.grading.worlds import instances
+from kltest.identify.evaluate import Evaluator
+from kltest.identify.findings import Findings
+from kltest.identify.instances import instances
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
 from kltest.moments import exact
-from kltest.outputs._words import is_warning
-from kltest.targets.calling import bind
-from kltest.targets.outcome import Call
-from kltest.targets.resolve import resolve
+from kltest.render.words import is_warning
 from kltest.truth import gradient, parse
 
 FAMILY = ("KL801", "KL802")

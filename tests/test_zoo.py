@@ -6,7 +6,7 @@ import pytest
 from zoo.table import clean, mutants
 
 import kltest
-from kltest.grading.checks import CHECKS
+from kltest.checks import CHECKS
 
 MUTANTS, CLEAN = mutants(), clean()
 MUTANTS_PER_CODE, CORRECT_LOSSES = 2, 15

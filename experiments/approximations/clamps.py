@@ -58,11 +58,11 @@ def instance_at(lead: float) -> Any:
 
 def at_a_lead(one: Mapping[str, Any]) -> list[Row]:
     """How much of the pull is left, along the way back: the derivative by the leading logit, and the whole gradient."""
+    from kltest.environments.policies import softmax_gradient
     from kltest.estimators import find
+    from kltest.loss.calling import bind
+    from kltest.loss.outcome import Call
     from kltest.moments import exact
-    from kltest.policies import softmax_gradient
-    from kltest.targets.calling import bind
-    from kltest.targets.outcome import Call
     from kltest.truth import gradient, value
 
     instance = instance_at(one["lead"])

@@ -23,8 +23,8 @@ def head_alone(logits, ref_logits, k):  # type: ignore[no-untyped-def]
 def made(form: str, k: int) -> Any:
     """The loss, with its head of k."""
     from kltest.estimators import find
-    from kltest.targets.calling import bind
-    from kltest.targets.outcome import Call
+    from kltest.loss.calling import bind
+    from kltest.loss.outcome import Call
 
     call = Call(arguments={"k": k})
     if form == "head-alone":
@@ -44,8 +44,8 @@ def bias(one: Mapping[str, Any]) -> list[Row]:
     log-ratio is differentiated as well; and less the tail's share E[1{y ∉ S}·u·g] where the tail is left out.
     """
     from kltest.environments import Instance, bandit
+    from kltest.environments.policies import softmax_gradient
     from kltest.moments import dynamic
-    from kltest.policies import softmax_gradient
     from kltest.truth import gradient
 
     generator = generator_of(one["sharpness"], one["seed"])
@@ -77,8 +77,8 @@ def bias(one: Mapping[str, Any]) -> list[Row]:
 def on_prefixes(one: Mapping[str, Any]) -> list[Row]:
     """Sequences: beside ∇KL with prefixes held fixed the expected gradient has Σ_s d(s)·∇π(S|s)."""
     from kltest.environments import Instance, sequence
+    from kltest.environments.policies import softmax_gradient
     from kltest.moments import exact
-    from kltest.policies import softmax_gradient
     from kltest.truth import gradient
 
     world = sequence(PREFIXES["vocabulary"], PREFIXES["length"])

@@ -22,7 +22,7 @@ def whole_return(logp, ref_logp, mask):  # type: ignore[no-untyped-def]
 
 def _loss(name: str) -> Any:
     from kltest.estimators import find
-    from kltest.targets.calling import bind
+    from kltest.loss.calling import bind
 
     if name == "whole-return":
         return bind(whole_return, name=name)
@@ -37,7 +37,7 @@ def _instance(seed: int) -> Any:
 
 def _scores(instance: Any, weights: np.ndarray) -> np.ndarray:
     """(C, V) Σ over rollouts and live tokens of weights (N, T)·g_t."""
-    from kltest.policies import softmax_gradient
+    from kltest.environments.policies import softmax_gradient
 
     into = np.zeros_like(instance.policy)
     instance.paths.collect(np.where(instance.paths.mask, weights, 0.0), into)

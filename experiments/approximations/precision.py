@@ -20,7 +20,7 @@ def error(one: Mapping[str, Any]) -> list[Row]:
     """
     import torch
 
-    from kltest.policies import softmax_gradient, table
+    from kltest.environments.policies import softmax_gradient, table
 
     kind = getattr(torch, one["kind"])
     generator = generator_of(one["vocabulary"])

@@ -202,7 +202,7 @@ def _bias_and_spread(world: str, seed: int, logits: np.ndarray) -> Row:
     """With π̄ the mixture of runs i as rollouts go, mean KL(π_i‖π*) = KL(π̄‖π*) + mean KL(π_i‖π̄), exactly."""
     from scipy.special import logsumexp
 
-    from kltest.policies import table
+    from kltest.environments.policies import table
 
     paths = problem(world, seed).environment.enumerate()
     ends = np.array([paths.log_probability(table(one)) for one in logits])
@@ -223,10 +223,10 @@ def noise(world: str, estimator: str, beta: float, batch: int, seed: int = 0) ->
     """
     from kltest.environments import Instance
     from kltest.estimators import find
+    from kltest.loss.calling import bind
+    from kltest.loss.outcome import Call
+    from kltest.loss.placement import place
     from kltest.moments import exact
-    from kltest.targets.calling import bind
-    from kltest.targets.outcome import Call
-    from kltest.targets.placement import place
 
     which = problem(world, seed)
     instance = Instance.of(which.environment, best(world, beta, seed), which.reference)

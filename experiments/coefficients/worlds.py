@@ -58,7 +58,7 @@ def layered() -> Environment:
 @cache
 def problem(world: str, seed: int) -> Problem:
     """A random reference, at which training starts, and random rewards; the dynamics are the world's own."""
-    from kltest.policies import table
+    from kltest.environments.policies import table
     from kltest.training import Problem
 
     base = environment(world)

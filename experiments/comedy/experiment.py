@@ -70,9 +70,9 @@ def _again(
 
     Dynamic programming gives the mean of all nine, and the variance of those in the loss.
     """
+    from kltest.loss.outcome import Call
+    from kltest.loss.resolve import resolve
     from kltest.moments import dynamic, exact
-    from kltest.targets.outcome import Call
-    from kltest.targets.resolve import resolve
 
     loss = resolve(estimator, Call(placement, "return"))
     if instance.environment.horizon <= ENUMERATED:

@@ -43,8 +43,8 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 
 def _examples(configuration: Mapping[str, Any]) -> list[Row]:
     from kltest.estimators import find
+    from kltest.loss.resolve import resolve
     from kltest.moments import exact
-    from kltest.targets.resolve import resolve
     from kltest.truth import value
 
     rows = []
@@ -121,7 +121,7 @@ def family(vocabulary: int, path: str, pairs: int, seed: int) -> tuple[np.ndarra
 
     All estimators see the same policies.
     """
-    from kltest.policies import table
+    from kltest.environments.policies import table
     from kltest.sweeps.store import digest
 
     about = {"vocabulary": vocabulary, "path": path, "pairs": pairs, "seed": seed}
@@ -144,7 +144,7 @@ def family(vocabulary: int, path: str, pairs: int, seed: int) -> tuple[np.ndarra
 
 def _steps(references: np.ndarray, directions: np.ndarray, kl: float) -> tuple[np.ndarray, np.ndarray]:
     """(N,) t with KL(π_t‖ref) = kl, by halving, since it grows with t; and which pairs get there at all."""
-    from kltest.policies import table
+    from kltest.environments.policies import table
     from kltest.truth import divergences
 
     def at(steps: np.ndarray) -> np.ndarray:
@@ -169,8 +169,8 @@ def _instance(policies: np.ndarray, references: np.ndarray) -> Any:
 
 def _expected(estimator: str, instance: Any) -> np.ndarray:
     """(N, V) the expected gradient of each bandit, with respect to its logits."""
+    from kltest.loss.resolve import resolve
     from kltest.moments import exact
-    from kltest.targets.resolve import resolve
 
     return exact(resolve(estimator), instance).gradient * len(instance.policy)
 

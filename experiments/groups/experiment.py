@@ -36,9 +36,9 @@ def instance_of(success: float, seed: int) -> Any:
 def _moments(name: str, instance: Any, size: int, **call: Any) -> Any:
     """Over all groups of `size` rollouts; an estimator that looks at no group is the mean over them."""
     from kltest.estimators import find
+    from kltest.loss.outcome import Call
+    from kltest.loss.resolve import bind
     from kltest.moments import exact_batches
-    from kltest.targets.outcome import Call
-    from kltest.targets.resolve import bind
 
     spec = find(name).spec
     return exact_batches(bind(find(name).function, Call(**call), name, spec=spec), instance, size=size, grouped=True)

@@ -43,7 +43,7 @@ def mutation(one: Mapping[str, Any]) -> list[Row]:
     import torch
 
     from kltest.environments import Instance
-    from kltest.policies import softmax_gradient
+    from kltest.environments.policies import softmax_gradient
     from kltest.rollout import Rollout
     from kltest.truth import value
 

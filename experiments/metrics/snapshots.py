@@ -76,8 +76,8 @@ def masked(one: Mapping[str, Any]) -> list[Row]:
     In closed form Σ_v π_v·u_v·(1 − P(the other n − 1 earn what v earns)).
     """
     from kltest.environments import Instance, bandit
+    from kltest.loss.calling import bind
     from kltest.moments import exact_batches
-    from kltest.targets.calling import bind
     from kltest.truth import value
 
     right, size = one["success"], one["group_size"]

@@ -120,8 +120,8 @@ def _along(length: int, staleness: int, seed: int, estimator: str) -> Any:
 
 def _moments(estimator: str, instance: Instance) -> Any:
     from kltest.estimators import find
+    from kltest.loss.calling import bind
     from kltest.moments import exact
-    from kltest.targets.calling import bind
 
     from .own import OWN
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kltest.environments import Instance, sequence
-from kltest.policies import softmax_gradient, table
+from kltest.environments.policies import softmax_gradient, table
 from kltest.truth import asymmetry, gradient, jacobian, token_k2_fixed_point, value
 from kltest.truth.credit import credit_pairs
 
@@ -74,8 +74,8 @@ def _persistent(vocabulary: int, length: int, steering: float, seed: int) -> Row
 
 def _estimators(length: int, estimator: str) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming over what it does to each token."""
+    from kltest.loss.resolve import resolve
     from kltest.moments import dynamic
-    from kltest.targets.resolve import resolve
 
     instance = worlds.persistent(settings.VOCABULARY, length, settings.STEERING, 0)
     whole, local = (gradient(name, instance) for name in ("reverse_kl", "local_reverse_kl"))
@@ -154,8 +154,8 @@ def _conditions(seed: int) -> list[Row]:
 
 def _root(estimator: str) -> list[Row]:
     """The expected gradient at the root's second logit, from all rollouts: the truth there is p(1 − p)·d."""
+    from kltest.loss.resolve import resolve
     from kltest.moments import exact
-    from kltest.targets.resolve import resolve
 
     rows = []
     for chance in settings.CHANCES:
@@ -181,8 +181,8 @@ def _circulation() -> list[Row]:
 
     Two binary tokens, a fair reference: x is the logit of the root's second token, y that of the second token after it.
     """
+    from kltest.loss.resolve import resolve
     from kltest.moments import exact
-    from kltest.targets.resolve import resolve
 
     world, fair = sequence(2, 2), np.zeros((3, 2))
     nodes, weights = np.polynomial.legendre.leggauss(30)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from kltest.environments import Instance, ngram, sequence
-from kltest.policies import table
+from kltest.environments.policies import table
 from kltest.sweeps.store import digest
 
 

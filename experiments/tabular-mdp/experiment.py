@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.policies import table
+from kltest.environments.policies import table
 from kltest.truth import asymmetry, gradient, gradient_again, jacobian, value, value_again
 from kltest.truth.recursions import total_visits
 
@@ -63,8 +63,8 @@ def _dynamics(instance: Instance) -> float:
 
 def _estimators(world: str, estimator: str) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming and over all rollouts."""
+    from kltest.loss.resolve import resolve
     from kltest.moments import dynamic, exact
-    from kltest.targets.resolve import resolve
 
     instance = worlds.instance(world, ENUMERATED["horizon"], ENUMERATED["slip"], 0)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))

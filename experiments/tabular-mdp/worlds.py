@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from kltest.environments import END, Environment, Instance, mdp, tabular
-from kltest.policies import table
+from kltest.environments.policies import table
 from kltest.sweeps.store import digest
 
 from . import settings

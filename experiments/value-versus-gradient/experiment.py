@@ -77,7 +77,7 @@ def evaluate(estimator: str, pair: Gaussians, e: np.ndarray) -> dict[str, np.nda
     import torch
 
     from kltest.estimators import find
-    from kltest.targets.placement import place
+    from kltest.loss.placement import place
 
     function = find(estimator).function
     x = torch.from_numpy(pair.shift + pair.width * e)[:, None]

@@ -64,9 +64,9 @@ def coefficients() -> dict[str, float]:
 
 def noise(one: Mapping[str, Any]) -> list[Row]:
     """Variance of value and gradient of one rollout at the start, over all arms."""
+    from kltest.loss.outcome import Call
+    from kltest.loss.resolve import resolve
     from kltest.moments import exact
-    from kltest.targets.outcome import Call
-    from kltest.targets.resolve import resolve
 
     found = exact(resolve("lambda-baseline", Call(arguments={"lam": one["lam"]})), instance())
     assert found.value is not None

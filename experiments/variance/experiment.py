@@ -45,9 +45,9 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 
 
 def _exact(instance: Instance, name: str) -> Moments:
+    from kltest.loss.outcome import Call
+    from kltest.loss.resolve import resolve
     from kltest.moments import exact
-    from kltest.targets.outcome import Call
-    from kltest.targets.resolve import resolve
 
     estimator, placement, credit = AGAIN[name]
     return exact(resolve(estimator, Call(placement, credit)), instance)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kltest.policies import remainder, score_norms, softmax_gradient, sum_of_others, table
+from kltest.environments.policies import remainder, score_norms, softmax_gradient, sum_of_others, table
 
 Levels = list[np.ndarray]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from kltest.environments.environment import END, Environment
 from kltest.environments.paths import Paths
+from kltest.environments.policies import table
 from kltest.errors import WorldError
-from kltest.policies import table
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,13 +12,13 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from kltest.finetune.generation import generate
-from kltest.finetune.language import Language
 from kltest.finetune.processes import Processes
 from kltest.finetune.reference import rewards
-from kltest.finetune.rollouts import Rollouts
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Split, Task
+from kltest.language_models.generation import generate
+from kltest.language_models.language import Language
+from kltest.language_models.rollouts import Rollouts
 
 Purpose = Literal["train", "held-out", "out-of-distribution", "gradient"]
 

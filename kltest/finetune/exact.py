@@ -19,16 +19,16 @@ import numpy as np
 from kltest.environments import Environment, Instance, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import Estimator, registry
-from kltest.finetune.networks import Network, Pulled, network
 from kltest.finetune.processes import Processes
-from kltest.grading.evaluate import BATCHES, GROUP_FIELDS, GROUPS, MOST_BATCHES
-from kltest.grading.identify import HELD_OUT, identify, independent, tolerance
-from kltest.grading.uses import fields_used
-from kltest.grading.worlds import with_ties
+from kltest.identify.evaluate import BATCHES, GROUP_FIELDS, GROUPS, MOST_BATCHES
+from kltest.identify.identification import HELD_OUT, identify, independent, tolerance
+from kltest.identify.instances import with_ties
+from kltest.identify.uses import fields_used
+from kltest.language_models.networks import Network, Pulled, network
+from kltest.loss.outcome import Loss
+from kltest.loss.resolve import resolve
 from kltest.moments import Moments, exact, exact_batches
 from kltest.sweeps.progress import Progress
-from kltest.targets.outcome import Loss
-from kltest.targets.resolve import resolve
 from kltest.truth import ATLAS, gradient
 
 FITTED = 2

@@ -13,15 +13,15 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 from kltest.finetune.drawing import draw, longest
-from kltest.finetune.language import Language
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
-from kltest.finetune.rollouts import Rollouts
-from kltest.finetune.scoring import score, score_in_parts
 from kltest.finetune.settings import AUTO, NONE, Settings
 from kltest.finetune.tasks import Task
 from kltest.finetune.update import accumulate
+from kltest.language_models.language import Language
+from kltest.language_models.rollouts import Rollouts
+from kltest.language_models.scoring import score, score_in_parts
 
 LEVEL = 0.95
 Record = dict[str, float]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from kltest.errors import KltestError, UsageError
-from kltest.finetune.language import Language
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Task
+from kltest.language_models.language import Language
 
 MISSING = "kltest finetune needs transformers; install it with: python -m pip install 'kltest[finetune]'"
 

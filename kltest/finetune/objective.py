@@ -20,11 +20,11 @@ from torch import Tensor
 
 from kltest.errors import KltestError, UsageError
 from kltest.finetune.settings import AUTO, NONE, Settings
+from kltest.loss.calling import BoundLoss
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
 from kltest.moments.differentiate import backward
 from kltest.rollout import LEAVES, Rollout
-from kltest.targets.calling import BoundLoss
-from kltest.targets.outcome import Call
-from kltest.targets.resolve import resolve
 
 SCALE = 1e-4
 """Added to a group's standard deviation, as in the GRPO paper's implementations."""

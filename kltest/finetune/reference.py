@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.finetune.generation import generate
-from kltest.finetune.language import Language, padded
 from kltest.finetune.models import cache_folder, parameters_asked, save, tiny_model, tiny_tokenizer
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Problem, Split, Task
+from kltest.language_models.generation import generate
+from kltest.language_models.language import Language, padded
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import digest
 

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from kltest.errors import UsageError
+from kltest.errors import UsageError, did_you_mean
 from kltest.estimators.spec import Credit, Placement
-from kltest.suggestions import did_you_mean
 from kltest.sweeps.store import digest
 
 AUTO = "auto"

@@ -19,12 +19,12 @@ from kltest.finetune.measure import compare_gradients, evaluate
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
-from kltest.finetune.rollouts import Rollouts
-from kltest.finetune.scoring import score_in_parts
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Task
 from kltest.finetune.update import accumulate, needs_reference
 from kltest.finetune.watching import of_batch, of_ratios
+from kltest.language_models.rollouts import Rollouts
+from kltest.language_models.scoring import score_in_parts
 
 
 class Training:

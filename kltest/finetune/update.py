@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kltest.finetune.faults import NotFiniteError
-from kltest.finetune.language import Language
 from kltest.finetune.objective import Fields, Objective
 from kltest.finetune.processes import Processes
-from kltest.finetune.rollouts import Rollouts
-from kltest.finetune.scoring import Scores, score, score_in_parts
+from kltest.language_models.language import Language
+from kltest.language_models.rollouts import Rollouts
+from kltest.language_models.scoring import Scores, score, score_in_parts
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kltest.finetune.objective import advantages, clipped
-from kltest.finetune.rollouts import Rollouts
 from kltest.finetune.settings import Settings
 from kltest.finetune.update import Followed
+from kltest.language_models.rollouts import Rollouts
 
 Record = dict[str, float]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kltest.grading.report import Report
+from kltest.report import Report
 
 if TYPE_CHECKING:
     from kltest.grading.grader import grade

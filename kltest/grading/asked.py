@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kltest.commands.options import GRADE
 from kltest.errors import UsageError
-from kltest.grading.excuses import checked as reasons
+from kltest.grading.expected_failures import checked as reasons
+from kltest.grading.options import GRADE
 from kltest.truth import parse
 from kltest.truth.combination import canonical
 

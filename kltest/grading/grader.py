@@ -16,25 +16,25 @@ import numpy as np
 import torch
 
 from kltest import __version__
+from kltest.adapters import Setting, named
+from kltest.counterexample.shrink import example, smallest_failure
+from kltest.counterexample.worked import WorkedExample
 from kltest.errors import TargetError, UsageError
 from kltest.grading.asked import asked
-from kltest.grading.evaluate import Evaluator
-from kltest.grading.excuses import Excuses
-from kltest.grading.findings import Combination, Findings
-from kltest.grading.judge import run_checks, selected_codes, verdict
-from kltest.grading.report import CheckResult, Report
-from kltest.grading.sampling import ERROR_RATE, MARGIN, Sampling
-from kltest.grading.shrink import example, smallest_failure
-from kltest.grading.uses import fields_used, sampler_matters
-from kltest.grading.worked import WorkedExample
-from kltest.grading.worlds import DEFAULT_ENVIRONMENTS
-from kltest.libraries import Setting, named
+from kltest.grading.expected_failures import Excuses
+from kltest.grading.verdict import run_checks, selected_codes, verdict
+from kltest.identify.evaluate import Evaluator
+from kltest.identify.findings import Combination, Findings
+from kltest.identify.instances import DEFAULT_ENVIRONMENTS
+from kltest.identify.sampling import ERROR_RATE, MARGIN, Sampling
+from kltest.identify.uses import fields_used, sampler_matters
+from kltest.loss.callables import name_of
+from kltest.loss.calling import BoundLoss
+from kltest.loss.outcome import Call, Loss
+from kltest.loss.resolve import bind, resolve
+from kltest.loss.surroundings import undisturbed
+from kltest.report import CheckResult, Report
 from kltest.rollout import SAMPLER_FIELDS
-from kltest.targets.callables import name_of
-from kltest.targets.calling import BoundLoss
-from kltest.targets.outcome import Call, Loss
-from kltest.targets.resolve import bind, resolve
-from kltest.targets.surroundings import undisturbed
 from kltest.truth import plain
 
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
@@ -69,7 +69,7 @@ def grade(
 
     `loss` is a callable whose parameters are filled by name from the rollout, or what `kltest grade` takes: a
     registered name, `package.module:function`, `path/to/file.py:function`, a library's setting (`verl:kl_penalty/k1`);
-    or what `kltest.targets.resolve` made of one, which says itself how it is placed and called. `expect` is a named
+    or what `kltest.loss.resolve` made of one, which says itself how it is placed and called. `expect` is a named
     gradient or a combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit`
     default to the estimator's own, else to a loss and to the whole return; `sampler` to both if gradient, value or
     logged value change with the sampler's log-probs. With the method "sampled", and by itself where enumeration is

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import KltestError, UsageError, WorldError
+from kltest.loss.outcome import Loss
 from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Expectation, Moments
@@ -26,7 +27,6 @@ from kltest.moments.projection import Projection
 from kltest.moments.reduction import NonDeterministicError
 from kltest.moments.shares import CHECKS, Copies, Shares, Weigh, weighing
 from kltest.rollout import LEAVES, Rollout
-from kltest.targets.outcome import Loss
 
 MOST_BATCHES = 30_000
 # Batches whose gradients are kept until they are added up together.

@@ -13,6 +13,7 @@ import torch
 
 from kltest.environments import Environment, Instance, Paths
 from kltest.errors import KltestError, WorldError
+from kltest.loss.outcome import Loss
 from kltest.moments.agreement import close
 from kltest.moments.batches import _Batches
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
@@ -20,7 +21,6 @@ from kltest.moments.moments import Reduction
 from kltest.moments.projection import each_gradient
 from kltest.moments.reduction import probe
 from kltest.rollout import Centre, Rollout
-from kltest.targets.outcome import Loss
 
 # Batches on which it is seen how a loss combines rows.
 PROBED = 16

@@ -19,15 +19,15 @@ import numpy as np
 
 from kltest.environments import Instance, Paths, Tree
 from kltest.environments.paths import Level
+from kltest.environments.policies import softmax_gradient
 from kltest.errors import UsageError
+from kltest.loss.outcome import Loss
 from kltest.moments.agreement import near
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Reduction
 from kltest.moments.reduction import probe
-from kltest.policies import softmax_gradient
 from kltest.rollout import Rollout
-from kltest.targets.outcome import Loss
 
 # Numbers in the largest field of one call, few enough to stay in the processor's cache.
 CHUNK = 2**17

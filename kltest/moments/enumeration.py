@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
+from kltest.loss.outcome import Loss
 from kltest.moments import token_by_token
 from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate
@@ -17,7 +18,6 @@ from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
 from kltest.moments.reduction import Witness, probe
 from kltest.rollout import LEAVES, Rollout
-from kltest.targets.outcome import Loss
 
 ONE_BY_ONE = 300
 MOST_SINGLES = 20_000

@@ -13,8 +13,8 @@ import numpy as np
 from scipy import sparse
 
 from kltest.environments import Environment
+from kltest.environments.policies import score_norms, softmax_gradient
 from kltest.errors import WorldError
-from kltest.policies import score_norms, softmax_gradient
 
 # Visits of all time steps are kept up to this many bytes; beyond it, every √T-th, and the others are worked out again.
 MEMORY = 2**28

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from kltest.environments import Paths
-from kltest.policies import score_norms, softmax_gradient
+from kltest.environments.policies import score_norms, softmax_gradient
 
 # Entries of a table that are worked on at a time.
 BLOCK = 2**14

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from kltest.errors import KltestError, TargetError
+from kltest.loss.outcome import Loss
 from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
 from kltest.rollout import Rollout
-from kltest.targets.outcome import Loss
 
 SEVERAL = 8
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import UsageError, WorldError
+from kltest.loss.outcome import Loss
 from kltest.moments.confidence import Asymptotic, EmpiricalBernstein, tuned
 from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, seeded, source_of
 from kltest.moments.moments import Reduction
 from kltest.moments.pairing import Pairing
-from kltest.targets.outcome import Loss
 
 # How many samples are drawn unless it is said: where rows can be called together, and where each batch is a call.
 ROWS, BATCHES = 200_000, 10_000

@@ -15,11 +15,11 @@ from __future__ import annotations
 import numpy as np
 
 from kltest.environments import Instance
+from kltest.environments.policies import score_norms, softmax_gradient
+from kltest.loss.outcome import Loss
 from kltest.moments.dynamic_programming import Pairs, call_on_pairs, compare
 from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Expectation, Moments
-from kltest.policies import score_norms, softmax_gradient
-from kltest.targets.outcome import Loss
 
 # Entries of a table that are worked on at a time, few enough for the processor's cache.
 BLOCK = 2**14

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
-from kltest.targets.calling import BoundLoss, bind
-from kltest.targets.outcome import Call
-from kltest.targets.resolve import resolve
+from kltest.loss.calling import BoundLoss, bind
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
 from kltest.training.problems import PerRun, Run
 
 

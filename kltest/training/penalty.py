@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kltest.environments import Instance
+from kltest.loss.placement import place
 from kltest.moments.differentiate import backward
 from kltest.moments.reduction import BatchOfOneError, probe
 from kltest.rollout import LEAVES, Rollout
-from kltest.targets.placement import place
 from kltest.training.batch import Batch
 from kltest.training.estimator import Held, is_ours, made_ready
 from kltest.training.problems import PerRun, State

@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from kltest.environments import Environment, Instance
+from kltest.environments.policies import table
 from kltest.errors import UsageError, WorldError
 from kltest.estimators.spec import Credit, Placement
-from kltest.policies import table
 
 STRUCTURE = ("start", "prompts", "successors", "probabilities")
 

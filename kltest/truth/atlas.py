@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kltest.errors import UsageError
-from kltest.suggestions import did_you_mean
+from kltest.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from kltest.environments import Environment
+from kltest.environments.policies import table
 from kltest.errors import WorldError
-from kltest.policies import table
 from kltest.truth.regularised import check, solve_backwards
 
 

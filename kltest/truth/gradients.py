@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kltest.environments import Environment, Instance
+from kltest.environments.policies import softmax_gradient
 from kltest.errors import WorldError
-from kltest.policies import softmax_gradient
 from kltest.truth import divergences
 from kltest.truth.atlas import named
 from kltest.truth.recursions import backwards, ending, forward, onward, start, total_visits, visits

@@ -9,8 +9,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 from kltest.environments import Environment
+from kltest.environments.policies import table
 from kltest.errors import UsageError, WorldError
-from kltest.policies import table
 from kltest.truth.recursions import onward
 
 

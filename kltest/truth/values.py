@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.errors import UsageError, WorldError
-from kltest.suggestions import did_you_mean
+from kltest.errors import UsageError, WorldError, did_you_mean
 from kltest.truth import divergences
 from kltest.truth.atlas import ATLAS
 from kltest.truth.recursions import ending, forward, onward, start, total_visits, visits

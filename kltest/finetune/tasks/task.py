@@ -8,8 +8,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from kltest.errors import UsageError
-from kltest.suggestions import did_you_mean
+from kltest.errors import UsageError, did_you_mean
 
 Split = Literal["train", "held-out", "out-of-distribution"]
 SPLITS = get_args(Split)

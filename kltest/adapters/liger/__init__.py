@@ -1,0 +1,78 @@
+"""Liger-Kernel: `k3_loss_fn`, the GRPO loss from log-probs by every loss type, and fused with the linear layer."""
+
+from __future__ import annotations
+
+from kltest.adapters.adapter import Depth, Door, Setting
+from kltest.adapters.reproducing import reproduction
+
+MODULE = "liger_kernel.chunked_loss.grpo_loss"
+CALLS = "kltest.adapters.liger.calls"
+DOCUMENTED = "https://github.com/linkedin/Liger-Kernel/blob/main/src/liger_kernel/chunked_loss/grpo_loss.py"
+# The documented one first.
+LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+CONSTANT = "A loss type that divides by a constant is given 3 for it, the length of the longest completion here."
+PAIRS = {"group_size": 2, "timeout": 300}
+
+
+def whole(loss_type: str, call: str = "ppo_loss_fn", depth: Depth = "loss", **settings: object) -> Setting:
+    """The whole loss with a loss type, and other settings."""
+    constant = {"max_completion_length": 3} if loss_type == "dr_grpo" else {}
+    label = ",".join([f"loss_type={loss_type}", *(f"{key}={value}" for key, value in settings.items())])
+    return Setting(
+        f"{call}/{label}",
+        f"{CALLS}:{call}",
+        {"loss_type": loss_type, **constant, **settings},
+        PAIRS,
+        depth=depth,
+        default=loss_type == "dapo" and not settings,
+        source=DOCUMENTED,
+        note=CONSTANT if constant else "",
+    )
+
+
+def discover() -> list[Setting]:
+    """The loss types of the installed version that are not written down here."""
+    from kltest.adapters.names import names_known
+
+    names = names_known(MODULE, "LigerFusedLinearGRPOFunction.ppo_loss_fn", "loss_type")
+    found = [whole(name) for name in names]
+    return [setting for setting in found if DOOR.setting(setting.name) is None]
+
+
+DOOR = Door(
+    name="liger",
+    distribution="liger-kernel",
+    version="0.8.5",
+    installs=(("--no-deps", "liger-kernel=={version}"),),
+    module=MODULE,
+    imports=(MODULE,),
+    homepage="https://github.com/linkedin/Liger-Kernel",
+    settings=(
+        whole("dapo", "fused"),
+        *map(whole, LOSS_TYPES),
+        Setting(
+            "k3_loss_fn/log_p=ref_logp",
+            f"{MODULE}:k3_loss_fn",
+            {"log_p": "@ref_logp", "log_q": "@logp"},
+            source=DOCUMENTED,
+            note="Called as the loss calls it: the reference first.",
+        ),
+        *(whole(name, use_bias_correction_kl=True) for name in ("dapo", "grpo", "dr_grpo", "luspo")),
+        *(whole(name, importance_sampling_level="sequence") for name in ("grpo", "luspo")),
+        whole("luspo", use_bias_correction_kl=True, importance_sampling_level="sequence"),
+        whole("dr_grpo", "fused"),
+        whole("dr_grpo", "fused", use_bias_correction_kl=True),
+        Setting(
+            "fused/kl-in-advantages",
+            f"{CALLS}:fused_with_charged_advantages",
+            options={**PAIRS, "sampler": "both", "ignore": "KL502"},
+            depth="loss",
+            recipe=True,
+            source=DOCUMENTED,
+            note="The advantages are charged before the loss, after a pass without gradient; it costs the variance of "
+            "the ratio of whole sequences. What stands at padding must be finite, as hidden states are (KL502).",
+        ),
+    ),
+    discover=discover,
+    reproduction=reproduction,
+)

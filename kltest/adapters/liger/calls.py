@@ -1,0 +1,66 @@
+"""Liger-Kernel's GRPO losses: from log-probs, and fused with the linear layer from hidden states."""
+
+import importlib
+
+from kltest.adapters.installed import costly, part, taken
+from kltest.adapters.liger.recipes import SETTINGS, charged
+
+MODULE = "liger_kernel.chunked_loss.grpo_loss"
+
+
+def ppo_loss_fn(logp, logits, old_logp, ref_logp, ref_logits, tokens, mask, advantage, beta, **settings):
+    """`ppo_loss_fn` of the fused function, from log-probs; early versions take those of all tokens."""
+    function = part(MODULE, "LigerFusedLinearGRPOFunction.ppo_loss_fn")
+    offered = {
+        "per_token_logps": logp,
+        "attention_mask": mask,
+        "advantages": advantage,
+        "full_attention_mask": mask,
+        "ref_per_token_logps": ref_logp,
+        "old_per_token_logps": old_logp,
+        "beta": beta,
+        "log_probs": logits,
+        "ref_log_probs": ref_logits,
+        "selected_token_ids": tokens,
+    }
+    loss, metrics = function(**taken(function, offered, settings))
+    return loss, {"kl": metrics[0]} if beta else {}
+
+
+def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **settings):
+    """`LigerFusedLinearGRPOLoss` from hidden states, which are the logits: the linear layer is the identity."""
+    torch = importlib.import_module("torch")
+    kind = part(MODULE, "LigerFusedLinearGRPOLoss")
+    usual = {"beta": beta, "compiled": False, "use_ref_model": True, "chunk_size": len(tokens)}
+    loss = kind(**taken(kind, usual, settings))
+    weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
+    offered = {
+        "_input": logits,
+        "lin_weight": weight,
+        "selected_token_ids": tokens,
+        "attention_mask": mask,
+        "advantages": advantage,
+        "ref_input": ref_logits,
+        "ref_weight": weight,
+        "old_per_token_logps": old_logp,
+    }
+    value, metrics = loss(**taken(loss.forward, offered, {}))
+    return value, {"kl": metrics[0]} if beta else {}
+
+
+def fused_with_charged_advantages(logits, logp, old_logp, ref_logp, tokens, mask, advantage, beta):
+    """The recipe: no KL in the loss, the KL as a cost in the advantages, through the fused loss."""
+    torch = importlib.import_module("torch")
+    kind = part(MODULE, "LigerFusedLinearGRPOLoss")
+    loss = kind(**taken(kind, {"compiled": False, "chunk_size": len(tokens)}, SETTINGS))
+    offered = {
+        "_input": logits,
+        "lin_weight": torch.eye(logits.shape[-1], dtype=logits.dtype),
+        "selected_token_ids": tokens,
+        "attention_mask": mask,
+        "advantages": charged(advantage, logp.detach(), ref_logp, old_logp, mask, beta),
+    }
+    return loss(**taken(loss.forward, offered, {}))[0]
+
+
+costly(ppo_loss_fn, fused, fused_with_charged_advantages)

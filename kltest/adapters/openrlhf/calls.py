@@ -1,0 +1,171 @@
+"""OpenRLHF's KL loss, and its KL in the reward with the experience maker's advantages and the policy loss."""
+
+import importlib
+import importlib.machinery
+import sys
+import traceback
+import types
+
+from kltest.adapters.installed import costly, taken
+from kltest.adapters.openrlhf.recipes import sequence_kl, sums_over_tokens
+
+
+def placeholder(spec):
+    """A module that has whatever it is asked for, as classes that nobody uses."""
+    module = types.ModuleType(spec.name)
+
+    def made(attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        nothing = {"__init__": lambda self, *given, **named: None, "__call__": lambda self, *given, **named: self}
+        return type(attribute, (), nothing)
+
+    vars(module)["__getattr__"] = made
+    return module
+
+
+def loaded(module):
+    """A file of OpenRLHF; where its package needs what is not installed, the file alone, placeholders for the rest."""
+    known = loaded.__dict__.setdefault("known", {})
+    if module in known:
+        return known[module]
+    before, finders = set(sys.modules), list(sys.meta_path)
+
+    def look(name, path=None, target=None):
+        there = next((spec for each in finders if (spec := each.find_spec(name, path, target))), None)
+        folders = getattr(there, "submodule_search_locations", None)
+        package = folders is not None
+        asking = (
+            str(frame.f_globals.get("__name__"))
+            for frame, _ in traceback.walk_stack(sys._getframe())
+            if frame.f_code is not look.__code__ and not frame.f_code.co_filename.startswith("<frozen importlib")
+        )
+        theirs = next(asking, "").startswith("openrlhf")
+        if not (package and name.startswith("openrlhf")) and (there is not None or not theirs):
+            return there
+        made = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        vars(made).update(loader=finder, submodule_search_locations=[*(folders or ())])
+        return made
+
+    finder = types.SimpleNamespace(find_spec=look, create_module=placeholder, exec_module=lambda made: None)
+    try:
+        known[module] = importlib.import_module(module)
+    except ImportError as first:
+        for name in [name for name in sys.modules if name.startswith("openrlhf")]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, finder)
+        try:
+            known[module] = importlib.import_module(module)
+        except Exception as error:
+            raise LookupError(f"{module} of the installed openrlhf cannot be loaded: {first}; {error}") from error
+        finally:
+            sys.meta_path.remove(finder)
+            for name in set(sys.modules) - before:
+                loader = getattr(getattr(sys.modules[name], "__spec__", None), "loader", None)
+                if loader is finder or name.startswith("openrlhf"):
+                    del sys.modules[name]
+    return known[module]
+
+
+def found(module, name):
+    """A name of a module of OpenRLHF; LookupError where this version does not have it."""
+    holder = loaded(module)
+    if not hasattr(holder, name):
+        raise LookupError(f"the installed openrlhf has no {module}:{name}")
+    return getattr(holder, name)
+
+
+def totals(mask):
+    """The totals of a batch that is one step of the optimizer on one device."""
+    return {"dp_size": 1, "batch_num_tokens": mask.sum(), "global_batch_size": (mask.sum(-1) > 0).sum()}
+
+
+def kl_loss(logp, ref_logp, old_logp, mask, token_level_loss=True, **settings):
+    """The KL loss of the actor's training step: `compute_approx_kl`, aggregated by `aggregate_loss`."""
+    function = found("openrlhf.models.utils", "compute_approx_kl")
+    aggregate = found("openrlhf.models.loss", "aggregate_loss")
+    offered = {"log_probs": logp, "log_probs_base": ref_logp, "log_probs_old": old_logp}
+    per_token = function(**taken(function, offered, settings))
+    offered = {"loss": per_token, "loss_mask": mask, "token_level_loss": token_level_loss, **totals(mask)}
+    loss = aggregate(**taken(aggregate, offered, {}))
+    return loss, {"kl": loss.detach()}
+
+
+def sequence_kl_loss(logp, ref_logp, old_logp, mask):
+    """The recipe: a KL loss of whole sequences, aggregated by `aggregate_loss`."""
+    aggregate = found("openrlhf.models.loss", "aggregate_loss")
+    per_token = sequence_kl(logp, ref_logp, old_logp, mask)
+    offered = {"loss": per_token, "loss_mask": mask, **sums_over_tokens(totals(mask))}
+    loss = aggregate(**taken(aggregate, offered, {}))
+    return loss, {"kl": loss.detach()}
+
+
+def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator, kl_estimator="k1", **settings):
+    """`compute_approx_kl` of the sampler's log-probs in the reward, the experience maker's advantages, `PolicyLoss`.
+
+    A critic's values are zeros. `settings` are those of `PolicyLoss`.
+    """
+    torch = importlib.import_module("torch")
+    rows, prompts = len(group), len(group.unique())
+    if rows == prompts and estimator not in ("gae", "reinforce", "flash_reinforce"):
+        raise ValueError(f"{estimator} wants several rollouts a prompt")
+    samples = rows // prompts if rows % prompts == 0 else rows
+    rank = group.argsort(stable=True).argsort()
+    function = found("openrlhf.models.utils", "compute_approx_kl")
+    with torch.no_grad():
+        offered = {"log_probs": old_logp, "log_probs_base": ref_logp}
+        kl = function(**taken(function, offered, {"kl_estimator": kl_estimator}))
+    experience = types.SimpleNamespace(
+        index=rank.tolist(),
+        rewards=reward.clone(),
+        kl=kl,
+        action_mask=mask.long(),
+        values=torch.zeros_like(kl),
+        info={"response_length": mask.sum(-1)},
+    )
+    arguments = configured(estimator, samples)
+    maker = found("openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker")
+    stand_in = types.SimpleNamespace(
+        strategy=types.SimpleNamespace(args=arguments),
+        args=arguments,
+        kl_ctl=types.SimpleNamespace(value=beta),
+        advantage_estimator=estimator,
+    )
+    for name in ("get_advantages_and_returns", "get_cumulative_returns"):
+        setattr(stand_in, name, types.MethodType(getattr(maker, name), stand_in))
+    answer = maker.compute_advantages_and_returns(stand_in, [experience])
+    experience = answer[0] if isinstance(answer[0], types.SimpleNamespace) else answer[0][0]
+
+    kind = found("openrlhf.models.loss", "PolicyLoss")
+    policy_loss = kind(**taken(kind, {}, settings))
+    offered = {
+        "log_probs": logp,
+        "old_log_probs": old_logp,
+        "advantages": experience.advantages,
+        "action_mask": mask,
+        "rollout_log_probs": old_logp,
+        **totals(mask),
+    }
+    loss = policy_loss(**taken(policy_loss.forward, offered, {}))
+    return loss[0], {"kl": (kl * mask).sum(-1) / mask.sum(-1)}
+
+
+def configured(estimator, samples):
+    """The command line's arguments at their defaults, as versions have them: by groups, or all in one."""
+    space = types.SimpleNamespace
+    return space(
+        advantage_estimator=estimator,
+        n_samples_per_prompt=samples,
+        overlong_buffer_len=None,
+        stop_properly_penalty_coef=None,
+        reward_clip_range=None,
+        gamma=1.0,
+        lambd=1.0,
+        no_advantage_std_norm=False,
+        rollout=space(n_samples_per_prompt=samples),
+        reward=space(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
+        algo=space(advantage=space(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False)),
+    )
+
+
+costly(kl_loss, kl_in_reward)

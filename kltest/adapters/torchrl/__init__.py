@@ -1,0 +1,87 @@
+"""torchrl: `GRPOLoss` and its variants whole, and the transform that puts the KL into the reward."""
+
+from __future__ import annotations
+
+from kltest.adapters.adapter import Door, Setting
+from kltest.adapters.reproducing import reproduction
+
+LOSSES = "torchrl.objectives.llm.grpo"
+CALLS = "kltest.adapters.torchrl.calls"
+DOCUMENTED = "https://docs.pytorch.org/rl/main/reference/generated/torchrl.objectives.llm.GRPOLoss.html"
+TRANSFORMED = "https://docs.pytorch.org/rl/main/reference/generated/torchrl.envs.llm.transforms.KLComputation.html"
+ACTOR = (
+    "An actor that gives the log-probs of the sampled tokens; the KL term is averaged over all positions, padding too."
+)
+SAMPLED = (
+    "The transform alone, with the policy gradient of the whole return: what makes an advantage of it is not called."
+)
+KNOWN = ("GRPOLoss", "DAPO", "CISPOLoss")
+
+
+def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
+    """A loss whole, with `kl_to_ref_coeff`."""
+    label = ",".join([loss, *(f"{name}={value}" for name, value in settings.items())])
+    return Setting(
+        f"loss/{label}",
+        f"{CALLS}:grpo",
+        {"loss": loss, **settings},
+        {"sampler": "both", "group_size": 2, "timeout": 300},
+        depth="loss",
+        default=label == "GRPOLoss",
+        source=DOCUMENTED,
+        note=ACTOR,
+    )
+
+
+def discover() -> list[Setting]:
+    """Losses of the installed version that nobody wrote down here."""
+    from importlib import import_module
+    from inspect import isclass
+
+    module = import_module(LOSSES)
+    base = module.GRPOLoss
+    kinds = [name for name, thing in vars(module).items() if isclass(thing) and issubclass(thing, base)]
+    return [whole(name) for name in kinds if name not in KNOWN]
+
+
+DOOR = Door(
+    name="torchrl",
+    distribution="torchrl",
+    version="0.14.1",
+    installs=(
+        ("--no-deps", "torchrl=={version}", "tensordict"),
+        ("cloudpickle", "packaging", "orjson", "pyvers", "importlib_metadata", "numpy"),
+    ),
+    module=LOSSES,
+    imports=(LOSSES,),
+    homepage="https://github.com/pytorch/rl",
+    settings=(
+        whole(),
+        *map(whole, KNOWN[1:]),
+        whole(aggregation="prompt_mean"),
+        whole(aggregation="none"),
+        whole(kl_mask_threshold=0.1),
+        whole(masking_strategy="rlhf"),
+        whole(masking_strategy="generic"),
+        whole(entropy_bonus=False),
+        Setting(
+            "kl_in_reward/KLComputation",
+            f"{CALLS}:kl_computation",
+            options={"placement": "reward", "sampler": "current"},
+            source=TRANSFORMED,
+            note=SAMPLED,
+        ),
+        Setting(
+            "loss/SequenceKLGRPOLoss",
+            f"{CALLS}:grpo",
+            {"recipe": True, "entropy_bonus": False},
+            {"sampler": "both", "group_size": 2, "timeout": 300},
+            depth="loss",
+            recipe=True,
+            source=DOCUMENTED,
+            note="A subclass; it costs the variance of k1 over sequences, and off-policy that of the sequence ratio.",
+        ),
+    ),
+    discover=discover,
+    reproduction=reproduction,
+)

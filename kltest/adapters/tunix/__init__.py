@@ -1,0 +1,102 @@
+"""tunix (JAX): `compute_kl_divergence` by every method, and `grpo_loss_fn` from a model's logits to the loss."""
+
+from __future__ import annotations
+
+from kltest.adapters.adapter import Door, Setting
+from kltest.adapters.reproducing_jax import reproduction
+
+COMMON = "tunix.rl.common"
+CALLS = "kltest.adapters.tunix.calls"
+SOURCE = "https://github.com/google/tunix/blob/main/tunix/rl"
+TABLE = "A flax module gives the logits after a prompt of one token; float32, as the library computes log-probs."
+METHODS = ("low_var_kl", "kl", "mse_kl")
+AGGREGATIONS = (
+    "token-mean",
+    "sequence-mean-token-mean",
+    "sequence-mean-token-scale",
+    "seq-mean-token-sum",
+    "sequence-mean-token-sum-norm",
+)
+# Every shape of batch is compiled: pairs keep it to a minute or two.
+OPTIONS = {"sampler": "both", "group_size": 2, "timeout": 600}
+FINITE = {"ignore": "KL502"}
+"""NaN in the padding would be NaN in the model's own logits, which a forward pass does not give there."""
+
+
+def divergence(method: str) -> Setting:
+    """`compute_kl_divergence` alone, per token, as a loss."""
+    return Setting(
+        f"compute_kl_divergence/{method}",
+        f"{COMMON}:compute_kl_divergence",
+        {"method": method},
+        default=method == METHODS[0],
+        source=f"{SOURCE}/common.py",
+    )
+
+
+def whole(**settings: object) -> Setting:
+    """`grpo_loss_fn` with settings over the defaults of GRPOConfig."""
+    label = ",".join(f"{name}={value}" for name, value in settings.items()) or "GRPOConfig"
+    return Setting(
+        f"grpo_loss_fn/{label}",
+        f"{CALLS}:grpo",
+        settings,
+        {**OPTIONS, **FINITE},
+        depth="trainer",
+        default=not settings,
+        source=f"{SOURCE}/grpo/grpo_learner.py",
+        note=TABLE,
+    )
+
+
+def discover() -> list[Setting]:
+    """Methods and aggregations of the installed version that nobody wrote down here."""
+    from kltest.adapters.names import names_known
+
+    methods = [name for name in names_known(COMMON, "compute_kl_divergence", "method") if name not in METHODS]
+    modes = [name for name in names_known(COMMON, "aggregate_loss", "loss_agg_mode") if name not in AGGREGATIONS]
+    return [
+        *map(divergence, methods),
+        *(whole(kl_loss_mode=name) for name in methods),
+        *(whole(kl_loss_mode="mse_kl", loss_agg_mode=name) for name in modes),
+    ]
+
+
+DOOR = Door(
+    name="tunix",
+    distribution="google-tunix",
+    version="0.1.7",
+    installs=(
+        ("--no-deps", "google-tunix=={version}"),
+        (
+            *("jax", "flax", "optax", "google-metrax", "clu", "wrapt", "tensorboardX", "jaxtyping", "tqdm", "pillow"),
+            *("huggingface_hub", "sentencepiece", "perfetto", "pandas", "transformers", "datasets", "grain"),
+            # Of older versions.
+            "kagglehub",
+        ),
+    ),
+    module=COMMON,
+    homepage="https://github.com/google/tunix",
+    settings=(
+        divergence(METHODS[0]),
+        whole(),
+        *map(divergence, METHODS[1:]),
+        whole(kl_loss_mode="mse_kl"),
+        whole(kl_loss_mode="low_var_kl"),
+        whole(loss_algo="gspo-token"),
+        *(whole(kl_loss_mode="mse_kl", loss_agg_mode=mode) for mode in AGGREGATIONS if mode != AGGREGATIONS[1]),
+        Setting(
+            "grpo_loss_fn/grpo-sequence-kl",
+            f"{CALLS}:grpo",
+            {"recipe": True},
+            {**OPTIONS, "ignore": "KL502"},
+            depth="trainer",
+            recipe=True,
+            source=f"{SOURCE}/function_registry.py",
+            note="A policy loss to register; it costs a forward pass more, and the variance of the sequence ratio. "
+            "What the model gives at padding must be finite, as it is (KL502).",
+        ),
+    ),
+    discover=discover,
+    reproduction=reproduction,
+)

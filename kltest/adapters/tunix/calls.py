@@ -1,0 +1,92 @@
+"""tunix's GRPO loss from end to end: a flax module whose logits are a table, through the model's own forward pass.
+
+Arrays are JAX's; the module and the configuration are the library's own kinds.
+"""
+
+import dataclasses
+
+from kltest.adapters.installed import part, taken
+
+PAD, END = -1, -2
+
+
+def table(logits):
+    """A model that has read a prompt of one token and gives these logits, whatever the tokens."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    class Table(nnx.Module):
+        def __init__(self, logits):
+            self.logits = nnx.Param(logits)
+
+        def __call__(self, tokens, positions=None, cache=None, attention_mask=None):
+            logits = self.logits[...]
+            return jnp.concatenate([logits, jnp.zeros_like(logits[:, :1])], axis=1), cache
+
+    return Table(logits)
+
+
+def example(old_logp, ref_logp, mask, tokens, advantage):
+    """A training example after a prompt of one token."""
+    import jax.numpy as jnp
+
+    kind = part("tunix.rl.common", "TrainExample")
+    offered = {
+        "prompt_ids": jnp.zeros_like(tokens[:, :1]),
+        "prompt_mask": jnp.ones_like(mask[:, :1]),
+        "completion_ids": tokens,
+        "completion_mask": mask,
+        "advantages": advantage,
+        "ref_per_token_logps": ref_logp,
+        "old_per_token_logps": old_logp,
+    }
+    return kind(**taken(kind, offered, {}))
+
+
+def configured(settings):
+    """The library's GRPOConfig with settings; LookupError for one that this version does not have."""
+    kind = part("tunix.rl.grpo.grpo_learner", "GRPOConfig")
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name in settings:
+        if name not in known:
+            raise LookupError(f"in the installed version GRPOConfig has no {name!r}, which this setting is about")
+    config = kind(**settings)
+    if not hasattr(config, "temperature"):
+        # The learner writes the rollout's temperature onto the configuration.
+        object.__setattr__(config, "temperature", 1.0)
+    return config
+
+
+def compiled(recipe, with_old, beta, settings):
+    """`grpo_loss_fn` as a function of arrays, compiled as the trainer does it, once for settings."""
+    import jax
+
+    known = compiled.__dict__.setdefault("known", {})
+    asked = recipe, with_old, beta, settings
+    if asked in known:
+        return known[asked]
+
+    whole = (
+        part("kltest.adapters.tunix.recipes", "sequence_kl_loss_fn")
+        if recipe
+        else part("tunix.rl.algo_core", "grpo_loss_fn")
+    )
+    config = configured({"beta": beta, **dict(settings)})
+
+    def loss(logits, old_logp, ref_logp, mask, tokens, advantage):
+        batch = example(old_logp if with_old else None, ref_logp, mask, tokens, advantage)
+        offered = {"model": table(logits), "train_example": batch, "algo_config": config, "pad_id": PAD, "eos_id": END}
+        return whole(**taken(whole, offered, {}))
+
+    known[asked] = jax.jit(loss)
+    return known[asked]
+
+
+def grpo(logits, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=True, recipe=False, **settings):
+    """`grpo_loss_fn` with the defaults of GRPOConfig but for `settings`; `with_old`: for several updates a batch."""
+    import jax
+
+    assert isinstance(logits, jax.Array)
+    whole = compiled(recipe, with_old, float(beta), tuple(sorted(settings.items())))
+    loss, metrics = whole(logits, old_logp, ref_logp, mask, tokens, advantage)
+    return loss, {"kl": metrics["kl"]} if "kl" in metrics else {}

@@ -1,0 +1,46 @@
+"""unsloth-zoo's GRPO loss, from log-probs."""
+
+import inspect
+import os
+
+from kltest.adapters.installed import part
+from kltest.adapters.unsloth_zoo.recipes import SETTINGS, charged
+
+
+def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=True, **settings):
+    """`grpo_compute_loss` with its own defaults but for `settings`; `with_old=False`: as for one update a batch."""
+    offered = {"ref": ref_logp, "new": logp, "old": old_logp if with_old else None, "beta": beta}
+    loss, _, kl, *_ = called({**offered, "input_ids": tokens, "mask": mask, "advantages": advantage}, settings)
+    return loss, {"kl": kl}
+
+
+def with_charged_advantages(logp, old_logp, ref_logp, mask, tokens, advantage, beta):
+    """The recipe: advantages are charged with the KL, and the loss is called without one."""
+    advantages = charged(advantage, logp, ref_logp, old_logp, mask, beta)
+    offered = {"ref": None, "new": logp, "old": None, "beta": 0.0}
+    return called({**offered, "input_ids": tokens, "mask": mask, "advantages": advantages}, SETTINGS)[0]
+
+
+def called(offered, settings):
+    """`grpo_compute_loss` of arguments that it names; LookupError for what this version does not have, or wants."""
+    # Without a GPU importing the package fails otherwise; versions read one or the other when they are imported.
+    for name in ("UNSLOTH_ZOO_DISABLE_GPU_INIT", "UNSLOTH_ALLOW_CPU"):
+        os.environ.setdefault(name, "1")
+    whole = part("unsloth_zoo.rl_replacements", "grpo_compute_loss")
+    # It takes its settings out of keyword arguments, by names that stand in its code.
+    known = inspect.unwrap(whole).__code__.co_consts
+    for name in settings:
+        if name not in known:
+            raise LookupError(
+                f"in the installed version grpo_compute_loss has no {name!r}, which this setting is about"
+            )
+    offered = {**offered, "sampling_per_token_logps": None}
+    arguments = {}
+    for parameter in inspect.signature(whole).parameters.values():
+        if parameter.name in offered:
+            arguments[parameter.name] = offered[parameter.name]
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            raise LookupError(
+                f"in the installed version grpo_compute_loss wants {parameter.name!r}, which is not known here"
+            )
+    return whole(**arguments, num_items_in_batch=offered["mask"].sum(), **settings)

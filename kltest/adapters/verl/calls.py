@@ -1,0 +1,164 @@
+"""verl's KL loss, its whole actor loss, and its KL in the reward with what is made of it."""
+
+import dataclasses
+import importlib
+import inspect
+
+from kltest.adapters.installed import costly, part, taken
+
+CORE = "verl.trainer.ppo.core_algos"
+
+
+def configured(kind, usual, settings):
+    """A configuration with the settings, and with those of the usual values that this version knows."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name in settings:
+        if name not in known:
+            raise LookupError(
+                f"in the installed version {kind.__qualname__} has no {name!r}, which this setting is about"
+            )
+    return kind(**{**{name: value for name, value in usual.items() if name in known}, **settings})
+
+
+def actor(settings):
+    """The actor's configuration as documented, with settings."""
+    known = actor.__dict__.setdefault("known", {})
+    asked = repr(sorted(settings.items()))
+    if asked not in known:
+        usual = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+        known[asked] = configured(part("verl.workers.config", "ActorConfig"), usual, settings)
+    return known[asked]
+
+
+def computed(live, *log_probs):
+    """Log-probs as verl computes them: from packed tokens, so that there are zeros at padding."""
+    torch = importlib.import_module("torch")
+    return [torch.where(live, values, 0.0) for values in log_probs]
+
+
+def kl_loss(logp, ref_logp, mask, kl_penalty, loss_agg_mode):
+    """The KL loss that an actor adds to its policy loss: `kl_penalty`, aggregated by `agg_loss`."""
+    penalty, aggregate = part(CORE, "kl_penalty"), part(CORE, "agg_loss")
+    live = mask.bool()
+    logp, ref_logp = computed(live, logp, ref_logp)
+    per_token = penalty(logprob=logp, ref_logprob=ref_logp, kl_penalty=kl_penalty)
+    offered = {"loss_mat": per_token, "loss_mask": live}
+    loss = aggregate(**taken(aggregate, offered, {"loss_agg_mode": loss_agg_mode}))
+    return loss, {"kl": loss.detach()}
+
+
+def packed(values, live):
+    """A (B, T) field as the nested tensor of its live tokens."""
+    torch = importlib.import_module("torch")
+    return torch.nested.as_nested_tensor(
+        [row[kept] for row, kept in zip(values, live, strict=True)], layout=torch.jagged
+    )
+
+
+def ppo_loss(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings):
+    """`ppo_loss` whole, one mini-batch in one micro-batch: log-probs come packed, after a prompt of one token."""
+    torch = importlib.import_module("torch")
+    whole = part("verl.workers.utils.losses", "ppo_loss")
+    live = mask.bool()
+    # The log-prob of a token stands where the model read the one before it; nobody reads the last position.
+    everywhere = torch.arange(live.shape[1] + 1) <= live.sum(1, keepdim=True)
+    shifted = torch.cat([logp, torch.zeros_like(logp[:, :1])], dim=1)
+    rows = {
+        "prompts": packed(torch.ones_like(tokens[:, :1]), torch.ones_like(live[:, :1])),
+        "responses": packed(tokens, live),
+        "response_mask": packed(live.long(), live),
+        "old_log_probs": packed(old_logp, live),
+        "ref_log_prob": packed(ref_logp, live),
+        "advantages": packed(advantage[:, None] * live, live),
+    }
+    data = part("tensordict", "TensorDict")(rows, batch_size=len(live))
+    batch = {"dp_size": 1, "batch_num_tokens": int(live.sum()), "global_batch_size": len(live)}
+    part("verl.utils.tensordict_utils", "assign_non_tensor")(data, **batch)
+    config = actor({"use_kl_loss": True, "kl_loss_coef": beta, **settings})
+    offered = {"config": config, "model_output": {"log_probs": packed(shifted, everywhere)}, "data": data}
+    loss, metrics = whole(**taken(whole, offered, {}))
+    logged = [value for name, value in metrics.items() if name.endswith("kl_loss")]
+    return loss, {"kl": getattr(logged[0], "values", logged)[0]} if logged else {}
+
+
+def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, **settings):
+    """`apply_kl_penalty`, an advantage estimator, and the policy loss, from one batch.
+
+    A critic's values and the rewards of greedy rollouts are zeros, where an estimator asks for them. `settings` are
+    those of `apply_kl_penalty`, of the algorithm's configuration and of the actor's; `loss_mode` names a policy loss.
+    """
+    return after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, {}, settings)
+
+
+def kl_in_reward_with_probabilities(
+    logp, old_logp, old_logits, ref_logp, mask, reward, group, beta, adv_estimator, **settings
+):
+    """The same for estimators that weigh tokens by the sum of squared probabilities."""
+    squares = {"sum_pi_squared": old_logits.detach().softmax(-1).square().sum(-1)}
+    return after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, squares, settings)
+
+
+def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, more, settings):
+    """The policy loss of a batch whose rewards are charged with the KL term."""
+    torch, numpy = importlib.import_module("torch"), importlib.import_module("numpy")
+    trainer = "verl.trainer.ppo.ray_trainer"
+    settings = dict(settings)
+    penalty, loss_mode = settings.pop("kl_penalty", "kl"), settings.pop("loss_mode", "vanilla")
+    corrected = settings.pop("rollout_correction", None)
+    algorithm_kind = part("verl.trainer.config", "AlgoConfig")
+    names = {field.name for field in dataclasses.fields(algorithm_kind)}
+    asked = {name: settings.pop(name) for name in list(settings) if name in names}
+    algorithm = configured(algorithm_kind, {"adv_estimator": adv_estimator}, asked)
+
+    logp, old_logp, ref_logp = computed(mask.bool(), logp, old_logp, ref_logp)
+    last = mask.long().sum(1, keepdim=True) - 1
+    scores = torch.zeros_like(ref_logp).scatter_(1, last, reward[:, None].to(ref_logp.dtype))
+    # Where rollouts are corrected for, the trainer computes its own log-probs anew before it updates.
+    old, rollouts = (old_logp, {}) if corrected is None else (logp.detach(), {"rollout_log_probs": old_logp})
+    tensors = {
+        "old_log_probs": old,
+        "ref_log_prob": ref_logp,
+        "response_mask": mask.long(),
+        "token_level_scores": scores,
+        "values": torch.zeros_like(ref_logp),
+        **rollouts,
+        **more,
+    }
+    estimator = part(CORE, "get_adv_estimator_fn")(adv_estimator)
+    if "reward_baselines" in inspect.signature(estimator).parameters:
+        # The trainer computes them for those that ask, and hands on whatever is there to all.
+        tensors["reward_baselines"] = torch.zeros_like(reward)
+    uid = numpy.array([str(int(each)) for each in group], dtype=object)
+    data = part("verl", "DataProto").from_dict(tensors=tensors, non_tensors={"uid": uid})
+    charge = part(trainer, "apply_kl_penalty")
+    control = part(CORE, "FixedKLController")(kl_coef=beta)
+    data, metrics = charge(**taken(charge, {"data": data, "kl_ctrl": control}, {"kl_penalty": penalty}))
+    if corrected is not None:
+        helper = "verl.trainer.ppo.rollout_corr_helper"
+        correction = part("verl.trainer.config.algorithm", "RolloutCorrectionConfig")(**corrected)
+        data, _ = part(helper, "compute_rollout_correction_and_add_to_batch")(data, correction)
+    advantage = part(trainer, "compute_advantage")
+    offered = {
+        "data": data,
+        "adv_estimator": adv_estimator,
+        "norm_adv_by_std_in_grpo": getattr(algorithm, "norm_adv_by_std_in_grpo", True),
+        "config": algorithm,
+    }
+    data = advantage(**taken(advantage, offered, {}))
+    policy_loss = part(CORE, "get_policy_loss_fn")(loss_mode)
+    config = actor(settings)
+    offered = {
+        "old_log_prob": data.batch["old_log_probs"],
+        "log_prob": logp,
+        "advantages": data.batch["advantages"],
+        "response_mask": data.batch["response_mask"].bool(),
+        "loss_agg_mode": config.loss_agg_mode,
+        "config": config,
+        "rollout_is_weights": data.batch.get("rollout_is_weights", None),
+    }
+    loss = policy_loss(**taken(policy_loss, offered, {}))
+    logged = [value for name, value in metrics.items() if name.endswith("reward_kl_penalty")]
+    return (loss[0] if isinstance(loss, tuple) else loss), {"kl": logged[0]} if logged else {}
+
+
+costly(ppo_loss, kl_in_reward, kl_in_reward_with_probabilities)

@@ -1,0 +1,1 @@
+"""KL7xx: top-k heads, temperature, truncated samplers."""

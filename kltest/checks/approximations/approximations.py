@@ -1,0 +1,262 @@
+"""Does a loss look at some of the actions only? Found out by exchanging the log-probs of unlikely ones.
+
+In a bandit with many actions, the log-probs of all actions from rank k on change places, so that their total stays,
+and the gradient of one rollout is looked at again. If it stays for a k below the number of actions, the loss tells
+apart a *head* of the k likeliest and nothing else. A sum over a head (KL701) is the same whatever was drawn from it.
+The log-prob of the token drawn, under a distribution that was cut to its head, is not (KL703: as a sampler with top-k
+or top-p reports it); it shows when the log-probs of the others are made smaller, since their total has no part in it.
+
+A head alone convicts nobody: a head that is differentiated right, with a sampled tail, has the exact gradient. A row
+has to be wrong without a name, in a world with more actions than the head has; or, where the head is larger than the
+usual worlds, the gradient in a world made large enough has to differ from what the loss follows in a small one.
+
+Where the line is drawn: with rollouts from a truncated sampler, or from an engine whose true log-probs are not those
+in `old_logp`, *no* loss that sees the drawn tokens alone can be right, so that such rollouts convict nobody and are
+not made here. What is found is a loss that truncates by itself, on the policy's, the reference's or the sampler's
+side, while its tokens come from the whole distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.checks.check import Found
+from kltest.environments import Instance, bandit
+from kltest.errors import KltestError
+from kltest.identify.findings import Findings, Row
+from kltest.identify.instances import instances
+from kltest.loss.outcome import Loss
+from kltest.moments import exact
+from kltest.rollout import LEAVES, Rollout
+from kltest.truth import combine, render
+
+# The first shows heads of usual worlds and thresholds on probabilities, the second every head in use.
+SIZES = (12, 2048)
+# In some worlds a threshold leaves one action, of which nothing shows, or all: a head has to be seen in two of four.
+DRAWS, SOME = 4, 2
+FIELDS = ("ref_logits", "logits", "old_logits")
+# What is not looked at moves the gradient by the rounding of its total at most, what is looked at by about π(v).
+MOVED = {"float64": 1e-10, "float32": 1e-6}
+# A head is found by halving, and silent tokens need not be those of lowest rank: so many neighbours are looked at too.
+NEIGHBOURS = 12
+# An approximation that matters; constants in denominators, which a large vocabulary brings out too, stay below.
+BIASED = 1e-3
+
+
+@dataclass(frozen=True)
+class Head:
+    """The likeliest actions `by` the policy, the reference or the sampler, that a loss tells apart, in a few worlds.
+
+    `mass` is how much probability they hold, without the least likely of them and with it; `drawn`: the log-prob of
+    the token drawn is taken under a distribution cut to them.
+    """
+
+    by: str
+    sizes: tuple[int, ...]
+    mass: tuple[tuple[float, float], ...]
+    drawn: bool
+
+    @property
+    def size(self) -> int | None:
+        """How many actions, if they are as many in all worlds."""
+        return self.sizes[0] if len(set(self.sizes)) == 1 else None
+
+    @property
+    def words(self) -> str:
+        if self.size is not None:
+            return f"the {self.size} likeliest actions under the {self.by}"
+        low, high = max(less for less, _ in self.mass), min(more for _, more in self.mass)
+        if low < high:
+            return f"the likeliest actions under the {self.by} that hold a share p of it, {low:.3g} < p ≤ {high:.3g}"
+        return f"the likeliest actions under the {self.by}, as many as {', '.join(map(str, self.sizes))}"
+
+    def leaves_out(self, actions: int) -> bool:
+        """Whether anything is left out in worlds with so many actions."""
+        return self.size is None or self.size < actions
+
+
+def head(findings: Findings) -> Head | None:
+    """The head that the loss looks at, None where it tells all apart, or looks at the drawn token alone."""
+    return findings.once(_head)
+
+
+def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
+    """The head that explains a row without a name; not one that does no harm in a bandit, where it can."""
+    if not row.wrong or row.identified is not None:
+        return None
+    # Asked first: looking for a head takes hundreds of calls.
+    single = findings.alone("bandit", "current") if _sees_all_tokens(findings) else None
+    if single is not None and single.identified not in (None, {"zero": 1.0}):
+        return None
+    seen = head(findings)
+    actions = instances(row.environment, findings.seed)[0].environment.vocabulary
+    return seen if seen and seen.drawn == drawn and seen.leaves_out(actions) else None
+
+
+def beyond_the_usual_worlds(findings: Findings, *, drawn: bool) -> Found | None:
+    """A head that leaves nothing out of small worlds, and changes the gradient in one that is large enough."""
+    seen = head(findings)
+    small = findings.alone("bandit", "current")
+    if seen is None or seen.drawn != drawn or small is None or small.identified is None:
+        return None
+    followed = findings.expect if small.agrees else small.identified
+    largest = max(seen.sizes)
+    actions = largest + max(8, largest // 4)
+    instance = Instance.draw(bandit(actions), findings.seed)
+    target = combine(followed, instance)
+    found = exact(findings.loss, instance, padding=findings.seed).gradient
+    unit = max(float(np.linalg.norm(combine(part, instance))) for part in (followed, {"reverse_kl": 1.0}))
+    bias = float(np.linalg.norm(found - target)) / unit
+    if bias <= BIASED:
+        return None
+    return Found(
+        f"With a few actions the gradient is {render(followed)}; it tells apart only {seen.words}, and with {actions} "
+        f"actions it is off by {bias:.2g} of that."
+    )
+
+
+def _sees_all_tokens(findings: Findings) -> bool:
+    """Whether it is given more than the drawn token's log-probs, and can be called on single rollouts."""
+    return not (findings.coupled or findings.blocked) and bool(findings.loss.takes & {*FIELDS, "rollout"})
+
+
+def _head(findings: Findings) -> Head | None:
+    if not _sees_all_tokens(findings):
+        return None
+    for actions in SIZES:
+        try:
+            seen = _in_worlds_of(actions, findings)
+        except KltestError:  # a loss that does not bear the experiment tells nothing by it
+            continue
+        if seen is not None:
+            return seen
+    return None
+
+
+def _in_worlds_of(actions: int, findings: Findings) -> Head | None:
+    seen: dict[tuple[str, bool], list[Head]] = {}
+    for number, instance in enumerate(_worlds(actions, findings.seed), start=1):
+        for one in _heads(findings.loss, instance, findings.seed):
+            seen.setdefault((one.by, one.drawn), []).append(one)
+        if number == SOME and not seen:
+            return None
+    often = [heads for heads in seen.values() if len(heads) >= SOME]
+    if not often:
+        return None
+    best = min(often, key=lambda heads: (-len(heads), sum(one.sizes[0] for one in heads)))
+    return Head(best[0].by, sum((one.sizes for one in best), ()), sum((one.mass for one in best), ()), best[0].drawn)
+
+
+@lru_cache(maxsize=8)
+def _worlds(actions: int, seed: int) -> tuple[Instance, ...]:
+    children = np.random.SeedSequence([seed, actions]).spawn(DRAWS)
+    return tuple(Instance.draw(bandit(actions), child) for child in children)
+
+
+def _heads(loss: Loss, instance: Instance, padding: int) -> list[Head]:
+    """The heads that would account for what the loss sees in one world, by each of the three policies."""
+    seen = []
+    for by, table in (("policy", instance.policy), ("reference", instance.reference), ("sampler", instance.sampler)):
+        look = _Look(loss, instance, np.argsort(-table[0], kind="stable"), padding)
+        fields = [field for field in FIELDS if field in look.read and (by == "sampler") <= ("old_logits" in look.read)]
+        found = next((one for field in fields if (one := look.head(field))), None) or (fields and look.tail_is_silent())
+        if found:
+            size, drawn = found
+            held = np.exp(table[0][look.order]).cumsum()
+            seen.append(
+                Head(by, (size,), ((float(held[size - 2]) if size > 1 else 0.0, float(held[size - 1])),), drawn)
+            )
+    return seen
+
+
+class _Look:
+    """A loss on single rollouts of a bandit, whose actions are numbered by rank."""
+
+    def __init__(self, loss: Loss, instance: Instance, order: np.ndarray, padding: int) -> None:
+        self.loss, self.instance, self.order, self.padding = loss, instance, order, padding
+        self.dtype = "float64"
+        first = self._rollout(0)
+        self._own = {0: self._gradient(first)}
+        self.read = frozenset(first.accessed)
+
+    def head(self, field: str) -> tuple[int, bool] | None:
+        """How many of the likeliest entries of a field are told apart beside the drawn one's, if not all or none."""
+        last = len(self.order) - 2
+        for change in (_exchanged, _lowered):
+            if not self._blind(field, change, last):
+                continue
+            size = _smallest(partial(self._blind, field, change), 1, last)
+            if size > 1:
+                return size, not self._same(self._gradient_of(0), self._gradient_of(1))
+            if change is _exchanged and self._sees(field, change, np.array([0, 2]), 1):
+                return 1, False
+        return None
+
+    def tail_is_silent(self) -> tuple[int, bool] | None:
+        """How many of the likeliest tokens have a gradient when they are drawn, if the others have none."""
+        last = len(self.order) - 1
+        if not self._silent(last) or self._silent(0):
+            return None
+        size = _smallest(self._silent, 1, last)
+        near = range(max(0, size - NEIGHBOURS), min(last, size + NEIGHBOURS) + 1)
+        return (size, True) if all(self._silent(rank) == (rank >= size) for rank in near) else None
+
+    def _silent(self, rank: int) -> bool:
+        return not any(bool(part.any()) for part in self._gradient_of(rank))
+
+    def _blind(self, field: str, change: Callable[[Tensor], Tensor], size: int) -> bool:
+        """Whether nothing beyond the `size` likeliest moves the gradient of the rollout of the likeliest."""
+        return not self._sees(field, change, np.arange(size, len(self.order)), 0)
+
+    def _sees(self, field: str, change: Callable[[Tensor], Tensor], ranks: np.ndarray, drawn: int) -> bool:
+        """Whether it moves the gradient of the rollout of rank `drawn` that the entries of these ranks change."""
+        rollout = self._rollout(drawn)
+        moved = rollout.peek(field).detach().clone()
+        entries = torch.from_numpy(self.order[ranks])
+        moved[..., entries] = change(moved[..., entries])
+        return not self._same(self._gradient_of(drawn), self._gradient(rollout.replace(**{field: moved})))
+
+    def _same(self, one: list[Tensor], other: list[Tensor]) -> bool:
+        scale = max(float(part.abs().max()) for part in (*one, *other))
+        limit = MOVED.get(self.dtype, BIASED) * scale
+        return all(bool((a - b).abs().max() <= limit) for a, b in zip(one, other, strict=True))
+
+    def _gradient_of(self, rank: int) -> list[Tensor]:
+        if rank not in self._own:
+            self._own[rank] = self._gradient(self._rollout(rank))
+        return self._own[rank]
+
+    def _rollout(self, rank: int) -> Rollout:
+        row = self.order[[rank]]
+        return Rollout.of(self.instance, self.instance.paths.take(row), sampler="stale", padding=self.padding)
+
+    def _gradient(self, rollout: Rollout) -> list[Tensor]:
+        outcome = self.loss(rollout)
+        self.dtype = outcome.dtype
+        leaves = [rollout.peek(name) for name in LEAVES]
+        if not outcome.objective.requires_grad:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        found = torch.autograd.grad(outcome.objective, leaves, allow_unused=True)
+        return [torch.zeros_like(leaf) if got is None else got for got, leaf in zip(found, leaves, strict=True)]
+
+
+def _exchanged(log_probs: Tensor) -> Tensor:
+    return log_probs.roll(1, dims=-1)
+
+
+def _lowered(log_probs: Tensor) -> Tensor:
+    return log_probs - 0.05
+
+
+def _smallest(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The smallest k in low … high for which a monotone predicate holds; it holds at `high`."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,1 @@
+"""KL1xx: which gradient is followed."""

@@ -1,0 +1,1 @@
+"""KL4xx: groups of rollouts of one prompt, and the coefficient."""

@@ -1,0 +1,1 @@
+"""KL5xx: padding, precision, side effects."""

@@ -1,0 +1,1 @@
+"""KL6xx: the value that is logged."""

@@ -1,0 +1,1 @@
+"""KL3xx: a sampler that is not the policy."""

@@ -1,0 +1,1 @@
+"""KL2xx: tokens, lengths and batches."""

@@ -1,0 +1,114 @@
+"""With which factor does each token answer for the log-ratios of later ones?
+
+Every gradient Σ_t g_t Σ_{s≥t} c_ts u_s is a combination of the parts E_π[g_t u_s]; c is found by fitting the measured
+gradient with them, on all instances of a world, and is then read: a discount, a window, a discount from the start.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from kltest.identify.declared import World
+from kltest.identify.findings import Findings, Row
+from kltest.identify.identification import solve
+from kltest.truth import gradient
+from kltest.truth.credit import credit_pairs
+
+# Factors that differ by less are one factor: the fit leaves 1e-9, or 1e-4 where a loss computes in float32.
+SAME = 1e-3
+# What a k3 in the reward brings along: in expectation it is u for later tokens, and for the own one not.
+BESIDES = "local_forward_kl"
+
+Factors = dict[tuple[int, int], float]
+
+
+def credit(row: Row, findings: Findings) -> str | None:
+    """In words, how a row's gradient credits later log-ratios; None where that does not account for it."""
+    return findings.once(_credits).get((row.environment, row.sampler, row.batch))
+
+
+def _credits(findings: Findings) -> dict[tuple[str, str, int], str | None]:
+    return {(row.environment, row.sampler, row.batch): _credit(row, findings) for row in findings.rows if row.wrong}
+
+
+def _credit(row: Row, findings: Findings) -> str | None:
+    if row.length == 1:
+        return None
+    if row.identified is not None:
+        return _damped(row.identified)
+    gradients = findings.evaluator.gradients(row)
+    if not gradients:  # of a sampled row there are none that are exact
+        return None
+    world = findings.evaluator.world(row)
+    parts = _parts(world)
+    besides = [name for name in findings.expect if name not in ("reverse_kl", "local_reverse_kl", "zero")]
+    known = {name: [gradient(name, i) for i in world.instances] for name in besides}
+    for extra in ([], [BESIDES]):
+        more = known | {name: [gradient(name, i) for i in world.instances] for name in extra}
+        for by_distance in (True, False):
+            columns: dict[str, list[np.ndarray]] = {}
+            for (t, s), part in parts.items():
+                name = str(s - t if by_distance else (t, s))
+                columns[name] = [a + b for a, b in zip(columns[name], part, strict=True)] if name in columns else part
+            found = solve(gradients, columns | more, dtype=findings.evaluator.dtype)
+            if found is not None:
+                return read({(t, s): found[str(s - t if by_distance else (t, s))] for t, s in parts})
+    return None
+
+
+@lru_cache(maxsize=16)
+def _parts(world: World) -> dict[tuple[int, int], list[np.ndarray]]:
+    pairs = [credit_pairs(instance) for instance in world.instances]
+    return {pair: [each[pair] for each in pairs] for pair in pairs[0]}
+
+
+def _damped(identified: dict[str, float]) -> str | None:
+    """One factor for all later tokens is a combination of named gradients."""
+    factor = identified.get("reverse_kl", 0.0)
+    if set(identified) != {"reverse_kl", "local_reverse_kl"} or not 0 < factor < 1:
+        return None
+    whole = factor + identified["local_reverse_kl"]
+    return f"every later log-ratio is credited with {factor:.4g}" if abs(whole - 1) < SAME else None
+
+
+def read(factors: Factors) -> str | None:
+    """A (t, s) table of factors in words; None for one that gives all later tokens the same, or nothing."""
+    size = max(map(abs, factors.values()))
+    later = {pair: factor for pair, factor in factors.items() if pair[0] < pair[1]}
+    if not any(abs(factor) > SAME * size for factor in later.values()):
+        return None
+    first = factors[0, 0]
+    if abs(first) > SAME * size:
+        scale = "" if abs(first - 1) < SAME else f", all times {first:.4g}"
+        for position, distance, words in (
+            (1.0, factors[0, 1] / first, "the log-ratio of k tokens later is credited with {distance:.4g}^k"),
+            (factors[1, 1] / first, factors[0, 1] / first, "{both}"),
+        ):
+            if all(_same(c, first * position**t * distance ** (s - t), size) for (t, s), c in factors.items()):
+                if _same(position, 1.0) and _same(distance, 1.0):
+                    return None
+                return words.format(distance=distance, both=_both(position, distance)) + scale
+    by_distance = [factors[0, lag] for lag in range(1 + max(s for _, s in factors))]
+    if not all(_same(c, by_distance[s - t], size) for (t, s), c in factors.items()):
+        return None
+    seen = [lag for lag, factor in enumerate(by_distance) if abs(factor) > SAME * size]
+    if seen == list(range(len(seen))) and all(_same(by_distance[lag], first, size) for lag in seen):
+        scale = "" if _same(first, 1.0) else f", all times {first:.4g}"
+        return f"only the log-ratios up to {seen[-1]} tokens later are credited{scale}"
+    if all(_same(factor, by_distance[1], size) for factor in by_distance[1:]):
+        return None
+    return "by distance, log-ratios are credited with " + ", ".join(f"{round(factor, 6):.4g}" for factor in by_distance)
+
+
+def _both(position: float, distance: float) -> str:
+    if _same(position, distance):
+        return f"the log-ratio of token s, counted from 0, is credited with {distance:.4g}^s"
+    if _same(distance, 1.0):
+        return f"the score of token t, counted from 0, is weighted with {position:.4g}^t"
+    return f"the log-ratio k tokens after token t is credited with {position:.4g}^t·{distance:.4g}^k"
+
+
+def _same(one: float, other: float, size: float = 1.0) -> bool:
+    return abs(one - other) <= SAME * size

@@ -1,0 +1,1 @@
+"""KL8xx: the variance of a right gradient."""

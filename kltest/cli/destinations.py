@@ -1,0 +1,137 @@
+"""Where reports go: `FORMAT[:PATH]`, found to be writable before the work and written after it.
+
+GitHub Actions keeps the summary of a step in a file that other commands of the step write to as well (its path is in
+the environment): that one is added to, and the format `github` writes its summary there without being asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kltest.errors import KltestError, UsageError
+from kltest.render import PLAIN, Terminal, render, render_changes, renderer
+from kltest.render.changes import Changes
+from kltest.report import Report
+
+SUMMARY = "GITHUB_STEP_SUMMARY"
+WORDS = ("text", "markdown")
+"""The formats that show what a loss said, line by line, as it said it."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A format, and the file it is written to (None: standard output), or added to."""
+
+    form: str
+    path: Path | None = None
+    adds: bool = False
+
+
+def destinations(texts: Iterable[str]) -> list[Destination]:
+    """Parsed and tried out; UsageError for an unknown format or a path that cannot be written."""
+    found: list[Destination] = []
+    texts = list(texts)
+    summary = os.environ.get(SUMMARY, "")
+    if summary and "github" in texts and not any(text.endswith(f":{summary}") for text in texts):
+        texts.append(f"markdown:{summary}")
+    for text in texts:
+        form, colon, path = text.partition(":")
+        renderer(form)
+        if colon and not path:
+            raise UsageError(f"--output {text!r} names no file after the colon; give {form}:PATH, or {form} alone")
+        file = Path(path) if path not in ("", "-") else None
+        destination = Destination(form, file, adds=bool(path) and path == summary)
+        if destination.path is not None:
+            _try(destination.path)
+            if any(other.path is not None and _same(other.path, destination.path) for other in found):
+                raise UsageError(f"--output: two formats cannot both be written to {path}")
+        if destination not in found:
+            found.append(destination)
+    return found
+
+
+def write(reports: Sequence[Report], where: Iterable[Destination], changes: Changes | None = None) -> None:
+    """Write all that can be written; KltestError, once the rest is done, for what can not.
+
+    Changes stand behind the reports in the formats that show them, and on standard error if none of these does.
+    """
+    failed, told = [], changes is None
+    for destination in where:
+        terminal = _terminal() if destination.path is None else PLAIN
+        text = render(destination.form, reports, terminal)
+        if changes is not None and (words := render_changes(destination.form, changes, terminal)):
+            text, told = f"{text}\n{words}", True
+        if destination.path is None and destination.form in WORDS and os.environ.get("GITHUB_ACTIONS") == "true":
+            text = _no_command(text)
+        data = text.encode("utf-8", "backslashreplace")
+        try:
+            if destination.path is not None:
+                with destination.path.open("ab" if destination.adds else "wb") as file:
+                    file.write(data)
+            else:
+                say(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            failed.append(f"{destination.path or 'standard output'}: {error.strerror or error}")
+    if changes is not None and not told:
+        sys.stderr.write(render_changes("text", changes, PLAIN))
+    if failed:
+        raise KltestError("the report could not be written to " + "; ".join(failed))
+
+
+def say(data: bytes) -> None:
+    """To standard output in UTF-8 (JSON and XML are no other), whatever the terminal's own encoding."""
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        sys.stdout.write(data.decode("utf-8"))
+    else:
+        sys.stdout.flush()
+        stream.write(data)
+    sys.stdout.flush()
+
+
+def _no_command(text: str) -> str:
+    """GitHub's runner obeys lines that begin with `::`, or contain `##[`: not so those of an exception's text."""
+    return re.sub(r"(?m)^(\s*):(?=:)", r"\1\:", text).replace("##[", "#\\#[")
+
+
+def _terminal() -> Terminal:
+    if not sys.stdout.isatty():
+        return PLAIN
+    colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Terminal(width=shutil.get_terminal_size((PLAIN.width, 24)).columns, colour=colour)
+
+
+def _try(path: Path) -> None:
+    """Open the file for writing without changing it; a file that this makes is removed again."""
+    try:
+        if not path.parent.is_dir():
+            raise UsageError(f"--output: the folder {path.parent} does not exist; make it, or choose another path")
+        if path.is_dir():
+            raise UsageError(f"--output: {path} is a folder; give the path of a file")
+        existed = path.exists()
+        if existed and not path.is_file():
+            # Opening a pipe waits for its reader, so that devices and pipes are only asked.
+            if not os.access(path, os.W_OK):
+                raise PermissionError("permission denied")
+            return
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--output: {str(path)!r} cannot be written ({reason}); choose another path") from None
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other) and not (one.exists() and not one.is_file())

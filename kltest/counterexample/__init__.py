@@ -1,0 +1,1 @@
+"""The smallest environment in which a loss fails, and the program that shows it without kltest."""

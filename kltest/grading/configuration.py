@@ -1,0 +1,128 @@
+"""`[tool.kltest]` of the nearest pyproject.toml: defaults for the options of `kltest grade`, and its targets."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kltest.errors import UsageError, did_you_mean
+from kltest.grading import options
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target as written, and the checked options that hold for it alone."""
+
+    text: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What `[tool.kltest]` says: checked defaults, targets, outputs; empty where there is no such table.
+
+    Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from.
+    """
+
+    path: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[Target, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+def nearest(start: Path) -> Configuration:
+    """The configuration in `start` or the nearest folder above that has a pyproject.toml.
+
+    Raises UsageError, naming file and line, for a file that cannot be read, unknown keys and values of a wrong form.
+    """
+    start = start.resolve()
+    found = next((folder / "pyproject.toml" for folder in (start, *start.parents) if _there(folder)), None)
+    return Configuration() if found is None else read(found)
+
+
+def read(path: Path) -> Configuration:
+    """The configuration in this file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tool = tomllib.loads(text).get("tool", {})
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    if not isinstance(tool, dict) or "kltest" not in tool:
+        return Configuration(path)
+    return _Reader(path, text).configuration(tool["kltest"])
+
+
+class _Reader:
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.lines = path, text.splitlines()
+
+    def configuration(self, table: object) -> Configuration:
+        if not isinstance(table, dict):
+            raise UsageError(f"{self.place('kltest')} must be a table [tool.kltest], not {table!r}")
+        settings = {name.replace("_", "-"): value for name, value in table.items()}
+        targets = settings.pop("targets", [])
+        output = settings.pop("output", None)
+        if not isinstance(targets, list):
+            raise UsageError(f"{self.place('targets')}: give a list of targets; it is {targets!r}")
+        return Configuration(
+            path=self.path,
+            options=self.options(settings, also=("targets", "output")),
+            targets=tuple(self.target(entry) for entry in targets),
+            outputs=() if output is None else tuple(map(self.output, options.outputs(output, self.place("output")))),
+        )
+
+    def options(self, settings: Mapping[str, Any], also: tuple[str, ...] = ()) -> dict[str, Any]:
+        for name in settings:
+            if name not in options.GRADE:
+                known = [*options.GRADE, *also]
+                hint = did_you_mean(name, known)
+                raise UsageError(f"{self.place(name)} is not a setting of kltest; {hint}there are: {', '.join(known)}")
+        return options.checked(settings, self.place)
+
+    def target(self, entry: object) -> Target:
+        if isinstance(entry, str):
+            return Target(self.target_text(entry))
+        if not isinstance(entry, dict):
+            raise UsageError(f"{self.place('targets')}: a target is a text or a table; one is {entry!r}")
+        settings = {name.replace("_", "-"): value for name, value in entry.items()}
+        text = settings.pop("target", None)
+        if not isinstance(text, str):
+            raise UsageError(f"{self.place('targets')}: a table needs `target`, a text; one has {text!r}")
+        return Target(self.target_text(text), self.options(settings, also=("target",)))
+
+    def target_text(self, text: str) -> str:
+        """A target in a file, made relative to the present folder through that of pyproject.toml."""
+        if not text.strip():
+            raise UsageError(f"{self.place('targets')}: a target is empty")
+        file, colon, name = text.rpartition(":")
+        return f"{self.relative(file)}:{name}" if colon and file.endswith(".py") else text
+
+    def output(self, text: str) -> str:
+        form, colon, path = text.partition(":")
+        return f"{form}:{self.relative(path)}" if colon and path not in ("", "-") else text
+
+    def relative(self, path: str) -> str:
+        """Unchanged where `kltest` is called from the folder of pyproject.toml."""
+        folder = self.path.parent
+        return path if folder == Path.cwd().resolve() else str(folder / path)
+
+    def place(self, name: str) -> str:
+        """`file, line n: name`, as near as a search for the key can tell."""
+        key = re.escape(name).replace(r"\-", "[-_]")
+        section = next((i for i, line in enumerate(self.lines) if re.match(r"\s*\[\[?tool\.kltest\b", line)), 0)
+        wanted = re.compile(rf"""(^|[{{,\s])["']?{key}["']?\s*=|\[\[?tool\.kltest\.{key}\b|\[tool\.{key}\]""")
+        line = next((i for i, line in enumerate(self.lines[section:], section) if wanted.search(line)), section)
+        return f"{self.path}, line {line + 1}: {name}"
+
+
+def _there(folder: Path) -> bool:
+    try:
+        return (folder / "pyproject.toml").is_file()
+    except OSError:
+        return False

@@ -1,0 +1,124 @@
+"""What a pytest item does: its loss is graded when the first of its items runs, in this process, for all of them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kltest.errors import KltestWarning, TargetError, UsageError
+from kltest.grading.verdict import selected_codes
+from kltest.report import CheckResult, RefutedError, Report
+
+Target = Callable[..., Any] | str
+
+GRADIENT = "gradient"
+
+
+class Grading:
+    """A loss with its options, graded when its report is first asked for; a refusal is remembered as well."""
+
+    def __init__(self, loss: Target, name: str, options: Mapping[str, Any]) -> None:
+        self.loss, self.name, self.options = loss, name, options
+        self.others: dict[int, Grading] = {}
+
+    @property
+    def report(self) -> Report:
+        __tracebackhide__ = True
+        outcome = self._outcome
+        if isinstance(outcome, UsageError):
+            raise UsageError(str(outcome)) from None
+        return outcome
+
+    @functools.cached_property
+    def _outcome(self) -> Report | UsageError:
+        from kltest.grading.grader import grade
+
+        try:
+            return grade(self.loss, name=self.name, **self.options)
+        except UsageError as error:
+            return error
+
+    @property
+    def known(self) -> Report | None:
+        """The report, if the loss was graded."""
+        outcome = self.__dict__.get("_outcome")
+        return outcome if isinstance(outcome, Report) else None
+
+    def of(self, loss: Target) -> Grading:
+        """The grading of a loss that a test made itself, with the same options; kept, so that its id stays its own."""
+        if loss is self.loss:
+            return self
+        return self.others.setdefault(id(loss), Grading(loss, self.name, self.options))
+
+
+class GradedCheck:
+    """One check of one loss, called by a test with that loss: raises, skips, warns, or returns."""
+
+    def __init__(self, code: str, grading: Grading) -> None:
+        self.code, self.grading = code, grading
+
+    def __repr__(self) -> str:
+        return f"<check {self.code} of {self.grading.name}>"
+
+    def __call__(self, loss: Target) -> None:
+        """Raises RefutedError where the check failed, TargetError where the loss could not be graded."""
+        __tracebackhide__ = True
+        report = self.grading.of(loss).report
+        if report.verdict == "error":
+            raise TargetError(report.error)
+        if self.code == GRADIENT:
+            judge_gradient(report)
+        else:
+            found = next(check for check in report.checks if check.code == self.code)
+            judge_check(report, found, self.grading.options.get("expected_failures", {}).get(self.code, ""))
+
+
+def graded_checks(loss: Target, name: str, options: Mapping[str, Any]) -> list[GradedCheck]:
+    """The gradient and every check that is asked for, of one grading."""
+    grading = Grading(loss, name, options)
+    codes = selected_codes(*(_listed(options.get(option, ())) for option in ("select", "ignore")))
+    return [GradedCheck(code, grading) for code in (GRADIENT, *codes)]
+
+
+def _listed(given: str | Iterable[str]) -> list[str]:
+    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else list(given)
+
+
+def judge_gradient(report: Report) -> None:
+    """Whether the expected gradient is the declared one; an expected failure where only excused checks explain it."""
+    __tracebackhide__ = True
+    import pytest
+
+    from kltest.render.words import rows
+
+    lines = [f"{row.cells[0]} ({row.cells[1]}): {row.cells[2]}, relative bias {row.cells[3]}" for row in rows(report)]
+    told = "\n".join(f"  {line}" for line, row in zip(lines, report.gradients, strict=True) if row.agrees is not True)
+    if any(row.refutes for row in report.gradients):
+        raise RefutedError(f"{report.target} does not follow {report.expect}:\n{told}")
+    if not report.gradients or any(row.agrees is None for row in report.gradients):
+        notes = "\n".join([told, *report.notes])
+        raise RefutedError(f"{report.target} could not be compared with {report.expect} (inconclusive):\n{notes}")
+    if codes := {code for row in report.gradients for code in row.excused}:
+        pytest.xfail(" ".join(f"{check.code}: {check.excused}" for check in report.excused if check.code in codes))
+        raise RefutedError(f"{report.target} does not follow {report.expect}:\n{told}")
+
+
+def judge_check(report: Report, check: CheckResult, excuse: str = "") -> None:
+    """Whether one check passed; `excuse` is why it is expected not to."""
+    __tracebackhide__ = True
+    import pytest
+
+    words = f"{report.target}: {check.words}"
+    if check.status == "fail" and check.excused:
+        pytest.xfail(check.excused)  # returns under --runxfail
+    if check.refutes or (check.status == "fail" and check.excused and not check.warns):
+        raise RefutedError(words)
+    if check.status == "fail":
+        warnings.warn(words, KltestWarning, stacklevel=3)
+    elif check.status != "pass":
+        if excuse:
+            told = f"{check.code} is excused for {report.target}, but the check could not be made here: {check.message}"
+            warnings.warn(told, KltestWarning, stacklevel=3)
+        pytest.skip(check.message or "no reason given")

@@ -1,0 +1,131 @@
+"""The worlds that a loss is graded in: small, mild, drawn from the seed, three to fit on and one held out.
+
+Losses that couple the rollouts of a group have worlds of their own, under the same names: few enough rollouts for every
+group to be counted, and a reward of 0 or 1 for the whole rollout, about as often the one as the other, so that groups
+tie.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import numpy as np
+
+from kltest.environments import END, Environment, Instance, bandit, mdp, ragged, sequence, tabular
+from kltest.identify import transformers as networks
+from kltest.identify.identification import HELD_OUT
+
+FITTED = 3
+DEFAULT_ENVIRONMENTS = ("bandit", "sequence", "ragged")
+# Groups are called one by one where a loss bears no more, about half a millisecond each.
+MOST_GROUPS = 1_000
+# Rewards are assigned at random so often, and the most even assignment is taken.
+ASSIGNMENTS = 200
+
+
+def _with_reward(build: Callable[..., Environment], vocabulary: int, *size: int) -> Callable[[int], Environment]:
+    def draw(seed: int) -> Environment:
+        contexts = build(vocabulary, *size).n_contexts
+        reward = np.random.default_rng(seed).standard_normal((contexts, vocabulary))
+        return build(vocabulary, *size, reward=reward)
+
+    return draw
+
+
+WORLDS: dict[str, Callable[[int], Environment]] = {
+    "bandit": _with_reward(bandit, 4),
+    "sequence": _with_reward(sequence, 3, 3),
+    "ragged": _with_reward(ragged, 3, 3),
+    "mdp": lambda seed: mdp(5, 3, 3, seed=seed),
+    "transformer": _with_reward(sequence, 4, 3),
+}
+NETWORKS = frozenset({"transformer"})
+
+
+def _layered(horizon: int, seed: int) -> Environment:
+    """A process of two states a step, told apart by the step, so that a rollout's last choice can decide its reward."""
+    generator = np.random.default_rng(seed)
+    states = 2 * horizon
+    following = 2 * (np.arange(states) // 2 + 1)[:, None, None] + np.arange(2)
+    chances = generator.dirichlet(np.ones(2), size=(states, 2))
+    start = np.zeros(states)
+    start[:2] = 0.5
+    successors = np.where(following < states, following, END).repeat(2, axis=1)
+    last = (successors == END).all(axis=2)
+    successors[last, 1:] = 0
+    chances[last] = (1.0, 0.0)
+    return tabular(successors, chances, np.zeros((states, 2)), horizon, start=start)
+
+
+# From the largest: that is taken of which all groups can be counted. With pairs a third token keeps (B,) and (B, T)
+# apart.
+_OF_GROUPS: dict[str, tuple[Callable[[int], Environment], ...]] = {
+    "bandit": (lambda seed: bandit(4), lambda seed: bandit(3)),
+    "sequence": (lambda seed: sequence(3, 2), lambda seed: sequence(2, 2)),
+    "ragged": (lambda seed: ragged(3, 2), lambda seed: ragged(2, 2)),
+    "mdp": (partial(_layered, 2),),
+    "transformer": (lambda seed: sequence(3, 2), lambda seed: sequence(2, 2)),
+}
+_OF_PAIRS: dict[str, tuple[Callable[[int], Environment], ...]] = {
+    **_OF_GROUPS,
+    "sequence": (lambda seed: sequence(3, 3),),
+    "ragged": (lambda seed: ragged(3, 3),),
+    "mdp": (partial(_layered, 3),),
+    "transformer": (lambda seed: sequence(3, 3),),
+}
+
+
+@lru_cache(maxsize=128)
+def instances(environment: str, seed: int, group: int | None = None) -> tuple[Instance, ...]:
+    """The instances of a world that grading looks at, the held-out one last; with `group` the world for groups of it.
+
+    Mild (|Σ log π/ref| < 2 and |Σ log π/μ| < 1 along every rollout), so that clamps and overflows stay silent here.
+    """
+    build = WORLDS[environment] if group is None else _of_groups(environment, group)
+    draw = networks.drawn if environment in NETWORKS else Instance.draw
+    drawn = []
+    for world_seed, policy_seed in seeds(environment, seed):
+        instance = draw(replace(build(world_seed), name=environment), policy_seed)
+        drawn.append(instance if group is None else with_ties(instance, world_seed))
+    return tuple(drawn)
+
+
+def seeds(environment: str, seed: int) -> list[tuple[int, int]]:
+    """What the environments and the policies of a world's instances are drawn from."""
+    salt = zlib.crc32(environment.encode())
+    children = np.random.SeedSequence([seed, salt]).spawn(FITTED + HELD_OUT)
+    states = (child.generate_state(2) for child in children)
+    return [(int(world), int(policy)) for world, policy in states]
+
+
+def _of_groups(environment: str, size: int) -> Callable[[int], Environment]:
+    builders = (_OF_PAIRS if size == 2 else _OF_GROUPS)[environment]
+    return next((build for build in builders if _groups(build(0), size) <= MOST_GROUPS), builders[-1])
+
+
+def _groups(environment: Environment, size: int) -> int:
+    """How many groups of rollouts of one prompt there are, their order aside."""
+    prompts = len(environment.prompts)
+    return prompts * math.comb(int(environment.count()) // prompts + size - 1, size)
+
+
+def with_ties(instance: Instance, seed: int) -> Instance:
+    """The same instance whose rollouts end with a reward of 0 or 1, each with a probability near one half."""
+    paths, environment = instance.paths, instance.environment
+    last = np.arange(len(paths)), paths.lengths - 1
+    cells = paths.contexts[last] * environment.vocabulary + paths.tokens[last]
+    ends, place = np.unique(cells, return_inverse=True)
+    paid = np.random.default_rng(seed).integers(2, size=(ASSIGNMENTS, len(ends))).astype(float)
+    uneven = np.zeros(ASSIGNMENTS)
+    for sampler in ("current", "stale"):
+        chances = instance.rollout_weights(sampler) / environment.prompts[paths.prompt]
+        for prompt in range(len(environment.prompts)):
+            rows = paths.prompt == prompt
+            uneven = np.maximum(uneven, np.abs(paid[:, place[rows]] @ chances[rows] - 0.5))
+    reward = np.zeros(environment.reward.shape)
+    reward.reshape(-1)[ends] = paid[uneven.argmin()]
+    return replace(instance, environment=replace(environment, reward=reward))

@@ -1,0 +1,257 @@
+"""Experiments on a loss that tell why it is wrong under a stale sampler: what does it do with the sampler's log-probs?
+
+Each asks one question of one world, by changing one thing and looking at the gradient; none compares numbers that the
+loss was not called for.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kltest.environments import Instance
+from kltest.environments.policies import table
+from kltest.errors import KltestError
+from kltest.loss.outcome import Loss, Outcome
+from kltest.rollout import LEAVES, Rollout
+
+# Near enough to the policy that no usual clip (0.2) bites, far enough that a missing ratio shows (its bias is about
+# this size, and the tolerance is 1e-9 or 1e-4).
+NEAR = 0.01
+# Far below the tightest clip in use (3e-4), far above rounding.
+CLOSE = 1e-6
+# Two gradients that should be one differ by rounding only: about 1e-16 or 1e-7 relative, with room for cancellation.
+SAME = {"float64": 1e-10, "float32": 1e-5}
+
+
+@dataclass
+class Probes:
+    """Questions about one loss; `agrees(loss, instance)`: its gradient under the sampler is the declared one."""
+
+    loss: Loss
+    instance: Callable[[str], Instance]
+    agrees: Callable[[Loss, Instance], bool]
+    padding: int = 0
+    _answers: dict[tuple[str, str], bool] = field(default_factory=dict)
+
+    def sampler_has_influence(self, environment: str) -> bool:
+        """Whether the loss's gradient changes when the sampler's log-probs do."""
+        return self._once("influence", environment, self._sampler_has_influence)
+
+    def only_through_the_sum(self, environment: str) -> bool:
+        """Whether the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
+        return self._once("sum", environment, self._only_through_the_sum)
+
+    def right_without_clip(self, environment: str) -> bool:
+        """Whether the gradient is the declared one where no clip bites: nearly on-policy, or with clips lifted."""
+        return self._once("clip", environment, self._right_without_clip)
+
+    def mended_by_reattaching(self, environment: str) -> bool:
+        """Whether letting the gradient through where the sampler's ratio was detached gives the declared one."""
+        return self._once("reattach", environment, self._mended_by_reattaching)
+
+    def _once(self, question: str, environment: str, ask: Callable[[Instance], bool]) -> bool:
+        key = (question, environment)
+        if key not in self._answers:
+            try:
+                self._answers[key] = ask(self.instance(environment))
+            except KltestError:  # the loss does not bear the experiment: then it tells nothing
+                self._answers[key] = question == "influence"
+        return self._answers[key]
+
+    def _sampler_has_influence(self, instance: Instance) -> bool:
+        """Tried far from the sampler and close to the policy: a clipped ratio may be saturated at one of the two."""
+        rollout = self._rollout(instance)
+        generator = torch.Generator().manual_seed(1)
+
+        def moved(start: str, distance: float) -> Rollout:
+            fields = {}
+            for name in ("logp", "logits"):
+                base = rollout.peek(start + name).detach()
+                fields[f"old_{name}"] = base + distance * torch.randn(base.shape, generator=generator).double()
+            return rollout.replace(**fields)
+
+        return not (self._same(rollout, moved("old_", 0.3)) and self._same(rollout, moved("", CLOSE)))
+
+    def _only_through_the_sum(self, instance: Instance) -> bool:
+        rollout = self._rollout(instance)
+        old, mask = rollout.peek("old_logp"), rollout.peek("mask")
+        shift = torch.zeros_like(old)
+        shift[:, 0], shift[:, 1] = 0.3, -0.3
+        same_sum = old + torch.where(mask[:, 1:2] != 0, shift, 0.0)
+        if not self._same(rollout, rollout.replace(old_logp=same_sum)):
+            return False
+        moved = old.clone()
+        moved[:, 0] += 0.3
+        factors = self._factors(rollout, rollout.replace(old_logp=moved))
+        # A weight of exactly 1/μ is the importance weight itself, and no mistake.
+        return bool(factors) and any(abs(factor - math.exp(-0.3)) > 1e-4 for factor in factors)
+
+    def _factors(self, one: Rollout, other: Rollout) -> list[float]:
+        """The factor by which the gradients of sequences of each length shrink; nothing if it is not one a length."""
+        before, after, limit = self._gradients(one, other)
+        lengths = one.peek("mask").sum(dim=1)
+        factors = []
+        for length in lengths.unique():
+            rows = lengths == length
+            base = torch.cat([part[rows].flatten() for part in before])
+            moved = torch.cat([part[rows].flatten() for part in after])
+            factor = float((base @ moved) / (base @ base).clamp(min=1e-300))
+            if not 0 < factor < 1 - 1e-6 or not _close(factor * base, moved, limit):
+                return []
+            factors.append(factor)
+        return factors
+
+    def _right_without_clip(self, instance: Instance) -> bool:
+        near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
+        return self.agrees(Lifted(self.loss), instance) or self.agrees(self.loss, replace(instance, sampler=near))
+
+    def _mended_by_reattaching(self, instance: Instance) -> bool:
+        rollout = self._rollout(instance)
+        mended = (Reattached(self.loss), Reattached(self.loss, one_sided=True))
+        return any(not loss.changes_nothing(rollout) and self.agrees(loss, instance) for loss in mended)
+
+    def _rollout(self, instance: Instance) -> Rollout:
+        return Rollout.of(instance, sampler="stale", padding=self.padding)
+
+    def _same(self, one: Rollout, other: Rollout) -> bool:
+        before, after, limit = self._gradients(one, other)
+        return all(_close(a, b, limit) for a, b in zip(before, after, strict=True))
+
+    def _gradients(self, one: Rollout, other: Rollout) -> tuple[list[Tensor], list[Tensor], float]:
+        one = one.replace()
+        first, second = self.loss(one), self.loss(other)
+        return _leaf_gradients(first, one), _leaf_gradients(second, other), SAME.get(first.dtype, 1e-2)
+
+
+class Reattached:
+    """A loss in which the gradient flows through the sampler's ratio, wherever the original stopped it.
+
+    A ratio depends on logp − old_logp, so what a stop-gradient cuts off is minus the derivative with respect to
+    old_logp: that is measured with all stops lifted, less what flowed there anyway, and added to the loss's own
+    gradient. Stops on anything that the sampler does not enter, such as a reward, stay as they are. What flows to
+    old_logp need not flow to logp: with `one_sided`, none of it does, as in exp(logp.detach() − old_logp).
+    """
+
+    def __init__(self, loss: Loss, *, one_sided: bool = False) -> None:
+        self.loss = loss
+        self.one_sided = one_sided
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name)
+
+    def __call__(self, rollout: Rollout) -> Outcome:
+        outcome, missing = self._missing(rollout)
+        if outcome.objective.requires_grad or missing.any():
+            extra = (rollout.logp * missing).sum()
+            return replace(outcome, objective=outcome.objective + extra, rows=None, returned="scalar")
+        return outcome
+
+    def changes_nothing(self, rollout: Rollout) -> bool:
+        """Whether no gradient was stopped on its way through the sampler's ratio."""
+        return not self._missing(rollout)[1].abs().max() > SAME["float32"]
+
+    def _missing(self, rollout: Rollout) -> tuple[Outcome, Tensor]:
+        outcome = self.loss(rollout)
+        flowing = 0.0 if self.one_sided else self._towards_sampler(rollout)
+        return outcome, flowing - self._towards_sampler(rollout, lifted=True)
+
+    def _towards_sampler(self, rollout: Rollout, *, lifted: bool = False) -> Tensor:
+        old = rollout.peek("old_logp").detach().clone().requires_grad_()
+        changed = rollout.replace(old_logp=old)
+        with _LiftStops() if lifted else nullcontext(), warnings.catch_warnings():
+            # A number that was detached to be read is attached now, which torch remarks on.
+            warnings.simplefilter("ignore", UserWarning)
+            objective = self.loss.for_experiments()(changed).objective
+        if not objective.requires_grad:
+            return torch.zeros_like(old)
+        found = torch.autograd.grad(objective, [old], allow_unused=True)[0]
+        return torch.zeros_like(old) if found is None else found
+
+
+class Lifted:
+    """A loss in which clamps and limits by a constant do nothing."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name)
+
+    def __call__(self, rollout: Rollout) -> Outcome:
+        with _LiftLimits():
+            return self.loss(rollout)
+
+
+class _LiftLimits(TorchFunctionMode):
+    """Inside, clamp and clip do nothing, and the smaller or larger of something and a constant is that something."""
+
+    CLAMPS = frozenset(
+        getattr(home, name + ending)
+        for home in (torch, torch.Tensor)
+        for name in ("clamp", "clip", "clamp_min", "clamp_max")
+        for ending in ("", "_")
+        if hasattr(home, name + ending)
+    )
+    CHOICES = frozenset(
+        getattr(home, n) for home in (torch, torch.Tensor) for n in ("minimum", "maximum", "min", "max")
+    )
+    MAKERS = frozenset(
+        getattr(home, prefix + name + suffix)
+        for name in ("tensor", "scalar_tensor", "as_tensor", "ones", "zeros", "full")
+        for home, prefix, suffix in ((torch, "", ""), (torch, "", "_like"), (torch.Tensor, "new_", ""))
+        if hasattr(home, prefix + name + suffix)
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.CLAMPS:
+            return args[0] if args else (kwargs or {})["input"]
+        if func in self.CHOICES and len(args) == 2 and isinstance(args[1], Tensor):
+            constant = [self._is_constant(item) for item in args]
+            if any(constant) and not all(constant):
+                return args[constant.index(False)]
+        made = func(*args, **(kwargs or {}))
+        if func in self.MAKERS:
+            self._made.append(made)
+        return made
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return tensor.dim() == 0 or any(tensor is made for made in self._made)
+
+
+class _LiftStops(TorchFunctionMode):
+    """Inside, detach, .data and no_grad do nothing."""
+
+    STOPS = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.detach_})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.STOPS or func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0]
+        if func is torch._C._set_grad_enabled:
+            args = (True,)
+        return func(*args, **(kwargs or {}))
+
+
+def _leaf_gradients(outcome: Outcome, rollout: Rollout) -> list[Tensor]:
+    """The gradient at every leaf, zero where the loss did not use it; at padded positions too."""
+    leaves = [rollout.peek(name) for name in LEAVES]
+    if not outcome.objective.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(outcome.objective, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if got is None else got for got, leaf in zip(found, leaves, strict=True)]
+
+
+def _close(one: Tensor, other: Tensor, limit: float) -> bool:
+    return bool((one - other).abs().max() <= limit * max(float(one.abs().max()), 1e-300))

@@ -1,0 +1,207 @@
+"""Rows of what is not enumerated: the relative bias in a confidence sequence, confirmed, refuted or left open.
+
+In each instance d = ‖E[ĝ] − t‖/‖t‖ lies in an interval that holds at all times at once (kltest.moments.confidence), so
+that sampling stops as soon as the interval lies on one side of the margin m. The target is confirmed if d ≤ m in every
+instance and refuted if d > m in one; else nothing is said, and never that the gradient is unbiased. The error rate is
+shared out among all rows and instances of a grading: that any of their intervals misses is no likelier than that.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kltest.errors import UsageError
+from kltest.identify.declared import World, size, target, worst_cosine
+from kltest.identify.findings import Combination, Row
+from kltest.identify.identification import Identification, independent
+from kltest.moments import Sampled, sampled
+
+if TYPE_CHECKING:
+    from kltest.loss.outcome import Loss
+
+METHODS = ("exact", "sampled")
+ERROR_RATE, MARGIN = 1e-6, 0.05
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample: whether it was asked for, and what is to be known how surely.
+
+    `samples` is the most batches drawn in an instance (None: what kltest.moments.sampled takes), `bound` a number that
+    no gradient of a batch exceeds in norm, where one is known. `rows` share the error rate. Raises UsageError for
+    numbers that are none of that.
+    """
+
+    asked: bool = False
+    error_rate: float = ERROR_RATE
+    margin: float = MARGIN
+    samples: int | None = None
+    bound: float | None = None
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.error_rate) and 0 < self.error_rate < 1):
+            raise UsageError(f"the error rate must lie between 0 and 1, as 1e-6 does; it is {self.error_rate!r}")
+        if not (_is_number(self.margin) and 0 < self.margin < np.inf):
+            raise UsageError(f"the margin must be a positive relative bias, as 0.05; it is {self.margin!r}")
+        if self.samples is not None and not (isinstance(self.samples, int) and self.samples >= 1):
+            raise UsageError(f"the number of samples must be a whole one of at least 1; it is {self.samples!r}")
+        if self.bound is not None and not (_is_number(self.bound) and 0 < self.bound < np.inf):
+            raise UsageError(f"the bound on a gradient's norm must be a positive number; it is {self.bound!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def sample(
+    loss: Loss,
+    declared: Combination,
+    world: World,
+    sampling: Sampling,
+    batch: int = 1,
+    *,
+    grouped: bool = False,
+    noisy: bool = False,
+) -> list[Sampled]:
+    """The gradient of batches of `batch` rollouts on each instance; raises what kltest.moments.sampled raises."""
+    drawn = world.instances
+    name = f"{world.environment}/{world.sampler}/{batch}"
+    seeds = np.random.SeedSequence([world.seed, zlib.crc32(name.encode())]).generate_state(len(drawn))
+    return [
+        sampled(
+            loss,
+            instance,
+            world.sampler,
+            target=(wanted := target(declared, instance)),
+            accuracy=sampling.margin * (float(np.linalg.norm(wanted)) or size(instance)),
+            error_rate=sampling.error_rate / (sampling.rows * len(drawn)),
+            samples=sampling.samples,
+            size=batch,
+            grouped=grouped,
+            noisy=noisy,
+            bound=sampling.bound,
+            padding=world.seed,
+            seed=int(seed),
+        )
+        for instance, seed in zip(drawn, seeds, strict=True)
+    ]
+
+
+def sampled_row(
+    loss: Loss, declared: Combination, world: World, sampling: Sampling, found: Sequence[Sampled], why: str = ""
+) -> Row:
+    """What samples say of one world; `why` tells what stood in the way of enumeration."""
+    drawn = world.instances
+    targets = [target(declared, instance) for instance in drawn]
+    units = [float(np.linalg.norm(wanted)) or size(i) for wanted, i in zip(targets, drawn, strict=True)]
+    ends = [tuple(end / unit for end in one.interval) for one, unit in zip(found, units, strict=True)]
+    low, high = (max(end) for end in zip(*ends, strict=True))
+    identification = identify_sampled(found, world.candidates)
+    agrees: bool | None = True if high <= sampling.margin else False if low > sampling.margin else None
+    samples = max(one.samples for one in found)
+    note = _words(agrees, sampling, (low, high), samples, found[0].asymptotic)
+    if loss.spec is not None and loss.spec.off_policy_only and world.sampler == "current":
+        agrees, note = None, "means something only when the sampler is not the policy"
+    return Row(
+        world.environment,
+        world.sampler,
+        identification.combination,
+        expected=world.spelt(declared),
+        agrees=agrees,
+        relative_bias=max(one.distance / unit for one, unit in zip(found, units, strict=True)),
+        cosine=worst_cosine([one.gradient for one in found], targets, identification),
+        residual=identification.residual,
+        relative_variance=max(one.variance / size(i) ** 2 for one, i in zip(found, drawn, strict=True)),
+        method="sampled",
+        instances=len(drawn),
+        rollouts=samples * found[0].batch,
+        length=world.length,
+        batch=found[0].batch,
+        note="; ".join(filter(None, (why, note))),
+        error_rate=sampling.error_rate,
+        margin=sampling.margin,
+        samples=samples,
+        interval=(low, high),
+        asymptotic=found[0].asymptotic,
+    )
+
+
+def _words(
+    agrees: bool | None, sampling: Sampling, interval: tuple[float, float], samples: int, asymptotic: bool
+) -> str:
+    surely = f"at error rate {sampling.error_rate:.3g} ({'asymptotic' if asymptotic else 'at any number of samples'})"
+    margin = f"{100 * sampling.margin:.3g}%"
+    if agrees:
+        return f"confirmed within {margin} {surely}"
+    if agrees is False:
+        return f"off by more than {margin} {surely}"
+    between = (
+        f"between {100 * interval[0]:.3g}% and {100 * interval[1]:.3g}%" if np.isfinite(interval[1]) else "unknown"
+    )
+    return f"open after {samples} samples: the relative bias is {between}, and asked was {margin}, {surely}"
+
+
+def identify_sampled(found: Sequence[Sampled], candidates: Mapping[str, Sequence[np.ndarray]]) -> Identification:
+    """The one named gradient that every instance's sphere contains, with coefficient 1, else with a fitted one.
+
+    None where several are in all spheres, or none is; zero is named where it is in all of them and nothing else is.
+    The residual is that of the best single multiple of a named gradient, from the estimates.
+    """
+    columns = {name: np.concatenate([g.ravel() for g in given]) for name, given in candidates.items()}
+    names = independent(columns)
+    estimate = np.concatenate([one.gradient.ravel() for one in found])
+    contained = {name for name in names if all(_contains(s, g) for s, g in zip(found, candidates[name], strict=True))}
+    if all(_contains(one, np.zeros_like(one.gradient)) for one in found):
+        contained.add("zero")
+    ranges = {name: _multiples(found, candidates[name]) for name in names}
+    possible = {name: ends for name, ends in ranges.items() if ends[0] <= ends[1]}
+    if len(contained) == 1:
+        combination: Combination | None = {contained.pop(): 1.0}
+    elif not contained and len(possible) == 1:
+        ((name, ends),) = possible.items()
+        fit = float(columns[name] @ estimate / (columns[name] @ columns[name]))
+        combination = {name: min(max(fit, ends[0]), ends[1])}
+    else:
+        combination = None
+    if combination is None:
+        residual = min((_residual(estimate, columns[name]) for name in names), default=1.0)
+    else:
+        ((name, coefficient),) = combination.items()
+        fitted = 0.0 if name == "zero" else coefficient * columns[name]
+        residual = 0.0 if name == "zero" else float(np.linalg.norm(estimate - fitted) / np.linalg.norm(estimate))
+    return Identification(combination, residual)
+
+
+def _contains(sphere: Sampled, gradient: np.ndarray) -> bool:
+    return float(np.linalg.norm(sphere.gradient - gradient)) <= sphere.radius
+
+
+def _multiples(found: Sequence[Sampled], named: Sequence[np.ndarray]) -> tuple[float, float]:
+    """The coefficients c for which c·named lies in every sphere: from the first to the second, none if that is less."""
+    low, high = -np.inf, np.inf
+    for sphere, gradient in zip(found, named, strict=True):
+        square, along = float((gradient**2).sum()), float((gradient * sphere.gradient).sum())
+        away = float((sphere.gradient**2).sum()) - sphere.radius**2
+        if square == 0:
+            if away > 0:
+                return 1.0, 0.0
+            continue
+        half = along**2 - square * away
+        if not half >= 0:
+            return 1.0, 0.0
+        low, high = max(low, (along - np.sqrt(half)) / square), min(high, (along + np.sqrt(half)) / square)
+    return low, high
+
+
+def _residual(estimate: np.ndarray, column: np.ndarray) -> float:
+    norm = float(np.linalg.norm(estimate))
+    if norm == 0:
+        return 0.0
+    fit = column * (column @ estimate / (column @ column))
+    return float(np.linalg.norm(estimate - fit)) / norm

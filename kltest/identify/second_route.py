@@ -1,0 +1,69 @@
+"""Before a disagreement is reported, both sides of it are computed again in another way."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kltest.environments import Instance
+from kltest.errors import KltestError
+from kltest.identify.declared import size
+from kltest.identify.findings import Combination
+from kltest.identify.identification import tolerance
+from kltest.loss.outcome import Loss
+from kltest.moments import Moments
+from kltest.rollout import LEAVES, Rollout
+from kltest.truth import gradient_again
+
+# The two routes to one number differ by rounding only; anything more is a defect of kltest's.
+ROUTES_AGREE = 1e-9
+
+
+class DisagreementError(KltestError):
+    """Two independent routes to one exact number differ: a defect of kltest, not of the loss."""
+
+
+def compare(
+    loss: Loss,
+    instance: Instance,
+    sampler: str,
+    moments: Moments,
+    declared: Combination,
+    target: np.ndarray,
+    padding: int,
+) -> None:
+    """Raise DisagreementError unless the target and a loss's expected gradient come out the same by autograd."""
+    again = sum(c * gradient_again(name, instance) for name, c in declared.items())
+    scale = max(float(np.linalg.norm(target)), size(instance))
+    if np.linalg.norm(target - again) > ROUTES_AGREE * scale:
+        raise DisagreementError("the declared gradient comes out differently by dynamic programming and by autograd")
+    gradient_of_table = through_table(loss, instance, sampler, padding)
+    scale = max(float(np.sqrt(moments.second_moment)), size(instance))
+    if np.linalg.norm(moments.gradient - gradient_of_table) > max(ROUTES_AGREE, tolerance(moments.dtype)) * scale:
+        raise DisagreementError(
+            f"the expected gradient of {loss.name} comes out differently through a table of logits: does it "
+            "give different results for the same input?"
+        )
+
+
+def through_table(loss: Loss, instance: Instance, sampler: str, padding: int) -> np.ndarray:
+    """The expected gradient once more: each rollout's own call, chained to a table of logits by autograd."""
+    paths, weights = instance.paths, instance.rollout_weights(sampler)
+    table = torch.from_numpy(instance.policy).requires_grad_()
+    log_probs = table.log_softmax(dim=1)
+    everything = Rollout.of(instance, sampler=sampler, padding=padding)
+    total = table.sum() * 0
+    for row in range(len(paths)):
+        rollout = everything.take([row])
+        objective = loss(rollout).objective
+        leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
+        if not leaves or not objective.requires_grad:
+            continue
+        live = torch.from_numpy(paths.mask[row])
+        contexts, tokens = (torch.from_numpy(part[row])[live] for part in (paths.contexts, paths.tokens))
+        reached = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
+        for name, received in zip(leaves, reached, strict=True):
+            if received is not None:
+                value = log_probs[contexts, tokens] if name == "logp" else log_probs[contexts]
+                total = total + weights[row] * (received[0][live] * value).sum()
+    return torch.autograd.grad(total, table)[0].numpy()

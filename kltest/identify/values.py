@@ -1,0 +1,123 @@
+"""Is the logged value an estimate of the KL, and which one?
+
+Three numbers are called "the KL" in logs: E[Σu], E[Σu]/E[L] and E[Σu/L]. What a loss reports for a rollout is compared
+with each in expectation. A mean over tokens divides by a length that depends on the tokens drawn, so that a per-token
+estimate without bias (k3) has one after the division; multiplied by the length again it has none, and by that it is
+known. The token-mean of a batch is then judged by what it tends to, E[Σu]/E[L]; a mean of token-means keeps its bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kltest.environments import Instance
+from kltest.errors import KltestError
+from kltest.loss.outcome import Loss
+from kltest.moments import Moments
+from kltest.report import ValueRow
+from kltest.rollout import Rollout
+from kltest.truth import value
+
+NAMES = ("kl", "kl_per_token", "mean_of_token_means")
+# A number that is only looked at often passes through float32 whatever the loss computes in, and is divided by a count
+# to which a small constant was added. What is told apart here differs by more than a hundredth.
+TOLERANCE = {"float64": 1e-4, "float32": 1e-4}
+HALF_PRECISION = 3e-2
+# A metric below this share of the KL is a rounded zero, which is a multiple of anything.
+NOTHING = 1e-9
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What a loss reports in one world, an instance each: exact means, and the numbers that it may be meant to be.
+
+    `is_metric` says that it is a logged KL and not just what the loss returned; `judged`, that nothing stands in the
+    way of telling whether it is a KL.
+    """
+
+    row: ValueRow
+    is_metric: bool
+    means: tuple[float, ...]
+    truths: tuple[dict[str, float], ...]
+    judged: bool = True
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The names of which it is the same multiple on every instance, and that multiple; none of nothing."""
+        found = {}
+        for name in self.truths[0]:
+            ratios = [mean / truth[name] for mean, truth in zip(self.means, self.truths, strict=True)]
+            if abs(ratios[0]) > NOTHING and np.ptp(ratios) <= TOLERANCE["float64"] * abs(ratios[0]):
+                found[name] = float(ratios[0])
+        return found
+
+
+def true_values(instance: Instance) -> dict[str, float]:
+    """The three numbers that are called "the KL" in logs, under the policy."""
+    return {name: value(name, instance) for name in NAMES}
+
+
+def reported(
+    loss: Loss, environment: str, sampler: str, instances: Sequence[Instance], found: Sequence[Moments], dtype: str
+) -> Reported | None:
+    """What a loss logs, or else what it returns for a rollout; None where it shows neither."""
+    metrics = [moments.metric for moments in found]
+    is_metric = None not in metrics
+    answers = metrics if is_metric else [moments.value for moments in found]
+    known = [answer for answer in answers if answer is not None]
+    if len(known) < len(answers):
+        return None
+    limit = TOLERANCE.get(dtype, HALF_PRECISION)
+    truths = [true_values(instance) for instance in instances]
+    means = [answer.mean for answer in known]
+    matches, judged, padded = first_match(means, truths, limit), True, instances[0].paths.padded
+    if matches is None and padded and found[0].batch == 1:
+        lengths = [instance.paths.lengths for instance in instances]
+        chances = [instance.rollout_weights(sampler) for instance in instances]
+        summed = [float(p @ (k.rows * n)) for p, k, n in zip(chances, known, lengths, strict=True)]
+        if first_match(summed, [{"kl": truth["kl"]} for truth in truths], limit):
+            matches = "kl_per_token"
+            if _weights_tokens_alike(loss, instances[0]):
+                means = [total / float(p @ n) for total, p, n in zip(summed, chances, lengths, strict=True)]
+    elif matches is None and padded:
+        # Of a token-mean over several rollouts the lengths of all of them would have to be known.
+        judged = False
+    name = matches or _nearest(means, truths)
+    row = ValueRow(
+        environment,
+        sampler,
+        matches,
+        max(abs(mean / truth[name] - 1) for mean, truth in zip(means, truths, strict=True)),
+        max(answer.std / abs(truth[name]) for answer, truth in zip(known, truths, strict=True)),
+    )
+    return Reported(row, is_metric, tuple(means), tuple(truths), judged)
+
+
+def first_match(means: Sequence[float], truths: Sequence[dict[str, float]], limit: float) -> str | None:
+    """The first name whose number each mean is, instance by instance, up to a relative `limit`."""
+    pairs = list(zip(means, truths, strict=True))
+    return next((n for n in truths[0] if all(abs(mean - t[n]) <= limit * abs(t[n]) for mean, t in pairs)), None)
+
+
+def _nearest(means: Sequence[float], truths: Sequence[dict[str, float]]) -> str:
+    pairs = list(zip(means, truths, strict=True))
+    return min(truths[0], key=lambda name: max(abs(mean / truth[name] - 1) for mean, truth in pairs))
+
+
+def _weights_tokens_alike(loss: Loss, instance: Instance) -> bool:
+    """Whether the metric of two rollouts of different lengths is the mean over their tokens, not over the rollouts."""
+    lengths = instance.paths.lengths
+    pair = [int(lengths.argmin()), int(lengths.argmax())]
+    every = Rollout.of(instance)
+    try:
+        called = [loss(every.take(rows)).metric for rows in (pair[:1], pair[1:], pair)]
+    except KltestError:
+        return False
+    if any(metric is None or metric.numel() != 1 for metric in called):
+        return False
+    short, long, both = (float(metric.sum()) for metric in called if metric is not None)
+    mean = (short * lengths[pair[0]] + long * lengths[pair[1]]) / lengths[pair].sum()
+    return bool(np.isclose(both, mean, rtol=TOLERANCE["float64"]) and not np.isclose(both, (short + long) / 2))

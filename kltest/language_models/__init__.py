@@ -1,0 +1,1 @@
+"""Causal language models as policies: scoring, generation, and tiny ones that can be enumerated."""

@@ -1,0 +1,130 @@
+"""The kinds of callable: which can be called with a rollout and by which parameters, and which are refused."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from kltest.errors import UsageError
+from kltest.loss.frames import failure
+
+
+def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Signature]:
+    """Something to call and its signature; classes that need nothing are built, modules are called by their forward."""
+    if not callable(function):
+        what = name if name != type(function).__qualname__ else f"{reprlib.repr(function)}, given as the loss,"
+        raise UsageError(f"{what} is {kind_of(function)} and cannot be called; name a function")
+    if inspect.isclass(function):
+        function = _instance(function, name)
+    described_by = function.forward if isinstance(function, torch.nn.Module) else function
+    inner = described_by
+    while isinstance(inner, partial):
+        inner = inner.func
+    if not (inspect.isroutine(inner) or inspect.isclass(inner)):
+        inner = type(inner).__call__
+    inner = inspect.unwrap(inner)
+    kinds: Mapping[str, Callable[[Any], bool]] = {
+        "an async function": inspect.iscoroutinefunction,
+        "an async generator": inspect.isasyncgenfunction,
+        "a generator": inspect.isgeneratorfunction,
+    }
+    for kind, holds in kinds.items():
+        if holds(inner):
+            raise UsageError(f"{name} is {kind}; a loss is a plain function that returns its value")
+    if (schema := _schema(described_by)) is not None:
+        return function, schema
+    try:
+        return function, inspect.signature(described_by)
+    except (ValueError, TypeError):
+        raise UsageError(
+            f"{name} is built in and does not say what its parameters are called; "
+            "wrap it in a Python function: def loss(logp, ref_logp): return …"
+        ) from None
+
+
+def _schema(function: Any) -> inspect.Signature | None:
+    """The parameters of what `torch.jit.script` or `torch.jit.trace` compiled, which Python knows nothing of."""
+    if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
+        return None
+    schema: Any = function.schema
+    arguments = schema.arguments
+    if isinstance(function, torch._C.ScriptMethod):
+        arguments = arguments[1:]
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in arguments
+        ]
+    )
+
+
+def _instance(kind: type, name: str) -> Any:
+    methods = [key for key, value in vars(kind).items() if inspect.isroutine(value) and not key.startswith("_")]
+    advice = f"Name one of its methods, {name}.METHOD ({', '.join(methods) or 'it has no public ones'})"
+    if not any("__call__" in vars(base) for base in kind.__mro__ if base is not object):
+        raise UsageError(f"{name} is a class whose instances cannot be called. {advice}")
+    try:
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(kind).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+    except (ValueError, TypeError):
+        needed = ["…"]
+    if needed:
+        raise UsageError(
+            f"{name} is a class that has to be built with {', '.join(needed)}. {advice}, and give what it reads of "
+            "its object with --arg self.ATTRIBUTE=VALUE; or point kltest at a function that builds and calls it"
+        )
+    try:
+        return kind()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise failure(f"building {name}()", error, source_file(kind)) from error
+
+
+def source_file(function: Any) -> str | None:
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, torch.nn.Module):
+        function = type(function)
+    for candidate in (function, type(function)):
+        try:
+            return inspect.getsourcefile(inspect.unwrap(candidate))
+        except (TypeError, ValueError):
+            continue
+    return None
+
+
+def name_of(function: Any) -> str:
+    """What a callable is called by those who wrote it: a partial like what it holds, an object like its class."""
+    while isinstance(function, partial):
+        function = function.func
+    name = function.name if isinstance(function, torch.jit.ScriptFunction) else getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) and name else type(function).__qualname__
+
+
+def kind_of(thing: Any) -> str:
+    """The type of a thing with its article: a dict, an int."""
+    kind = type(thing).__name__
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+
+
+def eagerly() -> AbstractContextManager[None]:
+    """Compiled functions run as they are written, where torch can be told so: compiling tiny batches takes minutes."""
+    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()

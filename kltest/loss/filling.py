@@ -1,0 +1,116 @@
+"""What each parameter of a loss is filled with: a field of its name, an argument, or a stand-in object."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from kltest.errors import UsageError
+from kltest.loss.arguments import Stub, field_asked, fields_listed, split_dotted
+from kltest.loss.handing import Handed
+from kltest.loss.outcome import Call
+from kltest.loss.suggesting import near_spelling, suggested_field
+from kltest.rollout import FIELDS, field_named
+
+
+@dataclass(frozen=True)
+class FieldOf:
+    """What fills a parameter: a field of the rollout; `listed`, as a list of one tensor a rollout."""
+
+    name: str
+    listed: bool = False
+
+
+Filling = FieldOf | Stub | Any
+_LIST_OF_TENSORS = re.compile(r"\b(?:list|List|Sequence|Iterable|tuple|Tuple)\[[^\]]*Tensor\b")
+
+
+def value_of(filling: Filling, view: Handed) -> Any:
+    if isinstance(filling, FieldOf):
+        return view.listed(filling.name) if filling.listed else getattr(view, filling.name)
+    return filling.at(view) if isinstance(filling, Stub) else filling
+
+
+def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str, Filling]:
+    """What fills each parameter; those that keep their default are left out."""
+    plain, dotted = split_dotted(call.arguments)
+    fillings: dict[str, Filling] = {}
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    fillable = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown = (plain.keys() | dotted.keys()) - {parameter.name for parameter in fillable}
+    if unknown and not open_ended:
+        raise _no_such_parameter(name, sorted(unknown)[0], fillable)
+    if not fillable and not call.arguments and parameters:
+        raise UsageError(
+            f"{name} takes {_shown(parameters)} and names no parameter, so nothing says what to give it. "
+            f"Wrap it in a function with named parameters{', or use --arg NAME=@FIELD' if open_ended else ''}; "
+            f"fields are {fields_listed()}"
+        )
+    for key, value in plain.items():
+        asked = field_asked(value)
+        fillings[key] = value if asked is None else FieldOf(asked)
+    for key, attributes in dotted.items():
+        fillings[key] = Stub(key, attributes)
+    for parameter in fillable:
+        if parameter.name in fillings:
+            continue
+        field = field_named(parameter.name)
+        if field is not None:
+            fillings[parameter.name] = FieldOf(field)
+        elif parameter.default is parameter.empty:
+            raise _cannot_fill(name, parameter.name, parameters)
+    for parameter in fillable:
+        filling = fillings.get(parameter.name)
+        if isinstance(filling, FieldOf) and wants_lists(parameter.annotation):
+            fillings[parameter.name] = FieldOf(filling.name, listed=True)
+    return fillings
+
+
+def wants_lists(annotation: Any) -> bool:
+    """Whether a parameter's annotation, evaluated or not, asks for a list of tensors and for nothing else."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    left, found = _LIST_OF_TENSORS.subn("", text)
+    return found > 0 and "Tensor" not in left
+
+
+def _cannot_fill(name: str, parameter: str, parameters: list[inspect.Parameter]) -> UsageError:
+    near = suggested_field(parameter)
+    hint = f" (did you mean {near}, --arg {parameter}=@{near}?)" if near else ""
+    table = "\n".join(
+        f"  {field:10} {entry.shape:12} {entry.meaning}"
+        + (f"; also {', '.join(entry.aliases)}" if entry.aliases else "")
+        for field, entry in FIELDS.items()
+    )
+    return UsageError(
+        f"the parameter {parameter!r} of {name}({_shown(parameters)}) cannot be filled{hint}. Give it a value with "
+        f"--arg {parameter}=VALUE, or a field of the rollout with --arg {parameter}=@FIELD. "
+        f"Parameters of these names are filled by themselves:\n{table}"
+    )
+
+
+def _no_such_parameter(name: str, argument: str, fillable: list[inspect.Parameter]) -> UsageError:
+    names = [parameter.name for parameter in fillable]
+    near = near_spelling(argument, names)
+    hint = f"did you mean {near!r}?" if near else f"its parameters are {', '.join(names) or 'none'}"
+    if argument == "self":
+        hint = "--arg self.NAME=VALUE is for methods that are named through their class (Class.method)"
+    return UsageError(f"--arg {argument}=…: {name} has no parameter of that name; {hint}")
+
+
+def _shown(parameters: list[inspect.Parameter]) -> str:
+    bare = [p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else ...) for p in parameters]
+    return ", ".join(str(parameter).replace("Ellipsis", "…") for parameter in bare)
+
+
+def fixed_beta(fillings: dict[str, Filling], call: Call) -> float | None:
+    """The β that was asked for; a number given for the parameter that β fills is one, and β fills it then."""
+    asked = call.beta
+    for key, filling in fillings.items():
+        if field_named(key) == "beta" and isinstance(filling, int | float) and not isinstance(filling, bool):
+            asked, fillings[key] = float(filling), FieldOf("beta")
+    if asked is not None and (asked == 0 or not math.isfinite(asked)):
+        raise UsageError(f"β must be a finite number other than 0, not {asked}, else there is no KL term to grade")
+    return asked

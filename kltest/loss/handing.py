@@ -1,0 +1,189 @@
+"""A rollout as one call of a loss sees it: copies that it may write on, of the types and shapes that it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from kltest.loss.given import SMALL, Given
+from kltest.loss.memory import memory
+from kltest.rollout import FIELDS, Rollout
+
+_ABOUT_TYPES = ("dtype", "float", "double", "scalar type")
+ROW_FIELDS = frozenset({"reward", "advantage"})
+"""Fields of one number a rollout, which many trainers repeat for every token."""
+
+
+_BY_INDEX = frozenset(
+    {Tensor.__getitem__, Tensor.__setitem__, Tensor.index_select, torch.index_select, Tensor.take, torch.take}
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The types in which a loss is given its mask and its floating-point fields, and the shapes.
+
+    `per_token`: rewards are (B, T). `lists`: every field of tokens is a list, one tensor of live tokens a rollout.
+    """
+
+    mask: torch.dtype
+    floats: torch.dtype = torch.float64
+    per_token: bool = False
+    lists: bool = False
+
+    def may_mend(self, error: BaseException, accessed: Set[str]) -> bool:
+        """Whether trying this kind makes sense after a loss that had read these fields of another one failed so."""
+        if self.floats == torch.float32 and not any(word in str(error).lower() for word in _ABOUT_TYPES):
+            return False
+        if self.per_token and not accessed & ROW_FIELDS:
+            return False
+        if isinstance(error, AssertionError) and not self.lists:
+            return False
+        return "mask" in accessed or self.mask.is_floating_point
+
+    def unlike(self, other: Kind) -> str:
+        """In what this kind differs from another one."""
+        parts = {
+            "floats": f"{str(self.floats).removeprefix('torch.')} fields",
+            "per_token": f"rewards and advantages of shape {'(B, T)' if self.per_token else '(B,)'}",
+            "mask": f"a mask of {str(self.mask).removeprefix('torch.')}",
+            "lists": "a list of one tensor a rollout" if self.lists else "tensors",
+        }
+        return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
+
+
+KINDS = tuple(
+    Kind(mask or floats, floats, per_token, lists)
+    for per_token, lists in ((False, False), (True, False), (False, True))
+    for floats in (torch.float64, torch.float32)
+    for mask in (None, torch.bool, torch.int64)
+)
+"""In the order in which they are tried: what says less about the loss, and costs it fewer digits, first."""
+
+
+class Handed(Rollout):
+    """The view of `base` that one call of a loss gets, at a given β.
+
+    What it gives are copies; those of the leaves of `base` are computed from them, as a trainer's log-probs are from
+    its weights, so that writing into them is as legal here as it is there.
+    """
+
+    def __init__(self, base: Rollout, beta: float, kind: Kind, *, always_copy: bool) -> None:
+        super().__init__({}, beta=beta)
+        self._builders = base._builders
+        self._base, self._kind, self._always_copy = base, kind, always_copy
+        self._given: dict[str, Given] = {}
+        self._lists: dict[str, Given] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if self._kind.lists and name in FIELDS and "T" in FIELDS[name].shape[:6]:
+            return self.listed(name)
+        return super().__getattr__(name)
+
+    def peek(self, name: str) -> Any:
+        if name in ("beta", "rollout"):
+            return self._built[name]
+        if name not in self._given:
+            original = self._base.peek(name)
+            self._given[name] = Given.as_tensor(self._hand(name, original), original)
+        return self._given[name].tensor
+
+    def listed(self, name: str) -> Any:
+        """A field as a list of one tensor of live tokens a rollout, all of them parts of one stored tensor."""
+        self.accessed.add(name)
+        if name in ("beta", "rollout"):
+            return self.peek(name)
+        if name not in self._lists:
+            self._lists[name] = Given.as_list(self.peek(name), self._base.peek("mask") != 0)
+        return self._lists[name].items
+
+    @property
+    def gave_lists(self) -> bool:
+        return bool(self._lists)
+
+    def built(self, name: str) -> Tensor | None:
+        return self._base.built(name)
+
+    def writes(self) -> dict[str, str]:
+        """The fields that were written into since they were handed over, and what became of them."""
+        return {name: change for name, given in self._handed() if (change := given.change())}
+
+    def made_trainable(self) -> set[str]:
+        """The constants whose gradient was switched on, or that were left with one."""
+        return {name for name, given in self._handed() if given.made_trainable}
+
+    def shared(self, name: str) -> bool:
+        """Whether a write into this field has reached `base`."""
+        return self._given[name].shared
+
+    def _handed(self) -> Iterator[tuple[str, Given]]:
+        yield from self._given.items()
+        yield from self._lists.items()
+
+    def _hand(self, name: str, original: Tensor) -> Tensor:
+        given = original
+        if name in ROW_FIELDS and self._kind.per_token:
+            given = original[:, None].repeat(1, self._base.peek("mask").shape[1]).to(self._kind.floats)
+        elif name == "mask":
+            given = original.to(self._kind.mask)
+        elif original.dtype.is_floating_point:
+            given = original.to(self._kind.floats)
+        copied = given is original and (self._always_copy or original.numel() <= SMALL)
+        return given.clone() if copied else given
+
+
+def tells_rows_from_tokens(rollout: Rollout) -> bool:
+    """Whether B and T differ and neither is 1, so that a (B,) field cannot pass where (B, T) is wanted."""
+    rows, tokens = rollout.peek("mask").shape
+    return 1 < rows != tokens > 1
+
+
+def telling_rows_from_tokens(rollout: Rollout) -> Rollout:
+    """A copy with fresh leaves that does: a single row is repeated, and padding is added as far as needed."""
+    rows = rollout.take([0, 0] if len(rollout) == 1 else range(len(rollout)))
+    while not tells_rows_from_tokens(rows):
+        rows = Rollout({name: _padded(rows, name) for name in rows}, beta=rows.peek("beta"))
+    return rows
+
+
+def _padded(rollout: Rollout, name: str) -> Callable[[], Tensor]:
+    """A field with one more token, a dead one that repeats the last."""
+
+    def build() -> Tensor:
+        field = rollout.peek(name).detach()
+        if field.dim() < 2:
+            return field
+        last = field[:, -1:]
+        return torch.cat([field, torch.zeros_like(last) if name == "mask" else last], dim=1)
+
+    return build
+
+
+@contextmanager
+def no_integer_mask_as_index(mask: Tensor | None) -> Iterator[None]:
+    """Make indexing by an integer mask, or a part of it, raise: it would gather 0 and 1 where a boolean one selects."""
+    if mask is None or mask.dtype != torch.int64:
+        yield
+        return
+
+    its_own = memory(mask)._cdata
+
+    class Guard(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if func in _BY_INDEX:
+                index = (args[1:2] if func is Tensor.__setitem__ else args[1:], kwargs.get("index"))
+                for item in tree_iter(index):
+                    if isinstance(item, Tensor) and memory(item)._cdata == its_own:
+                        raise IndexError("the integer mask is used as an index")
+            return func(*args, **kwargs)
+
+    with Guard():
+        yield

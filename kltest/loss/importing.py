@@ -1,0 +1,177 @@
+"""`package.module:function` and `path/to/file.py:function`: importing what a target names, or saying why not."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kltest.errors import UsageError
+from kltest.loss.callables import kind_of
+from kltest.loss.frames import describe, failure
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a target named; `owner` is the class whose plain method it is, None for anything that needs no `self`."""
+
+    function: Any
+    owner: type | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+class ImportFailedError(Exception):
+    """Importing a module that exists failed; the cause is what it raised."""
+
+
+def import_by_name(module: str) -> ModuleType:
+    """The module of that name, looked for in the current directory too, as `python -m` does.
+
+    Raises UsageError if there is none, ImportFailedError if there is one and importing it raised.
+    """
+    with searching(Path.cwd()):
+        try:
+            return importlib.import_module(module)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+                raise UsageError(_no_such_module(module, error.name)) from None
+            raise ImportFailedError(describe(error)) from error
+
+
+def import_file(path: Path) -> ModuleType:
+    """The module in a file, as part of its package where `__init__.py` files make it one; never as `__main__`.
+
+    Raises ImportFailedError if importing it raised, or if its package's name is taken by another that is loaded.
+    """
+    root, name = package_of(path)
+    with searching(root):
+        try:
+            if "." in name:
+                module = importlib.import_module(name)
+                if Path(str(module.__file__)).resolve() != path:
+                    raise ImportError(f"the name {name} belongs to {module.__file__}, which is loaded already")
+                return module
+            spec = importlib.util.spec_from_file_location(f"kltest_target_{name}", path)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{path} is no Python source file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+            return module
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise ImportFailedError(describe(error)) from error
+
+
+def package_of(path: Path) -> tuple[Path, str]:
+    """The folder to import a file from, and its dotted name there."""
+    folder, parts = path.parent, [] if path.stem == "__init__" else [path.stem]
+    while (folder / "__init__.py").exists():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return folder, ".".join(parts)
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module, found without executing any package above it."""
+    parts = module.split(".")
+    with searching(Path.cwd()):
+        try:
+            spec = importlib.util.find_spec(parts[0])
+            for depth in range(2, len(parts) + 1):
+                if spec is None or spec.submodule_search_locations is None:
+                    return None
+                spec = PathFinder.find_spec(".".join(parts[:depth]), list(spec.submodule_search_locations))
+        except (ImportError, ValueError, AttributeError):
+            return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return Path(spec.origin).resolve()
+
+
+def attribute(holder: Any, names: str, where: str) -> Found:
+    """`Class.method` and the like, step by step; UsageError for what is not there or cannot be called."""
+    owner = None
+    thing = holder
+    for name in names.split("."):
+        parent = thing
+        try:
+            thing = getattr(parent, name)
+        except AttributeError:
+            known = [key for key in dir(parent) if not key.startswith("__")]
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else _offers(parent, where)
+            raise UsageError(f"{where} has no {name!r}; {hint}") from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise failure(f"{where}: getting {name!r}", error) from error
+        plain = inspect.isclass(parent) and inspect.isfunction(inspect.getattr_static(parent, name))
+        owner = parent if plain else None
+        where = f"{where}{'.' if parent is not holder else ':'}{name}"
+    if not callable(thing):
+        raise UsageError(f"{where} is {kind_of(thing)} and cannot be called; name a function")
+    return Found(thing, owner)
+
+
+@contextmanager
+def searching(folder: Path) -> Iterator[None]:
+    """`folder` first on the module search path, and last from then on, so that late imports still find it."""
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+        if entry not in sys.path:
+            sys.path.append(entry)
+
+
+def _no_such_module(module: str, missing: str) -> str:
+    parent, _, last = missing.rpartition(".")
+    text = f"there is no module {module!r}" + (f": {parent} has no submodule {last!r}" if parent else "")
+    siblings = _submodules(parent)
+    near = difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)
+    if near:
+        return f"{text}; did you mean {' or '.join(f'{parent}.{name}'.lstrip('.') for name in near)}?"
+    return (
+        f"{text} here ({os.getcwd()}) or among the installed packages of {sys.executable}. "
+        "Install it there, or name a file: path/to/file.py:function"
+    )
+
+
+def _submodules(parent: str) -> list[str]:
+    if not parent:
+        here = [path.stem for path in Path.cwd().glob("*.py")]
+        return here + [path.parent.name for path in Path.cwd().glob("*/__init__.py")]
+    locations = getattr(sys.modules.get(parent), "__path__", [])
+    found = [path for folder in locations for path in Path(folder).iterdir()]
+    return [path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").exists()]
+
+
+def _offers(parent: Any, where: str) -> str:
+    own = getattr(parent, "__name__", None)
+    names = (
+        [
+            key
+            for key, value in vars(parent).items()
+            if not key.startswith("_") and callable(value) and getattr(value, "__module__", own) == own
+        ]
+        if hasattr(parent, "__dict__")
+        else []
+    )
+    return f"it defines {', '.join(names[:20])}" if names else "it defines no functions"

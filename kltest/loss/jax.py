@@ -1,0 +1,289 @@
+"""Losses written for JAX, called with torch tensors: the gradient goes through `jax.vjp`.
+
+JAX is imported when the first one is called, never before, since a process that is forked must not have threads of it.
+Its float64 is switched on around each call, so that a loss computes in float32 only where it says so itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from kltest.errors import UsageError
+from kltest.loss.arguments import Stub
+from kltest.loss.jax_steps import Compiled, Lift, Steps, identity, outline
+from kltest.rollout import Rollout
+
+CALLED = (
+    "It was called with JAX arrays and differentiated by jax.vjp, with JAX's float64 switched on: in float32 it "
+    "computes only where it asks for that itself"
+)
+_NARROW = {23: torch.float32, 10: torch.float16, 7: torch.bfloat16}
+
+
+def jax_loss(function: Callable[..., Any]) -> JaxLoss:
+    """A function of JAX arrays as a loss of torch tensors: the same parameters, values and gradients.
+
+    Arrays that it returns, alone or in tuples, lists and dictionaries, become tensors of their shape and type. The
+    gradient at every tensor that requires grad is that of `jax.vjp`. kltest recognises most losses that are written for
+    JAX by themselves; this says so where it does not. Calling it raises UsageError where JAX is not installed.
+    """
+    return function if isinstance(function, JaxLoss) else JaxLoss(function)
+
+
+class JaxLoss:
+    """What `jax_loss` makes of a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.looks_at_numbers = False
+        self._compiled: dict[Any, Compiled] = {}
+        self._kept: list[Any] = []
+
+    def __repr__(self) -> str:
+        return f"jax_loss({self.function!r})"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _ready():
+            leaves = _trained((args, kwargs))
+            if any(isinstance(item, Rollout | Stub) for item in tree_leaves((args, kwargs))):
+                first = _Handing()
+                self.called(first, args, kwargs)
+                leaves = _distinct([*leaves, *first.trained])
+            call = _Call(self, args, kwargs, leaves)
+            return call.answer(_Bridge.apply(call, *leaves))
+
+    def called(self, handing: _Handing, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(handing.handed, (args, kwargs))
+        return self.function(*args, **kwargs)
+
+    def compiled(self, written: Any, lift: Lift, floats: int) -> Compiled:
+        """The programs for what was written down: looked up by the parts that JAX keeps itself, then by all it does."""
+        parts = outline(written)
+        found = self._compiled.get((parts, lift))
+        if found is None:
+            whole = identity(written)
+            found = Compiled(written, lift, floats)
+            if whole is None:
+                return found
+            found = self._compiled[parts, lift] = self._compiled.setdefault((whole, lift), found)
+            self._kept.append(written)
+        return found
+
+
+class _Call:
+    """One call: what the loss does with the values of its leaves, and how to put its answer together of tensors."""
+
+    def __init__(self, loss: JaxLoss, args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
+        self.loss, self.args, self.kwargs, self.leaves = loss, args, kwargs, leaves
+        self.steps = Steps()
+        self._form: Any = None
+        self._floats = 0
+
+    def _run(self, *values: Any) -> tuple[list[Any], list[Any]]:
+        """The arrays that the loss returns for these values of its leaves: floating-point ones, and others."""
+        import jax
+        import jax.numpy as jnp
+
+        by_leaf = {id(leaf): value for leaf, value in zip(self.leaves, values, strict=True)}
+        answer = self.loss.called(_Handing(by_leaf), self.args, self.kwargs)
+        kinds: tuple[list[Any], list[Any]] = [], []
+
+        def taken_out(item: Any) -> Any:
+            if not isinstance(item, jax.Array):
+                return item
+            floating = bool(jnp.issubdtype(item.dtype, jnp.floating))
+            kinds[not floating].append(item)
+            return _Place(floating, len(kinds[not floating]) - 1)
+
+        self._form = tree_map(taken_out, answer)
+        self._floats = len(kinds[0])
+        return kinds
+
+    def forward(self, values: list[Any]) -> tuple[list[Tensor], Callable[..., Any]]:
+        """What the loss returns, and its vjp. It is traced anew for every call, and compiled once for what it does."""
+        written = self._written(values)
+        if written is None:
+            return self._at_once(values)
+        compiled = self.loss.compiled(written, lifted(), self._floats)
+        self.steps = compiled.steps
+        outputs = [as_tensor(array) for array in compiled.forward(written.consts, values)]
+        return outputs, lambda cotangents: compiled.backward(written.consts, values, cotangents[: self._floats])
+
+    def _written(self, values: list[Any]) -> Any:
+        """The steps of the loss; None where it does what only known numbers allow, as indexing by its mask."""
+        import jax
+
+        if self.loss.looks_at_numbers:
+            return None
+        try:
+            return jax.make_jaxpr(self._run)(*values)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            self.loss.looks_at_numbers = True
+            return None
+
+    def _at_once(self, values: list[Any]) -> tuple[list[Tensor], Callable[..., Any]]:
+        import jax
+
+        floats, pull, others = jax.vjp(self._run, *values, has_aux=True)
+        self.steps = Steps(reached=(True,) * len(floats) + (False,) * len(others))
+        outputs = [as_tensor(array) for array in (*floats, *others)]
+        return outputs, lambda cotangents: pull(list(cotangents[: self._floats]))
+
+    def blocked(self, outputs: list[Tensor]) -> list[Tensor]:
+        """The outputs that no gradient can reach the leaves from."""
+        return [output for output, reached in zip(outputs, self.steps.reached, strict=True) if not reached]
+
+    def answer(self, outputs: Any) -> Any:
+        floats = [self._as_precise(output) for output in outputs[: self._floats]]
+        others = outputs[self._floats :]
+        return tree_map(
+            lambda item: (floats if item.floating else others)[item.index] if isinstance(item, _Place) else item,
+            self._form,
+        )
+
+    def _as_precise(self, output: Tensor) -> Tensor:
+        """The same numbers, by way of the narrowest type that they were computed in, where kltest looks for it."""
+        narrow = _NARROW.get(self.steps.bits)
+        return output.to(narrow).to(output.dtype) if narrow and output.dtype == torch.float64 else output
+
+
+class _Bridge(torch.autograd.Function):
+    """Forward is the loss, backward its vjp."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *leaves: Tensor) -> tuple[Tensor, ...]:
+        outputs, ctx.pull = call.forward([as_array(leaf) for leaf in leaves])
+        ctx.mark_non_differentiable(*call.blocked(outputs))
+        ctx.types = [leaf.dtype for leaf in leaves]
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        with _ready():
+            found = ctx.pull([as_array(part) for part in cotangents])
+        return None, *(as_tensor(part).to(kind) for part, kind in zip(found, ctx.types, strict=True))
+
+
+class _Place:
+    """Where an array stood in an answer."""
+
+    def __init__(self, floating: bool, index: int) -> None:
+        self.floating, self.index = floating, index
+
+
+class _Handing:
+    """What a loss is given for its arguments: arrays for tensors, traced ones for those that are differentiated."""
+
+    def __init__(self, traced: Mapping[int, Any] | None = None) -> None:
+        self._traced = traced or {}
+        self.trained: list[Tensor] = []
+
+    def handed(self, thing: Any) -> Any:
+        if isinstance(thing, Tensor):
+            if id(thing) in self._traced:
+                return self._traced[id(thing)]
+            if thing.requires_grad:
+                self.trained.append(thing)
+            return as_array(thing)
+        if isinstance(thing, list):
+            return [self.handed(item) for item in thing]
+        return _View(thing, self) if isinstance(thing, Rollout | Stub) else thing
+
+
+class _View:
+    """A rollout or a stand-in object whose tensors are read as JAX arrays."""
+
+    def __init__(self, thing: Any, handing: _Handing) -> None:
+        vars(self).update(_thing=thing, _handing=handing)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._handing.handed(getattr(self._thing, name))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._handing.handed(self._thing[key])
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._handing.handed(self._thing.get(key, default))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._thing, name, value)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._thing
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._thing)
+
+
+def as_array(tensor: Tensor) -> Any:
+    """A tensor's numbers as a JAX array of the same type."""
+    import jax
+    import jax.numpy as jnp
+
+    plain = tensor.detach()
+    narrow = jnp.bfloat16 if plain.dtype == torch.bfloat16 else None
+    numbers = (plain if narrow is None else plain.float()).numpy()
+    with jax.ensure_compile_time_eval():
+        # A copy, since JAX may keep reading memory that torch writes into.
+        return jnp.asarray(numbers.copy(), dtype=narrow)
+
+
+def as_tensor(array: Any) -> Tensor:
+    """A JAX array's numbers as a tensor of the same type."""
+    if str(array.dtype) == "bfloat16":
+        return torch.from_numpy(np.array(array, dtype=np.float32)).to(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+@contextmanager
+def _ready() -> Iterator[None]:
+    """JAX on the CPU, with float64, compiling in haste; UsageError where there is no JAX."""
+    try:
+        import jax
+    except ImportError as error:
+        raise UsageError(f"a loss written for JAX needs JAX (pip install jax): {error}") from None
+    wide: Any = getattr(jax, "enable_x64", None)
+    if wide is None:
+        from jax import experimental
+
+        wide = experimental.enable_x64
+    # Compiling for every shape of batch takes longer than all that is computed.
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values.get(name)
+    if before is False:
+        jax.config.update(name, True)
+    try:
+        with wide(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+            yield
+    finally:
+        if before is False:
+            jax.config.update(name, before)
+
+
+def _trained(things: Any) -> list[Tensor]:
+    """The tensors that require grad, each once."""
+    return _distinct([item for item in tree_leaves(things) if isinstance(item, Tensor) and item.requires_grad])
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def lifted() -> Lift:
+    """What kltest has switched off in torch, for an experiment, is asked of torch, and switched off in JAX as well."""
+    one = torch.ones((), dtype=torch.float64, requires_grad=True)
+    return Lift(stops=one.detach().requires_grad, limits=bool(one.clamp(max=0.5) > 0.5))

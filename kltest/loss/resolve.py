@@ -1,0 +1,122 @@
+"""From the text that a user gives to a Loss: a registered name, a module's function, or a file's."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from pathlib import Path
+
+from kltest.errors import UsageError
+from kltest.estimators import find
+from kltest.loss.arguments import Stub, split_dotted
+from kltest.loss.calling import BoundLoss, bind
+from kltest.loss.frames import failure
+from kltest.loss.importing import Found, ImportFailedError, attribute, import_by_name, import_file, source_of
+from kltest.loss.lifting import lift
+from kltest.loss.outcome import Call
+from kltest.loss.syntax import parse
+
+FORMS = "a registered name (k3-loss), package.module:function, or path/to/file.py:function"
+
+
+def resolve(text: str, call: Call | None = None) -> BoundLoss:
+    """The loss that `text` names, ready to be called as `call` says.
+
+    Raises UsageError for what does not exist or cannot be filled, TargetError for what exists and fails.
+    """
+    call = call or Call()
+    text = text.strip()
+    file = re.fullmatch(r"(?P<path>.+\.py)(?::(?P<names>[^:/\\]*))?", text)
+    if file:
+        return _ready(text, _in_file(Path(file["path"]), file["names"] or ""), call)
+    if "/" in text or "\\" in text or (re.match(r"[A-Za-z]:", text) and not re.fullmatch(r"[A-Za-z]:[\w.]+", text)):
+        raise UsageError(f"{text!r} looks like a path; a target in a file is path/to/file.py:function, a .py file")
+    if ":" in text:
+        module, _, names = text.partition(":")
+        if not (_dotted(module) and _dotted(names)):
+            raise UsageError(f"{text!r} is no target; give {FORMS}")
+        return _ready(text, _in_module(module, names), call)
+    if "." in text and _dotted(text):
+        module, _, name = text.rpartition(".")
+        raise UsageError(f"{text!r}: a function is named behind a colon, {module}:{name}")
+    estimator = find(text)
+    return bind(estimator.function, call, estimator.spec.name, spec=estimator.spec)
+
+
+def _ready(text: str, found: Found, call: Call) -> BoundLoss:
+    receiver = None
+    if found.owner is not None:
+        plain, dotted = split_dotted(call.arguments)
+        attributes = dotted.pop("self", {})
+        receiver = Stub("self", attributes, found.owner)
+        left = {f"{head}.{name}": value for head, inner in dotted.items() for name, value in inner.items()}
+        call = Call(call.placement, call.credit, call.beta, {**plain, **left})
+    return bind(found.function, call, text, receiver=receiver, notes=found.notes)
+
+
+def _in_module(module: str, names: str) -> Found:
+    try:
+        holder = import_by_name(module)
+    except ImportFailedError as error:
+        path = source_of(module)
+        return _lifted(path, names, error, f"importing {module}")
+    return attribute(holder, names, module)
+
+
+def _in_file(path: Path, names: str) -> Found:
+    try:
+        there = path.is_file()
+    except OSError as error:
+        raise UsageError(f"{str(path)[:80]} … cannot be looked for: {error.strerror}") from None
+    if not there:
+        raise UsageError(_no_such_file(path))
+    path = path.resolve()
+    functions = _functions(path)
+    if not _dotted(names):
+        listed = ", ".join(functions) or "it defines none"
+        raise UsageError(f"{path.name}: name a function of it, {path.name}:FUNCTION; {listed}")
+    try:
+        holder = import_file(path)
+    except ImportFailedError as error:
+        return _lifted(path, names, error, f"importing {path.name}")
+    return attribute(holder, names, str(path))
+
+
+def _lifted(path: Path | None, names: str, error: ImportFailedError, what: str) -> Found:
+    """The target out of its syntax tree; where that is impossible, the import's failure is what there is to tell."""
+    assert error.__cause__ is not None
+    if path is None:
+        raise failure(f"{what} failed, and its source file was not found: it", error.__cause__) from error.__cause__
+    try:
+        return lift(path, names, because=error.__cause__)
+    except UsageError as problem:
+        raise UsageError(f"{problem} (importing it failed: {error})") from error.__cause__
+
+
+def _functions(path: Path) -> list[str]:
+    """The functions and methods that a file defines; FailedError where it is no Python."""
+    found = []
+    for node in parse(path).body:
+        if isinstance(node, ast.FunctionDef):
+            found.append(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found += [f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)]
+    return [name for name in found if "__" not in name]
+
+
+def _no_such_file(path: Path) -> str:
+    folder = path.parent
+    if path.is_dir():
+        return f"{path} is a folder; name a .py file in it, {path}/FILE.py:FUNCTION"
+    if not folder.is_dir():
+        return f"there is no file {path}: the folder {folder} does not exist (seen from {Path.cwd()})"
+    near = difflib.get_close_matches(path.name, [entry.name for entry in folder.glob("*.py")], n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(str(folder / name) for name in near)}?" if near else f"looked in {folder.resolve()}"
+    )
+    return f"there is no file {path}; {hint}"
+
+
+def _dotted(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))

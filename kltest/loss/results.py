@@ -1,0 +1,192 @@
+"""Reading what a loss returned: a tensor of a known shape, alone or beside its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kltest.errors import TargetError
+from kltest.loss.callables import kind_of
+from kltest.loss.outcome import Returned
+from kltest.loss.stored import Written
+from kltest.rollout import Rollout
+
+ACCEPTED = "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, or (loss, metric, metric, …)"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A loss as returned, before placement; `metric` is the logged KL, a copy, float64; `note` is for the report.
+
+    `logged` is that KL itself, as the loss left it; `stored` says that the loss keeps it and did not return it.
+    """
+
+    loss: Tensor
+    returned: Returned
+    metric: Tensor | None
+    note: str | None = None
+    logged: Any = None
+    stored: bool = False
+
+
+class NotFiniteError(TargetError):
+    """A loss that is NaN or infinite for a rollout."""
+
+
+def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Result:
+    """The loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
+
+    A list of one tensor a rollout is put together; of one number a rollout only where the loss was given `lists`.
+    """
+    live = rollout.peek("mask") != 0
+    shape = tuple(live.shape)
+    answer = _joined(answer, live, lists)
+    if isinstance(answer, list | tuple) and answer and isinstance(answer[0], list | tuple):
+        answer = (_joined(answer[0], live, lists), *answer[1:])
+    loss, metrics, note = _split(name, answer, shape)
+    if isinstance(metrics, Mapping) and "kl" in metrics:
+        metrics = {**metrics, "kl": _joined(metrics["kl"], live, lists)}
+    if not isinstance(loss, Tensor):
+        _refuse(name, loss)
+    if not loss.dtype.is_floating_point:
+        raise TargetError(f"{name} returned a tensor of {loss.dtype}; a loss must be floating-point: {ACCEPTED}.")
+    if loss.layout is not torch.strided or loss.is_meta:
+        kind = "without numbers (device meta)" if loss.is_meta else f"of the layout {loss.layout}"
+        raise TargetError(f"{name} returned a tensor {kind}; a loss must be a dense tensor of numbers: {ACCEPTED}.")
+    # A loss may compute where it likes; what is done with it is done where its inputs came from.
+    loss = loss.to(live.device)
+    returned = _kind(tuple(loss.shape), shape)
+    if returned is None:
+        raise TargetError(
+            f"{name} returned a tensor of shape {tuple(loss.shape)} for a batch of B = {shape[0]} rollouts of "
+            f"T = {shape[1]} tokens; it must be (), {(shape[0],)} or {shape}. Reduce it, or keep one number a sequence "
+            "or a token."
+        )
+    metric, logged = (None, None) if metrics is None else _metric(name, metrics, shape)
+    return Result(loss, returned, metric, note, logged)
+
+
+def with_stored(result: Result, stored: Written | None, note: str, rollout: Rollout) -> Result:
+    """The result with a KL that the loss stored, where that is a number or a tensor of a known shape."""
+    shape = tuple(rollout.peek("mask").shape)
+    metric = None if stored is None else _as_metric(stored.number, shape)
+    if stored is None or metric is None:
+        return replace(result, note=result.note or note or None)
+    return replace(result, metric=metric, logged=stored.item, stored=True)
+
+
+def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str, str]) -> None:
+    """Raise TargetError for a NaN or an infinity at a live position, naming the first one and what went into it."""
+    live = torch.ones_like(loss, dtype=torch.bool) if loss.dim() < 2 else rollout.peek("mask") != 0
+    bad = live & ~torch.isfinite(loss.detach())
+    if not bad.any():
+        return
+    place = tuple(bad.nonzero()[0].tolist())
+    words = "".join(f"{label} {index}" for label, index in zip((" at row", ", token"), place, strict=False))
+    given = ", ".join(_given(name, rollout, place) for name in sorted(set(fields.values())))
+    raise NotFiniteError(
+        f"{name} returned {loss.detach()[place].item()}{words} ({int(bad.sum())} of {int(live.sum())} values are not "
+        f"finite){', where ' + given if place and given.strip(', ') else ''}. The inputs are finite and mild there: "
+        "look for a logarithm of zero, a division by a count that can be zero, or an overflow."
+    )
+
+
+def _joined(answer: Any, live: Tensor, lists: bool) -> Any:
+    """(B, T) of a list with the live tokens of each rollout, (B,) of one with a number a rollout; others as they are.
+
+    A tuple of as many tensors is a loss with its metrics, unless the loss works with lists.
+    """
+    if not isinstance(answer, list | tuple if lists else list) or len(answer) != len(live):
+        return answer
+    if not all(isinstance(item, Tensor) and item.is_floating_point() for item in answer):
+        return answer
+    if [tuple(item.shape) for item in answer] == [(int(length),) for length in live.sum(dim=1)]:
+        tokens = torch.cat(list(answer))
+        return tokens.new_zeros(live.shape).masked_scatter(live, tokens)
+    if lists and all(item.dim() == 0 for item in answer):
+        return torch.stack(list(answer))
+    return answer
+
+
+def _split(name: str, answer: Any, shape: tuple[int, ...]) -> tuple[Any, Any, str | None]:
+    """The loss, its metrics, and what is to be said about taking them so."""
+    if not isinstance(answer, list | tuple):
+        return answer, None, None
+    kinds = ", ".join(_described(item) for item in answer)
+    if answer and isinstance(answer[0], Tensor):
+        if len(answer) == 2 and isinstance(answer[1], Mapping | list | tuple):
+            return answer[0], answer[1], None
+        if len(answer) > 2 and sum(_could_be_the_loss(item, shape) for item in answer) < 2:
+            note = f"Of the {len(answer)} items that it returned ({kinds}) the first was taken as the loss."
+            return answer[0], next((item for item in answer if isinstance(item, Mapping)), None), note
+    raise TargetError(f"{name} returned a {type(answer).__name__} of ({kinds}); accepted are {ACCEPTED}.")
+
+
+def _could_be_the_loss(item: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an item could be the loss as well: a scalar is one more metric, a number a rollout may be more."""
+    return isinstance(item, Tensor) and item.requires_grad and tuple(item.shape) in (shape[:1], shape)
+
+
+def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Any]:
+    """The logged KL as float64, and as it was logged; metrics without names (a list) and other metrics are ignored."""
+    if not isinstance(metrics, Mapping) or metrics.get("kl") is None:
+        return None, None
+    metric = _as_metric(metrics["kl"], shape)
+    if metric is None:
+        raise TargetError(
+            f'{name} logged {_described(metrics["kl"])} as metrics["kl"]; it must be a number or a tensor of shape (), '
+            f"{(shape[0],)} or {shape}"
+        )
+    return metric, metrics["kl"]
+
+
+def _as_metric(logged: Any, shape: tuple[int, ...]) -> Tensor | None:
+    """A copy as float64, since what the loss logged may share memory with what it goes on to use."""
+    try:
+        metric = torch.as_tensor(logged, dtype=torch.float64).detach().cpu().to_dense().clone()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return None if _kind(tuple(metric.shape), shape) is None else metric
+
+
+def _kind(found: tuple[int, ...], shape: tuple[int, ...]) -> Returned | None:
+    kinds = {(): "scalar", shape[:1]: "rows", shape: "tokens"}
+    return cast(Returned | None, kinds.get(found))
+
+
+def _described(item: Any) -> str:
+    if isinstance(item, Tensor):
+        return f"tensor of shape {tuple(item.shape)}"
+    return type(item).__name__
+
+
+def _given(name: str, rollout: Rollout, place: tuple[int, ...]) -> str:
+    """The values of a (B, T) or (B,) field at a place, as text; empty for any other."""
+    field = rollout.built(name)
+    if not isinstance(field, Tensor) or not 0 < field.dim() <= 2:
+        return ""
+    return f"{name} = {field.detach()[place[: field.dim()]].tolist()}"
+
+
+def _refuse(name: str, answer: Any) -> None:
+    if hasattr(answer, "close") and hasattr(answer, "cr_frame"):
+        answer.close()
+        why = "It is asynchronous: give kltest the synchronous function."
+    elif answer is None:
+        why = "Does it lack a return statement?"
+    elif isinstance(answer, int | float):
+        why = "The loss left torch (`.item()`, `float(…)`), so there is nothing to differentiate."
+    elif type(answer).__module__.partition(".")[0] == "numpy":
+        why = "The loss left torch for numpy, so there is nothing to differentiate."
+    elif isinstance(answer, Mapping):
+        keys = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}" if answer else "It is empty"
+        why = f"{keys}; return the loss itself, or (loss, metrics)."
+    else:
+        why = ""
+    shown = f" ({answer!r})" if isinstance(answer, int | float) else ""
+    what = "nothing (None)" if answer is None else f"{kind_of(answer)}{shown}"
+    raise TargetError(f"{name} returned {what}; accepted are {ACCEPTED}. {why}".strip())

@@ -1,0 +1,102 @@
+"""Reading a module's statements without running them: which names each one binds, changes and reads."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dis
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+from kltest.loss.frames import failure
+
+_FLAGS = __future__.annotations.compiler_flag
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+
+
+def parse(path: Path) -> ast.Module:
+    """The syntax tree of a file; FailedError where it is no Python."""
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError, OSError) as error:
+        raise failure(f"reading {path.name}", error, str(path)) from error
+
+
+def compiled(statement: ast.stmt, path: Path) -> CodeType:
+    """One statement as code of the file it came from, its annotations left as text."""
+    tree = ast.fix_missing_locations(ast.Module(body=[statement], type_ignores=[]))
+    return compile(tree, str(path), "exec", flags=_FLAGS, dont_inherit=True)
+
+
+def names_read(statement: ast.stmt, path: Path) -> list[str]:
+    """The module-level names that a statement reads when it runs or, for a function, when it is called."""
+    found: dict[str, None] = {}
+    codes = [compiled(statement, path)]
+    while codes:
+        code = codes.pop()
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in _READS:
+                found[instruction.argval] = None
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return list(found)
+
+
+def names_bound(statement: ast.stmt) -> Iterator[str]:
+    """The module-level names that a statement binds, or changes in place."""
+    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+        yield statement.name
+        return
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.split(".")[0] for alias in statement.names if alias.name != "*")
+        return
+    if isinstance(statement, ast.If) and _type_checking(statement.test):
+        return
+    if isinstance(statement, ast.Expr):
+        yield from _receivers(statement.value)
+        return
+    for node in ast.iter_child_nodes(statement):
+        if isinstance(node, ast.stmt):
+            yield from names_bound(node)
+        elif isinstance(node, ast.ExceptHandler):
+            for handled in node.body:
+                yield from names_bound(handled)
+        elif isinstance(node, ast.expr | ast.withitem):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                    yield inner.id
+                elif isinstance(inner, ast.Subscript | ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                    yield from root(inner)
+
+
+def _receivers(call: ast.expr) -> Iterator[str]:
+    """`TABLE.update(…)` changes TABLE."""
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        yield from root(call.func)
+
+
+def root(node: ast.AST) -> Iterator[str]:
+    """`TABLE` of `TABLE[key].attribute`; nothing for any other expression."""
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield node.id
+
+
+def is_table(statement: ast.stmt) -> bool:
+    """`NAME = {}` and the like: something that decorators fill."""
+    value = getattr(statement, "value", None) if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in ("dict", "list", "set", "defaultdict", "OrderedDict")
+    return isinstance(value, ast.Dict | ast.List | ast.Set)
+
+
+def _type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def is_plain(node: ast.stmt) -> bool:
+    """What of a class's body runs without anything else: its methods, and constants."""
+    constant = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
+    return constant or isinstance(node, _FUNCTIONS)

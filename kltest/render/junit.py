@@ -1,0 +1,71 @@
+"""JUnit XML: a suite a target, a case a gradient row and a check; Jenkins, GitLab and most CI services read it.
+
+Something fails or errs in it exactly when the verdict is not `confirmed`; checks that only warn go to `system-out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from kltest.render import PLAIN, Terminal
+from kltest.render.words import headline, is_warning, reason, rows, visible
+from kltest.report import Report
+
+KINDS, COUNTS = ("failure", "error", "skipped"), ("failures", "errors", "skipped")
+
+
+def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    root = Element("testsuites", name="kltest")
+    for report in reports:
+        _suite(root, report)
+    _count(root)
+    indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + tostring(root, encoding="unicode") + "\n"
+
+
+def _suite(root: Element, report: Report) -> None:
+    suite = SubElement(root, "testsuite", name=_text(report.target))
+    for row, measured in zip(rows(report), report.gradients, strict=True):
+        environment, sampler, found, bias, *_ = row.cells
+        batches = f"-batches-of-{measured.batch}" if measured.batch > 1 else ""
+        case = _case(suite, report, f"gradient[{environment}-{sampler}{batches}]")
+        if row.agrees is None:
+            SubElement(case, "skipped", message=_text(row.note or "not judged"))
+        elif row.excused:
+            SubElement(case, "skipped", message=_text(f"expected failure: {', '.join(row.excused)}; follows {found}"))
+        elif not row.agrees:
+            SubElement(case, "failure", type="gradient", message=_text(f"follows {found}; relative bias {bias}"))
+    for check in report.checks:
+        case = _case(suite, report, f"{check.code} {check.name}")
+        if check.status == "fail" and check.excused:
+            SubElement(case, "skipped", message=_text(f"expected failure: {check.excused}"))
+        elif check.status == "fail" and is_warning(check):
+            SubElement(case, "system-out").text = _text(f"warning: {reason(check)}")
+        elif check.refutes:
+            failure = SubElement(case, "failure", type=check.code, message=_text(check.message))
+            failure.text = _text(check.fix)
+        elif check.status != "pass":
+            SubElement(case, "skipped", message=_text(check.message))
+    if report.verdict != "confirmed" and suite.find(".//failure") is None:
+        kind = "failure" if report.verdict == "refuted" else "error"
+        summary = report.error or headline(report)
+        problem = SubElement(_case(suite, report, "verdict"), kind, type=report.verdict, message=_text(summary))
+        problem.text = _text("\n".join([*report.notes, report.traceback]).strip())
+    _count(suite)
+
+
+def _case(suite: Element, report: Report, name: str) -> Element:
+    return SubElement(suite, "testcase", classname=_text(f"kltest.{report.target}"), name=_text(name))
+
+
+def _count(element: Element) -> None:
+    cases = list(element.iter("testcase"))
+    element.set("tests", str(len(cases)))
+    # Jenkins' schema knows no count of skipped cases at the top.
+    for kind, attribute in list(zip(KINDS, COUNTS, strict=True))[: 2 if element.tag == "testsuites" else 3]:
+        element.set(attribute, str(sum(case.find(kind) is not None for case in cases)))
+
+
+def _text(text: str) -> str:
+    return visible(text, keep="\n\t")

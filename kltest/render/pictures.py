@@ -1,0 +1,168 @@
+"""Pictures of a worked example as inline SVG: the world as a tree, and the two gradients bar by bar.
+
+Drawn about as wide as a phone, so that their letters stay readable there; colours are classes of the page's style.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kltest.counterexample.demonstration import written
+from kltest.counterexample.worked import Place, WorkedExample
+from kltest.render.words import visible
+
+WIDTH = 380
+# A whisker longer than this many times the longest bar is cut, or no bar would be seen beside it.
+LONGEST = 2.5
+# Half of the last decimal that is printed.
+SHOWN = 5e-7
+
+
+@dataclass(frozen=True)
+class Node:
+    """A prefix of the tree, or a finished rollout (`context` is None); `chance` is the probability of getting there."""
+
+    depth: int
+    context: int | None
+    action: int | None
+    chance: float
+    children: tuple[Node, ...] = ()
+
+    @property
+    def leaves(self) -> int:
+        return sum(child.leaves for child in self.children) or 1
+
+
+def tree(example: WorkedExample) -> str:
+    """Every rollout from the root to the right, with the probabilities of each choice on its branch."""
+    root = _grown(example, 0, 0, None, 1.0)
+    tables = 3 if example.drawn_from_sampler else 2
+    spacing, margin = 16 * tables + 10, 34
+    height = spacing * root.leaves + margin + 6
+    step = (WIDTH - 96) / example.length
+    body = [f'<text class="faint" x="14" y="14">start</text><text class="faint" x="{WIDTH}" y="14" {END}>chance</text>']
+    body += _branches(example, root, 20.0, margin - spacing / 2, step, spacing)
+    words = f"The world as a tree: {example.setting}"
+    return _svg(height, words, body)
+
+
+END = 'text-anchor="end"'
+
+
+def _grown(example: WorkedExample, context: int, depth: int, action: int | None, chance: float) -> Node:
+    place = example.contexts[context]
+    drawn = place.sampler or place.policy
+    children = []
+    for choice in range(example.actions):
+        reached = chance * drawn[choice]
+        ends = depth + 1 == example.length or (example.ends and choice == example.actions - 1)
+        if ends:
+            children.append(Node(depth + 1, None, choice, reached))
+        else:
+            children.append(_grown(example, _child(example, context, depth, choice), depth + 1, choice, reached))
+    return Node(depth, context, action, chance, tuple(children))
+
+
+def _child(example: WorkedExample, context: int, depth: int, action: int) -> int:
+    """Contexts are numbered by the length of their prefix and then in order."""
+    going_on = example.actions - example.ends
+    first = sum(going_on**shorter for shorter in range(depth))
+    return first + going_on**depth + (context - first) * going_on + action
+
+
+def _branches(example: WorkedExample, node: Node, x: float, top: float, step: float, spacing: float) -> Iterator[str]:
+    """A node's branches and all that hangs on them; `top` is where its share of the height begins."""
+    here = top + spacing * node.leaves / 2 + spacing / 2
+    below = top
+    assert node.context is not None
+    place = example.contexts[node.context]
+    for child in node.children:
+        there = below + spacing * child.leaves / 2 + spacing / 2
+        end = x + step
+        yield f'<path class="branch" d="M{x + 10:.1f} {here:.1f} L{x + 26:.1f} {there:.1f} H{end - 10:.1f}"/>'
+        yield from _labels(place, child.action or 0, x + 30, there)
+        yield f'<circle class="node" cx="{end:.1f}" cy="{there:.1f}" r="10"/>'
+        yield f'<text x="{end:.1f}" y="{there + 4:.1f}" text-anchor="middle">{child.action}</text>'
+        if child.context is None:
+            yield f'<text x="{WIDTH}" y="{there + 4:.1f}" {END}>{child.chance:.4g}</text>'
+            if child.depth < example.length:
+                yield f'<text class="faint" x="{end + 14:.1f}" y="{there + 4:.1f}">end</text>'
+        else:
+            yield from _branches(example, child, end, below, step, spacing)
+        below += spacing * child.leaves
+    if node.action is None:
+        yield f'<circle class="node root" cx="{x:.1f}" cy="{here:.1f}" r="6"/>'
+
+
+def _labels(place: Place, action: int, x: float, y: float) -> Iterator[str]:
+    """The policy's probability above the branch, the others' below it."""
+    others = [("ref", place.reference), *([("sampler", place.sampler)] if place.sampler else [])]
+    yield f'<text x="{x:.1f}" y="{y - 5:.1f}">π {place.policy[action]:g}</text>'
+    for line, (name, table) in enumerate(others):
+        yield f'<text class="faint" x="{x:.1f}" y="{y + 14 + 14 * line:.1f}">{name} {table[action]:g}</text>'
+
+
+def bars(example: WorkedExample) -> str:
+    """For each prefix and action the true derivative above the expected one, with its spread."""
+    left, right = 64, WIDTH - 74
+    values = [abs(v) for place in example.contexts for v in (*place.truth, *place.found)]
+    longest = max(values, default=0.0) or 1.0
+    spread = max(abs(f) + s for place in example.contexts for f, s in zip(place.found, place.std, strict=True))
+    limit = min(max(longest, spread), LONGEST * longest)
+    middle, scale = (left + right) / 2, (right - left) / 2 / limit
+    body: list[str] = []
+    y = 6.0
+    for place in example.contexts:
+        y += 14
+        body.append(f'<text class="prefix" x="0" y="{y:.1f}">{_text(place.prefix)}</text>')
+        y += 8
+        for action, (truth, found, std) in enumerate(zip(place.truth, place.found, place.std, strict=True)):
+            body.append(f'<text class="faint" x="0" y="{y + 16:.1f}">action {action}</text>')
+            for kind, value, at in (("truth", truth, y), ("found", found, y + 13)):
+                start, end = sorted((middle, middle + scale * value))
+                width = max(end - start, 1.5 if value else 0.0)
+                body.append(f'<rect class="{kind}" x="{start:.1f}" y="{at:.1f}" width="{width:.1f}" height="11"/>')
+                number = _short(value)
+                body.append(f'<text class="{kind}" x="{WIDTH}" y="{at + 9.5:.1f}" {END}>{number}</text>')
+            body.append(_whisker(middle, scale, found, std, y + 18.5, left, right))
+            if differ(truth, found):
+                body.append(f'<text class="differs" x="{right + 4}" y="{y + 16:.1f}">≠</text>')
+            y += 32
+    body.append(f'<path class="axis" d="M{middle:.1f} 8 V{y:.1f}"/>')
+    described = "; ".join(
+        f"{place.prefix}, action {action}: true {written(place.truth[action])}, expected {written(place.found[action])}"
+        for place in example.contexts
+        for action in range(example.actions)
+    )
+    return _svg(y + 4, f"Derivatives with respect to logits. {described}", body)
+
+
+def _whisker(middle: float, scale: float, found: float, std: float, y: float, left: float, right: float) -> str:
+    """One standard deviation to both sides, without an end where it leaves the picture."""
+    if std * scale < 1:
+        return ""
+    low, high = (middle + scale * (found + side * std) for side in (-1, 1))
+    path = f"M{max(low, left):.1f} {y:.1f} H{min(high, right):.1f}"
+    path += "".join(f" M{end:.1f} {y - 4:.1f} v8" for end in (low, high) if left <= end <= right)
+    return f'<path class="whisker" d="{path}"/>'
+
+
+def differ(truth: float, found: float) -> bool:
+    """Whether two derivatives differ as far as they are printed."""
+    return written(truth) != written(found) and abs(truth - found) > SHOWN
+
+
+def _short(value: float) -> str:
+    text = written(value)
+    return f"{value:.4f}".replace("-", "−") if "e" not in text else text
+
+
+def _svg(height: float, words: str, body: list[str]) -> str:
+    inner = "".join(body)
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{_text(words)}">{inner}</svg>'
+
+
+def _text(text: str) -> str:
+    return html.escape(visible(text))

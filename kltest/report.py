@@ -1,0 +1,178 @@
+"""What grading found: plain data, in the shape of the published JSON (schema kltest.grade/1)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from kltest.counterexample.worked import WorkedExample
+from kltest.errors import KltestError
+
+SCHEMA = "kltest.grade/1"
+Verdict = Literal["confirmed", "refuted", "inconclusive", "error"]
+WARNINGS = "KL8"
+EXIT_CODES: dict[str, int] = {"confirmed": 0, "refuted": 1, "error": 3, "inconclusive": 4}
+
+
+class RefutedError(KltestError, AssertionError):
+    """Raised by Report.raise_for_failure: the gradient is not the one that was declared, or could not be graded."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """The expected gradient in one world under one sampler; numbers are the worst over the instances.
+
+    `expected` is what the declared target asks for there; `agrees` whether the gradient met it (None: not to be said).
+    `batch` is the number of rollouts in a batch: 1, or more where a loss couples the rows of a batch. `excused` are the
+    codes of the expected failures that account for a disagreement, which then does not refute.
+
+    Where the method is "sampled", the relative bias lies in `interval` but for a chance of `error_rate` (for all rows
+    together; in the limit of many samples where it is `asymptotic`), and the row agrees where that is below `margin`;
+    at most `samples` batches were drawn in an instance.
+    """
+
+    environment: str
+    sampler: str
+    identified: dict[str, float] | None
+    relative_bias: float
+    cosine: float | None
+    residual: float
+    relative_variance: float
+    method: str
+    instances: int
+    rollouts: int
+    expected: dict[str, float] = field(default_factory=dict)
+    agrees: bool | None = None
+    batch: int = 1
+    note: str = ""
+    excused: tuple[str, ...] = ()
+    error_rate: float | None = None
+    margin: float | None = None
+    samples: int | None = None
+    interval: tuple[float, float] | None = None
+    asymptotic: bool | None = None
+
+    @property
+    def refutes(self) -> bool:
+        return self.agrees is False and not self.excused
+
+
+@dataclass(frozen=True)
+class ValueRow:
+    """The logged value in one world under one sampler, as an estimate of the KL."""
+
+    environment: str
+    sampler: str
+    matches: str | None
+    relative_bias: float | None = None
+    relative_std: float | None = None
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The outcome of one check: `message` says what happened and why it matters, `fix` what to change.
+
+    `excused` is the reason why a failure was expected: with status "fail" it does not refute, with "pass" it is stale.
+    """
+
+    code: str
+    name: str
+    status: Literal["pass", "fail", "skip", "inconclusive"]
+    message: str = ""
+    fix: str = ""
+    excused: str = ""
+
+    @property
+    def words(self) -> str:
+        """What it found and what to change, the fix on lines of its own."""
+        return "\n".join(part for part in (f"{self.code} {self.name}: {self.message}", self.fix) if part)
+
+    @property
+    def warns(self) -> bool:
+        """Whether a failure only warns (the variance family)."""
+        return self.code.startswith(WARNINGS)
+
+    @property
+    def stale(self) -> bool:
+        """Whether it was expected to fail and passes."""
+        return self.status == "pass" and bool(self.excused)
+
+    @property
+    def refutes(self) -> bool:
+        return self.stale or (self.status == "fail" and not self.excused and not self.warns)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that grading found about one target.
+
+    `smallest` is the smallest world in which the gradient still is another than the declared one, None where it is
+    that everywhere or no small world shows the difference; `example` what the gradient is in a small world otherwise.
+    """
+
+    target: str
+    expect: str
+    placement: str
+    seed: int
+    versions: dict[str, str]
+    verdict: Verdict
+    reduction: str
+    dtype: str
+    gradients: list[GradientRow] = field(default_factory=list)
+    value: list[ValueRow] = field(default_factory=list)
+    checks: list[CheckResult] = field(default_factory=list)
+    credit: str | None = None
+    notes: list[str] = field(default_factory=list)
+    smallest: WorkedExample | None = None
+    example: WorkedExample | None = None
+    error: str = ""
+    traceback: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def failed(self) -> list[CheckResult]:
+        """The checks that failed and were not expected to, in the order of their codes; warnings are among them."""
+        return [check for check in self.checks if check.status == "fail" and not check.excused]
+
+    @property
+    def excused(self) -> list[CheckResult]:
+        """The checks that failed as expected."""
+        return [check for check in self.checks if check.status == "fail" and check.excused]
+
+    @property
+    def stale(self) -> list[CheckResult]:
+        """The checks that were expected to fail and pass."""
+        return [check for check in self.checks if check.stale]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries and lists; non-finite numbers are None."""
+        return {"schema": SCHEMA, **_finite(asdict(self))}
+
+    def to_json(self) -> str:
+        """The report as JSON, keys in a fixed order, the same bytes for the same findings."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+
+    def raise_for_failure(self) -> None:
+        """Raise RefutedError unless the verdict is confirmed."""
+        if self.verdict != "confirmed":
+            lines = [f"{self.target}: {self.verdict} (declared {self.expect})", *self.notes]
+            lines += [check.words for check in (*self.failed, *self.stale)]
+            lines += [f"smallest world in which it fails: {self.smallest.words}"] if self.smallest else []
+            raise RefutedError("\n".join([*lines, self.error] if self.error else lines))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

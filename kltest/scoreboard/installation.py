@@ -1,0 +1,168 @@
+"""A virtual environment for each library and version, kept in a cache, with this kltest beside the library.
+
+Libraries disagree about their dependencies, so none is installed where another is. One that is installed without
+dependencies borrows those of the running interpreter (torch above all), which takes seconds; any other gets all that it
+asks for, with the torch that is running here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+import kltest
+from kltest.adapters.adapter import Door
+from kltest.errors import KltestError, UsageError
+
+NEEDED = ("numpy", "scipy", "typer", "joblib")
+"""What grading needs beside torch."""
+LONGEST = 1800.0
+ALONE = "--no-deps"
+NEWEST = "newest"
+VERSION = re.compile(r"[0-9][\w.!+-]*")
+
+
+class InstallError(KltestError):
+    """A library could not be installed; the message ends with what pip said."""
+
+
+class UnreachableError(InstallError):
+    """No package index answered."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An interpreter that has a library and kltest; it runs in a scratch folder of its own."""
+
+    python: Path
+    scratch: Path
+
+    def command(self, *arguments: str) -> list[str]:
+        return [str(self.python), *arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables it runs with: no packages but its own, one thread, nothing fetched from a hub."""
+        kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+        return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def folder() -> Path:
+    """Where environments are kept: $KLTEST_LIBRARIES, else the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KLTEST_LIBRARIES") or Path(cache) / "kltest" / "libraries")
+
+
+def exact_version(door: Door, asked: str | None) -> str:
+    """The version to install: the one asked for, the one that the door was tried with, or the newest there is."""
+    if asked is None:
+        return door.version
+    if asked == NEWEST:
+        return _newest(door.distribution)
+    if not VERSION.fullmatch(asked):
+        raise UsageError(f"{door.name}=={asked}: {asked!r} is no version; give one such as {door.version}, or {NEWEST}")
+    return asked
+
+
+def install(door: Door, version: str, *, where: Path | None = None) -> Installed:
+    """The environment of a library, built if it is not there yet.
+
+    Raises InstallError with pip's words if that fails, UnreachableError if no package index answers.
+    """
+    calls = [[part.format(version=version) for part in call] for call in door.installs]
+    borrows = all(ALONE in call for call in calls)
+    here = sys.prefix if borrows else version_of("torch").partition("+")[0]
+    recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent)]
+    name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
+    home = (where or folder()) / f"{door.name}-{version}-{name}"
+    python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not (home / "complete").exists():
+        shutil.rmtree(home, ignore_errors=True)
+        try:
+            _build(home, python, calls, None if borrows else here)
+        except OSError as error:
+            raise InstallError(f"{home} cannot be written: {error.strerror}") from error
+        (home / "complete").write_text(json.dumps(recipe))
+    (home / "scratch").mkdir(exist_ok=True)
+    return Installed(python, home / "scratch")
+
+
+def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str | None) -> None:
+    """The environment; with None for torch it sees the running interpreter's packages behind its own."""
+    venv.create(home, symlinks=os.name != "nt")
+    packages = _site_packages(python)
+    beside = home / "kltest"
+    beside.mkdir()
+    _linked(Path(kltest.__file__).parent, beside / "kltest")
+    lines = [str(beside)]
+    if torch is None:
+        lines += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    else:
+        _pip(python, f"torch=={torch}")
+    for call in calls:
+        _pip(python, *call)
+    if torch is not None:
+        _pip(python, *NEEDED)
+    (packages / "kltest.pth").write_text("\n".join(dict.fromkeys(lines)) + "\n")
+
+
+def _linked(original: Path, copy: Path) -> None:
+    try:
+        copy.symlink_to(original, target_is_directory=True)
+    except OSError:
+        shutil.copytree(original, copy)
+
+
+def _site_packages(python: Path) -> Path:
+    done = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return Path(done.stdout.strip())
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    """This interpreter's pip, installing for another: a new environment needs none of its own."""
+    _run_pip("--python", str(python), "install", "--quiet", "--retries", "2", *arguments)
+
+
+def _newest(distribution: str) -> str:
+    said = _run_pip("index", "versions", distribution)
+    found = re.search(rf"{re.escape(distribution)} \(({VERSION.pattern})\)", said)
+    if found is None:
+        raise InstallError(f"which version of {distribution} is the newest cannot be read from: {said.strip()[:200]}")
+    return found[1]
+
+
+def _run_pip(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LONGEST, stdin=subprocess.DEVNULL, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise InstallError(f"`{_shown(arguments)}` did not end within {LONGEST / 60:g} minutes") from None
+    if done.returncode:
+        kind = UnreachableError if "connection broken by" in done.stderr else InstallError
+        words = [line for line in done.stderr.splitlines() if line.strip() and "[notice]" not in line]
+        raise kind(f"`{_shown(arguments)}` failed: " + " / ".join(line.strip() for line in words[-4:]))
+    return done.stdout
+
+
+def _shown(arguments: Sequence[str]) -> str:
+    """The call as a person would type it."""
+    told = list(arguments[2:] if arguments[0] == "--python" else arguments)
+    return " ".join(["pip", *(part for part in told if part not in ("--quiet", "--retries", "2"))])

@@ -1,0 +1,114 @@
+"""The processes that measure a library inside its environment, several at a time, and what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+from kltest.errors import KltestError
+from kltest.scoreboard.installation import Installed
+
+PATIENCE = 5.0
+
+
+def cores() -> int:
+    """How many processes can run at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """`workers` processes that share the settings of a door; `name` is the door's, or its file.
+
+    `arguments` are those of `kltest.scoreboard.measure`.
+    """
+
+    name: str
+    installed: Installed
+    arguments: Sequence[str] = ()
+    workers: int = field(default_factory=cores)
+
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """Which settings there are, then their rows as they come.
+
+        Raises KltestError, when all that was said is handed over, if a process ended before its time.
+        """
+        said: Queue[tuple[int, bytes]] = Queue()
+        with contextlib.ExitStack() as stack:
+            claims = stack.enter_context(tempfile.TemporaryDirectory(dir=self.installed.scratch))
+            command = self.installed.command("-m", "kltest.scoreboard.measure", self.name, "--claims", claims)
+            processes = [
+                stack.enter_context(_running([*command, *self.arguments], self.installed, self._log(k)))
+                for k in self._all
+            ]
+            for number, process in enumerate(processes):
+                Thread(target=_listen, args=(number, process, said), daemon=True).start()
+            listening = set(self._all)
+            named = False
+            while listening:
+                number, line = said.get()
+                if not line:
+                    listening.remove(number)
+                    continue
+                answer = json.loads(line)
+                if "settings" in answer:
+                    if not named:
+                        yield answer
+                    named = True
+                else:
+                    yield answer
+            codes = [process.wait() for process in processes]
+        for number, code in enumerate(codes):
+            if code:
+                raise KltestError(_last_words(code, self._log(number)))
+
+    @property
+    def _all(self) -> range:
+        return range(self.workers)
+
+    def _log(self, number: int) -> Path:
+        return self.installed.scratch / f"measure-{number}.log"
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], installed: Installed, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=installed.scratch,
+            env=installed.environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+        )
+    try:
+        yield process
+    finally:
+        # Let it end the children that it has, then make sure.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+        process.kill()
+        process.wait()
+
+
+def _listen(number: int, process: subprocess.Popen[bytes], said: Queue[tuple[int, bytes]]) -> None:
+    """Hand on what a process says, line by line, and at its end nothing."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.put((number, line))
+    said.put((number, b""))
+
+
+def _last_words(code: int, log: Path) -> str:
+    last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+    return f"measuring ended with exit code {code}: {last} (all of it: {log})"
