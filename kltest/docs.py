@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kltest.errors import UsageError
+from kltest.files import as_markdown, write
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.files import as_markdown, write
 
 if TYPE_CHECKING:
     from kltest.checks import Check

@@ -130,7 +130,7 @@ def test_a_library_that_is_not_there_is_one_sentence(target):
     if library in sys.modules or __import__("importlib.util").util.find_spec(door(library).module.partition(".")[0]):
         pytest.skip(f"{library} is installed here")
     arguments = {"kl_penalty": "kl", "loss_agg_mode": "token-mean"} if library == "verl" else {}
-    report = kltest.grade(f"kltest.adapters.calls.{library}:{function}", arguments=arguments)
+    report = kltest.grade(f"kltest.adapters.{library}.calls:{function}", arguments=arguments)
     assert report.verdict == "error"
     assert "raised LookupError" in report.error
     assert "No module named" in report.error

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from kltest.errors import KltestError, UsageError
+from kltest.files import as_csv, as_markdown, write
 from kltest.reproduce import Request, figures, paper, reproduce, run
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, summary
 from kltest.reproduce.experiment import Experiment
-from kltest.reproduce.files import as_csv, as_markdown, write
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 

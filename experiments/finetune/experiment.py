@@ -15,7 +15,7 @@ from .settings import ARMS, BETA_OF_GRADIENTS, OPTIMUM, RUN
 from .spread import interval
 
 # What rows depend on beside what those of every experiment do.
-ROOMS = ("finetune",)
+ROOMS = ("finetune", "language_models")
 LIBRARIES = ("transformers", "tokenizers")
 COMMITTED = Path(__file__).parent / "sweep.csv"
 # Metrics of the runner that rows keep, beside those with an interval.

@@ -68,7 +68,7 @@ said = {"vocabulary": V, "length": T, "policy": tables["policy"].tolist(), "refe
 said["sampler"] = tables["sampler"].tolist() if STALE else None
 print(json.dumps({**said, "expected": expected.tolist()}))
 """
-RECIPE = re.compile(r'part\("kltest\.libraries\.recipes\.(\w+)", "(\w+)"\)')
+RECIPE = re.compile(r'part\("kltest\.adapters\.(\w+)\.recipes", "(\w+)"\)')
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def parts_of(setting: Setting, fields: Mapping[str, str]) -> Parts:
     imports = tuple(line for line in lines if line.startswith(("import ", "from ")))
     own = "\n".join(f"\n\n{line}" if line.startswith("def ") else line for line in lines if line not in imports)
     recipes = sorted({found[1] for found in RECIPE.finditer(own)}) if setting.recipe else []
-    folder = Path(__file__).parent / "recipes"
-    texts = [(folder / f"{each}.py").read_text(encoding="utf-8") for each in recipes]
+    folder = Path(__file__).parent
+    texts = [(folder / each / "recipes.py").read_text(encoding="utf-8") for each in recipes]
     own = "\n\n".join([*texts, RECIPE.sub(r"\2", own)])
     call = f"{name}({', '.join(f'{name}={value}' for name, value in given.items())})"
     return Parts(imports, own, call, "beta" in given)

@@ -17,9 +17,9 @@ import kltest
 from kltest.adapters import NAMES, door
 from kltest.adapters.adapter import Door
 from kltest.errors import KltestError, UsageError
+from kltest.files import writable, write
 from kltest.render.markdown import escape
 from kltest.render.words import one_line
-from kltest.reproduce.files import writable, write
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import ALONE, NEWEST, Installed, exact_version, install
 from kltest.scoreboard.measuring import Measuring

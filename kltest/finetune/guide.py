@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 
 import kltest.finetune
+from kltest.files import as_markdown
 from kltest.finetune import exact
 from kltest.finetune.metrics import METRICS
 from kltest.finetune.settings import CHOICES, Settings
-from kltest.reproduce.files import as_markdown
 
 COMMANDS = """```bash
 python -m pip install -c constraints.txt -e ".[finetune]"

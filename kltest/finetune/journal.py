@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from kltest.errors import KltestError, UsageError
+from kltest.files import as_json, writable, write
 from kltest.finetune.settings import HOW, Settings
-from kltest.reproduce.files import as_json, writable, write
 
 FILES = ("metrics.jsonl", "timings.jsonl")
 Record = dict[str, Any]

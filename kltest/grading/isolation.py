@@ -281,7 +281,7 @@ def _innermost(output: bytes) -> str:
     _, found, dump = output.partition(DUMP)
     text = dump.decode("utf-8", "backslashreplace") if found else ""
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)\n', text)
-    ours, python, torch = str(Path(__file__).parent), str(Path(os.__file__).parent), f"{os.sep}torch{os.sep}"
+    ours, python, torch = str(Path(__file__).parents[1]), str(Path(os.__file__).parent), f"{os.sep}torch{os.sep}"
     for file, line, function in frames:
         standard = file.startswith(python) and "-packages" not in file
         if not (file.startswith(("<", ours)) or standard or torch in file):

@@ -19,7 +19,7 @@ from kltest.errors import TargetError
 
 _LONGEST_TEXT = 2000
 _FOREIGN = tuple(str(Path(str(file)).resolve().parent) + os.sep for file in (torch.__file__, numpy.__file__, __file__))
-_CALLS = str(Path(__file__).resolve().parents[1] / "libraries" / "calls") + os.sep
+_CALLS = str(Path(__file__).resolve().parents[1] / "adapters") + os.sep
 """How libraries are called from here is nobody's own code: what it raises is a sentence that needs no line."""
 _STDLIB = tuple(str(Path(sysconfig.get_path(kind)).resolve()) + os.sep for kind in ("stdlib", "platstdlib"))
 _PACKAGES = ("site-packages", "dist-packages")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kltest.errors import KltestError
+from kltest.files import write
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.files import write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

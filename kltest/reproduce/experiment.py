@@ -22,9 +22,9 @@ from typing import Any
 
 import kltest
 from kltest.errors import UsageError
+from kltest.files import as_csv, as_json, as_markdown, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, score
-from kltest.reproduce.files import as_csv, as_json, as_markdown, write
 from kltest.sweeps.run import Batching, Configuration, run
 from kltest.sweeps.settings import Settings
 from kltest.sweeps.store import Failure, Row, Store, digest
@@ -57,8 +57,8 @@ class Request:
 
 
 # A result depends on these; whatever else changes (the command line, the outputs) leaves finished results valid.
-ROOMS = ("environments", "truth", "estimators", "targets", "moments", "grading", "training")
-MODULES = ("policies.py", "rollout.py")
+ROOMS = ("environments", "truth", "estimators", "loss", "moments", "identify", "checks", "training")
+MODULES = ("rollout.py",)
 LIBRARIES = ("numpy", "scipy", "torch")
 
 

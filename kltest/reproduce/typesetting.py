@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from kltest.errors import KltestError, UsageError
+from kltest.files import write
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.files import write
 
 # How the text cites a number: #n("atlas", "estimators"), where the first is the experiment.
 CITATION = re.compile(r'#?\bn\(\s*"([\w-]+)"\s*,\s*"([^"]+)"\s*[,)]')

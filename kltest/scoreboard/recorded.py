@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kltest.adapters import NAMES
-from kltest.reproduce.files import as_json, write
+from kltest.files import as_json, write
 from kltest.scoreboard.rows import Row, key
 
 PATH = Path(__file__).parent / "recorded.json"

@@ -26,7 +26,7 @@ from cosmic_ray.work_item import WorkerOutcome, WorkItem, WorkResult
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 # Rooms and their shares of the sample.
-ROOMS = {"kltest/moments": 0.4, "kltest/grading": 0.6}
+ROOMS = {"kltest/moments": 0.4, "kltest/identify": 0.3, "kltest/checks": 0.2, "kltest/grading": 0.1}
 SUITES = [
     f"tests/test_{name}.py"
     for name in (

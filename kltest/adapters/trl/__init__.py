@@ -155,7 +155,7 @@ def reproduction(setting: Setting) -> str:
     by_token = own.get("importance_sampling_level", "token") == "token"
     corrected = own.get("use_bias_correction_kl") is True and by_token and "num_iterations" in own
     stale = bool(recipe) or corrected
-    parts = ["calls/tabular.py", *(["recipes/trl.py"] if recipe else []), "calls/trl_program.py"]
+    parts = ["../tabular.py", *(["recipes.py"] if recipe else []), "program.py"]
     texts = [(Path(__file__).parent / part).read_text(encoding="utf-8") for part in parts]
     dropped = ("from __future__", "from kltest")
     lines = [line for text in texts for line in text.splitlines() if not line.startswith(dropped)]

@@ -1,0 +1,142 @@
+"""The layers of the package: data flows one way. Imports inside functions count; those under TYPE_CHECKING do not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "kltest"
+
+LAYERS = (
+    ("errors",),
+    ("files",),
+    ("environments", "sweeps"),
+    ("rollout",),
+    ("truth", "estimators"),
+    ("loss",),
+    ("moments",),
+    ("language_models", "report"),
+    ("identify",),
+    ("counterexample",),
+    ("checks",),
+    ("render", "adapters"),
+    ("grading",),
+    ("training", "reproduce", "scoreboard", "finetune", "parametrize"),
+    ("pytest_plugin", "cli"),
+    ("docs",),
+)
+"""From the lowest to the highest. A room imports lower rooms and itself; neighbours do not know each other."""
+
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+GRADER = {room for room, level in LEVEL.items() if level <= LEVEL["grading"]} - {"sweeps"}
+"""What grading consists of: nothing in it imports sweeps."""
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """The files of a package by their dotted names."""
+    found = {}
+    for file in package.rglob("*.py"):
+        parts = file.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import of a module but those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        yield from imports(node)
+
+
+def arrows(package: Path) -> set[tuple[str, str]]:
+    """(importing, imported) modules of the package."""
+    known = modules(package)
+    found = set()
+    for name, file in known.items():
+        for node in imports(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            else:
+                assert node.level == 0, f"{name} imports relatively"
+                base = node.module or ""
+                named = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
+            found |= {(name, each) for each in named if each in known and each != name}
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def faults(found: set[tuple[str, str]]) -> list[str]:
+    """What breaks the order of the layers."""
+    wrong = []
+    for source, target in sorted(found):
+        here, there = room(source), room(target)
+        if here == there or {here, there} & {"", "__main__"}:
+            continue
+        down = LEVEL[there] < LEVEL[here]
+        if not down or (here in GRADER and there == "sweeps"):
+            wrong.append(f"{source} -> {target}")
+    return wrong
+
+
+def circles(found: set[tuple[str, str]]) -> list[str]:
+    """Modules that import each other, directly or by way of others; a package and its parts count as apart."""
+    after: dict[str, set[str]] = {}
+    for source, target in found:
+        if not source.startswith(f"{target}.") and not target.startswith(f"{source}."):
+            after.setdefault(source, set()).add(target)
+    reach = {name: set(others) for name, others in after.items()}
+    changed = True
+    while changed:
+        changed = False
+        for others in reach.values():
+            more = set().union(*(reach.get(other, set()) for other in others)) - others
+            others |= more
+            changed |= bool(more)
+    return sorted(name for name, others in reach.items() if name in others)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return arrows(PACKAGE)
+
+
+def test_every_room_has_a_layer():
+    rooms = {room(name) for name in modules(PACKAGE)} - {"", "__main__"}
+    assert rooms == set(LEVEL)
+
+
+def test_rooms_import_downward_only(found):
+    assert faults(found) == []
+
+
+def test_there_are_no_circles(found):
+    assert circles(found) == []
+
+
+def test_truth_and_estimators_do_not_know_each_other(found):
+    pairs = {(room(source), room(target)) for source, target in found}
+    assert not pairs & {("truth", "estimators"), ("estimators", "truth")}
+
+
+def test_an_upward_import_and_a_circle_are_noticed():
+    assert faults({("kltest.truth.values", "kltest.grading.options")}) == [
+        "kltest.truth.values -> kltest.grading.options"
+    ]
+    assert faults({("kltest.estimators.spec", "kltest.truth.atlas")})
+    assert circles(
+        {("kltest.loss.a", "kltest.loss.b"), ("kltest.loss.b", "kltest.loss.c"), ("kltest.loss.c", "kltest.loss.a")}
+    )
+
+
+def test_imports_inside_functions_are_seen():
+    tree = ast.parse("def f():\n    from kltest.grading import options\n")
+    assert [node.module for node in imports(tree)] == ["kltest.grading"]
