@@ -80,8 +80,8 @@ class ConfiguredTargets(pytest.File):
             yield from self._items(target, configuration.options)
 
     def _items(self, target: Target, defaults: Any) -> Iterator[pytest.Item]:
-        from kltest.cli.grade import Job
         from kltest.grading import options
+        from kltest.grading.jobs import Job
         from kltest.grading.pytest_items import graded_checks
 
         merged = options.merged(defaults, target.options)

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from kltest.cli import grade as grade_command
-from kltest.cli.grade import Job
 from kltest.errors import TargetError, UsageError
+from kltest.grading import jobs as grade_jobs
 from kltest.grading.isolation import Child, Output
+from kltest.grading.jobs import Job
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and signals")
 
@@ -128,8 +128,8 @@ def test_output_counts_all_lines_and_keeps_the_last():
 
 
 def test_more_targets_than_may_wait_are_all_graded_in_order():
-    names = ["k2-loss-sequence", "k3-loss"] * (grade_command.WAITING // 2 + 1)
+    names = ["k2-loss-sequence", "k3-loss"] * (grade_jobs.WAITING // 2 + 1)
     jobs = [Job.of(name, {"environment": ("bandit",), "select": ("KL1",)}) for name in names]
-    found = [report for report, _ in grade_command.graded(jobs)]
+    found = [report for report, _ in grade_jobs.graded(jobs)]
     assert [report.target for report in found] == names
     assert [report.verdict for report in found] == ["confirmed", "refuted"] * (len(names) // 2)

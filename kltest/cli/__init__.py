@@ -67,7 +67,7 @@ def _failed(error: Exception) -> int:
         _give_up_standard_output()
         typer.echo(f"kltest: {error.filename or 'standard output'} cannot be written: {error.strerror}", err=True)
         return 3
-    from kltest.cli.bugs import note_bug
+    from kltest.grading.bugs import note_bug
     from kltest.grading.isolation import describe
 
     typer.echo(f"kltest: {note_bug(describe(error), traceback.format_exc())}", err=True)

@@ -22,8 +22,8 @@ from typing import Any
 
 from kltest.adapters import door, settings_here
 from kltest.adapters.adapter import Door, Setting
-from kltest.cli.grade import Job, failed, graded, terminated_as_interrupted
 from kltest.errors import KltestError, UsageError
+from kltest.grading.jobs import Job, failed, graded, terminated_as_interrupted
 from kltest.report import Report
 from kltest.scoreboard.programs import Program, program
 from kltest.scoreboard.rows import row
