@@ -125,12 +125,13 @@ class _Ours:
         import numpy as np
 
         from kltest.finetune.journal import Journal
-        from kltest.finetune.models import Models, parameters_asked, tiny_model, tiny_tokenizer
+        from kltest.finetune.models import Models
         from kltest.finetune.objective import Objective
         from kltest.finetune.processes import Processes
         from kltest.finetune.settings import Settings
         from kltest.finetune.training import Training
         from kltest.language_models.language import Language
+        from kltest.language_models.models import parameters_asked, tiny_model, tiny_tokenizer
 
         self.tokenizer = tiny_tokenizer(task.characters)
         ends = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id

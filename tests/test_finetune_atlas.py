@@ -199,7 +199,7 @@ def test_few_weights_make_named_gradients_dependent_and_that_is_said():
 def test_a_model_of_hugging_face_is_taken_by_its_folder(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from kltest.finetune.models import tiny_tokenizer
+    from kltest.language_models.models import tiny_tokenizer
 
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, initializer_range=0.5)

@@ -6,12 +6,12 @@ import torch
 
 from kltest.environments import ragged, sequence
 from kltest.estimators import registry
-from kltest.finetune.models import in_double
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
 from kltest.finetune.update import accumulate, needs_reference
 from kltest.language_models.language import Language
+from kltest.language_models.models import in_double
 from kltest.language_models.moments import exact_module
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score_in_parts

@@ -17,9 +17,9 @@ from kltest.finetune.tasks.task import is_held_out
 
 transformers = pytest.importorskip("transformers")
 
-from kltest.finetune.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
 from kltest.language_models.generation import generate  # noqa: E402
 from kltest.language_models.language import Language, padded  # noqa: E402
+from kltest.language_models.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
 from kltest.language_models.rollouts import Rollouts  # noqa: E402
 from kltest.language_models.scoring import score  # noqa: E402
 

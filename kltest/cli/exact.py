@@ -29,7 +29,7 @@ def exact(given: Mapping[str, Any], *, changes: Sequence[str] = (), output: str 
     Takes model, seed and kl (one estimator, else all), and vocabulary, length and device as changes.
     """
     from kltest.finetune.exact import rows
-    from kltest.finetune.models import needs_transformers
+    from kltest.language_models.models import needs_transformers
 
     needs_transformers()
     asked, started = asked_of(given, changes), time.perf_counter()

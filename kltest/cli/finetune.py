@@ -26,7 +26,7 @@ def finetune(
     values |= {name: value for name, value in given.items() if value is not None}
     values |= changes_of(changes)
     settings = settings_of(values, file or "--set")
-    from kltest.finetune.models import needs_transformers
+    from kltest.language_models.models import needs_transformers
 
     needs_transformers()
     from kltest.finetune.run import run

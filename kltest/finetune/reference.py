@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.finetune.models import cache_folder, parameters_asked, save, tiny_model, tiny_tokenizer
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Problem, Split, Task
 from kltest.language_models.generation import generate
 from kltest.language_models.language import Language, padded
+from kltest.language_models.models import parameters_asked, save, tiny_model, tiny_tokenizer
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import digest
 
@@ -36,6 +38,12 @@ def trained(settings: Settings, task: Task) -> tuple[Any, Any]:
         save(model, tokenizer, folder)
     # Loaded in any case, so that a run does not depend on whether it was the one that trained.
     return LlamaForCausalLM.from_pretrained(folder), tokenizer
+
+
+def cache_folder() -> Path:
+    """Where trained references are kept: $KLTEST_MODELS, else the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KLTEST_MODELS") or Path(cache) / "kltest" / "models")
 
 
 def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:

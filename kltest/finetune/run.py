@@ -9,12 +9,13 @@ import torch
 
 from kltest.finetune.faults import Interrupt
 from kltest.finetune.journal import Journal, Record
-from kltest.finetune.models import load, parameters_asked, save
+from kltest.finetune.models import load
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import task_named
 from kltest.finetune.training import Training
+from kltest.language_models.models import parameters_asked, save
 from kltest.sweeps.progress import Progress
 
 

@@ -39,7 +39,7 @@ def environments(value: object, where: str) -> tuple[str, ...]:
 
     names = tuple(dict.fromkeys(_known(name, tuple(WORLDS), where) for name in _names(value, where)))
     if NETWORKS.intersection(names):
-        from kltest.finetune.models import needs_transformers
+        from kltest.language_models.models import needs_transformers
 
         needs_transformers()
     return names

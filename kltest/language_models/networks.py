@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kltest.environments import Environment, Instance
 from kltest.environments.instance import largest_sum
 from kltest.errors import UsageError
-from kltest.finetune.models import in_double, needs_transformers, parameters_asked, pretrained, tiny_model
+from kltest.language_models.models import in_double, needs_transformers, parameters_asked, pretrained, tiny_model
 from kltest.language_models.tables import instance_of, tabulate
 
 Weights = dict[str, Tensor]

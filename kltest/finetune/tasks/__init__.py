@@ -1,5 +1,33 @@
-"""What a model is to do: prompts, answers, and a verifier that turns a rollout into a reward. One task a file."""
+"""Tasks: prompts, answers, and a verifier that turns a rollout into a reward. One task a file, found by name here."""
 
-from kltest.finetune.tasks.task import SPLITS, Problem, Split, Task, task_named
+from __future__ import annotations
+
+from kltest.errors import UsageError, did_you_mean
+from kltest.finetune.tasks.addition import Addition
+from kltest.finetune.tasks.countdown import Countdown
+from kltest.finetune.tasks.jsonl import Lines
+from kltest.finetune.tasks.task import SPLITS, Problem, Split, Task
 
 __all__ = ["SPLITS", "Problem", "Split", "Task", "task_named"]
+
+
+def task_named(text: str) -> Task:
+    """The task `NAME[:OPTION]`; UsageError where there is none, or for an option that it does not take."""
+    name, colon, option = text.partition(":")
+    if name == "jsonl":
+        return Lines.read(option)
+    if name == "addition":
+        return Addition(_number(text, option, 3, 1, 12) if colon else 3)
+    if name == "countdown":
+        return Countdown(_number(text, option, 3, 2, 6) if colon else 3)
+    names = ("addition", "countdown", "jsonl")
+    raise UsageError(
+        f"there is no task {name!r}; {did_you_mean(name, names)}tasks are addition[:DIGITS], countdown[:NUMBERS] and "
+        "jsonl:PATH"
+    )
+
+
+def _number(text: str, option: str, usual: int, low: int, high: int) -> int:
+    if not option.isdecimal() or not low <= int(option) <= high:
+        raise UsageError(f"task {text!r}: its option is a whole number from {low} to {high}, such as {usual}")
+    return int(option)

@@ -1,4 +1,4 @@
-"""What a task is, and how it is found by name."""
+"""Problems with rewards: the interface of a task, and the split of prompts into trained and held out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from hashlib import blake2b
 from typing import Literal, Protocol, get_args
 
 import numpy as np
-
-from kltest.errors import UsageError, did_you_mean
 
 Split = Literal["train", "held-out", "out-of-distribution"]
 SPLITS = get_args(Split)
@@ -43,32 +41,6 @@ class Task(Protocol):
         ...
 
 
-def task_named(text: str) -> Task:
-    """The task `NAME[:OPTION]`; UsageError where there is none, or for an option that it does not take."""
-    from kltest.finetune.tasks.addition import Addition
-    from kltest.finetune.tasks.countdown import Countdown
-    from kltest.finetune.tasks.jsonl import Lines
-
-    name, colon, option = text.partition(":")
-    if name == "jsonl":
-        return Lines.read(option)
-    if name == "addition":
-        return Addition(_number(text, option, 3, 1, 12) if colon else 3)
-    if name == "countdown":
-        return Countdown(_number(text, option, 3, 2, 6) if colon else 3)
-    names = ("addition", "countdown", "jsonl")
-    raise UsageError(
-        f"there is no task {name!r}; {did_you_mean(name, names)}tasks are addition[:DIGITS], countdown[:NUMBERS] and "
-        "jsonl:PATH"
-    )
-
-
 def is_held_out(prompt: str) -> bool:
     """One prompt in eight, told by its text alone: the same on every machine and for every seed."""
     return blake2b(prompt.encode(), digest_size=8).digest()[0] % 8 == 0
-
-
-def _number(text: str, option: str, usual: int, low: int, high: int) -> int:
-    if not option.isdecimal() or not low <= int(option) <= high:
-        raise UsageError(f"task {text!r}: its option is a whole number from {low} to {high}, such as {usual}")
-    return int(option)
