@@ -25,8 +25,8 @@ from kltest.loss.arguments import Stub, field_asked, given_to
 from kltest.loss.callables import eagerly
 from kltest.loss.calling import BoundLoss, Recipe
 from kltest.loss.filling import FieldOf, Filling
-from kltest.loss.jax import JaxLoss
-from kltest.loss.surroundings import undisturbed
+from kltest.loss.global_state import preserved
+from kltest.loss.jax.bridge import JaxLoss
 
 ROWS = "ijklmn"
 TABLES = ("torch", "logits", "ref", "old", "at", "y", "mask", "logp", "ref_logp", "old_logp", "reward")
@@ -65,13 +65,13 @@ class _Program:
     source: Source
 
     def __post_init__(self) -> None:
-        kind = self.recipe.kind
-        if kind is not None and getattr(kind, "lists", False):
+        form = self.recipe.form
+        if form is not None and form.lists:
             raise NoSourceError("it takes lists of tensors")
         self.instance: Instance = self.example.world.instance()
         self.masked = self.example.ends
         self.moved = self.example.drawn_from_sampler
-        self.float = "" if kind is None or kind.floats == torch.float64 else f".to({kind.floats})"
+        self.float = "" if form is None or form.floats == torch.float64 else f".to({form.floats})"
         self.takes = self.loss.takes
         if "rollout" in self.takes:
             raise NoSourceError("it reads the rollout as an object of kltest's")
@@ -241,8 +241,8 @@ class _Program:
         return f"torch.where(mask{batch}[..., None] > 0, {rows}, {rows}.detach())"
 
     def _of_mask(self) -> str:
-        kind = self.recipe.kind
-        return "" if kind is None or kind.mask == torch.float64 else f".to({kind.mask})"
+        form = self.recipe.form
+        return "" if form is None or form.mask == torch.float64 else f".to({form.mask})"
 
     def _per_rollout(self, name: str, batch: str) -> str:
         chance = "q" if self.moved else "p.detach()"
@@ -250,7 +250,7 @@ class _Program:
         paid = any(any(place.reward or ()) for place in self.example.contexts)
         if name == "advantage" and paid:
             value = f"(reward{batch} - {f'{chance} @ reward' if self.example.batch == 1 else f'reward{batch}.mean()'})"
-        if self.recipe.kind is not None and self.recipe.kind.per_token:
+        if self.recipe.form is not None and self.recipe.form.per_token:
             value += f"[:, None].repeat(1, {self.instance.paths.shape[1]})"
         return value + self.float
 
@@ -269,7 +269,7 @@ def _agrees(code: str, example: WorkedExample, limit: float) -> bool:
     for name in [name for name in known if name.startswith(FROM_FILE)]:
         sys.modules.setdefault(name.removeprefix(FROM_FILE), sys.modules[name])
     try:
-        with undisturbed(), contextlib.redirect_stdout(io.StringIO()), eagerly():
+        with preserved(), contextlib.redirect_stdout(io.StringIO()), eagerly():
             # This file's own `from __future__` is not to be that of the program.
             exec(
                 compile(code, "<reproduction>", "exec", dont_inherit=True),

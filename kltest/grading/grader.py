@@ -30,9 +30,9 @@ from kltest.identify.sampling import ERROR_RATE, MARGIN, Sampling
 from kltest.identify.uses import fields_used, sampler_matters
 from kltest.loss.callables import name_of
 from kltest.loss.calling import BoundLoss
+from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Call, Loss
 from kltest.loss.resolve import bind, resolve
-from kltest.loss.surroundings import undisturbed
 from kltest.report import CheckResult, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import plain
@@ -179,7 +179,7 @@ class _Grading:
         else:
             loss = resolve(target, call) if isinstance(target, str) else bind(target, call, name=name)
         self.loss = loss
-        with undisturbed():
+        with preserved():
             self._measure(loss)
 
     def _measure(self, loss: Loss) -> None:

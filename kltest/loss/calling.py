@@ -19,25 +19,25 @@ from kltest.loss.arguments import Stub
 from kltest.loss.callables import described, eagerly, name_of, source_file
 from kltest.loss.filling import FieldOf, Filling, fill, fixed_beta, value_of
 from kltest.loss.frames import describe, failure
-from kltest.loss.frameworks import is_for_jax, may_be_for_jax
-from kltest.loss.handing import (
-    KINDS,
-    ROW_FIELDS,
-    Handed,
-    Kind,
-    no_integer_mask_as_index,
-    telling_rows_from_tokens,
-    tells_rows_from_tokens,
-)
-from kltest.loss.jax import CALLED as CALLED_WITH_JAX
-from kltest.loss.jax import JaxLoss, jax_loss
+from kltest.loss.global_state import settings_preserved
+from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
+from kltest.loss.jax.bridge import JaxLoss, jax_loss
+from kltest.loss.jax.recognition import is_for_jax, may_be_for_jax
 from kltest.loss.numbers import AsNumbers, refused
 from kltest.loss.outcome import Call, Outcome
 from kltest.loss.placement import place
 from kltest.loss.precision import PrecisionTrace, lowest_precision
 from kltest.loss.results import Result, check_finite, read, with_stored
-from kltest.loss.stored import Kept, Place, Shelves
-from kltest.loss.surroundings import settings_kept
+from kltest.loss.stored_metrics import Entry, Place, StoredMetrics
+from kltest.loss.view import (
+    INPUT_FORMS,
+    ROW_FIELDS,
+    InputForm,
+    RolloutView,
+    no_integer_mask_as_index,
+    telling_rows_from_tokens,
+    tells_rows_from_tokens,
+)
 from kltest.rollout import LEAVES, NotGivenError, Rollout
 
 _TRACED_ROWS = 4096
@@ -75,7 +75,7 @@ def bind(
 class Recipe:
     """What it takes to call a function by hand as a BoundLoss calls it.
 
-    `kind` is the one in which it last took its fields, None before the first call; `beta` the coefficient at which the
+    `form` is the one in which it last took its fields, None before the first call; `beta` the coefficient at which the
     KL part is taken, None for the rollout's own.
     """
 
@@ -83,7 +83,7 @@ class Recipe:
     parameters: tuple[inspect.Parameter, ...]
     fillings: Mapping[str, Filling]
     receiver: Stub | None
-    kind: Kind | None
+    form: InputForm | None
     beta: float | None
 
 
@@ -117,14 +117,14 @@ class BoundLoss:
         self.costly = bool(getattr(function, "costly", False))
         self.home = source_file(function)
         self._function, self._fillings, self._parameters, self._receiver = function, fillings, parameters, receiver
-        self._kinds: tuple[Kind, ...] = KINDS
-        self._kind: Kind | None = None
+        self._forms: tuple[InputForm, ...] = INPUT_FORMS
+        self._form: InputForm | None = None
         self._must_be_finite = True
         self._as_numbers = False
         self._per_token: bool | None = None
         self._traced: list[torch.dtype] | None = None
         self._given = {key: filling for key, filling in (*fillings.items(), ("", receiver)) if _keeps(filling)}
-        self._shelves = Shelves(function, list(self._given.values()))
+        self._stored = StoredMetrics(function, list(self._given.values()))
 
     @property
     def mutated(self) -> set[str]:
@@ -139,10 +139,10 @@ class BoundLoss:
         other.notes, other.writes, other.made_trainable = [], {}, set()
         other._must_be_finite = False
         if floats is not None:
-            found = self._kind or KINDS[0]
+            found = self._form or INPUT_FORMS[0]
             same = replace(found, floats=floats, mask=floats if found.mask.is_floating_point else found.mask)
             others = (replace(same, mask=mask) for mask in (floats, torch.bool, torch.int64) if mask != same.mask)
-            other._kinds, other._kind, other._traced = (same, *others), None, None
+            other._forms, other._form, other._traced = (same, *others), None, None
         return other
 
     def at(self, beta: float) -> BoundLoss:
@@ -156,7 +156,7 @@ class BoundLoss:
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(self._function, tuple(self._parameters), self._fillings, self._receiver, self._kind, self._beta)
+        return Recipe(self._function, tuple(self._parameters), self._fillings, self._receiver, self._form, self._beta)
 
     @torch.enable_grad()
     def __call__(self, rollout: Rollout) -> Outcome:
@@ -224,7 +224,7 @@ class BoundLoss:
         """The coefficient at which it is graded: the one that was asked for, or the rollout's."""
         return rollout.peek("beta") if self._beta is None else self._beta
 
-    def _run(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
+    def _run(self, rollout: Rollout, beta: float) -> tuple[Result, RolloutView]:
         """One call; where it fails with tensors and the loss may be written for JAX, with JAX arrays from then on."""
         try:
             return self._run_as_it_is(rollout, beta)
@@ -239,17 +239,17 @@ class BoundLoss:
                 return found
             raise
 
-    def _run_as_it_is(self, rollout: Rollout, beta: float) -> tuple[Result, Handed]:
+    def _run_as_it_is(self, rollout: Rollout, beta: float) -> tuple[Result, RolloutView]:
         """One call, with the first kind of fields that the loss accepts; the calls that follow begin with that kind."""
         first: BaseException | None = None
-        kinds = [kind for kind in self._kinds if self._per_token in (None, kind.per_token)]
-        kinds.sort(key=lambda kind: kind is not self._kind)
-        for kind in kinds:
-            if first is not None and not kind.may_mend(first, rollout.accessed):
+        forms = [form for form in self._forms if self._per_token in (None, form.per_token)]
+        forms.sort(key=lambda form: form is not self._form)
+        for form in forms:
+            if first is not None and not form.may_mend(first, rollout.accessed):
                 continue
-            view = Handed(rollout, beta, kind, always_copy=bool(self.writes))
+            view = RolloutView(rollout, beta, form, always_copy=bool(self.writes))
             clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
-            before = self._shelves.look()
+            before = self._stored.look()
             try:
                 answer = self._called(view)
             except self._refusals as error:
@@ -258,21 +258,21 @@ class BoundLoss:
             except (KeyboardInterrupt, KltestError):
                 raise
             except BaseException as error:
-                if first is not None and kind.lists:
+                if first is not None and form.lists:
                     continue
                 raise self._failure(error, beta) from error
             finally:
                 rollout.accessed |= view.accessed
             if first is not None:
-                given, refused = kind.unlike(kinds[0]), kinds[0].unlike(kind)
+                given, refused = form.unlike(forms[0]), forms[0].unlike(form)
                 self.notes.append(f"It was given {given}: with {refused} it raised {describe(first)}")
-            self._kind = kind
+            self._form = form
             if tells_rows_from_tokens(rollout):
-                self._per_token = kind.per_token
+                self._per_token = form.per_token
             self._check_inputs(rollout, view, clean)
             result = read(self.name, _zero_as_tensor(answer, beta), rollout, lists=view.gave_lists)
             if result.metric is None:
-                result = self._with_stored(result, before, rollout, beta, kind)
+                result = self._with_stored(result, before, rollout, beta, form)
             if result.note and result.note not in self.notes:
                 self.notes.append(result.note)
             return result, view
@@ -284,18 +284,18 @@ class BoundLoss:
         return self._run(rollout, self.beta(rollout) if beta is None else beta)[0]
 
     def _with_stored(
-        self, result: Result, before: Mapping[Place, Kept], rollout: Rollout, beta: float, kind: Kind
+        self, result: Result, before: Mapping[Place, Entry], rollout: Rollout, beta: float, form: InputForm
     ) -> Result:
         """The result of the call that was just made, with the KL that it stored in what it was given or owns."""
 
         def again() -> list[Any]:
-            self._call_once(Handed(rollout, beta, kind, always_copy=bool(self.writes)))
+            self._call_once(RolloutView(rollout, beta, form, always_copy=bool(self.writes)))
             return list(self._given.values())
 
-        stored, note = self._shelves.read(before, list(self._given.values()), again)
+        stored, note = self._stored.read(before, list(self._given.values()), again)
         return with_stored(result, stored, note, rollout)
 
-    def _called(self, view: Handed) -> Any:
+    def _called(self, view: RolloutView) -> Any:
         """One call; where an experiment's input cannot become a NumPy array, another in which it can."""
         if self._must_be_finite:
             return self._call_once(view)
@@ -310,7 +310,7 @@ class BoundLoss:
             with AsNumbers():
                 return self._call_once(view)
 
-    def _call_once(self, view: Handed) -> Any:
+    def _call_once(self, view: RolloutView) -> Any:
         positional, named = [], {}
         values = {key: value_of(filling, view) for key, filling in self._fillings.items()}
         for parameter in self._parameters:
@@ -333,10 +333,10 @@ class BoundLoss:
             positional.insert(0, values[""])
         self._given = {key: values[key] for key in self._given}
         mask = view.peek("mask") if "mask" in self.takes or "rollout" in self.takes else None
-        with settings_kept(), torch.enable_grad(), eagerly(), no_integer_mask_as_index(mask):
+        with settings_preserved(), torch.enable_grad(), eagerly(), no_integer_mask_as_index(mask):
             return self._function(*positional, **named)
 
-    def _check_inputs(self, rollout: Rollout, view: Handed, clean: set[str]) -> None:
+    def _check_inputs(self, rollout: Rollout, view: RolloutView, clean: set[str]) -> None:
         writes = view.writes()
         for name in sorted(writes):
             if view.shared(name):

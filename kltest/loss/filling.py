@@ -10,9 +10,9 @@ from typing import Any
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub, field_asked, fields_listed, split_dotted
-from kltest.loss.handing import Handed
 from kltest.loss.outcome import Call
 from kltest.loss.suggesting import near_spelling, suggested_field
+from kltest.loss.view import RolloutView
 from kltest.rollout import FIELDS, field_named
 
 
@@ -28,7 +28,7 @@ Filling = FieldOf | Stub | Any
 _LIST_OF_TENSORS = re.compile(r"\b(?:list|List|Sequence|Iterable|tuple|Tuple)\[[^\]]*Tensor\b")
 
 
-def value_of(filling: Filling, view: Handed) -> Any:
+def value_of(filling: Filling, view: RolloutView) -> Any:
     if isinstance(filling, FieldOf):
         return view.listed(filling.name) if filling.listed else getattr(view, filling.name)
     return filling.at(view) if isinstance(filling, Stub) else filling

@@ -12,7 +12,7 @@ from torch import Tensor
 from kltest.errors import TargetError
 from kltest.loss.callables import kind_of
 from kltest.loss.outcome import Returned
-from kltest.loss.stored import Written
+from kltest.loss.stored_metrics import StoredValue
 from kltest.rollout import Rollout
 
 ACCEPTED = "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, or (loss, metric, metric, …)"
@@ -70,7 +70,7 @@ def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Re
     return Result(loss, returned, metric, note, logged)
 
 
-def with_stored(result: Result, stored: Written | None, note: str, rollout: Rollout) -> Result:
+def with_stored(result: Result, stored: StoredValue | None, note: str, rollout: Rollout) -> Result:
     """The result with a KL that the loss stored, where that is a number or a tensor of a known shape."""
     shape = tuple(rollout.peek("mask").shape)
     metric = None if stored is None else _as_metric(stored.number, shape)

@@ -28,7 +28,7 @@ from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.identify.values import TOLERANCE, first_match, true_values
 from kltest.loss.outcome import Loss
-from kltest.loss.stored import holds
+from kltest.loss.stored_metrics import holds
 from kltest.rollout import LEAVES, Rollout
 
 # Aliases that are made to be kept: nobody detaches a tensor in order to go on computing it under its first name.

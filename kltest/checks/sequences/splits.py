@@ -14,7 +14,7 @@ from kltest.checks.group_fixture import Bench, bench, gradient, limit, norm
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
-from kltest.loss.handing import ROW_FIELDS
+from kltest.loss.view import ROW_FIELDS
 from kltest.moments import exact_batches
 from kltest.rollout import Rollout
 

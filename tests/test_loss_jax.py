@@ -14,8 +14,8 @@ import torch
 import kltest
 from kltest.identify.probes import _LiftLimits, _LiftStops
 from kltest.loss.calling import bind
-from kltest.loss.frameworks import is_for_jax
 from kltest.loss.jax import jax_loss
+from kltest.loss.jax.recognition import is_for_jax
 
 jax = pytest.importorskip("jax", reason="JAX is not installed (pip install kltest[jax])")
 jnp = pytest.importorskip("jax.numpy")

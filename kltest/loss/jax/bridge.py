@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub
-from kltest.loss.jax_steps import Compiled, Lift, Steps, identity, outline
+from kltest.loss.jax.program import Compiled, Lift, Steps, identity, outline
 from kltest.rollout import Rollout
 
 CALLED = (

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from kltest.loss.given import SMALL, Given
 from kltest.loss.memory import memory
+from kltest.loss.tracked import SMALL, TrackedTensor
 from kltest.rollout import FIELDS, Rollout
 
 _ABOUT_TYPES = ("dtype", "float", "double", "scalar type")
@@ -27,7 +27,7 @@ _BY_INDEX = frozenset(
 
 
 @dataclass(frozen=True)
-class Kind:
+class InputForm:
     """The types in which a loss is given its mask and its floating-point fields, and the shapes.
 
     `per_token`: rewards are (B, T). `lists`: every field of tokens is a list, one tensor of live tokens a rollout.
@@ -48,7 +48,7 @@ class Kind:
             return False
         return "mask" in accessed or self.mask.is_floating_point
 
-    def unlike(self, other: Kind) -> str:
+    def unlike(self, other: InputForm) -> str:
         """In what this kind differs from another one."""
         parts = {
             "floats": f"{str(self.floats).removeprefix('torch.')} fields",
@@ -59,8 +59,8 @@ class Kind:
         return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
 
 
-KINDS = tuple(
-    Kind(mask or floats, floats, per_token, lists)
+INPUT_FORMS = tuple(
+    InputForm(mask or floats, floats, per_token, lists)
     for per_token, lists in ((False, False), (True, False), (False, True))
     for floats in (torch.float64, torch.float32)
     for mask in (None, torch.bool, torch.int64)
@@ -68,22 +68,22 @@ KINDS = tuple(
 """In the order in which they are tried: what says less about the loss, and costs it fewer digits, first."""
 
 
-class Handed(Rollout):
+class RolloutView(Rollout):
     """The view of `base` that one call of a loss gets, at a given β.
 
     What it gives are copies; those of the leaves of `base` are computed from them, as a trainer's log-probs are from
     its weights, so that writing into them is as legal here as it is there.
     """
 
-    def __init__(self, base: Rollout, beta: float, kind: Kind, *, always_copy: bool) -> None:
+    def __init__(self, base: Rollout, beta: float, form: InputForm, *, always_copy: bool) -> None:
         super().__init__({}, beta=beta)
         self._builders = base._builders
-        self._base, self._kind, self._always_copy = base, kind, always_copy
-        self._given: dict[str, Given] = {}
-        self._lists: dict[str, Given] = {}
+        self._base, self._form, self._always_copy = base, form, always_copy
+        self._given: dict[str, TrackedTensor] = {}
+        self._lists: dict[str, TrackedTensor] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if self._kind.lists and name in FIELDS and "T" in FIELDS[name].shape[:6]:
+        if self._form.lists and name in FIELDS and "T" in FIELDS[name].shape[:6]:
             return self.listed(name)
         return super().__getattr__(name)
 
@@ -92,7 +92,7 @@ class Handed(Rollout):
             return self._built[name]
         if name not in self._given:
             original = self._base.peek(name)
-            self._given[name] = Given.as_tensor(self._hand(name, original), original)
+            self._given[name] = TrackedTensor.as_tensor(self._hand(name, original), original)
         return self._given[name].tensor
 
     def listed(self, name: str) -> Any:
@@ -101,7 +101,7 @@ class Handed(Rollout):
         if name in ("beta", "rollout"):
             return self.peek(name)
         if name not in self._lists:
-            self._lists[name] = Given.as_list(self.peek(name), self._base.peek("mask") != 0)
+            self._lists[name] = TrackedTensor.as_list(self.peek(name), self._base.peek("mask") != 0)
         return self._lists[name].items
 
     @property
@@ -123,18 +123,18 @@ class Handed(Rollout):
         """Whether a write into this field has reached `base`."""
         return self._given[name].shared
 
-    def _handed(self) -> Iterator[tuple[str, Given]]:
+    def _handed(self) -> Iterator[tuple[str, TrackedTensor]]:
         yield from self._given.items()
         yield from self._lists.items()
 
     def _hand(self, name: str, original: Tensor) -> Tensor:
         given = original
-        if name in ROW_FIELDS and self._kind.per_token:
-            given = original[:, None].repeat(1, self._base.peek("mask").shape[1]).to(self._kind.floats)
+        if name in ROW_FIELDS and self._form.per_token:
+            given = original[:, None].repeat(1, self._base.peek("mask").shape[1]).to(self._form.floats)
         elif name == "mask":
-            given = original.to(self._kind.mask)
+            given = original.to(self._form.mask)
         elif original.dtype.is_floating_point:
-            given = original.to(self._kind.floats)
+            given = original.to(self._form.floats)
         copied = given is original and (self._always_copy or original.numel() <= SMALL)
         return given.clone() if copied else given
 

@@ -14,7 +14,7 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class Given:
+class TrackedTensor:
     """`tensor` was handed over, or parts of it, one a rollout (`items`); `before` is what it held, if that is kept.
 
     `trainable` and `version` are the tensor's own at that moment.
@@ -28,7 +28,7 @@ class Given:
     lengths: list[int] = field(default_factory=list)
 
     @classmethod
-    def as_tensor(cls, tensor: Tensor, original: Tensor) -> Given:
+    def as_tensor(cls, tensor: Tensor, original: Tensor) -> TrackedTensor:
         """A field in one piece; `original` is what is kept of it."""
         before: Tensor | None = original.detach()
         if tensor is original:
@@ -38,7 +38,7 @@ class Given:
         return cls(tensor, before, tensor.requires_grad, tensor._version)
 
     @classmethod
-    def as_list(cls, field_: Tensor, live: Tensor) -> Given:
+    def as_list(cls, field_: Tensor, live: Tensor) -> TrackedTensor:
         """A field as RL loops store it: one tensor of live tokens a rollout, all of them parts of one stored tensor."""
         lengths = live.sum(dim=1).tolist()
         whole = field_[live] if field_.dim() > 1 else field_.clone()

@@ -28,7 +28,7 @@ Place = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Kept:
+class Entry:
     """What a place held at one moment: the newest item itself, a copy of it, and how many entries a list had.
 
     `version` counts the writes into a tensor, which may leave the same number.
@@ -39,20 +39,20 @@ class Kept:
     entries: int = -1
     version: int = -1
 
-    def differs(self, other: Kept) -> bool:
+    def differs(self, other: Entry) -> bool:
         counted = (self.entries, self.version) != (other.entries, other.version)
         return counted or self.item is not other.item or not _equal(self.copy, other.copy)
 
 
 @dataclass(frozen=True)
-class Written:
+class StoredValue:
     """What one call left at a place; `item` is the newest thing itself, None where only `number` can be told."""
 
     number: Any
     item: Any = None
 
 
-class Shelves:
+class StoredMetrics:
     """The places at which a callable, and the objects that it is given, keep a KL."""
 
     def __init__(self, function: Callable[..., Any], given: list[Any]) -> None:
@@ -60,14 +60,14 @@ class Shelves:
         self._fixed = len(self._objects) - len(given)
         self._way: Literal["assigned", "added", "unreadable"] | None = None
 
-    def look(self, given: list[Any] | None = None) -> dict[Place, Kept]:
+    def look(self, given: list[Any] | None = None) -> dict[Place, Entry]:
         """What every place holds now; `given` are the objects of the present call instead of those at the start."""
         objects = self._objects if given is None else [*self._objects[: self._fixed], *given]
         return {(number, *place): kept for number, owner in enumerate(objects) for place, kept in _places(owner)}
 
     def read(
-        self, before: Mapping[Place, Kept], given: list[Any], again: Callable[[], list[Any]]
-    ) -> tuple[Written | None, str]:
+        self, before: Mapping[Place, Entry], given: list[Any], again: Callable[[], list[Any]]
+    ) -> tuple[StoredValue | None, str]:
         """What the call that was just made wrote, and a sentence where that cannot be told.
 
         `again` makes the same call once more and returns what it was given: done once, to learn how it is kept.
@@ -85,8 +85,8 @@ class Shelves:
             return None, 'The "kl" that it stores depends on earlier calls and is no running sum: it was not graded.'
         if self._way == "added":
             was = before.get(place)
-            return Written(after[place].copy - (was.copy if was else 0.0)), ""
-        return Written(after[place].copy, after[place].item), ""
+            return StoredValue(after[place].copy - (was.copy if was else 0.0)), ""
+        return StoredValue(after[place].copy, after[place].item), ""
 
 
 def _owners(function: Callable[..., Any]) -> list[Any]:
@@ -121,7 +121,7 @@ def holds(owner: Any, item: Any) -> bool:
     return any(kept.item is item for _, kept in _places(owner))
 
 
-def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Kept]]:
+def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Entry]]:
     """Every mapping with a "kl" in or under an object, by the keys that lead to it."""
     try:
         entries = dict(_entries(owner)) if len(_entries(owner)) <= MOST_ENTRIES else {}
@@ -135,10 +135,10 @@ def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Kept]]:
             yield from (((key, *place), kept) for place, kept in _places(inner, depth - 1))
 
 
-def _kept(held: Any) -> Kept:
+def _kept(held: Any) -> Entry:
     entries = len(held) if isinstance(held, MutableSequence | deque) else -1
     item = held if entries < 0 else held[-1] if entries else None
-    return Kept(item, _copy(item), entries, item._version if isinstance(item, Tensor) else -1)
+    return Entry(item, _copy(item), entries, item._version if isinstance(item, Tensor) else -1)
 
 
 def _copy(item: Any) -> Any:
@@ -147,11 +147,11 @@ def _copy(item: Any) -> Any:
     return item.copy() if isinstance(item, np.ndarray) else item
 
 
-def _changed(was: Kept | None, now: Kept) -> bool:
+def _changed(was: Entry | None, now: Entry) -> bool:
     return was is None or was.differs(now)
 
 
-def _way(first: Kept | None, second: Kept, third: Kept | None) -> Literal["assigned", "added", "unreadable"]:
+def _way(first: Entry | None, second: Entry, third: Entry | None) -> Literal["assigned", "added", "unreadable"]:
     """How a place is written, from what it held before, after one call and after the same call once more."""
     if third is None:
         return "unreadable"

@@ -11,7 +11,7 @@ import torch
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def preserved() -> Iterator[None]:
     """Gradients on, tensors on the CPU by default; at the end all is as before, the states of random generators too."""
     python, torchs = random.getstate(), torch.get_rng_state()
     numpy = np.random.get_state()  # noqa: NPY002 (what losses draw from is what is kept)
@@ -21,7 +21,7 @@ def undisturbed() -> Iterator[None]:
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(settings_kept())
+        stack.enter_context(settings_preserved())
         try:
             yield
         finally:
@@ -31,7 +31,7 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
+def settings_preserved() -> Iterator[None]:
     """What runs inside may turn gradients off, or set torch's default device or type: that does not outlast it."""
     gradients, dtype, on_cpu = torch.is_grad_enabled(), torch.get_default_dtype(), _on_cpu()
     try:
