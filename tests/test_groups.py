@@ -17,7 +17,7 @@ from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.grading import grade
-from kltest.identify.instances import MOST_GROUPS, WORLDS, instances
+from kltest.identify.instances import ENVIRONMENTS, MOST_GROUPS, instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.moments import NonDeterministicError, batches, exact_batches
@@ -163,7 +163,7 @@ def test_a_loss_that_mixes_groups_is_called_on_each(loss):
 )
 def test_the_factor_of_a_baseline(loss, factor, size):
     """Theory: (1 − 1/n) with the rollout itself in the mean, 1 without."""
-    for world in WORLDS:
+    for world in ENVIRONMENTS:
         instance = instances(world, 1, size)[0]
         truth = gradient("reverse_kl", instance)
         found = exact_batches(bind(loss), instance, size=size, grouped=True).gradient
@@ -271,7 +271,7 @@ def test_an_estimator_of_groups_is_the_mean_over_the_groups_of_a_batch(name):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ENVIRONMENTS)
 def test_worlds_of_groups_are_small_tie_and_tell_rows_from_tokens(world, size):
     for instance in instances(world, 5, size):
         paths, environment = instance.paths, instance.environment

@@ -25,6 +25,7 @@ from kltest.counterexample.small_worlds import worked
 from kltest.counterexample.sources import NoSourceError, source_of
 from kltest.counterexample.worked import Place, WorkedExample
 from kltest.identify.findings import Findings, Row
+from kltest.identify.measure import Measure
 from kltest.loss.calling import bind
 from kltest.render import render
 from kltest.truth import ATLAS
@@ -224,14 +225,10 @@ def test_it_costs_little_beside_the_grading(monkeypatch):
 
 
 def searching(loss, row: Row, rows: list[Row] | None = None, coupled: bool = False) -> Search:
-    """A search with an evaluator that only says how rows combine."""
-
-    class Evaluator:
-        reduction = "coupled" if coupled else "mean"
-
-    evaluator = Evaluator()
-    evaluator.loss = loss
-    findings = Findings({"reverse_kl": 1.0}, "loss", ("bandit",), ("current",), evaluator, rows or [row])
+    """A search in findings that only know how rows combine."""
+    measure = Measure(loss, {"reverse_kl": 1.0}, frozenset())
+    measure.observed.reductions.append("coupled" if coupled else "mean")
+    findings = Findings({"reverse_kl": 1.0}, "loss", ("bandit",), ("current",), measure, rows or [row])
     return Search(findings, row)
 
 

@@ -13,9 +13,9 @@ from kltest.checks.variance import efficiency as variance
 from kltest.checks.variance import tails
 from kltest.environments import Instance, ragged, sequence
 from kltest.grading import grade
-from kltest.identify.evaluate import Evaluator
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
+from kltest.identify.measure import Measure
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
@@ -128,8 +128,8 @@ def test_growth_and_part_of_a_weight_that_is_known():
 def _findings(loss, environment, expect):
     bound = bind(loss)
     declared = parse(expect)
-    evaluator = Evaluator(bound, declared, bound.takes)
-    return Findings(declared, "loss", (environment,), ("current",), evaluator)
+    measure = Measure(bound, declared, bound.takes)
+    return Findings(declared, "loss", (environment,), ("current",), measure)
 
 
 # ----------------------------------------------------------------------------------------- estimators to compare with

@@ -18,7 +18,7 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
-from kltest.identify.declared import relative_bias, size, target
+from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings
 from kltest.identify.identification import tolerance
 
@@ -59,19 +59,19 @@ def differs_much(findings: Findings) -> Distant | None:
 
 
 def _worst(findings: Findings, shifts: Shifts, least: float) -> Distant | None:
-    if findings.evaluator.dtype not in ("float64", "float32"):
+    if findings.observed.dtype not in ("float64", "float32"):
         return None
     try:
-        rows = findings.evaluator.rows(WORLD, "current")
+        rows = findings.measure.rows(WORLD, "current")
     except KltestError:
         return None
     if not rows or any(row.agrees is not True or row.method != "exact" for row in rows):
         return None
     found = []
     for row in rows:
-        for instance in _moved(findings.evaluator.world(row).instances[0], shifts):
+        for instance in _moved(findings.measure.case(row).instances[0], shifts):
             with suppress(KltestError):  # what overflows or cannot be called there is told by others
-                moments = findings.evaluator.expected(row, instance)
+                moments = findings.measure.expected(row, instance)
                 bias = relative_bias(moments.gradient, target(findings.expect, instance), size(instance))
                 if bias > max(least, tolerance(moments.dtype)):
                     ratios = np.sort(instance.policy[0] - instance.reference[0])

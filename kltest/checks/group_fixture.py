@@ -72,8 +72,8 @@ def bench(findings: Findings) -> Bench:
 
 
 def _bench(findings: Findings) -> Bench:
-    evaluator, failure = findings.evaluator, None
-    for size in evaluator.sizes if evaluator.grouped else SIZES:
+    sizes, failure = findings.measure.sizes, None
+    for size in sizes.each if sizes.grouped else SIZES:
         place = Bench(findings.loss, instances(findings.environments[0], findings.seed, size)[0], size, findings.seed)
         try:
             gradient(findings.loss, place.rollout(place.different, place.untied))
@@ -107,7 +107,7 @@ def as_array(found: RowGradients, rollout: Rollout) -> np.ndarray:
 
 def limit(findings: Findings) -> float:
     """How far equal gradients may be apart, relative to their size, at the loss's precision."""
-    return SAME.get(findings.evaluator.dtype, HALF_PRECISION)
+    return SAME.get(findings.observed.dtype, HALF_PRECISION)
 
 
 def norm(array: np.ndarray) -> float:

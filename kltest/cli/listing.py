@@ -94,9 +94,9 @@ def _environments() -> Iterable[Sequence[str]]:
 
 
 def _worlds() -> Iterable[tuple[str, int, str, int]]:
-    from kltest.identify.instances import WORLDS
+    from kltest.identify.instances import ENVIRONMENTS
 
-    for name, build in WORLDS.items():
+    for name, build in ENVIRONMENTS.items():
         world = build(0)
         lengths = world.enumerate().mask.sum(axis=1)
         span = str(lengths[0]) if (lengths == lengths[0]).all() else f"{lengths.min()} to {lengths.max()}"

@@ -158,7 +158,7 @@ class Search:
             return False
         if batch == 1 and not self.findings.coupled:
             self.calls += 1
-            found, dtype = at_once(loss, instance, sampler, summed=self.findings.evaluator.reduction == "sum")
+            found, dtype = at_once(loss, instance, sampler, summed=self.findings.observed.reduction == "sum")
         else:
             self.calls += len(instance.paths) ** batch
             measured = measure(loss, instance, sampler, batch, summed=self._adds_up(world, batch))

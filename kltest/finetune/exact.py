@@ -20,9 +20,9 @@ from kltest.environments import Environment, Instance, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import Estimator, registry
 from kltest.finetune.processes import Processes
-from kltest.identify.evaluate import BATCHES, GROUP_FIELDS, GROUPS, MOST_BATCHES
 from kltest.identify.identification import HELD_OUT, identify, independent, tolerance
 from kltest.identify.instances import with_ties
+from kltest.identify.measure import BATCHES, GROUP_FIELDS, GROUPS, MOST_BATCHES
 from kltest.identify.uses import fields_used
 from kltest.language_models.networks import Network, Pulled, network
 from kltest.loss.outcome import Loss

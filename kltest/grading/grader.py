@@ -23,9 +23,9 @@ from kltest.errors import TargetError, UsageError
 from kltest.grading.asked import asked
 from kltest.grading.expected_failures import Excuses
 from kltest.grading.verdict import run_checks, selected_codes, verdict
-from kltest.identify.evaluate import Evaluator
 from kltest.identify.findings import Combination, Findings
 from kltest.identify.instances import DEFAULT_ENVIRONMENTS
+from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import ERROR_RATE, MARGIN, Sampling
 from kltest.identify.uses import fields_used, sampler_matters
 from kltest.loss.callables import name_of
@@ -197,20 +197,19 @@ class _Grading:
                     "differentiates changes with it: it was graded with the sampler equal to the policy only. Ask for "
                     "--sampler both if its rollouts may be stale"
                 )
-        evaluator = Evaluator(
+        measure = Measure(
             loss,
             self.declared,
             uses,
             seed=seed,
-            group_size=self.group_size,
-            batch_size=self.batch_size,
+            sizes=Sizes.of(uses, self.group_size, self.batch_size),
             sampling=replace(self.sampling, rows=len(self.environments) * len(samplers)),
         )
-        self.findings = Findings(self.declared, loss.placement, self.environments, samplers, evaluator)
+        self.findings = Findings(self.declared, loss.placement, self.environments, samplers, measure)
         self.findings.notes += [ignored] * bool(ignored)
         for environment in self.environments:
             for sampler in samplers:
-                self.findings.rows += evaluator.rows(environment, sampler)
+                self.findings.rows += measure.rows(environment, sampler)
         self.results = run_checks(self.findings, self.codes, self.excuses)
         self.smallest = smallest_failure(self.findings)
         self.example = None if self.smallest else example(self.findings)
@@ -227,14 +226,14 @@ class _Grading:
         return replace(
             found,
             verdict=verdict(findings, self.results, error=found.error),
-            reduction=findings.evaluator.reduction,
-            dtype=findings.evaluator.dtype,
+            reduction=findings.observed.reduction,
+            dtype=findings.observed.dtype,
             gradients=[row.published for row in findings.rows],
             value=[row.value for row in findings.rows if row.value is not None],
             checks=self.results,
             smallest=self.smallest,
             example=self.example,
-            notes=[*loss.notes, *findings.evaluator.notes, *findings.notes],
+            notes=[*loss.notes, *findings.observed.notes, *findings.notes],
         )
 
 

@@ -35,9 +35,9 @@ def choice(*known: str) -> Callable[[object, str], str]:
 
 
 def environments(value: object, where: str) -> tuple[str, ...]:
-    from kltest.identify.instances import NETWORKS, WORLDS
+    from kltest.identify.instances import ENVIRONMENTS, NETWORKS
 
-    names = tuple(dict.fromkeys(_known(name, tuple(WORLDS), where) for name in _names(value, where)))
+    names = tuple(dict.fromkeys(_known(name, tuple(ENVIRONMENTS), where) for name in _names(value, where)))
     if NETWORKS.intersection(names):
         from kltest.language_models.models import needs_transformers
 

@@ -101,7 +101,7 @@ def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
 
 
 def _examined(check: Check, findings: Findings) -> Found | None:
-    if findings.evaluator.nondeterministic and check.code not in IN_ONE_CALL and check.examine is not finds_nothing:
+    if findings.observed.nondeterministic and check.code not in IN_ONE_CALL and check.examine is not finds_nothing:
         return Found("the loss gives different results for the same batch (KL507)", "inconclusive")
     try:
         return check.examine(findings)

@@ -1,18 +1,16 @@
-"""What grading has measured, before it is judged: rows, and the questions that checks ask about them."""
+"""Results of measuring one loss: rows, and what was noticed on the way. Data, without the means to measure more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import isclose
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kltest.errors import KltestError
 from kltest.report import GradientRow, ValueRow
 
 if TYPE_CHECKING:
-    from kltest.identify.evaluate import Evaluator
-    from kltest.identify.probes import Probes
+    from kltest.identify.measure import Measure
     from kltest.identify.values import Reported
     from kltest.loss.outcome import Loss
 
@@ -22,11 +20,11 @@ Combination = dict[str, float]
 
 @dataclass(frozen=True)
 class Row(GradientRow):
-    """A row of the report while it is judged.
+    """A row of the report, before the verdict.
 
-    `identified` and `expected` are spelt with the names that are independent in that world (on a bandit the local forms
-    are the sequence-level ones). `length` is the common length of all rollouts, None where it varies. `variances` are
-    those of the gradient of a batch, an instance each.
+    `identified` and `expected` use the names that are independent in that environment (on a bandit the local forms
+    are the sequence-level ones). `length` is the common length of all rollouts in tokens, None if it varies.
+    `variances` are the variances of the gradient of one batch, one an instance.
     """
 
     length: int | None = None
@@ -36,7 +34,7 @@ class Row(GradientRow):
 
     @property
     def published(self) -> GradientRow:
-        """The row without what only judging needs."""
+        """The fields that a report shows."""
         return GradientRow(**{entry.name: getattr(self, entry.name) for entry in fields(GradientRow)})
 
     @property
@@ -51,79 +49,94 @@ class Row(GradientRow):
 
 
 @dataclass
+class Observed:
+    """Properties of a loss that showed while its gradients were measured.
+
+    `uses` are the rollout fields that the loss takes or reads. `reductions` and `reached` have one entry for each set
+    of moments, in the order of measuring. `nondeterministic` is the message of a loss that gave two gradients for one
+    batch, else empty. `coupled_in` names the environments in which the rows of a batch are coupled. `rows` are all rows
+    by (environment, sampler), those that only a check asked for included.
+    """
+
+    uses: frozenset[str] = frozenset()
+    dtype: str = "float64"
+    reductions: list[str] = field(default_factory=list)
+    reached: list[bool] = field(default_factory=list)
+    nondeterministic: str = ""
+    coupled_in: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict)
+
+    @property
+    def reduction(self) -> str:
+        """The reduction that fits all environments.
+
+        One coupled environment decides: at a fixed length the mean over a batch's tokens looks like a mean over rows.
+        """
+        return "coupled" if "coupled" in self.reductions else (self.reductions or ["mean"])[-1]
+
+    @property
+    def blocked(self) -> bool:
+        """True if no gradient reached the policy in any environment."""
+        return bool(self.reached) and not any(self.reached)
+
+    @property
+    def coupled(self) -> bool:
+        return self.reduction == "coupled"
+
+    @property
+    def coupled_by_length(self) -> bool:
+        """True if rows are coupled in environments where lengths differ, and in no other."""
+        lengths = {row.environment: row.length for rows in self.rows.values() for row in rows}
+        return self.coupled and all(lengths[name] is None for name in self.coupled_in)
+
+
+@dataclass
 class Findings:
-    """All rows of one target, and the means to learn more of it."""
+    """What checks look at: the rows of one target, and `measure`, which they may ask for one more case."""
 
     expect: Combination
     placement: str
     environments: tuple[str, ...]
     samplers: tuple[str, ...]
-    evaluator: Evaluator
+    measure: Measure
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    _answers: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def observed(self) -> Observed:
+        return self.measure.observed
 
     @property
     def loss(self) -> Loss:
-        return self.evaluator.loss
+        return self.measure.loss
 
     @property
     def seed(self) -> int:
-        return self.evaluator.seed
-
-    def once(self, experiment: Callable[[Findings], T]) -> T:
-        """What an experiment that several checks look at found; made once, its KltestError raised again."""
-        if experiment not in self._answers:
-            try:
-                self._answers[experiment] = experiment(self)
-            except KltestError as error:
-                self._answers[experiment] = error
-        answer = self._answers[experiment]
-        if isinstance(answer, KltestError):
-            raise answer
-        return answer
+        return self.measure.seed
 
     @property
     def blocked(self) -> bool:
-        """Whether no gradient reached the policy in any world."""
-        return self.evaluator.blocked
+        """True if no gradient reached the policy in any environment."""
+        return self.observed.blocked
 
     @property
     def coupled(self) -> bool:
-        return self.evaluator.reduction == "coupled"
+        return self.observed.coupled
 
-    @property
-    def coupled_by_length(self) -> bool:
-        """Whether rows are coupled where lengths differ and nowhere else."""
-        lengths = {row.environment: row.length for row in self.evaluator.measured}
-        return self.coupled and all(lengths[world] is None for world in self.evaluator.coupled_in)
-
-    @property
-    def probes(self) -> Probes:
-        return self.evaluator.probes
-
-    def alone(self, environment: str, sampler: str, batch: int = 1) -> Row | None:
-        """The row of batches of one, or of so many, in a world, measured now if need be; None where it cannot be."""
-        try:
-            rows = self.evaluator.rows(environment, sampler)
-        except KltestError:
-            return None
-        return next((row for row in rows if row.batch == batch), None)
+    def once(self, experiment: Callable[[Findings], T]) -> T:
+        """Result of an experiment that several checks share; it is run once, and its KltestError raised again."""
+        return self.measure.once(experiment, self)
 
     def why_not_stale(self) -> str | None:
-        """The reason to skip what only shows with a stale sampler, where that was not graded."""
+        """The reason to skip what shows with a stale sampler only, if that was not graded."""
         if "stale" in self.samplers:
             return None
         return "graded with the sampler equal to the policy only; ask for --sampler both"
 
-    def right_when_current(self, row: Row) -> bool:
-        """Whether the same world agrees when the sampler is the policy."""
-        current = self.alone(row.environment, "current")
-        return current is not None and current.agrees is True
-
 
 def proportion(identified: Combination | None, expected: Combination) -> float | None:
-    """The c with identified = c·expected, or None where there is none."""
+    """The c with identified = c·expected, or None if there is none."""
     if identified is None or set(identified) != set(expected) or "zero" in identified:
         return None
     ratios = [identified[name] / expected[name] for name in expected]

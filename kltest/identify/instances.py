@@ -36,7 +36,7 @@ def _with_reward(build: Callable[..., Environment], vocabulary: int, *size: int)
     return draw
 
 
-WORLDS: dict[str, Callable[[int], Environment]] = {
+ENVIRONMENTS: dict[str, Callable[[int], Environment]] = {
     "bandit": _with_reward(bandit, 4),
     "sequence": _with_reward(sequence, 3, 3),
     "ragged": _with_reward(ragged, 3, 3),
@@ -85,7 +85,7 @@ def instances(environment: str, seed: int, group: int | None = None) -> tuple[In
 
     Mild (|Σ log π/ref| < 2 and |Σ log π/μ| < 1 along every rollout), so that clamps and overflows stay silent here.
     """
-    build = WORLDS[environment] if group is None else _of_groups(environment, group)
+    build = ENVIRONMENTS[environment] if group is None else _of_groups(environment, group)
     draw = networks.drawn if environment in NETWORKS else Instance.draw
     drawn = []
     for world_seed, policy_seed in seeds(environment, seed):

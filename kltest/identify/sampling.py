@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kltest.errors import UsageError
-from kltest.identify.declared import World, size, target, worst_cosine
+from kltest.identify.case import Case, size, target, worst_cosine
+from kltest.identify.evaluate import STALE_ONLY
 from kltest.identify.findings import Combination, Row
 from kltest.identify.identification import Identification, independent
 from kltest.moments import Sampled, sampled
@@ -62,7 +63,7 @@ def _is_number(value: object) -> bool:
 def sample(
     loss: Loss,
     declared: Combination,
-    world: World,
+    case: Case,
     sampling: Sampling,
     batch: int = 1,
     *,
@@ -70,14 +71,14 @@ def sample(
     noisy: bool = False,
 ) -> list[Sampled]:
     """The gradient of batches of `batch` rollouts on each instance; raises what kltest.moments.sampled raises."""
-    drawn = world.instances
-    name = f"{world.environment}/{world.sampler}/{batch}"
-    seeds = np.random.SeedSequence([world.seed, zlib.crc32(name.encode())]).generate_state(len(drawn))
+    drawn = case.instances
+    name = f"{case.environment}/{case.sampler}/{batch}"
+    seeds = np.random.SeedSequence([case.seed, zlib.crc32(name.encode())]).generate_state(len(drawn))
     return [
         sampled(
             loss,
             instance,
-            world.sampler,
+            case.sampler,
             target=(wanted := target(declared, instance)),
             accuracy=sampling.margin * (float(np.linalg.norm(wanted)) or size(instance)),
             error_rate=sampling.error_rate / (sampling.rows * len(drawn)),
@@ -86,7 +87,7 @@ def sample(
             grouped=grouped,
             noisy=noisy,
             bound=sampling.bound,
-            padding=world.seed,
+            padding=case.seed,
             seed=int(seed),
         )
         for instance, seed in zip(drawn, seeds, strict=True)
@@ -94,25 +95,31 @@ def sample(
 
 
 def sampled_row(
-    loss: Loss, declared: Combination, world: World, sampling: Sampling, found: Sequence[Sampled], why: str = ""
+    case: Case,
+    declared: Combination,
+    sampling: Sampling,
+    found: Sequence[Sampled],
+    why: str = "",
+    *,
+    off_policy_only: bool = False,
 ) -> Row:
-    """What samples say of one world; `why` tells what stood in the way of enumeration."""
-    drawn = world.instances
+    """The row of a case from samples, one set an instance; `why` says what stood in the way of enumeration."""
+    drawn = case.instances
     targets = [target(declared, instance) for instance in drawn]
     units = [float(np.linalg.norm(wanted)) or size(i) for wanted, i in zip(targets, drawn, strict=True)]
     ends = [tuple(end / unit for end in one.interval) for one, unit in zip(found, units, strict=True)]
     low, high = (max(end) for end in zip(*ends, strict=True))
-    identification = identify_sampled(found, world.candidates)
+    identification = identify_sampled(found, case.candidates)
     agrees: bool | None = True if high <= sampling.margin else False if low > sampling.margin else None
     samples = max(one.samples for one in found)
     note = _words(agrees, sampling, (low, high), samples, found[0].asymptotic)
-    if loss.spec is not None and loss.spec.off_policy_only and world.sampler == "current":
-        agrees, note = None, "means something only when the sampler is not the policy"
+    if off_policy_only and case.sampler == "current":
+        agrees, note = None, STALE_ONLY
     return Row(
-        world.environment,
-        world.sampler,
+        case.environment,
+        case.sampler,
         identification.combination,
-        expected=world.spelt(declared),
+        expected=case.spelt(declared),
         agrees=agrees,
         relative_bias=max(one.distance / unit for one, unit in zip(found, units, strict=True)),
         cosine=worst_cosine([one.gradient for one in found], targets, identification),
@@ -121,7 +128,7 @@ def sampled_row(
         method="sampled",
         instances=len(drawn),
         rollouts=samples * found[0].batch,
-        length=world.length,
+        length=case.length,
         batch=found[0].batch,
         note="; ".join(filter(None, (why, note))),
         error_rate=sampling.error_rate,

@@ -1,4 +1,4 @@
-"""Before a disagreement is reported, both sides of it are computed again in another way."""
+"""Second route: before a disagreement is reported, compute both sides of it again in another way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
-from kltest.identify.declared import size
+from kltest.identify.case import Case, size, target
 from kltest.identify.findings import Combination
 from kltest.identify.identification import tolerance
 from kltest.loss.outcome import Loss
@@ -23,21 +23,19 @@ class DisagreementError(KltestError):
     """Two independent routes to one exact number differ: a defect of kltest, not of the loss."""
 
 
-def compare(
-    loss: Loss,
-    instance: Instance,
-    sampler: str,
-    moments: Moments,
-    declared: Combination,
-    target: np.ndarray,
-    padding: int,
-) -> None:
-    """Raise DisagreementError unless the target and a loss's expected gradient come out the same by autograd."""
+def compare(loss: Loss, case: Case, moments: Moments, declared: Combination) -> None:
+    """Compute the declared gradient and the loss's expected gradient again by autograd, on the case's first instance.
+
+    Raises:
+        DisagreementError: One of the two differs from the first route by more than rounding.
+    """
+    instance = case.instances[0]
+    wanted = target(declared, instance)
     again = sum(c * gradient_again(name, instance) for name, c in declared.items())
-    scale = max(float(np.linalg.norm(target)), size(instance))
-    if np.linalg.norm(target - again) > ROUTES_AGREE * scale:
+    scale = max(float(np.linalg.norm(wanted)), size(instance))
+    if np.linalg.norm(wanted - again) > ROUTES_AGREE * scale:
         raise DisagreementError("the declared gradient comes out differently by dynamic programming and by autograd")
-    gradient_of_table = through_table(loss, instance, sampler, padding)
+    gradient_of_table = through_table(loss, instance, case.sampler, case.seed)
     scale = max(float(np.sqrt(moments.second_moment)), size(instance))
     if np.linalg.norm(moments.gradient - gradient_of_table) > max(ROUTES_AGREE, tolerance(moments.dtype)) * scale:
         raise DisagreementError(
@@ -47,7 +45,7 @@ def compare(
 
 
 def through_table(loss: Loss, instance: Instance, sampler: str, padding: int) -> np.ndarray:
-    """The expected gradient once more: each rollout's own call, chained to a table of logits by autograd."""
+    """(C, V) the expected gradient by a second route: one call a rollout, chained to a table of logits by autograd."""
     paths, weights = instance.paths, instance.rollout_weights(sampler)
     table = torch.from_numpy(instance.policy).requires_grad_()
     log_probs = table.log_softmax(dim=1)

@@ -15,6 +15,7 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
+from kltest.identify.case import Case
 from kltest.loss.outcome import Loss
 from kltest.moments import Moments
 from kltest.report import ValueRow
@@ -60,9 +61,7 @@ def true_values(instance: Instance) -> dict[str, float]:
     return {name: value(name, instance) for name in NAMES}
 
 
-def reported(
-    loss: Loss, environment: str, sampler: str, instances: Sequence[Instance], found: Sequence[Moments], dtype: str
-) -> Reported | None:
+def reported(loss: Loss, case: Case, found: Sequence[Moments], dtype: str) -> Reported | None:
     """What a loss logs, or else what it returns for a rollout; None where it shows neither."""
     metrics = [moments.metric for moments in found]
     is_metric = None not in metrics
@@ -70,13 +69,13 @@ def reported(
     known = [answer for answer in answers if answer is not None]
     if len(known) < len(answers):
         return None
-    limit = TOLERANCE.get(dtype, HALF_PRECISION)
+    instances, limit = case.instances, TOLERANCE.get(dtype, HALF_PRECISION)
     truths = [true_values(instance) for instance in instances]
     means = [answer.mean for answer in known]
     matches, judged, padded = first_match(means, truths, limit), True, instances[0].paths.padded
     if matches is None and padded and found[0].batch == 1:
         lengths = [instance.paths.lengths for instance in instances]
-        chances = [instance.rollout_weights(sampler) for instance in instances]
+        chances = [instance.rollout_weights(case.sampler) for instance in instances]
         summed = [float(p @ (k.rows * n)) for p, k, n in zip(chances, known, lengths, strict=True)]
         if first_match(summed, [{"kl": truth["kl"]} for truth in truths], limit):
             matches = "kl_per_token"
@@ -87,8 +86,8 @@ def reported(
         judged = False
     name = matches or _nearest(means, truths)
     row = ValueRow(
-        environment,
-        sampler,
+        case.environment,
+        case.sampler,
         matches,
         max(abs(mean / truth[name] - 1) for mean, truth in zip(means, truths, strict=True)),
         max(answer.std / abs(truth[name]) for answer, truth in zip(known, truths, strict=True)),

@@ -91,7 +91,7 @@ def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
     if not row.wrong or row.identified is not None:
         return None
     # Asked first: looking for a head takes hundreds of calls.
-    single = findings.alone("bandit", "current") if _sees_all_tokens(findings) else None
+    single = findings.measure.alone("bandit", "current") if _sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
         return None
     seen = head(findings)
@@ -102,7 +102,7 @@ def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
 def beyond_the_usual_worlds(findings: Findings, *, drawn: bool) -> Found | None:
     """A head that leaves nothing out of small worlds, and changes the gradient in one that is large enough."""
     seen = head(findings)
-    small = findings.alone("bandit", "current")
+    small = findings.measure.alone("bandit", "current")
     if seen is None or seen.drawn != drawn or small is None or small.identified is None:
         return None
     followed = findings.expect if small.agrees else small.identified

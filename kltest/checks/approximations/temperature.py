@@ -90,15 +90,15 @@ class _Bandits:
     def __init__(self, findings: Findings) -> None:
         self.loss = findings.loss
         self.drawn = instances(WORLD, findings.seed)
-        self.mean = findings.evaluator.reduction != "sum"
+        self.mean = findings.observed.reduction != "sum"
         self.base = _together(self.drawn, findings.seed)
         self.weights = [np.exp(instance.policy[0]) for instance in self.drawn]
         rollout = self.base.replace()
         self.loss(rollout)
         self.read = frozenset(rollout.accessed)
-        single = findings.alone(WORLD, "current")
+        single = findings.measure.alone(WORLD, "current")
         self.with_entropy = single is not None and "entropy" in (single.identified or {})
-        self.limit = FITS.get(findings.evaluator.dtype, 0.0)
+        self.limit = FITS.get(findings.observed.dtype, 0.0)
 
     def tempered(self) -> Tempered | None:
         if self._residual(self._gradients({}))[0] < self.limit:

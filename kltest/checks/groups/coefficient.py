@@ -43,7 +43,7 @@ def coefficient(findings: Findings) -> Coefficient:
 
 def _coefficient(findings: Findings) -> Coefficient:
     loss: Any = findings.loss
-    place, dtype = bench(findings), findings.evaluator.dtype
+    place, dtype = bench(findings), findings.observed.dtype
     untied = place.rollout(place.different, place.untied)
     base = loss.beta(untied)
     parts, moves = {}, False

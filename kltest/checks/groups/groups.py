@@ -9,7 +9,7 @@ import numpy as np
 from kltest.checks.group_fixture import Bench, bench, called, limit, norm
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
-from kltest.identify.declared import target
+from kltest.identify.case import target
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.moments.batches import groups_of
@@ -43,7 +43,7 @@ def _masks_tied_groups(findings: Findings) -> bool:
 
 def sees_rewards(findings: Findings) -> bool:
     """Whether anything tells the loss which rewards a group got."""
-    return bool(findings.evaluator.uses & {"reward", "advantage"})
+    return bool(findings.observed.uses & {"reward", "advantage"})
 
 
 def lost_to_ties(row: Row, findings: Findings) -> tuple[float, float | None]:
@@ -52,13 +52,13 @@ def lost_to_ties(row: Row, findings: Findings) -> tuple[float, float | None]:
     The KL part of every group is taken with rewards exchanged for such as do not tie; None where that takes too many
     calls.
     """
-    world = findings.evaluator.world(row)
-    instance = world.instances[0]
+    case = findings.measure.case(row)
+    instance = case.instances[0]
     paths, rewards = instance.paths, instance.environment.returns(instance.paths)
-    every = list(groups_of(instance, world.sampler, row.batch))
+    every = list(groups_of(instance, case.sampler, row.batch))
     groups, chances = np.array([rows for rows, _ in every]), np.array([chance for _, chance in every])
     tied = np.ptp(rewards[groups], axis=1) == 0
-    place = Bench(findings.loss, instance, row.batch, findings.seed, world.sampler)
+    place = Bench(findings.loss, instance, row.batch, findings.seed, case.sampler)
     parts = _parts(place, groups, limit(findings))
     if parts is None:
         return float(chances[tied].sum()), None
@@ -100,10 +100,10 @@ def share_by_size(row: Row, findings: Findings) -> dict[int, float]:
     """
     shares = {}
     for size in PAIR_AND_TRIPLE:
-        instance = instances("bandit", findings.seed, size if findings.evaluator.grouped else None)[0]
+        instance = instances("bandit", findings.seed, size if findings.measure.sizes.grouped else None)[0]
         wanted = target(findings.expect, instance)
         try:
-            found = findings.evaluator.expected(replace(row, batch=size), instance).gradient
+            found = findings.measure.expected(replace(row, batch=size), instance).gradient
         except KltestError:
             return {}
         if not wanted.any():

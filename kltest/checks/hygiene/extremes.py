@@ -88,7 +88,7 @@ def dead_zones(findings: Findings) -> Found | None:
 def scan_of(findings: Findings) -> Scan:
     """What looks for dead zones and plateaus of this loss."""
     what: Level = "gradient" if findings.placement == "loss" else "value"
-    finest = COARSE.get(findings.evaluator.dtype, 0.0)
+    finest = COARSE.get(findings.observed.dtype, 0.0)
     return Scan(findings.loss.for_experiments(), what, _companions(findings), finest)
 
 
@@ -215,7 +215,7 @@ class Scan:
 
 def _companions(findings: Findings) -> int:
     """As many mild rollouts beside the one as make two groups of the size that the loss is graded with."""
-    size = findings.evaluator.plans[0][0] if findings.evaluator.grouped else 2
+    size = findings.measure.sizes.each[0] if findings.measure.sizes.grouped else 2
     return 2 * size - 1
 
 

@@ -57,7 +57,7 @@ def mild_batch(kind: torch.dtype, seed: int) -> Rollout:
 
 def too_low(findings: Findings) -> Found | None:
     """Half precision inside, although float64 was given; else gradients that half precision on input destroys."""
-    dtype = findings.evaluator.dtype
+    dtype = findings.observed.dtype
     if dtype in NARROW:
         return Found(
             f"Given float64, it computes in {dtype}, whose numbers have {DIGITS[dtype]} significant bits: log-probs "

@@ -27,7 +27,7 @@ def differs(findings: Findings) -> Found | None:
         for call in range(2, CALLS + 1):
             if words := _difference(first, look(loss, batch.replace())):
                 return Found(f"The same batch of {len(batch)} rollouts gives {words} in call {call}.")
-    if noticed := getattr(findings.evaluator, "nondeterministic", None):
+    if noticed := findings.observed.nondeterministic:
         return Found(f"{noticed}.")
     return None
 

@@ -74,7 +74,7 @@ def logged_rows(findings: Findings, sampler: str = "current") -> list[Row]:
     found = []
     for environment in findings.environments:
         try:
-            measured = findings.evaluator.rows(environment, sampler)
+            measured = findings.measure.rows(environment, sampler)
         except KltestError:
             continue
         found += [row for row in measured if row.reported is not None and row.reported.is_metric][-1:]

@@ -9,9 +9,9 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    if row.sampler != "stale" or (row.identified is not None and not findings.right_when_current(row)):
+    if row.sampler != "stale" or (row.identified is not None and not findings.measure.right_when_current(row)):
         return False
-    return not findings.probes.sampler_has_influence(row.environment)
+    return not findings.measure.probes.sampler_has_influence(row.environment)
 
 
 def moot(findings: Findings) -> str | None:

@@ -11,7 +11,7 @@ from kltest.identify.findings import Findings, Row
 def explains(row: Row, findings: Findings) -> bool:
     if row.sampler != "stale" or findings.placement != "loss":
         return False
-    return findings.probes.mended_by_reattaching(row.environment)
+    return findings.measure.probes.mended_by_reattaching(row.environment)
 
 
 def moot(findings: Findings) -> str | None:

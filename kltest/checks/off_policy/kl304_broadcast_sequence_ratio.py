@@ -11,7 +11,7 @@ from kltest.identify.findings import Findings, Row
 def explains(row: Row, findings: Findings) -> bool:
     if row.sampler != "stale" or row.identified is not None or row.length == 1:
         return False
-    return findings.probes.only_through_the_sum(row.environment)
+    return findings.measure.probes.only_through_the_sum(row.environment)
 
 
 def moot(findings: Findings) -> str | None:

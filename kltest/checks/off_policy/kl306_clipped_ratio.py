@@ -11,7 +11,7 @@ from kltest.identify.findings import Findings, Row
 def explains(row: Row, findings: Findings) -> bool:
     if row.sampler != "stale" or row.agrees is not False:
         return False
-    return findings.probes.right_without_clip(row.environment)
+    return findings.measure.probes.right_without_clip(row.environment)
 
 
 def moot(findings: Findings) -> str | None:

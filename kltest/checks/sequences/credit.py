@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from kltest.identify.declared import World
+from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve
 from kltest.truth import gradient
@@ -38,29 +38,29 @@ def _credit(row: Row, findings: Findings) -> str | None:
         return None
     if row.identified is not None:
         return _damped(row.identified)
-    gradients = findings.evaluator.gradients(row)
+    gradients = findings.measure.gradients(row)
     if not gradients:  # of a sampled row there are none that are exact
         return None
-    world = findings.evaluator.world(row)
-    parts = _parts(world)
+    case = findings.measure.case(row)
+    parts = _parts(case)
     besides = [name for name in findings.expect if name not in ("reverse_kl", "local_reverse_kl", "zero")]
-    known = {name: [gradient(name, i) for i in world.instances] for name in besides}
+    known = {name: [gradient(name, i) for i in case.instances] for name in besides}
     for extra in ([], [BESIDES]):
-        more = known | {name: [gradient(name, i) for i in world.instances] for name in extra}
+        more = known | {name: [gradient(name, i) for i in case.instances] for name in extra}
         for by_distance in (True, False):
             columns: dict[str, list[np.ndarray]] = {}
             for (t, s), part in parts.items():
                 name = str(s - t if by_distance else (t, s))
                 columns[name] = [a + b for a, b in zip(columns[name], part, strict=True)] if name in columns else part
-            found = solve(gradients, columns | more, dtype=findings.evaluator.dtype)
+            found = solve(gradients, columns | more, dtype=findings.observed.dtype)
             if found is not None:
                 return read({(t, s): found[str(s - t if by_distance else (t, s))] for t, s in parts})
     return None
 
 
 @lru_cache(maxsize=16)
-def _parts(world: World) -> dict[tuple[int, int], list[np.ndarray]]:
-    pairs = [credit_pairs(instance) for instance in world.instances]
+def _parts(case: Case) -> dict[tuple[int, int], list[np.ndarray]]:
+    pairs = [credit_pairs(instance) for instance in case.instances]
     return {pair: [each[pair] for each in pairs] for pair in pairs[0]}
 
 

@@ -9,19 +9,19 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return not findings.coupled_by_length and divided_by_length(row, findings)
+    return not findings.observed.coupled_by_length and divided_by_length(row, findings)
 
 
 def divided_by_length(row: Row, findings: Findings) -> bool:
     """At fixed length T the coefficients are 1/T of those at length one; where lengths vary, nothing is identified."""
     if row.length == 1:
         return False
-    fixed, varying = (findings.alone(world, row.sampler, row.batch) for world in ("sequence", "ragged"))
+    fixed, varying = (findings.measure.alone(world, row.sampler, row.batch) for world in ("sequence", "ragged"))
     if row.length is not None:
         fixed = row
     if varying is None or varying.identified is not None or fixed is None or fixed.identified is None:
         return False
-    single = findings.alone("bandit", row.sampler, row.batch)
+    single = findings.measure.alone("bandit", row.sampler, row.batch)
     unit = sum(map(abs, single.identified.values())) if single and single.identified else 1.0
     size = sum(map(abs, fixed.identified.values()))
     return "zero" not in fixed.identified and abs(size * (fixed.length or 1) - unit) < 1e-3 * unit

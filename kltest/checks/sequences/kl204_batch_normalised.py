@@ -10,7 +10,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    if not findings.coupled_by_length:
+    if not findings.observed.coupled_by_length:
         return False
     if row.batch > 1:
         return row.identified is None

@@ -46,7 +46,7 @@ def split(findings: Findings) -> Split:
 
 
 def _split(findings: Findings) -> Split:
-    reads_groups = "group" in findings.evaluator.uses
+    reads_groups = "group" in findings.observed.uses
     size = bench(findings).size
     place = Bench(findings.loss, instances(WORLD, findings.seed, size)[0], size, findings.seed)
     lengths = place.instance.paths.lengths
@@ -58,7 +58,7 @@ def _split(findings: Findings) -> Split:
         if found.moved <= limit(findings) or not _in_expectation(findings):
             return Split(0.0)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
-        rewarded = findings.evaluator.uses & ROW_FIELDS
+        rewarded = findings.observed.uses & ROW_FIELDS
         if rewarded and _moved(findings, _batch(place, longest, ALIKE), 1).moved > limit(findings):
             return Split(0.0, unfit="it couples rollouts of equal length, through their rewards")
     except KltestError as error:

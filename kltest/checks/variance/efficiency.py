@@ -69,7 +69,7 @@ def comparisons(findings: Findings) -> list[Comparison]:
 
 def _compare(row: Row, findings: Findings) -> Comparison | None:
     found = None
-    for instance, own in zip(findings.evaluator.world(row).instances, row.variances, strict=False):
+    for instance, own in zip(findings.measure.case(row).instances, row.variances, strict=False):
         unit = float(np.linalg.norm(gradient("reverse_kl", instance))) ** 2
         known = {name: v for name, v in variances(findings.expect, instance, row.sampler).items() if v > EXACT * unit}
         if not known:

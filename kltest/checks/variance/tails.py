@@ -67,7 +67,7 @@ class Tail:
 
 def tails(findings: Findings) -> list[Tail]:
     """Every direction in which a rollout's gradient grows exponentially, and faster than the rollout becomes rare."""
-    uses = findings.evaluator.uses & SAMPLER_FIELDS and "stale" in findings.samplers
+    uses = findings.observed.uses & SAMPLER_FIELDS and "stale" in findings.samplers
     rollout = Rollout.of(_instance(findings), padding=findings.seed).take(range(BATCH))
     mild = _size(findings.loss, rollout)
     found = []

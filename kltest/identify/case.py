@@ -1,4 +1,4 @@
-"""The declared gradient in one world: how it is spelt there, and how far a measured one is from it."""
+"""Case: an environment under one sampler, with its instances, its named gradients and the declared one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.identify import transformers as networks
+from kltest.identify import transformers
 from kltest.identify.findings import Combination
 from kltest.identify.identification import HELD_OUT, Identification, identify
 from kltest.identify.instances import NETWORKS, instances, seeds
@@ -20,8 +20,8 @@ CANCELS = 1e-12
 
 
 @dataclass(frozen=True)
-class World:
-    """A world under one sampler, as drawn from a seed; `group` where it is one for groups of that size."""
+class Case:
+    """An environment under one sampler, drawn from a seed; `group` is the group size of an environment for groups."""
 
     environment: str
     sampler: str
@@ -30,47 +30,56 @@ class World:
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """The instances that are fitted on, and the held-out one."""
+        """The instances to fit on, then the held-out one."""
         return instances(self.environment, self.seed, self.group)
 
     @property
     def candidates(self) -> dict[str, list[np.ndarray]]:
-        """The named gradients on every instance; those of the sampler only where it is another policy."""
+        """Named gradients (C, V) on every instance; those of the sampler only if it is another policy."""
         return _candidates(self)
 
     @property
     def candidates_at_parameters(self) -> dict[str, list[np.ndarray]]:
-        """The same at the policy's own parameters."""
+        """Named gradients with respect to the policy's own parameters."""
         return _candidates_at_parameters(self)
 
     def at_parameters(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Gradients (C, V) at the logits, one an instance, at the policy's own parameters: those logits, or weights.
+        """Gradients with respect to the policy's own parameters: the logits themselves, or a network's weights.
 
-        Those at a network's weights are given by coordinates that keep all inner products with named gradients.
+        Args:
+            gradients: (C, V) with respect to logits, one an instance.
+
+        Returns:
+            One array an instance. A gradient at a network's weights is given by coordinates in a basis that keeps all
+            inner products with named gradients.
         """
         if self.environment not in NETWORKS:
             return list(gradients)
         drawn = zip(self.instances, seeds(self.environment, self.seed), gradients, strict=True)
-        return [networks.pulled(instance, seed).of(one) for instance, (_, seed), one in drawn]
+        return [transformers.pulled(instance, seed).of(one) for instance, (_, seed), one in drawn]
 
     @property
     def freedom(self) -> int:
-        """How many numbers are free: logits but for a constant in each context, or weights if they are fewer."""
+        """Free numbers of the fitted instances: V − 1 logits a context, or the weights if they are fewer."""
         fitted = self.instances[:-HELD_OUT]
         free = [i.environment.n_contexts * (i.environment.vocabulary - 1) for i in fitted]
         if self.environment in NETWORKS:
-            free = [min(n, networks.parameters(i.environment.vocabulary)) for n, i in zip(free, fitted, strict=True)]
+            weights = [transformers.parameters(i.environment.vocabulary) for i in fitted]
+            free = [min(pair) for pair in zip(free, weights, strict=True)]
         return sum(free)
 
     @property
     def length(self) -> int | None:
-        """The one length of all rollouts, None where it varies."""
+        """The common length of all rollouts in tokens, None if it varies."""
         lengths = self.instances[0].paths.lengths
         return int(lengths[0]) if (lengths == lengths[0]).all() else None
 
     def spelt(self, declared: Combination) -> Combination:
-        """A combination in the names that are independent in this world: on a bandit there is nothing local."""
-        candidates = _candidates(World(self.environment, "stale", self.seed, self.group))
+        """The declared combination in names that are independent in this environment.
+
+        On a bandit local and sequence-level gradients are equal, so that the local names disappear.
+        """
+        candidates = _candidates(Case(self.environment, "stale", self.seed, self.group))
         spelt: Combination = {}
         for name, coefficient in declared.items():
             own = identify([gradient(name, i) for i in self.instances], candidates).combination or {name: 1.0}
@@ -81,14 +90,14 @@ class World:
 
 
 @lru_cache(maxsize=64)
-def _candidates(world: World) -> dict[str, list[np.ndarray]]:
-    names = [name for name, row in ATLAS.items() if name != "zero" and (world.sampler == "stale" or not row.stale)]
-    return {name: [gradient(name, instance) for instance in world.instances] for name in names}
+def _candidates(case: Case) -> dict[str, list[np.ndarray]]:
+    names = [name for name, row in ATLAS.items() if name != "zero" and (case.sampler == "stale" or not row.stale)]
+    return {name: [gradient(name, instance) for instance in case.instances] for name in names}
 
 
 @lru_cache(maxsize=64)
-def _candidates_at_parameters(world: World) -> dict[str, list[np.ndarray]]:
-    return {name: world.at_parameters(given) for name, given in _candidates(world).items()}
+def _candidates_at_parameters(case: Case) -> dict[str, list[np.ndarray]]:
+    return {name: case.at_parameters(gradients) for name, gradients in _candidates(case).items()}
 
 
 def size(instance: Instance) -> float:
@@ -97,14 +106,14 @@ def size(instance: Instance) -> float:
 
 
 def target(declared: Combination, instance: Instance) -> np.ndarray:
-    """The declared gradient; exactly zero where its terms cancel up to rounding."""
+    """The declared gradient (C, V); exactly zero if its terms cancel up to rounding."""
     combined = combine(declared, instance)
     terms = sum(abs(c) * float(np.linalg.norm(gradient(name, instance))) for name, c in declared.items())
     return np.zeros_like(combined) if np.linalg.norm(combined) <= CANCELS * terms else combined
 
 
 def relative_bias(found: np.ndarray, wanted: np.ndarray, unit: float) -> float:
-    """‖found − wanted‖ / ‖wanted‖, over the unit ‖∇KL(π‖ref)‖ where nothing is wanted."""
+    """‖found − wanted‖ / ‖wanted‖, or over the unit ‖∇KL(π‖ref)‖ if `wanted` is zero."""
     norm = float(np.linalg.norm(wanted))
     return float(np.linalg.norm(found - wanted)) / (norm if norm > 0 else unit)
 
@@ -112,7 +121,7 @@ def relative_bias(found: np.ndarray, wanted: np.ndarray, unit: float) -> float:
 def worst_cosine(
     gradients: list[np.ndarray], targets: list[np.ndarray], identification: Identification
 ) -> float | None:
-    """The least cosine of a gradient with its target; None where one of them is zero."""
+    """The least cosine of a gradient with its target over the instances; None if one of them is zero."""
     if identification.combination == {"zero": 1.0}:
         return None
     norms = [float(np.linalg.norm(g) * np.linalg.norm(t)) for g, t in zip(gradients, targets, strict=True)]

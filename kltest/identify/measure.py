@@ -1,0 +1,256 @@
+"""The measuring service: cases of one loss, called and evaluated once each, and one more for a check that asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from kltest.environments import Instance
+from kltest.errors import KltestError, TargetError, WorldError
+from kltest.identify import second_route
+from kltest.identify.case import Case, relative_bias, size, target
+from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
+from kltest.identify.findings import Combination, Observed, Row
+from kltest.identify.identification import tolerance
+from kltest.identify.instances import instances
+from kltest.identify.probes import Probes
+from kltest.identify.sampling import Sampling, sample, sampled_row
+from kltest.identify.values import reported
+from kltest.loss.outcome import Loss
+from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches
+
+if TYPE_CHECKING:
+    from kltest.identify.findings import Findings
+
+T = TypeVar("T")
+# Sizes to try if none was asked for: the smallest batch that the loss accepts, the largest group up to the usual one.
+BATCHES = (2, 4, 8)
+GROUPS = (4, 3, 2)
+# Batches are called one by one, about half a millisecond each: up to a second an instance, up to a few if that is the
+# only size that the loss takes or the one that was asked for.
+FEW_BATCHES, MOST_BATCHES = 1_000, 5_000
+# Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
+NOISY_BATCH = 512
+GROUP_FIELDS = frozenset({"reward", "advantage", "group"})
+# Rounding may leave this much of the square of a zero gradient: environments are mild, gradients of size one.
+NOTHING = 1e-24
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Batch sizes to try for a loss that couples rows, in rollouts; `grouped` batches are groups of one prompt."""
+
+    each: tuple[int, ...] = BATCHES
+    grouped: bool = False
+    asked: bool = False
+
+    @classmethod
+    def of(cls, uses: frozenset[str], group_size: int | None = None, batch_size: int | None = None) -> Sizes:
+        """Sizes for a loss that reads these fields: of groups if it reads the reward and no batch size was asked for."""
+        grouped = bool(uses & GROUP_FIELDS) and batch_size is None
+        asked = group_size if grouped else batch_size
+        return cls((asked,) if asked else GROUPS if grouped else BATCHES, grouped, bool(asked))
+
+    @property
+    def attempts(self) -> list[tuple[int, int]]:
+        """(size, most batches to enumerate) in the order in which they are tried."""
+        first = [] if self.asked else [(many, FEW_BATCHES) for many in self.each]
+        return [*first, (self.each[0], MOST_BATCHES)]
+
+
+class Measure:
+    """Measures the expected gradient of one loss in one case after another, and records what it sees in `observed`."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        declared: Combination,
+        uses: frozenset[str],
+        *,
+        seed: int = 0,
+        sizes: Sizes | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self.loss = loss
+        self.declared = declared
+        self.seed = seed
+        self.sizes = sizes or Sizes.of(uses)
+        self.sampling = sampling or Sampling()
+        self.observed = Observed(uses)
+        self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
+        self._measured: dict[tuple[str, str, int], tuple[Case, list[np.ndarray]]] = {}
+        self._results: dict[Any, Any] = {}
+
+    # ------------------------------------------------------------------------------------------ questions of checks
+
+    def rows(self, environment: str, sampler: str) -> list[Row]:
+        """The row of batches of one; if the loss couples the rows of a batch, that of larger batches as well."""
+        known = self.observed.rows
+        if (environment, sampler) not in known:
+            known[environment, sampler] = self._measure(Case(environment, sampler, self.seed))
+        return known[environment, sampler]
+
+    def alone(self, environment: str, sampler: str, batch: int = 1) -> Row | None:
+        """The row of batches of this size in an environment; None if it cannot be measured."""
+        try:
+            rows = self.rows(environment, sampler)
+        except KltestError:
+            return None
+        return next((row for row in rows if row.batch == batch), None)
+
+    def right_when_current(self, row: Row) -> bool:
+        """True if the row's environment agrees when the sampler is the policy."""
+        current = self.alone(row.environment, "current")
+        return current is not None and current.agrees is True
+
+    def gradients(self, row: Row) -> list[np.ndarray]:
+        """(C, V) expected gradients of a measured row, one an instance; empty for a row that was sampled."""
+        return self._measured.get((row.environment, row.sampler, row.batch), (None, []))[1]
+
+    def case(self, row: Row) -> Case:
+        """The case of a measured row; groups have environments of their own."""
+        known = self._measured.get((row.environment, row.sampler, row.batch))
+        return known[0] if known else Case(row.environment, row.sampler, self.seed)
+
+    def expected(self, row: Row, instance: Instance) -> Moments:
+        """The moments of a measured row's batches on another instance."""
+        if row.batch == 1:
+            return exact(self.loss, instance, row.sampler, padding=self.seed)
+        return self._over_batches(instance, Case(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
+
+    def meets(self, loss: Loss, instance: Instance) -> bool:
+        """True if a variant of the loss follows the declared gradient under the instance's stale sampler."""
+        found = exact(loss, instance, "stale", padding=self.seed)
+        wanted = target(self.declared, instance)
+        return relative_bias(found.gradient, wanted, size(instance)) <= tolerance(found.dtype)
+
+    def once(self, experiment: Callable[[Findings], T], findings: Findings) -> T:
+        """Result of an experiment that several checks share; it is run once, and its KltestError raised again."""
+        if experiment not in self._results:
+            try:
+                self._results[experiment] = experiment(findings)
+            except KltestError as error:
+                self._results[experiment] = error
+        result = self._results[experiment]
+        if isinstance(result, KltestError):
+            raise result
+        return result
+
+    # --------------------------------------------------------------------------------------------------- one case
+
+    def _measure(self, case: Case) -> list[Row]:
+        rows = []
+        coupling = ""
+        try:
+            found, row = self._from_samples(case) if self.sampling.asked else self._from_all(case)
+            rows.append(row)
+            coupling = next((moments.coupling for moments in found if moments.reduction == "coupled"), "")
+        except NonDeterministicError as error:
+            return [self._gives_two_gradients(case, error)]
+        except BatchOfOneError as error:
+            coupling = str(error)
+        if not coupling:
+            return rows
+        self.observed.coupled_in.add(case.environment)
+        self._remark(f"The loss couples the rows of a batch: {coupling}.")
+        batched = self._batched(case)
+        if rows and rows[0].reported and rows[0].reported.is_metric:
+            # The metric of one rollout is an estimate of the KL by itself, whatever its gradient is.
+            batched = replace(batched, value=rows[0].value, reported=rows[0].reported)
+        # A baseline taken from the batch itself leaves nothing of a batch of one, or of its reward. That says nothing
+        # about larger batches, so that the row of one is dropped.
+        nothing = [row for row in rows if row.identified == {"zero": 1.0} != batched.identified]
+        nothing += [row for row in rows if self.sizes.grouped and row.wrong and batched.agrees]
+        return [row for row in rows if row not in nothing] + [batched]
+
+    def _from_all(self, case: Case) -> tuple[Sequence[Moments | Sampled], Row]:
+        found = [exact(self.loss, instance, case.sampler, padding=self.seed) for instance in case.instances]
+        self._note(found)
+        return found, self._row(case, found)
+
+    def _batched(self, case: Case) -> Row:
+        """The row of the first size of batches, or groups, that the loss takes and that can be enumerated."""
+        failure: KltestError | None = None
+        for many, most in self.sizes.attempts:
+            place = replace(case, group=many if self.sizes.grouped else None)
+            try:
+                if self.sampling.asked:
+                    return self._from_samples(place, many)[1]
+                found = [self._over_batches(instance, place, many, most) for instance in place.instances]
+            except NonDeterministicError as error:
+                return self._gives_two_gradients(place, error)
+            except (WorldError, TargetError) as error:
+                failure = error
+                continue
+            self._note(found)
+            self.observed.reductions.append("coupled")
+            return self._row(place, found, note="whole groups of one prompt" if self.sizes.grouped else "")
+        if isinstance(failure, TargetError):
+            raise failure
+        many = self.sizes.each[0]
+        return self._by_sampling(replace(case, group=many if self.sizes.grouped else None), many, str(failure))
+
+    def _over_batches(self, instance: Instance, case: Case, many: int, most: int) -> Moments:
+        found = exact_batches(
+            self.loss, instance, case.sampler, many, grouped=self.sizes.grouped, padding=self.seed, most=most
+        )
+        if not found.added_up:
+            return found
+        self._remark(f"Its rows are added up, not averaged: its gradient was divided by the {many} rows of a batch.")
+        return replace(found, gradient=found.gradient / many, second_moment=found.second_moment / many**2)
+
+    def _gives_two_gradients(self, case: Case, error: NonDeterministicError) -> Row:
+        """The row of a loss that draws random numbers; they are averaged over in whole batches or groups."""
+        self.observed.nondeterministic = str(error)
+        self._remark(f"{error}.")
+        sizes = self.sizes
+        many = sizes.each[0] if sizes.asked or sizes.grouped else NOISY_BATCH
+        place = replace(case, group=many if sizes.grouped else None)
+        if error.keeps_state:
+            why = "the loss keeps state between calls, so that they are no samples"
+            return not_judged(place, self.declared, many, why)
+        return self._by_sampling(place, many, "the loss gives different gradients for the same batch", noisy=True)
+
+    def _by_sampling(self, case: Case, batch: int, why: str, *, noisy: bool = False) -> Row:
+        """A row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
+        try:
+            return self._from_samples(case, batch, why, noisy=noisy)[1]
+        except WorldError as error:
+            return not_judged(case, self.declared, batch, f"{why}; {error}")
+
+    def _from_samples(
+        self, case: Case, batch: int = 1, why: str = "", *, noisy: bool = False
+    ) -> tuple[Sequence[Moments | Sampled], Row]:
+        grouped = self.sizes.grouped and batch > 1
+        found = sample(self.loss, self.declared, case, self.sampling, batch, grouped=grouped, noisy=noisy)
+        self._note(found)
+        # No gradients are kept: checks work with exact ones only.
+        self._measured[case.environment, case.sampler, found[0].batch] = case, []
+        return found, sampled_row(case, self.declared, self.sampling, found, why, off_policy_only=self._off_policy_only)
+
+    def _row(self, case: Case, found: list[Moments], *, note: str = "") -> Row:
+        self._measured[case.environment, case.sampler, found[0].batch] = case, [each.gradient for each in found]
+        row = evaluate(case, self.declared, found, off_policy_only=self._off_policy_only, note=note)
+        dtype = lowest_precision(found)
+        if row.relative_bias > tolerance(dtype) and row.batch == 1:
+            second_route.compare(self.loss, case, found[0], self.declared)
+        shown = reported(self.loss, case, found, dtype)
+        return replace(row, value=shown.row if shown else None, reported=shown)
+
+    @property
+    def _off_policy_only(self) -> bool:
+        return self.loss.spec is not None and self.loss.spec.off_policy_only
+
+    def _remark(self, note: str) -> None:
+        self.observed.notes += [note] * (note not in self.observed.notes)
+
+    def _note(self, found: Sequence[Moments | Sampled]) -> None:
+        seen = self.observed
+        seen.reductions += [moments.reduction for moments in found]
+        seen.dtype = lowest_precision(found, seen.dtype)
+        # For a loss that takes β, a term without a gradient leaves the difference of two equal gradients.
+        least = NOTHING if self.loss.takes_beta else -1.0
+        seen.reached += [bool(moments.leaves) and moments.second_moment > least for moments in found]
