@@ -49,7 +49,7 @@ class Sizes:
 
     @classmethod
     def of(cls, uses: frozenset[str], group_size: int | None = None, batch_size: int | None = None) -> Sizes:
-        """Sizes for a loss that reads these fields: of groups if it reads the reward and no batch size was asked for."""
+        """Sizes for a loss that reads these fields: of groups if it reads the reward and no batch size is given."""
         grouped = bool(uses & GROUP_FIELDS) and batch_size is None
         asked = group_size if grouped else batch_size
         return cls((asked,) if asked else GROUPS if grouped else BATCHES, grouped, bool(asked))
