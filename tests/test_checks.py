@@ -10,7 +10,7 @@ import pytest
 import kltest
 from kltest import checks
 from kltest.checks import CHECKS
-from kltest.counterexample.demonstration import written
+from kltest.report import format_cell as written
 
 # A number with at least three decimals is a result; 0.5 or 0.95 are settings.
 RESULT = re.compile(r"[−-]?\d+\.\d{3,}")

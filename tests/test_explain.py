@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kltest.checks import CHECKS
 from kltest.cli import app
 from kltest.cli.explain import demonstrate, explain, parts
-from kltest.counterexample.demonstration import SmallWorld
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.errors import UsageError
 
 every_check = pytest.mark.parametrize("code", CHECKS)
@@ -41,10 +41,10 @@ def test_places_are_named_by_the_actions_that_lead_there(actions, length, ends):
     going_on = range(actions - ends)
     prefixes = [prefix for depth in range(length) for prefix in itertools.product(going_on, repeat=depth)]
     table = [[1 / actions] * actions] * len(prefixes)
-    world = SmallWorld(table, table, length=length, ends=ends)
+    world = SmallEnvironment(table, table, length=length, ends=ends)
     assert world.instance().environment.n_contexts == len(prefixes)
     places = [f"after {' '.join(map(str, prefix))}" if prefix else "root" for prefix in prefixes]
-    assert [world.place(context) for context in range(len(prefixes))] == places
+    assert [world.prefix(context) for context in range(len(prefixes))] == places
     assert [line.split(":")[0].strip() for line in world.words().splitlines()[1:]] == places
 
 

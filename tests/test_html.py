@@ -15,20 +15,21 @@ import losses_to_shrink as losses
 import pytest
 
 import kltest
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.counterexample.shrink import Shape, unrelated
 from kltest.counterexample.small_worlds import worked
-from kltest.counterexample.worked import Place, WorkedExample
 from kltest.loss.calling import bind
 from kltest.render import pictures as _pictures
 from kltest.render import render
 from kltest.render.pictures import bars, tree
+from kltest.report import CounterExample, Prefix
 
 VOID = {"meta", "br"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = "</pre></svg><script>alert(1)</script>\x1b\u202e&\"'<img src=x onerror=alert(1)>"
 
 
-def example(length=1, actions=2, ends=False, moved=False, batch=1) -> WorkedExample:
+def example(length=1, actions=2, ends=False, moved=False, batch=1) -> CounterExample:
     """A world in which nothing is equal, with the numbers of a loss that is wrong everywhere."""
     world = unrelated(Shape(length, actions, ends, moved, batch), 0, paid=False)
     sampler = "stale" if moved else "current"
@@ -125,7 +126,7 @@ def test_the_tree_has_every_rollout_with_its_chance(shape):
     shown = example(*shape)
     svg = ET.fromstring(tree(shown))
     texts = [element.text for element in svg.iter("text")]
-    instance = shown.world.instance()
+    instance = SmallEnvironment.of(shown).instance()
     chances = instance.rollout_weights("stale" if shape[3] else "current")
     written = [f"{chance:.4g}" for chance in chances]
     right = [element.text for element in svg.iter("text") if element.get("text-anchor") == "end"]
@@ -139,10 +140,10 @@ def test_the_tree_has_every_rollout_with_its_chance(shape):
 
 def test_probabilities_stand_on_the_branch_that_they_belong_to():
     """Two tokens: the branch to (0, 1) is the second from above; its label is that of context "after 0", action 1."""
-    place = Place("x", [0.6, 0.4], [0.5, 0.5], None, None, [0.0] * 2, [0.0] * 2, [0.0] * 2)
+    place = Prefix("x", [0.6, 0.4], [0.5, 0.5], None, None, [0.0] * 2, [0.0] * 2, [0.0] * 2)
     tables = ([0.6, 0.4], [0.7, 0.3], [0.8, 0.2])
     contexts = [replace(place, policy=table) for table in tables]
-    svg = ET.fromstring(tree(WorkedExample("sequence", "current", 2, 2, False, 1, "rows", False, contexts)))
+    svg = ET.fromstring(tree(CounterExample("sequence", "current", 2, 2, False, 1, "rows", False, contexts)))
     labels = [(float(e.get("y")), float(e.get("x")), e.text) for e in svg.iter("text") if "π" in (e.text or "")]
     deep = max(x for _, x, _ in labels)
     assert [text for _, x, text in sorted(labels) if x == deep] == ["π 0.7", "π 0.3", "π 0.8", "π 0.2"]
@@ -173,8 +174,8 @@ def test_bars_are_as_long_as_the_numbers_and_point_their_way(shape):
 
 
 def test_a_whisker_is_one_standard_deviation_to_both_sides():
-    place = Place("root", [0.5, 0.5], [0.5, 0.5], None, None, [1.0, -1.0], [0.5, -0.5], [0.25, 0.0])
-    svg = ET.fromstring(bars(WorkedExample("bandit", "current", 1, 2, False, 1, "rows", False, [place])))
+    place = Prefix("root", [0.5, 0.5], [0.5, 0.5], None, None, [1.0, -1.0], [0.5, -0.5], [0.25, 0.0])
+    svg = ET.fromstring(bars(CounterExample("bandit", "current", 1, 2, False, 1, "rows", False, [place])))
     (whisker,) = (e.get("d") for e in svg.iter("path") if e.get("class") == "whisker")
     low, high = (float(end) for end in re.match(r"M([\d.]+) [\d.]+ H([\d.]+)", whisker).groups())
     found = next(e for e in svg.iter("rect") if e.get("class") == "found")
@@ -186,8 +187,8 @@ def test_a_whisker_is_one_standard_deviation_to_both_sides():
 
 
 def test_enormous_noise_does_not_hide_the_bars():
-    place = Place("root", [0.5, 0.5], [0.5, 0.5], None, None, [1.0, -1.0], [0.5, -0.5], [1e6, 1e6])
-    svg = ET.fromstring(bars(WorkedExample("bandit", "current", 1, 2, False, 1, "rows", False, [place])))
+    place = Prefix("root", [0.5, 0.5], [0.5, 0.5], None, None, [1.0, -1.0], [0.5, -0.5], [1e6, 1e6])
+    svg = ET.fromstring(bars(CounterExample("bandit", "current", 1, 2, False, 1, "rows", False, [place])))
     assert all(float(e.get("width")) > 20 for e in svg.iter("rect"))
     for whisker in (e.get("d") for e in svg.iter("path") if e.get("class") == "whisker"):
         assert " v8" not in whisker, "an end would claim that the whisker ends there"

@@ -23,11 +23,11 @@ from kltest.counterexample.reproduction import reproduced
 from kltest.counterexample.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
 from kltest.counterexample.small_worlds import worked
 from kltest.counterexample.sources import NoSourceError, source_of
-from kltest.counterexample.worked import Place, WorkedExample
 from kltest.identify.findings import Findings, Row
 from kltest.identify.measure import Measure
 from kltest.loss.calling import bind
 from kltest.render import render
+from kltest.report import CounterExample, Prefix
 from kltest.truth import ATLAS
 
 HERE = Path(__file__).parent
@@ -474,8 +474,8 @@ def test_a_name_that_the_program_needs_is_renamed():
     ],
 )
 def test_the_setting_in_words(sampler, batch, summed, said):
-    place = Place("", [0.5, 0.5], [0.4, 0.6], sampler, None, [0.0, 0.0], [0.0, 0.0], [0.0, 0.0])
-    example = WorkedExample("bandit", "current", 1, 2, False, batch, "rows", summed, [place])
+    place = Prefix("", [0.5, 0.5], [0.4, 0.6], sampler, None, [0.0, 0.0], [0.0, 0.0], [0.0, 0.0])
+    example = CounterExample("bandit", "current", 1, 2, False, batch, "rows", summed, [place])
     assert said in example.setting
     assert ("in batches" in example.setting) is (batch > 1)
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.counterexample.formulas import as_torch, summed
 from kltest.counterexample.sources import FROM_FILE, FUTURE, NoSourceError, Source, is_literal, source_of
-from kltest.counterexample.worked import WorkedExample
 from kltest.environments import Instance
 from kltest.identify.findings import Combination
 from kltest.loss.arguments import Stub, field_asked, given_to
@@ -27,6 +27,7 @@ from kltest.loss.calling import BoundLoss, Recipe
 from kltest.loss.filling import FieldOf, Filling
 from kltest.loss.global_state import preserved
 from kltest.loss.jax.bridge import JaxLoss
+from kltest.report import CounterExample
 
 ROWS = "ijklmn"
 TABLES = ("torch", "logits", "ref", "old", "at", "y", "mask", "logp", "ref_logp", "old_logp", "reward")
@@ -36,7 +37,7 @@ WIDTH = 110
 AGREE, AGREE_LOW = 1e-9, 1e-4
 
 
-def reproduced(loss: Any, declared: Combination, example: WorkedExample, dtype: str) -> WorkedExample:
+def reproduced(loss: Any, declared: Combination, example: CounterExample, dtype: str) -> CounterExample:
     """The example with a program that computes both of its gradients, or with the reason why there is none."""
     if not isinstance(loss, BoundLoss):
         return example
@@ -61,14 +62,14 @@ class _Program:
     loss: BoundLoss
     recipe: Recipe
     declared: Combination
-    example: WorkedExample
+    example: CounterExample
     source: Source
 
     def __post_init__(self) -> None:
         form = self.recipe.form
         if form is not None and form.lists:
             raise NoSourceError("it takes lists of tensors")
-        self.instance: Instance = self.example.world.instance()
+        self.instance: Instance = SmallEnvironment.of(self.example).instance()
         self.masked = self.example.ends
         self.moved = self.example.drawn_from_sampler
         self.float = "" if form is None or form.floats == torch.float64 else f".to({form.floats})"
@@ -261,7 +262,7 @@ def _rows(table: Sequence[Sequence[float]]) -> str:
     return f"[{list(table[0])}] * {len(table)}" if same else str([list(row) for row in table])
 
 
-def _agrees(code: str, example: WorkedExample, limit: float) -> bool:
+def _agrees(code: str, example: CounterExample, limit: float) -> bool:
     """Whether the program, run here, prints the example's two gradients."""
     printed: list[Any] = []
     path, known = list(sys.path), set(sys.modules)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kltest.counterexample.demonstration import SmallWorld
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.counterexample.reproduction import reproduced
 from kltest.counterexample.small_worlds import adds_up, at_once, differs, measure, worked
-from kltest.counterexample.worked import WorkedExample
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import tolerance
+from kltest.report import CounterExample
 from kltest.truth import combine
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ class Shape(NamedTuple):
         return self.actions - self.ends
 
 
-def smallest_failure(findings: Findings) -> WorkedExample | None:
+def smallest_failure(findings: Findings) -> CounterExample | None:
     """The smallest world in which the first row that disagrees, exactly, still does, or None where none was found."""
     row = next((row for row in findings.rows if row.wrong and row.method == "exact"), None)
     return None if row is None else Search(findings, row).smallest()
 
 
-def example(findings: Findings) -> WorkedExample | None:
+def example(findings: Findings) -> CounterExample | None:
     """What the gradient is in a small world where nothing is wrong with it; None where it cannot be said."""
     loss, sampler = findings.loss, findings.samplers[-1]
     length = 1 if set(findings.environments) <= {"bandit"} else 2
@@ -105,13 +105,13 @@ class Search:
     row: Row
     calls: int = 0
     _summed: dict[int, bool] = field(default_factory=dict)
-    _failing: dict[tuple[SmallWorld, int], bool] = field(default_factory=dict)
+    _failing: dict[tuple[SmallEnvironment, int], bool] = field(default_factory=dict)
 
     @property
     def limit(self) -> float:
         return min(VISIBLE, self.row.relative_bias / 10)
 
-    def smallest(self) -> WorkedExample | None:
+    def smallest(self) -> CounterExample | None:
         loss, sampler = self.findings.loss, self.row.sampler
         paid = bool(loss.takes & GIVES_REWARDS)
         for shape, variant in product(self.shapes(), range(2)):
@@ -143,7 +143,7 @@ class Search:
         same = [row for row in self.findings.rows if (row.environment, row.sampler) == where]
         return bool(same) and all(row.agrees is True for row in same)
 
-    def fails(self, world: SmallWorld, batch: int) -> bool:
+    def fails(self, world: SmallEnvironment, batch: int) -> bool:
         """Whether the expected gradient there is visibly another than the declared one."""
         if (world, batch) not in self._failing:
             try:
@@ -152,7 +152,7 @@ class Search:
                 self._failing[world, batch] = False
         return self._failing[world, batch]
 
-    def _fails(self, world: SmallWorld, batch: int) -> bool:
+    def _fails(self, world: SmallEnvironment, batch: int) -> bool:
         instance, loss, sampler = world.instance(), self.findings.loss, self.row.sampler
         if not _mild(instance):
             return False
@@ -166,16 +166,16 @@ class Search:
         target = combine(self.findings.expect, instance)
         return differs(found, target, instance, max(tolerance(dtype), self.limit))
 
-    def _adds_up(self, world: SmallWorld, batch: int) -> bool:
+    def _adds_up(self, world: SmallEnvironment, batch: int) -> bool:
         """Asked once for each size, of the first world that comes: there nothing is equal by chance."""
         if batch not in self._summed:
             self._summed[batch] = adds_up(self.findings.loss, world, self.row.sampler, batch)
         return self._summed[batch]
 
-    def simplified(self, world: SmallWorld, shape: Shape) -> SmallWorld:
+    def simplified(self, world: SmallEnvironment, shape: Shape) -> SmallEnvironment:
         """Context by context, the last first, the simplest probabilities with which it still fails, until none is."""
         options = list(_options(shape))
-        before: SmallWorld | None = None
+        before: SmallEnvironment | None = None
         while world != before:
             before = world
             for context in reversed(range(shape.contexts)):
@@ -183,12 +183,12 @@ class Search:
             world = self._first(world, _with_rewards(world, shape), shape.batch)
         return world
 
-    def _first(self, world: SmallWorld, simpler: Iterable[SmallWorld], batch: int) -> SmallWorld:
+    def _first(self, world: SmallEnvironment, simpler: Iterable[SmallEnvironment], batch: int) -> SmallEnvironment:
         """The first that fails; they come in the order of simplicity, so that none after the world itself is wanted."""
         return next((other for other in simpler if other == world or self.fails(other, batch)), world)
 
 
-def unrelated(shape: Shape, variant: int, *, paid: bool) -> SmallWorld:
+def unrelated(shape: Shape, variant: int, *, paid: bool) -> SmallEnvironment:
     """Simple probabilities that have nothing to do with each other: what can differ does, as in a random world."""
     near = _near(shape.actions, MILD / shape.length)
     ratios = _near(shape.actions, MILD_RATIO / shape.length)
@@ -200,7 +200,7 @@ def unrelated(shape: Shape, variant: int, *, paid: bool) -> SmallWorld:
 
     policy = [one_of(p for p in near if p in ratios or not shape.moved) for _ in range(shape.contexts)]
     reward = tuple(tuple(float(c % shape.actions == a) for a in range(shape.actions)) for c in range(shape.contexts))
-    return SmallWorld(
+    return SmallEnvironment(
         policy=tuple(policy),
         reference=tuple(one_of(near[p]) for p in policy),
         sampler=tuple(one_of(ratios[p]) for p in policy) if shape.moved else None,
@@ -222,7 +222,7 @@ def _options(shape: Shape) -> Iterator[Rows]:
             yield from ((policy, reference, other) for other in (uniform, *others[:3]) if other != policy)
 
 
-def _with_rows(world: SmallWorld, context: int, rows: Rows) -> SmallWorld:
+def _with_rows(world: SmallEnvironment, context: int, rows: Rows) -> SmallEnvironment:
     tables: list[Sequence[Sequence[float]] | None] = []
     for table, row in zip((world.policy, world.reference, world.sampler), rows, strict=True):
         tables.append(None if table is None or row is None else (*table[:context], row, *table[context + 1 :]))
@@ -232,7 +232,7 @@ def _with_rows(world: SmallWorld, context: int, rows: Rows) -> SmallWorld:
     return replace(world, policy=policy, reference=reference, sampler=sampler)
 
 
-def _with_rewards(world: SmallWorld, shape: Shape) -> Iterator[SmallWorld]:
+def _with_rewards(world: SmallEnvironment, shape: Shape) -> Iterator[SmallEnvironment]:
     """Nothing pays; only the first choice does."""
     if world.reward is not None:
         nothing = (0.0,) * shape.actions

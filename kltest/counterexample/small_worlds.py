@@ -8,8 +8,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from kltest.counterexample.demonstration import SmallWorld
-from kltest.counterexample.worked import Place, WorkedExample
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance, Paths
 from kltest.identify.findings import Combination
 from kltest.identify.identification import tolerance
@@ -17,6 +16,7 @@ from kltest.loss.outcome import Loss, Returned
 from kltest.moments import exact_batches
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.projection import each_gradient
+from kltest.report import CounterExample, Prefix
 from kltest.rollout import Rollout
 from kltest.truth import combine, gradient, gradient_again
 
@@ -73,7 +73,7 @@ def rollouts(instance: Instance, paths: Paths, sampler: str, batch: int) -> Roll
     return base.replace(tokens=torch.from_numpy(paths.tokens.copy()), **padded)
 
 
-def adds_up(loss: Loss, world: SmallWorld, sampler: str, batch: int) -> bool:
+def adds_up(loss: Loss, world: SmallEnvironment, sampler: str, batch: int) -> bool:
     """Whether a loss that couples rows adds them up in batches of this size; those of one are never divided."""
     return batch > 1 and exact_batches(loss, world.instance(), sampler, batch, grouped=True).added_up
 
@@ -90,13 +90,13 @@ def differs(found: np.ndarray, target: np.ndarray, instance: Instance, limit: fl
 def worked(
     loss: Loss,
     declared: Combination,
-    world: SmallWorld,
+    world: SmallEnvironment,
     sampler: str,
     batch: int,
     limit: float,
     *,
     summed: bool = False,
-) -> tuple[WorkedExample, str, bool] | None:
+) -> tuple[CounterExample, str, bool] | None:
     """The world with its numbers, the loss's precision, and whether the two gradients differ.
 
     None if the routes to the truth disagree.
@@ -108,8 +108,8 @@ def worked(
     if np.abs(truth - again).max() > ROUTES_AGREE * max(1.0, float(np.abs(truth).max())):
         return None
     places = [
-        Place(
-            prefix=world.place(context),
+        Prefix(
+            prefix=world.prefix(context),
             policy=list(world.policy[context]),
             reference=list(world.reference[context]),
             sampler=None if world.sampler is None else list(world.sampler[context]),
@@ -123,7 +123,7 @@ def worked(
     kind = "bandit" if world.length == 1 else "ragged" if world.ends else "sequence"
     shape = (world.length, len(world.policy[0]), world.ends, batch)
     differ = differs(measured.expected, truth, instance, max(limit, tolerance(measured.dtype)))
-    return WorkedExample(kind, sampler, *shape, measured.returned, summed, places), measured.dtype, differ
+    return CounterExample(kind, sampler, *shape, measured.returned, summed, places), measured.dtype, differ
 
 
 def _plain(values: np.ndarray) -> list[float]:

@@ -18,7 +18,6 @@ import torch
 from kltest import __version__
 from kltest.adapters import Setting, named
 from kltest.counterexample.shrink import example, smallest_failure
-from kltest.counterexample.worked import WorkedExample
 from kltest.errors import TargetError, UsageError
 from kltest.grading.asked import asked
 from kltest.grading.expected_failures import Excuses
@@ -33,7 +32,7 @@ from kltest.loss.calling import BoundLoss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Call, Loss
 from kltest.loss.resolve import bind, resolve
-from kltest.report import CheckResult, Report
+from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import plain
 
@@ -170,8 +169,8 @@ class _Grading:
         self.loss: Loss | None = None
         self.findings: Findings | None = None
         self.results: list[CheckResult] = []
-        self.smallest: WorkedExample | None = None
-        self.example: WorkedExample | None = None
+        self.smallest: CounterExample | None = None
+        self.example: CounterExample | None = None
 
     def run(self, target: Callable[..., Any] | str, call: Call, name: str | None) -> None:
         if isinstance(target, BoundLoss):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from kltest.counterexample.worked import WorkedExample
 from kltest.render import PLAIN, Terminal
 from kltest.render.pictures import bars, differ, tree
 from kltest.render.words import (
@@ -21,7 +20,7 @@ from kltest.render.words import (
     value_rows,
     visible,
 )
-from kltest.report import CheckResult, Report
+from kltest.report import CheckResult, CounterExample, Report
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --line: #d0d7de; --faint: #57606a; --box: #f6f8fa;
@@ -150,7 +149,7 @@ def _check(check: CheckResult) -> Iterator[str]:
         yield f"<pre>{_text(code)}</pre>"
 
 
-def _worked(example: WorkedExample, title: str) -> Iterator[str]:
+def _worked(example: CounterExample, title: str) -> Iterator[str]:
     yield f"<h3>{title}</h3>"
     yield f'<p class="faint">{_text(_sentence(example.setting))}</p>'
     keys = "".join(f'<span class="legend"><span class="key {kind}"></span>{words}</span>' for kind, words in KEYS)
@@ -168,7 +167,7 @@ def _worked(example: WorkedExample, title: str) -> Iterator[str]:
         yield f'<p class="faint">{_text(_sentence(example.note))}</p>'
 
 
-def _numbers(example: WorkedExample) -> Iterator[str]:
+def _numbers(example: CounterExample) -> Iterator[str]:
     """The table that a person can work through with a pencil."""
     head, *found = example.table()
     values = [pair for place in example.contexts for pair in zip(place.truth, place.found, strict=True)]

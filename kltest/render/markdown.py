@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from kltest.counterexample.worked import WorkedExample
 from kltest.render import PLAIN, Terminal
 from kltest.render.changes import Changes
 from kltest.render.words import (
@@ -21,7 +20,7 @@ from kltest.render.words import (
     value_rows,
     visible,
 )
-from kltest.report import CheckResult, Report
+from kltest.report import CheckResult, CounterExample, Report
 
 MARKS = {"confirmed": "✅", "refuted": "❌", "inconclusive": "❔", "error": "💥"}
 
@@ -68,7 +67,7 @@ def _check(check: CheckResult) -> Iterator[str]:
     yield ""
 
 
-def _smallest(found: WorkedExample) -> Iterator[str]:
+def _smallest(found: CounterExample) -> Iterator[str]:
     """The smallest failing world as a table for pencil and paper, and the program that shows it."""
     head, *numbers = found.table()
     yield from (f"**Smallest world in which it fails:** {escape(found.setting)}.", "")

@@ -9,9 +9,8 @@ import html
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kltest.counterexample.demonstration import written
-from kltest.counterexample.worked import Place, WorkedExample
 from kltest.render.words import visible
+from kltest.report import CounterExample, Prefix, format_cell
 
 WIDTH = 380
 # A whisker longer than this many times the longest bar is cut, or no bar would be seen beside it.
@@ -35,7 +34,7 @@ class Node:
         return sum(child.leaves for child in self.children) or 1
 
 
-def tree(example: WorkedExample) -> str:
+def tree(example: CounterExample) -> str:
     """Every rollout from the root to the right, with the probabilities of each choice on its branch."""
     root = _grown(example, 0, 0, None, 1.0)
     tables = 3 if example.drawn_from_sampler else 2
@@ -51,7 +50,7 @@ def tree(example: WorkedExample) -> str:
 END = 'text-anchor="end"'
 
 
-def _grown(example: WorkedExample, context: int, depth: int, action: int | None, chance: float) -> Node:
+def _grown(example: CounterExample, context: int, depth: int, action: int | None, chance: float) -> Node:
     place = example.contexts[context]
     drawn = place.sampler or place.policy
     children = []
@@ -65,14 +64,14 @@ def _grown(example: WorkedExample, context: int, depth: int, action: int | None,
     return Node(depth, context, action, chance, tuple(children))
 
 
-def _child(example: WorkedExample, context: int, depth: int, action: int) -> int:
+def _child(example: CounterExample, context: int, depth: int, action: int) -> int:
     """Contexts are numbered by the length of their prefix and then in order."""
     going_on = example.actions - example.ends
     first = sum(going_on**shorter for shorter in range(depth))
     return first + going_on**depth + (context - first) * going_on + action
 
 
-def _branches(example: WorkedExample, node: Node, x: float, top: float, step: float, spacing: float) -> Iterator[str]:
+def _branches(example: CounterExample, node: Node, x: float, top: float, step: float, spacing: float) -> Iterator[str]:
     """A node's branches and all that hangs on them; `top` is where its share of the height begins."""
     here = top + spacing * node.leaves / 2 + spacing / 2
     below = top
@@ -96,7 +95,7 @@ def _branches(example: WorkedExample, node: Node, x: float, top: float, step: fl
         yield f'<circle class="node root" cx="{x:.1f}" cy="{here:.1f}" r="6"/>'
 
 
-def _labels(place: Place, action: int, x: float, y: float) -> Iterator[str]:
+def _labels(place: Prefix, action: int, x: float, y: float) -> Iterator[str]:
     """The policy's probability above the branch, the others' below it."""
     others = [("ref", place.reference), *([("sampler", place.sampler)] if place.sampler else [])]
     yield f'<text x="{x:.1f}" y="{y - 5:.1f}">π {place.policy[action]:g}</text>'
@@ -104,7 +103,7 @@ def _labels(place: Place, action: int, x: float, y: float) -> Iterator[str]:
         yield f'<text class="faint" x="{x:.1f}" y="{y + 14 + 14 * line:.1f}">{name} {table[action]:g}</text>'
 
 
-def bars(example: WorkedExample) -> str:
+def bars(example: CounterExample) -> str:
     """For each prefix and action the true derivative above the expected one, with its spread."""
     left, right = 64, WIDTH - 74
     values = [abs(v) for place in example.contexts for v in (*place.truth, *place.found)]
@@ -132,9 +131,9 @@ def bars(example: WorkedExample) -> str:
             y += 32
     body.append(f'<path class="axis" d="M{middle:.1f} 8 V{y:.1f}"/>')
     described = "; ".join(
-        f"{place.prefix}, action {action}: true {written(place.truth[action])}, expected {written(place.found[action])}"
-        for place in example.contexts
-        for action in range(example.actions)
+        f"{prefix.prefix}, action {action}: true {format_cell(truth)}, expected {format_cell(found)}"
+        for prefix in example.contexts
+        for action, (truth, found) in enumerate(zip(prefix.truth, prefix.found, strict=True))
     )
     return _svg(y + 4, f"Derivatives with respect to logits. {described}", body)
 
@@ -151,11 +150,11 @@ def _whisker(middle: float, scale: float, found: float, std: float, y: float, le
 
 def differ(truth: float, found: float) -> bool:
     """Whether two derivatives differ as far as they are printed."""
-    return written(truth) != written(found) and abs(truth - found) > SHOWN
+    return format_cell(truth) != format_cell(found) and abs(truth - found) > SHOWN
 
 
 def _short(value: float) -> str:
-    text = written(value)
+    text = format_cell(value)
     return f"{value:.4f}".replace("-", "−") if "e" not in text else text
 
 

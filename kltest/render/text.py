@@ -6,8 +6,6 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from kltest.counterexample.demonstration import aligned
-from kltest.counterexample.worked import WorkedExample
 from kltest.render import PLAIN, Terminal
 from kltest.render.changes import Changes
 from kltest.render.words import (
@@ -22,7 +20,7 @@ from kltest.render.words import (
     value_rows,
     visible,
 )
-from kltest.report import CheckResult, Report
+from kltest.report import CheckResult, CounterExample, Report, align
 
 COLOURS = {"confirmed": 32, "refuted": 31, "inconclusive": 33, "error": 31, "warning": 33, "faint": 2, "bold": 1}
 MARKS = {True: "agrees", False: "differs", None: "open"}
@@ -85,11 +83,11 @@ def _check(check: CheckResult, terminal: Terminal) -> Iterator[str]:
         yield from ("", *textwrap.indent(code, " " * 6).splitlines())
 
 
-def _smallest(found: WorkedExample, terminal: Terminal) -> Iterator[str]:
+def _smallest(found: CounterExample, terminal: Terminal) -> Iterator[str]:
     """The smallest failing world as a table for pencil and paper, and the program that shows it."""
     yield _paint("smallest world in which it fails", "bold", terminal)
     yield from _wrap(found.setting, terminal, indent="  ")
-    yield from ("", *(f"  {line}" for line in aligned(found.table())))
+    yield from ("", *(f"  {line}" for line in align(found.table())))
     if found.note:
         yield from ("", *_wrap(found.note, terminal, indent="  "))
     if found.code:

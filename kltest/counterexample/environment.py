@@ -1,0 +1,81 @@
+"""Environments small enough for pencil and paper, given by their probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kltest.report import CounterExample
+
+if TYPE_CHECKING:
+    from kltest.environments import Instance
+
+Probabilities = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class SmallEnvironment:
+    """A token sequence given by its probabilities, a row per context: the root first, then prefixes in order.
+
+    Rollouts have `length` tokens; with `ends`, at most that many, and the last action ends the rollout. `sampler`
+    defaults to the policy; `reward` (contexts, actions) to 0.
+    """
+
+    policy: Probabilities
+    reference: Probabilities
+    sampler: Probabilities | None = None
+    length: int = 1
+    ends: bool = False
+    reward: Probabilities | None = None
+
+    @classmethod
+    def of(cls, example: CounterExample) -> SmallEnvironment:
+        """Return the environment of a counter-example."""
+        contexts = example.contexts
+        moved = example.drawn_from_sampler
+        return cls(
+            policy=[context.policy for context in contexts],
+            reference=[context.reference for context in contexts],
+            sampler=[context.sampler or context.policy for context in contexts] if moved else None,
+            length=example.length,
+            ends=example.ends,
+            reward=[context.reward or [0.0] * example.actions for context in contexts],
+        )
+
+    def instance(self) -> Instance:
+        """Return the environment with its policies, ready to be enumerated."""
+        # The list of checks holds small environments and is read without NumPy.
+        import numpy as np
+
+        from kltest.environments import Instance, ragged, sequence
+
+        build = ragged if self.ends else sequence
+        reward = None if self.reward is None else np.array(self.reward, dtype=float)
+        environment = build(len(self.policy[0]), self.length, reward=reward)
+        tables = (self.policy, self.reference, self.policy if self.sampler is None else self.sampler)
+        return Instance.of(environment, *(np.log(np.array(table, dtype=float)) for table in tables))
+
+    def words(self) -> str:
+        """Describe the environment: its size, then the probabilities of every context on a line."""
+        tables = {"π": self.policy, "ref": self.reference, "sampler": self.sampler}
+        lines = []
+        for context in range(len(self.policy)):
+            parts = [
+                f"{name} = ({', '.join(f'{p:.6g}' for p in table[context])})"
+                for name, table in tables.items()
+                if table is not None
+            ]
+            lines.append(f"  {self.prefix(context)}: {', '.join(parts)}")
+        kind = f"{self.length} token{'s' * (self.length > 1)}{' at most' * self.ends}"
+        return "\n".join([f"{kind} of {len(self.policy[0])} actions", *lines])
+
+    def prefix(self, context: int) -> str:
+        """Name a context by the actions that lead to it."""
+        branches = len(self.policy[0]) - self.ends
+        depth, first = 0, 0
+        while context >= first + branches**depth:
+            first += branches**depth
+            depth += 1
+        actions = [(context - first) // branches**later % branches for later in reversed(range(depth))]
+        return f"after {' '.join(map(str, actions))}" if depth else "root"
