@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -14,110 +17,127 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
 
 import kltest
-from kltest import docs
 from kltest.checks import CHECKS
-from kltest.errors import UsageError
+from kltest.cli import app
+from kltest.estimators import registry
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PICTURE = next(line for line in README.split("\n\n") if line.startswith("!["))
+
+
+def _hooks():
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = _hooks()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-@pytest.fixture(scope="module")
-def fresh():
-    return {name: make() for name, make in docs.BLOCKS.items()}
+def blocks(text: str) -> dict[str, str]:
+    """The marked parts of a page by name."""
+    return dict(re.findall(r"<!-- begin: ([\w-]+) -->\n(.*?)<!-- end: \1 -->", text, flags=re.DOTALL))
 
 
-@pytest.mark.parametrize("name", sorted(docs.BLOCKS))
-def test_generated_parts_of_the_readme_are_in_step(fresh, name):
-    assert docs.NOISE.sub("0", docs.blocks(README)[name]) == docs.NOISE.sub("0", fresh[name])
+def test_the_readmes_tables_are_those_of_the_code():
+    assert hooks.readme(README) == README, "python docs/hooks.py renews them"
+    assert hooks.readme(README.replace("∇KL(ref‖π)", "∇KL(π‖ref)", 1)) == README
+
+
+def test_the_readme_is_an_entrance():
+    assert len(README.splitlines()) <= 150
+    assert re.findall(r"\[[^\]]*\]\((?!https?:)[^)]*\)", README) == [PICTURE.removeprefix("!")]
 
 
 @pytest.fixture(scope="module")
 def pages():
-    return docs.check_pages()
-
-
-def test_every_check_has_its_page_in_step_and_there_is_no_other(pages):
-    folder = ROOT / docs.PAGES
-    assert {f"{docs.PAGES}/{file.name}" for file in folder.glob("*")} == pages.keys()
-    assert pages.keys() == {f"{docs.PAGES}/{name}.md" for name in (*CHECKS, "README")}
-    for path, content in pages.items():
-        written = (ROOT / path).read_text(encoding="utf-8")
-        assert docs.NOISE.sub("0", written) == docs.NOISE.sub("0", content), f"python -m kltest.docs --write: {path}"
-
-
-def test_the_scoreboard_is_in_step_and_no_program_is_left_over():
-    """The page, the same for a browser, and the program of every row that has one."""
-    fresh = docs.library_pages()
-    programs = {path for path in fresh if path.startswith(docs.PROGRAMS)}
-    assert {"docs/libraries.md", "docs/libraries.html"} == fresh.keys() - programs
-    assert {f"{docs.PROGRAMS}/{file.name}" for file in (ROOT / docs.PROGRAMS).glob("*")} == programs
-    for path, content in fresh.items():
-        assert (ROOT / path).read_text(encoding="utf-8") == content, f"python -m kltest.docs --write: {path}"
+    return hooks.check_pages()
 
 
 def test_pages_say_everything_and_are_listed_once_in_their_family(pages):
-    index = pages[f"{docs.PAGES}/README.md"]
+    assert pages.keys() == {f"checks/{name}.md" for name in (*CHECKS, "index")}
+    index = pages["checks/index.md"]
     for code, check in CHECKS.items():
-        page = pages[f"{docs.PAGES}/{code}.md"]
+        page = pages[f"checks/{code}.md"]
         assert page.startswith(f"# {code} `{check.name}`\n")
         for code_block in (check.wrong_code, check.mended_code):
             assert f"```python\n{code_block}\n```" in page
         for text in (check.what, check.why, check.example, check.fix):
-            assert docs.escaped(text) in page
+            assert hooks.escaped(text) in page
         assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
         assert index.count(f"[{code}]({code}.md)") == 1
         family = index[: index.index(f"[{code}]")].rsplit("## ", 1)[1]
         assert family.startswith(f"{code[2]}xx ")
 
 
-def test_pages_out_of_step_are_noticed_and_mended(tmp_path, monkeypatch, capsys):
-    """A checkout in which one page is missing, one changed and one left over from a check that is gone."""
-    kept = dict(list(docs.check_pages().items())[:3])
-    monkeypatch.setattr(docs, "check_pages", lambda: kept)
-    monkeypatch.setattr(docs, "library_pages", dict)
-    monkeypatch.setattr(docs, "stale", lambda text: {})
-    monkeypatch.setattr(docs.Checkout, "find", lambda: docs.Checkout(tmp_path))
-    (tmp_path / docs.PAGES).mkdir(parents=True)
-    (tmp_path / "README.md").write_text("as it is\n")
-    missing, changed, right = kept
-    (tmp_path / changed).write_text(kept[changed].replace("the", "teh", 1))
-    (tmp_path / right).write_text(kept[right])
-    (tmp_path / docs.PAGES / "KL999.md").write_text("gone\n")
-    assert docs.main([]) == 1
-    said = capsys.readouterr().out
-    assert missing in said
-    assert changed in said
-    assert "KL999" in said
-    assert right not in said
-    assert docs.main(["--write"]) == 0
-    assert docs.main([]) == 0
-    assert {f"{docs.PAGES}/{file.name}": file.read_text() for file in (tmp_path / docs.PAGES).iterdir()} == kept
-
-
 def test_prose_is_not_taken_for_markup():
-    assert docs.escaped("a_b * [c](d) <e> `f` |g| $h$") == r"a\_b \* \[c\](d) \<e\> \`f\` \|g\| \$h\$"
+    assert hooks.escaped("a_b * [c](d) <e> `f` |g| $h$") == r"a\_b \* \[c\](d) \<e\> \`f\` \|g\| \$h\$"
 
 
-def test_a_changed_number_in_the_readme_is_noticed(fresh, monkeypatch):
-    monkeypatch.setattr(docs, "BLOCKS", {name: (lambda text=text: text) for name, text in fresh.items()})
-    assert docs.stale(README.replace("0.474", "0.475")).keys() == {"grade"}
-    assert docs.stale(README.replace("| `k1-loss` | loss | 0 |", "| `k1-loss` | loss | 1 |")).keys() == {"estimators"}
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The documentation, built strictly from the checkout: a broken link or a page that fails is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
 
-def test_rounding_noise_is_no_change_but_a_number_is():
-    assert docs.NOISE.sub("0", "bias 6.16e-16, std 1.82e-3") == "bias 0, std 1.82e-3"
+def test_the_site_has_a_page_for_everything(site):
+    for code, check in CHECKS.items():
+        assert check.name in (site / "checks" / f"{code}.html").read_text(encoding="utf-8")
+    estimators = (site / "estimators.html").read_text(encoding="utf-8")
+    assert all(name in estimators for name in registry())
+    api = (site / "api" / "grading.html").read_text(encoding="utf-8")
+    assert all(f"kltest.{name}" in api for name in ("grade", "Report", "parametrize_with_checks"))
+    for page in site.rglob("*.html"):
+        assert not hooks.MARK.search(page.read_text(encoding="utf-8")), page
 
 
-def test_a_part_is_replaced_and_nothing_else():
-    page = "a\n<!-- begin: x -->\nold\n<!-- end: x -->\nb\n<!-- begin: y -->\n<!-- end: y -->\n"
-    assert docs.replace(page, "x", "new\n") == page.replace("old", "new")
-    assert docs.blocks(page) == {"x": "old\n", "y": ""}
-    with pytest.raises(UsageError, match="begin: z"):
-        docs.replace(page, "z", "")
+def test_the_site_loads_nothing_from_the_network(site):
+    for page in site.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"(https?://[^\"]+)", page.read_text(encoding="utf-8")
+        )
+        assert [address for address in loaded if "canonical" not in address] == [], page
+
+
+def test_the_notebook_was_executed(site):
+    page = (site / "notebook.html").read_text(encoding="utf-8")
+    assert "0.2218070977" in page  # p(1 − p)·log 4
+    assert "forward_kl" in page
+
+
+PAGES = ("quickstart.md", "concepts/placements.md", "guides/your-own-loss.md")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_shows_happens(name, tmp_path, monkeypatch):
+    """Titled blocks are files, other Python is run, and each command prints the lines below it, in that order."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    shown = 0
+    for kind, title, block in re.findall(r'```(python|console)(?: title="([^"]+)")?\n(.*?)```', text, flags=re.DOTALL):
+        if title:
+            Path(title).write_text(block, encoding="utf-8")
+        elif kind == "python":
+            exec(block, {})
+        else:
+            for command, expected in re.findall(r"\$ kltest (.*)\n((?:(?!\$ ).*\n)*)", block):
+                printed = CliRunner().invoke(app, shlex.split(command)).output
+                for line in expected.splitlines():
+                    assert line in printed, f"{command}\n{printed}"
+                    printed = printed[printed.index(line) :]
+                    shown += 1
+    assert shown >= 3
 
 
 def test_the_readmes_python_says_what_happens():
@@ -133,21 +153,13 @@ def test_the_readmes_python_says_what_happens():
         report.raise_for_failure()
 
 
-def test_every_link_and_picture_of_the_pages_exists():
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
-        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for target in re.findall(r"(?<!\\)\]\(([^)\s]+)\)", text):
-            reached = page.parent / target.split("#")[0]
-            assert target.startswith("http") or reached.exists(), f"{page.name} points to {target}"
-
-
 def test_ci_runs_exactly_the_readmes_test_command():
     script = (ROOT / ".ci" / "run").read_text()
     extract = next(line for line in script.splitlines() if line.startswith("command="))
     done = subprocess.run(
         ["bash", "-c", f'{extract}; printf %s "$command"'], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert f"```bash\n{done.stdout}\n```\n" == docs.blocks(README)["test-command"]
+    assert f"```bash\n{done.stdout}\n```\n" == blocks(README)["test-command"]
     assert "pytest" in done.stdout
     assert "constraints.txt" in done.stdout
 
@@ -260,3 +272,12 @@ def test_the_pages_say_nothing_of_the_python_that_is_not_so():
     assert PROJECT["requires-python"] == ">=3.11"
     assert "Python 3.11 or later" in README
     assert sys.version_info >= (3, 11)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+def test_an_example_runs(name, monkeypatch, capsys):
+    if name.startswith("test_"):
+        assert pytest.main(["-q", "-p", "no:cacheprovider", str(ROOT / "examples" / f"{name}.py")]) == 0
+    else:
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        assert capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -297,12 +296,3 @@ def test_auto_is_unbiased_unless_grpo_is_asked_for():
 def test_settings_that_make_no_sense(values):
     with pytest.raises(UsageError, match=next(iter(values))):
         settings_of(values)
-
-
-def test_the_page_is_in_step():
-    """docs/finetune.md: `python -m kltest.docs --write` mends it."""
-    from kltest.docs import finetune_pages
-
-    root = Path(__file__).resolve().parents[1]
-    for path, content in finetune_pages().items():
-        assert (root / path).read_text(encoding="utf-8") == content

@@ -26,7 +26,6 @@ LAYERS = (
     ("grading",),
     ("training", "reproduce", "scoreboard", "finetune", "parametrize"),
     ("pytest_plugin", "cli"),
-    ("docs",),
 )
 """From the lowest to the highest. A room imports lower rooms and itself; neighbours do not know each other."""
 

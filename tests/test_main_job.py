@@ -163,5 +163,5 @@ def test_no_number_of_a_result_is_typed_by_hand():
 def test_the_readmes_picture_is_the_figure(results):
     """Pixels, since another processor may round a bias, and so a shade, differently in the last place."""
     shown, drawn = imread(ROOT / "docs" / "atlas.png"), imread(results / "figures" / "atlas.png")
-    assert shown.shape == drawn.shape, "python -m kltest.docs --write after kltest reproduce"
+    assert shown.shape == drawn.shape, "copy results/figures/atlas.png to docs/atlas.png"
     assert np.abs(shown - drawn).mean() < 1e-4

@@ -1,4 +1,4 @@
-"""docs/finetune.md: what is followed, every setting and every metric, from where they are defined."""
+"""The page on the language-model runner: estimators, settings and metrics, from the places that define them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,285 @@
+"""What the site shows of the code itself: tables and whole pages, made from it when the site is built.
+
+`<!-- table: NAME -->` in a page becomes a table, `<!-- file: PATH -->` a file of the checkout. The pages of the checks
+and of the libraries have no source but the code. `python docs/hooks.py` renews the generated parts of README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FAMILIES = {
+    "1": "Which gradient",
+    "2": "Sequences",
+    "3": "Off-policy",
+    "4": "Groups",
+    "5": "Hygiene",
+    "6": "Logged value",
+    "7": "Approximations",
+    "8": "Variance (warnings)",
+}
+RIGHT = "follows ∇KL(π‖ref)"
+MARK = re.compile(r"<!-- (table|rows|page|file): (\S+) -->")
+
+
+# What mkdocs calls.
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made from the code."""
+    from mkdocs.structure.files import File
+
+    for path, content in {**check_pages(), **library_pages()}.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill the marks of a page."""
+    return MARK.sub(lambda mark: _filled(mark[1], mark[2]), markdown)
+
+
+def _filled(kind: str, name: str) -> str:
+    if kind == "file":
+        return _linked((ROOT / name).read_text(encoding="utf-8"))
+    if kind == "page":
+        return PAGES[name]()
+    text = table(TABLES[name]())
+    return text if kind == "table" else "\n".join(text.splitlines()[2:])
+
+
+def _linked(text: str) -> str:
+    """A file of the checkout as a page: links to other files of it become plain text."""
+    return re.sub(r"\[([^\]]+)\]\((?!https?://)[^)]*\)", r"\1", text)
+
+
+# Tables.
+
+
+def table(rows: Iterable[Mapping[str, str]]) -> str:
+    """Rows of equal keys as Markdown."""
+    rows = list(rows)
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |" for line in lines) + "\n"
+
+
+def fields() -> list[dict[str, str]]:
+    """The fields of a rollout and the parameter names that each fills."""
+    from kltest.rollout import FIELDS
+
+    return [
+        {
+            "field": f"`{name}`",
+            "shape": each.shape,
+            "meaning": each.meaning,
+            "also": ", ".join(f"`{alias}`" for alias in each.aliases),
+        }
+        for name, each in FIELDS.items()
+    ]
+
+
+def atlas() -> list[dict[str, str]]:
+    """Every named gradient."""
+    from kltest.truth import ATLAS
+
+    return [{"name": f"`{row.name}`", "formula": row.formula, "meaning": row.meaning} for row in ATLAS.values()]
+
+
+def estimators() -> list[dict[str, str]]:
+    """Every registered estimator, from its SPEC."""
+    from kltest.cli.listing import follows, placement
+    from kltest.estimators import registry
+
+    return [
+        {
+            "estimator": f"`{name}`",
+            "placement": placement(each.spec),
+            "formula": each.spec.formula,
+            "one step": follows(each.spec, "bandit"),
+            "sequences": follows(each.spec, "sequence"),
+            "sequences, stale sampler": follows(each.spec, "sequence", "stale"),
+        }
+        for name, each in registry().items()
+    ]
+
+
+def experiments() -> list[dict[str, str]]:
+    """Every experiment, from its settings."""
+    from kltest.reproduce.checkout import Checkout
+    from kltest.reproduce.experiment import Experiment
+
+    checkout = Checkout(ROOT)
+    found = {name: Experiment(checkout, name).settings for name in checkout.experiments()}
+    return [
+        {
+            "experiment": f"`{name}`",
+            "about": settings.title,
+            "tags": ", ".join(settings.tags),
+            "can be set": ", ".join(f"`{value}`" for value in settings.values) or "–",
+        }
+        for name, settings in found.items()
+    ]
+
+
+def options() -> list[dict[str, str]]:
+    """Every option of `kltest grade`, as its help says it."""
+    import typer
+
+    from kltest.cli import app
+
+    command = typer.main.get_command(app).commands["grade"]  # type: ignore[attr-defined]
+    return [
+        {"option": ", ".join(f"`{text}`" for text in each.opts), "": each.help or ""}
+        for each in command.params
+        if each.opts[0].startswith("-")
+    ]
+
+
+def zoo() -> list[dict[str, str]]:
+    """How many losses of each family the checks are held to."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from zoo.table import clean, mutants  # type: ignore[import-not-found]
+
+    wrong, right = mutants(), clean()
+    due = Counter(code[2] for row in wrong for code in (row.code, *row.also))
+    written = Counter(row.code[2] for row in wrong)
+    rows = [
+        {"family": f"KL{digit}xx, {name.lower()}", "wrong losses": str(written[digit]), "failures due": str(due[digit])}
+        for digit, name in FAMILIES.items()
+    ]
+    total = {"wrong losses": str(len(wrong)), "failures due": str(sum(due.values()))}
+    return [*rows, {"family": f"**together**, and **{len(right)}** right losses", **total}]
+
+
+def benchmarks() -> list[dict[str, str]]:
+    """The last measurement: the medians of all cases of a claim, smallest to largest."""
+    groups: dict[tuple[str, float | None, bool], list[float]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            unknown = ", any function" if "as a stranger" in row["case"] else ""
+            groups.setdefault((row["claim"] + unknown, row["bound"], row["at_most"]), []).append(row["ratio"])
+    rows = []
+    for (claim, bound, at_most), ratios in groups.items():
+        low, high = (f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
+        met = 0 if bound is None else sum(ratio <= bound if at_most else ratio >= bound for ratio in ratios)
+        rows.append(
+            {
+                "ratio": claim,
+                "measured": low if low == high else f"{low} – {high}",
+                "aim": "–" if bound is None else f"{'≤' if at_most else '≥'} {bound:g}",
+                "met": "–" if bound is None else "yes" if met == len(ratios) else f"{met} of {len(ratios)}",
+            }
+        )
+    return rows
+
+
+def libraries() -> list[dict[str, str]]:
+    """The default of each library and what follows ∇KL(π‖ref) instead."""
+    from kltest.scoreboard import recorded
+    from kltest.scoreboard.guide import advice
+    from kltest.scoreboard.table import lines
+
+    rows = []
+    for each in advice(lines(recorded.read())):
+        right = [f"`{line.setting}`" for line in (*each.settings, *each.recipes)]
+        for line in each.defaults:
+            cells = {column: line.cells[column] or "–" for column in ("one step", "sequences", "off-policy")}
+            rows.append(
+                {"library": each.library, "by default": f"`{line.setting}`", **cells, "follows ∇KL(π‖ref)": "–"}
+            )
+        rows[-1]["follows ∇KL(π‖ref)"] = ", ".join(right[:3]) + (" …" if len(right) > 3 else "") or "–"
+    return rows
+
+
+# Pages.
+
+
+def check_pages() -> dict[str, str]:
+    """A page a check, and their index by family."""
+    from kltest.checks import CHECKS
+
+    lines = [
+        "# The checks",
+        "Each is a known way to get a KL term wrong; its code is stable. "
+        "`kltest explain CODE` prints a page, `--demo` runs its demonstration.",
+    ]
+    for digit, family in FAMILIES.items():
+        rows = [
+            {"code": f"[{code}]({code}.md)", "name": f"`{check.name}`", "finds": check.title}
+            for code, check in CHECKS.items()
+            if code[2] == digit
+        ]
+        lines.append(f"## {digit}xx {family}\n\n{table(rows).rstrip()}")
+    index = "\n\n".join(lines) + "\n"
+    return {"checks/index.md": index, **{f"checks/{code}.md": check_page(check) for code, check in CHECKS.items()}}
+
+
+def check_page(check: Any) -> str:
+    """The words of `kltest explain` on a check, and what its demonstration prints."""
+    from kltest.cli.explain import parts
+
+    demonstration = check.demonstrate()
+    head, *rows = demonstration.cells()
+    sections = []
+    for part in parts(check):
+        paragraphs = [escaped(part.text)] if part.text else []
+        paragraphs += [f"```python\n{part.code}\n```"] if part.code else []
+        paragraphs += ["\n".join(f"- {escaped(item)}" for item in part.items)] if part.items else []
+        sections.append("\n\n".join([f"## {part.title}", *paragraphs]))
+    numbers = table([dict(zip(head, row, strict=True)) for row in rows])
+    shown = (
+        f"## Demonstration\n\n```text\n$ kltest explain {check.code} --demo\n{demonstration.setting}\n```\n\n{numbers}"
+    )
+    lines = [f"# {check.code} `{check.name}`", escaped(check.title) + ".", *sections[:3], shown.rstrip(), *sections[3:]]
+    return "\n\n".join([*lines, "[All checks](index.md)"]) + "\n"
+
+
+def library_pages() -> dict[str, str]:
+    """The scoreboard of real libraries, with the program of each setting."""
+    from kltest.scoreboard import recorded
+    from kltest.scoreboard.pages import files
+
+    return {f"libraries/{name}": content for name, content in files(recorded.read()).items()}
+
+
+def finetune_page() -> str:
+    """The settings and metrics of the language-model runner."""
+    from kltest.finetune.guide import page
+
+    return re.sub(r"^#", "##", page(), flags=re.MULTILINE)
+
+
+def escaped(text: str) -> str:
+    """Prose in which nothing is taken for markup."""
+    return re.sub(r"([\\`*_{}\[\]<>|$])", r"\\\1", text)
+
+
+TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
+    each.__name__: each for each in (fields, atlas, estimators, experiments, options, zoo, benchmarks, libraries)
+}
+PAGES: dict[str, Callable[[], str]] = {"finetune": finetune_page}
+
+
+# README.
+
+
+def readme(text: str) -> str:
+    """README.md with its tables made anew: what stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`."""
+
+    def renewed(part: re.Match[str]) -> str:
+        name = part[1]
+        return f"<!-- begin: {name} -->\n{table(TABLES[name]())}<!-- end: {name} -->" if name in TABLES else part[0]
+
+    return re.sub(r"<!-- begin: ([\w-]+) -->\n.*?<!-- end: \1 -->", renewed, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    page = ROOT / "README.md"
+    page.write_text(readme(page.read_text(encoding="utf-8")), encoding="utf-8")
