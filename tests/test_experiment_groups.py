@@ -10,6 +10,7 @@ import pytest
 
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
+from kltest.reproduce.frames import records
 
 CHECKOUT = Checkout(Path(__file__).parent.parent)
 MODULE, ANALYSIS = (CHECKOUT.load("experiments", "groups", part) for part in ("experiment", "analysis"))
@@ -30,7 +31,7 @@ def rows():
     ]
     parts = [MASKING, [{"part": "baselines", "group_size": 3, "seed": 0}], PUSH, runs]
     found = [row for part in parts for rows in compute_all(CHECKOUT, "groups", part) for row in rows]
-    return ANALYSIS.tidy(found)
+    return records(ANALYSIS.tidy(found))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

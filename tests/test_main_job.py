@@ -39,12 +39,14 @@ SAID = """
 import json, sys
 from pathlib import Path
 from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.frames import frame, records
 checkout, results = Checkout(Path.cwd()), Path(sys.argv[1])
 for name in checkout.experiments():
     analysis = checkout.load("experiments", name, "analysis")
     rows = json.loads((results / name / f"{name}.json").read_text())
-    claims = [vars(claim) for claim in analysis.claims(rows)]
-    print(json.dumps([name, claims, analysis.numbers(rows), analysis.tables(rows)]))
+    claims = [vars(claim) for claim in analysis.claims(frame(rows))]
+    numbers = records(analysis.numbers(frame(rows)))
+    print(json.dumps([name, claims, numbers, analysis.tables(frame(rows))]))
 """
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,11 @@ from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_markdown, write
 from kltest.reproduce import Request, figures, paper, reproduce, run
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.claims import Claim, summary
+from kltest.reproduce.claims import Claim, Claims, at_most
 from kltest.reproduce.experiment import Experiment
+from kltest.reproduce.frames import Missing, frame, mean, need, records, results, select
+from kltest.reproduce.numbers import Numbers, extremes, look_up, melted, number
+from kltest.reproduce.summary import summary
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
@@ -52,21 +56,30 @@ def compute(configuration):
 
 ANALYSIS = """
 import os
-from kltest.reproduce import Claim
+from kltest.reproduce.claims import Claims
+from kltest.reproduce.frames import frame, need, records
+from kltest.reproduce.numbers import Numbers, number
+
+claims, numbers = Claims("roots"), Numbers()
+
+def limit():
+    return float(os.environ.get("LIMIT", 100))
 
 def tidy(rows):
-    return sorted(rows, key=lambda row: row["number"])
+    return frame(rows).sort_values("number")
 
-def claims(rows):
-    largest = max((row["root"] for row in rows), default=0.0)
-    limit = float(os.environ.get("LIMIT", 100))
-    return [Claim("roots", "roots are small", "arithmetic", f"below {limit:g}", f"{largest:g}", largest < limit)]
+@claims.add("arithmetic", lambda rows: f"below {limit():g}")
+def small(rows):
+    '''roots are small'''
+    largest = need(rows)["root"].max()
+    return f"{largest:g}", largest < limit()
 
 def tables(rows):
-    return {"table": rows}
+    return {"table": records(rows)}
 
-def numbers(rows):
-    return {"largest": max(row["root"] for row in rows)}
+@numbers.add
+def largest(rows):
+    yield number("root", need(rows)["root"].max(), which="largest")
 """
 
 FIGURE = """
@@ -80,8 +93,9 @@ def draw(results):
     return figure
 """
 
+RESULTS = (Path(__file__).parent.parent / "paper" / "results.typ").read_text()
 STYLE = (Path(__file__).parent.parent / "figures" / "style.py").read_text()
-PAPER = '#let n(e, k) = json("data/" + e + "/numbers.json").at(k)\nThe largest root is #n("roots", "largest").'
+PAPER = '#import "results.typ": *\nThe largest root is #n("roots", "root", which: "largest", digits: 2).'
 
 
 def populate(root: Path, files: dict[str, str]) -> Path:
@@ -104,6 +118,7 @@ def checkout(tmp_path, monkeypatch):
             "figures/style.py": STYLE,
             "figures/roots.py": FIGURE,
             "paper/paper.typ": PAPER,
+            "paper/results.typ": RESULTS,
         },
     )
     monkeypatch.chdir(root)
@@ -209,9 +224,9 @@ def test_a_disagreeing_claim_is_exit_1_and_is_told_in_full(checkout, monkeypatch
     monkeypatch.setenv("LIMIT", "2")
     assert reproduce() == 1
     out = capsys.readouterr().out
-    assert "Disagrees: roots: roots are small" in out
-    assert "expected  below 2" in out
-    assert f"found     {11**0.5:g}" in out
+    (line,) = (line for line in out.splitlines() if "roots: roots are small" in line)
+    assert line.split() == ["NO", "roots:", "roots", "are", "small", "below", "2", f"{11**0.5:g}"]
+    assert "source: arithmetic" in out
 
 
 def test_a_failing_configuration_is_exit_3_and_the_others_are_kept(checkout, monkeypatch, capsys):
@@ -300,11 +315,12 @@ def test_figures_and_paper_without_their_experiment_are_left_out_with_it(checkou
 
 
 def test_a_score_is_the_share_of_claims_that_agree(checkout, monkeypatch):
-    run("roots")
-    assert json.loads((checkout / "results/roots/numbers.json").read_text())["score"] == 1.0
-    monkeypatch.setenv("LIMIT", "2")
-    run("roots")
-    assert json.loads((checkout / "results/roots/numbers.json").read_text())["score"] == 0.0
+    for limit, score in (("100", 1.0), ("2", 0.0)):
+        monkeypatch.setenv("LIMIT", limit)
+        run("roots")
+        numbers = frame(json.loads((checkout / "results/roots/numbers.json").read_text()))
+        assert look_up(numbers, "score") == score
+        assert look_up(numbers, "root", which="largest") == 11**0.5
 
 
 def test_an_unwritable_output_is_found_before_the_work(checkout, monkeypatch, tmp_path):
@@ -522,8 +538,10 @@ def test_a_figure_without_results_says_which_file_is_missing(checkout, capsys):
 
 def test_the_paper_refuses_a_number_that_results_do_not_contain(checkout):
     run("roots")
-    populate(checkout, {"paper/paper.typ": PAPER + '#n("roots", "smallest") #n("roots", "mean", digits: 2)'})
-    with pytest.raises(UsageError, match="roots:mean; roots:smallest"):
+    populate(
+        checkout, {"paper/paper.typ": PAPER + '#n("roots", "smallest") #n("roots", "root", which: "mean", digits: 2)'}
+    )
+    with pytest.raises(UsageError, match="roots: root, which mean; roots: smallest"):
         paper()
     populate(checkout, {"paper/paper.typ": PAPER + '#n("cubes", "largest")'})
     with pytest.raises(UsageError, match=r"no results of cubes.*kltest reproduce"):
@@ -575,9 +593,107 @@ def test_the_summary_fits_its_width_and_counts():
         Claim("atlas", "another", "s", "x", "x", True),
         Claim("other", "all", "", "", "left out", None),
     ]
-    lines = summary(claims, 100).splitlines()
-    assert all(len(line) <= 100 for line in lines[: lines.index("")])
-    assert lines[-1] == "1 of 3 claims agree, 1 disagree, 1 not run."
+    for width in (60, 100, 200):
+        for fold in (True, False):
+            lines = summary(claims, width, fold=fold).splitlines()
+            assert all(len(line) <= width for line in lines)
+            assert lines[-1] == "1 of 3 claims agree, 1 disagree, 1 not run."
+
+
+def test_the_summary_has_every_claim_whole_the_worst_first_and_folds_those_that_agree():
+    words = [f"word{at}" for at in range(60)]
+    claims = [
+        Claim("atlas", "this agrees", "s", "x", "x", True),
+        Claim("other", "all", "", "", "left out", None),
+        Claim("atlas", " ".join(words), "the source", "∇KL(π‖ref)", "0", False, "1e-9"),
+    ]
+    for text in (summary(claims, 100), summary(claims, 100, fold=True)):
+        assert [word for word in re.findall(r"word\d+", text)] == words
+        assert "…" not in text
+        assert text.index("word0") < text.index("left out")
+        assert "source: the source" in " ".join(text.split())
+        assert "tolerance: 1e-9" in " ".join(text.split())
+    assert "this agrees" in summary(claims, 100)
+    folded = summary(claims, 100, fold=True)
+    assert "this agrees" not in folded
+    assert ["atlas", "1", "2", "0.50"] in [line.split() for line in folded.splitlines()]
+    assert ["other", "0", "1", "–"] in [line.split() for line in folded.splitlines()]
+
+
+# Results as frames
+
+
+def test_results_of_an_experiment_are_a_frame(checkout):
+    assert run("roots") == 0
+    found = results("roots")
+    assert found["number"].tolist() == list(range(12))
+    assert found.dtypes.astype(str).to_dict() == {"number": "int64", "root": "float64"}
+    assert results("roots", checkout / "results", number=(4, 9))["root"].tolist() == [2.0, 3.0]
+    assert results("roots", number=99).empty
+    with pytest.raises(UsageError, match=r"no results of 'rots'.*there are: roots"):
+        results("rots")
+
+
+ROWS = [
+    {"part": "a", "n": 1, "x": 0.5, "none": None},
+    {"part": "a", "n": 2, "x": 1.5, "none": 2.0},
+    {"part": "b", "words": "w", "many": [1, 2], "n": 3},
+]
+
+
+def test_rows_come_back_as_they_were_and_parts_have_their_own_types():
+    assert records(frame(ROWS)) == ROWS
+    part = select(ROWS, "a")
+    assert part["n"].dtype == "int64"
+    assert part["none"].isna().tolist() == [True, False]
+    assert part["none"].dtype == part["x"].dtype == "float64"
+    assert select(ROWS, "a", n=2)["x"].tolist() == [1.5]
+    assert select(ROWS, n=(1, 3))["n"].tolist() == [1, 3]
+    assert select([], "a").empty
+    assert select(ROWS, nothing=1).empty
+    with pytest.raises(Missing):
+        need(ROWS, "c")
+    with pytest.raises(Missing):
+        mean(select(ROWS, "c").get("x", []))
+
+
+def test_a_claim_without_its_rows_is_not_run():
+    claims = Claims("e")
+
+    @claims.add("source", "expected", "tolerance")
+    def judge(rows):
+        """a claim
+        of two lines"""
+        return at_most(need(rows, "a"), "x", 1.0)
+
+    agrees, missing = claims(ROWS), claims([])
+    assert agrees == [
+        Claim("e", "a claim of two lines", "source", "expected", "at most 1.5e+00, of 2", False, "tolerance")
+    ]
+    assert missing == [Claim("e", "a claim of two lines", "source", "expected", "not run", None, "tolerance")]
+
+
+def test_numbers_are_looked_up_by_all_of_their_columns():
+    numbers = Numbers()
+
+    @numbers.add
+    def of_a(rows):
+        yield number("first", 1, of="a")
+        yield from melted(need(rows, "a"), ["x"], ["n"])
+        yield from extremes("x", need(rows, "a")["x"])
+        yield from extremes("x", [], of="nothing")
+
+    @numbers.add
+    def of_c(rows):
+        yield number("kept", 1)
+        yield number("missing", need(rows, "c"))
+
+    found = numbers(ROWS)
+    assert look_up(found, "x", n=2) == look_up(found, "largest x") == 1.5
+    assert look_up(found, "kept") == 1
+    for quantity, where in (("x", {}), ("x", {"n": 3}), ("missing", {}), ("largest x", {"of": "nothing"})):
+        with pytest.raises(KeyError):
+            look_up(found, quantity, **where)
 
 
 def test_the_version_of_a_result_changes_with_the_settings(checkout):

@@ -10,6 +10,7 @@ from typing import Any
 
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
+from kltest.reproduce.frames import records
 
 CHECKOUT = Checkout(Path(__file__).parent.parent)
 
@@ -28,9 +29,8 @@ class Trial:
         found = Experiment(CHECKOUT, self.name).configurations(Request(changes=changes, seeds=seeds))
         batches = [list(batch) for _, batch in groupby(found, key=lambda one: one["part"])]
         (analysis,) = self.modules("analysis")
-        return analysis.tidy(
-            [row for batch in batches for rows in compute_all(CHECKOUT, self.name, batch) for row in rows]
-        )
+        rows = [row for batch in batches for rows in compute_all(CHECKOUT, self.name, batch) for row in rows]
+        return records(analysis.tidy(rows))
 
     def verdicts(self, rows: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
         """Whether each claim agrees with rows; None where it was not run."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from kltest.reproduce import Claim
+import pandas as pd
 
-from ..judging import Answer, Question, answers, at_most, select
+from kltest.reproduce.claims import Answer, Claims, at_most
+from kltest.reproduce.frames import Missing, Row, known, need, ordered, select
+from kltest.reproduce.numbers import Numbers, extremes, melted, number
+
 from .settings import ANCHOR, ESTIMATORS, EXACT, PARTS, PLACEMENTS, PUBLISHED
-
-Row = dict[str, Any]
 
 SHAH = "Shah et al. 2025 (arXiv 2512.21852), Fig. 2"
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the product rule for E[k]"
@@ -26,296 +26,253 @@ FEW = 50
 CLEAR = 0.01
 # Of some hundreds of numbers, none is off by more than this many standard errors but with probability below 1e-3.
 ERRORS = 5.5
+ROUNDING = f"{EXACT:g} of the gradient: exact up to rounding"
+K1_LOSS, K1_REWARD = ("k1-loss", "loss"), ("k1-loss", "reward")
+K3_REWARD, K3_BOTH = ("k3-loss", "reward"), ("k3-loss", "both")
+
+claims = Claims("comedy")
+numbers = Numbers()
 
 
-def tidy(rows: Sequence[Row]) -> list[Row]:
-    """As computed, part by part."""
-    return sorted(rows, key=lambda row: list(PARTS).index(row["part"]))
+def tidy(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows as computed, part by part."""
+    return ordered(rows, PARTS)
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    """One for each question; not run where rows that it needs are not there."""
-    return answers("comedy", QUESTIONS, rows)
+def _cells(rows: pd.DataFrame, column: str, **wanted: object) -> pd.DataFrame:
+    """A column for each length, distance, way to hold it and seed; across, each estimator and placement."""
+    found = need(rows, "length", **wanted)
+    return found.pivot_table(column, ["length", "kl", "hold", "seed"], ["estimator", "placement"], sort=False)
 
 
-def _of(rows: Sequence[Row], which: tuple[str, str], **wanted: Any) -> list[Row]:
-    return select(rows, "length", estimator=which[0], placement=which[1], **wanted)
+def _unbiased(rows: pd.DataFrame, *which: tuple[str, str]) -> Answer:
+    found = need(rows, "length")
+    mine = [name in which for name in zip(found["estimator"], found["placement"], strict=True)]
+    return at_most(known(found[mine]), "bias", EXACT)
 
 
-def _cells(rows: Sequence[Row]) -> list[dict[tuple[str, str], Row]]:
-    """For each length, distance, way to hold it and seed, the row of each estimator and placement."""
-    cells: dict[tuple, dict[tuple[str, str], Row]] = {}
-    for row in select(rows, "length"):
-        key = tuple(row[name] for name in ("length", "kl", "hold", "seed"))
-        cells.setdefault(key, {})[row["estimator"], row["placement"]] = row
-    return list(cells.values())
+@claims.add(SHAH, "0", ROUNDING)
+def _reward_is_right(rows: pd.DataFrame) -> Answer:
+    """k1 in the reward is unbiased at every length, near and far"""
+    return _unbiased(rows, K1_REWARD)
 
 
-def _unbiased(which: Sequence[tuple[str, str]]) -> Any:
-    return lambda rows: at_most([row for one in which for row in _of(rows, one)], "bias", EXACT)
+@claims.add(SHAH, "k1 in loss 1 exactly, the others clear of 0", f"clear: above {CLEAR:g} of the gradient")
+def _biased(rows: pd.DataFrame) -> Answer:
+    """k1 in the loss, k3 in the loss and k3 in the reward are biased at every length"""
+    bias = _cells(rows, "bias")
+    wrong = [which for which in PUBLISHED if which != K1_REWARD]
+    if not set(wrong) <= set(bias):
+        raise Missing
+    said = ", ".join(f"{_name(which)} {bias[which].min():.2f} to {bias[which].max():.2f}" for which in wrong)
+    return said, (bias[K1_LOSS] - 1).abs().max() < EXACT and bias[wrong].min(axis=None) > CLEAR
 
 
-def _biased(rows: Sequence[Row]) -> Answer:
-    wrong = [which for which in PUBLISHED if which != ("k1-loss", "reward")]
-    least = {which: [row["bias"] for row in _of(rows, which)] for which in wrong}
-    if not all(least.values()):
-        return None
-    said = ", ".join(f"{_name(which)} {min(found):.2f} to {max(found):.2f}" for which, found in least.items())
-    zero = max(abs(bias - 1) for bias in least["k1-loss", "loss"])
-    return said, zero < EXACT and min(min(found) for found in least.values()) > CLEAR
+@claims.add(SHAH, "at every length and distance, for the stated pair", "an order")
+def _largest(rows: pd.DataFrame) -> Answer:
+    """k3 in the reward has the largest bias of the four"""
+    bias = _cells(rows, "bias")[list(PUBLISHED)]
+    hits = (bias.idxmax(axis=1) == K3_REWARD).sum()
+    return f"in {hits} of {len(bias)} lengths and distances", hits == len(bias)
 
 
-def _largest(rows: Sequence[Row]) -> Answer:
-    cells = _cells(rows)
-    if not cells:
-        return None
-    first = [max(PUBLISHED, key=lambda which: cell[which]["bias"]) for cell in cells]
-    hits = sum(which == ("k3-loss", "reward") for which in first)
-    return f"in {hits} of {len(cells)} lengths and distances", hits == len(cells)
+def _std(rows: pd.DataFrame, least: float = -1.0, most: float = float("inf"), **wanted: object) -> pd.DataFrame:
+    """Standard deviations in the cells whose rollouts are this far from the reference."""
+    std = _cells(rows, "std", **wanted)
+    distance = _cells(rows, "rollout_kl", **wanted)[K1_REWARD]
+    return known(std[(distance >= least) & (distance <= most)])
 
 
-def _near(rows: Sequence[Row]) -> Answer:
-    cells = [cell for cell in _cells(rows) if cell["k1-loss", "loss"]["rollout_kl"] <= NEAR]
-    if not cells:
-        return None
-    first = [max(PUBLISHED, key=lambda which: cell[which]["std"]) for cell in cells]
-    hits = sum(which == ("k1-loss", "loss") for which in first)
-    ratios = [cell["k1-loss", "loss"]["std"] / cell["k1-loss", "reward"]["std"] for cell in cells]
-    said = f"the noisiest of four in {hits} of {len(cells)}; {min(ratios):.1f} to {max(ratios):.1f} times k1 in reward"
-    return said, hits == len(cells)
+@claims.add(SHAH, f"at every length, where KL ≤ {NEAR:g}", "an order")
+def _near(rows: pd.DataFrame) -> Answer:
+    """near the reference k1 in the loss is the noisiest of the four"""
+    std = _std(rows, most=NEAR)[list(PUBLISHED)]
+    hits, ratios = (std.idxmax(axis=1) == K1_LOSS).sum(), std[K1_LOSS] / std[K1_REWARD]
+    said = f"the noisiest of four in {hits} of {len(std)}; {ratios.min():.1f} to {ratios.max():.1f} times k1 in reward"
+    return said, hits == len(std)
 
 
-def _far(rows: Sequence[Row]) -> Answer:
-    cells = [cell for cell in _cells(rows) if cell["k1-loss", "loss"]["rollout_kl"] >= FAR - 1e-9]
-    if not cells:
-        return None
-    ratios = [cell["k1-loss", "loss"]["std"] / cell["k1-loss", "reward"]["std"] for cell in cells]
-    return f"{min(ratios):.2f} to {max(ratios):.2f} times k1 in reward", max(ratios) < 1
+@claims.add(THEORY, f"at every length, where KL ≥ {FAR:g}", "an order")
+def _far(rows: pd.DataFrame) -> Answer:
+    """away from it k1 in the loss is less noisy than k1 in the reward"""
+    std = _std(rows, least=FAR - 1e-9)
+    ratios = std[K1_LOSS] / std[K1_REWARD]
+    return f"{ratios.min():.2f} to {ratios.max():.2f} times k1 in reward", ratios.max() < 1
 
 
-def _equal(rows: Sequence[Row]) -> Answer:
-    chosen = select(rows, "order")
-    if not chosen:
-        return None
-    at = [row["equal_at"] for row in chosen]
-    if None in at:
+@claims.add(
+    OWN,
+    f"between {NEAR:g} and {FAR:g} nats for whole sequences, at every length",
+    "the root of a difference of exact variances",
+)
+def _equal(rows: pd.DataFrame) -> Answer:
+    """at which distance the two are equally noisy hardly depends on length"""
+    at = need(rows, "order")["equal_at"]
+    if at.isna().any():
         return "no such distance", False
-    return f"at a KL of {min(at):.3f} to {max(at):.3f}, over {len(at)} lengths", min(at) > NEAR and max(at) < FAR
+    said = f"at a KL of {at.min():.3f} to {at.max():.3f}, over {len(at)} lengths"
+    return said, at.min() > NEAR and at.max() < FAR
 
 
-def _one_pair(rows: Sequence[Row]) -> Answer:
-    lengths = [row["length"] for row in _of(rows, ("k1-loss", "loss"), hold="pair") if row["kl"] >= FAR]
-    if not lengths or min(lengths) > SHORT or max(lengths) < ANCHOR:
-        return None
+@claims.add(OWN, "k1 in the loss noisier when short, less noisy when long", "an order")
+def _one_pair(rows: pd.DataFrame) -> Answer:
+    """of one pair the order changes with length alone"""
+    lengths = need(rows, "length", hold="pair", estimator=K1_LOSS[0], placement=K1_LOSS[1])
+    lengths = known(lengths[lengths["kl"] >= FAR])["length"]
+    if lengths.min() > SHORT or lengths.max() < ANCHOR:
+        raise Missing
     found = _changes(rows)
     return "; ".join(f"between T = {short} and {long}" for short, long in found) or "it does not", bool(found)
 
 
-def _changes(rows: Sequence[Row]) -> list[tuple[int, int]]:
+def _changes(rows: pd.DataFrame) -> list[tuple[int, int]]:
     """Of one pair, the lengths between which k1 in the loss becomes the less noisy, where it is far enough away."""
-    found = []
-    for kl in sorted({row["kl"] for row in select(rows, "length", hold="pair") if row["kl"] >= FAR}):
-        mine = {which: {} for which in PUBLISHED}  # type: dict[tuple[str, str], dict[int, float]]
-        for which in PUBLISHED:
-            mine[which] = {row["length"]: row["std"] for row in _of(rows, which, hold="pair", kl=kl)}
-        loss, reward = mine["k1-loss", "loss"], mine["k1-loss", "reward"]
-        noisier = [length for length in sorted(loss) if loss[length] > reward[length]]
-        others = [length for length in sorted(loss) if length not in noisier]
-        if noisier and others and max(noisier) < min(others):
-            found.append((max(noisier), min(others)))
+    found, std = [], _cells(rows, "std", hold="pair")
+    for kl, mine in std.groupby("kl"):
+        last = mine.groupby("length").last()
+        noisier = last[K1_LOSS] > last[K1_REWARD]
+        short, long = last.index[noisier], last.index[~noisier]
+        if kl >= FAR and len(short) and len(long) and short.max() < long.min():
+            found.append((int(short.max()), int(long.min())))
     return found
 
 
-def _both(rows: Sequence[Row]) -> Answer:
+@claims.add(TANG_MUNOS, "0", ROUNDING)
+def _both_are_right(rows: pd.DataFrame) -> Answer:
+    """k1 and k3 in both places are unbiased"""
+    return _unbiased(rows, ("k1-loss", "both"), K3_BOTH)
+
+
+@claims.add(
+    OWN,
+    f"less than half as many, at every length, where KL ≤ {NEAR:g}",
+    "a ratio of exact variances of two unbiased gradients",
+)
+def _both(rows: pd.DataFrame) -> Answer:
+    """near the reference k3 in both places needs fewer rollouts than k1 in the reward"""
     near = _gain(rows, 0, NEAR)
-    if not near:
-        return None
-    far = _gain(rows, FAR - 1e-9, FAR + 1e-9)
-    said = f"{min(near):.1f} to {max(near):.1f} times fewer rollouts"
-    said += f"; at KL {FAR:g} {min(far):.2f} to {max(far):.1f}" if far else ""
-    return said, min(near) > 2
+    said = f"{near.min():.1f} to {near.max():.1f} times fewer rollouts"
+    try:
+        far = _gain(rows, FAR - 1e-9, FAR + 1e-9)
+        said += f"; at KL {FAR:g} {far.min():.2f} to {far.max():.1f}"
+    except Missing:
+        pass
+    return said, near.min() > 2
 
 
-def _gain(rows: Sequence[Row], least: float, most: float) -> list[float]:
+def _gain(rows: pd.DataFrame, least: float, most: float, **wanted: object) -> pd.Series:
     """How many times fewer rollouts k3 in both places needs than k1 in the reward at distances, both unbiased."""
-    cells = [cell for cell in _cells(rows) if least <= cell["k1-loss", "reward"]["rollout_kl"] <= most + 1e-9]
-    return [(cell["k1-loss", "reward"]["std"] / cell["k3-loss", "both"]["std"]) ** 2 for cell in cells]
+    std = _std(rows, least, most + 1e-9, **wanted)
+    return (std[K1_REWARD] / std[K3_BOTH]) ** 2
 
 
-def _random(column: str, least: float, most: float) -> Any:
-    def judge(rows: Sequence[Row]) -> Answer:
-        chosen = select(rows, "random")
-        hits, pairs = sum(row[column] for row in chosen), sum(row["pairs"] for row in chosen)
-        if pairs < FEW:
-            return None
-        return f"in {hits} of {pairs} random pairs", least < hits / pairs < most
-
-    return judge
+def _share(rows: pd.DataFrame, column: str, least: float, most: float) -> Answer:
+    found = need(rows, "random")
+    hits, pairs = found[column].sum(), found["pairs"].sum()
+    if pairs < FEW:
+        raise Missing
+    return f"in {hits} of {pairs} random pairs", least < hits / pairs < most
 
 
-def _samples(rows: Sequence[Row]) -> Answer:
-    chosen = [row for row in select(rows, "length") if row["z_mean"] is not None]
-    if not chosen:
-        return None
-    mean, std = max(row["z_mean"] for row in chosen), max(abs(row["z_std"]) for row in chosen)
-    said = f"means off by at most {mean:.1f} standard errors, spreads by {std:.1f}; {len(chosen)} gradients"
-    return said, max(mean, std) < ERRORS
+@claims.add(OWN, "for more than half of random pairs, not for all", "shares, of independent draws")
+def _most_biased(rows: pd.DataFrame) -> Answer:
+    """that k3 in the reward has the largest bias depends on the pair"""
+    return _share(rows, "most_biased_is_k3_reward", 0.5, 0.95)
+
+
+@claims.add(OWN, "for most, not for all", "shares, of independent draws")
+def _less_noisy(rows: pd.DataFrame) -> Answer:
+    """k3 in both places beats k1 in the reward on random pairs too"""
+    return _share(rows, "k3_both_less_noisy_than_k1_reward", 0.5, 1.0)
+
+
+def _sampled(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
+    return known(need(rows, "length", **wanted).dropna(subset=["z_mean"]))
+
+
+@claims.add(
+    "200 × 1,000 samples, as in Shah et al. 2025",
+    f"within {ERRORS:g} standard errors",
+    "over some hundred gradients of three free components",
+)
+def _samples(rows: pd.DataFrame) -> Answer:
+    """sampled gradients agree with the exact ones"""
+    found = _sampled(rows)
+    off, std = found["z_mean"].max(), found["z_std"].abs().max()
+    said = f"means off by at most {off:.1f} standard errors, spreads by {std:.1f}; {len(found)} gradients"
+    return said, max(off, std) < ERRORS
+
+
+@claims.add("two routes", "0", f"{EXACT:g} of the gradient and of its square")
+def _again(rows: pd.DataFrame) -> Answer:
+    """counting types agrees with enumeration of all sequences and with dynamic programming"""
+    return at_most(need(rows, "length"), "off_again", EXACT)
 
 
 def _name(which: tuple[str, str]) -> str:
     return f"{which[0].removesuffix('-loss')} in {which[1]}"
 
 
-QUESTIONS = (
-    Question(
-        "k1 in the reward is unbiased at every length, near and far",
-        SHAH,
-        "0",
-        _unbiased([("k1-loss", "reward")]),
-        f"{EXACT:g} of the gradient: exact up to rounding",
-    ),
-    Question(
-        "k1 in the loss, k3 in the loss and k3 in the reward are biased at every length",
-        SHAH,
-        "k1 in loss 1 exactly, the others clear of 0",
-        _biased,
-        f"clear: above {CLEAR:g} of the gradient",
-    ),
-    Question(
-        "k3 in the reward has the largest bias of the four",
-        SHAH,
-        "at every length and distance, for the stated pair",
-        _largest,
-        "an order",
-    ),
-    Question(
-        "near the reference k1 in the loss is the noisiest of the four",
-        SHAH,
-        f"at every length, where KL ≤ {NEAR:g}",
-        _near,
-        "an order",
-    ),
-    Question(
-        "away from it k1 in the loss is less noisy than k1 in the reward",
-        THEORY,
-        f"at every length, where KL ≥ {FAR:g}",
-        _far,
-        "an order",
-    ),
-    Question(
-        "at which distance the two are equally noisy hardly depends on length",
-        OWN,
-        f"between {NEAR:g} and {FAR:g} nats for whole sequences, at every length",
-        _equal,
-        "the root of a difference of exact variances",
-    ),
-    Question(
-        "of one pair the order changes with length alone",
-        OWN,
-        "k1 in the loss noisier when short, less noisy when long",
-        _one_pair,
-        "an order",
-    ),
-    Question(
-        "k1 and k3 in both places are unbiased",
-        TANG_MUNOS,
-        "0",
-        _unbiased([("k1-loss", "both"), ("k3-loss", "both")]),
-        f"{EXACT:g} of the gradient: exact up to rounding",
-    ),
-    Question(
-        "near the reference k3 in both places needs fewer rollouts than k1 in the reward",
-        OWN,
-        f"less than half as many, at every length, where KL ≤ {NEAR:g}",
-        _both,
-        "a ratio of exact variances of two unbiased gradients",
-    ),
-    Question(
-        "that k3 in the reward has the largest bias depends on the pair",
-        OWN,
-        "for more than half of random pairs, not for all",
-        _random("most_biased_is_k3_reward", 0.5, 0.95),
-        "shares, of independent draws",
-    ),
-    Question(
-        "k3 in both places beats k1 in the reward on random pairs too",
-        OWN,
-        "for most, not for all",
-        _random("k3_both_less_noisy_than_k1_reward", 0.5, 1.0),
-        "shares, of independent draws",
-    ),
-    Question(
-        "sampled gradients agree with the exact ones",
-        "200 × 1,000 samples, as in Shah et al. 2025",
-        f"within {ERRORS:g} standard errors",
-        _samples,
-        "over some hundred gradients of three free components",
-    ),
-    Question(
-        "counting types agrees with enumeration of all sequences and with dynamic programming",
-        "two routes",
-        "0",
-        lambda rows: at_most(select(rows, "length"), "off_again", EXACT),
-        f"{EXACT:g} of the gradient and of its square",
-    ),
-)
-
-
-def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """Bias and standard deviation relative to the gradient, at the shortest and the longest length."""
-    chosen = select(rows, "length", hold="kl", seed=0)
-    if not chosen:
+    found = select(rows, "length", hold="kl", seed=0)
+    if found.empty:
         return {}
-    lengths = sorted({row["length"] for row in chosen})
-    columns = [
-        (kl, length)
-        for kl in sorted({row["kl"] for row in chosen})
-        for length in dict.fromkeys((lengths[0], lengths[-1]))
-    ]
-    found = []
-    for estimator in ESTIMATORS:
-        for placement in PLACEMENTS:
-            cells = {(row["kl"], row["length"]): row for row in _of(chosen, (estimator, placement))}
-            line: Row = {"estimator": estimator.removesuffix("-loss"), "placed in": placement}
-            for kl, length in columns:
-                row = cells.get((kl, length))
-                text = "" if row is None else f"{_short(row['bias'])} ± {row['std']:.2f}"
-                line[f"KL {kl:g}, T = {length}"] = text
-            found.append(line)
-    return {"table": found}
+    ends = dict.fromkeys((found["length"].min(), found["length"].max()))
+    cells = found.set_index(["estimator", "placement", "kl", "length"])[["bias", "std"]].to_dict("index")
+
+    def cell(*at: object) -> str:
+        return f"{_short(cells[at]['bias'])} ± {cells[at]['std']:.2f}" if at in cells else ""
+
+    columns = {f"KL {kl:g}, T = {length}": (kl, length) for kl in sorted(found["kl"].unique()) for length in ends}
+    return {
+        "table": [
+            {
+                "estimator": estimator.removesuffix("-loss"),
+                "placed in": placement,
+                **{title: cell(estimator, placement, *at) for title, at in columns.items()},
+            }
+            for estimator in ESTIMATORS
+            for placement in PLACEMENTS
+        ]
+    }
 
 
 def _short(bias: float) -> str:
     return "0" if bias < EXACT else f"{bias:.2f}"
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
-    """By name; those of one estimator are named after it, its placement, the distance and the length."""
-    chosen = select(rows, "length", hold="kl", seed=0)
-    equal = [row["equal_at"] for row in select(rows, "order") if row["equal_at"] is not None]
-    changes, gain = _changes(rows), {kl: _gain(select(chosen, "length", kl=kl), kl, kl) for kl in (0.05, 0.8)}
-    random = select(rows, "random")
-    result: dict[str, float | int | str | None] = {
-        "shortest": min((row["length"] for row in chosen), default=None),
-        "longest": max((row["length"] for row in chosen), default=None),
-        "types": max((row["types"] for row in chosen), default=None),
-        "sampled gradients": sum(row["z_mean"] is not None for row in chosen) or None,
-        "largest deviation in standard errors": max(
-            (max(row["z_mean"], abs(row["z_std"])) for row in chosen if row["z_mean"] is not None), default=None
-        ),
-        "off second route": max((row["off_again"] for row in select(rows, "length")), default=None),
-        "equally noisy from": min(equal, default=None),
-        "equally noisy to": max(equal, default=None),
-        "order changes after": changes[-1][0] if changes else None,
-        **{f"least gain of k3 in both, {kl:g}": min(found, default=None) for kl, found in gain.items()},
-        **{f"largest gain of k3 in both, {kl:g}": max(found, default=None) for kl, found in gain.items()},
-    }
+@numbers.add
+def _of_lengths(rows: pd.DataFrame) -> Iterator[Row]:
+    found = need(rows, "length", hold="kl", seed=0)
+    yield number("shortest", found["length"].min())
+    yield number("longest", found["length"].max())
+    yield number("types", found["types"].max())
+    yield number("off second route", need(rows, "length")["off_again"].max())
+    yield from melted(found, ["bias", "std"], ["estimator", "placement", "kl", "length"])
+    for kl in found["kl"].unique():
+        at = need(found, kl=kl)
+        yield from extremes("gain of k3 in both", _gain(at, kl, kl) if kl <= FAR else (), kl=kl)
+
+
+@numbers.add
+def _of_samples(rows: pd.DataFrame) -> Iterator[Row]:
+    found = _sampled(rows, hold="kl", seed=0)
+    yield number("sampled gradients", len(found))
+    worst = max(found["z_mean"].max(), found["z_std"].abs().max())
+    yield number("largest deviation in standard errors", worst)
+
+
+@numbers.add
+def _of_orders(rows: pd.DataFrame) -> Iterator[Row]:
+    yield from extremes("KL of equal noise", need(rows, "order")["equal_at"])
+    for short, _ in _changes(rows)[-1:]:
+        yield number("order changes after", short)
+
+
+@numbers.add
+def _of_random_pairs(rows: pd.DataFrame) -> Iterator[Row]:
+    found = need(rows, "random")
+    yield number("random pairs", found["pairs"].sum())
     for name in ("most_biased_is_k3_reward", "most_biased_is_k1_loss", "k3_both_less_noisy_than_k1_reward"):
-        hits, pairs = sum(row[name] for row in random), sum(row["pairs"] for row in random)
-        result[f"share of pairs, {name.replace('_', ' ')}"] = hits / pairs if pairs else None
-    result["random pairs"] = sum(row["pairs"] for row in random) or None
-    for row in chosen:
-        where = f"{row['estimator']} in {row['placement']}, {row['kl']:g}, {row['length']}"
-        result[f"bias of {where}"] = row["bias"]
-        result[f"std of {where}"] = row["std"]
-    return result
+        yield number("share of pairs", found[name].sum() / found["pairs"].sum(), where=name.replace("_", " "))

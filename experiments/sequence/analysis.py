@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import fmean
-from typing import Any
 
-from kltest.reproduce import Claim
+import pandas as pd
 
-from ..judging import Answer, Question, answers, select
+from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.frames import Missing, Row, known, mean, need, ordered, select
+from kltest.reproduce.numbers import Numbers, melted, number
+
 from .settings import CONDITIONS, DISCOUNTS, EXACT, PARTS
-
-Row = dict[str, Any]
 
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the partial gradient of a token-level loss"
 OWN = "this work"
@@ -22,349 +21,244 @@ RIGHT = ("k1-reward", "k1-reward-to-go")
 CLEAR = 1e-2
 # Rounding stays below EXACT; what is there may be small, but not as small as this.
 VISIBLE = 1e-4
+SUMS = f"{EXACT:g}: sums of 10,000 terms in float64"
+
+claims = Claims("sequence")
+numbers = Numbers()
 
 
-def tidy(rows: Sequence[Row]) -> list[Row]:
-    """As computed, part by part."""
-    return sorted(rows, key=lambda row: list(PARTS).index(row["part"]))
+def tidy(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows as computed, part by part."""
+    return ordered(rows, PARTS)
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    """One for each question; not run where rows that it needs are not there."""
-    return answers("sequence", QUESTIONS, rows)
+def _followed(rows: pd.DataFrame, names: tuple[str, ...], column: str) -> Answer:
+    found = need(rows, "estimators", estimator=names)
+    off, longest = found[column].max(), found["length"].max()
+    return f"{', '.join(found['estimator'].unique())}: off by {off:.0e} of its length, to T = {longest:,}", off < EXACT
 
 
-def _followed(rows: Sequence[Row], names: Sequence[str], column: str) -> Answer:
-    chosen = [row for row in select(rows, "estimators") if row["estimator"] in names]
-    if not chosen:
-        return None
-    off, longest = max(row[column] for row in chosen), max(row["length"] for row in chosen)
-    who = ", ".join(dict.fromkeys(row["estimator"] for row in chosen))
-    return f"{who}: off by {off:.0e} of its length, to T = {longest:,}", off < EXACT
+@claims.add(TANG_MUNOS, "Σ_t E ∇KL_t, prefixes held fixed", SUMS)
+def _local(rows: pd.DataFrame) -> Answer:
+    """a token-level loss follows the local gradient, at any length"""
+    return _followed(rows, LOCAL, "off_local")
 
 
-def _root(rows: Sequence[Row]) -> Answer:
-    chosen = select(rows, "root")
-    if not chosen:
-        return None
-    off = max(abs(row["whole"] - row["chance"] * (1 - row["chance"]) * row["departure"]) for row in chosen)
-    local = max(abs(row["local"]) for row in chosen)
+@claims.add(TANG_MUNOS, "∇KL(π‖ref)", SUMS)
+def _right(rows: pd.DataFrame) -> Answer:
+    """k1 in the reward with credit for later tokens follows ∇KL(π‖ref), at any length"""
+    return _followed(rows, RIGHT, "bias")
+
+
+@claims.add("theory", "truth p(1 − p)·d, local 0", "1e-12 and 1e-15: rounding")
+def _root(rows: pd.DataFrame) -> Answer:
+    """the blind root"""
+    found = need(rows, "root")
+    off = (found["whole"] - found["chance"] * (1 - found["chance"]) * found["departure"]).abs().max()
+    local = found["local"].abs().max()
     return f"truth off by {off:.0e}, local at most {local:.0e}", off < 1e-12 and local < 1e-15
 
 
-def _root_seen(rows: Sequence[Row]) -> Answer:
-    chosen = [row for row in select(rows, "root") if row["estimator"] in (*LOCAL, "k3-loss", *RIGHT)]
-    if not chosen:
-        return None
-    right = [row for row in chosen if row["estimator"] in RIGHT]
-    off = max((abs(row["found"] - row["whole"]) for row in right), default=0.0)
-    blind = max((abs(row["found"]) for row in chosen if row["estimator"] not in RIGHT), default=0.0)
+@claims.add("theory", "to-go gives p(1 − p)·d, token-level losses 0", "1e-12 and 1e-15: rounding")
+def _root_seen(rows: pd.DataFrame) -> Answer:
+    """implementations at the blind root"""
+    found = need(rows, "root", estimator=(*LOCAL, "k3-loss", *RIGHT))
+    right = found["estimator"].isin(RIGHT)
+    off = (found["found"] - found["whole"])[right].abs().max() if right.any() else 0.0
+    blind = 0.0 if right.all() else found["found"][~right].abs().max()
     return f"to-go off by {off:.0e}; the others move the root by at most {blind:.0e}", off < 1e-12 and blind < 1e-15
 
 
-def _context_free(rows: Sequence[Row]) -> Answer:
-    chosen = [*select(rows, "length", steering=0.0), *select(rows, "vocabulary", steering=0.0)]
-    if not chosen:
-        return None
-    most = max(row["missed"] for row in chosen)
-    return f"at most {most:.0e}, over {len(chosen)} lengths, vocabularies and draws", most < EXACT
+@claims.add(OWN, "0 at κ = 0", f"{EXACT:g}: rounding")
+def _context_free(rows: pd.DataFrame) -> Answer:
+    """what is missed where no context is seen"""
+    missed = need(rows, part=("length", "vocabulary"), steering=0.0)["missed"]
+    said = f"at most {missed.max():.0e}, over {len(missed)} lengths, vocabularies and draws"
+    return said, missed.max() < EXACT
 
 
-def _steered(rows: Sequence[Row]) -> Answer:
-    chosen = _at_longest(rows)
-    levels = sorted({row["steering"] for row in chosen})
-    if len(levels) < 2 or chosen[0]["length"] < 1000:
-        return None
-    rises = all(
-        one["missed"] / one["kept"] < other["missed"] / other["kept"]
-        for one in chosen
-        for other in chosen
-        if one["seed"] == other["seed"] and one["steering"] < other["steering"]
-    )
-    shares = [_mean(row["missed"] / row["kept"] for row in chosen if row["steering"] == level) for level in levels]
-    text = ", ".join(f"{share:.2g} at κ = {level:g}" for level, share in zip(levels, shares, strict=True))
-    return f"T = {chosen[0]['length']:,}: {text}", rises
+def _at_longest(rows: pd.DataFrame) -> pd.DataFrame:
+    found = need(rows, "length")
+    return found[found["length"] == found["length"].max()]
 
 
-def _levels_off(rows: Sequence[Row]) -> Answer:
-    """Growth from two tokens to the longest, in the mean over draws; change beyond ten memories, in every draw."""
-    chosen = [row for row in select(rows, "length") if row["steering"] >= 0.75]
+@claims.add(OWN, "from 0 at κ = 0 upwards, in every draw", "the order, at the longest length")
+def _steered(rows: pd.DataFrame) -> Answer:
+    """what is missed, against what is kept, grows with how strongly tokens steer later ones"""
+    found = _at_longest(rows)
+    longest, share = found["length"].iloc[0], found["missed"] / found["kept"]
+    by = share.groupby([found["steering"], found["seed"]]).mean().unstack("steering")
+    if by.shape[1] < 2 or longest < 1000:
+        raise Missing
+    rises = all(draw.dropna().is_monotonic_increasing and draw.dropna().is_unique for _, draw in by.iterrows())
+    text = ", ".join(f"{mean(found):.2g} at κ = {level:g}" for level, found in by.items())
+    return f"T = {longest:,}: {text}", rises
+
+
+@claims.add(OWN, "growth, then no change (κ ≥ 0.75)", "growth over 0.1; level to 0.05 from ten memories on")
+def _levels_off(rows: pd.DataFrame) -> Answer:
+    """what is missed grows with length up to a few memories 1/(1 − κ) in the mean over draws, then levels off"""
+    found = need(rows, "length")
     growth, change = [], []
-    for steering in sorted({row["steering"] for row in chosen}):
-        mine: dict[int, dict[int, float]] = {}
-        for row in chosen:
-            if row["steering"] == steering:
-                mine.setdefault(row["seed"], {})[row["length"]] = row["missed"]
-        beyond = sorted({row["length"] for row in chosen if row["length"] >= 10 / (1 - steering) - EXACT})
-        if len(beyond) < 2 or any(not {2, *beyond} <= set(draw) for draw in mine.values()):
+    for steering, mine in found[found["steering"] >= 0.75].groupby("steering"):
+        draws = mine.pivot_table("missed", "seed", "length")
+        beyond = [length for length in draws if length >= 10 / (1 - steering) - EXACT]
+        if len(beyond) < 2 or 2 not in draws or draws[[2, *beyond]].isna().any(axis=None):
             continue
-        growth.append(fmean(draw[beyond[-1]] - draw[2] for draw in mine.values()))
-        change += [abs(draw[beyond[-1]] - draw[beyond[0]]) for draw in mine.values()]
+        last = draws[beyond[-1]]
+        growth.append((last - draws[2]).mean())
+        change.append((last - draws[beyond[0]]).abs().max())
     if not growth:
-        return None
+        raise Missing
     least, most = min(growth), max(change)
-    found = f"from T = 2 on it grows by {least:.2f} or more; beyond ten memories it changes by {most:.3f} at most"
-    return found, least > 0.1 and most < 0.05
+    said = f"from T = 2 on it grows by {least:.2f} or more; beyond ten memories it changes by {most:.3f} at most"
+    return said, least > 0.1 and most < 0.05
 
 
-def _formula(rows: Sequence[Row]) -> Answer:
-    chosen = [*select(rows, "length"), *select(rows, "vocabulary")]
-    if not chosen:
-        return None
-    off = max(row["off_formula"] for row in chosen)
-    return f"off by {off:.0e}, to T = {max(row.get('length', 0) for row in chosen):,}", off < EXACT
+@claims.add(OWN, "a token decides the KL of (1 − κⁿ)/(1 − κ) later ones", SUMS)
+def _formula(rows: pd.DataFrame) -> Answer:
+    """what a persistent bigram misses, in closed form"""
+    off = need(rows, part=("length", "vocabulary"))["off_formula"].max()
+    longest = max(select(rows, "length").get("length", ()), default=0)
+    return f"off by {off:.0e}, to T = {longest:,}", off < EXACT
 
 
-def _last(rows: Sequence[Row]) -> Answer:
-    chosen = [row for row in select(rows, "length") if row["length"] >= 100]
-    if not chosen:
-        return None
-    most = max(row["last"] * row["length"] for row in chosen)
+@claims.add("theory", "about 1/T of the gradient", "1.1/T: tokens differ in context")
+def _last(rows: pd.DataFrame) -> Answer:
+    """the last token alone"""
+    found = need(rows, "length")
+    long = known(found[found["length"] >= 100])
+    most = (long["last"] * long["length"]).max()
     return f"at most {most:.2f}/T for T ≥ 100", most < 1.1
 
 
-def _conditions(rows: Sequence[Row]) -> Answer:
-    chosen = select(rows, "conditions")
-    if not chosen:
-        return None
-    share = {name: [row["missed"] for row in chosen if row["condition"] == name] for name in CONDITIONS}
-    exact = all(max(share[name]) < EXACT for name in ("both context-free", "relabelled"))
-    others = ("policy context-free", "reference context-free", "neither")
-    clear = all(min(share[name]) > CLEAR for name in others)
-    again = max(row["off_again"] for row in chosen)
-    text = ", ".join(f"{name} {_mean(share[name]):.2f}" for name in CONDITIONS)
+@claims.add(
+    OWN,
+    "where the KL to come does not depend on the token: both context-free, or relabelled alike",
+    f"exact: {EXACT:g}; not exact: above {CLEAR:g}",
+)
+def _conditions(rows: pd.DataFrame) -> Answer:
+    """when a token-level loss is exact"""
+    found = need(rows, "conditions")
+    missed = found.groupby("condition")["missed"].agg(["min", "max", "mean"]).loc[list(CONDITIONS)]
+    exact = missed.loc[["both context-free", "relabelled"], "max"].max() < EXACT
+    clear = missed.loc[["policy context-free", "reference context-free", "neither"], "min"].min() > CLEAR
+    again = found["off_again"].max()
+    text = ", ".join(f"{name} {share:.2f}" for name, share in missed["mean"].items())
     return f"missed: {text}; second route off by {again:.0e}", exact and clear and again < EXACT
 
 
-def _discounted(rows: Sequence[Row]) -> Answer:
-    chosen = [row for row in select(rows, "credit", what="discount", critic=0.0) if row["steering"] > 0]
-    if not chosen:
-        return None
-    falls, ends = True, 0.0
-    for key in sorted({(row["steering"], row["seed"]) for row in chosen}):
-        bias = {row["discount"]: row["bias"] for row in chosen if (row["steering"], row["seed"]) == key}
-        falls &= all(bias[a] > bias[b] for a, b in pairwise(DISCOUNTS))
-        ends = max(ends, bias[1.0])
-    text = ", ".join(
-        f"{_mean(row['bias'] for row in chosen if row['discount'] == discount):.2f} at γ = {discount:g}"
-        for discount in (0.0, 0.9, 0.99)
-    )
+@claims.add(OWN, "bias falls in γ, to 0 at γ = 1", f"{EXACT:g} at γ = 1; the order elsewhere")
+def _discounted(rows: pd.DataFrame) -> Answer:
+    """a discount γ goes from the local gradient to the whole"""
+    found = need(rows, "credit", what="discount", critic=0.0)
+    by = known(found[found["steering"] > 0]).pivot_table("bias", ["steering", "seed"], "discount")
+    falls = all((by[a] > by[b]).all() for a, b in pairwise(DISCOUNTS))
+    ends, text = by[1.0].max(), ", ".join(f"{by[at].mean():.2f} at γ = {at:g}" for at in (0.0, 0.9, 0.99))
     return f"{text}, {ends:.0e} at γ = 1 (means over κ and draws)", falls and ends < EXACT
 
 
-def _critic(rows: Sequence[Row]) -> Answer:
-    again = select(rows, "credit", what="rollout by rollout")
-    chosen = select(rows, "credit", what="discount")
-    if not again:
-        return None
-    formed = max(row["off_formula"] for row in again)
-    alone = {(row["steering"], row["seed"], row["discount"]): row["bias"] for row in chosen if row["critic"] == 0}
-    scaled = max(
-        abs(row["bias"] - (1 - row["critic"]) * alone[row["steering"], row["seed"], row["discount"]]) for row in chosen
-    )
-    text = f"advantages formed along every rollout: off by {formed:.0e}; bias off by {scaled:.0e}"
-    return text, max(formed, scaled) < EXACT
+@claims.add(OWN, "(1 − α) times the bias of a discount λ", f"{EXACT:g}: rounding")
+def _critic(rows: pd.DataFrame) -> Answer:
+    """generalised advantages with a critic that knows a share α of the KL to come"""
+    formed = need(rows, "credit", what="rollout by rollout")["off_formula"].max()
+    by = need(rows, "credit", what="discount").pivot_table("bias", ["steering", "seed", "discount"], "critic")
+    scaled = max((by[critic] - (1 - critic) * by[0.0]).abs().max() for critic in by)
+    said = f"advantages formed along every rollout: off by {formed:.0e}; bias off by {scaled:.0e}"
+    return said, max(formed, scaled) < EXACT
 
 
-def _curl(rows: Sequence[Row]) -> Answer:
-    chosen = select(rows, "field")
-    single, several = (
-        [row["asymmetry"] for row in chosen if (row["length"] == 1) == one_step] for one_step in (True, False)
-    )
-    if not (single and several):
-        return None
-    return (
-        f"one token: {max(single):.0e}; more: {min(several):.2g} to {max(several):.2f}",
-        max(single) < EXACT and min(several) > VISIBLE,
-    )
+@claims.add("theory", "‖J − Jᵀ‖/‖J + Jᵀ‖ is 0 at T = 1 only", f"zero: {EXACT:g}; not zero: above {VISIBLE:g}")
+def _curl(rows: pd.DataFrame) -> Answer:
+    """a token-level loss is the gradient of no function for T > 1"""
+    found = need(rows, "field")
+    single = need(found, length=1)["asymmetry"].max()
+    several = known(found[found["length"] > 1])["asymmetry"]
+    said = f"one token: {single:.0e}; more: {several.min():.2g} to {several.max():.2f}"
+    return said, single < EXACT and several.min() > VISIBLE
 
 
-def _curl_without_bias(rows: Sequence[Row]) -> Answer:
-    chosen = [row for row in select(rows, "conditions") if row["condition"] in ("both context-free", "relabelled")]
-    if not chosen:
-        return None
-    missed, least = max(row["missed"] for row in chosen), min(row["asymmetry"] for row in chosen)
+@claims.add(OWN, "an asymmetric Jacobian at an exact gradient", f"zero: {EXACT:g}; not zero: above {CLEAR:g}")
+def _curl_without_bias(rows: pd.DataFrame) -> Answer:
+    """it is the gradient of no function even where it misses nothing"""
+    found = need(rows, "conditions", condition=("both context-free", "relabelled"))
+    missed, least = found["missed"].max(), found["asymmetry"].min()
     return f"missed at most {missed:.0e}, asymmetry at least {least:.2f}", missed < EXACT and least > CLEAR
 
 
-def _circulation(rows: Sequence[Row]) -> Answer:
-    found = {row["field"]: row for row in select(rows, "circulation")}
-    if not found:
-        return None
-    formula = found["local_reverse_kl"]["formula"]
-    off = max(abs(found[name]["circulation"] - formula) for name in ("local_reverse_kl", "k2-loss"))
-    whole = abs(found["reverse_kl"]["circulation"])
-    return (
-        f"Δp·ΔKL = {formula:.6f}; both off by {off:.0e}; ∇KL: {whole:.0e}",
-        off < EXACT and whole < EXACT and formula > CLEAR,
-    )
+@claims.add(OWN, "∮ = Δp·ΔKL; 0 for ∇KL", f"{EXACT:g}: a Gauss-Legendre rule of 30 nodes an edge")
+def _circulation(rows: pd.DataFrame) -> Answer:
+    """what a token-level loss gains by going round a rectangle of two logits"""
+    found = need(rows, "circulation").set_index("field")
+    formula = found.loc["local_reverse_kl", "formula"]
+    off = (found.loc[["local_reverse_kl", "k2-loss"], "circulation"] - formula).abs().max()
+    whole = abs(found.loc["reverse_kl", "circulation"])
+    said = f"Δp·ΔKL = {formula:.6f}; both off by {off:.0e}; ∇KL: {whole:.0e}"
+    return said, off < EXACT and whole < EXACT and formula > CLEAR
 
 
-def _ends(rows: Sequence[Row]) -> Answer:
-    chosen = select(rows, "ends")
-    if not chosen:
-        return None
-    starts, off = (pick(row[name] for row in chosen) for pick, name in ((min, "starts_apart"), (max, "off_rest")))
-    triangular = max(max(row["by_earlier_logits"], row["blocks_asymmetry"]) for row in chosen)
-    stable = max(row["least_stable"] for row in chosen)
-    return (
-        f"starts {starts:.2f} apart end within {off:.0e} of the rest point; eigenvalues real to {triangular:.0e}, "
-        f"the largest {stable:.3f}",
-        off < 1e-6 and triangular < EXACT and stable < 0,
-    )
-
-
-QUESTIONS = (
-    Question(
-        "a token-level loss follows the local gradient, at any length",
-        TANG_MUNOS,
-        "Σ_t E ∇KL_t, prefixes held fixed",
-        lambda rows: _followed(rows, LOCAL, "off_local"),
-        f"{EXACT:g}: sums of 10,000 terms in float64",
-    ),
-    Question(
-        "k1 in the reward with credit for later tokens follows ∇KL(π‖ref), at any length",
-        TANG_MUNOS,
-        "∇KL(π‖ref)",
-        lambda rows: _followed(rows, RIGHT, "bias"),
-        f"{EXACT:g}: sums of 10,000 terms in float64",
-    ),
-    Question("the blind root", "theory", "truth p(1 − p)·d, local 0", _root, "1e-12 and 1e-15: rounding"),
-    Question(
-        "implementations at the blind root",
-        "theory",
-        "to-go gives p(1 − p)·d, token-level losses 0",
-        _root_seen,
-        "1e-12 and 1e-15: rounding",
-    ),
-    Question("what is missed where no context is seen", OWN, "0 at κ = 0", _context_free, f"{EXACT:g}: rounding"),
-    Question(
-        "what is missed, against what is kept, grows with how strongly tokens steer later ones",
-        OWN,
-        "from 0 at κ = 0 upwards, in every draw",
-        _steered,
-        "the order, at the longest length",
-    ),
-    Question(
-        "what is missed grows with length up to a few memories 1/(1 − κ) in the mean over draws, then levels off",
-        OWN,
-        "growth, then no change (κ ≥ 0.75)",
-        _levels_off,
-        "growth over 0.1; level to 0.05 from ten memories on",
-    ),
-    Question(
-        "what a persistent bigram misses, in closed form",
-        OWN,
-        "a token decides the KL of (1 − κⁿ)/(1 − κ) later ones",
-        _formula,
-        f"{EXACT:g}: sums of 10,000 terms in float64",
-    ),
-    Question("the last token alone", "theory", "about 1/T of the gradient", _last, "1.1/T: tokens differ in context"),
-    Question(
-        "when a token-level loss is exact",
-        OWN,
-        "where the KL to come does not depend on the token: both context-free, or relabelled alike",
-        _conditions,
-        f"exact: {EXACT:g}; not exact: above {CLEAR:g}",
-    ),
-    Question(
-        "a discount γ goes from the local gradient to the whole",
-        OWN,
-        "bias falls in γ, to 0 at γ = 1",
-        _discounted,
-        f"{EXACT:g} at γ = 1; the order elsewhere",
-    ),
-    Question(
-        "generalised advantages with a critic that knows a share α of the KL to come",
-        OWN,
-        "(1 − α) times the bias of a discount λ",
-        _critic,
-        f"{EXACT:g}: rounding",
-    ),
-    Question(
-        "a token-level loss is the gradient of no function for T > 1",
-        "theory",
-        "‖J − Jᵀ‖/‖J + Jᵀ‖ is 0 at T = 1 only",
-        _curl,
-        f"zero: {EXACT:g}; not zero: above {VISIBLE:g}",
-    ),
-    Question(
-        "it is the gradient of no function even where it misses nothing",
-        OWN,
-        "an asymmetric Jacobian at an exact gradient",
-        _curl_without_bias,
-        f"zero: {EXACT:g}; not zero: above {CLEAR:g}",
-    ),
-    Question(
-        "what a token-level loss gains by going round a rectangle of two logits",
-        OWN,
-        "∮ = Δp·ΔKL; 0 for ∇KL",
-        _circulation,
-        f"{EXACT:g}: a Gauss-Legendre rule of 30 nodes an edge",
-    ),
-    Question(
-        "with a reward, in a token tree: one end, no rotation",
-        OWN,
-        "every start ends at the rest point; eigenvalues real, below 0",
-        _ends,
-        f"1e-6 in probability after the steps made; triangular to {EXACT:g}",
-    ),
+@claims.add(
+    OWN,
+    "every start ends at the rest point; eigenvalues real, below 0",
+    f"1e-6 in probability after the steps made; triangular to {EXACT:g}",
 )
+def _ends(rows: pd.DataFrame) -> Answer:
+    """with a reward, in a token tree: one end, no rotation"""
+    found = need(rows, "ends")
+    starts, off, stable = found["starts_apart"].min(), found["off_rest"].max(), found["least_stable"].max()
+    triangular = found[["by_earlier_logits", "blocks_asymmetry"]].max(axis=None)
+    said = f"starts {starts:.2f} apart end within {off:.0e} of the rest point; eigenvalues real to {triangular:.0e}"
+    return f"{said}, the largest {stable:.3f}", off < 1e-6 and triangular < EXACT and stable < 0
 
 
-def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """What is missed, by length and steering: the share, and the cosine of the local gradient, means over draws."""
-    chosen = select(rows, "length")
-    levels = sorted({row["steering"] for row in chosen})
     found = []
-    for length in sorted({row["length"] for row in chosen}):
+    for length, mine in select(rows, "length").groupby("length") if len(select(rows, "length")) else ():
         line: Row = {"T": f"{length:,}"}
-        for level in levels:
-            mine = [row for row in chosen if (row["length"], row["steering"]) == (length, level)]
-            share, angle = _mean(row["missed"] for row in mine), _mean(row["cosine"] for row in mine)
+        for level, draws in mine.groupby("steering"):
+            share, angle = mean(draws["missed"]), mean(draws["cosine"])
             line[f"κ = {level:g}"] = f"{share:.2f} ({angle:.2f})".replace("-", "−") if share >= EXACT else "0 (1)"
         found.append(line)
     return {"table": found} if found else {}
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
-    """By name; means over draws where there are several."""
+@numbers.add
+def _of_lengths(rows: pd.DataFrame) -> Iterator[Row]:
     longest = _at_longest(rows)
-    result: dict[str, float | int | str | None] = {"longest": longest[0]["length"] if longest else None}
-    for steering in (0.5, 0.75, 0.9, 0.99):
-        mine = [row for row in longest if row["steering"] == steering]
-        result[f"missed, {steering:g}"] = _mean(row["missed"] for row in mine)
-        result[f"missed against kept, {steering:g}"] = _mean(row["missed"] / row["kept"] for row in mine)
-        result[f"cosine, {steering:g}"] = _mean(row["cosine"] for row in mine)
-        result[f"lowest cosine, {steering:g}"] = min((row["cosine"] for row in mine), default=None)
-        result[f"highest cosine, {steering:g}"] = max((row["cosine"] for row in mine), default=None)
-        short = select(rows, "length", steering=steering, length=2)
-        result[f"missed by two tokens, {steering:g}"] = _mean(row["missed"] for row in short)
-        for discount in (0.9, 0.95, 0.99):
-            credit = select(rows, "credit", what="discount", critic=0.0, steering=steering, discount=discount)
-            result[f"bias at discount {discount:g}, {steering:g}"] = _mean(row["bias"] for row in credit)
-    result["last token, T = 100"] = max((row["last"] for row in select(rows, "length", length=100)), default=None)
-    for name in CONDITIONS:
-        result[f"missed, {name}"] = _mean(row["missed"] for row in select(rows, "conditions", condition=name))
-        result[f"asymmetry, {name}"] = _mean(row["asymmetry"] for row in select(rows, "conditions", condition=name))
-    result["largest asymmetry"] = max((row["asymmetry"] for row in select(rows, "field")), default=None)
-    for row in select(rows, "circulation"):
-        result[f"circulation of {row['field']}"] = row["circulation"]
-        result["circulation by formula"] = row["formula"]
-    off = [row["off_formula"] for row in [*select(rows, "length"), *select(rows, "vocabulary")]]
-    result["recursion against formula"] = max(off, default=None)
-    ends = select(rows, "ends")
-    result["ends off rest"] = max((row["off_rest"] for row in ends), default=None)
-    result["starts apart"] = min((row["starts_apart"] for row in ends), default=None)
-    return result
+    yield number("longest", longest["length"].max())
+    share = longest.assign(relative=longest["missed"] / longest["kept"]).groupby("steering")
+    means = share[["missed", "relative", "cosine"]].mean().reset_index()
+    yield from melted(means, {"missed": "missed", "relative": "missed against kept", "cosine": "cosine"}, ["steering"])
+    for which in ("min", "max"):
+        extreme = share["cosine"].agg(which).reset_index()
+        yield from melted(extreme, {"cosine": {"min": "lowest", "max": "highest"}[which] + " cosine"}, ["steering"])
+    short = need(rows, "length", length=2).groupby("steering")["missed"].mean().reset_index()
+    yield from melted(short, {"missed": "missed by two tokens"}, ["steering"])
+    yield number("last token, T = 100", need(rows, "length", length=100)["last"].max())
 
 
-def _at_longest(rows: Sequence[Row]) -> list[Row]:
-    chosen = select(rows, "length")
-    longest = max((row["length"] for row in chosen), default=None)
-    return [row for row in chosen if row["length"] == longest]
+@numbers.add
+def _of_credit(rows: pd.DataFrame) -> Iterator[Row]:
+    means = need(rows, "credit", what="discount", critic=0.0).groupby(["discount", "steering"])["bias"].mean()
+    yield from melted(means.reset_index(), ["bias"], ["discount", "steering"])
 
 
-def _mean(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+@numbers.add
+def _of_conditions(rows: pd.DataFrame) -> Iterator[Row]:
+    means = need(rows, "conditions").groupby("condition")[["missed", "asymmetry"]].mean().reset_index()
+    yield from melted(means, ["missed", "asymmetry"], ["condition"])
+
+
+@numbers.add
+def _of_fields(rows: pd.DataFrame) -> Iterator[Row]:
+    yield number("recursion against formula", need(rows, part=("length", "vocabulary"))["off_formula"].max())
+    yield number("largest asymmetry", need(rows, "field")["asymmetry"].max())
+    yield from melted(need(rows, "circulation"), ["circulation", "formula"], ["field"])
+
+
+@numbers.add
+def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
+    ends = need(rows, "ends")
+    yield number("ends off rest", ends["off_rest"].max())
+    yield number("starts apart", ends["starts_apart"].min())

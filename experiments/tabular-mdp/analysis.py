@@ -1,17 +1,16 @@
-"""What the rows say: claims, a table by world, horizon and slip, and the numbers that the paper cites."""
+"""What the rows say: claims, a table by environment, horizon and slip, and the numbers that the paper cites."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from kltest.reproduce import Claim
+import pandas as pd
 
-from ..judging import Answer, Question, answers, select
+from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.frames import Missing, Row, known, mean, need, ordered, select
+from kltest.reproduce.numbers import Numbers, melted, number
+
 from .settings import EXACT, PARTS
-
-Row = dict[str, Any]
 
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the partial gradient of a token-level loss"
 OWN = "this work"
@@ -21,247 +20,204 @@ RIGHT = ("k1-reward", "k1-reward-to-go")
 TURNS = 1e-3
 # Rounding stays below EXACT; a part that is there may be small, but not as small as this.
 VISIBLE = 1e-6
+# The reference and β whose ends the paper states, and what training follows.
+SHOWN = {"reference": 0.02, "beta": 0.7}
+FOLLOWED = {"local_reverse_kl": "token-level", "reverse_kl": "true"}
+
+claims = Claims("tabular-mdp")
+numbers = Numbers()
 
 
-def tidy(rows: Sequence[Row]) -> list[Row]:
-    """As computed, part by part."""
-    return sorted(rows, key=lambda row: list(PARTS).index(row["part"]))
+def tidy(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows as computed, part by part."""
+    return ordered(rows, PARTS)
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    """One for each question; not run where rows that it needs are not there."""
-    return answers("tabular-mdp", QUESTIONS, rows)
+@claims.add("theory", "0", f"{EXACT:g}: sums of thousands of rollouts in float64")
+def _routes(rows: pd.DataFrame) -> Answer:
+    """dynamics cancel in the log-ratio of trajectories, and two routes agree"""
+    found = known(need(rows, "worlds").dropna(subset=["off_again"]))
+    off, dynamics = found["off_again"].max(), found["off_dynamics"].max()
+    said = f"{len(found)} worlds: gradients off by {off:.0e}; log-ratios with dynamics off by {dynamics:.0e}"
+    return said, max(off, dynamics) < EXACT
 
 
-def _routes(rows: Sequence[Row]) -> Answer:
-    chosen = [row for row in select(rows, "worlds") if row["off_again"] is not None]
-    if not chosen:
-        return None
-    off, dynamics = max(row["off_again"] for row in chosen), max(row["off_dynamics"] for row in chosen)
-    text = f"{len(chosen)} worlds: gradients off by {off:.0e}; log-ratios with dynamics off by {dynamics:.0e}"
-    return text, max(off, dynamics) < EXACT
+def _followed(rows: pd.DataFrame, names: tuple[str, ...], column: str) -> Answer:
+    found = need(rows, "estimators", estimator=names)
+    off, again = found[column].max(), found[["off_again", "off_value"]].max(axis=None)
+    said = f"{', '.join(found['estimator'].unique())}: off by {off:.0e}; by enumeration {again:.0e}"
+    return said, max(off, again) < EXACT
 
 
-def _followed(rows: Sequence[Row], names: Sequence[str], column: str) -> Answer:
-    chosen = [row for row in select(rows, "estimators") if row["estimator"] in names]
-    if not chosen:
-        return None
-    off, again = max(row[column] for row in chosen), max(max(row["off_again"], row["off_value"]) for row in chosen)
-    who = ", ".join(dict.fromkeys(row["estimator"] for row in chosen))
-    return f"{who}: off by {off:.0e}; by enumeration {again:.0e}", max(off, again) < EXACT
+@claims.add(TANG_MUNOS, "Σ_t E ∇KL_t, states held fixed", f"{EXACT:g}: float64")
+def _local(rows: pd.DataFrame) -> Answer:
+    """a token-level loss follows the local gradient, under stochastic dynamics too"""
+    return _followed(rows, LOCAL, "off_local")
 
 
-def _one_step(rows: Sequence[Row]) -> Answer:
-    chosen = select(rows, "worlds")
-    one = [row["missed"] for row in chosen if row["horizon"] == 1]
-    several = [row["missed"] for row in chosen if row["horizon"] > 1 and row["slip"] < 1]
-    if not (one and several):
-        return None
-    text = f"one step {max(one):.0e}; more {min(several):.2g} to {max(several):.2f}"
-    return text, max(one) < EXACT and min(several) > VISIBLE
+@claims.add(TANG_MUNOS, "∇KL(π‖ref)", f"{EXACT:g}: float64")
+def _right(rows: pd.DataFrame) -> Answer:
+    """k1 in the reward with credit for later steps follows ∇KL(π‖ref)"""
+    return _followed(rows, RIGHT, "bias")
 
 
-def _slip(rows: Sequence[Row]) -> Answer:
-    chosen = [row for row in select(rows, "worlds") if row["horizon"] > 1]
-    without = [row for row in chosen if row["slip"] == 1]
-    levels = sorted({row["slip"] for row in chosen})
-    if not without or len(levels) < 2:
-        return None
-    none = max(max(row["missed"], row["asymmetry"]) for row in without)
-    means = [_mean(row["missed"] for row in chosen if row["slip"] == level) for level in levels]
-    falls = all(one > other for one, other in pairwise(means))
-    text = ", ".join(f"{mean:.2f}" for mean in means)
-    return f"means {text} at slip {', '.join(f'{one:g}' for one in levels)}; at 1 at most {none:.0e}", (
-        falls and none < EXACT
-    )
+@claims.add(TANG_MUNOS, "0 for one step only", f"zero: {EXACT:g}; not zero: above {VISIBLE:g}")
+def _one_step(rows: pd.DataFrame) -> Answer:
+    """the part of the state distribution is missed for more than one step"""
+    found = need(rows, "worlds")
+    one = need(found, horizon=1)["missed"].max()
+    several = known(found[(found["horizon"] > 1) & (found["slip"] < 1)])["missed"]
+    said = f"one step {one:.0e}; more {several.min():.2g} to {several.max():.2f}"
+    return said, one < EXACT and several.min() > VISIBLE
 
 
-def _picture(rows: Sequence[Row]) -> Answer:
-    cells = [row for row in select(rows, "picture") if row["kl"] < EXACT]
-    if not cells:
-        return None
-    blind, steered = max(row["local_size"] for row in cells), sum(row["whole_size"] > 1e-6 for row in cells)
-    text = f"{len(cells)} cells where π = ref: local at most {blind:.0e}; ∇KL acts in {steered}"
-    return text, blind < 1e-14 and steered == len(cells)
+@claims.add(
+    OWN, "falling means; 0 at slip 1, the Jacobian's asymmetry too", f"{EXACT:g} at slip 1; the order of the means"
+)
+def _slip(rows: pd.DataFrame) -> Answer:
+    """what is missed falls as actions slip, and is nothing where they decide nothing"""
+    found = need(rows, "worlds")
+    found = known(found[found["horizon"] > 1])
+    means = found.groupby("slip")["missed"].mean()
+    none = need(found, slip=1.0)[["missed", "asymmetry"]].max(axis=None)
+    if len(means) < 2:
+        raise Missing
+    text = ", ".join(f"{one:.2f}" for one in means)
+    said = f"means {text} at slip {', '.join(f'{one:g}' for one in means.index)}; at 1 at most {none:.0e}"
+    return said, means.is_monotonic_decreasing and means.is_unique and none < EXACT
 
 
-def _ends(rows: Sequence[Row], followed: str) -> dict[tuple[float, float], list[Row]]:
-    """The stable rest points for each reference and β that was looked at, the smallest chance first."""
-    chosen = select(rows, "length")
-    found: dict[tuple[float, float], list[Row]] = {(row["reference"], row["beta"]): [] for row in chosen}
-    for row in chosen:
-        if row["followed"] == followed and row["stable"]:
-            found[row["reference"], row["beta"]].append(row)
-    return found
+def _as_reference(rows: pd.DataFrame) -> pd.DataFrame:
+    cells = need(rows, "picture")
+    return cells[cells["kl"] < EXACT]
 
 
-def _several_ends(rows: Sequence[Row]) -> Answer:
-    local, whole = _ends(rows, "local_reverse_kl"), _ends(rows, "reverse_kl")
-    if len({beta for _, beta in local}) < 10:
-        return None
-    two = {key: ends for key, ends in local.items() if len(ends) == 2}
-    apart = max((ends[1]["chance"] - ends[0]["chance"] for ends in two.values()), default=0.0)
-    single = all(len(ends) == 1 for ends in whole.values())
-    off = max(row["off_formula"] for row in select(rows, "length"))
-    return (
-        f"two ends for {len(two)} of {len(local)} settings, up to {apart:.2f} apart; ∇KL always one; "
-        f"recursion off the closed form by {off:.0e}",
-        bool(two) and single and all(len(ends) in (1, 2) for ends in local.values()) and off < EXACT,
-    )
+@claims.add(OWN, "local 0, ∇KL not, in every cell where π = ref", "1e-14 and 1e-6 of a unit of logit")
+def _picture(rows: pd.DataFrame) -> Answer:
+    """on a grid the token-level loss acts only where the policy differs from the reference"""
+    cells = known(_as_reference(rows))
+    blind, steered = cells["local_size"].max(), (cells["whole_size"] > 1e-6).sum()
+    said = f"{len(cells)} cells where π = ref: local at most {blind:.0e}; ∇KL acts in {steered}"
+    return said, blind < 1e-14 and steered == len(cells)
 
 
-def _hysteresis(rows: Sequence[Row]) -> Answer:
-    """With β lowered and raised again the end jumps at two different β."""
-    if len({row["beta"] for row in select(rows, "length")}) < 10:
-        return None
+def _ends(rows: pd.DataFrame, followed: str) -> pd.Series:
+    """The chances at stable rest points, the smallest first, for each reference and β that was looked at."""
+    found = need(rows, "length")
+    mine = found[(found["followed"] == followed) & found["stable"]].groupby(["reference", "beta"])["chance"].agg(list)
+    every = pd.MultiIndex.from_frame(found[["reference", "beta"]].drop_duplicates())
+    return mine.reindex(every).map(lambda ends: ends if isinstance(ends, list) else [])
+
+
+def _many_betas(rows: pd.DataFrame) -> pd.Series:
+    """The local gradient's ends; Missing if there are too few coefficients to see bands of them."""
+    local = _ends(rows, "local_reverse_kl")
+    if len(local.index.unique("beta")) < 10:
+        raise Missing
+    return local
+
+
+@claims.add(
+    OWN, "two stable rest points for some β; one for ∇KL", f"changes of sign of a closed form; recursion to {EXACT:g}"
+)
+def _several_ends(rows: pd.DataFrame) -> Answer:
+    """where a state recurs, training with a token-level loss may have two ends"""
+    local, whole = _many_betas(rows), _ends(rows, "reverse_kl").map(len)
+    two = local[local.map(len) == 2]
+    apart = max((high - low for low, high in two), default=0.0)
+    off = need(rows, "length")["off_formula"].max()
+    said = f"two ends for {len(two)} of {len(local)} settings, up to {apart:.2f} apart; ∇KL always one; "
+    ends = len(two) > 0 and local.map(len).isin((1, 2)).all() and (whole == 1).all()
+    return f"{said}recursion off the closed form by {off:.0e}", ends and off < EXACT
+
+
+@claims.add(OWN, "a band of β with two ends, between bands with one", "exact up to the grid of β")
+def _hysteresis(rows: pd.DataFrame) -> Answer:
+    """lowering β and raising it again does not lead back"""
+    _many_betas(rows)
     bands = _bands(rows)
     if not bands:
         return "no such band", False
     text = "; ".join(f"ref {reference:g}: β from {low:g} to {high:g}" for reference, (low, high) in bands.items())
-    whole = _ends(rows, "reverse_kl")
-    return text, all(low < high for low, high in bands.values()) and all(len(ends) == 1 for ends in whole.values())
+    whole = _ends(rows, "reverse_kl").map(len)
+    return text, all(low < high for low, high in bands.values()) and (whole == 1).all()
 
 
-def _bands(rows: Sequence[Row]) -> dict[float, tuple[float, float]]:
+def _bands(rows: pd.DataFrame) -> dict[float, tuple[float, float]]:
     """For each reference the smallest and the largest β with two ends, where β both below and above has one."""
-    local = _ends(rows, "local_reverse_kl")
-    bands = {}
-    for reference in sorted({reference for reference, _ in local}):
-        counts = {beta: len(ends) for (ref, beta), ends in local.items() if ref == reference}
-        two = [beta for beta, count in counts.items() if count == 2]
-        if two and min(counts) < min(two) and max(counts) > max(two):
-            bands[reference] = (min(two), max(two))
+    counts, bands = _ends(rows, "local_reverse_kl").map(len), {}
+    for reference, mine in counts.groupby("reference"):
+        mine = mine.droplevel("reference")
+        two = mine.index[mine == 2]
+        if len(two) and mine.index.min() < two.min() and mine.index.max() > two.max():
+            bands[reference] = (two.min(), two.max())
     return bands
 
 
-def _spirals(rows: Sequence[Row]) -> Answer:
-    local, whole = (select(rows, "rotation", followed=name) for name in ("local_reverse_kl", "reverse_kl"))
-    if len(local) < 30:
-        return None
-    turning = sum(row["turn"] > TURNS for row in local)
-    most, none = max(row["turn"] for row in local), max(row["turn"] for row in whole)
-    rest = max(row["off_rest"] for row in [*local, *whole])
-    return (
-        f"{turning} of {len(local)} spiral, imaginary/real up to {most:.2f}; ∇KL: {none:.0e}; at rest to {rest:.0e}",
-        turning > 0 and none < 1e-7 and rest < EXACT,
-    )
-
-
-QUESTIONS = (
-    Question(
-        "dynamics cancel in the log-ratio of trajectories, and two routes agree",
-        "theory",
-        "0",
-        _routes,
-        f"{EXACT:g}: sums of thousands of rollouts in float64",
-    ),
-    Question(
-        "a token-level loss follows the local gradient, under stochastic dynamics too",
-        TANG_MUNOS,
-        "Σ_t E ∇KL_t, states held fixed",
-        lambda rows: _followed(rows, LOCAL, "off_local"),
-        f"{EXACT:g}: float64",
-    ),
-    Question(
-        "k1 in the reward with credit for later steps follows ∇KL(π‖ref)",
-        TANG_MUNOS,
-        "∇KL(π‖ref)",
-        lambda rows: _followed(rows, RIGHT, "bias"),
-        f"{EXACT:g}: float64",
-    ),
-    Question(
-        "the part of the state distribution is missed for more than one step",
-        TANG_MUNOS,
-        "0 for one step only",
-        _one_step,
-        f"zero: {EXACT:g}; not zero: above {VISIBLE:g}",
-    ),
-    Question(
-        "what is missed falls as actions slip, and is nothing where they decide nothing",
-        OWN,
-        "falling means; 0 at slip 1, the Jacobian's asymmetry too",
-        _slip,
-        f"{EXACT:g} at slip 1; the order of the means",
-    ),
-    Question(
-        "on a grid the token-level loss acts only where the policy differs from the reference",
-        OWN,
-        "local 0, ∇KL not, in every cell where π = ref",
-        _picture,
-        "1e-14 and 1e-6 of a unit of logit",
-    ),
-    Question(
-        "where a state recurs, training with a token-level loss may have two ends",
-        OWN,
-        "two stable rest points for some β; one for ∇KL",
-        _several_ends,
-        f"changes of sign of a closed form; recursion to {EXACT:g}",
-    ),
-    Question(
-        "lowering β and raising it again does not lead back",
-        OWN,
-        "a band of β with two ends, between bands with one",
-        _hysteresis,
-        "exact up to the grid of β",
-    ),
-    Question(
-        "where states recur, training with a token-level loss may spiral into its rest point",
-        OWN,
-        "complex eigenvalues in some random processes; never for ∇KL",
-        _spirals,
-        f"complex: above {TURNS:g} of the real part; real: below 1e-7",
-    ),
+@claims.add(
+    OWN,
+    "complex eigenvalues in some random processes; never for ∇KL",
+    f"complex: above {TURNS:g} of the real part; real: below 1e-7",
 )
+def _spirals(rows: pd.DataFrame) -> Answer:
+    """where states recur, training with a token-level loss may spiral into its rest point"""
+    found = need(rows, "rotation")
+    turn = found.groupby("followed")["turn"]
+    local, whole = turn.get_group("local_reverse_kl"), turn.get_group("reverse_kl").max()
+    if len(local) < 30:
+        raise Missing
+    turning, rest = (local > TURNS).sum(), found["off_rest"].max()
+    said = f"{turning} of {len(local)} spiral, imaginary/real up to {local.max():.2f}; ∇KL: {whole:.0e}"
+    return f"{said}; at rest to {rest:.0e}", turning > 0 and whole < 1e-7 and rest < EXACT
 
 
-def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """What is missed, by world, horizon and slip: share and cosine, means over draws."""
-    chosen = select(rows, "worlds")
-    found = []
-    for world in dict.fromkeys(row["world"] for row in chosen):
-        for horizon in sorted({row["horizon"] for row in chosen} - {1}):
-            line: Row = {"world": world, "steps": horizon}
-            for slip in sorted({row["slip"] for row in chosen}):
-                mine = select(chosen, "worlds", world=world, horizon=horizon, slip=slip)
-                if not mine:
-                    continue
-                share, angle = _mean(row["missed"] for row in mine), _mean(row["cosine"] for row in mine)
-                line[f"slip {slip:g}"] = f"{share:.2f} ({angle:.2f})" if share >= EXACT else "0 (1)"
-            found.append(line)
+def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
+    """What is missed, by environment, horizon and slip: share and cosine, means over draws."""
+    worlds, found = select(rows, "worlds"), []
+    for (world, horizon), mine in worlds.groupby(["world", "horizon"], sort=False) if len(worlds) else ():
+        if horizon == 1:
+            continue
+        line: Row = {"world": world, "steps": horizon}
+        for slip, draws in mine.groupby("slip"):
+            share, angle = mean(draws["missed"]), mean(draws["cosine"])
+            line[f"slip {slip:g}"] = f"{share:.2f} ({angle:.2f})" if share >= EXACT else "0 (1)"
+        found.append(line)
     return {"table": found} if found else {}
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
-    """By name; means over draws where there are several."""
-    result: dict[str, float | int | str | None] = {}
-    worlds = select(rows, "worlds")
-    for world in ("chain", "grid", "random"):
-        for slip in (0.0, 0.25, 0.5):
-            mine = select(rows, "worlds", world=world, horizon=8, slip=slip)
-            result[f"missed, {world}, slip {slip:g}"] = _mean(row["missed"] for row in mine)
-    result["largest share missed"] = max((row["missed"] for row in worlds), default=None)
-    result["largest asymmetry"] = max((row["asymmetry"] for row in worlds), default=None)
-    off = [row["off_again"] for row in worlds if row["off_again"] is not None]
-    result["routes apart"] = max(off, default=None)
-    cells = select(rows, "picture")
-    result["cells"] = len(cells)
-    result["cells where π = ref"] = sum(row["kl"] < EXACT for row in cells)
-    for reference in (0.02, 0.1):
-        low, high = _bands(rows).get(reference, (None, None))
-        result |= {f"band from, {reference:g}": low, f"band to, {reference:g}": high}
-    for followed, name in (("local_reverse_kl", "token-level"), ("reverse_kl", "true")):
-        ends = _ends(rows, followed).get((0.02, 0.7), [])
-        result[f"lower end, {name}"] = ends[0]["chance"] if ends else None
-        result[f"upper end, {name}"] = ends[-1]["chance"] if ends else None
-    tipping = select(rows, "length", followed="local_reverse_kl", reference=0.02, beta=0.7, stable=False)
-    result["tipping point"] = tipping[0]["chance"] if tipping else None
-    local = select(rows, "rotation", followed="local_reverse_kl")
-    result["processes"] = len(local)
-    result["processes that spiral"] = sum(row["turn"] > TURNS for row in local)
-    result["largest turn"] = max((row["turn"] for row in local), default=None)
-    return result
+@numbers.add
+def _of_worlds(rows: pd.DataFrame) -> Iterator[Row]:
+    worlds = need(rows, "worlds")
+    means = worlds.groupby(["world", "horizon", "slip"])["missed"].mean().reset_index()
+    yield from melted(means, ["missed"], ["world", "horizon", "slip"])
+    yield number("largest share missed", worlds["missed"].max())
+    yield number("largest asymmetry", worlds["asymmetry"].max())
+    yield number("routes apart", worlds["off_again"].max())
 
 
-def _mean(values: Iterable[float]) -> Any:
-    known = list(values)
-    return sum(known) / len(known) if known else None
+@numbers.add
+def _of_the_grid(rows: pd.DataFrame) -> Iterator[Row]:
+    yield number("cells", len(need(rows, "picture")))
+    yield number("cells where π = ref", len(_as_reference(rows)))
+
+
+@numbers.add
+def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
+    for reference, (low, high) in _bands(rows).items():
+        yield number("band from", low, reference=reference)
+        yield number("band to", high, reference=reference)
+    for followed, name in FOLLOWED.items():
+        for ends in _ends(rows, followed)[lambda each: each.index == tuple(SHOWN.values())]:
+            if ends:
+                yield number("lower end", ends[0], gradient=name)
+                yield number("upper end", ends[-1], gradient=name)
+    tipping = need(rows, "length", followed="local_reverse_kl", stable=False, **SHOWN)
+    yield number("tipping point", tipping["chance"].iloc[0])
+
+
+@numbers.add
+def _of_rotation(rows: pd.DataFrame) -> Iterator[Row]:
+    turn = need(rows, "rotation", followed="local_reverse_kl")["turn"]
+    yield number("processes", len(turn))
+    yield number("processes that spiral", (turn > TURNS).sum())
+    yield number("largest turn", turn.max())

@@ -1,15 +1,36 @@
-"""What an experiment set out to show, and whether it did."""
+'''What an experiment set out to show, and whether it did.
+
+An analysis has `claims = Claims(NAME)` and a function for each claim, in the order of the summary. Its docstring is the
+claim; the decorator has the source, what is expected and the tolerance::
+
+    @claims.add("theory", "about 1/T of the gradient", "1.1/T: tokens differ in context")
+    def _last(rows):
+        """the last token alone"""
+        long = need(rows, "length")
+        most = (long["last"] * long["length"]).max()
+        return f"at most {most:.2f}/T", most < 1.1
+
+It returns what was found, in words, and whether that is as expected. `need` raises Missing if rows are not there: the
+claim was then not run.
+'''
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from kltest.reproduce.frames import Missing, Rows, frame, known
+
+Answer = tuple[str, Any]
+Judge = Callable[..., Answer]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One row of the summary. `agrees` is None where the claim was not run; `found` then says why."""
+    """One row of the summary. `agrees` is None if the claim was not run; `found` then says why."""
 
     experiment: str
     claim: str
@@ -27,47 +48,51 @@ class Claim:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Claims:
+    """The claims of an experiment; called with its rows, a Claim for each."""
+
+    experiment: str
+    questions: list[tuple[str, str, str | Callable[[pd.DataFrame], str], str, Judge]] = field(default_factory=list)
+
+    def add(
+        self, source: str, expected: str | Callable[[pd.DataFrame], str], tolerance: str = "", *, claim: str = ""
+    ) -> Callable[[Judge], Judge]:
+        """Decorate the function that judges a claim, which is its docstring unless given.
+
+        `expected` may be worked out from the rows.
+        """
+
+        def added(judge: Judge) -> Judge:
+            words = claim or " ".join((judge.__doc__ or "").split())
+            self.questions.append((words, source, expected, tolerance, judge))
+            return judge
+
+        return added
+
+    def __call__(self, rows: Rows, *which: Any, suffix: str = "") -> list[Claim]:
+        """Judge every claim. `which` is handed on to the judges; `suffix` is added to the claims' sentences."""
+        whole, found = frame(rows), []
+        for claim, source, expected, tolerance, judge in self.questions:
+            agrees: bool | None
+            try:
+                said, holds = judge(whole, *which)
+                agrees = bool(holds)
+            except Missing:
+                said, agrees = "not run", None
+            wanted = expected if isinstance(expected, str) else expected(whole)
+            found.append(Claim(self.experiment, claim + suffix, source, wanted, said, agrees, tolerance))
+        return found
+
+
+def at_most(rows: pd.DataFrame, column: str | pd.Series, limit: float) -> Answer:
+    """Judge if the largest value of a column stays below a limit; Missing if nothing is known of it."""
+    values = rows[column] if isinstance(column, str) else column
+    found = known(values.dropna().to_frame()).iloc[:, 0]
+    return f"at most {found.max():.1e}, of {len(found)}", found.max() < limit
+
+
 def score(claims: Sequence[Claim]) -> float | None:
-    """The share of the claims that were run and agree: 1 where everything came out as expected, None where none ran."""
+    """Return the share of the claims that were run and agree; None if none was run."""
     judged = [claim.agrees for claim in claims if claim.agrees is not None]
     return sum(judged) / len(judged) if judged else None
-
-
-def summary(claims: Sequence[Claim], width: int) -> str:
-    """The table at the end of a run: aligned, cut to the width of the terminal, disagreements repeated in full."""
-    table = [("agrees", "claim", "expected", "found")]
-    table += [(claim.verdict, f"{claim.experiment}: {claim.claim}", claim.expected, claim.found) for claim in claims]
-    # The verdict keeps its seven columns; what is left is shared by the three texts.
-    room = max(width - 7 - 6, 45)
-    widths = (7, room - 2 * (room * 3 // 10), room * 3 // 10, room * 3 // 10)
-    lines = ["  ".join(_fit(cell, size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in table]
-    lines.insert(1, "─" * min(width, sum(widths) + 6))
-    wrong = [claim for claim in claims if claim.agrees is False]
-    for claim in wrong:
-        lines += ["", f"Disagrees: {claim.experiment}: {claim.claim}", f"  source    {claim.source}"]
-        lines += [f"  expected  {claim.expected}", f"  found     {claim.found}"]
-        lines += [f"  tolerance {claim.tolerance}"] if claim.tolerance else []
-    agreed, unknown = sum(claim.agrees is True for claim in claims), sum(claim.agrees is None for claim in claims)
-    lines += _scores(claims)
-    lines += ["", f"{agreed} of {len(claims)} claims agree, {len(wrong)} disagree, {unknown} not run."]
-    return "\n".join(lines)
-
-
-def _scores(claims: Sequence[Claim]) -> list[str]:
-    """A line an experiment, where there are several."""
-    names = list(dict.fromkeys(claim.experiment for claim in claims))
-    if len(names) < 2:
-        return []
-    found = {name: score([claim for claim in claims if claim.experiment == name]) for name in names}
-    width = max(map(len, names))
-    return ["", *(f"{name:{width}}  score {'–' if value is None else f'{value:.2f}'}" for name, value in found.items())]
-
-
-def _fit(text: str, width: int) -> str:
-    """Cut or padded to a number of terminal columns; combining marks take none."""
-    columns = 0
-    for index, character in enumerate(text):
-        columns += 0 if unicodedata.combining(character) else 1
-        if columns > width:
-            return text[: index - 1] + "…"
-    return text + " " * (width - columns)

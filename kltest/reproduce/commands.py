@@ -17,9 +17,10 @@ from pathlib import Path
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_json, as_markdown, writable, write
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.claims import Claim, summary
+from kltest.reproduce.claims import Claim
 from kltest.reproduce.drawing import draw, sources
 from kltest.reproduce.experiment import Experiment, Request
+from kltest.reproduce.summary import summary
 from kltest.reproduce.typesetting import typeset
 from kltest.sweeps.run import title
 from kltest.sweeps.spread import connect

@@ -5,8 +5,9 @@
                   `BATCHING` (a `kltest.sweeps.run.Batching`) and `compute_batch(configurations)`, rows for each;
                   `tasks(configurations)`, if settings cannot say all, replaces the grid's configurations;
                   `ROOMS` and `LIBRARIES` name what rows depend on beside what those of every experiment do
-`analysis.py`     `tidy(rows)` gives rows; `claims(rows)` gives Claims; `tables(rows)` gives {name: rows};
-                  `numbers(rows)` gives {name: value}, which the paper may cite
+`analysis.py`     `tidy(rows)` gives a data frame; of it `claims(frame)` gives Claims (`kltest.reproduce.claims`),
+                  `numbers(frame)` a table of what the paper may cite (`kltest.reproduce.numbers`), and
+                  `tables(frame)` {name: rows}, tables for people
 `README.md`       the claim, the setting, the expected shape, what was found
 """
 
@@ -25,6 +26,8 @@ from kltest.errors import UsageError
 from kltest.files import as_csv, as_json, as_markdown, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, score
+from kltest.reproduce.frames import records
+from kltest.reproduce.numbers import number
 from kltest.sweeps.run import Batching, Configuration, run
 from kltest.sweeps.settings import Settings
 from kltest.sweeps.store import Failure, Row, Store, digest
@@ -142,17 +145,21 @@ class Experiment:
                 retry_failed=request.retry_failed,
             )
             finished = [store.result(configuration) for configuration in configurations]
-        rows: list[Row] = analysis.tidy([row for found in finished if isinstance(found, list) for row in found])
-        claims = analysis.claims(rows)
+        rows = analysis.tidy([row for found in finished if isinstance(found, list) for row in found])
+        claims, table = analysis.claims(rows), records(rows)
+        numbers = analysis.numbers(rows)
+        if isinstance(numbers, Mapping):
+            numbers = [number(name, value) for name, value in numbers.items()]
+        cited = [*records(numbers), number("score", score(claims))]
         write(folder / "settings.json", as_json({"scale": request.scale, **self._grid(request)}))
-        write(folder / f"{self.name}.csv", as_csv(rows))
-        write(folder / f"{self.name}.json", as_json(rows))
-        write(folder / "numbers.json", as_json({**analysis.numbers(rows), "score": score(claims)}))
+        write(folder / f"{self.name}.csv", as_csv(table))
+        write(folder / f"{self.name}.json", as_json(table))
+        write(folder / "numbers.json", as_json(cited))
         write(folder / "claims.json", as_json([claim.row() for claim in claims]))
         write(folder / "failures.json", as_json([asdict(failure) for failure in failures]))
-        for title, table in analysis.tables(rows).items():
-            write(folder / f"{title}.md", as_markdown(table))
-            write(folder / f"{title}.csv", as_csv(table))
+        for title, lines in analysis.tables(rows).items():
+            write(folder / f"{title}.md", as_markdown(lines))
+            write(folder / f"{title}.csv", as_csv(lines))
         notes = [f"{store.path}, line {number}: not a result of kltest, passed over" for number in store.foreign_lines]
         return Outcome(claims, failures, folder, notes)
 

@@ -6,14 +6,22 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kltest.errors import KltestError, UsageError
 from kltest.files import write
 from kltest.reproduce.checkout import Checkout
 
-# How the text cites a number: #n("atlas", "estimators"), where the first is the experiment.
-CITATION = re.compile(r'#?\bn\(\s*"([\w-]+)"\s*,\s*"([^"]+)"\s*[,)]')
+# How the text cites a number: #n("atlas", "bias", estimator: "k3-loss", digits: 2), the experiment first, then the
+# quantity, then the columns that single it out; what says how to print it is no column.
+CITATION = re.compile(
+    r'#?\b(?:n|power)\(\s*"([\w-]+)"\s*,\s*"([^"]+)"((?:\s*,\s*[\w-]+:\s*(?:"[^"]*"|[^\s",()]+))*),?\s*\)'
+)
+COLUMN = re.compile(r'([\w-]+):\s*("[^"]*"|[^\s",()]+)')
+FORMAT = ("digits", "figures", "percent")
+Cited = tuple[str, tuple[tuple[str, Any], ...]]
 # The date in the PDF's metadata, fixed so that the same text and results give the same bytes.
 TIMESTAMP = 1_600_000_000
 
@@ -33,7 +41,7 @@ def typeset(checkout: Checkout, output: Path) -> Path:
     if missing := uncovered(text, output):
         raise UsageError(
             f"the paper cites numbers that the results in {output} do not contain: {'; '.join(missing)}. "
-            "Run `kltest reproduce` again, or mend the text"
+            "Run `kltest reproduce` again, or correct the text"
         )
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -53,18 +61,29 @@ def written(checkout: Checkout) -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted((checkout.root / "paper").rglob("*.typ")))
 
 
-def cited(text: str) -> set[tuple[str, str]]:
-    """The (experiment, number) pairs that the text cites."""
-    return set(CITATION.findall(text))
+def cited(text: str) -> set[Cited]:
+    """The numbers that the text cites: the experiment, and the columns of its table that single one out."""
+    return {
+        (experiment, _key({"quantity": quantity} | {name: json.loads(value) for name, value in COLUMN.findall(rest)}))
+        for experiment, quantity, rest in CITATION.findall(text)
+    }
 
 
 def uncovered(text: str, output: Path) -> list[str]:
-    """The numbers that the text cites and the results do not have, as experiment:number."""
-    numbers: dict[str, dict] = {}
-    for experiment, _ in cited(text):
+    """The numbers that the text cites and the results do not have, as experiment: quantity, column value, …"""
+    citations, known = cited(text), set()
+    for experiment in {experiment for experiment, _ in citations}:
         path = output / experiment / "numbers.json"
-        numbers[experiment] = json.loads(path.read_text()) if path.is_file() else {}
-    return sorted(f"{experiment}:{name}" for experiment, name in cited(text) if name not in numbers[experiment])
+        known |= {(experiment, _key(row)) for row in json.loads(path.read_text())} if path.is_file() else set()
+    return sorted(
+        f"{experiment}: {', '.join(str(value) if name == 'quantity' else f'{name} {value}' for name, value in key)}"
+        for experiment, key in citations - known
+    )
+
+
+def _key(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    found = {name: value for name, value in row.items() if name not in (*FORMAT, "value")}
+    return (("quantity", found.pop("quantity")), *sorted(found.items()))
 
 
 def _stage(output: Path, data: Path) -> None:

@@ -1,0 +1,81 @@
+"""The numbers that the paper cites: a tidy table with a quantity, the columns that tell its values apart, and a value.
+
+An analysis has `numbers = Numbers()` and a generator for each part of its results::
+
+    @numbers.add
+    def _of_length(rows):
+        long = need(rows, "length", seed=0)
+        yield number("longest", long["length"].max())
+        yield from melted(long, ["bias", "std"], ["estimator", "kl"])
+
+A generator whose rows are missing ends there. The paper looks them up by all columns:
+#n("comedy", "bias", estimator: "k1-loss", kl: 0.05).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from kltest.reproduce.frames import Missing, Row, Rows, frame, records
+
+Source = Callable[[pd.DataFrame], Iterable[Row]]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of an experiment; called with its rows, a frame with a row for each number."""
+
+    sources: list[Source] = field(default_factory=list)
+
+    def add(self, source: Source) -> Source:
+        self.sources.append(source)
+        return source
+
+    def __call__(self, rows: Rows) -> pd.DataFrame:
+        whole, found = frame(rows), {}
+        for source in self.sources:
+            try:
+                for one in source(whole):
+                    found[tuple(sorted((name, value) for name, value in one.items() if name != "value"))] = one
+            except Missing:
+                continue
+        return frame(list(found.values()))
+
+
+def number(quantity: str, value: Any, **where: Any) -> Row:
+    """Return a row of the table; a value that is not known is None."""
+    value = value.item() if hasattr(value, "item") else value
+    return {"quantity": quantity, **where, "value": None if value != value else value}
+
+
+def melted(rows: pd.DataFrame, quantities: Sequence[str] | Mapping[str, str], by: Sequence[str]) -> Iterator[Row]:
+    """Yield a number for each row and quantity; a mapping gives columns other names."""
+    names = quantities if isinstance(quantities, Mapping) else {name: name for name in quantities}
+    for row in records(rows):
+        for column, quantity in names.items():
+            if column in row:
+                yield number(quantity, row[column], **{name: row[name] for name in by})
+
+
+def extremes(quantity: str, values: Iterable[float], **where: Any) -> Iterator[Row]:
+    """Yield the smallest and the largest of some values; nothing if there are none."""
+    if found := [value for value in values if value is not None and value == value]:
+        yield number(f"smallest {quantity}", min(found), **where)
+        yield number(f"largest {quantity}", max(found), **where)
+
+
+def look_up(numbers: pd.DataFrame, quantity: str, **where: Any) -> Any:
+    """Return the value of a quantity at these columns and no others.
+
+    Raises:
+        KeyError: there is no such number.
+    """
+    wanted = {"quantity": quantity, **where}
+    for row in records(numbers):
+        if {name: value for name, value in row.items() if name != "value"} == wanted:
+            return row["value"]
+    raise KeyError(f"no number {wanted}")
