@@ -10,10 +10,10 @@ from kltest.identify.case import Case, relative_bias, size, target, worst_cosine
 from kltest.identify.findings import Combination, Row
 from kltest.identify.identification import identify, tolerance
 from kltest.moments import Moments, Sampled
+from kltest.moments.tolerances import LOWEST_FIRST
 
 # A bias beyond this is more than rounding in float64, even if it is within the tolerance.
 ALMOST = 1e-9
-LOWEST_FIRST = ("float16", "bfloat16", "float32", "float64")
 STALE_ONLY = "means something only when the sampler is not the policy"
 
 

@@ -12,29 +12,22 @@ from itertools import combinations
 
 import numpy as np
 
-MOST_TERMS = 3
+from kltest.moments.tolerances import TOLERANCES
+
 HELD_OUT = 1
 # A candidate is dependent on earlier ones when less than this share of it is left after projecting them out: far above
 # rounding (1e-15 times a condition number below 1e4 here), far below what independent random instances leave.
 DEPENDENT = 1e-9
 # Spelt with reverse_kl and local_reverse_kl as well, it would give three names to one gradient: alone only.
 ALONE = frozenset({"future_reverse_kl"})
-# What is left after the fit is rounding; where nothing fits that well, what a small constant in a denominator leaves
-# (1e-8 is usual) still has a name, with the residual saying how exactly.
-RESIDUAL = {"float64": (1e-9, 1e-7), "float32": (1e-4,), "float16": (3e-3,), "bfloat16": (2e-2,)}
-# With this much rounding several combinations of two or three terms fit almost anything.
-ONE_TERM = frozenset({"float16", "bfloat16"})
-# The held-out instance may miss the tolerance by this factor: where a gradient is nearly zero it has fewer digits.
+# The held-out instance may miss the tolerance by this factor: a gradient that is nearly zero there has fewer digits.
+# Not in half precision, whose tolerances are wide already.
 NEARLY_ZERO = 10
-# A mean gradient below this share of the root mean square of the per-rollout gradient is rounding, not signal; so is
-# one below this share of the unit, when every single gradient already is rounding.
-ZERO = {"float64": 1e-11, "float32": 1e-6, "float16": 4e-4, "bfloat16": 3e-3}
-ZERO_IN_UNITS = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def tolerance(dtype: str) -> float:
-    """How far, relative to its size, a gradient computed in this precision may be from what it is."""
-    return RESIDUAL[dtype][-1]
+    """Largest relative distance of a gradient from what it should be, for a loss that computes in this precision."""
+    return TOLERANCES[dtype].gradient
 
 
 @dataclass(frozen=True)
@@ -64,8 +57,9 @@ def identify(
     """
     norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
     scales = norms if magnitudes is None else magnitudes
-    floors = [0.0] * len(norms) if units is None else [ZERO_IN_UNITS[dtype] * unit for unit in units]
-    if all(n <= max(ZERO[dtype] * scale, floor) for n, scale, floor in zip(norms, scales, floors, strict=True)):
+    limits = TOLERANCES[dtype]
+    floors = [0.0] * len(norms) if units is None else [limits.zero_in_units * unit for unit in units]
+    if all(n <= max(limits.zero * scale, floor) for n, scale, floor in zip(norms, scales, floors, strict=True)):
         return Identification({"zero": 1.0}, 0.0)
 
     fitted = len(gradients) - held_out
@@ -81,24 +75,23 @@ def identify(
     order = {name: place for place, name in enumerate(columns)}
     singles = sorted([*basis, *alone], key=order.__getitem__)
 
-    most = 1 if dtype in ONE_TERM else MOST_TERMS
     best = 1.0
     fits: list[tuple[float, Identification]] = []
-    for terms in range(1, most + 1):
+    for terms in range(1, limits.terms + 1):
         subsets = [(name,) for name in singles] if terms == 1 else list(combinations(basis, terms))
         if freedom < 2 * terms or not subsets:
             break
         residuals = _residuals(target, columns, subsets)
         best = min(best, float(residuals.min()))
-        for index in np.flatnonzero(residuals < 100 * tolerance(dtype)):
+        for index in np.flatnonzero(residuals < 100 * limits.gradient):
             names = subsets[index]
             coefficients = _fit(target, columns, names)
             error = _relative(target, columns, names, coefficients)
             confirmed = _relative(unseen, later, names, coefficients) if held_out else error
-            worst = max(error, confirmed / (1 if dtype in ONE_TERM else NEARLY_ZERO))
+            worst = max(error, confirmed / (1 if limits.terms == 1 else NEARLY_ZERO))
             combination = dict(zip(names, map(float, coefficients), strict=True))
             fits.append((worst, Identification(combination, max(error, confirmed))))
-    for limit in RESIDUAL[dtype]:
+    for limit in limits.identified:
         for worst, identification in fits:
             if worst < limit:
                 return identification
@@ -122,7 +115,7 @@ def solve(
     unseen = np.concatenate([gradient.ravel() for gradient in gradients[-held_out:]])
     freedom = sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:-held_out])
     names = list(given)
-    if dtype in ONE_TERM or freedom < 2 * len(names) or len(independent(given)) < len(names):
+    if TOLERANCES[dtype].terms == 1 or freedom < 2 * len(names) or len(independent(given)) < len(names):
         return None
     coefficients = _fit(target, given, names)
     error = max(

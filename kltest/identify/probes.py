@@ -21,6 +21,7 @@ from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.loss.outcome import Loss, Outcome
+from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
 # Near enough to the policy that no usual clip (0.2) bites, far enough that a missing ratio shows (its bias is about
@@ -28,8 +29,6 @@ from kltest.rollout import LEAVES, Rollout
 NEAR = 0.01
 # Far below the tightest clip in use (3e-4), far above rounding.
 CLOSE = 1e-6
-# Two gradients that should be one differ by rounding only: about 1e-16 or 1e-7 relative, with room for cancellation.
-SAME = {"float64": 1e-10, "float32": 1e-5}
 
 
 @dataclass
@@ -129,7 +128,7 @@ class Probes:
     def _gradients(self, one: Rollout, other: Rollout) -> tuple[list[Tensor], list[Tensor], float]:
         one = one.replace()
         first, second = self.loss(one), self.loss(other)
-        return _leaf_gradients(first, one), _leaf_gradients(second, other), SAME.get(first.dtype, 1e-2)
+        return _leaf_gradients(first, one), _leaf_gradients(second, other), TOLERANCES[first.dtype].influence
 
 
 class Reattached:
@@ -157,7 +156,7 @@ class Reattached:
 
     def changes_nothing(self, rollout: Rollout) -> bool:
         """Whether no gradient was stopped on its way through the sampler's ratio."""
-        return not self._missing(rollout)[1].abs().max() > SAME["float32"]
+        return not self._missing(rollout)[1].abs().max() > TOLERANCES["float32"].influence
 
     def _missing(self, rollout: Rollout) -> tuple[Outcome, Tensor]:
         outcome = self.loss(rollout)

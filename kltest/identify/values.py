@@ -18,15 +18,14 @@ from kltest.errors import KltestError
 from kltest.identify.case import Case
 from kltest.loss.outcome import Loss
 from kltest.moments import Moments
+from kltest.moments.tolerances import TOLERANCES
 from kltest.report import ValueRow
 from kltest.rollout import Rollout
 from kltest.truth import value
 
 NAMES = ("kl", "kl_per_token", "mean_of_token_means")
-# A number that is only looked at often passes through float32 whatever the loss computes in, and is divided by a count
-# to which a small constant was added. What is told apart here differs by more than a hundredth.
-TOLERANCE = {"float64": 1e-4, "float32": 1e-4}
-HALF_PRECISION = 3e-2
+# Logged numbers are compared as in float64 if only they, and not the loss, tell the precision.
+TOLERANCE = TOLERANCES["float64"].value
 # A metric below this share of the KL is a rounded zero, which is a multiple of anything.
 NOTHING = 1e-9
 
@@ -51,7 +50,7 @@ class Reported:
         found = {}
         for name in self.truths[0]:
             ratios = [mean / truth[name] for mean, truth in zip(self.means, self.truths, strict=True)]
-            if abs(ratios[0]) > NOTHING and np.ptp(ratios) <= TOLERANCE["float64"] * abs(ratios[0]):
+            if abs(ratios[0]) > NOTHING and np.ptp(ratios) <= TOLERANCE * abs(ratios[0]):
                 found[name] = float(ratios[0])
         return found
 
@@ -69,7 +68,7 @@ def reported(loss: Loss, case: Case, found: Sequence[Moments], dtype: str) -> Re
     known = [answer for answer in answers if answer is not None]
     if len(known) < len(answers):
         return None
-    instances, limit = case.instances, TOLERANCE.get(dtype, HALF_PRECISION)
+    instances, limit = case.instances, TOLERANCES[dtype].value
     truths = [true_values(instance) for instance in instances]
     means = [answer.mean for answer in known]
     matches, judged, padded = first_match(means, truths, limit), True, instances[0].paths.padded
@@ -119,4 +118,4 @@ def _weights_tokens_alike(loss: Loss, instance: Instance) -> bool:
         return False
     short, long, both = (float(metric.sum()) for metric in called if metric is not None)
     mean = (short * lengths[pair[0]] + long * lengths[pair[1]]) / lengths[pair].sum()
-    return bool(np.isclose(both, mean, rtol=TOLERANCE["float64"]) and not np.isclose(both, (short + long) / 2))
+    return bool(np.isclose(both, mean, rtol=TOLERANCE) and not np.isclose(both, (short + long) / 2))

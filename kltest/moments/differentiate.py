@@ -13,9 +13,6 @@ from kltest.errors import TargetError
 from kltest.loss.outcome import Loss, Outcome
 from kltest.rollout import LEAVES, Rollout
 
-# What rounding may leave where terms of order 1 cancel: eight units in the last place.
-_NOISE = {"float64": 2e-15, "float32": 1e-6, "float16": 8e-3, "bfloat16": 6e-2}
-
 
 @dataclass(frozen=True)
 class RowGradients:

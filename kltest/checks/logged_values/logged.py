@@ -159,7 +159,7 @@ def _by_constant(findings: Findings) -> Factor | None:
     name, factor = max(candidates, key=lambda pair: sum(_has(found, *pair) for found in known.values()))
     fitting = [environment for environment, found in known.items() if _has(found, name, factor)]
     where = ", ".join(fitting)
-    if isclose(factor, -1.0, rel_tol=10 * TOLERANCE["float64"]):
+    if isclose(factor, -1.0, rel_tol=10 * TOLERANCE):
         words = f"−1: it is minus the KL, −{SYMBOLS[name]}, in {where}; the sign of the log-ratio is turned"
     else:
         turned = " that turns its sign" if factor < 0 else ""
@@ -172,7 +172,7 @@ def _by_constant(findings: Findings) -> Factor | None:
 
 
 def _has(found: dict[str, float], name: str, factor: float) -> bool:
-    return name in found and isclose(found[name], factor, rel_tol=10 * TOLERANCE["float64"])
+    return name in found and isclose(found[name], factor, rel_tol=10 * TOLERANCE)
 
 
 def _by_sampler(findings: Findings, instance: Instance, base: Rollout) -> Factor | None:
@@ -245,7 +245,7 @@ def _named(found: Reported, environment: str, seed: int) -> str | None:
         if name in NAMES or name.endswith("@sampler"):
             continue
         known = [value(name, instance) for instance in drawn]
-        if np.allclose(found.means, known, rtol=TOLERANCE["float64"], atol=1e-12):
+        if np.allclose(found.means, known, rtol=TOLERANCE, atol=1e-12):
             return name
     return None
 

@@ -126,7 +126,7 @@ def _is_a_kl(contents: list[np.ndarray], instance: Instance) -> bool:
     weights = instance.rollout_weights("current")
     means = float(weights @ sums), float(weights @ (sums * instance.paths.lengths))
     truths = true_values(instance)
-    limit = TOLERANCE["float64"]
+    limit = TOLERANCE
     return bool(first_match([means[0]], [truths], limit) or first_match([means[1]], [{"kl": truths["kl"]}], limit))
 
 

@@ -1,0 +1,133 @@
+"""Tolerances by dtype: the one table of how far numbers that should be equal may be apart.
+
+A loss computes in float64 unless it converts what it is given; `Moments.dtype` and `Observed.dtype` name the lowest
+precision that was seen on its way. Neighbouring numbers near 1 are apart by 2⁻⁵² = 2.2e-16 in float64, 1.2e-7 in
+float32, 9.8e-4 in float16 and 7.8e-3 in bfloat16; every number below is that, times room for the sums and
+cancellations of the comparison it is for, and far below the effects that the comparison is after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Bounds for a loss that computes in one dtype; relative to the larger number unless said otherwise.
+
+    Attributes:
+        rows: A row's gradient in a batch and alone, and other gradients of equal rows: some hundred roundings.
+        rows_absolute: Added to it, absolute: what rounding leaves of terms of order 1 that cancel.
+        repeated: The same batch, called again. torch may add up in another order when memory lies otherwise; nothing
+            else may differ.
+        identified: Residuals of a fit by named gradients, tried in this order. The first is rounding alone. In float64
+            a second one allows for a small constant in a denominator (1e-8 is usual); the residual is reported.
+        zero: An expected gradient below this share of the root mean square of one rollout's gradient is zero: what is
+            left of a sum that cancels.
+        zero_in_units: An expected gradient below this share of ‖∇KL(π‖ref)‖ is zero, if single gradients are
+            rounding already.
+        terms: The most named gradients in a fit. In half precision two or three of them fit almost anything.
+        influence: A gradient before and after the sampler's log-probs changed.
+        groups: Gradients of groups that should not differ, or should be zero.
+        proportional: What β adds to a gradient at two values of β, after each is divided by its β.
+        value: A logged number and the KL it may be. Such a number often passes through float32 whatever the loss
+            computes in, and is divided by a count to which a small constant was added; what is told apart differs by
+            more than 1e-2.
+        search: What a fit may leave after a numerical search, which stops at about 1e-8; 0 means that no fit counts.
+        head: Gradients at single logits before and after other logits changed.
+        narrow: A half-precision loss and float64 on the same numbers. Plain losses stay below 0.03 in bfloat16 and
+            0.004 in float16, sums that are subtracted only at the end (as in DPO) below 0.075 and 0.012; beyond three
+            times that, digits were thrown away. None: the dtype is not narrow.
+        log_ratio: The smallest log-ratio, absolute, that is not lost when log-probs are rounded.
+    """
+
+    rows: float
+    rows_absolute: float
+    repeated: float
+    identified: tuple[float, ...]
+    zero: float
+    zero_in_units: float
+    terms: int
+    influence: float
+    groups: float
+    proportional: float
+    value: float
+    search: float
+    head: float
+    narrow: float | None = None
+    log_ratio: float = 0.0
+
+    @property
+    def gradient(self) -> float:
+        """A measured expected gradient and the declared one: as far apart as an identified one may be from its fit."""
+        return self.identified[-1]
+
+
+TOLERANCES: dict[str, Tolerances] = {
+    "float64": Tolerances(
+        rows=1e-9,
+        rows_absolute=1e-14,
+        repeated=1e-12,
+        identified=(1e-9, 1e-7),
+        zero=1e-11,
+        zero_in_units=1e-12,
+        terms=3,
+        influence=1e-10,
+        groups=1e-9,
+        proportional=1e-6,
+        value=1e-4,
+        search=1e-6,
+        head=1e-10,
+    ),
+    "float32": Tolerances(
+        rows=1e-4,
+        rows_absolute=1e-5,
+        repeated=1e-6,
+        identified=(1e-4,),
+        zero=1e-6,
+        zero_in_units=1e-5,
+        terms=3,
+        influence=1e-5,
+        groups=1e-4,
+        proportional=1e-2,
+        value=1e-4,
+        search=1e-4,
+        head=1e-6,
+    ),
+    "float16": Tolerances(
+        rows=2e-2,
+        rows_absolute=1e-2,
+        repeated=1e-2,
+        identified=(3e-3,),
+        zero=4e-4,
+        zero_in_units=5e-3,
+        terms=1,
+        influence=1e-2,
+        groups=5e-2,
+        proportional=5e-2,
+        value=3e-2,
+        search=0.0,
+        head=1e-3,
+        narrow=0.04,
+        log_ratio=0.01,
+    ),
+    "bfloat16": Tolerances(
+        rows=1e-1,
+        rows_absolute=1e-1,
+        repeated=1e-1,
+        identified=(2e-2,),
+        zero=3e-3,
+        zero_in_units=3e-2,
+        terms=1,
+        influence=1e-2,
+        groups=5e-2,
+        proportional=5e-2,
+        value=3e-2,
+        search=0.0,
+        head=1e-3,
+        narrow=0.25,
+        log_ratio=0.05,
+    ),
+}
+LOWEST_FIRST = ("float16", "bfloat16", "float32", "float64")
+"""In the order of precision of a result; float16 underflows where bfloat16 does not."""
