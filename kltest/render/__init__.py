@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kltest.errors import UsageError
+from kltest.render.tables import PLAIN, Terminal
 from kltest.report import Report
 
 if TYPE_CHECKING:
     from kltest.render.changes import Changes
 
 
-@dataclass(frozen=True)
-class Terminal:
-    """Where text is going: its width in columns, and whether colour may be used."""
-
-    width: int = 100
-    colour: bool = False
-
-
 FORMATS = ("github", "html", "json", "junit", "markdown", "text")
-PLAIN = Terminal()
 Renderer = Callable[[Sequence[Report], Terminal], str]
 
 

@@ -1,0 +1,106 @@
+"""Tables and paragraphs for terminals, in colour only if the terminal has it."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+NARROWEST = 40
+"""Smallest width in columns; a narrower terminal breaks the lines itself."""
+RESET = "\x1b[0m"
+TRAILING = re.compile(r"(?: |\x1b\[[\d;]*m)+$")
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Width of the output in columns, and whether colour may be used."""
+
+    width: int = 100
+    colour: bool = False
+
+
+PLAIN = Terminal()
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    right: Collection[str] = (),
+    whole: Collection[str] | None = None,
+    indent: int = 0,
+    terminal: Terminal = PLAIN,
+) -> str:
+    """Return a table without lines between its cells; cells wrap so that it fits the terminal.
+
+    Args:
+        columns: Heads of the columns; no heads are printed if all are empty.
+        rows: Cells, as many as columns; a rich `Text` brings its own style.
+        right: Heads of the columns that are aligned to the right.
+        whole: Heads of the columns whose cells stay on one line if they can; by default the first.
+        indent: Spaces before every line.
+        terminal: Width and colour.
+
+    Returns:
+        The lines, without spaces at their ends and without a newline at the end.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
+    width = max(terminal.width, NARROWEST) - indent
+    kept = columns[:1] if whole is None else whole
+    found = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns), header_style="dim", pad_edge=False)
+    for number, head in enumerate(columns):
+        widest = max([Text(head).cell_len, *(row[number].cell_len for row in cells)])
+        found.add_column(
+            Text(head),
+            justify="right" if head in right else "left",
+            overflow="fold",
+            min_width=min(widest, width // 2) if head in kept else None,
+        )
+    for row in cells:
+        found.add_row(*row)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=terminal.colour,
+        color_system="standard" if terminal.colour else None,
+        legacy_windows=False,
+        _environ={},
+    )
+    with console.capture() as captured:
+        console.print(found)
+    return "\n".join(" " * indent + _stripped(line) for line in captured.get().splitlines())
+
+
+def wrap(text: str, terminal: Terminal = PLAIN, *, indent: str = "", first: str | None = None) -> list[str]:
+    """Return a paragraph as lines; `first` is the indent of the first one.
+
+    Lines are broken at spaces only: a name, a path or a number that is longer than a line stays whole, to be copied.
+    (rich would break or crop it, hence textwrap.)
+    """
+    return textwrap.wrap(
+        text.strip(),
+        max(terminal.width, NARROWEST),
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
+
+
+def _stripped(line: str) -> str:
+    """Without the spaces at the end, be they styled or not."""
+    end = TRAILING.search(line)
+    if end is None:
+        return line
+    return line[: end.start()] + (RESET if RESET in end[0] else "")
