@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+import pandas
+
+RESULTS = Path(__file__).parent / "results.csv"
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,15 @@ def from_pairs(
 
 
 def save(name: str, rows: list[Row], *, beside: bool = False) -> None:
-    """Print the rows and write them to results/NAME.json; `beside` other cases that are there, if asked for."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    written = [{**asdict(row), "met": row.met} for row in rows]
-    if beside and path.exists():
-        new = {(row.claim, row.case) for row in rows}
-        before = json.loads(path.read_text(encoding="utf-8"))
-        written = [*(row for row in before if (row["claim"], row["case"]) not in new), *written]
-    path.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Print the rows and put them into results.csv in place of the benchmark's old ones; `beside`: of the same cases only."""
+    new = pandas.DataFrame([{"benchmark": name, **asdict(row)} for row in rows])
+    if RESULTS.exists():
+        old = pandas.read_csv(RESULTS)
+        replaced = old["benchmark"] == name
+        if beside:
+            replaced &= old.set_index(["claim", "case"]).index.isin(new.set_index(["claim", "case"]).index)
+        new = pandas.concat([old[~replaced], new]).sort_values("benchmark", kind="stable")
+    new.to_csv(RESULTS, index=False, float_format="%.4g")
     print(table(rows), flush=True)
 
 

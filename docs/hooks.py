@@ -6,7 +6,6 @@ and of the libraries have no source but the code. `python docs/hooks.py` renews 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
@@ -160,21 +159,22 @@ def zoo() -> list[dict[str, str]]:
 
 def benchmarks() -> list[dict[str, str]]:
     """The last measurement: the medians of all cases of a claim, smallest to largest."""
-    groups: dict[tuple[str, float | None, bool], list[float]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        for row in json.loads(path.read_text(encoding="utf-8")):
-            unknown = ", any function" if "as a stranger" in row["case"] else ""
-            groups.setdefault((row["claim"] + unknown, row["bound"], row["at_most"]), []).append(row["ratio"])
+    import pandas
+
+    measured = pandas.read_csv(ROOT / "benchmarks" / "results.csv")
+    unknown = measured["case"].str.contains("as a stranger")
+    measured["claim"] = measured["claim"].where(~unknown, measured["claim"] + ", any function")
     rows = []
-    for (claim, bound, at_most), ratios in groups.items():
-        low, high = (f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
-        met = 0 if bound is None else sum(ratio <= bound if at_most else ratio >= bound for ratio in ratios)
+    for (claim, bound, at_most), group in measured.groupby(["claim", "bound", "at_most"], dropna=False, sort=False):
+        low, high = (f"{x:,.0f}" if x >= 100 else f"{x:.2f}" for x in (group["ratio"].min(), group["ratio"].max()))
+        met = ((group["ratio"] <= bound) if at_most else (group["ratio"] >= bound)).sum()
+        promised = pandas.notna(bound)
         rows.append(
             {
                 "ratio": claim,
                 "measured": low if low == high else f"{low} – {high}",
-                "aim": "–" if bound is None else f"{'≤' if at_most else '≥'} {bound:g}",
-                "met": "–" if bound is None else "yes" if met == len(ratios) else f"{met} of {len(ratios)}",
+                "aim": f"{'≤' if at_most else '≥'} {bound:g}" if promised else "–",
+                "met": ("yes" if met == len(group) else f"{met} of {len(group)}") if promised else "–",
             }
         )
     return rows

@@ -1,6 +1,6 @@
-"""The unexplained mutants of report.json in the present code and tests: `python tests/mutation/again.py`.
+"""The unexplained mutants of report.jsonl in the present code and tests: `python tests/mutation/again.py`.
 
-A mutant whose line has changed since is gone. Stoppable: what is decided is in report.json.
+A mutant whose line has changed since is gone. Stoppable: what is decided is in report.jsonl.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def mutated(row: report.Row, source: str) -> str | None:
 
     Short lines stand in many places: that one is meant whose neighbours are most like those that it had.
     """
-    hunk = str(row["diff"]).split(" @@", 1)[1].splitlines()[1:]
+    hunk = str(row["diff"]).splitlines()
     changed = [number for number, line in enumerate(hunk) if line[:1] in ("-", "+")]
     lines = source.splitlines()
     for around in range(max(changed[0], len(hunk) - 1 - changed[-1]), -1, -1):

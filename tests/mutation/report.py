@@ -1,21 +1,22 @@
-"""report.json, a row a mutant, and report.md, which people read: what the tests noticed, and why the rest may live."""
+"""report.jsonl, a row a mutant, and report.md, their count by room."""
 
 from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
 Row = dict[str, object]
 
 
-def read(path: Path = HERE / "report.json") -> list[Row]:
-    return json.loads(path.read_text(encoding="utf-8"))
+def read(path: Path = HERE / "report.jsonl") -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def write(rows: list[Row], path: Path = HERE / "report.json") -> None:
-    path.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def write(rows: list[Row], path: Path = HERE / "report.jsonl") -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     path.with_suffix(".md").write_text(render(rows), encoding="utf-8")
 
 
@@ -45,38 +46,28 @@ STATES = ("noticed at once", "noticed since", "gone", "explained", "unexplained"
 
 
 def render(rows: list[Row]) -> str:
+    """A table of what became of the mutants, by room."""
     known = reasons()
-    counts = {name: sum(state(row, known) == name for row in rows) for name in STATES}
+    rooms = sorted({room(row) for row in rows})
+    counted = {place: Counter(state(row, known) for row in rows if room(row) == place) for place in rooms}
+    whole = sum(counted.values(), Counter())
     lines = [
         "# Mutation testing",
         "",
-        f"{len(rows)} mutants of `kltest/grading` and `kltest/moments`, each in another place, a seeded sample made by "
-        "cosmic-ray (`python tests/mutation/run.py`).",
-        f"{counts['noticed at once']} were noticed by the tests as they stood, {counts['noticed since']} more by tests "
-        f"that were written because of them (`again.py`), {counts['gone']} were in lines that have changed since. "
-        f"{counts['explained']} may live, for the reason that stands beside them; {counts['unexplained']} are not "
-        "explained.",
+        f"{len(rows)} mutants, each in another place: a seeded sample made by cosmic-ray (`python tests/mutation/run.py`).",
+        "`report.jsonl` has a row a mutant; `explained.toml` says why those that are not noticed may live.",
         "",
-        "| module | mutants | " + " | ".join(STATES) + " |",
+        f"| room | mutants | {' | '.join(STATES)} |",
         "| --- " * (len(STATES) + 2) + "|",
     ]
-    for module in sorted({str(row["module"]) for row in rows}):
-        own = [row for row in rows if row["module"] == module]
-        numbers = (sum(state(row, known) == name for row in own) for name in STATES)
-        lines.append(f"| `{module}` | {len(own)} | " + " | ".join(str(number or "") for number in numbers) + " |")
-    for title in ("unexplained", "explained"):
-        chosen = [row for row in rows if state(row, known) == title]
-        lines += ["", f"## Not noticed, {title}", ""] if chosen else []
-        for row in chosen:
-            old, new = changed(row)
-            lines += [
-                f"`{row['module']}`: {known.get((str(row['module']), new), 'no reason is known.')}",
-                "",
-                "```diff",
-            ]
-            lines += [*(f"- {line}" for line in old.splitlines()), *(f"+ {line}" for line in new.splitlines())]
-            lines += ["```", ""]
-    return "\n".join(lines).rstrip() + "\n"
+    for place, counts in [*((f"`{place}`", counted[place]) for place in rooms), ("together", whole)]:
+        lines.append(f"| {place} | {counts.total()} | {' | '.join(str(counts[name]) for name in STATES)} |")
+    return "\n".join(lines) + "\n"
+
+
+def room(row: Row) -> str:
+    """The folder that holds the mutated module."""
+    return str(row["module"]).rpartition("/")[0]
 
 
 if __name__ == "__main__":

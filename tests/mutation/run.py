@@ -116,10 +116,17 @@ def work(number: int, jobs: int, arguments: argparse.Namespace, folder: Path) ->
                             "operator": mutation.operator_name.removeprefix("core/"),
                             "outcome": str(result.test_outcome and result.test_outcome.value),
                             "worker": result.worker_outcome.value,
-                            "diff": result.diff,
+                            "diff": neighbourhood(result.diff),
                         }
                     )
     return done
+
+
+def neighbourhood(diff: str) -> str:
+    """The changed lines of a diff with one line before and after."""
+    lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
+    changed = [number for number, line in enumerate(lines) if line[:1] in ("-", "+")]
+    return "\n".join(lines[max(0, changed[0] - 1) : changed[-1] + 2])
 
 
 def _key(items: list[WorkItem]):
@@ -133,7 +140,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where to work and to go on from; kept")
-    parser.add_argument("--output", type=Path, default=HERE / "report.json")
+    parser.add_argument("--output", type=Path, default=HERE / "report.jsonl")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mutants-"))
     folder.mkdir(parents=True, exist_ok=True)
