@@ -23,8 +23,8 @@ from kltest.finetune.settings import AUTO, NONE, Settings
 from kltest.loss.calling import BoundLoss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
-from kltest.moments.differentiate import backward
-from kltest.rollout import LEAVES, Rollout
+from kltest.moments.differentiate import leaf_gradients
+from kltest.rollout import Rollout
 
 SCALE = 1e-4
 """Added to a group's standard deviation, as in the GRPO paper's implementations."""
@@ -84,11 +84,7 @@ class KLTerm:
         rollout = _rollout(fields, logits, beta=self.beta if beta is None else beta)
         outcome = self.loss(rollout)
         objective = outcome.objective if outcome.rows is None else (outcome.rows * weights.to(outcome.rows)).sum()
-        leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
-        found: dict[str, Tensor] = {}
-        if leaves and objective.requires_grad:
-            gradients = backward(self.loss, objective, list(leaves.values()))
-            found = {name: part for name, part in zip(leaves, gradients, strict=True) if part is not None}
+        found = leaf_gradients(self.loss, objective, rollout)
         live = fields.mask
         on_logp = found["logp"].to(fields.logp) if "logp" in found else torch.zeros_like(fields.logp)
         on_logits = found.get("logits")

@@ -21,6 +21,7 @@ from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.loss.outcome import Loss, Outcome
+from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
@@ -128,7 +129,11 @@ class Probes:
     def _gradients(self, one: Rollout, other: Rollout) -> tuple[list[Tensor], list[Tensor], float]:
         one = one.replace()
         first, second = self.loss(one), self.loss(other)
-        return _leaf_gradients(first, one), _leaf_gradients(second, other), TOLERANCES[first.dtype].influence
+        return (
+            _at_leaves(self.loss, first, one),
+            _at_leaves(self.loss, second, other),
+            TOLERANCES[first.dtype].influence,
+        )
 
 
 class Reattached:
@@ -243,13 +248,10 @@ class _LiftStops(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _leaf_gradients(outcome: Outcome, rollout: Rollout) -> list[Tensor]:
+def _at_leaves(loss: Loss, outcome: Outcome, rollout: Rollout) -> list[Tensor]:
     """The gradient at every leaf, zero where the loss did not use it; at padded positions too."""
-    leaves = [rollout.peek(name) for name in LEAVES]
-    if not outcome.objective.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    found = torch.autograd.grad(outcome.objective, leaves, allow_unused=True)
-    return [torch.zeros_like(leaf) if got is None else got for got, leaf in zip(found, leaves, strict=True)]
+    found = leaf_gradients(loss, outcome.objective, rollout)
+    return [found[name] if name in found else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
 
 
 def _close(one: Tensor, other: Tensor, limit: float) -> bool:

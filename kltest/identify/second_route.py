@@ -12,7 +12,8 @@ from kltest.identify.findings import Combination
 from kltest.identify.identification import tolerance
 from kltest.loss.outcome import Loss
 from kltest.moments import Moments
-from kltest.rollout import LEAVES, Rollout
+from kltest.moments.differentiate import leaf_gradients
+from kltest.rollout import Rollout
 from kltest.truth import gradient_again
 
 # The two routes to one number differ by rounding only; anything more is a defect of kltest's.
@@ -54,14 +55,9 @@ def through_table(loss: Loss, instance: Instance, sampler: str, padding: int) ->
     for row in range(len(paths)):
         rollout = everything.take([row])
         objective = loss(rollout).objective
-        leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
-        if not leaves or not objective.requires_grad:
-            continue
         live = torch.from_numpy(paths.mask[row])
         contexts, tokens = (torch.from_numpy(part[row])[live] for part in (paths.contexts, paths.tokens))
-        reached = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
-        for name, received in zip(leaves, reached, strict=True):
-            if received is not None:
-                value = log_probs[contexts, tokens] if name == "logp" else log_probs[contexts]
-                total = total + weights[row] * (received[0][live] * value).sum()
+        for name, received in leaf_gradients(loss, objective, rollout).items():
+            value = log_probs[contexts, tokens] if name == "logp" else log_probs[contexts]
+            total = total + weights[row] * (received[0][live] * value).sum()
     return torch.autograd.grad(total, table)[0].numpy()

@@ -14,7 +14,7 @@ from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.instances import instances
 from kltest.loss.outcome import Loss
-from kltest.moments.differentiate import backward
+from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.drawing import seeded
 from kltest.rollout import LEAVES, SAMPLER_FIELDS, Rollout
 
@@ -59,13 +59,12 @@ def _answers(loss: Loss, instance: Instance, seed: int) -> list[Tensor]:
     """What a batch returns and logs, and the gradients that it gives."""
     lengths = instance.paths.lengths
     rollout = Rollout.of(instance, sampler="stale", padding=seed, centre="batch").take(np.argsort(lengths)[:ROWS])
-    leaves = [rollout.peek(name) for name in LEAVES]
     with seeded(seed):
         result = loss.for_experiments().returned(rollout)
     found = [result.loss.detach(), *([] if result.metric is None else [result.metric])]
     if result.loss.requires_grad:
-        got = backward(loss, result.loss.sum(), leaves)
-        found += [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(got, leaves, strict=True)]
+        got = leaf_gradients(loss, result.loss.sum(), rollout)
+        found += [got[name] if name in got else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
     return found
 
 

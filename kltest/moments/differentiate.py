@@ -16,7 +16,7 @@ from kltest.rollout import LEAVES, Rollout
 
 @dataclass(frozen=True)
 class RowGradients:
-    """∂objective/∂logp (B, T) and ∂objective/∂logits (B, T, V), None where the loss did not use that field.
+    """∂objective/∂logp (B, T) and ∂objective/∂logits (B, T, V), None for a field that the loss did not use.
 
     Padded positions are zero: nothing that is written there depends on the policy.
     """
@@ -35,37 +35,65 @@ class RowGradients:
         return self.outcome.dtype
 
     @property
+    def by_leaf(self) -> dict[str, np.ndarray]:
+        """The gradients of the leaves that the loss used, by name."""
+        return {name: part for name in LEAVES if (part := getattr(self, name)) is not None}
+
+    @property
     def parts(self) -> tuple[np.ndarray, ...]:
-        """What reached the batch, leaf by leaf."""
-        return tuple(part for part in (self.logp, self.logits) if part is not None)
+        """The gradients of the leaves that the loss used, in the order of LEAVES."""
+        return tuple(self.by_leaf.values())
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
-        """What reached one row, leaf by leaf."""
+        """The gradients of one row, leaf by leaf."""
         return tuple(part[index] for part in self.parts)
 
 
 def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None, factor: float = 1.0) -> RowGradients:
-    """Call a loss on a batch and go backward once, from `factor` times the objective.
+    """Gradients of `factor` times the objective of one call, from one backward pass.
 
-    `live` (B, T) bool says where tokens are, None that they are everywhere; the rollout's own mask may be written into.
-    Raises TargetError if the gradient of a live token is not finite.
+    Args:
+        loss: The loss; it is called once.
+        rollout: The batch, B rollouts of up to T tokens, with fresh leaves.
+        live: (B, T) bool, True on tokens; None if all positions are. The rollout's own mask does not serve, since a
+            loss may write into it.
+        factor: Multiplies the objective, as B does to undo a mean over rows.
+
+    Raises:
+        TargetError: The loss fails, torch cannot go backward, or the gradient of a live token is not finite.
     """
     outcome = loss(rollout)
-    leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
-    found: dict[str, np.ndarray] = {}
-    if leaves and outcome.objective.requires_grad:
-        # Scaled here, since a gradient given to start from makes torch import its symbolic shapes, for a second.
-        gradients = backward(loss, outcome.objective * factor, list(leaves.values()))
-        found = {
-            name: _live_only(loss, rollout, name, gradient.numpy(), live)
-            for name, gradient in zip(leaves, gradients, strict=True)
-            if gradient is not None
-        }
+    # The objective is scaled, not the gradient that backward starts from: a tensor given to start from makes torch
+    # import its symbolic shapes, which takes a second.
+    objective = outcome.objective * factor if outcome.objective.requires_grad else outcome.objective
+    found = {
+        name: _live_only(loss.name, rollout, name, gradient.numpy(), live)
+        for name, gradient in leaf_gradients(loss, objective, rollout).items()
+    }
     return RowGradients(found.get("logp"), found.get("logits"), outcome)
 
 
+def leaf_gradients(loss: Loss, objective: Tensor, rollout: Rollout) -> dict[str, Tensor]:
+    """∂objective/∂leaf at every position, for each leaf of a rollout that the objective depends on.
+
+    Args:
+        loss: The loss, to be named in messages.
+        objective: A scalar that it made from the rollout.
+        rollout: The batch that it was called with.
+    """
+    leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
+    if not leaves or not objective.requires_grad:
+        return {}
+    found = backward(loss, objective, list(leaves.values()))
+    return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
 def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Tensor | None]:
-    """The gradient at each input, None where none arrives; TargetError where torch cannot go backward."""
+    """The gradient of an objective at each input, None for one that it does not depend on.
+
+    Raises:
+        TargetError: torch cannot go backward through the loss.
+    """
     try:
         return torch.autograd.grad(objective, inputs, allow_unused=True)
     except RuntimeError as error:
@@ -76,22 +104,22 @@ def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Te
 
 
 def live_positions(rollout: Rollout) -> np.ndarray | None:
-    """(B, T) bool, True on live tokens; None where all are."""
+    """(B, T) bool, True on live tokens; None if all are."""
     live = rollout.peek("mask").numpy() != 0
     return None if live.all() else live
 
 
-def _live_only(loss: Loss, rollout: Rollout, name: str, gradient: np.ndarray, live: np.ndarray | None) -> np.ndarray:
+def _live_only(name: str, rollout: Rollout, leaf: str, gradient: np.ndarray, live: np.ndarray | None) -> np.ndarray:
     if live is not None:
         gradient = np.where(live if gradient.ndim == 2 else live[..., None], gradient, 0.0)
+    # The sum is finite if all entries are, nearly always: much faster than to look at each.
     if not np.isfinite(gradient.sum()) and not (finite := np.isfinite(gradient)).all():
         row, step = np.argwhere(~finite)[0][:2]
-        tokens = (
-            rollout.peek("tokens")[row].tolist() if live is None else rollout.peek("tokens")[row][live[row]].tolist()
-        )
+        tokens = rollout.peek("tokens")[row]
+        tokens = tokens if live is None else tokens[live[row]]
         raise TargetError(
-            f"the gradient of {loss.name} with respect to {name} is not finite at token {step} of the rollout with "
-            f"tokens {tokens}, although every input is finite: look for a square root, a logarithm or a division "
-            "whose derivative has no value there"
+            f"the gradient of {name} with respect to {leaf} is not finite at token {step} of the rollout with "
+            f"tokens {tokens.tolist()}, although every input is finite: look for a square root, a logarithm or a "
+            "division whose derivative has no value there"
         )
     return gradient
