@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from kltest import errors
 from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
 from kltest.environments.policies import table
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 
 PROMPTS = np.array([0.2, 0.5, 0.3])
 WORLDS = {
@@ -143,13 +144,13 @@ def test_counting_does_not_enumerate():
     [(ngram(8, 40, 2), "1.32923e\\+36"), (mdp(1000, 4, 100), "e\\+"), (ngram(10, 10_000, 2), "inf")],
 )
 def test_what_does_not_fit_is_refused_with_its_size(environment, count):
-    with pytest.raises(WorldError, match=f"{count}.* rollouts.*GiB.*dynamic programming"):
+    with pytest.raises(InvalidEnvironmentError, match=f"{count}.* rollouts.*GiB.*dynamic programming"):
         environment.enumerate()
 
 
 def test_the_limit_on_memory_is_the_callers():
     environment = sequence(4, 6)
-    with pytest.raises(WorldError, match="4096 rollouts of up to 6 tokens"):
+    with pytest.raises(InvalidEnvironmentError, match="4096 rollouts of up to 6 tokens"):
         environment.enumerate(memory=1e5)
     assert len(environment.enumerate(memory=1e8)) == 4096
 
@@ -337,7 +338,7 @@ BAD |= {
 @pytest.mark.parametrize("what", BAD)
 def test_a_world_that_cannot_be_is_refused(what):
     make, message = BAD[what]
-    with pytest.raises(WorldError, match=message):
+    with pytest.raises(InvalidEnvironmentError, match=message):
         make()
 
 
@@ -350,11 +351,11 @@ def test_a_process_that_is_right_passes():
 @pytest.mark.parametrize("which", ["policy", "reference", "sampler"])
 def test_policies_of_the_wrong_shape_or_content_are_refused(which):
     good = {what: np.zeros((1, 3)) for what in ("policy", "reference", "sampler")}
-    with pytest.raises(WorldError, match=rf"{which}.*\(1, 4\)"):
+    with pytest.raises(InvalidEnvironmentError, match=rf"{which}.*\(1, 4\)"):
         Instance.of(bandit(3), **{**good, which: np.zeros((1, 4))})
-    with pytest.raises(WorldError, match=rf"{which}.*NaN"):
+    with pytest.raises(InvalidEnvironmentError, match=rf"{which}.*NaN"):
         Instance.of(bandit(3), **{**good, which: np.array([[0, np.nan, 0]])})
-    with pytest.raises(WorldError, match=rf"{which}"):
+    with pytest.raises(InvalidEnvironmentError, match=rf"{which}"):
         Instance.of(bandit(3), **{**good, which: np.zeros(3)})
 
 
@@ -362,3 +363,10 @@ def test_tables_are_normalised():
     logits = np.random.default_rng(0).standard_normal((4, 6)) * 30
     np.testing.assert_allclose(np.exp(table(logits)).sum(axis=1), 1, rtol=1e-14)
     np.testing.assert_allclose(table(logits + 1000), table(logits), rtol=1e-12)
+
+
+def test_the_former_name_of_the_error_is_read_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="InvalidEnvironmentError"):
+        assert errors.WorldError is InvalidEnvironmentError
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        errors.nothing_of_the_kind  # noqa: B018

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from trial import Trial
 
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 from kltest.truth import value, value_again
 
 TRIAL = Trial("comedy")
@@ -84,7 +84,7 @@ def test_the_distance_is_as_asked():
     assert value("kl", pairs.at_distance(pairs.ANCHOR, 0.8, "pair")) == pytest.approx(0.8, rel=1e-12)
     one, other = (pairs.at_distance(length, 0.8, "pair") for length in (5, 12))
     assert np.array_equal(one.policy, other.policy)
-    with pytest.raises(WorldError, match="never come to a KL"):
+    with pytest.raises(InvalidEnvironmentError, match="never come to a KL"):
         pairs.at_distance(1, 1.0)
 
 

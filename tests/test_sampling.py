@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import kltest
 from kltest.cli import app
 from kltest.environments import Instance, ngram, sequence
-from kltest.errors import UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators import registry
 from kltest.identify.instances import instances
 from kltest.identify.sampling import Sampling, identify_sampled
@@ -166,7 +166,7 @@ def test_false_alarms_of_whole_gradings_stay_below_a_loose_error_rate():
 def test_a_world_with_more_rollouts_than_atoms():
     """4¹⁰⁰ rollouts; the truth is dynamic programming's, and what is left out of the local gradient is 4.5% of it."""
     instance = Instance.draw(ngram(4, 100, 2), 1, distance=40.0)
-    with pytest.raises(WorldError):
+    with pytest.raises(InvalidEnvironmentError):
         _ = instance.paths
     loss = resolve("k2-loss", Call())
     found, _, verdict = compared(loss, instance, expect="local_reverse_kl", samples=20_000)
@@ -180,7 +180,7 @@ def test_a_world_with_more_rollouts_than_atoms():
 
 
 def test_a_world_with_too_many_logits_is_refused():
-    with pytest.raises(WorldError, match="logits"):
+    with pytest.raises(InvalidEnvironmentError, match="logits"):
         compared(bind(squared), Instance.draw(sequence(8, 5), 0))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.environments.policies import table
-from kltest.errors import UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators import registry
 from kltest.loss.resolve import resolve
 from kltest.moments import exact, exact_batches
@@ -259,9 +259,9 @@ def test_bad_input_is_refused_in_words():
             train([run], **{"steps": 2, **settings})
     with pytest.raises(UsageError, match="no run"):
         train([], steps=1)
-    with pytest.raises(WorldError, match="share contexts"):
+    with pytest.raises(InvalidEnvironmentError, match="share contexts"):
         train([run, Run(problem("sequence"), "k2-loss")], steps=1)
-    with pytest.raises(WorldError, match="logits have shape"):
+    with pytest.raises(InvalidEnvironmentError, match="logits have shape"):
         Problem(bandit(4), np.zeros((1, 3)), np.zeros((1, 4)))
     with pytest.raises(UsageError, match="coefficient"):
         Run(which, "k2-loss", beta=-1.0)
@@ -271,7 +271,7 @@ def test_bad_input_is_refused_in_words():
         train([Run(which, "k4-loss")], steps=1)
     with pytest.raises(UsageError, match="no parameter"):
         train([Run(which, "k2-loss", options={"lam": PerRun(0.3)})], steps=1)
-    with pytest.raises(WorldError, match="groups of 12 rollouts"):
+    with pytest.raises(InvalidEnvironmentError, match="groups of 12 rollouts"):
         train([Run(problem("ragged"), "group-mean")], steps=1, group_size=12)
 
 

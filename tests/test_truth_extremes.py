@@ -8,7 +8,7 @@ import pytest
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence, tabular
 from kltest.environments.policies import softmax_gradient, table
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 from kltest.truth import ATLAS, VALUES, gradient, value
 
 # 50 digits are left after the 35 that a policy of certainty 1 − e^(−80) costs, and after the 300 of e^(−690).
@@ -156,9 +156,9 @@ def test_what_float64_cannot_hold_is_refused_not_rounded():
     reference = np.zeros((3, 2))
     reference[:, 1] = -690.0
     instance = Instance.of(world, np.zeros((3, 2)), reference)
-    with pytest.raises(WorldError, match=r"chi_square exceeds the range of float64"):
+    with pytest.raises(InvalidEnvironmentError, match=r"chi_square exceeds the range of float64"):
         gradient("chi_square", instance)
-    with pytest.raises(WorldError, match=r"chi_square exceeds the range of float64"):
+    with pytest.raises(InvalidEnvironmentError, match=r"chi_square exceeds the range of float64"):
         value("chi_square", instance)
     assert np.isfinite(gradient("local_chi_square", instance)).all()
 

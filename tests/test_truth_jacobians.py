@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kltest.environments import Instance, mdp, ngram, ragged, sequence
-from kltest.errors import UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.truth import asymmetry, gradient, jacobian
 
 WORLDS = (sequence(2, 3), ragged(3, 3), ngram(2, 5, 2), ngram(2, 4, 3, end_token=1), mdp(horizon=4))
@@ -83,5 +83,5 @@ def test_it_says_how_the_gradient_moves_at_a_horizon_that_cannot_be_enumerated()
 def test_what_cannot_be_had_is_refused_in_words():
     with pytest.raises(UsageError, match="'forward_kl' is not known"):
         jacobian("forward_kl", drawn(sequence(2, 2)))
-    with pytest.raises(WorldError, match="a Jacobian needs their product squared"):
+    with pytest.raises(InvalidEnvironmentError, match="a Jacobian needs their product squared"):
         jacobian("reverse_kl", Instance.draw(ngram(80, 4, 2), 0))

@@ -8,7 +8,7 @@ from scipy.special import logsumexp
 
 from kltest.environments import END, Environment, Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.environments.policies import table
-from kltest.errors import UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.truth import (
     gradient_again,
     optimum,
@@ -196,11 +196,11 @@ def test_bad_input_is_refused(solve):
     for beta in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="β"):
             solve(environment, np.zeros((1, 4)), beta)
-    with pytest.raises(WorldError, match="shape"):
+    with pytest.raises(InvalidEnvironmentError, match="shape"):
         solve(environment, np.zeros((1, 3)), 1.0)
 
 
 @pytest.mark.parametrize("world", SHARED)
 def test_whole_rollouts_are_no_policy_where_contexts_are_shared(world):
-    with pytest.raises(WorldError, match="shared"):
+    with pytest.raises(InvalidEnvironmentError, match="shared"):
         sequence_k3_fixed_point(SHARED[world], reference_of(SHARED[world]), 1.0)

@@ -148,7 +148,7 @@ def _spread(instance: Any, estimator: str, placement: Any) -> float:
 
 def _random(one: Mapping[str, Any]) -> list[Row]:
     """For how many random pairs the published orders hold; directions that never lead so far away are drawn again."""
-    from kltest.errors import WorldError
+    from kltest.errors import InvalidEnvironmentError
     from kltest.sweeps.store import digest
     from kltest.truth import gradient
 
@@ -159,7 +159,7 @@ def _random(one: Mapping[str, Any]) -> list[Row]:
         reference, direction = generator.standard_normal((2, 3, 2))
         try:
             instance = at_distance(RANDOM_LENGTH, one["kl"], "kl", reference, direction)
-        except WorldError:
+        except InvalidEnvironmentError:
             continue
         weights = np.exp(paths.log_probability(instance.policy))
         truth = gradient("reverse_kl", instance).ravel()

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from kltest.environments import Instance, Paths, ngram
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 from kltest.truth import value
 
 from .settings import ANCHOR, DIRECTION, REFERENCE
@@ -30,7 +30,7 @@ def at_distance(
 ) -> Instance:
     """The pair at this KL of whole sequences: of this length, or where one pair is held, of the anchor's length.
 
-    `reference` and `direction` (3, 2) are logits; the stated ones by default. Raises WorldError where the direction
+    `reference` and `direction` (3, 2) are logits; the stated ones by default. Raises InvalidEnvironmentError where the direction
     does not lead so far away.
     """
     if reference is None or direction is None:
@@ -43,7 +43,9 @@ def at_distance(
 
     measured = length if hold == "kl" else ANCHOR
     if value("kl", pair(FURTHEST, measured)) < kl:
-        raise WorldError(f"in this direction {measured} tokens never come to a KL of {kl:g} from the reference")
+        raise InvalidEnvironmentError(
+            f"in this direction {measured} tokens never come to a KL of {kl:g} from the reference"
+        )
     scale = brentq(lambda scale: value("kl", pair(scale, measured)) - kl, 0.0, FURTHEST, xtol=1e-14, rtol=1e-14)
     return pair(scale, length)
 

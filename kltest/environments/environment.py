@@ -18,7 +18,7 @@ import numpy as np
 from scipy import sparse
 
 from kltest.environments.paths import Level, Paths, Tree
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 
 END = -1
 # Prefixes that so many rollouts share, on average, are kept together with the steps before them.
@@ -50,7 +50,7 @@ class Environment:
 
     def __post_init__(self) -> None:
         if problem := self._problem():
-            raise WorldError(f"environment {self.name!r}: {problem}")
+            raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}")
 
     def _problem(self) -> str | None:
         """What is wrong with the numbers that describe this world, if anything."""
@@ -129,14 +129,14 @@ class Environment:
     def enumerate(self, *, memory: float | None = None) -> Paths:
         """Every rollout once, in prefix order.
 
-        Raises WorldError, with the number of rollouts, when they would need more than `memory` bytes
+        Raises InvalidEnvironmentError, with the number of rollouts, when they would need more than `memory` bytes
         (default: half of the machine's).
         """
         count = self.count()
         memory = memory_limit() if memory is None else memory
         needed = count * (17 * self.horizon + 32) * 2
         if not needed <= memory:
-            raise WorldError(
+            raise InvalidEnvironmentError(
                 f"environment {self.name!r} has {count:.6g} rollouts of up to {self.horizon} tokens; enumerating them "
                 f"needs about {needed / 2**30:.3g} GiB and {memory / 2**30:.3g} GiB are allowed. Use a smaller "
                 "vocabulary or horizon, dynamic programming (kltest.moments.dynamic), or sampling."

@@ -10,7 +10,7 @@ import numpy as np
 from kltest.environments.environment import END, Environment
 from kltest.environments.paths import Paths
 from kltest.environments.policies import table
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Instance:
         named = {"policy": policy, "reference": reference, "sampler": policy if sampler is None else sampler}
         for what, logits in named.items():
             if np.shape(logits) != shape:
-                raise WorldError(
+                raise InvalidEnvironmentError(
                     f"environment {environment.name!r} has {shape[0]} contexts and {shape[1]} tokens; "
                     f"the {what}'s logits have shape {np.shape(logits)}"
                 )

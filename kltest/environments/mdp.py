@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kltest.environments.environment import Environment
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 
 
 def mdp(
@@ -23,7 +23,7 @@ def mdp(
     Rewards are standard normal. `start` (states,) is the distribution of the first state (default: uniform over two).
     """
     if not 1 <= branches <= states or actions < 1:
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {name!r}: needs at least one action and 1 to {states} branches, not {actions} and {branches}"
         )
     generator = np.random.default_rng(seed)
@@ -50,12 +50,12 @@ def tabular(
 ) -> Environment:
     """The process with the given sparse dynamics: successors and probabilities (S, A, K), reward (S, A), start (S,).
 
-    A successor of −1 ends the rollout; one with probability 0 is not there. Raises WorldError for anything else that
+    A successor of −1 ends the rollout; one with probability 0 is not there. Raises InvalidEnvironmentError for anything else that
     is not a process: probabilities that do not sum to 1, shapes that disagree, successors listed twice.
     """
     start = np.asarray(start, dtype=float)
     if start.shape != np.shape(successors)[:1]:
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {name!r}: `start` must give the {len(successors)} states' probabilities of coming first, "
             f"not have shape {start.shape}"
         )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 
 
 def table(logits: np.ndarray, *, what: str = "policy") -> np.ndarray:
     """(C, V) log-probabilities of a table of logits, each row normalised; −∞ and NaN are refused."""
     logits = np.asarray(logits, dtype=np.float64)
     if logits.ndim != 2:
-        raise WorldError(f"the {what}'s logits must be a (contexts, tokens) table, not of shape {logits.shape}")
+        raise InvalidEnvironmentError(
+            f"the {what}'s logits must be a (contexts, tokens) table, not of shape {logits.shape}"
+        )
     if not np.isfinite(logits).all():
-        raise WorldError(f"the {what}'s logits must be finite; they contain NaN or infinity")
+        raise InvalidEnvironmentError(f"the {what}'s logits must be finite; they contain NaN or infinity")
     return _log_softmax(logits)
 
 

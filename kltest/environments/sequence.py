@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kltest.environments.environment import END, Environment, memory_limit
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 
 
 def sequence(
@@ -74,7 +74,7 @@ def ngram(
     """
     _check(name, vocabulary, length, end_token)
     if order < 1:
-        raise WorldError(f"environment {name!r}: the order of an n-gram is at least 1, not {order}")
+        raise InvalidEnvironmentError(f"environment {name!r}: the order of an n-gram is at least 1, not {order}")
     _check_size(name, vocabulary, vocabulary, order, 1, "Use fewer tokens or a lower order.")
     sizes = [vocabulary**size for size in range(order)]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -102,11 +102,13 @@ def ngram(
 
 def _check(name: str, vocabulary: int, length: int, end_token: int | None) -> None:
     if vocabulary < 1 or length < 1:
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {name!r}: vocabulary and length must be at least 1, not {vocabulary} and {length}"
         )
     if end_token is not None and not 0 <= end_token < vocabulary:
-        raise WorldError(f"environment {name!r}: the end token must lie in 0 … {vocabulary - 1}, not {end_token}")
+        raise InvalidEnvironmentError(
+            f"environment {name!r}: the end token must lie in 0 … {vocabulary - 1}, not {end_token}"
+        )
 
 
 def _check_size(name: str, vocabulary: int, fan: int, depths: int, prompts: int, remedy: str) -> None:
@@ -117,7 +119,7 @@ def _check_size(name: str, vocabulary: int, fan: int, depths: int, prompts: int,
     # Successors, probabilities, reward and a few tables of log-probs, of 8 bytes each.
     needed, allowed = contexts * vocabulary * 8 * 10, memory_limit()
     if needed > allowed:
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {name!r} would have {contexts:.6g} contexts of {vocabulary} tokens, which need about "
             f"{needed / 2**30:.3g} GiB; {allowed / 2**30:.3g} GiB are allowed. {remedy}"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.errors import KltestError, TargetError, WorldError
+from kltest.errors import InvalidEnvironmentError, KltestError, TargetError
 from kltest.identify import second_route
 from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
@@ -182,7 +182,7 @@ class Measure:
                 found = [self._over_batches(instance, place, many, most) for instance in place.instances]
             except NonDeterministicError as error:
                 return self._gives_two_gradients(place, error)
-            except (WorldError, TargetError) as error:
+            except (InvalidEnvironmentError, TargetError) as error:
                 failure = error
                 continue
             self._note(found)
@@ -218,7 +218,7 @@ class Measure:
         """A row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
         try:
             return self._from_samples(case, batch, why, noisy=noisy)[1]
-        except WorldError as error:
+        except InvalidEnvironmentError as error:
             return not_judged(case, self.declared, batch, f"{why}; {error}")
 
     def _from_samples(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kltest.environments import Instance, Paths
-from kltest.errors import KltestError, UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, KltestError, UsageError
 from kltest.loss.outcome import Loss
 from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
@@ -59,7 +59,7 @@ def exact_batches(
     that is seen to tell groups apart by `group` is given many groups in one call. A loss that says of itself that it is
     `costly` is spared batches that follow from others (kltest.moments.shares). `added_up` says that rows are summed.
 
-    Raises WorldError, with the number of batches, when there are more than `most` (TOGETHER times as many where calls
+    Raises InvalidEnvironmentError, with the number of batches, when there are more than `most` (TOGETHER times as many where calls
     are of many groups), NonDeterministicError for a loss that gives one batch two gradients.
     """
     if size < 1:
@@ -88,7 +88,7 @@ def _exact(
     if count > most * (TOGETHER if batches.apart else 1):
         kind = "groups" if grouped else "batches"
         order = " in their order, which matters to this loss," if ordered else ""
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {instance.environment.name!r} has {count:.6g} {kind} of {size} rollouts{order} and at most "
             f"{most} are enumerated. Use a smaller batch or a smaller world"
         )

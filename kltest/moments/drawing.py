@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kltest.environments import Environment, Instance, Paths
-from kltest.errors import KltestError, WorldError
+from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.loss.outcome import Loss
 from kltest.moments.agreement import close
 from kltest.moments.batches import _Batches
@@ -159,7 +159,7 @@ class Singles:
 class Batches:
     """Each batch is a call, or many groups are one where the loss tells them apart; what adds up rows is divided.
 
-    Whether rows are added up is found out unless it is said; WorldError where samples do not tell.
+    Whether rows are added up is found out unless it is said; InvalidEnvironmentError where samples do not tell.
     """
 
     together = False
@@ -230,7 +230,7 @@ class Batches:
                     return bool(away > 0)
         except KltestError:  # made for batches of one size
             return True
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"{MOST_COMPARED} batches of {size} rollouts of environment {self.drawn.instance.environment.name!r}, and "
             f"as many of {2 * size}, do not tell whether {name} adds the gradients of its rows up or averages them: "
             "they are too noisy, or about zero. Return a mean over rollouts, or grade it in a world that is enumerated"

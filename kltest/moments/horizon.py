@@ -14,7 +14,7 @@ from scipy import sparse
 
 from kltest.environments import Environment
 from kltest.environments.policies import score_norms, softmax_gradient
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 
 # Visits of all time steps are kept up to this many bytes; beyond it, every √T-th, and the others are worked out again.
 MEMORY = 2**28
@@ -64,14 +64,14 @@ class Horizon:
 
         Two tokens meet only in a shared context c: the later one then moves, in expectation, by the mean m(c) of what
         is moved there, as often as c is visited after the earlier one.
-        Raises WorldError where the visits from every context to every other do not fit into memory.
+        Raises InvalidEnvironmentError where the visits from every context to every other do not fit into memory.
         """
         environment, (contexts, vocabulary) = self.environment, policy.shape
         own = float((self.visits()[:, None] * self.chances * moved**2 * score_norms(policy)).sum())
         if environment.tree:
             return own
         if contexts**2 * 8 > MEMORY:
-            raise WorldError(
+            raise InvalidEnvironmentError(
                 f"environment {environment.name!r} has {contexts} contexts; the variance by dynamic programming needs "
                 f"the visits between all pairs of them, and at most {isqrt(MEMORY // 8)} contexts fit. Use a smaller "
                 "world, or sampling"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kltest.environments import Instance, Paths
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 from kltest.moments.projection import each_gradient
 from kltest.truth import combine
 
@@ -147,7 +147,7 @@ class Pairing:
             try:
                 if mean is not None:
                     found[name] = combine(mean, self.instance).ravel()
-            except WorldError:  # an expectation beyond the range of numbers takes no noise away
+            except InvalidEnvironmentError:  # an expectation beyond the range of numbers takes no noise away
                 continue
         return found
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.errors import UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.loss.outcome import Loss
 from kltest.moments.confidence import Asymptotic, EmpiricalBernstein, tuned
 from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, seeded, source_of
@@ -96,10 +96,10 @@ def sampled(
 
     Raises BatchOfOneError for a loss that cannot be called with one rollout, NonDeterministicError for one that draws
     random numbers and is not `noisy`, TargetError where its gradient is not finite, UsageError where a gradient is
-    longer than `bound`, WorldError for worlds of more than MOST_LOGITS logits.
+    longer than `bound`, InvalidEnvironmentError for worlds of more than MOST_LOGITS logits.
     """
     if target.size > MOST_LOGITS:
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {instance.environment.name!r} has {target.size} logits, and gradients are sampled for at "
             f"most {MOST_LOGITS}. Use a smaller vocabulary, or an n-gram world, whose contexts do not grow with length"
         )

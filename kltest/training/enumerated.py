@@ -8,7 +8,7 @@ from math import comb, factorial, prod
 import numpy as np
 
 from kltest.environments import Environment
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 from kltest.training.batch import Batch
 from kltest.training.sums import Policy
 
@@ -77,7 +77,7 @@ def _groups(prompt: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     pools = [np.flatnonzero(prompt == each) for each in np.unique(prompt)]
     count = sum(comb(len(pool) + size - 1, size) for pool in pools)
     if count * size > MOST_ROWS:
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"there are {count:,} groups of {size} rollouts, {count * size:,} rows, and at most {MOST_ROWS:,} are "
             "enumerated for every update. Use smaller groups, a smaller world, or sampled training (batch_size)"
         )

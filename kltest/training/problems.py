@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kltest.environments import Environment, Instance
 from kltest.environments.policies import table
-from kltest.errors import UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators.spec import Credit, Placement
 
 STRUCTURE = ("start", "prompts", "successors", "probabilities")
@@ -21,7 +21,7 @@ STRUCTURE = ("start", "prompts", "successors", "probabilities")
 class Problem:
     """A world whose reward is to be earned, with logits (C, V) where training starts and of the reference.
 
-    Raises WorldError for logits of another shape, or that are not finite.
+    Raises InvalidEnvironmentError for logits of another shape, or that are not finite.
     """
 
     environment: Environment
@@ -128,7 +128,7 @@ def check_alike(problems: list[Problem]) -> Environment:
             for name in STRUCTURE
         )
         if not same:
-            raise WorldError(
+            raise InvalidEnvironmentError(
                 f"environments {first.name!r} and {world.name!r} differ in more than their reward: runs of one call "
                 "share contexts, tokens, dynamics and horizon. Train them in two calls"
             )

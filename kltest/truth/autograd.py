@@ -15,7 +15,7 @@ from kltest.truth.atlas import named
 def gradient_again(name: str, instance: Instance) -> np.ndarray:
     """(C, V) the named gradient with respect to the policy's logits; a route that shares nothing with `gradient`.
 
-    Raises UsageError for an unknown name and WorldError where the rollouts are too many to enumerate.
+    Raises UsageError for an unknown name and InvalidEnvironmentError where the rollouts are too many to enumerate.
     """
     row = named(name)
     logits = torch.from_numpy(instance.policy.copy()).requires_grad_()

@@ -10,7 +10,7 @@ import numpy as np
 
 from kltest.environments import Environment
 from kltest.environments.policies import table
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 from kltest.truth.regularised import check, solve_backwards
 
 
@@ -47,13 +47,13 @@ def token_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: 
 def sequence_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
     """π(y) = ref(y)/(1 − (R(y) − E_π[R])/β) for the rollouts y of each prompt, as (C, V) log-probs.
 
-    For k3 of whole rollouts as a loss: ∇E[R] = β·`forward_kl`. Raises WorldError unless every distribution over
+    For k3 of whole rollouts as a loss: ∇E[R] = β·`forward_kl`. Raises InvalidEnvironmentError unless every distribution over
     rollouts is a policy: contexts must not be shared, and tokens must decide where they lead.
     """
     reference = check(environment, reference, beta)
     deterministic = bool((environment.probabilities.max(axis=2) == 1.0).all())
     if not (environment.tree and deterministic):
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {environment.name!r}: the fixed point of a sequence-level k3 is known for token trees only "
             "(bandit, sequence, ragged), not where contexts are shared or dynamics are stochastic"
         )

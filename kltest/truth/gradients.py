@@ -13,7 +13,7 @@ import numpy as np
 
 from kltest.environments import Environment, Instance
 from kltest.environments.policies import softmax_gradient
-from kltest.errors import WorldError
+from kltest.errors import InvalidEnvironmentError
 from kltest.truth import divergences
 from kltest.truth.atlas import named
 from kltest.truth.recursions import backwards, ending, forward, onward, start, total_visits, visits
@@ -22,8 +22,8 @@ from kltest.truth.recursions import backwards, ending, forward, onward, start, t
 def gradient(name: str, instance: Instance) -> np.ndarray:
     """(C, V) the named gradient with respect to the policy's logits.
 
-    Raises UsageError for an unknown name, WorldError where the result exceeds float64, and for `total_variation`
-    WorldError where the rollouts are too many to enumerate.
+    Raises UsageError for an unknown name, InvalidEnvironmentError where the result exceeds float64, and for `total_variation`
+    InvalidEnvironmentError where the rollouts are too many to enumerate.
     """
     row = named(name)
     base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
@@ -35,7 +35,7 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
         else:
             result = _WHOLE[base](instance)
     if not np.isfinite(result).all():
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {instance.environment.name!r}: {name} exceeds the range of float64 (1.8e308) here; "
             "the policies are too far apart for it"
         )

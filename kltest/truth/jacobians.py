@@ -17,7 +17,7 @@ from math import isqrt
 import numpy as np
 
 from kltest.environments import Environment, Instance
-from kltest.errors import UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.truth import divergences
 from kltest.truth.gradients import from_signal
 from kltest.truth.recursions import onward
@@ -30,7 +30,7 @@ KNOWN = ("reverse_kl", "local_reverse_kl", "expected_reward")
 def jacobian(name: str, instance: Instance) -> np.ndarray:
     """(C·V, C·V) derivatives of the named gradient at c·V + v (rows) by the logit at c'·V + v' (columns).
 
-    For `reverse_kl`, `local_reverse_kl` and `expected_reward`. Raises UsageError for other names, WorldError where the
+    For `reverse_kl`, `local_reverse_kl` and `expected_reward`. Raises UsageError for other names, InvalidEnvironmentError where the
     matrix does not fit into memory.
     """
     if name not in KNOWN:
@@ -38,7 +38,7 @@ def jacobian(name: str, instance: Instance) -> np.ndarray:
     environment, policy = instance.environment, instance.policy
     contexts, vocabulary = policy.shape
     if 8 * policy.size**2 > MEMORY:
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {environment.name!r} has {contexts} contexts of {vocabulary} tokens; a Jacobian needs their "
             f"product squared, and at most {isqrt(MEMORY // 8)} logits fit. Use a smaller world"
         )

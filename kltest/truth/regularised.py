@@ -10,7 +10,7 @@ from scipy.special import logsumexp
 
 from kltest.environments import Environment
 from kltest.environments.policies import table
-from kltest.errors import UsageError, WorldError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.truth.recursions import onward
 
 
@@ -44,7 +44,7 @@ def check(environment: Environment, reference: np.ndarray, beta: float) -> np.nd
         raise UsageError(f"the coefficient β of the regularised objective must be positive and finite, not {beta}")
     shape = (environment.n_contexts, environment.vocabulary)
     if np.shape(reference) != shape:
-        raise WorldError(
+        raise InvalidEnvironmentError(
             f"environment {environment.name!r}: the reference's logits must have shape {shape}, "
             f"not {np.shape(reference)}"
         )

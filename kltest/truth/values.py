@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.errors import UsageError, WorldError, did_you_mean
+from kltest.errors import InvalidEnvironmentError, UsageError, did_you_mean
 from kltest.truth import divergences
 from kltest.truth.atlas import ATLAS
 from kltest.truth.recursions import ending, forward, onward, start, total_visits, visits
@@ -33,13 +33,13 @@ VALUES: Mapping[str, str] = _LOGGED | {
 def value(name: str, instance: Instance) -> float:
     """The value, by recursion over contexts; only `total_variation` enumerates.
 
-    Raises UsageError for an unknown name and WorldError where the result exceeds float64.
+    Raises UsageError for an unknown name and InvalidEnvironmentError where the result exceeds float64.
     """
     return _answer(name, instance, _BY_RECURSION, _local)
 
 
 def value_again(name: str, instance: Instance) -> float:
-    """The value, as a sum over all rollouts; WorldError where they are too many to enumerate."""
+    """The value, as a sum over all rollouts; InvalidEnvironmentError where they are too many to enumerate."""
     return _answer(name, instance, _BY_ENUMERATION, _local_again)
 
 
@@ -59,7 +59,9 @@ def _answer(
         else:
             result = whole[base](instance)
     if not np.isfinite(result):
-        raise WorldError(f"environment {instance.environment.name!r}: {name} exceeds the range of float64 here")
+        raise InvalidEnvironmentError(
+            f"environment {instance.environment.name!r}: {name} exceeds the range of float64 here"
+        )
     return float(result)
 
 
