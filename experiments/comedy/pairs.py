@@ -30,8 +30,8 @@ def at_distance(
 ) -> Instance:
     """The pair at this KL of whole sequences: of this length, or where one pair is held, of the anchor's length.
 
-    `reference` and `direction` (3, 2) are logits; the stated ones by default. Raises InvalidEnvironmentError where the direction
-    does not lead so far away.
+    `reference` and `direction` (3, 2) are logits; the stated ones by default. Raises InvalidEnvironmentError if the
+    direction does not lead so far away.
     """
     if reference is None or direction is None:
         ones = np.array(REFERENCE)

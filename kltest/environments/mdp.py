@@ -50,8 +50,10 @@ def tabular(
 ) -> Environment:
     """The process with the given sparse dynamics: successors and probabilities (S, A, K), reward (S, A), start (S,).
 
-    A successor of −1 ends the rollout; one with probability 0 is not there. Raises InvalidEnvironmentError for anything else that
-    is not a process: probabilities that do not sum to 1, shapes that disagree, successors listed twice.
+    A successor of −1 ends the rollout; one with probability 0 is not there.
+
+    Raises:
+        InvalidEnvironmentError: Probabilities do not sum to 1, shapes disagree, or a successor is listed twice.
     """
     start = np.asarray(start, dtype=float)
     if start.shape != np.shape(successors)[:1]:

@@ -59,8 +59,8 @@ def exact_batches(
     that is seen to tell groups apart by `group` is given many groups in one call. A loss that says of itself that it is
     `costly` is spared batches that follow from others (kltest.moments.shares). `added_up` says that rows are summed.
 
-    Raises InvalidEnvironmentError, with the number of batches, when there are more than `most` (TOGETHER times as many where calls
-    are of many groups), NonDeterministicError for a loss that gives one batch two gradients.
+    Raises InvalidEnvironmentError, with the number of batches, when there are more than `most` (TOGETHER times as many
+    if calls are of many groups), NonDeterministicError for a loss that gives one batch two gradients.
     """
     if size < 1:
         raise UsageError(f"a batch has at least one rollout, not {size}")

@@ -46,8 +46,8 @@ def exact(
     rollouts, where gradients with respect to something else are wanted as well.
 
     Raises BatchOfOneError for a loss that cannot be called with one rollout, TargetError where its gradient is not
-    finite or not reproducible, UsageError if it couples rows and there are too many to call it on each, InvalidEnvironmentError if
-    the world cannot be enumerated.
+    finite or not reproducible, UsageError if it couples rows and there are too many to call it on each,
+    InvalidEnvironmentError if the environment cannot be enumerated.
     """
     paths = instance.paths
     if len(paths) > ONE_BY_ONE and projection is None and token_by_token.applies(loss, instance):

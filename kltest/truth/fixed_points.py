@@ -47,8 +47,11 @@ def token_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: 
 def sequence_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
     """π(y) = ref(y)/(1 − (R(y) − E_π[R])/β) for the rollouts y of each prompt, as (C, V) log-probs.
 
-    For k3 of whole rollouts as a loss: ∇E[R] = β·`forward_kl`. Raises InvalidEnvironmentError unless every distribution over
-    rollouts is a policy: contexts must not be shared, and tokens must decide where they lead.
+    For k3 of whole rollouts as a loss: ∇E[R] = β·`forward_kl`.
+
+    Raises:
+        InvalidEnvironmentError: Not every distribution over rollouts is a policy: contexts are shared, or chance
+            decides where tokens lead.
     """
     reference = check(environment, reference, beta)
     deterministic = bool((environment.probabilities.max(axis=2) == 1.0).all())

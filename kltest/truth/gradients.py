@@ -22,8 +22,8 @@ from kltest.truth.recursions import backwards, ending, forward, onward, start, t
 def gradient(name: str, instance: Instance) -> np.ndarray:
     """(C, V) the named gradient with respect to the policy's logits.
 
-    Raises UsageError for an unknown name, InvalidEnvironmentError where the result exceeds float64, and for `total_variation`
-    InvalidEnvironmentError where the rollouts are too many to enumerate.
+    Raises UsageError for an unknown name, InvalidEnvironmentError if the result exceeds float64 or, for
+    `total_variation`, if the rollouts are too many to enumerate.
     """
     row = named(name)
     base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")

@@ -30,8 +30,8 @@ KNOWN = ("reverse_kl", "local_reverse_kl", "expected_reward")
 def jacobian(name: str, instance: Instance) -> np.ndarray:
     """(C·V, C·V) derivatives of the named gradient at c·V + v (rows) by the logit at c'·V + v' (columns).
 
-    For `reverse_kl`, `local_reverse_kl` and `expected_reward`. Raises UsageError for other names, InvalidEnvironmentError where the
-    matrix does not fit into memory.
+    For `reverse_kl`, `local_reverse_kl` and `expected_reward`. Raises UsageError for other names,
+    InvalidEnvironmentError if the matrix does not fit into memory.
     """
     if name not in KNOWN:
         raise UsageError(f"the Jacobian of {name!r} is not known; those of {', '.join(KNOWN)} are")
