@@ -50,7 +50,8 @@ def train(
     are worked on at a time, by default as many as fit into the cache; results do not depend on it.
 
     Raises UsageError for settings out of range and for estimators that cannot be called so, InvalidEnvironmentError for
-    environments that differ in more than their reward or cannot be enumerated. A run that diverges is stopped and marked, never raised.
+    environments that differ in more than their reward or cannot be enumerated. A run that diverges is stopped and
+    marked, never raised.
     """
     settings = Settings(steps, batch_size, group_size, inner_steps, baseline, ratio, clip, max_norm, optima)
     recorded = settings.recorded(record)
