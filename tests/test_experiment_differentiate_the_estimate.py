@@ -12,6 +12,7 @@ import torch
 
 from kltest.estimators import find as estimator_named
 from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.frames import records
 
 CHECKOUT = Checkout(Path(__file__).parent.parent)
 NAME = "differentiate-the-estimate"
@@ -33,7 +34,7 @@ def rows(analysis, experiment):
     settings = CHECKOUT.load("experiments", NAME, "settings").SETTINGS
     grid = settings.grid("quick", ("vocabulary=2,128",))
     tasks = experiment.tasks(settings.configurations(grid))
-    return analysis.tidy([row for task in tasks for row in experiment.compute(task)])
+    return records(analysis.tidy([row for task in tasks for row in experiment.compute(task)]))
 
 
 def find(rows, **wanted):

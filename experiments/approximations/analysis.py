@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from ..judging import Answer, Question, answers, at_most, select
+import numpy as np
+import pandas as pd
+from scipy.optimize import brentq
+
+from kltest.reproduce.claims import Answer, Claims, at_most
+from kltest.reproduce.frames import Missing, Row, known, need, ordered, records, select
+from kltest.reproduce.numbers import Numbers, extremes, melted, number
+
 from .settings import EXACT, LOG_RATIOS, PARTS, TOKENS
 
-Row = dict[str, Any]
-NAME = "approximations"
 OWN = "this work"
 EMA_PG = "Zhang & Ba 2026 (EMA-PG, arXiv 2602.04417), Top-k KL"
 VERL = "verl, low_var_kl; theory"
@@ -21,279 +24,277 @@ LOG_BOUND = 20.0
 MANY = 500
 # The largest relative error of a number that is rounded to eight significant bits.
 HALF_UNIT = 2.0**-9
+SUMS = f"{EXACT:g}: sums of float64"
+
+claims = Claims("approximations")
+numbers = Numbers()
 
 
-def tidy(rows: Sequence[Row]) -> list[Row]:
-    """As computed, part by part."""
-    return sorted(rows, key=lambda row: list(PARTS).index(row["part"]))
+def tidy(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows as computed, part by part."""
+    return ordered(rows, PARTS)
 
 
-def _heads(rows: Sequence[Row], form: str) -> list[Row]:
-    """On one step and on prefixes: what is claimed is claimed of both."""
-    one, prefixes = select(rows, "head", form=form), select(rows, "prefixes", form=form)
-    return [*one, *prefixes] if one and prefixes else []
+def _heads(rows: pd.DataFrame, form: str) -> Answer:
+    """Judge the formula on one step and on prefixes: what is claimed is claimed of both."""
+    both = [need(rows, part, form=form) for part in ("head", "prefixes")]
+    return at_most(pd.concat(both), "theory_error", EXACT)
 
 
-def _truncated(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in select(rows, "head", form="top-k", distance=0.0) if row["k"] < TOKENS]
+@claims.add(f"{EMA_PG}; theory", "∇π(S), and Σ d(s)∇π(S|s) on prefixes", SUMS)
+def _top_k(rows: pd.DataFrame) -> Answer:
+    """top-k with a sampled tail, differentiated: beside ∇KL, with prefixes held fixed, there is ∇π(S)"""
+    return _heads(rows, "top-k")
 
 
-def _biased_at_the_reference(rows: Sequence[Row]) -> Answer:
-    found = [row["bias"] for row in _truncated(rows)]
-    return (f"{min(found):.2g} … {max(found):.2g}", min(found) > 1e-3) if found else None
+def _pushes_at_the_reference(rows: pd.DataFrame) -> pd.Series:
+    found = need(rows, "head", form="top-k", distance=0.0)
+    return known(found[found["k"] < TOKENS])["bias"]
 
 
-def _detached(rows: Sequence[Row]) -> Answer:
-    found = _heads(rows, "top-k-detached")
-    return at_most(found, "theory_error", EXACT)
+@claims.add(f"{EMA_PG}; theory", "a gradient where there should be none", "above 0.001, rounding is 1e-16")
+def _biased_at_the_reference(rows: pd.DataFrame) -> Answer:
+    """so it is biased even at π = ref, for any fixed head but the whole vocabulary"""
+    found = _pushes_at_the_reference(rows)
+    return f"{found.min():.2g} … {found.max():.2g}", found.min() > 1e-3
 
 
-def _drifted(rows: Sequence[Row]) -> Answer:
-    found = [r for r in select(rows, "drift", form="top-k") if r["predicted_kl"] is not None and r["mass"] < 1 - EXACT]
-    if not found:
-        return None
-    row = found[0]
-    words = (
+@claims.add("TT-OPD 2026 (arXiv 2609.34447)", "no bias", SUMS)
+def _detached(rows: pd.DataFrame) -> Answer:
+    """with the head's log-ratio detached it is exact at every k"""
+    return _heads(rows, "top-k-detached")
+
+
+@claims.add("theory", "∇π(S) − E[1{y ∉ S}·u·g]", SUMS)
+def _head_alone(rows: pd.DataFrame) -> Answer:
+    """a head alone lacks the tail's share of the gradient, and has ∇π(S) as well"""
+    return _heads(rows, "head-alone")
+
+
+@claims.add(OWN, "the head's mass m becomes m/(m + (1 − m)e)", "1e-10")
+def _drifted(rows: pd.DataFrame) -> Answer:
+    """training without a reward, from the reference, top-k leaves it: a stable head ends at
+    π ∝ ref·e^(−1{v ∈ S}), whatever β"""
+    found = need(rows, "drift", form="top-k").dropna(subset=["predicted_kl"])
+    found = known(found[found["mass"] < 1 - EXACT]).astype({"predicted_kl": float, "predicted_mass": float})
+    row = found.iloc[0]
+    said = (
         f"head {row['mass']:.2f} → {row['mass_after']:.4f}, KL {row['kl']:.4f}; predicted {row['predicted_mass']:.4f}"
     )
-    off = max(abs(row["mass_after"] - row["predicted_mass"]), abs(row["kl"] - row["predicted_kl"]))
-    return words, off < 1e-10
+    off = [
+        (found[name] - found[of]).abs().max() for name, of in (("mass_after", "predicted_mass"), ("kl", "predicted_kl"))
+    ]
+    return said, max(off) < 1e-10
 
 
-def _unsettled(rows: Sequence[Row]) -> Answer:
-    found = [row for row in select(rows, "drift", form="top-k") if row["predicted_kl"] is None]
-    if not found:
-        return None
-    norms, kls = ([row[name] for row in found] for name in ("gradient_norm", "kl"))
-    words = f"‖gradient‖ {min(norms):.2g} … {max(norms):.2g}, KL {min(kls):.2g} … {max(kls):.2g}"
-    return words, min(norms) > 1e-3 and min(kls) > 1e-3
+@claims.add(OWN, "gradient and KL(π‖ref) above 0.001 at the end", "settled runs: below 1e-10")
+def _unsettled(rows: pd.DataFrame) -> Answer:
+    """a head that does not stay the likeliest does not settle at a constant rate"""
+    found = need(rows, "drift", form="top-k")
+    found = known(found[found["predicted_kl"].isna()])
+    norm, kl = found["gradient_norm"], found["kl"]
+    said = f"‖gradient‖ {norm.min():.2g} … {norm.max():.2g}, KL {kl.min():.2g} … {kl.max():.2g}"
+    return said, norm.min() > 1e-3 and kl.min() > 1e-3
 
 
-def _stays(rows: Sequence[Row]) -> Answer:
-    return at_most([{"kl": abs(row["kl"])} for row in select(rows, "drift", form="top-k-detached")], "kl", EXACT)
+@claims.add(OWN, "KL(π‖ref) = 0", SUMS)
+def _stays(rows: pd.DataFrame) -> Answer:
+    """with the head detached such training stays at the reference"""
+    return at_most(rows, need(rows, "drift", form="top-k-detached")["kl"].abs(), EXACT)
 
 
 def root_of_k3(value: float, sign: float) -> float:
-    """The log-ratio on one side of zero at which e^{−u} − 1 + u has this value; by bisection."""
-    inside, outside = 0.0, sign * (value + 2)
-    for _ in range(200):
-        middle = (inside + outside) / 2
-        inside, outside = (middle, outside) if math.expm1(-middle) + middle < value else (inside, middle)
-    return inside
+    """Return the log-ratio on one side of zero at which e^{−u} − 1 + u has this value."""
+    return brentq(lambda u: math.expm1(-u) + u - value, 0.0, sign * (value + 2), xtol=1e-15)
 
 
-def _dead(rows: Sequence[Row]) -> Answer:
-    found = select(rows, "clamp", u=LOG_RATIOS[0])
-    if not found:
-        return None
+@claims.add(VERL, "the roots of e^(−u) − 1 + u = bound, ±20 at most", "1e-9: bisection")
+def _dead(rows: pd.DataFrame) -> Answer:
+    """a clamped k3 has no gradient at u below −2.6 or above 11"""
+    found = need(rows, "clamp", u=LOG_RATIOS[0])
     off = [
         abs(row[edge] - sign * min(abs(root_of_k3(row["bound"], sign)), LOG_BOUND))
-        for row in found
+        for row in records(found)
         for edge, sign in (("low", -1), ("high", 1))
     ]
-    row = max(found, key=lambda one: -abs(one["bound"] - 10))
+    row = found.loc[(found["bound"] - 10).abs().idxmin()]
     return f"at {row['bound']:g}: dead below {row['low']:.4f} and above {row['high']:.4f}", max(off) < 1e-9
 
 
-def _silenced(rows: Sequence[Row]) -> Answer:
-    found = [row for row in select(rows, "lead", bound=10.0) if row["dead_mass"] > 0.5]
-    if not found:
-        return None
-    left = [row["pull"] / row["pull of k3-loss"] for row in found]
-    exact = max(row["theory_error"] for row in found) < EXACT
-    return f"{min(left):.1e} … {max(left):.1e} of the pull left", max(left) < 0.1 and exact
+@claims.add(VERL, "∇KL(ref‖π)", SUMS)
+def _alive(rows: pd.DataFrame) -> Answer:
+    """where no token is in the dead zone it is k3"""
+    return at_most(need(rows, "lead", dead_mass=0), "relative_bias", EXACT)
 
 
-def _alive(rows: Sequence[Row]) -> Answer:
-    return at_most([row for row in select(rows, "lead") if row["dead_mass"] == 0], "relative_bias", EXACT)
+@claims.add(
+    f"{VERL}; {OWN}",
+    "less than 10 % of k3's at a bound of 10: Σ over the living tokens of (π − ref)·g",
+    SUMS,
+)
+def _silenced(rows: pd.DataFrame) -> Answer:
+    """once the tokens that the policy has left are in it, hardly any of the pull remains"""
+    found = need(rows, "lead", bound=10.0)
+    found = known(found[found["dead_mass"] > 0.5])
+    left = found["pull"] / found["pull of k3-loss"]
+    said = f"{left.min():.1e} … {left.max():.1e} of the pull left"
+    return said, left.max() < 0.1 and found["theory_error"].max() < EXACT
 
 
-def _returns(rows: Sequence[Row]) -> dict[tuple[str, float], int | None]:
-    return {(row["penalty"], row["start"]): row["returned"] for row in select(rows, "return", step=0)}
-
-
-def _way_back(rows: Sequence[Row]) -> Answer:
-    steps = _returns(rows)
-    start = max((at for _, at in steps), default=0.0)
+@claims.add(OWN, "more than ten times as many updates", "exact training, until KL(π‖ref) is below 0.01")
+def _way_back(rows: pd.DataFrame) -> Answer:
+    """a policy that has run ahead comes back many times later"""
+    steps = need(rows, "return", step=0).set_index(["penalty", "start"])["returned"]
+    start = steps.index.get_level_values("start").max()
     plain, clamped = (steps.get((name, start), 0) for name in ("k3-loss", "k3-clamped"))
-    if not plain or clamped == 0:
-        return None
-    words = f"{plain} updates without, {clamped or 'never'} with the clamp, from a lead of {start:g}"
-    return words, clamped is None or clamped > 10 * plain
+    if not plain or pd.isna(plain) or clamped == 0:
+        raise Missing
+    never = pd.isna(clamped)
+    said = f"{plain:.0f} updates without, {'never' if never else f'{clamped:.0f}'} with the clamp"
+    return f"{said}, from a lead of {start:g}", never or clamped > 10 * plain
 
 
-def _large(rows: Sequence[Row], **wanted: Any) -> list[Row]:
+@claims.add(
+    OWN,
+    "√(Σπ²f(h − f)/Σπ²u²), f = |u| mod h, h the grid's step at the log-prob",
+    "15 %, where more than 500 tokens are misread",
+)
+def _read(rows: pd.DataFrame) -> Answer:
+    """log-probs rounded before they are subtracted: the error of the gradient is that of differences on a grid"""
+    found = need(rows, "precision", rounded="log-probs", estimator="k2-loss")
+    found = known(found[found["misread"].astype(float) > MANY])
+    times = found["relative_error"] / found["predicted_error"]
+    return f"{times.min():.3f} … {times.max():.3f} of it", times.min() > 0.85 and times.max() < 1.15
+
+
+def _large(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     """Where there are enough tokens for rounding errors to be averages."""
-    return [row for row in select(rows, "precision", **wanted) if row["vocabulary"] >= 4096]
+    found = need(rows, "precision", **wanted)
+    return known(found[found["vocabulary"] >= 4096])
 
 
-def _read(rows: Sequence[Row]) -> Answer:
-    found = [
-        row["relative_error"] / row["predicted_error"]
-        for row in select(rows, "precision", rounded="log-probs", estimator="k2-loss")
-        if row["misread"] > MANY
-    ]
-    return (f"{min(found):.3f} … {max(found):.3f} of it", min(found) > 0.85 and max(found) < 1.15) if found else None
+@claims.add(OWN, "ratio 1", "15 %, for |log-ratios| up to 0.1")
+def _same_for_all(rows: pd.DataFrame) -> Answer:
+    """no formula gives the digits back: k1, k2 and k3 are then equally wrong"""
+    found = _large(rows, rounded="log-probs")
+    near = found[found["log_ratio"] <= 0.1].groupby(["kind", "vocabulary", "log_ratio"])["relative_error"]
+    errors = near.agg(["min", "max", "size"])
+    three = known(errors[errors["size"] == 3])
+    apart = (three["max"] / three["min"]).max()
+    return f"at most a factor {apart:.3f} apart", apart < 1.15
 
 
-def _same_for_all(rows: Sequence[Row]) -> Answer:
-    cells: dict[tuple, list[float]] = {}
-    for row in _large(rows, rounded="log-probs"):
-        if row["log_ratio"] <= 0.1:
-            cells.setdefault((row["kind"], row["vocabulary"], row["log_ratio"]), []).append(row["relative_error"])
-    spread = [max(same) / min(same) for same in cells.values() if len(same) == 3]
-    return (f"at most a factor {max(spread):.3f} apart", max(spread) < 1.15) if spread else None
+@claims.add("Qi et al. 2025 (arXiv 2510.26788)", "ratio of errors 8", "7 … 9")
+def _sixteen(rows: pd.DataFrame) -> Answer:
+    """float16 keeps eight times as much of a log-prob as bfloat16"""
+    found = _large(rows, rounded="log-probs", estimator="k2-loss")
+    by = found[found["log_ratio"] >= 0.1].groupby(["kind", "log_ratio"])["relative_error"].last().unstack("kind")
+    if not {"bfloat16", "float16"} <= set(by):
+        raise Missing
+    ratios = known((by["bfloat16"] / by["float16"]).dropna().to_frame())[0]
+    return f"{ratios.min():.2f} … {ratios.max():.2f}", ratios.between(7, 9, inclusive="neither").all()
 
 
-def _sixteen(rows: Sequence[Row]) -> Answer:
-    both = [
-        {row["log_ratio"]: row for row in _large(rows, rounded="log-probs", estimator="k2-loss", kind=kind)
-         if row["log_ratio"] >= 0.1}
-        for kind in ("bfloat16", "float16")
-    ]  # fmt: skip
-    ratios = [row["relative_error"] / both[1][at]["relative_error"] for at, row in both[0].items() if at in both[1]]
-    return (f"{min(ratios):.2f} … {max(ratios):.2f}", all(7 < one < 9 for one in ratios)) if ratios else None
-
-
-def _nothing_left(rows: Sequence[Row]) -> Answer:
-    found = {
-        row["estimator"]: row["relative_error"]
-        for row in _large(rows, rounded="arithmetic", kind="bfloat16", log_ratio=3e-4)
-    }
-    if not {"k2-loss", "k3-loss"} <= found.keys():
-        return None
-    words = f"k3: {found['k3-loss']:.3f} of the gradient lost; k2: {found['k2-loss']:.4f}"
-    return words, found["k3-loss"] > 0.99 and found["k2-loss"] < HALF_UNIT
-
-
-def _digits_kept(rows: Sequence[Row]) -> Answer:
-    chosen = [
-        r for r in select(rows, "precision", rounded="arithmetic", kind="bfloat16") if r["estimator"] != "k3-loss"
-    ]
+@claims.add(OWN, f"below {2 * HALF_UNIT:.4f} in bfloat16", "twice 2^−9")
+def _digits_kept(rows: pd.DataFrame) -> Answer:
+    """a rounded log-ratio costs k1 in the reward and k2 half a unit in the last place, at any distance"""
+    found = need(rows, "precision", rounded="arithmetic", kind="bfloat16")
     # π²-weighted, and centred: the error may exceed that of a single product.
-    return at_most(chosen, "relative_error", 2 * HALF_UNIT)
+    return at_most(found[found["estimator"] != "k3-loss"], "relative_error", 2 * HALF_UNIT)
 
 
-def _single(rows: Sequence[Row]) -> Answer:
-    return at_most(select(rows, "precision", kind="float32"), "relative_error", 0.01)
-
-
-def _falls(rows: Sequence[Row]) -> Answer:
-    halvings = []
-    for name in ("token-mean", "whole-return"):
-        for seed in sorted({row["seed"] for row in select(rows, "batch")}):
-            far = {r["batch_size"]: r["relative_distance"] for r in select(rows, "batch", normalised=name, seed=seed)}
-            sizes = sorted(size for size in far if size >= 64)
-            halvings += [math.log(far[a] / far[b]) / math.log(b / a) for a, b in pairwise(sizes)]
-    return (f"B^(−{min(halvings):.3f}) … B^(−{max(halvings):.3f})", min(halvings) > 0.97 and max(halvings) < 1.03) if (
-        halvings
-    ) else None  # fmt: skip
-
-
-def _one_by_one(rows: Sequence[Row]) -> Answer:
-    return at_most(select(rows, "batch"), "enumeration_error", EXACT)
-
-
-def _objective(rows: Sequence[Row]) -> Answer:
-    return at_most(select(rows, "lengths", field="whole return"), "objective_error", EXACT)
-
-
-def _no_field(rows: Sequence[Row]) -> Answer:
-    found = select(rows, "lengths")
-    whole = [row["asymmetry"] for row in found if row["field"] == "whole return"]
-    others = [row["asymmetry"] for row in found if row["field"] != "whole return"]
-    if not found:
-        return None
-    words = f"{min(others):.2g} … {max(others):.2g}; whole return: {max(whole):.0e}"
-    return words, min(others) > 1e-3 and max(whole) < EXACT
-
-
-def _k1(rows: Sequence[Row]) -> Answer:
-    found = [row["k1_loss"] for row in select(rows, "lengths", field="whole return")]
-    return (f"{min(found):.2f} … {max(found):.2f} times as long", min(found) > 1e-2) if found else None
-
-
-def _end(rows: Sequence[Row]) -> Answer:
-    return at_most([row for row in select(rows, "optimum") if row["gradient_norm"] < 1e-9], "end_error", 1e-7)
-
-
-def _grows(rows: Sequence[Row]) -> Answer:
-    found = select(rows, "optimum", penalty="length-normalised")
-    if not found:
-        return None
-    right = [row["length_of_right"] / row["reference_length_of_right"] for row in found]
-    wrong = [row["length_of_wrong"] / row["reference_length_of_wrong"] for row in found]
-    words = (
-        f"right ones {min(right):.3f} … {max(right):.3f} times as long, wrong ones {min(wrong):.3f} … {max(wrong):.3f}"
+@claims.add(OWN, "bfloat16, log-ratios of 3e-4: all of it", "more than 99 %")
+def _nothing_left(rows: pd.DataFrame) -> Answer:
+    """and k3 everything near the reference: w rounds to 1, and 1 − w to nothing"""
+    lost = (
+        _large(rows, rounded="arithmetic", kind="bfloat16", log_ratio=3e-4)
+        .groupby("estimator")["relative_error"]
+        .last()
     )
-    return words, min(right) > 1 + 1e-6 and max(wrong) < 1 - 1e-6
+    if not {"k2-loss", "k3-loss"} <= set(lost.index):
+        raise Missing
+    said = f"k3: {lost['k3-loss']:.3f} of the gradient lost; k2: {lost['k2-loss']:.4f}"
+    return said, lost["k3-loss"] > 0.99 and lost["k2-loss"] < HALF_UNIT
 
 
-def _keeps(rows: Sequence[Row]) -> Answer:
-    off = [
-        {"off": abs(row[f"length_of_{kind}"] - row[f"reference_length_of_{kind}"])}
-        for row in select(rows, "optimum", penalty="k2-loss-sequence")
-        for kind in ("right", "wrong")
-    ]
-    return at_most(off, "off", 1e-9)
+@claims.add(OWN, "below 1 %", "log-ratios from 1e-4")
+def _single(rows: pd.DataFrame) -> Answer:
+    """float32 is enough everywhere here"""
+    return at_most(need(rows, "precision", kind="float32"), "relative_error", 0.01)
 
 
-SUMS = f"{EXACT:g}: sums of float64"
-QUESTIONS = (
-    Question("top-k with a sampled tail, differentiated: beside ∇KL, with prefixes held fixed, there is ∇π(S)",
-             f"{EMA_PG}; theory", "∇π(S), and Σ d(s)∇π(S|s) on prefixes",
-             lambda rows: at_most(_heads(rows, "top-k"), "theory_error", EXACT), SUMS),
-    Question("so it is biased even at π = ref, for any fixed head but the whole vocabulary", f"{EMA_PG}; theory",
-             "a gradient where there should be none", _biased_at_the_reference, "above 0.001, rounding is 1e-16"),
-    Question("with the head's log-ratio detached it is exact at every k", "TT-OPD 2026 (arXiv 2609.34447)",
-             "no bias", _detached, SUMS),
-    Question("a head alone lacks the tail's share of the gradient, and has ∇π(S) as well", "theory",
-             "∇π(S) − E[1{y ∉ S}·u·g]", lambda rows: at_most(_heads(rows, "head-alone"), "theory_error", EXACT), SUMS),
-    Question("training without a reward, from the reference, top-k leaves it: a stable head ends at "
-             "π ∝ ref·e^(−1{v ∈ S}), whatever β", OWN, "the head's mass m becomes m/(m + (1 − m)e)", _drifted, "1e-10"),
-    Question("a head that does not stay the likeliest does not settle at a constant rate", OWN,
-             "gradient and KL(π‖ref) above 0.001 at the end", _unsettled, "settled runs: below 1e-10"),
-    Question("with the head detached such training stays at the reference", OWN, "KL(π‖ref) = 0", _stays, SUMS),
-    Question("a clamped k3 has no gradient at u below −2.6 or above 11", VERL,
-             "the roots of e^(−u) − 1 + u = bound, ±20 at most", _dead, "1e-9: bisection"),
-    Question("where no token is in the dead zone it is k3", VERL, "∇KL(ref‖π)", _alive, SUMS),
-    Question("once the tokens that the policy has left are in it, hardly any of the pull remains", f"{VERL}; {OWN}",
-             "less than 10 % of k3's at a bound of 10: Σ over the living tokens of (π − ref)·g", _silenced, SUMS),
-    Question("a policy that has run ahead comes back many times later", OWN, "more than ten times as many updates",
-             _way_back, "exact training, until KL(π‖ref) is below 0.01"),
-    Question("log-probs rounded before they are subtracted: the error of the gradient is that of differences on a grid",
-             OWN, "√(Σπ²f(h − f)/Σπ²u²), f = |u| mod h, h the grid's step at the log-prob", _read,
-             "15 %, where more than 500 tokens are misread"),
-    Question("no formula gives the digits back: k1, k2 and k3 are then equally wrong", OWN, "ratio 1", _same_for_all,
-             "15 %, for |log-ratios| up to 0.1"),
-    Question("float16 keeps eight times as much of a log-prob as bfloat16", "Qi et al. 2025 (arXiv 2510.26788)",
-             "ratio of errors 8", _sixteen, "7 … 9"),
-    Question("a rounded log-ratio costs k1 in the reward and k2 half a unit in the last place, at any distance", OWN,
-             f"below {2 * HALF_UNIT:.4f} in bfloat16", _digits_kept, "twice 2^−9"),
-    Question("and k3 everything near the reference: w rounds to 1, and 1 − w to nothing", OWN,
-             "bfloat16, log-ratios of 3e-4: all of it", _nothing_left, "more than 99 %"),
-    Question("float32 is enough everywhere here", OWN, "below 1 %", _single, "log-ratios from 1e-4"),
-    Question("one mean over a batch's tokens: the closed form is the sum over all batches", "theory", "equal",
-             _one_by_one, SUMS),
-    Question("and tends to ∇KL/E[L] (whole return), or its local form (tokens), like 1/B", "theory",
-             "distance ∝ 1/B", _falls, "exponents within 3 %, B from 64"),
-    Question("each rollout over its own length: the gradient of E[(Σu − 1)/L]", "theory", "equal", _objective, SUMS),
-    Question("u_t/L, reward-to-go/L and k3_t/L follow no function", "theory",
-             "Jacobians that are not symmetric; whole return's is", _no_field, "above 0.001 against rounding"),
-    Question("k1 in the loss over L is no longer zero", "theory", "a gradient", _k1, "against length-normalised k2's"),
-    Question("training with the length-normalised penalty ends at ref·e^(L(R − c)/β), and not at π*", OWN,
-             "this, and π* for k2 of the sequence", _end, "1e-7, where the gradient is below 1e-9"),
-    Question("so it makes right answers longer and wrong ones shorter than the reference's", OWN,
-             "mean length of right ones up, of wrong ones down", _grows, "more than 1e-6: it fades like 1/β"),
-    Question("at π* both keep the lengths that they have under the reference", "theory", "unchanged", _keeps, "1e-9"),
-)  # fmt: skip
+@claims.add("theory", "equal", SUMS)
+def _one_by_one(rows: pd.DataFrame) -> Answer:
+    """one mean over a batch's tokens: the closed form is the sum over all batches"""
+    return at_most(need(rows, "batch"), "enumeration_error", EXACT)
 
 
-def claims(rows: Sequence[Row]) -> list:
-    return answers(NAME, QUESTIONS, rows)
+@claims.add("theory", "distance ∝ 1/B", "exponents within 3 %, B from 64")
+def _falls(rows: pd.DataFrame) -> Answer:
+    """and tends to ∇KL/E[L] (whole return), or its local form (tokens), like 1/B"""
+    found = need(rows, "batch")
+    found = known(found[found["batch_size"] >= 64]).sort_values("batch_size").groupby(["normalised", "seed"])
+    slopes = [-np.diff(np.log(mine["relative_distance"])) / np.diff(np.log(mine["batch_size"])) for _, mine in found]
+    slopes = np.concatenate(slopes)
+    if not len(slopes):
+        raise Missing
+    return f"B^(−{min(slopes):.3f}) … B^(−{max(slopes):.3f})", min(slopes) > 0.97 and max(slopes) < 1.03
 
 
-def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
+@claims.add("theory", "equal", SUMS)
+def _objective(rows: pd.DataFrame) -> Answer:
+    """each rollout over its own length: the gradient of E[(Σu − 1)/L]"""
+    return at_most(need(rows, "lengths", field="whole return"), "objective_error", EXACT)
+
+
+def _asymmetries(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    found = need(rows, "lengths")
+    whole = found["field"] == "whole return"
+    return found[whole]["asymmetry"], found[~whole]["asymmetry"]
+
+
+@claims.add("theory", "Jacobians that are not symmetric; whole return's is", "above 0.001 against rounding")
+def _no_field(rows: pd.DataFrame) -> Answer:
+    """u_t/L, reward-to-go/L and k3_t/L follow no function"""
+    whole, others = _asymmetries(rows)
+    said = f"{others.min():.2g} … {others.max():.2g}; whole return: {whole.max():.0e}"
+    return said, others.min() > 1e-3 and whole.max() < EXACT
+
+
+@claims.add("theory", "a gradient", "against length-normalised k2's")
+def _k1(rows: pd.DataFrame) -> Answer:
+    """k1 in the loss over L is no longer zero"""
+    found = need(rows, "lengths", field="whole return")["k1_loss"]
+    return f"{found.min():.2f} … {found.max():.2f} times as long", found.min() > 1e-2
+
+
+@claims.add(OWN, "this, and π* for k2 of the sequence", "1e-7, where the gradient is below 1e-9")
+def _end(rows: pd.DataFrame) -> Answer:
+    """training with the length-normalised penalty ends at ref·e^(L(R − c)/β), and not at π*"""
+    found = need(rows, "optimum")
+    return at_most(found[found["gradient_norm"] < 1e-9], "end_error", 1e-7)
+
+
+@claims.add(OWN, "mean length of right ones up, of wrong ones down", "more than 1e-6: it fades like 1/β")
+def _grows(rows: pd.DataFrame) -> Answer:
+    """so it makes right answers longer and wrong ones shorter than the reference's"""
+    found = need(rows, "optimum", penalty="length-normalised")
+    right, wrong = (found[f"length_of_{kind}"] / found[f"reference_length_of_{kind}"] for kind in ("right", "wrong"))
+    said = f"right ones {right.min():.3f} … {right.max():.3f} times as long"
+    said += f", wrong ones {wrong.min():.3f} … {wrong.max():.3f}"
+    return said, right.min() > 1 + 1e-6 and wrong.max() < 1 - 1e-6
+
+
+@claims.add("theory", "unchanged", "1e-9")
+def _keeps(rows: pd.DataFrame) -> Answer:
+    """at π* both keep the lengths that they have under the reference"""
+    found = need(rows, "optimum", penalty="k2-loss-sequence")
+    kinds = ("right", "wrong")
+    off = pd.concat([(found[f"length_of_{kind}"] - found[f"reference_length_of_{kind}"]).abs() for kind in kinds])
+    return at_most(found, off, 1e-9)
+
+
+def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """Where training with either penalty ends, and errors in low precision."""
     ends = [
         {
@@ -304,51 +305,52 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
             "length of right answers": f"{row['length_of_right']:.3f} ({row['reference_length_of_right']:.3f})",
             "of wrong ones": f"{row['length_of_wrong']:.3f} ({row['reference_length_of_wrong']:.3f})",
         }
-        for row in select(rows, "optimum")
+        for row in records(select(rows, "optimum"))
     ]
     errors: list[Row] = []
-    largest = max((row["vocabulary"] for row in select(rows, "precision")), default=None)
-    chosen = select(rows, "precision", vocabulary=largest)
-    for kind, rounded, name in dict.fromkeys((row["kind"], row["rounded"], row["estimator"]) for row in chosen):
-        mine = [row for row in chosen if (row["kind"], row["rounded"], row["estimator"]) == (kind, rounded, name)]
-        errors.append(
-            {
-                "type": kind,
-                "rounded": rounded,
-                "estimator": name,
-                **{f"u ≈ {row['log_ratio']:g}": f"{row['relative_error']:.2g}" for row in mine},
-            }
-        )
+    found = select(rows, "precision")
+    if len(found):
+        largest = found[found["vocabulary"] == found["vocabulary"].max()]
+        for (kind, rounded, name), mine in largest.groupby(["kind", "rounded", "estimator"], sort=False):
+            cells = {f"u ≈ {row['log_ratio']:g}": f"{row['relative_error']:.2g}" for row in records(mine)}
+            errors.append({"type": kind, "rounded": rounded, "estimator": name, **cells})
     return {"table": ends, "precision": errors}
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the paper cites."""
-    result: dict[str, Any] = {"tokens": TOKENS}
-    for row in select(rows, "drift", form="top-k"):
-        result |= {f"{name} after a head of {row['k']}": row[name] for name in ("mass", "mass_after", "kl")}
-    at_reference = [row["bias"] for row in _truncated(rows)]
-    if at_reference:
-        result |= {"smallest push at the reference": min(at_reference), "largest push": max(at_reference)}
-    for row in select(rows, "clamp", u=LOG_RATIOS[0]):
-        result |= {f"dead {edge}, bound {row['bound']:g}": row[edge] for edge in ("low", "high")}
-    for row in select(rows, "lead"):
-        at = f"lead {row['lead']:g}, bound {row['bound']:g}"
-        result |= {f"pull left, {at}": row["pull"] / row["pull of k3-loss"], f"dead mass, {at}": row["dead_mass"]}
-    for (name, start), returned in _returns(rows).items():
-        result[f"updates of {name} from {start:g}"] = returned
-    for row in select(rows, "precision"):
-        where = (
-            f"{row['estimator']}, {row['kind']} {row['rounded']}, {row['vocabulary']} tokens, u {row['log_ratio']:g}"
-        )
-        result[f"error of {where}"] = row["relative_error"]
-    for row in select(rows, "batch", seed=0):
-        result[f"distance of {row['normalised']}, batches of {row['batch_size']}"] = row["relative_distance"]
-    asymmetries = [row["asymmetry"] for row in select(rows, "lengths") if row["field"] != "whole return"]
-    if asymmetries:
-        result |= {"smallest asymmetry": min(asymmetries), "largest asymmetry": max(asymmetries)}
-    for row in select(rows, "optimum", penalty="length-normalised"):
-        result |= {
-            f"{name}, beta {row['beta']:g}": value for name, value in row.items() if name not in ("part", "beta")
-        }
-    return result
+@numbers.add
+def _of_heads(rows: pd.DataFrame) -> Iterator[Row]:
+    yield number("tokens", TOKENS)
+    yield from extremes("push at the reference", _pushes_at_the_reference(rows))
+    yield from melted(need(rows, "drift", form="top-k"), ["mass", "mass_after", "kl"], ["k"])
+
+
+@numbers.add
+def _of_clamps(rows: pd.DataFrame) -> Iterator[Row]:
+    edges = {"low": "dead below", "high": "dead above"}
+    yield from melted(need(rows, "clamp", u=LOG_RATIOS[0]), edges, ["bound"])
+    lead = need(rows, "lead")
+    lead = lead.assign(left=lead["pull"] / lead["pull of k3-loss"])
+    yield from melted(lead, {"left": "pull left", "dead_mass": "dead mass"}, ["lead", "bound"])
+
+
+@numbers.add
+def _of_the_way_back(rows: pd.DataFrame) -> Iterator[Row]:
+    yield from melted(need(rows, "return", step=0), {"returned": "updates"}, ["penalty", "start"])
+
+
+@numbers.add
+def _of_precision(rows: pd.DataFrame) -> Iterator[Row]:
+    where = ["estimator", "kind", "rounded", "vocabulary", "log_ratio"]
+    yield from melted(need(rows, "precision"), {"relative_error": "error"}, where)
+
+
+@numbers.add
+def _of_batches(rows: pd.DataFrame) -> Iterator[Row]:
+    yield from melted(need(rows, "batch", seed=0), {"relative_distance": "distance"}, ["normalised", "batch_size"])
+    yield from extremes("asymmetry", _asymmetries(rows)[1])
+
+
+@numbers.add
+def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
+    ends = need(rows, "optimum", penalty="length-normalised")
+    yield from melted(ends, [name for name in ends if name.endswith(("right", "wrong", "kl", "gap"))], ["beta"])

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from kltest.reproduce import Claim
+import numpy as np
+import pandas as pd
+
+from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.frames import Missing, Row, frame, known, need, records, select
+from kltest.reproduce.numbers import Numbers, melted, number
 
 from .gaussians import Gaussians, gradient_terms, moments, value_terms
 from .settings import ESTIMATORS, PLACEMENTS
 
-Row = dict[str, Any]
-NAME = "value-versus-gradient"
 EXACT = 1e-9
 EXACT_WHY = f"{EXACT:g} of the standard deviation or size: float64, integrated over a line where w² grows to 1e100"
 # Of a few hundred means of a quarter of a million samples none should be five exact standard errors off; those of w
 # have heavy tails, for which five is not too many.
 SIGMAS = 5.0
 SCHULMAN = "Schulman 2020, tables"
+TANG = "Tang & Munos 2025, Fig. 1"
+OWN = "this work"
 # Schulman's tables: KL → estimator → (bias/KL, std/KL), as printed.
 PRINTED = {
     0.005: {"k1-loss": (0.0, 20.0), "k2-loss": (0.002, 1.42), "k3-loss": (0.0, 1.42)},
@@ -37,9 +43,13 @@ FOLLOWS: dict[tuple[str, str], dict[str, float]] = {
     ("k3-loss", "both"): {"R": 1.0},
 }
 WORDS = {"R": "∇KL(π‖ref)", "F": "∇KL(ref‖π)", "Q": "∇E[u²/2]"}
+ORDERED = ["direction", "one", "other", "quantity"]
+
+claims = Claims("value-versus-gradient")
+numbers = Numbers()
 
 
-def tidy(rows: Sequence[Row]) -> list[Row]:
+def tidy(rows: Sequence[Row]) -> pd.DataFrame:
     """Values, their errors and gradients, then orders; columns are the same in all of them."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     kinds = ("value", "error", "gradient", "order")
@@ -49,152 +59,80 @@ def tidy(rows: Sequence[Row]) -> list[Row]:
         where = () if row["kind"] == "order" else (row["width"], row["kl"], row["samples"], row["seed"])
         return kinds.index(row["kind"]), where, row.get("estimator", row.get("direction")), place, row.get("size", 0)
 
-    return [{column: row.get(column) for column in columns} for row in sorted(rows, key=order)]
-
-
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    """What was published, what follows from the formulas, and what is new."""
-    return [
-        *(_printed(rows, kl) for kl in PRINTED),
-        _formulas(rows),
-        _sampled(rows),
-        _sampled_errors(rows),
-        *(_order(rows, *case) for case in ORDERS),
-        *(_crossing(rows, kl) for kl in PRINTED),
-        _never_best(rows),
-        *(_followed(rows, *case) for case in FOLLOWS),
-        _noise(rows),
-        _reversed(rows),
-        _k3_in_reward(rows),
-        _same_noise(rows),
-        _infinite(rows),
-        _wider(rows),
-    ]
-
-
-def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Schulman's two levels: each way to write the penalty, as a value and as a gradient."""
-    return {"table": [row for kl in PRINTED for row in _table(rows, kl)]}
-
-
-def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
-    """By name; those of a level of KL are at a width of 1."""
-    found: dict[str, float | int | str | None] = {"samples": max((r["samples"] or 0 for r in rows), default=None)}
-    for (direction, one, other, quantity), row in _orders(rows).items():
-        found[f"order of {one} and {other}, {direction}, {quantity}"] = row["kl"]
-    found["KL where k3 becomes infinite"] = Gaussians(0.0, math.sqrt(0.5)).kl
-    for kl in _levels(rows):
-        for estimator in ESTIMATORS:
-            value = _value(rows, estimator, kl)
-            if value is not None:
-                found[f"value std of {estimator}, KL {kl:g}"] = math.sqrt(value["variance"]) / kl
-                found[f"value bias of {estimator}, KL {kl:g}"] = value["mean"] / kl - 1
-            for placement in PLACEMENTS:
-                whole = _whole(rows, estimator, placement, kl)
-                if whole is not None:
-                    found[f"gradient bias of {estimator}, {placement}, KL {kl:g}"] = whole["bias"]
-                    found[f"gradient std of {estimator}, {placement}, KL {kl:g}"] = whole["std"]
-        one, two = _value(rows, "k1-loss", kl), _value(rows, "k2-loss", kl)
-        if one and two:
-            found[f"crossing of k2-loss and k1-loss, KL {kl:g}"] = crossing(two, one)
-        whole = _whole(rows, "k2-loss", "loss", kl)
-        if whole is not None:
-            found[f"samples until k2-loss beats no gradient, KL {kl:g}"] = whole["std"] ** 2
-    for row in (r for r in rows if r["kind"] == "value" and r["seed"] == 0):
-        name = f"value variance of {row['estimator']}, KL {row['kl']:g}, width {row['width']:g}"
-        found[name] = row["variance"]
-    return found
-
-
-def crossing(one: Row, other: Row) -> float | None:
-    """The sample size at which the mean squared errors variance/n + bias² of two values are equal."""
-    gap = (one["mean"] - one["truth"]) ** 2 - (other["mean"] - other["truth"]) ** 2
-    size = (other["variance"] - one["variance"]) / gap if gap else math.inf
-    return size if 0 < size < math.inf else None
+    return frame([{column: row.get(column) for column in columns} for row in sorted(rows, key=order)])
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def _printed(rows: Sequence[Row], kl: float) -> Claim:
-    found = {name: _value(rows, name, kl) for name in ESTIMATORS}
-    m = 2 * kl
-    exact = {"k1-loss": m, "k2-loss": m**2 / 2 + m**3 / 4, "k3-loss": math.exp(m) - 1 - m}
+def _values(rows: pd.DataFrame, kl: float | None = None) -> pd.DataFrame:
+    """The first values of each estimator and level of KL, at a width of 1; of one level, of all estimators."""
+    found = need(rows, kind="value", width=1.0).drop_duplicates(["kl", "estimator"]).set_index(["kl", "estimator"])
+    found = found[["mean", "variance", "truth"]].astype(float)
+    if kl is None:
+        return found
+    if not {(kl, name) for name in ESTIMATORS} <= set(found.index):
+        raise Missing
+    return found.loc[kl].loc[list(ESTIMATORS)]
 
-    def holds() -> bool:
-        judged = []
-        for name, row in found.items():
-            bias, std = row["mean"] / kl - 1, math.sqrt(row["variance"]) / kl
-            printed_bias, printed_std = PRINTED[kl][name]
-            expected_bias = m / 4 if name == "k2-loss" else 0.0
-            judged += [abs(bias - printed_bias) < 6e-4, abs(std - printed_std) < 6e-3 * max(1, printed_std)]
-            judged += [_close(std, math.sqrt(exact[name]) / kl), abs(bias - expected_bias) < 1e-9 * max(1, std)]
-        return all(judged)
 
-    return _claim(
-        f"bias and standard deviation of k1, k2, k3 at KL {kl:g}, over KL",
+def _printed(rows: pd.DataFrame, kl: float) -> Answer:
+    found, m = _values(rows, kl), 2 * kl
+    exact = _schulman_variances(m)
+    bias, std = found["mean"] / kl - 1, found["variance"] ** 0.5 / kl
+    judged = []
+    for name, (printed_bias, printed_std) in PRINTED[kl].items():
+        expected_bias = m / 4 if name == "k2-loss" else 0.0
+        judged += [abs(bias[name] - printed_bias) < 6e-4, abs(std[name] - printed_std) < 6e-3 * max(1, printed_std)]
+        judged += [_close(std[name], math.sqrt(exact[name]) / kl)]
+        judged += [abs(bias[name] - expected_bias) < 1e-9 * max(1, std[name])]
+    return "; ".join(f"{_short(name)} {bias[name]:.4f}, {std[name]:.4f}" for name in ESTIMATORS), all(judged)
+
+
+def _schulman_variances(m: float) -> dict[str, float]:
+    return {"k1-loss": m, "k2-loss": m**2 / 2 + m**3 / 4, "k3-loss": math.exp(m) - 1 - m}
+
+
+for _kl, _table in PRINTED.items():
+    _stds = {name: math.sqrt(variance) / _kl for name, variance in _schulman_variances(2 * _kl).items()}
+    claims.add(
         SCHULMAN,
-        "; ".join(
-            f"{_short(name)} {bias:g}, {math.sqrt(exact[name]) / kl:.4f}" for name, (bias, _) in PRINTED[kl].items()
-        ),
-        "; ".join(
-            f"{_short(name)} {row['mean'] / kl - 1:.4f}, {math.sqrt(row['variance']) / kl:.4f}"
-            for name, row in found.items()
-            if row
-        ),
-        holds if all(found.values()) else None,
+        "; ".join(f"{name[:2]} {bias:g}, {_stds[name]:.4f}" for name, (bias, _) in _table.items()),
         "rounding of the printed table; 1e-9 against the formulas m, m²/2 + m³/4 and e^m − 1 − m, m = 2 KL",
-    )
+        claim=f"bias and standard deviation of k1, k2, k3 at KL {_kl:g}, over KL",
+    )(partial(_printed, kl=_kl))
 
 
-def _formulas(rows: Sequence[Row]) -> Claim:
-    """Every mean and variance, of values and gradients, against the Gaussian integrals."""
-    worst = 0.0
-    judged = [row for row in rows if row["kind"] in ("value", "gradient")]
-    for row in judged:
+@claims.add("theory", "the same", EXACT_WHY)
+def _formulas(rows: pd.DataFrame) -> Answer:
+    """the registered functions, integrated, have the moments of the closed form"""
+    judged, worst = need(rows, kind=("value", "gradient")), 0.0
+    for row in records(judged):
         pair = Gaussians.at(row["kl"], row["width"])
-        terms = (
-            value_terms(row["estimator"], pair)
-            if row["kind"] == "value"
-            else gradient_terms(row["estimator"], row["placement"], row["part"], pair)
-        )
-        mean, variance = moments(terms, pair)
+        value = row["kind"] == "value"
+        of = (row["estimator"],) if value else (row["estimator"], row["placement"], row["part"])
+        mean, variance = moments((value_terms if value else gradient_terms)(*of, pair), pair)
         worst = max(worst, abs(row["mean"] - mean) / math.sqrt(variance), abs(row["variance"] / variance - 1))
-    return _claim(
-        "the registered functions, integrated, have the moments of the closed form",
-        "theory",
-        "the same",
-        f"{len(judged)} means and variances, the worst off by {worst:.0e}",
-        (lambda: worst < EXACT) if judged else None,
-        EXACT_WHY,
-    )
+    return f"{len(judged)} means and variances, the worst off by {worst:.0e}", worst < EXACT
 
 
-def _sampled(rows: Sequence[Row]) -> Claim:
-    judged = [row for row in rows if row["kind"] in ("value", "gradient")]
-    gaps = [abs(row["sampled_mean"] - row["mean"]) / math.sqrt(row["variance"] / row["samples"]) for row in judged]
-    return _claim(
-        "sampled values and gradients average to the exact expectations",
-        "theory",
-        f"within {SIGMAS:g} exact standard errors",
-        f"{len(gaps)} means, the worst {max(gaps, default=0):.1f} standard errors off",
-        (lambda: max(gaps) < SIGMAS) if gaps else None,
-        f"{SIGMAS:g} standard errors",
-    )
+@claims.add("theory", f"within {SIGMAS:g} exact standard errors", f"{SIGMAS:g} standard errors")
+def _sampled(rows: pd.DataFrame) -> Answer:
+    """sampled values and gradients average to the exact expectations"""
+    found = need(rows, kind=("value", "gradient"))
+    gaps = (found["sampled_mean"] - found["mean"]).abs() / (found["variance"] / found["samples"]) ** 0.5
+    return f"{len(gaps)} means, the worst {gaps.max():.1f} standard errors off", gaps.max() < SIGMAS
 
 
-def _sampled_errors(rows: Sequence[Row]) -> Claim:
-    """Only where a quarter of a million samples can tell: the square of a heavy tail has no useful standard error."""
-    judged = [row for row in rows if row["kind"] == "error" and row["kl"] <= 0.5 and row["width"] >= 1]
-    gaps = [abs(row["sampled"] - row["error"]) / row["standard_error"] for row in judged]
-    return _claim(
-        "the squared error of averages of n samples is variance/n + bias²",
-        "Tang & Munos 2025, Fig. 1",
-        f"within {SIGMAS:g} standard errors",
-        f"{len(gaps)} sizes, levels and estimators, the worst {max(gaps, default=0):.1f} standard errors off",
-        (lambda: max(gaps) < SIGMAS) if gaps else None,
-        f"{SIGMAS:g} standard errors",
-    )
+@claims.add(TANG, f"within {SIGMAS:g} standard errors", f"{SIGMAS:g} standard errors")
+def _sampled_errors(rows: pd.DataFrame) -> Answer:
+    """the squared error of averages of n samples is variance/n + bias²"""
+    found = need(rows, kind="error")
+    # Only where a quarter of a million samples can tell: the square of a heavy tail has no useful standard error.
+    found = known(found[(found["kl"] <= 0.5) & (found["width"] >= 1)])
+    gaps = (found["sampled"] - found["error"]).abs() / found["standard_error"]
+    said = f"{len(gaps)} sizes, levels and estimators, the worst {gaps.max():.1f} standard errors off"
+    return said, gaps.max() < SIGMAS
 
 
 def _lambert() -> float:
@@ -206,8 +144,6 @@ def _lambert() -> float:
 
 def _cubic() -> float:
     """KL at which m³/64 + m²/4 + m/2 = 1: by Vieta's trigonometry or Cardano, here as numpy finds roots."""
-    import numpy as np
-
     return float(max(root.real for root in np.roots([1 / 64, 1 / 4, 1 / 2, -1]) if abs(root.imag) < 1e-12)) / 2
 
 
@@ -223,100 +159,72 @@ def _narrow() -> float:
     return Gaussians(0.0, brentq(gap, 0.75, 0.9, xtol=1e-15)).kl
 
 
-ORDERS: tuple[tuple[str, str, tuple[str, str, str, str], Callable[[], float], str], ...] = (
-    (
-        "with one sample k2 errs less than k1 up to this KL",
-        "Tang & Munos 2025, Fig. 1; theory",
-        ("shifted", "k2-loss", "k1-loss", "error"),
-        _cubic,
-        "the root of m³/64 + m²/4 + m/2 = 1",
-    ),
-    (
-        "k3 errs less than k1 up to this KL",
-        "Tang & Munos 2025, Fig. 1; theory",
-        ("shifted", "k3-loss", "k1-loss", "error"),
-        _lambert,
-        "the root of e^m = 1 + 2m by Lambert's W",
-    ),
-    (
-        "k2 is less noisy than k1 up to the golden ratio less one",
-        "this work",
-        ("shifted", "k2-loss", "k1-loss", "variance"),
-        lambda: (math.sqrt(5) - 1) / 2,
-        "m²/4 + m/2 = 1",
-    ),
-    (
-        "narrowing the policy makes k3 noisier than k1 at this KL",
-        "this work",
-        ("narrower", "k3-loss", "k1-loss", "error"),
-        _narrow,
-        "the root of the closed form",
-    ),
-)
+def _order(rows: pd.DataFrame, expected: Callable[[], float], **which: str) -> Answer:
+    row = records(need(rows, kind="order", **which))[-1]
+    if row["kl"] is None or row["kl"] != row["kl"]:
+        return "no crossing", False
+    return f"{row['kl']:.5f}", row["better_at_first"] and _close(row["kl"], expected())
 
 
-def _order(
-    rows: Sequence[Row],
-    claim: str,
-    source: str,
-    key: tuple[str, str, str, str],
-    expected: Callable[[], float],
-    why: str,
-) -> Claim:
-    row = _orders(rows).get(key)
-    found = None if row is None else row["kl"]
-    return _claim(
-        claim,
-        source,
-        f"{expected():.5f}",
-        "no crossing" if found is None else f"{found:.5f}",
-        None if row is None else lambda: found is not None and row["better_at_first"] and _close(found, expected()),
-        f"1e-9, {why}",
+for _claim, _source, _which, _expected, _why in (
+    ("with one sample k2 errs less than k1 up to this KL", f"{TANG}; theory",
+     ("shifted", "k2-loss", "k1-loss", "error"), _cubic, "the root of m³/64 + m²/4 + m/2 = 1"),
+    ("k3 errs less than k1 up to this KL", f"{TANG}; theory",
+     ("shifted", "k3-loss", "k1-loss", "error"), _lambert, "the root of e^m = 1 + 2m by Lambert's W"),
+    ("k2 is less noisy than k1 up to the golden ratio less one", OWN,
+     ("shifted", "k2-loss", "k1-loss", "variance"), lambda: (math.sqrt(5) - 1) / 2, "m²/4 + m/2 = 1"),
+    ("narrowing the policy makes k3 noisier than k1 at this KL", OWN,
+     ("narrower", "k3-loss", "k1-loss", "error"), _narrow, "the root of the closed form"),
+):  # fmt: skip
+    claims.add(_source, lambda rows, of=_expected: f"{of():.5f}", f"1e-9, {_why}", claim=_claim)(
+        partial(_order, expected=_expected, **dict(zip(ORDERED, _which, strict=True)))
     )
 
 
-def _crossing(rows: Sequence[Row], kl: float) -> Claim:
+def crossing(one: Row, other: Row) -> float | None:
+    """The sample size at which the mean squared errors variance/n + bias² of two values are equal."""
+    gap = (one["mean"] - one["truth"]) ** 2 - (other["mean"] - other["truth"]) ** 2
+    size = (other["variance"] - one["variance"]) / gap if gap else math.inf
+    return size if 0 < size < math.inf else None
+
+
+def _crossing_formula(kl: float) -> float:
+    return 64 * (1 - kl - kl**2) / (2 * kl) ** 3
+
+
+def _crossing(rows: pd.DataFrame, kl: float) -> Answer:
     """Beyond it the bias of k2 tells, and k2 is the worst of the three."""
-    one, two, three = (_value(rows, name, kl) for name in ESTIMATORS)
-    m = 2 * kl
-    expected = 64 * (1 - m / 2 - m**2 / 4) / m**3
-    found = crossing(two, one) if one and two else None
+    values, expected = _values(rows, kl), _crossing_formula(kl)
+    found = crossing(values.loc["k2-loss"], values.loc["k1-loss"])
+    if found is None:
+        return "no crossing", False
+    far = values["variance"] / (10 * expected) + (values["mean"] - kl) ** 2
+    # The difference of two variances and a squared bias of (KL/2)²·m² lose digits near the reference.
+    return f"{found:.6g}", abs(found / expected - 1) < 1e-7 and far.idxmax() == "k2-loss"
 
-    def holds() -> bool:
-        far = [row["variance"] / (10 * expected) + (row["mean"] - kl) ** 2 for row in (one, two, three)]
-        # The difference of two variances and a squared bias of (KL/2)²·m² lose digits near the reference.
-        return found is not None and abs(found / expected - 1) < 1e-7 and max(far) == far[1]
 
-    return _claim(
-        f"at KL {kl:g} k2 is a better value than k1 up to this many samples, and the worst of three far beyond",
-        "Tang & Munos 2025, Fig. 1",
-        f"{expected:.6g}",
-        "no crossing" if found is None else f"{found:.6g}",
-        holds if one and two and three else None,
+for _kl in PRINTED:
+    claims.add(
+        TANG,
+        f"{_crossing_formula(_kl):.6g}",
         "1e-7; 64 (1 − m/2 − m²/4)/m³",
-    )
+        claim=f"at KL {_kl:g} k2 is a better value than k1 up to this many samples, and the worst of three far beyond",
+    )(partial(_crossing, kl=_kl))
 
 
-def _never_best(rows: Sequence[Row]) -> Claim:
-    levels = {kl: [_value(rows, name, kl) for name in ESTIMATORS] for kl in _levels(rows)}
-    levels = {kl: found for kl, found in levels.items() if all(found)}
-
-    def beaten(kl: float) -> bool:
-        """variance/n + bias² is linear in 1/n: who is better with one sample and with infinitely many always is."""
-        one, two, three = levels[kl]
-        worst_case = two["variance"] + (two["mean"] - kl) ** 2
-        return any(
-            row["variance"] + (row["mean"] - kl) ** 2 < worst_case and abs(row["mean"] - kl) < abs(two["mean"] - kl)
-            for row in (one, three)
-        )
-
-    return _claim(
-        "where means differ and widths do not, k2 is the best value at no sample size",
-        "this work",
-        "k1 or k3 errs less with one sample and with infinitely many",
-        f"so at {sum(map(beaten, levels))} of {len(levels)} levels of KL",
-        (lambda: all(map(beaten, levels))) if levels else None,
-    )
+@claims.add(OWN, "k1 or k3 errs less with one sample and with infinitely many")
+def _never_best(rows: pd.DataFrame) -> Answer:
+    """where means differ and widths do not, k2 is the best value at no sample size"""
+    values = _values(rows)
+    bias = (values["mean"] - values.index.get_level_values("kl")).unstack("estimator").dropna()
+    error = (values["variance"].unstack("estimator") + bias**2).dropna()
+    if bias.empty or set(bias) != set(ESTIMATORS):
+        raise Missing
+    # variance/n + bias² is linear in 1/n: who is better with one sample and with infinitely many always is.
+    two, others = "k2-loss", ["k1-loss", "k3-loss"]
+    beaten = error[others].lt(error[two], axis=0) & bias[others].abs().lt(bias[two].abs(), axis=0)
+    hits = beaten.any(axis=1).sum()
+    return f"so at {hits} of {len(bias)} levels of KL", hits == len(bias)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -335,232 +243,213 @@ def named(symbol: str, pair: Gaussians) -> dict[str, float]:
     }[symbol]
 
 
-def _followed(rows: Sequence[Row], estimator: str, placement: str) -> Claim:
-    combination = FOLLOWS[estimator, placement]
-    mine = [r for r in rows if r["kind"] == "gradient" and (r["estimator"], r["placement"]) == (estimator, placement)]
+def _follows(rows: pd.DataFrame, which: tuple[str, str]) -> Answer:
+    found = need(rows, kind="gradient", estimator=which[0], placement=which[1])
 
     def gap(row: Row) -> float:
         pair = Gaussians.at(row["kl"], row["width"])
-        expected = sum(factor * named(symbol, pair)[row["part"]] for symbol, factor in combination.items())
+        expected = sum(factor * named(symbol, pair)[row["part"]] for symbol, factor in FOLLOWS[which].items())
         return abs(row["mean"] - expected) / math.sqrt(row["variance"])
 
-    worst = max(map(gap, mine), default=0.0)
-    words = " − ".join(WORDS[symbol] for symbol in combination) or "0"
-    words = words if "−" not in words or -1.0 in combination.values() else words.replace(" − ", " + ")
-    return _claim(
-        f"{_short(estimator)} in {placement} follows {words} on Gaussians",
+    worst = max(map(gap, records(found)))
+    said = f"{len(found)} levels, widths and parameters, the worst off by {worst:.0e} standard deviations"
+    return said, worst < EXACT
+
+
+for _which, _combination in FOLLOWS.items():
+    _words = " − ".join(WORDS[symbol] for symbol in _combination) or "0"
+    claims.add(
         "Tang & Munos 2025; Liu et al. 2025; Shah et al. 2025",
-        words,
-        f"{len(mine)} levels, widths and parameters, the worst off by {worst:.0e} standard deviations",
-        (lambda: worst < EXACT) if mine else None,
+        _words,
         EXACT_WHY,
-    )
+        claim=f"{_which[0][:2]} in {_which[1]} follows {_words} on Gaussians",
+    )(partial(_follows, which=_which))
 
 
-def _noise(rows: Sequence[Row]) -> Claim:
-    """Variances with respect to the mean at a width of 1, written out."""
-    formulas: dict[tuple[str, str], Callable[[float], float]] = {
-        ("k1-loss", "loss"): lambda m: 1.0,
-        ("k2-loss", "loss"): lambda m: 2 * m + m**2 / 4,
-        ("k3-loss", "loss"): lambda m: math.exp(m) * (1 + 4 * m) - 1 - 3 * m,
-        ("k1-loss", "both"): lambda m: 3 * m + (1 + m / 2) ** 2 - m,
-    }
-    judged = [r for r in _at_schulmans(rows) if r["part"] == "mean" and (r["estimator"], r["placement"]) in formulas]
-    gaps = [abs(r["variance"] / formulas[r["estimator"], r["placement"]](2 * r["kl"]) - 1) for r in judged]
-    return _claim(
-        "the noise of the gradient with respect to the mean: k1 1, k2 2m + m²/4, k3 e^m (1 + 4m) − 1 − 3m",
-        "theory",
-        "the formulas",
-        f"{len(gaps)} variances, the worst off by {max(gaps, default=0):.0e}",
-        (lambda: max(gaps) < EXACT) if gaps else None,
-        EXACT_WHY,
-    )
+# Variances with respect to the mean at a width of 1, written out, m = 2 KL.
+NOISE: dict[tuple[str, str], Callable[[float], float]] = {
+    ("k1-loss", "loss"): lambda m: 1.0,
+    ("k2-loss", "loss"): lambda m: 2 * m + m**2 / 4,
+    ("k3-loss", "loss"): lambda m: math.exp(m) * (1 + 4 * m) - 1 - 3 * m,
+    ("k1-loss", "both"): lambda m: 3 * m + (1 + m / 2) ** 2 - m,
+}
 
 
-def _reversed(rows: Sequence[Row]) -> Claim:
-    levels = {kl: [(_value(rows, name, kl), _whole(rows, name, "loss", kl)) for name in ESTIMATORS] for kl in PRINTED}
-    complete = all(value and whole for found in levels.values() for value, whole in found)
-
-    def holds() -> bool:
-        judged = []
-        for found in levels.values():
-            (_, g1), (v2, g2), (v3, g3) = found
-            judged.append(v3["variance"] < v2["variance"] and abs(v3["mean"] / v3["truth"] - 1) < 1e-9)
-            judged.append(v2["mean"] / v2["truth"] - 1 > 1e-3)
-            judged.append(g2["bias"] < 1e-9 and g2["std"] < g3["std"] and min(g1["bias"], g3["bias"]) > 0.05)
-        return all(judged)
-
-    described = [
-        f"KL {kl:g}: value bias {v2['mean'] / kl - 1:.4f} (k2), {v3['mean'] / kl - 1:.4f} (k3); gradient bias "
-        f"{g2['bias']:.2f} (k2), {g3['bias']:.2f} (k3), std {g2['std']:.3g} and {g3['std']:.3g}"
-        for kl, (_, (v2, g2), (v3, g3)) in levels.items()
-        if complete
+@claims.add("theory", "the formulas", EXACT_WHY)
+def _noise(rows: pd.DataFrame) -> Answer:
+    """the noise of the gradient with respect to the mean: k1 1, k2 2m + m²/4, k3 e^m (1 + 4m) − 1 − 3m"""
+    judged = [
+        abs(row["variance"] / NOISE[row["estimator"], row["placement"]](2 * row["kl"]) - 1)
+        for row in records(need(rows, kind="gradient", width=1.0, part="mean"))
+        if (row["estimator"], row["placement"]) in NOISE
     ]
-    return _claim(
-        "the best value is not the best gradient: k3 is the better value, k2 the better loss",
-        "Tang & Munos 2025; Liu et al. 2025",
-        "k3 unbiased and quieter as a value; of the losses only k2 unbiased, and quieter than k3",
-        "; ".join(described) or "not run",
-        holds if complete else None,
-        "1e-9 for no bias",
-    )
+    if not judged:
+        raise Missing
+    return f"{len(judged)} variances, the worst off by {max(judged):.0e}", max(judged) < EXACT
 
 
-def _k3_in_reward(rows: Sequence[Row]) -> Claim:
-    mine = [r for r in _at_schulmans(rows) if (r["estimator"], r["placement"]) == ("k3-loss", "reward")]
-    means = {row["kl"]: row for row in mine if row["part"] == "mean"}
-    worst = max((abs(row["mean"]) / math.sqrt(row["variance"]) for row in means.values()), default=0.0)
-    return _claim(
-        "between equally wide Gaussians k3 in the reward does not pull on the mean at all, at any distance",
-        "this work",
-        "0, where the truth is √(2 KL)",
-        f"{worst:.0e} standard deviations at most, KL {', '.join(f'{kl:g}' for kl in means)}",
-        (lambda: worst < EXACT and all(row["truth"] > 0.05 for row in means.values())) if means else None,
-        EXACT_WHY,
-    )
+def _wholes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Both parameters together at a width of 1: bias and standard deviation over the length of the truth."""
+    which = ["estimator", "placement", "kl"]
+    found = need(rows, kind="gradient", width=1.0).drop_duplicates([*which, "part"], keep="last")
+    squares = found.assign(size=found["truth"] ** 2, bias=(found["mean"] - found["truth"]) ** 2)
+    total = squares.groupby(which)[["size", "bias", "variance"]].sum()
+    return pd.DataFrame({"bias": total["bias"], "std": total["variance"]}).div(total["size"], axis=0) ** 0.5
 
 
-def _same_noise(rows: Sequence[Row]) -> Claim:
-    """u·g each: k2 as a loss, k1 as a reward, k3 as both."""
-    three = [("k2-loss", "loss"), ("k1-loss", "reward"), ("k3-loss", "both")]
-    found: dict[tuple[Any, ...], dict[tuple[str, str], float]] = {}
-    for row in (r for r in rows if r["kind"] == "gradient" and (r["estimator"], r["placement"]) in three):
-        where = tuple(row[name] for name in ("kl", "width", "part", "seed", "samples"))
-        found.setdefault(where, {})[row["estimator"], row["placement"]] = row["sampled_mean"]
-    whole = [list(values.values()) for values in found.values() if len(values) == 3]
-    worst = max((max(values) - min(values) for values in whole), default=0.0)
-    return _claim(
-        "k2 in loss, k1 in reward and k3 in both are the same sample by sample",
-        "theory; Liu et al. 2025 for the first two",
-        "the same sampled means",
-        f"{len(whole)} means, the worst apart by {worst:.0e}",
-        (lambda: worst < 1e-9) if whole else None,
-        "1e-9: w − 1 + u + 1 − w is u up to rounding, and w is large at times",
-    )
+@claims.add(
+    "Tang & Munos 2025; Liu et al. 2025",
+    "k3 unbiased and quieter as a value; of the losses only k2 unbiased, and quieter than k3",
+    "1e-9 for no bias",
+)
+def _reversed(rows: pd.DataFrame) -> Answer:
+    """the best value is not the best gradient: k3 is the better value, k2 the better loss"""
+    said, judged, wholes = [], [], _wholes(rows)
+    for kl in PRINTED:
+        if not {(name, "loss", kl) for name in ESTIMATORS} <= set(wholes.index):
+            raise Missing
+        values = _values(rows, kl)
+        bias = values["mean"] / values["truth"] - 1
+        one, two, three = (wholes.loc[(name, "loss", kl)] for name in ESTIMATORS)
+        judged += [values["variance"]["k3-loss"] < values["variance"]["k2-loss"], abs(bias["k3-loss"]) < 1e-9]
+        judged += [bias["k2-loss"] > 1e-3, two["bias"] < 1e-9 and two["std"] < three["std"]]
+        judged += [min(one["bias"], three["bias"]) > 0.05]
+        off = values["mean"] / kl - 1
+        said.append(
+            f"KL {kl:g}: value bias {off['k2-loss']:.4f} (k2), {off['k3-loss']:.4f} (k3); gradient bias "
+            f"{two['bias']:.2f} (k2), {three['bias']:.2f} (k3), std {two['std']:.3g} and {three['std']:.3g}"
+        )
+    return "; ".join(said), all(judged)
+
+
+@claims.add(OWN, "0, where the truth is √(2 KL)", EXACT_WHY)
+def _k3_in_reward(rows: pd.DataFrame) -> Answer:
+    """between equally wide Gaussians k3 in the reward does not pull on the mean at all, at any distance"""
+    found = need(rows, kind="gradient", width=1.0, estimator="k3-loss", placement="reward", part="mean")
+    found = found.drop_duplicates("kl", keep="last")
+    worst = (found["mean"].abs() / found["variance"] ** 0.5).max()
+    said = f"{worst:.0e} standard deviations at most, KL {', '.join(f'{kl:g}' for kl in found['kl'])}"
+    return said, worst < EXACT and found["truth"].min() > 0.05
+
+
+@claims.add(
+    "theory; Liu et al. 2025 for the first two",
+    "the same sampled means",
+    "1e-9: w − 1 + u + 1 − w is u up to rounding, and w is large at times",
+)
+def _same_noise(rows: pd.DataFrame) -> Answer:
+    """k2 in loss, k1 in reward and k3 in both are the same sample by sample"""
+    found = need(rows, kind="gradient")
+    which = list(zip(found["estimator"], found["placement"], strict=True))
+    # u·g each.
+    three = found[[one in (("k2-loss", "loss"), ("k1-loss", "reward"), ("k3-loss", "both")) for one in which]]
+    by = three.groupby(["kl", "width", "part", "seed", "samples"])["sampled_mean"].agg(["min", "max", "size"])
+    by = known(by[by["size"] == 3])
+    worst = (by["max"] - by["min"]).max()
+    return f"{len(by)} means, the worst apart by {worst:.0e}", worst < 1e-9
 
 
 # --- widths ----------------------------------------------------------------------------------------------------------
 
-
-def _infinite(rows: Sequence[Row]) -> Claim:
-    """E_π[w²] = ∫ref²/π; towards s² = ½ its variance grows beyond every bound, and k1's does not."""
-    edge = math.sqrt(0.5) * (1 - 1e-12)
-    expected = math.log(2) / 2 - 0.25
-
-    def of(width: float, estimator: str) -> float:
-        pair = Gaussians(0.0, width)
-        return moments(value_terms(estimator, pair), pair)[1]
-
-    beyond = [of(edge * (1 + by), "k3-loss") for by in (1e-2, 1e-4, 1e-6, 1e-8)]
-    finite = _value(rows, "k3-loss", 0.5, width=0.8), _value(rows, "k1-loss", 0.5, width=0.8)
-    return _claim(
-        "a policy at most 0.71 times as wide as its reference gives k3 an infinite variance",
-        "this work",
-        f"infinite from KL {expected:.4f} on, k1's being {of(edge, 'k1-loss'):.3f}",
-        f"at KL {Gaussians(0.0, edge).kl:.4f} {of(edge, 'k3-loss')}, just before {beyond[-1]:.3g}"
-        + (
-            f"; at a width of 0.8 and KL 0.5 {finite[0]['variance']:.4g} against {finite[1]['variance']:.4g}"
-            if all(finite)
-            else ""
-        ),
-        (
-            lambda: (
-                of(edge, "k3-loss") == math.inf
-                and beyond == sorted(beyond)
-                # E[w²] = s²/√(2s² − 1) where means agree: 100 times nearer the edge, 10 times larger.
-                and abs(beyond[-1] / beyond[-2] / 10 - 1) < 0.01
-                and finite[0]["variance"] > 20 * finite[1]["variance"]
-            )
-        )
-        if all(finite)
-        else None,
-        "the closed form; E[w²] is finite where 2s² > 1; at a width of 0.8 k3 twenty times as noisy as k1",
-    )
+# E_π[w²] = ∫ref²/π; towards s² = ½ its variance grows beyond every bound, and k1's does not.
+EDGE = math.sqrt(0.5) * (1 - 1e-12)
 
 
-def _wider(rows: Sequence[Row]) -> Claim:
-    row = _orders(rows).get(("wider", "k3-loss", "k1-loss", "error"))
-    return _claim(
-        "widening the policy never makes k3 noisier than k1, up to twice the width",
-        "this work",
-        "no crossing, k3 less noisy",
-        "not run"
-        if row is None
-        else f"{'no crossing' if row['kl'] is None else row['kl']} up to KL {row['to_kl']:.2f}",
-        None if row is None else lambda: row["kl"] is None and row["better_at_first"],
-    )
+def _variance(width: float, estimator: str) -> float:
+    pair = Gaussians(0.0, width)
+    return moments(value_terms(estimator, pair), pair)[1]
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+@claims.add(
+    OWN,
+    lambda rows: f"infinite from KL {math.log(2) / 2 - 0.25:.4f} on, k1's being {_variance(EDGE, 'k1-loss'):.3f}",
+    "the closed form; E[w²] is finite where 2s² > 1; at a width of 0.8 k3 twenty times as noisy as k1",
+)
+def _infinite(rows: pd.DataFrame) -> Answer:
+    """a policy at most 0.71 times as wide as its reference gives k3 an infinite variance"""
+    finite = need(rows, kind="value", kl=0.5, width=0.8).groupby("estimator")["variance"].first()
+    if not {"k1-loss", "k3-loss"} <= set(finite.index):
+        raise Missing
+    at, beyond = _variance(EDGE, "k3-loss"), [_variance(EDGE * (1 + by), "k3-loss") for by in (1e-2, 1e-4, 1e-6, 1e-8)]
+    said = f"at KL {Gaussians(0.0, EDGE).kl:.4f} {at}, just before {beyond[-1]:.3g}"
+    said += f"; at a width of 0.8 and KL 0.5 {finite['k3-loss']:.4g} against {finite['k1-loss']:.4g}"
+    # E[w²] = s²/√(2s² − 1) where means agree: 100 times nearer the edge, 10 times larger.
+    grows = beyond == sorted(beyond) and abs(beyond[-1] / beyond[-2] / 10 - 1) < 0.01
+    return said, at == math.inf and grows and finite["k3-loss"] > 20 * finite["k1-loss"]
 
 
-def _value(rows: Iterable[Row], estimator: str, kl: float, width: float = 1.0) -> Row | None:
-    return next(
-        (
-            row
-            for row in rows
-            if row["kind"] == "value" and (row["estimator"], row["kl"], row["width"]) == (estimator, kl, width)
-        ),
-        None,
-    )
+@claims.add(OWN, "no crossing, k3 less noisy")
+def _wider(rows: pd.DataFrame) -> Answer:
+    """widening the policy never makes k3 noisier than k1, up to twice the width"""
+    which = dict(zip(ORDERED, ("wider", "k3-loss", "k1-loss", "error"), strict=True))
+    row = records(need(rows, kind="order", **which))[-1]
+    none = row.get("kl") is None
+    return f"{'no crossing' if none else row['kl']} up to KL {row['to_kl']:.2f}", none and row["better_at_first"]
 
 
-def _at_schulmans(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row["kind"] == "gradient" and row["width"] == 1.0]
+# --- tables and numbers ----------------------------------------------------------------------------------------------
 
 
-def _whole(rows: Iterable[Row], estimator: str, placement: str, kl: float) -> Row | None:
-    """Both parameters together at a width of 1: bias and standard deviation over the length of the truth."""
-    parts = [
-        row
-        for row in _at_schulmans(rows)
-        if (row["estimator"], row["placement"], row["kl"]) == (estimator, placement, kl)
-    ]
-    parts = list({row["part"]: row for row in parts}.values())
-    if not parts:
-        return None
-    size = math.hypot(*(row["truth"] for row in parts))
-    return {
-        "bias": math.hypot(*(row["mean"] - row["truth"] for row in parts)) / size,
-        "std": math.sqrt(sum(row["variance"] for row in parts)) / size,
-        "parts": {row["part"]: row for row in parts},
-    }
+def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
+    """Schulman's two levels: each way to write the penalty, as a value and as a gradient."""
+    try:
+        return {"table": [row for kl in PRINTED for row in _table(rows, kl)]}
+    except Missing:
+        return {"table": []}
 
 
-def _orders(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], Row]:
-    return {
-        (row["direction"], row["one"], row["other"], row["quantity"]): row for row in rows if row["kind"] == "order"
-    }
-
-
-def _levels(rows: Iterable[Row]) -> list[float]:
-    return sorted({row["kl"] for row in rows if row["kind"] == "value" and row["width"] == 1.0})
-
-
-def _table(rows: Sequence[Row], kl: float) -> list[Row]:
-    found = []
+def _table(rows: pd.DataFrame, kl: float) -> Iterator[Row]:
+    values = select(_values(rows).reset_index(), kl=kl).set_index("estimator")
+    found, wholes, size = select(rows, kind="gradient", width=1.0, kl=kl), _wholes(rows), math.sqrt(2 * kl)
+    bias = ((found["mean"] - found["truth"]) / size).groupby([found["estimator"], found["placement"], found["part"]])
+    bias = bias.last()
     for placement in PLACEMENTS:
-        for estimator in ESTIMATORS:
-            value, whole = _value(rows, estimator, kl), _whole(rows, estimator, placement, kl)
-            if value is None or whole is None:
+        for name in ESTIMATORS:
+            if name not in values.index or (name, placement, kl) not in wholes.index:
                 continue
-            size = math.sqrt(2 * kl)
-            biases = [
-                (whole["parts"][part]["mean"] - whole["parts"][part]["truth"]) / size for part in ("mean", "width")
-            ]
-            found.append(
-                {
-                    "KL": f"{kl:g}",
-                    "estimator": _short(estimator),
-                    "placed in": placement,
-                    "value bias": _number(value["mean"] / kl - 1),
-                    "value std": _number(math.sqrt(value["variance"]) / kl),
-                    "bias, mean": _number(biases[0]),
-                    "bias, width": _number(biases[1]),
-                    "gradient std": _number(whole["std"]),
-                }
-            )
-    return found
+            yield {
+                "KL": f"{kl:g}",
+                "estimator": _short(name),
+                "placed in": placement,
+                "value bias": _number(values["mean"][name] / kl - 1),
+                "value std": _number(math.sqrt(values["variance"][name]) / kl),
+                "bias, mean": _number(bias[name, placement, "mean"]),
+                "bias, width": _number(bias[name, placement, "width"]),
+                "gradient std": _number(wholes.loc[(name, placement, kl), "std"]),
+            }
+
+
+@numbers.add
+def _of_values(rows: pd.DataFrame) -> Iterator[Row]:
+    yield number("KL where k3 becomes infinite", Gaussians(0.0, math.sqrt(0.5)).kl)
+    yield number("samples", need(rows, kind=("value", "error", "gradient"))["samples"].max())
+    found = _values(rows).reset_index()
+    found = found.assign(bias=found["mean"] / found["kl"] - 1, std=found["variance"] ** 0.5 / found["kl"])
+    yield from melted(found, {"bias": "value bias", "std": "value std"}, ["estimator", "kl"])
+    for kl in found["kl"].unique():
+        values = _values(rows, kl)
+        yield number("crossing of k2-loss and k1-loss", crossing(values.loc["k2-loss"], values.loc["k1-loss"]), kl=kl)
+
+
+@numbers.add
+def _of_variances(rows: pd.DataFrame) -> Iterator[Row]:
+    found = need(rows, kind="value", seed=0)
+    yield from melted(found, {"variance": "value variance"}, ["estimator", "kl", "width"])
+
+
+@numbers.add
+def _of_gradients(rows: pd.DataFrame) -> Iterator[Row]:
+    wholes = _wholes(rows).reset_index()
+    yield from melted(wholes, {"bias": "gradient bias", "std": "gradient std"}, ["estimator", "placement", "kl"])
+    beaten = wholes.assign(size=wholes["std"] ** 2)
+    beaten = select(beaten, estimator="k2-loss", placement="loss")
+    yield from melted(beaten, {"size": "samples until k2-loss beats no gradient"}, ["kl"])
+
+
+@numbers.add
+def _of_orders(rows: pd.DataFrame) -> Iterator[Row]:
+    orders = need(rows, kind="order").rename(columns={"quantity": "of"})
+    yield from melted(orders, {"kl": "order"}, [*ORDERED[:3], "of"])
 
 
 def _number(value: float) -> str:
@@ -573,11 +462,3 @@ def _short(estimator: str) -> str:
 
 def _close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-9 * abs(other)
-
-
-def _claim(
-    claim: str, source: str, expected: str, found: str, holds: Callable[[], bool] | None, tolerance: str = ""
-) -> Claim:
-    """Not run where there is nothing to judge."""
-    agrees = None if holds is None else bool(holds())
-    return Claim(NAME, claim, source, expected, "not run" if holds is None else found, agrees, tolerance)
