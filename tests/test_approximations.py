@@ -8,7 +8,7 @@ import torch
 
 import kltest
 from kltest.checks import CHECKS
-from kltest.checks.approximations import temperature
+from kltest.checks.approximations import kl702_temperature_mismatch as temperature
 
 LOCAL = {"expect": "local_reverse_kl"}
 

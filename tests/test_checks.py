@@ -1,9 +1,13 @@
-"""Every check keeps what it says: its example fails, the mended one does not, the demonstration has its numbers."""
+"""Every check keeps what it says: its example fails, the fixed one does not, the demonstration has its numbers."""
 
 import importlib
+import inspect
 import math
 import pkgutil
 import re
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -34,12 +38,12 @@ def test_the_wrong_loss_fails_the_check(check):
     (result,) = (result for result in report.checks if result.code == check.code)
     assert result.message.startswith(check.title)
     assert result.message.endswith(check.why)
-    assert check.mended_code in result.fix
+    assert check.fixed_code in result.fix
 
 
 @ALL
-def test_the_mended_loss_fails_nothing(check):
-    report = kltest.grade(check.mended, **check.options)
+def test_the_fixed_loss_fails_nothing(check):
+    report = kltest.grade(check.fixed, **check.options)
     assert report.verdict == "confirmed", (report.error, codes(report))
     assert check.code not in codes(report)
     assert [code for code in codes(report) if not code.startswith("KL8")] == []
@@ -80,7 +84,7 @@ def test_the_sums_of_the_example_are_right(check):
 
 
 @ALL
-def test_the_demonstration_tells_wrong_from_mended(check):
+def test_the_demonstration_tells_wrong_from_fixed(check):
     """In some row its cells differ: a demonstration that shows nothing is none."""
     demonstration = check.demonstrate()
     assert demonstration.setting
@@ -100,17 +104,39 @@ def test_every_text_is_there(check):
         assert text.endswith((".", ")", "!"))
     assert check.sources
     assert all(check.sources)
-    assert check.wrong_code != check.mended_code
+    assert check.wrong_code != check.fixed_code
     assert "def " in check.wrong_code
-    assert "def " in check.mended_code
+    assert "def " in check.fixed_code
 
 
-def test_files_are_named_after_code_and_name():
-    found = {module.name for module in pkgutil.iter_modules(checks.__path__) if module.name.startswith("kl")}
-    assert found == {f"{check.code.lower()}_{check.name.replace('-', '_')}" for check in CHECKS.values()}
-    for name in found:
-        module = importlib.import_module(f"kltest.checks.{name}")
-        assert CHECKS[module.CHECK.code] is module.CHECK
+def test_a_check_is_a_module_and_words_beside_it():
+    """Each family's modules are those that its words name, and each says what it finds and how."""
+    families = [family.name for family in pkgutil.iter_modules(checks.__path__) if family.ispkg]
+    found = {
+        f"kltest.checks.{family}.{module.name}"
+        for family in families
+        for module in pkgutil.iter_modules([f"{checks.__path__[0]}/{family}"])
+        if module.name.startswith("kl")
+    }
+    assert found == {check.module for check in CHECKS.values()}
+    for check in CHECKS.values():
+        module = importlib.import_module(check.module)
         assert module.__doc__ is not None
-        assert module.__doc__.startswith(f"{module.CHECK.code}: ")
+        assert module.__doc__.startswith(f"{check.code}: ")
+        assert hasattr(module, "demonstrate")
+        assert hasattr(module, "explains") or hasattr(module, "examine")
     assert len({check.name for check in CHECKS.values()}) == len(CHECKS)
+
+
+@ALL
+def test_the_shown_source_is_that_of_the_loss(check):
+    """It is read from the file without importing it."""
+    assert check.wrong_code == textwrap.dedent(inspect.getsource(check.wrong)).strip()
+    assert check.fixed_code == textwrap.dedent(inspect.getsource(check.fixed)).strip()
+
+
+def test_words_are_read_without_torch():
+    words = "[(check.title, check.what, check.wrong_code, check.remedy) for check in CHECKS.values()]"
+    program = f"import sys; from kltest.checks import CHECKS; {words}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

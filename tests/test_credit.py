@@ -8,7 +8,7 @@ import torch
 
 import kltest
 from kltest.checks import CHECKS
-from kltest.checks.sequences.credit import read
+from kltest.checks.sequences.kl205_discounted_credit import read
 from kltest.identify.identification import solve
 from kltest.identify.instances import instances
 from kltest.truth import gradient

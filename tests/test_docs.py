@@ -66,7 +66,7 @@ def test_pages_say_everything_and_are_listed_once_in_their_family(pages):
     for code, check in CHECKS.items():
         page = pages[f"checks/{code}.md"]
         assert page.startswith(f"# {code} `{check.name}`\n")
-        for code_block in (check.wrong_code, check.mended_code):
+        for code_block in (check.wrong_code, check.fixed_code):
             assert f"```python\n{code_block}\n```" in page
         for text in (check.what, check.why, check.example, check.fix):
             assert hooks.escaped(text) in page

@@ -28,7 +28,7 @@ def test_everything_that_a_check_says_is_printed(code):
     assert said == one_line(explain(check.name))
     for text in (check.title, check.what, check.why, check.example, check.fix, *check.sources):
         assert one_line(text) in said
-    for source in (check.wrong_code, check.mended_code):
+    for source in (check.wrong_code, check.fixed_code):
         assert one_line(source) in said
     for option in check.options:
         assert f"{option}=" in said

@@ -11,7 +11,7 @@ from zoo.clean_values import CLEAN, live, penalty, sampled_k3
 from zoo.mutants_values import MUTANTS
 
 from kltest.checks import CHECKS
-from kltest.checks.logged_values import stored_metrics as recorded
+from kltest.checks.logged_values import kl603_metric_mutated as recorded
 from kltest.grading import grade
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
@@ -59,9 +59,9 @@ def test_the_losses_of_the_words(code):
     found = codes(grade(check.wrong, **check.options))
     assert code in found
     assert found <= {code, "KL601"}
-    mended = grade(check.mended, **check.options)
-    assert mended.verdict == "confirmed"
-    assert codes(mended) == set()
+    fixed = grade(check.fixed, **check.options)
+    assert fixed.verdict == "confirmed"
+    assert codes(fixed) == set()
 
 
 # ------------------------------------------------------------------------------------------- the numbers of the words

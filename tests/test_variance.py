@@ -9,8 +9,8 @@ from zoo.clean_values import live
 from zoo.mutants_variance import MUTANTS
 
 from kltest.checks import CHECKS
-from kltest.checks.variance import efficiency as variance
-from kltest.checks.variance import tails
+from kltest.checks.variance import kl801_heavy_tailed_weight as tails
+from kltest.checks.variance import kl802_inefficient as variance
 from kltest.environments import Instance, ragged, sequence
 from kltest.grading import grade
 from kltest.identify.findings import Findings
@@ -45,10 +45,10 @@ def test_a_noisy_loss_is_confirmed_and_warned_of(row):
 @pytest.mark.parametrize("code", FAMILY)
 def test_the_losses_of_the_words(code):
     check = CHECKS[code]
-    wrong, mended = (grade(loss, **check.options) for loss in (check.wrong, check.mended))
-    assert wrong.verdict == mended.verdict == "confirmed"
+    wrong, fixed = (grade(loss, **check.options) for loss in (check.wrong, check.fixed))
+    assert wrong.verdict == fixed.verdict == "confirmed"
     assert code in {check.code for check in wrong.failed}
-    assert mended.failed == []
+    assert fixed.failed == []
 
 
 SILENT = [

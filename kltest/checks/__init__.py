@@ -1,9 +1,13 @@
-"""One check a file, a folder a family: a known way to get a KL gradient wrong, its code, its words, how it is found."""
+"""Known ways to get a KL gradient wrong: a folder for each family, a module for each check, its words in words.toml.
+
+To add a check, write its module, `klNNN_its_name.py`, and a table `[KLNNN]` in words.toml beside it.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
+import tomllib
+from pathlib import Path
+from typing import Any
 
 from kltest.checks.check import Check, Found
 
@@ -11,15 +15,25 @@ __all__ = ["CHECKS", "Check", "Found"]
 
 
 def _discover() -> dict[str, Check]:
-    families = (import_module(f"{__name__}.{family.name}") for family in iter_modules(__path__) if family.ispkg)
-    modules = (
-        import_module(f"{family.__name__}.{module.name}")
-        for family in families
-        for module in iter_modules(family.__path__)
-        if module.name.startswith("kl")
+    found = {}
+    for path in Path(__file__).parent.glob("*/words.toml"):
+        for code, words in tomllib.loads(path.read_text(encoding="utf-8")).items():
+            found[code] = _check(f"{__name__}.{path.parent.name}", code, words)
+    return dict(sorted(found.items()))
+
+
+def _check(family: str, code: str, words: dict[str, Any]) -> Check:
+    texts = {part: " ".join(words[part].split()) for part in ("title", "what", "why", "example", "fix")}
+    return Check(
+        code=code,
+        name=words["name"],
+        **texts,
+        sources=tuple(words["sources"]),
+        module=f"{family}.{code.lower()}_{words['name'].replace('-', '_')}",
+        wrong_name=words["wrong"],
+        fixed_name=words["fixed"],
+        options=words.get("options", {}),
     )
-    found = (module.CHECK for module in modules)
-    return {check.code: check for check in sorted(found, key=lambda check: check.code)}
 
 
 CHECKS: dict[str, Check] = _discover()

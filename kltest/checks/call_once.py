@@ -1,4 +1,4 @@
-"""One call of a loss and one backward pass, whatever comes out: for experiments on input that is no usual one."""
+"""One call of a loss and one backward pass, whatever comes of it: for experiments on unusual input."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ ROWS = 12
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a loss made of a batch: its outcome, and the gradient at every position of the leaves it used."""
+class CallResult:
+    """Outcome of a loss on one batch, and the gradient at every position of the leaves that it used.
+
+    `live` (B, T) bool: the positions that hold tokens.
+    """
 
     outcome: Outcome
     gradients: dict[str, Tensor]
@@ -26,19 +29,19 @@ class Seen:
 
     @property
     def value(self) -> Tensor:
-        """What it returned: a scalar, (B,), or (B, T) with 0 at padded positions."""
+        """The returned value: a scalar, (B,), or (B, T) with 0 at padded positions."""
         value = self.outcome.value
         if value is None:
             return self.outcome.objective.detach()
         return value.where(self.live, 0.0) if self.outcome.returned == "tokens" else value
 
     def at(self, positions: Tensor) -> dict[str, Tensor]:
-        """The gradients at some positions (B, T) bool, leaf by leaf."""
+        """Gradients at some positions (B, T) bool, by leaf."""
         return {name: gradient[positions] for name, gradient in self.gradients.items()}
 
     @property
     def row_sizes(self) -> Tensor:
-        """(B,) the largest entry of the gradient at each row's live tokens, NaN where there is one."""
+        """(B,) largest absolute gradient at each row's live tokens, NaN if there is one."""
         sizes = [
             torch.where(self.live, gradient.reshape(*self.live.shape, -1).abs().amax(dim=2), 0.0).amax(dim=1)
             for gradient in self.gradients.values()
@@ -46,19 +49,19 @@ class Seen:
         return torch.stack(sizes).amax(dim=0) if sizes else torch.zeros(len(self.live), dtype=torch.float64)
 
 
-def look(loss: Loss, rollout: Rollout) -> Seen:
-    """Call a loss and go backward; TargetError where it raises."""
+def call_once(loss: Loss, rollout: Rollout) -> CallResult:
+    """Call a loss and differentiate what it returned; TargetError if it raises."""
     live = rollout.peek("mask") != 0
     outcome = loss(rollout)
     leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
     if not leaves or not outcome.objective.requires_grad:
-        return Seen(outcome, {}, live)
+        return CallResult(outcome, {}, live)
     found = backward(loss, outcome.objective, list(leaves.values()))
-    return Seen(outcome, {n: g for n, g in zip(leaves, found, strict=True) if g is not None}, live)
+    return CallResult(outcome, {n: g for n, g in zip(leaves, found, strict=True) if g is not None}, live)
 
 
 def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:
-    """Rollouts of every length and different rewards, as many as groups of two, three, four or six divide."""
+    """Rollouts of every length with different rewards; groups of two, three, four or six divide their number."""
     instance = instances("ragged", findings.seed)[0]
     lengths = instance.paths.mask.sum(axis=1)
     rows = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))[:ROWS]

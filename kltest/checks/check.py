@@ -1,11 +1,13 @@
-"""What a check is: words for people, a predicate or an experiment, and a demonstration that can be run."""
+"""A check: a known pitfall under a stable code, its words, and the module that finds and demonstrates it."""
 
 from __future__ import annotations
 
-import inspect
-import textwrap
+import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -15,45 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Found:
-    """What an experiment found wrong, or of a pass what it measured, or why it could not be made: whole sentences."""
+    """Result of an experiment in whole sentences: the defect, a measurement, or why it could not be made."""
 
     message: str
     status: Literal["pass", "fail", "skip", "inconclusive"] = "fail"
 
 
-def never_moot(findings: Findings) -> str | None:
-    """No declared target makes the check pointless."""
-    return None
-
-
-def explains_nothing(row: Row, findings: Findings) -> bool:
-    """The check looks at something else than the expected gradient."""
-    return False
-
-
-def adds_nothing(row: Row, findings: Findings) -> str:
-    """There is no more to say of a row than what was identified."""
-    return ""
-
-
-def finds_nothing(findings: Findings) -> Found | None:
-    """The check makes no experiment of its own."""
-    return None
-
-
 @dataclass(frozen=True)
 class Check:
-    """One pitfall. `code` and `name` are stable; the texts are whole sentences, `example` has exact numbers.
+    """One pitfall.
 
-    `wrong` is a loss that falls into it and `mended` the same loss put right, graded with `options`: their source is
-    shown to people, so it is written as a library would. `demonstrate` runs the pitfall in the smallest world that
-    shows it; the numbers of `example` are among those that it prints.
+    `code` and `name` are stable. The texts are whole sentences, `example` has exact numbers. They come from the
+    family's words.toml and are read without torch; `module`, the dotted name of the check's module, is imported when
+    one of its functions is first needed. That module defines
 
-    A check speaks in one of two ways. `explains(row, findings)`: this pitfall accounts for the disagreement of that
-    row, and `tells(row, findings)` says in a few words how, where the identified gradient does not.
-    `examine(findings)`: an experiment of its own and what it found, None where nothing is wrong; a KltestError on the
-    way makes the check inconclusive. `moot(findings)`: why the check has nothing to say here (then it is skipped with
-    that reason), or None.
+    - the loss that falls into the pitfall (`wrong`) and the same loss put right (`fixed`), graded with `options`.
+      Their source is shown to people, so it is written as a library would write it;
+    - `demonstrate()`: exact numbers of the pitfall in the smallest environment that shows it, the numbers of `example`
+      among them;
+    - `explains(row, findings)`: True if this pitfall accounts for the disagreement of that row, and optionally
+      `tells(row, findings)`: a few words on how, if the identified gradient does not say it;
+    - or `examine(findings)`: an experiment of its own and its result, None if nothing is wrong. A KltestError makes
+      the check inconclusive;
+    - optionally `moot(findings)`: the reason to skip the check, or None.
     """
 
     code: str
@@ -64,31 +50,78 @@ class Check:
     example: str
     fix: str
     sources: tuple[str, ...]
-    wrong: Callable[..., Any] = field(repr=False)
-    mended: Callable[..., Any] = field(repr=False)
-    demonstrate: Callable[[], Demonstration] = field(repr=False)
+    module: str = field(repr=False)
+    wrong_name: str = field(repr=False)
+    fixed_name: str = field(repr=False)
     options: Mapping[str, Any] = field(default_factory=dict)
-    explains: Callable[[Row, Findings], bool] = field(default=explains_nothing, repr=False)
-    tells: Callable[[Row, Findings], str] = field(default=adds_nothing, repr=False)
-    examine: Callable[[Findings], Found | None] = field(default=finds_nothing, repr=False)
-    moot: Callable[[Findings], str | None] = field(default=never_moot, repr=False)
+
+    @property
+    def wrong(self) -> Callable[..., Any]:
+        """The loss that falls into the pitfall."""
+        return self._defined(self.wrong_name)
+
+    @property
+    def fixed(self) -> Callable[..., Any]:
+        """The corrected loss."""
+        return self._defined(self.fixed_name)
 
     @property
     def wrong_code(self) -> str:
-        """The lines of the loss that falls into the pitfall."""
-        return source(self.wrong)
+        """Source of the loss that falls into the pitfall."""
+        return source(self.module, self.wrong_name)
 
     @property
-    def mended_code(self) -> str:
-        """The corrected lines."""
-        return source(self.mended)
+    def fixed_code(self) -> str:
+        """Source of the corrected loss."""
+        return source(self.module, self.fixed_name)
 
     @property
     def remedy(self) -> str:
         """What to change, in words and then, after an empty line, in code."""
-        return f"{self.fix}\n\n{self.mended_code}"
+        return f"{self.fix}\n\n{self.fixed_code}"
+
+    @property
+    def experiments(self) -> bool:
+        """True if the check makes an experiment of its own."""
+        return self._defined("examine") is not None
+
+    def demonstrate(self) -> Demonstration:
+        """Run the pitfall in the smallest environment that shows it."""
+        return self._defined("demonstrate")()
+
+    def explains(self, row: Row, findings: Findings) -> bool:
+        """Return True if the pitfall accounts for the disagreement of a row."""
+        explains = self._defined("explains")
+        return explains is not None and explains(row, findings)
+
+    def tells(self, row: Row, findings: Findings) -> str:
+        """Return how the pitfall shows in a row that it explains, empty if the identified gradient says it all."""
+        tells = self._defined("tells")
+        return tells(row, findings) if tells else ""
+
+    def examine(self, findings: Findings) -> Found | None:
+        """Make the check's experiment; None if it has none or found nothing wrong."""
+        examine = self._defined("examine")
+        return examine(findings) if examine else None
+
+    def moot(self, findings: Findings) -> str | None:
+        """Return the reason to skip the check, or None."""
+        moot = self._defined("moot")
+        return moot(findings) if moot else None
+
+    def _defined(self, name: str) -> Any:
+        return getattr(import_module(self.module), name, None)
 
 
-def source(function: Callable[..., Any]) -> str:
-    """A function's lines as they stand in its file."""
-    return textwrap.dedent(inspect.getsource(function)).strip()
+def source(module: str, name: str) -> str:
+    """Source of a function of a module, or of one that it imports by name, read without importing the module."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return ast.get_source_segment(text, node) or ""
+        if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
+            return source(node.module, name)
+    raise LookupError(f"{module} defines no function {name!r}")

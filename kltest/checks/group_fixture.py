@@ -1,4 +1,4 @@
-"""What experiments on groups work with: a group of rollouts, its rewards exchanged, and the gradient that it gets."""
+"""Group fixture: groups of rollouts with chosen rewards, and the KL part of the gradient that a loss gives them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from kltest.identify.instances import instances
 from kltest.loss.outcome import Loss
 from kltest.moments.batches import centred
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
+from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
 SIZES = (4, 3, 2)
-# Two gradients that should be one differ by rounding, relative to the larger; effects are far above it.
-SAME = {"float64": 1e-9, "float32": 1e-4}
-HALF_PRECISION = 5e-2
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Groups of `size` rollouts of one world, as one loss sees them."""
+class GroupFixture:
+    """Groups of `size` rollouts of one instance, and the loss that is called with them."""
 
     loss: Loss
     instance: Instance
@@ -41,23 +39,23 @@ class Bench:
 
     @property
     def untied(self) -> list[float]:
-        """Rewards of 1 and 0 by turns."""
+        """Rewards 1 and 0 in turn."""
         return [float(place % 2 == 0) for place in range(self.size)]
 
     def rollout(
         self, rows: Sequence[int] | np.ndarray, rewards: Sequence[float], groups: Sequence[int] = ()
     ) -> Rollout:
-        """These rollouts with these rewards, centred as advantages: of one group, or of the groups given."""
+        """Rollouts `rows` with these rewards and centred advantages, in one group or in the given ones."""
         taken = Rollout.of(self.instance, sampler=self.sampler, padding=self.padding).take(rows)
         group = torch.tensor(list(groups) or [0] * len(rewards))
         known = taken.replace(reward=torch.tensor(rewards, dtype=torch.float64), group=group)
         return known.replace(advantage=lambda: centred(known))
 
     def kl_part(self, rollout: Rollout) -> np.ndarray:
-        """(B, T, 1 + V) the gradient that is there because of the KL term, at logp and logits.
+        """(B, T, 1 + V) gradient of the KL term at logp and logits.
 
-        Of a loss that takes β it is what β multiplies; of any other, what changes with the reference, which is compared
-        with one that equals the policy.
+        For a loss that takes β it is the part that β multiplies. For any other it is the change of the gradient from a
+        reference that equals the policy to the actual one.
         """
         own = gradient(self.loss, rollout)
         if self.loss.takes_beta:
@@ -66,32 +64,33 @@ class Bench:
         return own - gradient(self.loss, rollout.replace(**equal))
 
 
-def bench(findings: Findings) -> Bench:
-    """The bench of the first world that was asked for, with groups as large as the loss takes."""
-    return findings.once(_bench)
+def group_fixture(findings: Findings) -> GroupFixture:
+    """Fixture of the first graded environment, with groups as large as the loss takes."""
+    return findings.once(_group_fixture)
 
 
-def _bench(findings: Findings) -> Bench:
+def _group_fixture(findings: Findings) -> GroupFixture:
     sizes, failure = findings.measure.sizes, None
     for size in sizes.each if sizes.grouped else SIZES:
-        place = Bench(findings.loss, instances(findings.environments[0], findings.seed, size)[0], size, findings.seed)
+        instance = instances(findings.environments[0], findings.seed, size)[0]
+        fixture = GroupFixture(findings.loss, instance, size, findings.seed)
         try:
-            gradient(findings.loss, place.rollout(place.different, place.untied))
+            gradient(findings.loss, fixture.rollout(fixture.different, fixture.untied))
         except KltestError as error:
             failure = failure or error
             continue
-        return place
+        return fixture
     assert failure is not None
     raise failure
 
 
 def called(loss: Loss, rollout: Rollout) -> RowGradients:
-    """A loss on a batch, and its gradients."""
+    """Outcome of a loss on a batch, with its gradients."""
     return differentiate(loss, rollout.replace(), live_positions(rollout))
 
 
 def gradient(loss: Loss, rollout: Rollout) -> np.ndarray:
-    """(B, T, 1 + V) the gradient at logp and logits, zero where there is none and where padded."""
+    """(B, T, 1 + V) gradient at logp and logits, zero at padded positions and for leaves that are not used."""
     return as_array(called(loss, rollout), rollout)
 
 
@@ -105,9 +104,14 @@ def as_array(found: RowGradients, rollout: Rollout) -> np.ndarray:
     return joint
 
 
+def sees_rewards(findings: Findings) -> bool:
+    """Return True if the loss reads rewards or advantages."""
+    return bool(findings.observed.uses & {"reward", "advantage"})
+
+
 def limit(findings: Findings) -> float:
-    """How far equal gradients may be apart, relative to their size, at the loss's precision."""
-    return SAME.get(findings.observed.dtype, HALF_PRECISION)
+    """Relative distance up to which gradients count as equal at the loss's precision."""
+    return TOLERANCES[findings.observed.dtype].groups
 
 
 def norm(array: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Losses that are right, as the fixes of several checks show them: padding is cut out before any arithmetic."""
+"""Correct losses that are the fix of several checks: padding is cut out before any arithmetic."""
 
 # mypy: disable-error-code="no-untyped-def"
 

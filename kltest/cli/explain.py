@@ -35,7 +35,7 @@ def parts(check: Check) -> list[Part]:
         Part("Why", check.why),
         Part("Example", check.example),
         Part("Wrong", f"Graded with {called}." if called else "", code=check.wrong_code),
-        Part("Fix", check.fix, code=check.mended_code),
+        Part("Fix", check.fix, code=check.fixed_code),
         Part("Sources", items=tuple(source for source in check.sources if source)),
     ]
 

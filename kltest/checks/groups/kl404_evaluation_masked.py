@@ -1,17 +1,20 @@
-"""KL404: in groups of one the term reads zero without a word."""
+"""KL404: in groups of one the term is zero, without an error."""
 
 from __future__ import annotations
 
-from kltest.checks.check import Check, Found
+from kltest.checks.check import Found
+from kltest.checks.group_fixture import called, group_fixture, limit, norm, sees_rewards
 from kltest.checks.groups.kl401_tied_groups_masked import kept_where_tied, masked_where_tied
 from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.errors import KltestError
 from kltest.identify.findings import Findings
+
+# Number of rollouts that are tried as groups of their own.
+SINGLES = 3
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.checks.groups.groups import silent_alone
-
-    silent = silent_alone(findings)
+    silent = _silent_alone(findings)
     if silent is None:
         return None
     return Found(
@@ -20,33 +23,39 @@ def examine(findings: Findings) -> Found | None:
     )
 
 
-WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 0.0)])
+def _silent_alone(findings: Findings) -> str | None:
+    """Name what is zero in groups of one rollout but not when the same rollout is repeated as a whole group.
+
+    A baseline taken from the group leaves nothing of a group of equal rollouts either. So their rewards differ, and
+    nothing else does: a mask on tied rewards lets such a group through.
+    """
+    if not (findings.coupled or sees_rewards(findings)):
+        return None
+    fixture = group_fixture(findings)
+    parts: list[tuple[float, float]] = []
+    logged: list[tuple[float, float]] = []
+    for row in fixture.different[:SINGLES]:
+        try:
+            alone = [fixture.rollout([row], [reward]) for reward in (0.0, 1.0)]
+            together = fixture.rollout([row] * fixture.size, fixture.untied)
+            parts.append((max(norm(fixture.kl_part(one)) for one in alone), norm(fixture.kl_part(together))))
+            metrics = [called(findings.loss, one).outcome.metric for one in (*alone, together)]
+        except KltestError:  # a loss that fails on one rollout, or on equal ones, is not silent
+            return None
+        sizes = [float(metric.abs().max()) for metric in metrics if metric is not None]
+        if len(sizes) == len(metrics):
+            logged.append((max(sizes[:2]), sizes[2]))
+    silent = [what for what, found in (("KL term", parts), ("logged KL", logged)) if _vanishes(found, limit(findings))]
+    return " and the ".join(silent) or None
+
+
+def _vanishes(pairs: list[tuple[float, float]], small: float) -> bool:
+    """Return True if the first of each pair is negligible beside the second."""
+    return bool(pairs) and all(together > 0 and alone <= small * together for alone, together in pairs)
+
+
+ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 0.0)])
 
 
 def demonstrate() -> Demonstration:
-    return of_gradients(WORLD, {"as written": masked_where_tied, "mended": kept_where_tied}, batch=1)
-
-
-CHECK = Check(
-    code="KL404",
-    name="evaluation-masked",
-    title="In groups of one rollout, as in evaluation, the KL silently reads zero",
-    what=(
-        "What masks groups without a reward signal masks every group of one: its reward never differs from its mean. "
-        "The term, and whatever is logged from it, is exactly zero there."
-    ),
-    why=(
-        "Evaluation usually draws one rollout a prompt. The KL that it reports is then 0 at every step, which looks "
-        "like a policy that stays at its reference."
-    ),
-    example=(
-        "Two actions, π = (0.8, 0.2), ref = (0.5, 0.5), groups of one; derivatives with respect to the first "
-        "probability. The truth is ln 4 = 1.386294; masked, every group ties with itself and the term is 0."
-    ),
-    fix="Apply the mask to the policy-gradient part alone, and compute and log the KL of every rollout before it.",
-    sources=("TRL #5588", "TRL #5640"),
-    wrong=masked_where_tied,
-    mended=kept_where_tied,
-    demonstrate=demonstrate,
-    examine=examine,
-)
+    return of_gradients(ENVIRONMENT, {"as written": masked_where_tied, "fixed": kept_where_tied}, batch=1)

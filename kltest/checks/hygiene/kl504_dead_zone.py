@@ -1,27 +1,192 @@
-"""KL504: in an interval of log-ratios the gradient is exactly zero, or stands still where it should grow."""
+"""KL504: in an interval of log-ratios the gradient is exactly zero, or stands still while it should grow.
+
+A dead zone is an interval in which the gradient is exactly zero (for a value in the reward: the value does not change)
+although it is not small at its edge. A weight that fades and underflows in the end, as a sigmoid's, is not clamped. A
+single zero between others, as k2's at u = 0, is no interval. On a plateau the gradient is constant and not zero. Total
+variation is a plateau everywhere: a plateau is a mistake only if the declared gradient goes on to grow there, which
+bandits with policy and reference far apart tell (kltest.checks.far_apart).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
-from kltest.checks.check import Check, Found
+import numpy as np
+
+from kltest.checks.call_once import call_once
+from kltest.checks.check import Found
+from kltest.checks.demonstrations import gradient, of_calls, rollout
+from kltest.checks.far_apart import differs
+from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
+from kltest.checks.hygiene.log_ratios import LENGTH, batch_of, companions
 from kltest.checks.losses import squared_sum
+from kltest.counterexample.demonstration import Demonstration
+from kltest.errors import KltestError
+from kltest.identify.findings import Findings
+from kltest.loss.outcome import Loss
+from kltest.moments.tolerances import TOLERANCES
 
-if TYPE_CHECKING:
-    from kltest.counterexample.demonstration import Demonstration
-    from kltest.identify.findings import Findings
+# |u| from a thousandth to a thousand, each a quarter larger than the one before: zones that are open to one side are
+# always met, and so are zones whose width is a quarter of their distance from 0.
+STEPS = np.geomspace(1e-3, 1e3, 63)
+# Relative to the gradient at |u| ≤ USUAL: a level that fades to rounding on its way to zero is no clamp.
+FADED = 1e-9
+USUAL = 2.0
+HALVINGS = 40
+# The largest |u| at which a plateau counts. For a token to which the reference gives a millionth of the policy's
+# probability nothing is left to pull at, and near 1e-8 code begins to guard against zero. A sequence's log-ratio goes
+# on to grow.
+MET = {"token": 15.0, "sequence": 30.0}
+Level = Literal["gradient", "value"]
+
+moot = not_comparable
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.checks.hygiene import extremes
-
-    return findings.once(extremes.dead_zones)
+    return findings.once(dead_zones)
 
 
-def moot(findings: Findings) -> str | None:
-    from kltest.checks.hygiene import repeat
+def dead_zones(findings: Findings) -> Found | None:
+    """Report the dead zones; if there are none, the plateaus of a gradient that is not the declared one far away."""
+    what: Level = "gradient" if findings.placement == "loss" else "value"
+    # Log-ratios that rounding of the log-probs loses are KL508's.
+    finest = TOLERANCES[findings.observed.dtype].log_ratio
+    scan = Scan(findings.loss.for_experiments(), what, companions(findings), finest)
+    happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
+    if zones := scan.zones():
+        return Found(scan.words(zones, happens))
+    if (away := findings.once(differs)) and (plateaus := scan.near_plateaus()):
+        return Found(f"{scan.words(plateaus, 'the gradient stays what it is at the bound')} {away.words}")
+    return None
 
-    return repeat.why_not(findings)
+
+@dataclass(frozen=True)
+class Zone:
+    """An interval of u on which the level is constant, open to a side whose end is infinite."""
+
+    low: float
+    high: float
+    level: float
+
+    def __str__(self) -> str:
+        if self.high == np.inf:
+            return f"u > {_rounded(self.low)}"
+        if self.low == -np.inf:
+            return f"u < {_rounded(self.high)}"
+        return f"{_rounded(self.low)} < u < {_rounded(self.high)}"
+
+
+class Scan:
+    """Levels (gradient size or value) of one rollout of one token whose log-ratio goes through the grid."""
+
+    def __init__(self, loss: Loss, what: Level, companions: int, finest: float = 0.0) -> None:
+        self.loss, self.what, self.companions = loss, what, companions
+        steps = STEPS[finest <= STEPS]
+        self.grid = np.concatenate([-steps[::-1], [0.0], steps])
+
+    def zones(self) -> list[Zone]:
+        """Dead intervals, their ends found by bisection."""
+        return self._intervals(lambda level: self.what == "value" or level == 0)
+
+    def plateaus(self) -> list[Zone]:
+        """Intervals in which the gradient is constant and not zero."""
+        return self._intervals(lambda level: self.what == "gradient" and level != 0)
+
+    def near_plateaus(self) -> list[Zone]:
+        """Plateaus that begin at log-ratios met in training, not where a logarithm or an exponential is guarded."""
+        plateaus = self.plateaus()
+        reach = MET["sequence" if self.of_sequences(plateaus) else "token"]
+        return [zone for zone in plateaus if min(abs(zone.low), abs(zone.high)) <= reach]
+
+    def words(self, zones: list[Zone], happens: str) -> str:
+        of = "summed over the sequence" if self.of_sequences(zones) else "of a token"
+        return f"With u = logp − ref_logp {of}, {happens} for {' and for '.join(map(str, zones))}."
+
+    def _intervals(self, wanted: Callable[[float], bool]) -> list[Zone]:
+        # One call for all is enough if no two levels are equal.
+        with suppress(KltestError):
+            together = self._levels(self.grid)
+            if np.isfinite(together).all() and not any(wanted(together[run[0]]) for run in self._equal(together)):
+                return []
+        return [self._ends(self._one_by_one, *run) for run in self._runs(self._one_by_one, wanted)]
+
+    @cached_property
+    def _one_by_one(self) -> np.ndarray:
+        """Levels from a call each, so that a clamp on the batch's mean is not hidden by the other rollouts."""
+        return np.array([self.level(u) for u in self.grid])
+
+    def of_sequences(self, zones: list[Zone]) -> bool:
+        """Return True if three tokens at 0.6 of an outer zone's end, which sum to 1.8 of it, lie in the zone."""
+        for zone in zones:
+            if np.isinf(zone.low) != np.isinf(zone.high):
+                end = zone.high if np.isinf(zone.low) else zone.low
+                if end != 0:
+                    near, inside = (self.level(0.6 * end * part, LENGTH) for part in (0.999, 1.0))
+                    return inside == zone.level if self.what == "gradient" else near == inside
+        return False
+
+    def level(self, u: float, length: int = 1) -> float:
+        return float(self._levels(np.array([u]), length)[0])
+
+    def _levels(self, log_ratios: np.ndarray, length: int = 1) -> np.ndarray:
+        result = call_once(self.loss, batch_of(log_ratios.tolist(), self.companions, length=length))
+        if self.what == "gradient":
+            return result.row_sizes[: len(log_ratios)].numpy()
+        value = result.value
+        value = value.sum(dim=1) if value.dim() == 2 else value
+        return value[: len(log_ratios)].numpy() if value.dim() == 1 else value.reshape(1).numpy()
+
+    def _runs(self, levels: np.ndarray, wanted: Callable[[float], bool]) -> list[tuple[int, int]]:
+        """(first, last) of the runs of equal levels that are wanted and did not fade."""
+        usual = levels[np.abs(self.grid) <= USUAL]
+        scale = np.nanmax(np.abs(usual - (usual.mean() if self.what == "value" else 0.0)))
+        if not scale > 0:
+            return []
+        runs = [run for run in self._equal(levels) if wanted(levels[run[0]])]
+        return [run for run in runs if self._clamped(levels, *run, FADED * scale)]
+
+    def _equal(self, levels: np.ndarray) -> list[tuple[int, int]]:
+        """(first, last) of the runs of equal levels."""
+        runs, first = [], 0
+        for i in range(1, len(levels) + 1):
+            if i < len(levels) and levels[i] == levels[first] and np.isfinite(levels[i]):
+                continue
+            if i - first > 1 and np.isfinite(levels[first]):
+                runs.append((first, i - 1))
+            first = i
+        return runs
+
+    @staticmethod
+    def _clamped(levels: np.ndarray, first: int, last: int, small: float) -> bool:
+        """Return True if the level beside the run is clearly another one, so that it did not fade."""
+        beside = [levels[i] for i in (first - 1, last + 1) if 0 <= i < len(levels)]
+        return any(not abs(level - levels[first]) <= small for level in beside)
+
+    def _ends(self, levels: np.ndarray, first: int, last: int) -> Zone:
+        flat = float(levels[first])
+        grid = self.grid
+
+        def dead(u: float) -> bool:
+            return self.level(u) == flat
+
+        low = -np.inf if first == 0 else self._halve(grid[first], grid[first - 1], dead)
+        high = np.inf if last == len(grid) - 1 else self._halve(grid[last], grid[last + 1], dead)
+        return Zone(low, high, flat)
+
+    @staticmethod
+    def _halve(inside: float, outside: float, dead: Callable[[float], bool]) -> float:
+        for _ in range(HALVINGS):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if dead(middle) else (inside, middle)
+        return inside
+
+
+def _rounded(u: float) -> str:
+    return f"{u:.3g}".replace("-", "−")
 
 
 def clamped(logp, ref_logp, mask):
@@ -30,44 +195,9 @@ def clamped(logp, ref_logp, mask):
 
 
 def demonstrate() -> Demonstration:
-    from kltest.checks.demonstrations import gradient, of_calls, rollout
-
     rows = {f"gradient at u = {u:g}": (rollout((-0.5,), (-0.5 - u,)), gradient(0)) for u in (4.0, 4.472, 4.473, 6.0)}
     return of_calls(
         "one token, u = logp − ref_logp; (ln π/ref)²/2 reaches 10 at u = √20 = 4.472136",
-        {"as written": clamped, "mended": squared_sum},
+        {"as written": clamped, "fixed": squared_sum},
         rows,
     )
-
-
-CHECK = Check(
-    code="KL504",
-    name="dead-zone",
-    title="In an interval of log-ratios the gradient is exactly zero, or no longer grows as it should",
-    what=(
-        "Beyond a bound nothing pulls the policy back: a clamp of the log-ratio or of the value has derivative zero, "
-        "and so has a difference of large terms of which rounding leaves nothing. For a value in the reward: it no "
-        "longer changes with the log-ratio. A detached log-ratio that is clamped, or Huber's loss, leaves a pull that "
-        "stays the same however far the policy has gone, where the declared gradient grows."
-    ),
-    why=(
-        "The penalty is switched off, or bounded, where it is needed most, far from the reference: a policy that has "
-        "left is not pulled back as declared. The clamped k3 of common libraries (log-ratio to ±20, value to ±10) is "
-        "dead below −2.6, where the policy has a 13th of the reference's probability; k3 with a differentiable ratio "
-        "is below −41, where its gradient ρu is computed as e⁻ᵘ − e⁻ᵘ."
-    ),
-    example=(
-        "(ln π/ref)²/2 clamped to at most 10: at u = 4 the gradient is 4, as it should; from u = √20 = 4.472136 on it "
-        "is 0, and at u = 6 the penalty is silent where it should pull with 6."
-    ),
-    fix=(
-        "Do not clamp what is differentiated: clamp what is logged, and bound the step by clipping the norm of the "
-        "gradient; a form without exponentials (k2) needs no clamp to stay finite."
-    ),
-    sources=("verl and OpenRLHF: low_var_kl, clamped to ±10", "Shah et al. 2025, arXiv 2512.21852"),
-    wrong=clamped,
-    mended=squared_sum,
-    demonstrate=demonstrate,
-    examine=examine,
-    moot=moot,
-)

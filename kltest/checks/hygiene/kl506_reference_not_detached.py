@@ -1,21 +1,124 @@
-"""KL506: the gradient goes to the reference or the sampler."""
+"""KL506: the gradient goes to the reference or the sampler.
+
+A loss gets the log-probs of the reference and the sampler as constants, so that `logp - ref_logp` needs no detach. A
+leak is real if
+
+- the loss itself makes such a constant trainable (`requires_grad_()`, a `.grad` left behind), or
+- the gradient goes to the constant *instead of* the policy: the policy lacks what the constant would receive if it were
+  trainable. Either no gradient reaches the policy at all, and one would reach the constant. Or the gradient is not the
+  declared one, and becomes it once the policy gets what the constant would receive, with its sign turned (a log-ratio
+  depends on the difference of the two).
+
+A detached ratio written `(logp.detach() - old_logp).exp()` in a loss whose gradient is right therefore passes: the
+constant gets nothing in training, and nothing is missing. A reference that the loss computes from the policy, as a
+moving average, shows as a wrong gradient (1xx), not here.
+"""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from math import log
-from typing import TYPE_CHECKING
+from typing import Any
 
-from kltest.checks.check import Check, Found
+import numpy as np
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from kltest.counterexample.demonstration import Demonstration
-    from kltest.identify.findings import Findings
+from kltest.checks.call_once import call_once, usual_batch
+from kltest.checks.check import Found
+from kltest.checks.demonstrations import one_row
+from kltest.counterexample.demonstration import Demonstration
+from kltest.identify.findings import Findings, Row, proportion
+from kltest.identify.identification import tolerance
+from kltest.identify.instances import instances
+from kltest.loss.outcome import Loss, Outcome
+from kltest.moments import exact
+from kltest.moments.differentiate import backward
+from kltest.rollout import LEAVES, Rollout
+from kltest.truth import combine, gradient
+
+SIDES = {"ref_": "the reference", "old_": "the sampler"}
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.checks.hygiene import inputs
+    """Look for gradients that the reference or the sampler receives."""
+    loss = findings.loss.for_experiments()
+    call_once(loss, usual_batch(findings))
+    if trainable := sorted(findings.loss.made_trainable | loss.made_trainable):
+        return Found(f"It switched on the gradient of what it was given as a constant: {', '.join(trainable)}.")
+    if findings.placement == "reward":
+        return None
+    for prefix, whose in SIDES.items():
+        received = _received(loss, usual_batch(findings), prefix)
+        if not any(part.any() for part in received.values()):
+            continue
+        size = max(float(part.abs().max()) for part in received.values())
+        where = f"{' and '.join(prefix + name for name in received)} would receive one of up to {size:.3g} a token"
+        if findings.blocked:
+            return Found(f"No gradient reaches the policy, and {where}, if {whose} could be trained.")
+        for row in _wrong_rows(findings):
+            if _right_once_moved(findings, row, prefix):
+                return Found(
+                    f"In {row.where} the policy's gradient is wrong, and {where}, if {whose} could be trained: given "
+                    "to the policy, that makes it the declared one."
+                )
+    return None
 
-    return inputs.leak(findings)
+
+class _Moved:
+    """A loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
+
+    def __init__(self, loss: Loss, prefix: str) -> None:
+        self.loss, self.prefix = loss, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name)
+
+    def __call__(self, rollout: Rollout) -> Outcome:
+        outcome = self.loss(rollout)
+        received = _received(self.loss, rollout, self.prefix)
+        extra = [(rollout.peek(name) * -part).sum() for name, part in received.items()]
+        return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
+
+
+def _received(loss: Loss, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
+    """Gradient at the live tokens of a constant that is made trainable, under the policy's name for it."""
+    constants = {name: rollout.peek(prefix + name).detach().clone().requires_grad_() for name in LEAVES}
+    with warnings.catch_warnings():
+        # torch warns if a number is read from a tensor that requires grad; the caller's tensor does not.
+        warnings.simplefilter("ignore", UserWarning)
+        objective = loss(rollout.replace(**{prefix + name: field for name, field in constants.items()})).objective
+    if not objective.requires_grad:
+        return {}
+    live = rollout.peek("mask") != 0
+    found = backward(loss, objective, list(constants.values()))
+    return {
+        name: part.where(live if part.dim() == 2 else live[..., None], 0.0)
+        for name, part in zip(constants, found, strict=True)
+        if part is not None
+    }
+
+
+def _wrong_rows(findings: Findings) -> list[Row]:
+    """First row of batches of one that is wrong, for each sampler.
+
+    Multiples of the target are left out: if half of it is followed, the reference would receive the other half.
+    """
+    wrong = [
+        row
+        for row in findings.rows
+        if row.wrong and row.batch == 1 and row.method == "exact" and proportion(row.identified, row.expected) is None
+    ]
+    return [row for sampler in findings.samplers for row in wrong if row.sampler == sampler][:2]
+
+
+def _right_once_moved(findings: Findings, row: Row, prefix: str) -> bool:
+    instance = instances(row.environment, findings.seed)[0]
+    found = exact(_Moved(findings.loss.for_experiments(), prefix), instance, row.sampler, padding=findings.seed)
+    target = combine(findings.expect, instance)
+    unit = max(float(np.linalg.norm(part)) for part in (target, gradient("reverse_kl", instance)))
+    return float(np.linalg.norm(found.gradient - target)) <= tolerance(found.dtype) * unit
 
 
 def wrong_side(logp, ref_logp, mask):
@@ -29,15 +132,10 @@ def right_side(logp, ref_logp, mask):
 
 
 def demonstrate() -> Demonstration:
-    import torch
-
-    from kltest.checks.demonstrations import row
-    from kltest.counterexample.demonstration import Demonstration
-
-    columns, found = {"as written": wrong_side, "mended": right_side}, []
+    columns, found = {"as written": wrong_side, "fixed": right_side}, []
     for loss in columns.values():
-        logp, ref_logp = (row((log(p),)).requires_grad_() for p in (0.8, 0.5))
-        gradients = torch.autograd.grad(loss(logp, ref_logp, row((1.0,))), [logp, ref_logp], allow_unused=True)
+        logp, ref_logp = (one_row((log(p),)).requires_grad_() for p in (0.8, 0.5))
+        gradients = torch.autograd.grad(loss(logp, ref_logp, one_row((1.0,))), [logp, ref_logp], allow_unused=True)
         found.append([0.0 if gradient is None else float(gradient) for gradient in gradients])
     policy, reference = zip(*found, strict=True)
     return Demonstration(
@@ -45,31 +143,3 @@ def demonstrate() -> Demonstration:
         ("", *columns),
         (("gradient at logp", *policy), ("gradient at ref_logp", *reference)),
     )
-
-
-CHECK = Check(
-    code="KL506",
-    name="reference-not-detached",
-    title="The gradient goes to the reference or the sampler instead of the policy",
-    what=(
-        "The loss switches on the gradient of log-probs that it was given as constants, or stops the gradient on the "
-        "wrong side of a log-ratio: what the constant would receive is what the policy lacks."
-    ),
-    why=(
-        "The reference is moved towards the policy, or nothing is moved at all. Where the reference is a copy with "
-        "gradients, or shares its weights with the policy (adapters), the anchor drags."
-    ),
-    example=(
-        "One token with π = 0.8 and ref = 0.5: the gradient of (ln π/ref)²/2 at the policy's log-prob should be "
-        "ln 1.6 = 0.470004. With the policy detached it is 0, and the reference's log-prob gets −0.470004."
-    ),
-    fix=(
-        "Compute the reference's and the sampler's log-probs under torch.no_grad(), and detach them, not the policy's, "
-        "where a log-ratio is differentiated."
-    ),
-    sources=("PyTorch, Autograd mechanics: locally disabling gradient computation",),
-    wrong=wrong_side,
-    mended=right_side,
-    demonstrate=demonstrate,
-    examine=examine,
-)

@@ -2,24 +2,77 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from math import log
-from typing import TYPE_CHECKING
 
-from kltest.checks.check import Check, Found
+import torch
+from torch import Tensor
+
+from kltest.checks.call_once import CallResult, call_once, usual_batch
+from kltest.checks.check import Found
+from kltest.checks.demonstrations import gradient, of_calls, rollout
 from kltest.checks.losses import squared_sum
+from kltest.counterexample.demonstration import Demonstration
+from kltest.errors import KltestError
+from kltest.identify.findings import Findings
+from kltest.moments.tolerances import TOLERANCES
 
-if TYPE_CHECKING:
-    from kltest.counterexample.demonstration import Demonstration
-    from kltest.identify.findings import Findings
-
+# Calls of one batch; a coefficient that is adapted every tenth call or so shows as well.
+CALLS = 16
 STEP = count()
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.checks.hygiene import repeat
+    return findings.once(_differs)
 
-    return findings.once(repeat.differs)
+
+def not_comparable(findings: Findings) -> str | None:
+    """Return why calls cannot be compared: no gradient reaches the policy, or one batch gives different results."""
+    if findings.blocked:
+        return "no gradient reaches the policy at all (KL509)"
+    with suppress(KltestError):
+        if findings.once(_differs):
+            return "calls cannot be compared with one another, since they do not repeat (KL507)"
+    return None
+
+
+def _differs(findings: Findings) -> Found | None:
+    """Call one batch again and again; the random state goes on from call to call."""
+    loss = findings.loss.for_experiments()
+    batch = usual_batch(findings)
+    with torch.random.fork_rng(devices=[]):
+        first = call_once(loss, batch.replace())
+        for call in range(2, CALLS + 1):
+            if words := _difference(first, call_once(loss, batch.replace())):
+                return Found(f"The same batch of {len(batch)} rollouts gives {words} in call {call}.")
+    if noticed := findings.observed.nondeterministic:
+        return Found(f"{noticed}.")
+    return None
+
+
+def _difference(first: CallResult, again: CallResult) -> str | None:
+    dtype = first.outcome.dtype
+    one, other = (float(result.value.sum()) for result in (first, again))
+    if not _same(first.value, again.value, dtype):
+        return f"values that sum to {one:.6g} in the first call and to {other:.6g}"
+    if first.gradients.keys() != again.gradients.keys():
+        return "a gradient with respect to other inputs"
+    for name, before in first.gradients.items():
+        found = again.gradients[name]
+        if not _same(before, found, dtype):
+            place = int((before - found).abs().argmax())
+            one, other = (float(part.flatten()[place]) for part in (before, found))
+            return f"the gradient {one:.6g} at an entry of {name} in the first call and {other:.6g}"
+    return None
+
+
+def _same(one: Tensor, other: Tensor, dtype: str) -> bool:
+    if one.shape != other.shape:
+        return False
+    scale = float(one.abs().max())
+    return bool((one - other).abs().max() <= TOLERANCES[dtype].repeated * scale)
 
 
 def every_other_step(logp, ref_logp, mask, step=STEP):
@@ -29,42 +82,9 @@ def every_other_step(logp, ref_logp, mask, step=STEP):
 
 
 def demonstrate() -> Demonstration:
-    from functools import partial
-
-    from kltest.checks.demonstrations import gradient, of_calls, rollout
-
     batch = rollout((log(0.8),), (log(0.5),))
     return of_calls(
         "one token, π = 0.8, ref = 0.5, the same batch twice",
-        {"as written": partial(every_other_step, step=count()), "mended": squared_sum},
+        {"as written": partial(every_other_step, step=count()), "fixed": squared_sum},
         {"gradient, first call": (batch, gradient(0)), "gradient, second call": (batch, gradient(0))},
     )
-
-
-CHECK = Check(
-    code="KL507",
-    name="non-deterministic",
-    title="The same batch gives different values or gradients",
-    what=(
-        "Called again with the same rollouts the loss returns another value or has another gradient: it draws random "
-        "numbers, or keeps state between calls."
-    ),
-    why=(
-        "What the optimiser follows then depends on how often the loss was called before: by a second epoch, by "
-        "gradient checkpointing, by an evaluation. No expectation over rollouts is its gradient's, and a run cannot "
-        "be repeated."
-    ),
-    example=(
-        "One token with π = 0.8 and ref = 0.5: the gradient is ln 1.6 = 0.470004. A term that is doubled and applied "
-        "every other step has 0.940007 in one call and 0 in the next."
-    ),
-    fix=(
-        "Draw random numbers outside and pass them in, or seed a generator of the loss's own in every call. Keep a "
-        "coefficient that adapts in the trainer, as an argument (beta), and change it between steps."
-    ),
-    sources=("PyTorch, notes on reproducibility",),
-    wrong=every_other_step,
-    mended=squared_sum,
-    demonstrate=demonstrate,
-    examine=examine,
-)

@@ -1,38 +1,33 @@
-"""KL510: the coefficient does not do what a coefficient does."""
+"""KL510: the KL part of the gradient is not proportional to the coefficient."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
 
-from kltest.checks.check import Check, Found
+from kltest.checks.check import Found
+from kltest.checks.groups.coefficient import coefficient
 from kltest.counterexample.demonstration import Demonstration, SmallWorld
 from kltest.identify.findings import Findings, Row, proportion
-
-if TYPE_CHECKING:
-    from kltest.checks.groups.coefficient import Coefficient
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.moments import exact
 
 
 def explains(row: Row, findings: Findings) -> bool:
     if moot(findings):
         return False
-    kind = what_it_does(findings).kind
+    kind = coefficient(findings).kind
     if kind == "ignored":
         return row.identified in (None, {"zero": 1.0})
     return kind == "other" and (row.identified is None or proportion(row.identified, row.expected) is not None)
 
 
-def what_it_does(findings: Findings) -> Coefficient:
-    from kltest.checks.groups.coefficient import coefficient
-
-    return coefficient(findings)
-
-
 def tells(row: Row, findings: Findings) -> str:
-    return "the loss at β is the loss without it" if what_it_does(findings).kind == "ignored" else ""
+    return "the loss at β is the loss without it" if coefficient(findings).kind == "ignored" else ""
 
 
 def examine(findings: Findings) -> Found | None:
-    found = what_it_does(findings)
+    found = coefficient(findings)
     if found.kind not in ("ignored", "other"):
         return None
     if found.kind == "ignored":
@@ -55,54 +50,17 @@ def plain_coefficient(logp, ref_logp, mask, kl_coef):
     return kl_coef * log_ratio.square() / 2
 
 
-WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 BETAS = (0.01, 0.1, 1.0)
 
 
 def demonstrate() -> Demonstration:
-    import numpy as np
-
-    from kltest.loss.calling import bind
-    from kltest.loss.outcome import Call
-    from kltest.moments import exact
-
-    instance = WORLD.instance()
+    instance = ENVIRONMENT.instance()
     scale = float(np.exp(instance.policy[0].sum()))
     rows: list[tuple[str | float, ...]] = []
     for beta in BETAS:
         losses = (squared_coefficient, plain_coefficient)
         found = [exact(bind(loss, Call(beta=beta)), instance).gradient[0, 0] for loss in losses]
         rows.append((f"β = {beta:g}", *(float(beta * part / scale) for part in found)))
-    return Demonstration(
-        f"{WORLD.words()}\n∂/∂p(0) of what β adds to the loss.", ("coefficient", "as written", "mended"), tuple(rows)
-    )
-
-
-CHECK = Check(
-    code="KL510",
-    name="coefficient-ignored",
-    title="The KL part of the gradient is not proportional to the coefficient",
-    what=(
-        "The loss takes a coefficient and does something else with it than to multiply its KL term by it: nothing at "
-        "all, a square, a limit."
-    ),
-    why=(
-        "Whoever sets the coefficient believes to set the strength of the penalty. Sweeps over it, published settings "
-        "and adaptive controllers then move something else, or nothing."
-    ),
-    example=(
-        "Two actions, π = (0.8, 0.2), ref = (0.5, 0.5), the coefficient inside of the square; derivatives with "
-        "respect to the first probability. At β = 0.1 the penalty should push with 0.1·ln 4 = 0.138629, and pushes "
-        "with 0.013863."
-    ),
-    fix="Multiply the KL term by the coefficient, once, outside of any square, clamp or normalisation.",
-    sources=("Ray RLlib #52286, #61782: use_kl_loss is ignored in the loss",),
-    wrong=squared_coefficient,
-    mended=plain_coefficient,
-    demonstrate=demonstrate,
-    options={"beta": 0.1},
-    explains=explains,
-    tells=tells,
-    examine=examine,
-    moot=moot,
-)
+    setting = f"{ENVIRONMENT.words()}\n∂/∂p(0) of what β adds to the loss."
+    return Demonstration(setting, ("coefficient", "as written", "fixed"), tuple(rows))

@@ -1,25 +1,56 @@
-"""KL601: what is logged as the KL is none."""
+"""KL601: the number that is logged as the KL is none."""
 
 from __future__ import annotations
 
-from kltest.checks.check import Check, Found
+from math import isclose
+
+import numpy as np
+
+from kltest.checks.check import Found
+from kltest.checks.logged_values.metrics import SYMBOLS, logged_rows, no_kl, reported
+from kltest.checks.logged_values.metrics import demonstrate as demonstrate_metrics
 from kltest.counterexample.demonstration import Demonstration, SmallWorld
-from kltest.identify.findings import Findings
+from kltest.identify.findings import Findings, Row
+from kltest.identify.instances import instances
+from kltest.identify.values import NAMES, TOLERANCE, Reported
+from kltest.truth import VALUES, value
 
-
-def moot(findings: Findings) -> str | None:
-    from kltest.checks.logged_values import logged
-
-    return logged.no_kl(findings)
+moot = no_kl
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.checks.logged_values import logged
+    """Compare the metric with the KLs under a current sampler, whatever the cause of a difference."""
+    rows = [row for row in logged_rows(findings) if reported(row).judged]
+    if not rows:
+        return Found(
+            "what it logs for a rollout could not be told: it takes larger batches, or there are too many rollouts",
+            "inconclusive",
+        )
+    wrong = [_sentence(row, findings.seed) for row in rows if reported(row).row.matches is None]
+    return Found(" ".join(wrong)) if wrong else None
 
-    if reason := logged.unknown(findings):
-        return Found(reason, "inconclusive")
-    found = logged.no_kl_at_all(findings)
-    return Found(" ".join(found)) if found else None
+
+def _sentence(row: Row, seed: int) -> str:
+    found = reported(row)
+    truths = ", ".join(f"{SYMBOLS[name]} = {found.truths[0][name]:.6g}" for name in NAMES)
+    bias = found.row.relative_bias or 0.0
+    words = f"In {row.environment} it is {found.means[0]:.6g} where {truths} (off by {bias:.2g} of the nearest)"
+    name = _named(found, row.environment, seed) if row.batch == 1 else None
+    if name is None and (minus := [n for n, factor in found.factors.items() if isclose(factor, -1.0, rel_tol=1e-3)]):
+        return f"{words}: it is minus {SYMBOLS[minus[0]]}."
+    return words + (f": it is {VALUES[name]}." if name else ".")
+
+
+def _named(found: Reported, environment: str, seed: int) -> str | None:
+    """Name of another known number that the metric equals on every instance, None if there is none."""
+    drawn = instances(environment, seed)
+    for name in VALUES:
+        if name in NAMES or name.endswith("@sampler"):
+            continue
+        known = [value(name, instance) for instance in drawn]
+        if np.allclose(found.means, known, rtol=TOLERANCE, atol=1e-12):
+            return name
+    return None
 
 
 def logs_its_penalty(logp, ref_logp, mask):
@@ -34,41 +65,8 @@ def logs_the_kl(logp, ref_logp, mask):
     return penalty, {"kl": log_ratio.mean()}
 
 
-WORLD = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:
-    from kltest.checks.logged_values import logged
-
-    return logged.demonstrate(WORLD, {"as written": logs_its_penalty, "mended": logs_the_kl})
-
-
-CHECK = Check(
-    code="KL601",
-    name="metric-not-kl",
-    title="What is logged as the KL is none",
-    what=(
-        'In expectation over the policy\'s rollouts the logged "kl" is neither the KL of whole rollouts, E[Σu], nor '
-        "the KL per token, E[Σu]/E[L], nor the mean over rollouts of the mean per token, E[Σu/L]."
-    ),
-    why=(
-        "Adaptive coefficients, early stopping and every comparison between runs go by this number. The term "
-        "whose gradient is right need not have the KL as its value: ½u² has the right gradient and is biased as "
-        "a KL, the more the further the policy is from the reference."
-    ),
-    example=(
-        "Two actions, π = (0.8, 0.2), ref = (0.5, 0.5). KL(π‖ref) = 0.192745; a loss that logs its own penalty ½u² "
-        "logs 0.172320 in expectation."
-    ),
-    fix=(
-        "Log an estimate of the KL itself, whatever the loss is made of: k1 = logp − ref_logp, or "
-        "k3 = exp(ref_logp − logp) − 1 − (ref_logp − logp), which is never negative and less noisy near the reference, "
-        "summed over live tokens."
-    ),
-    sources=("Schulman 2020, Approximating KL Divergence", "Tang & Munos 2025, arXiv 2506.09477, §3"),
-    wrong=logs_its_penalty,
-    mended=logs_the_kl,
-    demonstrate=demonstrate,
-    examine=examine,
-    moot=moot,
-)
+    return demonstrate_metrics(ENVIRONMENT, {"as written": logs_its_penalty, "fixed": logs_the_kl})

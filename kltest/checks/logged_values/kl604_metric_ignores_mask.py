@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from kltest.checks.check import Check, Found
+from collections.abc import Callable
+from typing import Any
+
+from kltest.checks.check import Found
+from kltest.checks.logged_values.metrics import BATCH, batch, metric_of, moved, no_kl, number
 from kltest.counterexample.demonstration import Demonstration, SmallWorld
 from kltest.identify.findings import Findings
+from kltest.identify.instances import instances
+from kltest.loss.calling import bind
+from kltest.rollout import Rollout
+from kltest.truth import value
 
 
 def moot(findings: Findings) -> str | None:
-    from kltest.checks.logged_values import logged
-
-    return logged.no_kl(findings) or logged.only_one_length(findings)
+    if reason := no_kl(findings):
+        return reason
+    padded = any(instances(environment, findings.seed)[0].paths.padded for environment in findings.environments)
+    return None if padded else "only environments without padding were graded"
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.checks.logged_values import logged
-
-    found = findings.once(logged.moves_with_padding)
-    return Found(found) if found else None
+    """Fill padding in two legal ways and compare the metric."""
+    for environment in findings.environments:
+        instance = instances(environment, findings.seed)[0]
+        if not instance.paths.padded:
+            continue
+        first, second = (metric_of(findings, batch(instance, findings.seed + salt)) for salt in (0, 1))
+        if moved(first, second):
+            return Found(
+                f"In {environment} the same {BATCH} rollouts log {number(first)} with one filling of their padded "
+                f"positions and {number(second)} with another, both finite and legal."
+            )
+    return None
 
 
 def logs_all_positions(logp, ref_logp, mask):
@@ -32,36 +49,24 @@ def logs_live_positions(logp, ref_logp, mask):
     return total.square() / 2, {"kl": total.mean()}
 
 
-WORLD = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5), (0.5, 0.5)], length=2, ends=True)
+ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5), (0.5, 0.5)], length=2, ends=True)
+# Values of logp − ref_logp at padded positions.
+FILLINGS = (0.0, 1.0, -1.0)
 
 
 def demonstrate() -> Demonstration:
-    from kltest.checks.logged_values import logged
-
-    losses = {"as written": logs_all_positions, "mended": logs_live_positions}
-    return logged.demonstrate_padding(WORLD, losses, (0.0, 1.0, -1.0))
-
-
-CHECK = Check(
-    code="KL604",
-    name="metric-ignores-mask",
-    title="The logged KL counts padding",
-    what='The logged "kl" changes with what stands at positions that the mask rules out.',
-    why=(
-        "Padded positions hold whatever the model says there, or a sentinel. The metric then depends on how much "
-        "padding a batch happens to carry and on how it was filled: it moves while the policy does not, and runs "
-        "with different maximal lengths cannot be compared."
-    ),
-    example=(
-        "Up to two tokens, the second of two actions ending the rollout, π = (0.8, 0.2) at the root and equal to "
-        "ref = (0.5, 0.5) afterwards: KL(π‖ref) = 0.192745. A fifth of the rollouts have one token and one padded "
-        "position. With a log-ratio of 1 written there the metric is 0.392745 in expectation, with −1 it is −0.007255."
-    ),
-    fix="Apply the mask that the loss applies: (log_ratio * mask).sum(-1).mean(), or cut padding out beforehand.",
-    sources=("TRL #6803, #6809: objective/kl of Online DPO includes padding",),
-    wrong=logs_all_positions,
-    mended=logs_live_positions,
-    demonstrate=demonstrate,
-    examine=examine,
-    moot=moot,
-)
+    """Expectation of what is logged for several fillings of the padding."""
+    instance = ENVIRONMENT.instance()
+    rollout, weights = Rollout.of(instance), instance.rollout_weights("current")
+    live, ref_logp = rollout.peek("mask") != 0, rollout.peek("ref_logp")
+    rows: list[tuple[str | float, ...]] = [("KL(π‖ref)", *[value("kl", instance)] * len(FILLINGS))]
+    losses: dict[str, Callable[..., Any]] = {"as written": logs_all_positions, "fixed": logs_live_positions}
+    for name, function in losses.items():
+        loss, means = bind(function, name=name), []
+        for filling in FILLINGS:
+            filled = rollout.replace(logp=rollout.peek("logp").detach().where(live, ref_logp + filling))
+            logged = [loss.returned(filled.take([row])).metric for row in range(len(weights))]
+            means.append(sum(w * float(m) for w, m in zip(weights, logged, strict=True) if m is not None))
+        rows.append((name, *means))
+    columns = ("expectation of what is logged", *(f"padding: u = {filling:g}" for filling in FILLINGS))
+    return Demonstration(ENVIRONMENT.words(), columns, tuple(rows))

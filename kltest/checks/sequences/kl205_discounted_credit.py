@@ -1,28 +1,133 @@
-"""KL205: later log-ratios are credited with a factor."""
+"""KL205: the log-ratios of later tokens are credited with a factor.
+
+Every gradient Σ_t g_t Σ_{s≥t} c_ts u_s is a combination of the parts E_π[g_t u_s]. The factors c are found by fitting
+the measured gradient with these parts on all instances of an environment, and then read: a discount, a window, a
+discount from the start.
+"""
 
 from __future__ import annotations
 
-from kltest.checks.check import Check
+from functools import lru_cache
+
+import numpy as np
+
 from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
+from kltest.identify.identification import solve
+from kltest.truth import gradient
+from kltest.truth.credit import credit_pairs
+
+# Factors that differ by less are one factor: the fit leaves 1e-9, or 1e-4 if the loss computes in float32.
+SAME = 1e-3
+# Added by a k3 in the reward: in expectation it is u for later tokens, but not for the token itself.
+BESIDES = "local_forward_kl"
+
+Factors = dict[tuple[int, int], float]
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    from kltest.checks.sequences.credit import credit
-
     return credit(row, findings) is not None
 
 
 def tells(row: Row, findings: Findings) -> str:
-    from kltest.checks.sequences.credit import credit
-
     return credit(row, findings) or ""
 
 
 def moot(findings: Findings) -> str | None:
     if "reverse_kl" not in findings.expect:
         return "the declared target is not the sum over all later log-ratios"
-    return "only worlds of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+    return "only environments of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+
+
+def credit(row: Row, findings: Findings) -> str | None:
+    """Describe how a row's gradient credits later log-ratios; None if that does not account for it."""
+    return findings.once(_credits).get((row.environment, row.sampler, row.batch))
+
+
+def _credits(findings: Findings) -> dict[tuple[str, str, int], str | None]:
+    return {(row.environment, row.sampler, row.batch): _credit(row, findings) for row in findings.rows if row.wrong}
+
+
+def _credit(row: Row, findings: Findings) -> str | None:
+    if row.length == 1:
+        return None
+    if row.identified is not None:
+        return _damped(row.identified)
+    gradients = findings.measure.gradients(row)
+    if not gradients:  # the row is sampled
+        return None
+    case = findings.measure.case(row)
+    parts = _parts(case)
+    besides = [name for name in findings.expect if name not in ("reverse_kl", "local_reverse_kl", "zero")]
+    known = {name: [gradient(name, i) for i in case.instances] for name in besides}
+    for extra in ([], [BESIDES]):
+        more = known | {name: [gradient(name, i) for i in case.instances] for name in extra}
+        for by_distance in (True, False):
+            columns: dict[str, list[np.ndarray]] = {}
+            for (t, s), part in parts.items():
+                name = str(s - t if by_distance else (t, s))
+                columns[name] = [a + b for a, b in zip(columns[name], part, strict=True)] if name in columns else part
+            found = solve(gradients, columns | more, dtype=findings.observed.dtype)
+            if found is not None:
+                return read({(t, s): found[str(s - t if by_distance else (t, s))] for t, s in parts})
+    return None
+
+
+@lru_cache(maxsize=16)
+def _parts(case: Case) -> dict[tuple[int, int], list[np.ndarray]]:
+    pairs = [credit_pairs(instance) for instance in case.instances]
+    return {pair: [each[pair] for each in pairs] for pair in pairs[0]}
+
+
+def _damped(identified: dict[str, float]) -> str | None:
+    """Describe one factor for all later tokens, which is a combination of named gradients."""
+    factor = identified.get("reverse_kl", 0.0)
+    if set(identified) != {"reverse_kl", "local_reverse_kl"} or not 0 < factor < 1:
+        return None
+    whole = factor + identified["local_reverse_kl"]
+    return f"every later log-ratio is credited with {factor:.4g}" if abs(whole - 1) < SAME else None
+
+
+def read(factors: Factors) -> str | None:
+    """Describe a (t, s) table of factors; None if all later tokens have the same one, or zero."""
+    size = max(map(abs, factors.values()))
+    later = {pair: factor for pair, factor in factors.items() if pair[0] < pair[1]}
+    if not any(abs(factor) > SAME * size for factor in later.values()):
+        return None
+    first = factors[0, 0]
+    if abs(first) > SAME * size:
+        scale = "" if abs(first - 1) < SAME else f", all times {first:.4g}"
+        for position, distance, words in (
+            (1.0, factors[0, 1] / first, "the log-ratio of k tokens later is credited with {distance:.4g}^k"),
+            (factors[1, 1] / first, factors[0, 1] / first, "{both}"),
+        ):
+            if all(_same(c, first * position**t * distance ** (s - t), size) for (t, s), c in factors.items()):
+                if _same(position, 1.0) and _same(distance, 1.0):
+                    return None
+                return words.format(distance=distance, both=_both(position, distance)) + scale
+    by_distance = [factors[0, lag] for lag in range(1 + max(s for _, s in factors))]
+    if not all(_same(c, by_distance[s - t], size) for (t, s), c in factors.items()):
+        return None
+    credited = [lag for lag, factor in enumerate(by_distance) if abs(factor) > SAME * size]
+    if credited == list(range(len(credited))) and all(_same(by_distance[lag], first, size) for lag in credited):
+        scale = "" if _same(first, 1.0) else f", all times {first:.4g}"
+        return f"only the log-ratios up to {credited[-1]} tokens later are credited{scale}"
+    if all(_same(factor, by_distance[1], size) for factor in by_distance[1:]):
+        return None
+    return "by distance, log-ratios are credited with " + ", ".join(f"{round(factor, 6):.4g}" for factor in by_distance)
+
+
+def _both(position: float, distance: float) -> str:
+    if _same(position, distance):
+        return f"the log-ratio of token s, counted from 0, is credited with {distance:.4g}^s"
+    if _same(distance, 1.0):
+        return f"the score of token t, counted from 0, is weighted with {position:.4g}^t"
+    return f"the log-ratio k tokens after token t is credited with {position:.4g}^t·{distance:.4g}^k"
+
+
+def _same(one: float, other: float, size: float = 1.0) -> bool:
+    return abs(one - other) <= SAME * size
 
 
 def discounted(logp, ref_logp, mask):
@@ -39,7 +144,7 @@ def undiscounted(logp, ref_logp, mask):
     return (logp * to_go).where(mask != 0, 0.0)
 
 
-WORLD = SmallWorld(
+ENVIRONMENT = SmallWorld(
     policy=[(0.5, 0.5), (0.8, 0.2), (0.5, 0.5)],
     reference=[(0.5, 0.5)] * 3,
     length=2,
@@ -47,41 +152,4 @@ WORLD = SmallWorld(
 
 
 def demonstrate() -> Demonstration:
-    return of_gradients(WORLD, {"as written": discounted, "mended": undiscounted})
-
-
-CHECK = Check(
-    code="KL205",
-    name="discounted-credit",
-    title="A token answers for later log-ratios with a factor only",
-    what=(
-        "The expected gradient is Σ_t g_t Σ_{s≥t} c·u_s with a factor c that is not the same for all later tokens: "
-        "a discount γ^(s−t) (γ below 1, or the λ of generalised advantage estimation), a discount from the start "
-        "γ^s, or a window after which credit is cut off."
-    ),
-    why=(
-        "The KL of whole rollouts is a plain sum of log-ratios: a discount below 1 penalises what a token leads to "
-        "less, the later the less. After 1/(1 − γ) tokens about a third of the credit is left, so that on long "
-        "rollouts the gradient is little more than the partial one."
-    ),
-    example=(
-        "Two tokens of two actions. At the root π = ref = (0.5, 0.5); after the first action π = (0.8, 0.2) "
-        "against ref = (0.5, 0.5), after the second they are equal. With respect to the root's first "
-        "probability the truth is the difference in what follows, 0.192745; discounted with γ = 0.95 it is "
-        "0.95·0.192745 = 0.183108."
-    ),
-    fix=(
-        "Take γ = 1 and λ = 1 for the KL term, whatever the task reward's advantages use: the undiscounted "
-        "reward-to-go of logp − ref_logp, or ½(Σ_t (logp − ref_logp))²."
-    ),
-    sources=(
-        "Schulman et al. 2016, Generalized Advantage Estimation, arXiv 1506.02438",
-        "Tang & Munos 2025, arXiv 2506.09477",
-    ),
-    wrong=discounted,
-    mended=undiscounted,
-    demonstrate=demonstrate,
-    explains=explains,
-    tells=tells,
-    moot=moot,
-)
+    return of_gradients(ENVIRONMENT, {"as written": discounted, "fixed": undiscounted})

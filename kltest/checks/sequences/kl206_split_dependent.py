@@ -1,19 +1,42 @@
-"""KL206: the gradient depends on how a batch is cut into parts."""
+"""KL206: the gradient depends on how a batch is cut into parts.
+
+The gradient of a whole batch is compared with the accumulated gradients of its parts, in an environment of varying
+length whatever environments are graded: at a fixed length a mean over tokens is a mean over rollouts. Groups are never
+cut.
+"""
 
 from __future__ import annotations
 
-from kltest.checks.check import Check, Found
+from dataclasses import dataclass
+
+import numpy as np
+
+from kltest.checks.check import Found
+from kltest.checks.group_fixture import GroupFixture, gradient, group_fixture, limit, norm
 from kltest.checks.losses import squared_sum
 from kltest.checks.sequences.kl204_batch_normalised import mean_over_tokens
 from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.errors import KltestError
 from kltest.identify.findings import Findings
+from kltest.identify.instances import instances
+from kltest.loss.calling import BoundLoss, bind
+from kltest.loss.view import ROW_FIELDS
+from kltest.moments import exact_batches
+from kltest.moments.differentiate import differentiate, live_positions
+from kltest.rollout import Rollout
+
+# The environment of the experiment; rollouts a batch, in groups and without.
+VARYING = "ragged"
+GROUPS, ROWS = 4, 8
+ALIKE = 4
+# Sizes of the batches that are enumerated: the smallest that differ and have more than one row.
+SIZES = (2, 3)
+
+Cut = list[np.ndarray]
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.checks.group_fixture import limit
-    from kltest.checks.sequences.splits import split
-
-    found = split(findings)
+    found = _split(findings)
     if found.unfit:
         return Found(f"the loss is made for one group a call: {found.unfit}, and it is not told of groups", "skip")
     if found.moved <= limit(findings):
@@ -25,17 +48,96 @@ def examine(findings: Findings) -> Found | None:
     )
 
 
-WORLD = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
+@dataclass(frozen=True)
+class Split:
+    """Effect of the cut that moves the gradient most.
+
+    `moved`: distance of the accumulated parts from the whole, relative to it. `whole` and `parts` count rollouts.
+    `unfit`: why a batch of this loss cannot be cut.
+    """
+
+    moved: float
+    whole: int = 0
+    parts: tuple[int, ...] = ()
+    unfit: str = ""
+
+
+def _split(findings: Findings) -> Split:
+    reads_groups = "group" in findings.observed.uses
+    size = group_fixture(findings).size
+    fixture = GroupFixture(findings.loss, instances(VARYING, findings.seed, size)[0], size, findings.seed)
+    lengths = fixture.instance.paths.lengths
+    if reads_groups:
+        found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, GROUPS * size), size), size)
+        return found if found.moved > limit(findings) and _in_expectation(findings) else Split(0.0)
+    try:
+        found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, ROWS), ROWS), 1)
+        if found.moved <= limit(findings) or not _in_expectation(findings):
+            return Split(0.0)
+        longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
+        rewarded = findings.observed.uses & ROW_FIELDS
+        if rewarded and _moved(findings, _batch(fixture, longest, ALIKE), 1).moved > limit(findings):
+            return Split(0.0, unfit="it couples rollouts of equal length, through their rewards")
+    except KltestError as error:
+        return Split(0.0, unfit=f"it does not take every number of rollouts ({error})")
+    return found
+
+
+def _in_expectation(findings: Findings) -> bool:
+    """Return True if the batch size changes the expected gradient; a baseline of other rollouts changes noise only."""
+    instance = instances(VARYING, findings.seed, ALIKE)[0]
+    small, large = (exact_batches(findings.loss, instance, size=size, padding=findings.seed).gradient for size in SIZES)
+    kept, as_sum = norm(small - large), norm(small / SIZES[0] - large / SIZES[1]) * SIZES[1]
+    return min(kept, as_sum) > limit(findings) * norm(large)
+
+
+def _of_all_lengths(lengths: np.ndarray, count: int) -> np.ndarray:
+    """Rollouts, the shortest in the first quarter and then both kinds, so that parts differ in mean and largest length.
+
+    Neighbours differ if there are other rollouts of their length.
+    """
+    order = np.argsort(lengths, kind="stable")
+    long, short = order[::-1], order[lengths[order] == lengths.min()]
+    mixed = [short[place % len(short)] if place % 3 == 0 else long[place % len(long)] for place in range(count)]
+    return np.concatenate([np.resize(short, count // 4), mixed[count // 4 :]])
+
+
+def _batch(fixture: GroupFixture, rows: np.ndarray, group: int) -> Rollout:
+    """Groups of `group` rollouts; each group has one rewarded rollout more than the one before."""
+    number, within = np.divmod(np.arange(len(rows)), group)
+    return fixture.rollout(rows, (within <= number % group).astype(float).tolist(), number.tolist())
+
+
+def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:
+    """The cut that moves the gradient most, parts accumulated as a mean over rollouts or, if closer, as a sum."""
+    whole = gradient(findings.loss, rollout)
+    size, rows = norm(whole), len(rollout)
+    if size == 0:
+        return Split(0.0)
+    worst = {False: Split(0.0), True: Split(0.0)}
+    for cut in _cuts(rows // unit):
+        parts = [(np.arange(rows).reshape(-1, unit)[part].reshape(-1)) for part in cut]
+        found = [gradient(findings.loss, rollout.take(part)) for part in parts]
+        for as_sum in worst:
+            together = np.zeros_like(whole)
+            for part, own in zip(parts, found, strict=True):
+                together[part] = own if as_sum else own * len(part) / rows
+            candidate = Split(norm(together - whole) / size, rows, tuple(map(len, parts)))
+            worst[as_sum] = max(worst[as_sum], candidate, key=lambda split: split.moved)
+    return min(worst.values(), key=lambda split: split.moved)
+
+
+def _cuts(units: int) -> list[Cut]:
+    """Two halves, another two halves, and quarters."""
+    order = np.arange(units)
+    return [np.split(order, 2), [order[::2], order[1::2]], *([np.split(order, 4)] if units >= 4 else [])]
+
+
+ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
 
 
 def demonstrate() -> Demonstration:
-    import numpy as np
-
-    from kltest.loss.calling import BoundLoss, bind
-    from kltest.moments.differentiate import differentiate, live_positions
-    from kltest.rollout import Rollout
-
-    instance = WORLD.instance()
+    instance = ENVIRONMENT.instance()
     losses = [bind(loss) for loss in (mean_over_tokens, squared_sum)]
     everything = Rollout.of(instance)
     lengths = instance.paths.lengths
@@ -53,40 +155,7 @@ def demonstrate() -> Demonstration:
         ("one after the other, accumulated", *(weight(loss, short) / 2 for loss in losses)),
     )
     return Demonstration(
-        f"{WORLD.words()}\nThe weight of the rollout that ends at once, beside one of two tokens.",
-        ("batch", "as written", "mended"),
+        f"{ENVIRONMENT.words()}\nThe weight of the rollout that ends at once, beside one of two tokens.",
+        ("batch", "as written", "fixed"),
         rows,
     )
-
-
-CHECK = Check(
-    code="KL206",
-    name="split-dependent",
-    title="The gradient changes with how a batch is cut into micro-batches",
-    what=(
-        "The gradient of a batch is not what its parts give when they are accumulated: the loss divides by something "
-        "that the whole batch decides, or mixes groups."
-    ),
-    why=(
-        "The number of micro-batches, accumulation steps and ranks is meant to be a matter of memory. Here it changes "
-        "what is optimised, so that a run cannot be repeated on other hardware."
-    ),
-    example=(
-        "Two actions, of which the second ends the rollout, two tokens at most; π = (0.8, 0.2) and ref = (0.5, 0.5) "
-        "at the root. A rollout that ends at once has log-ratio ln 0.4 = −0.916291. In a batch with one of two tokens "
-        "a token-mean weighs it with a third of that, −0.305430; alone, accumulated over two steps, with a half, "
-        "−0.458145."
-    ),
-    fix=(
-        "Divide by the number of rollouts, or by a constant; or pass the count of the whole batch, over all "
-        "micro-batches and ranks, to every part."
-    ),
-    sources=(
-        "TRL #3231, TRL #3021",
-        "Liu et al. 2025, Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783",
-    ),
-    wrong=mean_over_tokens,
-    mended=squared_sum,
-    demonstrate=demonstrate,
-    examine=examine,
-)

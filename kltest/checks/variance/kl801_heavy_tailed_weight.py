@@ -1,12 +1,40 @@
-"""KL801: the weight of a rollout grows exponentially with a log-ratio."""
+"""KL801: the weight of a rollout grows exponentially with a log-ratio.
 
-# mypy: disable-error-code="no-untyped-def"
+The last token of one rollout is made unlikely under the policy, the reference or the sampler; everything else stays. If
+the gradient grows like a power of the log-ratio, the rollout contributes less and less to E‖ĝ‖², since it is drawn less
+and less. With e^(r·|log-ratio|) and r > 1/2 it contributes more the rarer it is: then most of the second moment is in
+rollouts that are never drawn.
+"""
 
 from __future__ import annotations
 
-from kltest.checks.check import Check, Found
+from dataclasses import dataclass
+from math import exp, log
+
+import numpy as np
+from torch import Tensor
+
+from kltest.checks.check import Found
 from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.environments import Instance
 from kltest.identify.findings import Findings
+from kltest.identify.instances import instances
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Loss
+from kltest.moments import exact
+from kltest.moments.differentiate import differentiate, live_positions
+from kltest.moments.projection import each_gradient
+from kltest.rollout import SAMPLER_FIELDS, Rollout
+
+# Log-ratios of the last token, beyond its own.
+DISTANCES = (5.0, 10.0, 20.0)
+# Rate r of e^(r·u). Between the two largest distances a power p grows 2^p-fold and e^(u/4) 12-fold, so that a faster
+# growth is no power below the fourth.
+EXPONENTIAL = 0.25
+# Rollouts, as many as in a usual group, so that losses that need groups can be called.
+BATCH = 4
+# Probability of the draws that `demonstrate` calls the rarest.
+RARE = 0.01
 
 
 def moot(findings: Findings) -> str | None:
@@ -14,12 +42,10 @@ def moot(findings: Findings) -> str | None:
 
 
 def examine(findings: Findings) -> Found | None:
-    from kltest.checks.variance import tails
-
-    found = findings.once(tails.tails)
+    found = tails(findings)
     if not found:
         return None
-    distances = ", ".join(f"{distance:g}" for distance in tails.DISTANCES)
+    distances = ", ".join(f"{distance:g}" for distance in DISTANCES)
     sentences = []
     for tail in found:
         growth, parts = (", ".join(f"{factor:.2g}" for factor in numbers) for numbers in (tail.growth, tail.parts))
@@ -29,6 +55,107 @@ def examine(findings: Findings) -> Found | None:
             f"to E‖ĝ‖², the chance of drawing it included, to {parts} times."
         )
     return Found(" ".join(sentences))
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A log-ratio driven to infinity by lowering the log-probs of some policies, given as prefixes of fields."""
+
+    words: str
+    lowered: tuple[str, ...]
+    off_policy: bool
+
+
+# On-policy the sampler is lowered with the policy.
+DIRECTIONS = (
+    Direction("log π/ref → −∞", ("", "old_"), False),
+    Direction("log π/ref → ∞", ("ref_",), False),
+    Direction("log π/μ → ∞", ("old_",), True),
+    Direction("log π/μ → −∞", ("", "ref_"), True),
+)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A direction in which the gradient of one rollout grows exponentially.
+
+    `growth`: its size over that of the mild rollout, by distance. `parts`: the same for its contribution to E‖ĝ‖², its
+    probability times its square. `rate`: r of e^(r·|log-ratio|).
+    """
+
+    direction: Direction
+    growth: tuple[float, ...]
+    parts: tuple[float, ...]
+    rate: float
+
+
+def tails(findings: Findings) -> list[Tail]:
+    """Directions in which a rollout's gradient grows exponentially, and faster than the rollout becomes rare."""
+    uses = findings.observed.uses & SAMPLER_FIELDS and "stale" in findings.samplers
+    rollout = Rollout.of(_instance(findings), padding=findings.seed).take(range(BATCH))
+    mild = _size(findings.loss, rollout)
+    found = []
+    for direction in DIRECTIONS:
+        if direction.off_policy and not uses:
+            continue
+        moved = [_lowered(rollout, direction, distance) for distance in DISTANCES]
+        sizes = [_size(findings.loss, one) for one in moved]
+        if mild <= 0 or min(sizes) <= 0 or not np.isfinite(sizes).all():
+            continue
+        rates = [log(b / a) / (y - x) for a, b, x, y in zip(sizes, sizes[1:], DISTANCES, DISTANCES[1:], strict=False)]
+        growth = [size / mild for size in sizes]
+        drawn = [exp(float((one.peek("old_logp") - rollout.peek("old_logp"))[0].sum())) for one in moved]
+        parts = tuple(chance * factor**2 for chance, factor in zip(drawn, growth, strict=True))
+        if min(rates) > EXPONENTIAL and parts[0] < parts[1] < parts[2]:
+            found.append(Tail(direction, tuple(growth), parts, rates[-1]))
+    return found
+
+
+def _instance(findings: Findings) -> Instance:
+    """First instance of the graded environment with the most tokens and no padding, else of the first one."""
+    drawn = [instances(environment, findings.seed)[0] for environment in findings.environments]
+    whole = [instance for instance in drawn if not instance.paths.padded and len(instance.paths) >= BATCH]
+    return max(whole or drawn[:1], key=lambda instance: instance.environment.horizon)
+
+
+def _lowered(rollout: Rollout, direction: Direction, distance: float) -> Rollout:
+    """The batch with the last token of its first rollout less likely by e^distance under some of the policies."""
+    token = int(rollout.peek("tokens")[0, -1])
+    changed: dict[str, Tensor] = {}
+    for prefix in direction.lowered:
+        logits, logp = (rollout.peek(f"{prefix}{name}").detach().clone() for name in ("logits", "logp"))
+        logits[0, -1, token] -= distance
+        logits[0, -1] = logits[0, -1].log_softmax(-1)
+        logp[0, -1] = logits[0, -1, token]
+        changed |= {f"{prefix}logits": logits, f"{prefix}logp": logp}
+    return rollout.replace(**changed)
+
+
+def _size(loss: Loss, rollout: Rollout) -> float:
+    """Norm of the first rollout's gradient with respect to the logits of its tokens."""
+    fresh = rollout.replace()
+    called = differentiate(loss, fresh, live_positions(rollout))
+    chances = rollout.peek("logits").detach().exp().numpy()[0]
+    full = np.zeros(chances.shape) if called.logits is None else called.logits[0].copy()
+    if called.logp is not None:
+        full[np.arange(len(full)), rollout.peek("tokens").numpy()[0]] += called.logp[0]
+    return float(np.linalg.norm(full - chances * full.sum(axis=-1, keepdims=True)))
+
+
+def _each(loss: Loss, instance: Instance) -> np.ndarray:
+    """(N, C, V) gradient of every rollout, up to one factor, of a loss that treats rollouts apart."""
+    rollout = Rollout.of(instance)
+    called = differentiate(loss, rollout, live_positions(rollout))
+    return each_gradient(instance.paths, instance.policy, called.logp, called.logits)
+
+
+def _rare_share(squares: np.ndarray, weights: np.ndarray) -> float:
+    """Share of E‖ĝ‖² in the hundredth of probability with the largest ‖ĝ‖², the last rollout counted in part."""
+    order = np.argsort(-squares, kind="stable")
+    before = np.cumsum(weights[order]) - weights[order]
+    counted = np.clip(RARE - before, 0.0, weights[order])
+    total = float(weights @ squares)
+    return float(counted @ squares[order]) / total if total else 0.0
 
 
 def weighted_by_the_ratio(logp, ref_logp, mask):
@@ -41,48 +168,18 @@ def exact_forward_kl(logits, ref_logits, mask):
     return -(ref_logits.where(live, 0.0).exp() * logits.where(live, 0.0)).where(live, 0.0).sum((-1, -2))
 
 
-WORLD = SmallWorld(policy=[(0.99, 0.01)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallWorld(policy=[(0.99, 0.01)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:
-    from kltest.checks.variance import tails
-
-    return tails.demonstrate(WORLD, {"as written": weighted_by_the_ratio, "mended": exact_forward_kl})
-
-
-CHECK = Check(
-    code="KL801",
-    name="heavy-tailed-weight",
-    title="The weight of a rollout grows exponentially with a log-ratio (a warning)",
-    what=(
-        "What a rollout weighs in the gradient is multiplied by e for every unit of the log-ratio to the reference or "
-        "to the sampler: ref/π of k3, a product of importance ratios over a sequence."
-    ),
-    why=(
-        "The expectation may be right, but most of the second moment sits in rollouts that are hardly ever drawn: "
-        "training looks calm and is biased towards what was drawn, until one rare token outweighs everything "
-        "else in the batch. Averages of such weights settle slowly, and their sample variance does not show it."
-    ),
-    example=(
-        "Two actions, π = (0.99, 0.01), ref = (0.5, 0.5), target ∇KL(ref‖π). Weighted by ref/π the second action "
-        "counts 50-fold, the first about half: E‖ĝ‖² = 49.005051, of which the rarest 1% of draws carry 0.999999. "
-        "Taken over both actions at once every draw gives the same gradient, E‖ĝ‖² = 0.480200."
-    ),
-    fix=(
-        "Use a weight that is linear in the log-ratio (k1, k2), or take the expectation over the next token exactly "
-        "(below for a forward KL). Where a ratio to the sampler is needed stay close to it, prefer prefix ratios to "
-        "whole-sequence ones, and look at the largest weight of a batch. Limiting the weight trades the tail for a "
-        "bias (KL306)."
-    ),
-    sources=(
-        "Schulman 2020, Approximating KL Divergence",
-        "Zhang et al. 2025, RPG, arXiv 2505.17508",
-        "Owen 2013, Monte Carlo theory, methods and examples, ch. 9: the tail of importance weights",
-    ),
-    wrong=weighted_by_the_ratio,
-    mended=exact_forward_kl,
-    demonstrate=demonstrate,
-    options={"expect": "local_forward_kl"},
-    examine=examine,
-    moot=moot,
-)
+    """E‖ĝ‖², and the share of it that the rarest hundredth of draws carries."""
+    instance = ENVIRONMENT.instance()
+    rows: list[tuple[str | float, ...]] = []
+    for name, function in {"as written": weighted_by_the_ratio, "fixed": exact_forward_kl}.items():
+        loss = bind(function, name=name)
+        squares = (_each(loss, instance) ** 2).sum(axis=(1, 2))
+        share = _rare_share(squares, instance.rollout_weights("current"))
+        rows.append((name, exact(loss, instance).second_moment, share))
+    return Demonstration(
+        ENVIRONMENT.words(), ("gradient of one rollout", "E‖ĝ‖²", "share of the rarest 1%"), tuple(rows)
+    )

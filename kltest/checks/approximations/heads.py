@@ -1,19 +1,20 @@
-"""Does a loss look at some of the actions only? Found out by exchanging the log-probs of unlikely ones.
+"""Heads: the likeliest actions, if a loss distinguishes only those.
 
-In a bandit with many actions, the log-probs of all actions from rank k on change places, so that their total stays,
-and the gradient of one rollout is looked at again. If it stays for a k below the number of actions, the loss tells
-apart a *head* of the k likeliest and nothing else. A sum over a head (KL701) is the same whatever was drawn from it.
-The log-prob of the token drawn, under a distribution that was cut to its head, is not (KL703: as a sampler with top-k
-or top-p reports it); it shows when the log-probs of the others are made smaller, since their total has no part in it.
+In a bandit with many actions the log-probs of all actions from rank k on are exchanged, which keeps their total, and
+the gradient of one rollout is computed again. If it stays the same for a k below the number of actions, the loss
+distinguishes a *head* of the k likeliest actions and nothing else. A sum over a head (KL701) is the same whatever
+action was drawn from it. The log-prob of the drawn token under a distribution that was cut to its head (KL703), as a
+sampler with top-k or top-p reports it, is not. Since the total of the other actions has no part in it, it shows when
+their log-probs are lowered.
 
-A head alone convicts nobody: a head that is differentiated right, with a sampled tail, has the exact gradient. A row
-has to be wrong without a name, in a world with more actions than the head has; or, where the head is larger than the
-usual worlds, the gradient in a world made large enough has to differ from what the loss follows in a small one.
+A head alone is no mistake: a head that is differentiated correctly, with a sampled tail, has the exact gradient. So a
+row has to be wrong and unnamed, in an environment with more actions than the head has. If the head is larger than the
+usual environments, the gradient in a large enough one has to differ from what the loss follows in a small one.
 
-Where the line is drawn: with rollouts from a truncated sampler, or from an engine whose true log-probs are not those
-in `old_logp`, *no* loss that sees the drawn tokens alone can be right, so that such rollouts convict nobody and are
-not made here. What is found is a loss that truncates by itself, on the policy's, the reference's or the sampler's
-side, while its tokens come from the whole distribution.
+If rollouts come from a truncated sampler, or from an engine whose true log-probs are not those in `old_logp`, *no* loss
+that sees only the drawn tokens can be right. Such rollouts prove nothing about a loss and are not made here. What is
+found is a loss that truncates the policy's, the reference's or the sampler's side by itself, while its tokens come from
+the whole distribution.
 """
 
 from __future__ import annotations
@@ -33,28 +34,27 @@ from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.loss.outcome import Loss
 from kltest.moments import exact
+from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 from kltest.truth import combine, render
 
-# The first shows heads of usual worlds and thresholds on probabilities, the second every head in use.
+# Numbers of actions: the first shows small heads and thresholds on probabilities, the second every head in use.
 SIZES = (12, 2048)
-# In some worlds a threshold leaves one action, of which nothing shows, or all: a head has to be seen in two of four.
+# Instances drawn, and those in which a head has to show: in some, a threshold leaves one action or all of them.
 DRAWS, SOME = 4, 2
 FIELDS = ("ref_logits", "logits", "old_logits")
-# What is not looked at moves the gradient by the rounding of its total at most, what is looked at by about π(v).
-MOVED = {"float64": 1e-10, "float32": 1e-6}
-# A head is found by halving, and silent tokens need not be those of lowest rank: so many neighbours are looked at too.
+# Ranks beside the end of a head, found by bisection, that are tried too: silent tokens need not be the unlikeliest.
 NEIGHBOURS = 12
-# An approximation that matters; constants in denominators, which a large vocabulary brings out too, stay below.
+# Relative bias of an approximation that matters; a constant in a denominator stays below it, vocabulary large or not.
 BIASED = 1e-3
 
 
 @dataclass(frozen=True)
 class Head:
-    """The likeliest actions `by` the policy, the reference or the sampler, that a loss tells apart, in a few worlds.
+    """The likeliest actions `by` policy, reference or sampler that a loss distinguishes, in a few instances.
 
-    `mass` is how much probability they hold, without the least likely of them and with it; `drawn`: the log-prob of
-    the token drawn is taken under a distribution cut to them.
+    `mass`: their probability, without the least likely of them and with it. `drawn`: the log-prob of the drawn token is
+    taken under a distribution cut to them.
     """
 
     by: str
@@ -64,7 +64,7 @@ class Head:
 
     @property
     def size(self) -> int | None:
-        """How many actions, if they are as many in all worlds."""
+        """Number of actions if it is the same in all instances, else None."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
 
     @property
@@ -77,20 +77,20 @@ class Head:
         return f"the likeliest actions under the {self.by}, as many as {', '.join(map(str, self.sizes))}"
 
     def leaves_out(self, actions: int) -> bool:
-        """Whether anything is left out in worlds with so many actions."""
+        """Return True if the head leaves anything out in an environment with this number of actions."""
         return self.size is None or self.size < actions
 
 
 def head(findings: Findings) -> Head | None:
-    """The head that the loss looks at, None where it tells all apart, or looks at the drawn token alone."""
+    """Return the head, None if the loss distinguishes all actions or sees the drawn token alone."""
     return findings.once(_head)
 
 
 def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
-    """The head that explains a row without a name; not one that does no harm in a bandit, where it can."""
+    """Return the head that explains an unnamed row; None if the gradient in a bandit has a name all the same."""
     if not row.wrong or row.identified is not None:
         return None
-    # Asked first: looking for a head takes hundreds of calls.
+    # First, since the search for a head takes hundreds of calls.
     single = findings.measure.alone("bandit", "current") if _sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
         return None
@@ -99,8 +99,8 @@ def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
     return seen if seen and seen.drawn == drawn and seen.leaves_out(actions) else None
 
 
-def beyond_the_usual_worlds(findings: Findings, *, drawn: bool) -> Found | None:
-    """A head that leaves nothing out of small worlds, and changes the gradient in one that is large enough."""
+def beyond_the_usual_environments(findings: Findings, *, drawn: bool) -> Found | None:
+    """Report a head that leaves out nothing in small environments and changes the gradient in a large enough one."""
     seen = head(findings)
     small = findings.measure.alone("bandit", "current")
     if seen is None or seen.drawn != drawn or small is None or small.identified is None:
@@ -122,7 +122,7 @@ def beyond_the_usual_worlds(findings: Findings, *, drawn: bool) -> Found | None:
 
 
 def _sees_all_tokens(findings: Findings) -> bool:
-    """Whether it is given more than the drawn token's log-probs, and can be called on single rollouts."""
+    """Return True if the loss reads more than the drawn token's log-probs and can be called on single rollouts."""
     return not (findings.coupled or findings.blocked) and bool(findings.loss.takes & {*FIELDS, "rollout"})
 
 
@@ -131,17 +131,17 @@ def _head(findings: Findings) -> Head | None:
         return None
     for actions in SIZES:
         try:
-            seen = _in_worlds_of(actions, findings)
-        except KltestError:  # a loss that does not bear the experiment tells nothing by it
+            seen = _in_instances_of(actions, findings)
+        except KltestError:  # a loss that cannot be called so proves nothing
             continue
         if seen is not None:
             return seen
     return None
 
 
-def _in_worlds_of(actions: int, findings: Findings) -> Head | None:
+def _in_instances_of(actions: int, findings: Findings) -> Head | None:
     seen: dict[tuple[str, bool], list[Head]] = {}
-    for number, instance in enumerate(_worlds(actions, findings.seed), start=1):
+    for number, instance in enumerate(_draw(actions, findings.seed), start=1):
         for one in _heads(findings.loss, instance, findings.seed):
             seen.setdefault((one.by, one.drawn), []).append(one)
         if number == SOME and not seen:
@@ -154,28 +154,32 @@ def _in_worlds_of(actions: int, findings: Findings) -> Head | None:
 
 
 @lru_cache(maxsize=8)
-def _worlds(actions: int, seed: int) -> tuple[Instance, ...]:
+def _draw(actions: int, seed: int) -> tuple[Instance, ...]:
     children = np.random.SeedSequence([seed, actions]).spawn(DRAWS)
     return tuple(Instance.draw(bandit(actions), child) for child in children)
 
 
 def _heads(loss: Loss, instance: Instance, padding: int) -> list[Head]:
-    """The heads that would account for what the loss sees in one world, by each of the three policies."""
+    """Heads under each of the three policies that would account for what the loss sees in one instance."""
     seen = []
     for by, table in (("policy", instance.policy), ("reference", instance.reference), ("sampler", instance.sampler)):
-        look = _Look(loss, instance, np.argsort(-table[0], kind="stable"), padding)
-        fields = [field for field in FIELDS if field in look.read and (by == "sampler") <= ("old_logits" in look.read)]
-        found = next((one for field in fields if (one := look.head(field))), None) or (fields and look.tail_is_silent())
+        probe = _SingleRollouts(loss, instance, np.argsort(-table[0], kind="stable"), padding)
+        fields = [
+            field for field in FIELDS if field in probe.read and (by == "sampler") <= ("old_logits" in probe.read)
+        ]
+        found = next((one for field in fields if (one := probe.head(field))), None) or (
+            fields and probe.tail_is_silent()
+        )
         if found:
             size, drawn = found
-            held = np.exp(table[0][look.order]).cumsum()
+            held = np.exp(table[0][probe.order]).cumsum()
             seen.append(
                 Head(by, (size,), ((float(held[size - 2]) if size > 1 else 0.0, float(held[size - 1])),), drawn)
             )
     return seen
 
 
-class _Look:
+class _SingleRollouts:
     """A loss on single rollouts of a bandit, whose actions are numbered by rank."""
 
     def __init__(self, loss: Loss, instance: Instance, order: np.ndarray, padding: int) -> None:
@@ -186,7 +190,7 @@ class _Look:
         self.read = frozenset(first.accessed)
 
     def head(self, field: str) -> tuple[int, bool] | None:
-        """How many of the likeliest entries of a field are told apart beside the drawn one's, if not all or none."""
+        """Number of the likeliest entries of a field that matter beside the drawn one's, None if all or none do."""
         last = len(self.order) - 2
         for change in (_exchanged, _lowered):
             if not self._blind(field, change, last):
@@ -199,7 +203,7 @@ class _Look:
         return None
 
     def tail_is_silent(self) -> tuple[int, bool] | None:
-        """How many of the likeliest tokens have a gradient when they are drawn, if the others have none."""
+        """Number of the likeliest tokens that have a gradient when drawn, if the others have none."""
         last = len(self.order) - 1
         if not self._silent(last) or self._silent(0):
             return None
@@ -211,11 +215,11 @@ class _Look:
         return not any(bool(part.any()) for part in self._gradient_of(rank))
 
     def _blind(self, field: str, change: Callable[[Tensor], Tensor], size: int) -> bool:
-        """Whether nothing beyond the `size` likeliest moves the gradient of the rollout of the likeliest."""
+        """Return True if no entry beyond the `size` likeliest moves the gradient of the likeliest action's rollout."""
         return not self._sees(field, change, np.arange(size, len(self.order)), 0)
 
     def _sees(self, field: str, change: Callable[[Tensor], Tensor], ranks: np.ndarray, drawn: int) -> bool:
-        """Whether it moves the gradient of the rollout of rank `drawn` that the entries of these ranks change."""
+        """Return True if a change of the entries of these ranks moves the gradient of the rollout of rank `drawn`."""
         rollout = self._rollout(drawn)
         moved = rollout.peek(field).detach().clone()
         entries = torch.from_numpy(self.order[ranks])
@@ -224,7 +228,7 @@ class _Look:
 
     def _same(self, one: list[Tensor], other: list[Tensor]) -> bool:
         scale = max(float(part.abs().max()) for part in (*one, *other))
-        limit = MOVED.get(self.dtype, BIASED) * scale
+        limit = TOLERANCES[self.dtype].head * scale
         return all(bool((a - b).abs().max() <= limit) for a, b in zip(one, other, strict=True))
 
     def _gradient_of(self, rank: int) -> list[Tensor]:
@@ -255,7 +259,7 @@ def _lowered(log_probs: Tensor) -> Tensor:
 
 
 def _smallest(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest k in low … high for which a monotone predicate holds; it holds at `high`."""
+    """Smallest k in low … high for which a monotone predicate holds; it holds at `high`."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

@@ -1,0 +1,106 @@
+"""The KL that a loss logs: calls that return it, rows in which it is known, and demonstrations of it.
+
+A metric may be any of the three numbers that are called the KL (SYMBOLS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.environments import Instance
+from kltest.errors import KltestError, TargetError
+from kltest.identify.findings import Findings, Row
+from kltest.identify.instances import instances
+from kltest.identify.values import Reported
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.moments import exact
+from kltest.rollout import Rollout
+from kltest.truth import value
+
+# Rollouts of one call: as many as in a usual group, so that losses that need groups can be called.
+BATCH = 4
+ALL = list(range(BATCH))
+# Relative change of a metric that counts; room for another order of adding up.
+MOVED = 1e-6
+SYMBOLS = {"kl": "E[Σu]", "kl_per_token": "E[Σu]/E[L]", "mean_of_token_means": "E[Σu/L]"}
+
+
+def no_kl(findings: Findings) -> str | None:
+    """Return a reason if the loss logs no KL, or one that depends on earlier calls; else None."""
+    return findings.once(_no_kl) or None
+
+
+def _no_kl(findings: Findings) -> str:
+    for environment in findings.environments:
+        base = batch(instances(environment, findings.seed)[0], findings.seed)
+        try:
+            first, _, again = (findings.loss.returned(base.take(rows)).metric for rows in (ALL, ALL[:-1], ALL))
+        except KltestError:  # reported with the gradient
+            continue
+        if first is None or again is None:
+            return "the loss logs no KL"
+        if moved(first.numpy(), again.numpy()):
+            return "the KL that the loss logs depends on earlier calls, so that nothing is known of one"
+        return ""
+    return "the loss logs no KL"
+
+
+def batch(instance: Instance, padding: int, sampler: str = "current") -> Rollout:
+    """A few rollouts of an instance, the shortest and the longest among them."""
+    by_length = np.argsort(instance.paths.lengths, kind="stable")
+    spread = np.linspace(0, len(by_length) - 1, BATCH).round().astype(int)
+    return Rollout.of(instance, sampler=sampler, padding=padding).take(by_length[spread])
+
+
+def logged_rows(findings: Findings, sampler: str = "current") -> list[Row]:
+    """The last row of each graded environment in which a metric is known."""
+    found = []
+    for environment in findings.environments:
+        try:
+            measured = findings.measure.rows(environment, sampler)
+        except KltestError:
+            continue
+        found += [row for row in measured if row.reported is not None and row.reported.is_metric][-1:]
+    return found
+
+
+def reported(row: Row) -> Reported:
+    """The metric in a row of `logged_rows`."""
+    assert row.reported is not None
+    return row.reported
+
+
+def metric_of(findings: Findings, rollout: Rollout, beta: float | None = None) -> np.ndarray:
+    """The metric of a batch, per token at live positions only; TargetError if there is none."""
+    metric = findings.loss.returned(rollout.replace(), beta).metric
+    if metric is None:
+        raise TargetError(f"{findings.loss.name} logs a KL in some calls and none in others")
+    return np.where(rollout.peek("mask").numpy() != 0, metric.numpy(), 0.0) if metric.dim() == 2 else metric.numpy()
+
+
+def moved(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return True if two metrics differ by more than rounding; NaN and infinity differ unless they are the same."""
+    size = float(np.abs(one[np.isfinite(one)]).max(initial=0.0))
+    return one.shape != other.shape or not np.allclose(one, other, rtol=0, atol=MOVED * size, equal_nan=True)
+
+
+def number(metric: np.ndarray) -> str:
+    """A metric of several rollouts as one number, as a log would show it."""
+    rows = metric.sum(axis=1) if metric.ndim == 2 else metric
+    return f"{float(rows.mean()):.4g}"
+
+
+def demonstrate(environment: SmallWorld, losses: Mapping[str, Callable[..., Any]], **call: Any) -> Demonstration:
+    """Expectation of what losses log in a small environment, beside the KL; `call` has arguments of the losses."""
+    instance = environment.instance()
+    rows: list[tuple[str | float, ...]] = [("KL(π‖ref)", value("kl", instance), 0.0)]
+    for name, function in losses.items():
+        found = exact(bind(function, Call(**call), name=name), instance).metric
+        assert found is not None
+        rows.append((name, found.mean, found.std))
+    return Demonstration(environment.words(), ("logged", "expectation", "standard deviation"), tuple(rows))
