@@ -117,7 +117,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     check = _check(item) if call.when == "call" else None
     if check is not None and (found := check.grading.known) is not None:
         codes = [f"{one.code} (warns)" if one.warns else one.code for one in found.failed]
-        codes += [f"{one.code} (stale excuse)" for one in found.stale]
+        codes += [f"{one.code} (stale excuse)" for one in found.unexpected_passes]
         where = f"{item.parent.nodeid if item.parent else ''}::{getattr(item, 'originalname', '')}"
         setattr(report, CARRIED, [where, found.target, found.verdict, codes])
     return report

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from kltest.errors import KltestError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SCHEMA = "kltest.grade/1"
 Verdict = Literal["confirmed", "refuted", "inconclusive", "error"]
@@ -17,22 +21,23 @@ EXIT_CODES: dict[str, int] = {"confirmed": 0, "refuted": 1, "error": 3, "inconcl
 
 
 class RefutedError(KltestError, AssertionError):
-    """Raised by Report.raise_for_failure: the gradient is not the one that was declared, or could not be graded."""
+    """Raised by Report.raise_for_failure: the gradient is not the declared one, or could not be graded."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class GradientRow:
-    """The expected gradient in one world under one sampler; numbers are the worst over the instances.
+    """The expected gradient in one environment under one sampler; numbers are the worst over the instances.
 
-    `expected` is what the declared target asks for there; `agrees` whether the gradient met it (None: not to be said).
-    `batch` is the number of rollouts in a batch: 1, or more where a loss couples the rows of a batch. `excused` are the
-    codes of the expected failures that account for a disagreement, which then does not refute.
+    `identified` is the combination of named gradients that was found, None if there is none, and `expected` the one
+    that was declared. `agrees` tells if the two are equal, None if that is inconclusive. `batch` is the number of
+    rollouts in a batch: 1, or more if a loss couples the rows of a batch. `excused` holds the codes of the expected
+    failures that account for a disagreement, which then does not refute.
 
-    Where the method is "sampled", the relative bias lies in `interval` but for a chance of `error_rate` (for all rows
-    together; in the limit of many samples where it is `asymptotic`), and the row agrees where that is below `margin`;
-    at most `samples` batches were drawn in an instance.
+    If the method is "sampled", the relative bias lies in `interval` except with probability `error_rate` (for all rows
+    together; in the limit of many samples if `asymptotic`), and the row agrees if the interval ends below `margin`. At
+    most `samples` batches were drawn in an instance.
     """
 
     environment: str
@@ -63,7 +68,7 @@ class GradientRow:
 
 @dataclass(frozen=True)
 class ValueRow:
-    """The logged value in one world under one sampler, as an estimate of the KL."""
+    """The logged value in one environment under one sampler, as an estimate of the KL."""
 
     environment: str
     sampler: str
@@ -74,9 +79,10 @@ class ValueRow:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one check: `message` says what happened and why it matters, `fix` what to change.
+    """Result of one check: `message` says what happened and why it matters, `fix` what to change.
 
-    `excused` is the reason why a failure was expected: with status "fail" it does not refute, with "pass" it is stale.
+    `excused` is the reason why a failure was expected. A check that fails as expected does not refute; one that passes
+    unexpectedly does.
     """
 
     code: str
@@ -88,22 +94,22 @@ class CheckResult:
 
     @property
     def words(self) -> str:
-        """What it found and what to change, the fix on lines of its own."""
+        """The finding and the fix, on lines of their own."""
         return "\n".join(part for part in (f"{self.code} {self.name}: {self.message}", self.fix) if part)
 
     @property
     def warns(self) -> bool:
-        """Whether a failure only warns (the variance family)."""
+        """True if a failure only warns (the variance family)."""
         return self.code.startswith(WARNINGS)
 
     @property
-    def stale(self) -> bool:
-        """Whether it was expected to fail and passes."""
+    def passed_unexpectedly(self) -> bool:
+        """True if the check was expected to fail and passes."""
         return self.status == "pass" and bool(self.excused)
 
     @property
     def refutes(self) -> bool:
-        return self.stale or (self.status == "fail" and not self.excused and not self.warns)
+        return self.passed_unexpectedly or (self.status == "fail" and not self.excused and not self.warns)
 
 
 @dataclass(frozen=True)
@@ -201,12 +207,32 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-@dataclass(frozen=True)
+FORMS: dict[str, Callable[[Report], str]] = {}
+"""How a report shows itself, as "text" and as "html"; `kltest.render`, a layer above, puts its functions in."""
+
+
+@dataclass(frozen=True, repr=False)
 class Report:
     """Everything that grading found about one target.
 
-    `smallest` is the smallest world in which the gradient still is another than the declared one, None where it is
-    that everywhere or no small world shows the difference; `example` what the gradient is in a small world otherwise.
+    Attributes:
+        target: Name of the loss, as the user gave it.
+        expect: The declared gradient, as `--expect` takes it.
+        placement: "loss", "reward" or "both".
+        seed: Seed of the instances and of the padding.
+        versions: Versions of kltest, Python, NumPy and torch; they make numbers reproducible.
+        verdict: "confirmed", "refuted", "inconclusive" or "error".
+        reduction: How the rows of a batch combine: "mean", "sum", "per-row" or "coupled".
+        dtype: Precision in which the loss computes.
+        gradients: The expected gradients, a row per environment and sampler.
+        value: The logged value, a row per environment and sampler; empty if the loss logs none.
+        checks: Every check that was selected, in the order of the codes.
+        credit: Credit of a term in the reward, else None.
+        notes: Remarks on how the loss was called.
+        smallest: The smallest environment in which the gradient differs from the declared one, if one was found.
+        example: The gradient in a small environment, if nothing is wrong with it.
+        error: Why the loss could not be graded, with the frame in which it failed.
+        traceback: Traceback of an error in kltest itself.
     """
 
     target: str
@@ -237,29 +263,62 @@ class Report:
         return [check for check in self.checks if check.status == "fail" and not check.excused]
 
     @property
-    def excused(self) -> list[CheckResult]:
+    def expected_failures(self) -> list[CheckResult]:
         """The checks that failed as expected."""
         return [check for check in self.checks if check.status == "fail" and check.excused]
 
     @property
-    def stale(self) -> list[CheckResult]:
+    def unexpected_passes(self) -> list[CheckResult]:
         """The checks that were expected to fail and pass."""
-        return [check for check in self.checks if check.stale]
+        return [check for check in self.checks if check.passed_unexpectedly]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists; non-finite numbers are None."""
+        """Return plain dictionaries and lists; non-finite numbers are None."""
         return {"schema": SCHEMA, **_finite(asdict(self))}
 
     def to_json(self) -> str:
-        """The report as JSON, keys in a fixed order, the same bytes for the same findings."""
+        """Return the report as JSON: keys in a fixed order, the same bytes for the same findings."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+
+    def to_frame(self) -> DataFrame:
+        """Return the gradient rows as a pandas DataFrame, so that those of many reports can be concatenated.
+
+        Returns:
+            A frame with a row per environment and sampler. Its columns are `target`, `verdict` and the fields of
+            `GradientRow`. `identified` and `expected` are text that `--expect` takes, `identified` is missing if there
+            is no such combination; `coefficients` is the dictionary behind `identified`.
+        """
+        import pandas as pd
+
+        from kltest.truth import plain
+
+        rows = []
+        for row in self.gradients:
+            cells = {"target": self.target, "verdict": self.verdict, **asdict(row)}
+            cells["identified"] = None if row.identified is None else plain(row.identified)
+            cells["expected"] = plain(row.expected) if row.expected else None
+            rows.append({**cells, "coefficients": row.identified})
+        names = (one.name for one in fields(GradientRow))
+        columns = [part for name in names for part in (name, *["coefficients"] * (name == "identified"))]
+        return pd.DataFrame(rows, columns=["target", "verdict", *columns])
+
+    def __repr__(self) -> str:
+        codes = [check.code for check in (*self.failed, *self.unexpected_passes)]
+        failed = f", failed: {' '.join(codes)}" if codes else ""
+        return f"<Report {self.target!r}: {self.verdict}, declared {self.expect}{failed}>"
+
+    def __str__(self) -> str:
+        return FORMS["text"](self) if FORMS else repr(self)
+
+    def _repr_html_(self) -> str:
+        return FORMS["html"](self) if FORMS else html.escape(repr(self))
 
     def raise_for_failure(self) -> None:
         """Raise RefutedError unless the verdict is confirmed."""
         if self.verdict != "confirmed":
             lines = [f"{self.target}: {self.verdict} (declared {self.expect})", *self.notes]
-            lines += [check.words for check in (*self.failed, *self.stale)]
-            lines += [f"smallest world in which it fails: {self.smallest.words}"] if self.smallest else []
+            lines += [check.words for check in (*self.failed, *self.unexpected_passes)]
+            lines += [f"smallest environment in which it fails: {self.smallest.words}"] if self.smallest else []
             raise RefutedError("\n".join([*lines, self.error] if self.error else lines))
 
 

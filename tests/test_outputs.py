@@ -3,6 +3,8 @@
 import html.parser
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from kltest.errors import UsageError
-from kltest.render import Terminal, formats, render
+from kltest.render import FORMATS, Terminal, render
 from kltest.render.json import schema
 from kltest.report import CheckResult, GradientRow, Report, ValueRow
 
@@ -83,14 +85,14 @@ HOSTILE = replace(
     checks=[CheckResult("KL102", NASTY, "fail", NASTY, NASTY), CheckResult("KL103", NASTY, "skip", NASTY)],
 )
 WARNED = replace(CONFIRMED, checks=[CheckResult("KL802", "inefficient", "fail", "noisy", "centre it")])
-CODE = "def mended(logp, ref_logp):\n    u = logp - ref_logp\n\n    return u.sum(-1) ** 2 / 2"
-MENDED = replace(REFUTED, checks=[CheckResult("KL102", "forward-kl-gradient", "fail", "wrong", f"square it\n\n{CODE}")])
-EXCUSED = replace(
+CODE = "def fixed(logp, ref_logp):\n    u = logp - ref_logp\n\n    return u.sum(-1) ** 2 / 2"
+FIXED = replace(REFUTED, checks=[CheckResult("KL102", "forward-kl-gradient", "fail", "wrong", f"square it\n\n{CODE}")])
+EXPECTED_FAILURE = replace(
     CONFIRMED,
     gradients=[row(), row("sequence", agrees=False, identified={"local_reverse_kl": 1.0}, excused=("KL201",))],
     checks=[CheckResult("KL201", "partial-gradient", "fail", "only the partial", "sum it", "on <purpose>")],
 )
-STALE = replace(
+UNEXPECTED_PASS = replace(
     CONFIRMED,
     verdict="refuted",
     checks=[CheckResult("KL201", "partial-gradient", "pass", "expected to fail, but it passes", excused="on purpose")],
@@ -105,16 +107,16 @@ ALL = {
     "error": ERROR,
     "hostile": HOSTILE,
     "warned": WARNED,
-    "mended": MENDED,
-    "excused": EXCUSED,
-    "stale": STALE,
+    "fixed": FIXED,
+    "expected failure": EXPECTED_FAILURE,
+    "unexpected pass": UNEXPECTED_PASS,
     "hygiene": HYGIENE,
 }
 every_report = pytest.mark.parametrize("report", ALL.values(), ids=ALL)
 
 
 def test_the_formats_are_those_of_the_contract():
-    assert set(formats()) == {"text", "json", "junit", "markdown", "github", "html"}
+    assert set(FORMATS) == {"text", "json", "junit", "markdown", "github", "html"}
 
 
 def test_an_unknown_format_names_the_nearest():
@@ -253,7 +255,7 @@ def test_the_junit_schema_refuses_what_jenkins_would(right, wrong):
 
 
 def test_junit_keeps_the_lines_of_a_fix():
-    failure = next(junit(MENDED)[0].iterfind(".//failure[@type='KL102']"))
+    failure = next(junit(FIXED)[0].iterfind(".//failure[@type='KL102']"))
     assert failure.text == f"square it\n\n{CODE}"
     assert failure.get("message") == "wrong"
 
@@ -310,18 +312,20 @@ def github_messages(report):
 
 
 def test_github_shows_code_indented_on_lines_of_its_own():
-    ((_, _, message),) = github_messages(MENDED)
+    ((_, _, message),) = github_messages(FIXED)
     assert message == "loss.py:grpo: wrong Fix: square it\n\n" + re.sub("(?m)^(?=.)", "    ", CODE)
 
 
-def test_github_tells_what_is_excused_without_alarm_and_what_is_stale_with():
-    assert [level for level, _, _ in github_messages(EXCUSED)] == ["notice", "notice"]
-    assert "on <purpose>" in github_messages(EXCUSED)[0][2]
-    assert [(level, title) for level, title, _ in github_messages(STALE)] == [("error", "KL201 partial-gradient")]
+def test_github_shows_expected_failures_as_notices_and_unexpected_passes_as_errors():
+    assert [level for level, _, _ in github_messages(EXPECTED_FAILURE)] == ["notice", "notice"]
+    assert "on <purpose>" in github_messages(EXPECTED_FAILURE)[0][2]
+    assert [(level, title) for level, title, _ in github_messages(UNEXPECTED_PASS)] == [
+        ("error", "KL201 partial-gradient")
+    ]
 
 
 def test_text_shows_code_as_it_stands_however_narrow():
-    text = render("text", [MENDED], Terminal(width=40))
+    text = render("text", [FIXED], Terminal(width=40))
     for line in CODE.splitlines():
         assert f"      {line}".rstrip() in text.splitlines()
 
@@ -330,10 +334,10 @@ def test_text_shows_code_as_it_stands_however_narrow():
     ("report", "said"),
     [
         (CONFIRMED, "the expected gradient is ∇KL(π‖ref)"),
-        (EXCUSED, "the expected gradient is ∇KL(π‖ref), apart from what KL201 accounts for, as expected"),
+        (EXPECTED_FAILURE, "the expected gradient is ∇KL(π‖ref), apart from what KL201 accounts for, as expected"),
         (REFUTED, "the loss does not follow ∇KL(π‖ref) as declared"),
         (HYGIENE, "the expected gradient is ∇KL(π‖ref), but KL501 failed"),
-        (STALE, "the expected gradient is ∇KL(π‖ref), but KL201, expected to fail, passed"),
+        (UNEXPECTED_PASS, "the expected gradient is ∇KL(π‖ref), but KL201, expected to fail, passed"),
         (INCONCLUSIVE, "could not be compared with ∇KL(π‖ref)"),
     ],
 )
@@ -342,24 +346,24 @@ def test_the_first_sentence_says_what_was_found_and_no_more(report, said):
     assert said in render("markdown", [report]).splitlines()[2]
 
 
-def test_an_excused_row_and_check_are_shown_as_such_everywhere():
-    text = render("text", [EXCUSED])
+def test_an_expected_failure_is_shown_as_such_everywhere():
+    text = render("text", [EXPECTED_FAILURE])
     assert re.search(r"^sequence .* excused$", text, flags=re.MULTILINE)
     assert "expected failure: KL201 partial-gradient: on <purpose>" in text
-    markdown = render("markdown", [EXCUSED])
+    markdown = render("markdown", [EXPECTED_FAILURE])
     assert "| excused: KL201 |" in markdown
     assert r"- Expected failure: KL201 partial-gradient: on \<purpose\>" in markdown
-    cases = {case.get("name"): case for case in junit(EXCUSED)[0]}
+    cases = {case.get("name"): case for case in junit(EXPECTED_FAILURE)[0]}
     for name in ("gradient[sequence-current]", "KL201 partial-gradient"):
         assert cases[name].find("skipped").get("message").startswith("expected failure: ")
-    assert json.loads(render("json", [EXCUSED]))["gradients"][1]["excused"] == ["KL201"]
+    assert json.loads(render("json", [EXPECTED_FAILURE]))["gradients"][1]["excused"] == ["KL201"]
 
 
-def test_a_stale_excuse_is_a_failure_everywhere():
+def test_an_unexpected_pass_is_a_failure_everywhere():
     for name in ("text", "markdown", "github", "junit"):
-        assert "expected to fail, but it passes" in render(name, [STALE])
-    assert junit(STALE)[0].get("failures") == "1"
-    assert "passed: KL201" not in render("text", [STALE])
+        assert "expected to fail, but it passes" in render(name, [UNEXPECTED_PASS])
+    assert junit(UNEXPECTED_PASS)[0].get("failures") == "1"
+    assert "passed: KL201" not in render("text", [UNEXPECTED_PASS])
 
 
 class Page(html.parser.HTMLParser):
@@ -465,3 +469,45 @@ def test_any_text_anywhere_keeps_every_format_readable(text, name):
         assert all(line.startswith("::") for line in rendered.splitlines())
     elif name == "html":
         assert Page(rendered).open == []
+
+
+def test_a_report_shows_itself_in_one_line_as_text_and_in_a_notebook():
+    assert repr(REFUTED) == "<Report 'loss.py:grpo': refuted, declared reverse_kl, failed: KL102 KL802>"
+    assert repr(CONFIRMED) == "<Report 'k2-loss-sequence': confirmed, declared reverse_kl>"
+    assert f"{REFUTED}\n" == render("text", [REFUTED])
+    cell = REFUTED._repr_html_()
+    page = Page(cell)
+    assert page.open == page.loaded == []
+    assert not {"script", "body", "html"} & set(page.tags)
+    for said in ("refuted", "loss.py:grpo", "KL102", "Fix:", "use k1 in the reward", "0.512", "lifted out of loss.py"):
+        assert said in "".join(page.texts)
+
+
+@every_report
+def test_the_form_for_notebooks_is_well_formed_whatever_the_report_says(report):
+    assert Page(report._repr_html_()).open == []
+
+
+def test_a_frame_has_a_row_per_gradient_with_names_and_numbers():
+    frame = REFUTED.to_frame()
+    assert list(frame.environment) == ["bandit", "ragged"]
+    assert frame.identified[0] == "forward_kl"
+    assert frame.coefficients[0] == {"forward_kl": 1.0}
+    assert list(frame.identified.isna()) == list(frame.coefficients.isna()) == [False, True]
+    assert list(frame.expected) == ["reverse_kl", "reverse_kl"]
+    assert list(frame.relative_bias) == [0.51234, 2.2e-16]
+    assert set(frame.target) == {"loss.py:grpo"}
+    assert set(frame.verdict) == {"refuted"}
+    assert {*GradientRow.__dataclass_fields__, "target", "verdict", "coefficients"} == set(frame.columns)
+    empty = ERROR.to_frame()
+    assert len(empty) == 0
+    assert list(empty.columns) == list(frame.columns)
+
+
+def test_grading_and_showing_need_no_pandas_and_no_template_for_text():
+    code = (
+        "import sys, kltest; report = kltest.grade('k3-loss', environment='bandit', select='KL101'); str(report); "
+        "repr(report); assert not {'pandas', 'jinja2'} & set(sys.modules) - before, sys.modules"
+    )
+    start = "import sys, torch; before = set(sys.modules); "
+    subprocess.run([sys.executable, "-c", start + code], check=True)

@@ -20,7 +20,6 @@ from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
-from kltest.render.words import is_warning
 from kltest.truth import gradient, parse
 
 FAMILY = ("KL801", "KL802")
@@ -38,7 +37,7 @@ def test_a_noisy_loss_is_confirmed_and_warned_of(row):
     report = grade(row.loss, **row.options)
     assert report.verdict == "confirmed", [report.error, *(check.message for check in report.failed)]
     assert row.code in {check.code for check in report.failed}
-    assert all(is_warning(check) for check in report.failed)
+    assert all(check.warns for check in report.failed)
     report.raise_for_failure()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kltest import render  # noqa: F401 (with it, a report can show itself)
 from kltest.report import Report
 
 if TYPE_CHECKING:

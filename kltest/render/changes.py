@@ -44,6 +44,16 @@ class Changes:
     since: str
     targets: tuple[Change, ...]
 
+    @property
+    def moved(self) -> list[Change]:
+        """The targets with a change."""
+        return [change for change in self.targets if change.status or change.differences]
+
+    @property
+    def same(self) -> list[str]:
+        """The names of the targets without a change."""
+        return [one_line(change.target) for change in self.targets if change not in self.moved]
+
 
 def compare(path: str, old: Sequence[Mapping[str, Any]], reports: Sequence[Report]) -> Changes:
     """Old and new, matched by the target's name, and by order where a name occurs several times."""

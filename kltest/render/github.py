@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kltest.render import PLAIN, Terminal
-from kltest.render.words import excuses, headline, is_warning, reason, rows, visible
+from kltest.render.words import expected_failures, headline, reason, rows, visible
 from kltest.report import Report
 
 DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
@@ -21,11 +21,11 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 
 def _lines(report: Report) -> Iterator[str]:
     errors = 0
-    for check in (*report.failed, *report.stale):
-        level = "warning" if is_warning(check) and not check.stale else "error"
+    for check in (*report.failed, *report.unexpected_passes):
+        level = "warning" if check.warns and not check.passed_unexpectedly else "error"
         errors += level == "error"
         yield _annotation(level, report, f"{check.code} {check.name}", f"{report.target}: {reason(check)}")
-    for check, line in zip(report.excused, excuses(report), strict=True):
+    for check, line in zip(report.expected_failures, expected_failures(report), strict=True):
         yield _annotation("notice", report, f"{check.code} {check.name}", f"{report.target}: expected failure: {line}")
     if report.verdict == "confirmed":
         yield _annotation("notice", report, "kltest confirmed", f"{report.target}: {headline(report)}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from kltest.render import PLAIN, Terminal
-from kltest.render.words import headline, is_warning, reason, rows, visible
+from kltest.render.words import headline, reason, rows, visible
 from kltest.report import Report
 
 KINDS, COUNTS = ("failure", "error", "skipped"), ("failures", "errors", "skipped")
@@ -40,7 +40,7 @@ def _suite(root: Element, report: Report) -> None:
         case = _case(suite, report, f"{check.code} {check.name}")
         if check.status == "fail" and check.excused:
             SubElement(case, "skipped", message=_text(f"expected failure: {check.excused}"))
-        elif check.status == "fail" and is_warning(check):
+        elif check.status == "fail" and check.warns:
             SubElement(case, "system-out").text = _text(f"warning: {reason(check)}")
         elif check.refutes:
             failure = SubElement(case, "failure", type=check.code, message=_text(check.message))

@@ -98,6 +98,14 @@ def wrap(text: str, terminal: Terminal = PLAIN, *, indent: str = "", first: str 
     ) or [""]
 
 
+def paint(text: str, style: str, terminal: Terminal) -> str:
+    """Return the text in a style of rich, or as it is on a terminal without colour."""
+    from rich.color import ColorSystem
+    from rich.style import Style
+
+    return Style.parse(style).render(text, color_system=ColorSystem.STANDARD) if terminal.colour else text
+
+
 def _stripped(line: str) -> str:
     """Without the spaces at the end, be they styled or not."""
     end = TRAILING.search(line)

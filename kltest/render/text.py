@@ -1,32 +1,35 @@
-"""Plain text for terminals and issues: the verdict first, then a row a world, then what to do."""
+"""Plain text for terminals and issues: the verdict first, then a row per environment, then what to do."""
 
 from __future__ import annotations
 
 import textwrap
-import unicodedata
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from kltest.render import PLAIN, Terminal
 from kltest.render.changes import Changes
+from kltest.render.tables import PLAIN, Terminal, paint, table, wrap
 from kltest.render.words import (
-    excuses,
+    expected_failures,
     headline,
-    is_warning,
     one_line,
+    passed,
     remedy,
     rows,
     settings,
+    shown,
     skipped,
     value_rows,
     visible,
 )
-from kltest.report import CheckResult, CounterExample, Report, align
+from kltest.report import CheckResult, CounterExample, Report
 
-COLOURS = {"confirmed": 32, "refuted": 31, "inconclusive": 33, "error": 31, "warning": 33, "faint": 2, "bold": 1}
-MARKS = {True: "agrees", False: "differs", None: "open"}
-MARK_COLOURS = {True: "confirmed", False: "refuted", None: "inconclusive"}
-EXCUSED = ("excused", "warning")
+if TYPE_CHECKING:
+    from rich.text import Text
+
 HEADS = ("environment", "sampler", "expected gradient", "rel. bias", "cosine", "rel. variance", "")
+STYLES = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
+MARKS = {True: ("agrees", "green"), False: ("differs", "red"), None: ("open", "yellow")}
+EXCUSED = ("excused", "yellow")
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
@@ -37,130 +40,99 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 
 
 def _lines(report: Report, terminal: Terminal) -> Iterator[str]:
-    verdict = _paint(report.verdict.upper(), report.verdict, terminal)
-    yield f"{verdict}  {_paint(one_line(report.target), 'bold', terminal)}"
-    yield from _wrap(f"{headline(report)}.", terminal)
-    yield from _wrap(f"declared {one_line(report.expect)} · {' · '.join(settings(report))}", terminal)
+    verdict = paint(report.verdict.upper(), STYLES[report.verdict], terminal)
+    yield f"{verdict}  {paint(one_line(report.target), 'bold', terminal)}"
+    yield from wrap(f"{headline(report)}.", terminal)
+    yield from wrap(f"declared {one_line(report.expect)} · {settings(report)}", terminal)
     if report.gradients:
-        yield from ("", *_table(report, terminal))
-    for check in (*report.failed, *report.stale):
+        yield from ("", *_gradients(report, terminal))
+    for check in shown(report):
         yield from ("", *_check(check, terminal))
     if report.smallest is not None and report.verdict != "confirmed":
-        yield from ("", *_smallest(report.smallest, terminal))
+        yield from ("", *_counter_example(report.smallest, terminal))
     if report.error:
         yield ""
-        for line in report.error.splitlines():
-            yield from _wrap(line, terminal, indent=" " * (len(line) - len(line.lstrip())))
+        for line in visible(report.error).splitlines():
+            yield from wrap(line, terminal, indent=" " * (len(line) - len(line.lstrip())))
     if report.traceback:
         yield from ("", *textwrap.indent(visible(report.traceback.rstrip()), "  ").splitlines())
-    yield from _notes(report, terminal)
+    notes = list(_notes(report))
+    yield from [""] * bool(notes)
+    for note in notes:
+        yield from wrap(note, terminal, indent="  ", first="· ")
 
 
-def _table(report: Report, terminal: Terminal) -> Iterator[str]:
-    found = rows(report)
-    marks = [EXCUSED if row.excused else (MARKS[row.agrees], MARK_COLOURS[row.agrees]) for row in found]
-    cells = [HEADS, *((*row.cells, mark) for row, (mark, _) in zip(found, marks, strict=True))]
-    widths = [max(_width(row[column]) for row in cells) for column in range(len(HEADS))]
-    numeric = {3, 4, 5}
-    for index, row in enumerate(cells):
-        parts = [_pad(cell, widths[column], right=column in numeric) for column, cell in enumerate(row)]
-        if index == 0:
-            yield _paint("  ".join(parts).rstrip(), "faint", terminal)
-            continue
-        yield "  ".join([*parts[:-1], _paint(row[-1], marks[index - 1][1], terminal)]).rstrip()
-        if found[index - 1].note:
-            yield from _wrap(found[index - 1].note, terminal, indent=" " * (widths[0] + 2))
+def _gradients(report: Report, terminal: Terminal) -> Iterator[str]:
+    from rich.text import Text
+
+    cells: list[list[str | Text]] = []
+    for row in rows(report):
+        mark, style = EXCUSED if row.excused else MARKS[row.agrees]
+        cells.append([*map(visible, row.cells), Text(mark, style=style)])
+    yield table(HEADS, cells, right=HEADS[3:6], whole={*HEADS} - {"expected gradient"}, terminal=terminal)
+    places: dict[str, list[str]] = {}
+    for row in rows(report):
+        places.setdefault(row.note, []).append(f"{row.cells[0]} ({row.cells[1]})")
+    for note, where in places.items():
+        if note:
+            yield from wrap(f"{', '.join(where)}: {note}", terminal, indent="    ", first="  ")
 
 
 def _check(check: CheckResult, terminal: Terminal) -> Iterator[str]:
-    colour, word = ("warning", "warning ") if is_warning(check) else ("refuted", "")
-    yield _paint(f"{word}{check.code} {one_line(check.name)}", colour, terminal)
-    yield from _wrap(one_line(check.message), terminal, indent="  ")
+    style, kind = ("yellow", "warning ") if check.warns else ("red", "")
+    yield paint(f"{kind}{check.code} {one_line(check.name)}", style, terminal)
+    yield from wrap(one_line(check.message), terminal, indent="  ")
     words, code = remedy(check)
     if words:
-        yield from _wrap(f"Fix: {words}", terminal, indent="  ")
+        yield from wrap(f"Fix: {words}", terminal, indent="  ")
     if code:
         yield from ("", *textwrap.indent(code, " " * 6).splitlines())
 
 
-def _smallest(found: CounterExample, terminal: Terminal) -> Iterator[str]:
-    """The smallest failing world as a table for pencil and paper, and the program that shows it."""
-    yield _paint("smallest world in which it fails", "bold", terminal)
-    yield from _wrap(found.setting, terminal, indent="  ")
-    yield from ("", *(f"  {line}" for line in align(found.table())))
+def _counter_example(found: CounterExample, terminal: Terminal) -> Iterator[str]:
+    """The smallest environment that shows the failure: its numbers, and the program that computes them."""
+    yield paint("smallest environment in which it fails", "bold", terminal)
+    yield from wrap(found.setting, terminal, indent="  ")
+    head, *numbers = found.table()
+    yield from ("", table(head, [[*map(visible, row)] for row in numbers], indent=2, terminal=terminal))
     if found.note:
-        yield from ("", *_wrap(found.note, terminal, indent="  "))
+        yield from ("", *wrap(visible(found.note), terminal, indent="  "))
     if found.code:
-        yield from ("", "  the same without kltest (prints both gradients, a row a prefix):", "")
+        yield from ("", "  the same without kltest (prints both gradients, a row per prefix):", "")
         yield from textwrap.indent(visible(found.code), " " * 6).splitlines()
 
 
-def _notes(report: Report, terminal: Terminal) -> Iterator[str]:
-    passed = [check.code for check in report.checks if check.status == "pass" and not check.stale]
-    notes = [f"expected failure: {line}" for line in excuses(report)]
-    notes += [f"logged value: {line}" for line in value_rows(report)]
-    notes += [one_line(note) for note in report.notes]
-    notes += [f"passed: {', '.join(passed)}"] if passed else []
-    notes += [f"skipped: {', '.join(codes)} ({why})" for why, codes in skipped(report).items()]
-    if notes:
-        yield ""
-    for note in notes:
-        yield from _wrap(note, terminal, indent="  ", first="· ")
+def _notes(report: Report) -> Iterator[str]:
+    yield from (f"expected failure: {line}" for line in expected_failures(report))
+    yield from (f"logged value: {line}" for line in value_rows(report))
+    yield from map(one_line, report.notes)
+    if codes := passed(report):
+        yield f"passed: {', '.join(codes)}"
+    yield from (f"skipped: {', '.join(codes)} ({why})" for why, codes in skipped(report).items())
 
 
 def _summary(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
-    width = max(_width(report.verdict) for report in reports)
-    yield _paint(f"{len(reports)} targets", "bold", terminal)
+    width = max(len(report.verdict) for report in reports)
+    yield paint(f"{len(reports)} targets", "bold", terminal)
     for report in reports:
-        verdict = _paint(_pad(report.verdict, width), report.verdict, terminal)
-        failed = ", ".join(check.code for check in (*report.failed, *report.stale))
-        yield f"{verdict}  {one_line(report.target)}{f'  {failed}' if failed else ''}"
+        verdict = paint(report.verdict.ljust(width), STYLES[report.verdict], terminal)
+        codes = ", ".join(check.code for check in shown(report))
+        yield f"{verdict}  {one_line(report.target)}{f'  {codes}' if codes else ''}"
 
 
 def render_changes(changes: Changes, terminal: Terminal = PLAIN) -> str:
-    """What changed since an earlier report, a block a target; those that are as they were on one line."""
+    """Return what changed since an earlier report, a block per target; unchanged targets share one line."""
     return "\n".join(_changed(changes, terminal)) + "\n"
 
 
 def _changed(changes: Changes, terminal: Terminal) -> Iterator[str]:
-    yield _paint(f"changes since {one_line(changes.since)}", "bold", terminal)
-    for change in changes.targets:
+    yield paint(f"changes since {one_line(changes.since)}", "bold", terminal)
+    for change in changes.moved:
         if change.status:
             yield f"{one_line(change.target)}: {change.status}"
-        elif change.differences:
+        else:
             yield one_line(change.target)
-            width = max(_width(difference.what) for difference in change.differences)
-            for what, was, now in ((one.what, one.was, one.now) for one in change.differences):
-                yield f"  {_pad(what, width)}  {was or '–'} → {now or '–'}"
-    same = [one_line(change.target) for change in changes.targets if not (change.status or change.differences)]
-    if same:
-        yield from _wrap(f"as before: {', '.join(same)}", terminal)
-
-
-def _wrap(text: str, terminal: Terminal, *, indent: str = "", first: str | None = None) -> list[str]:
-    """Broken at spaces only: a name, a path or a number longer than the line stays whole, to be copied."""
-    return textwrap.wrap(
-        visible(text).strip(),
-        max(terminal.width, 40),
-        initial_indent=indent if first is None else first,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [""]
-
-
-def _width(text: str) -> int:
-    """Columns on a terminal: combining marks take none, wide characters two."""
-    return sum(
-        0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        for character in text
-    )
-
-
-def _pad(text: str, width: int, *, right: bool = False) -> str:
-    space = " " * (width - _width(text))
-    return space + text if right else text + space
-
-
-def _paint(text: str, colour: str, terminal: Terminal) -> str:
-    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if terminal.colour and text else text
+            cells = [(one.what, f"{one.was or '–'} → {one.now or '–'}") for one in change.differences]
+            yield table(("", ""), cells, indent=2, terminal=terminal)
+    if changes.same:
+        yield from wrap(f"as before: {', '.join(changes.same)}", terminal)

@@ -1,4 +1,4 @@
-"""How findings are put into words, once for all formats that people read."""
+"""Words for findings, the same in all formats that people read."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kltest.errors import UsageError
 from kltest.report import CheckResult, GradientRow, Report, ValueRow
+from kltest.truth import parse, render
 
 COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosine", "relative variance")
+NUMERIC = frozenset(COLUMNS[3:])
+VALUES = {
+    "kl": "KL(π‖ref)",
+    "kl_per_token": "KL(π‖ref) per token",
+    "mean_of_token_means": "the mean over rollouts of the mean log-ratio per token",
+    None: "none of the KL values",
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A gradient row as text; `agrees` is None where the row could not be judged.
+    """A gradient row as text; `agrees` is None if the row could not be compared.
 
-    `excused` are the codes of the expected failures that account for a disagreement.
+    `excused` holds the codes of the expected failures that account for a disagreement.
     """
 
     cells: tuple[str, ...]
@@ -30,12 +39,12 @@ class Row:
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
-    """The text with every character that a terminal, XML or a page could misread written out (`\\x1b`)."""
+    """Return the text with every character that a terminal, XML or a page could misread written out (`\\x1b`)."""
     return "".join(character if character in keep or _harmless(character) else _escape(character) for character in text)
 
 
 def _harmless(character: str) -> bool:
-    """Neither a control, a lone surrogate, a non-character, nor one that reorders the text around it."""
+    """False for controls, lone surrogates, non-characters and characters that reorder the text around them."""
     if character.isascii():
         return character.isprintable()
     point = ord(character)
@@ -49,19 +58,19 @@ def _escape(character: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, runs of white space as single spaces."""
+    """Return the text on one line, runs of white space as single spaces."""
     return visible(" ".join(text.split()))
 
 
 def number(value: float | None) -> str:
-    """Three significant digits; a dash where there is none to give."""
+    """Return three significant digits, or a dash if there is no number."""
     if value is None or math.isnan(value):
         return "–"
     return f"{value:.3g}".replace("inf", "∞")
 
 
 def cosine(value: float | None) -> str:
-    """Four decimals, more where rounding would claim a perfect alignment that is none."""
+    """Return four decimals, or more if rounding would show ±1 for a gradient that is not parallel."""
     if value is None or math.isnan(value):
         return "–"
     rounded = (f"{value:.{digits}f}" for digits in range(4, 13))
@@ -69,19 +78,14 @@ def cosine(value: float | None) -> str:
 
 
 def gradient(identified: dict[str, float] | None, residual: float = math.nan) -> str:
-    """A combination of named gradients in mathematical words."""
+    """Return a combination of named gradients as a formula."""
     if identified is None:
         return "no named gradient" + ("" if math.isnan(residual) else f" (best fit misses {residual:.2g})")
-    from kltest.truth import render
-
     return render(identified)
 
 
 def declared(report: Report) -> str:
-    """The declared target in mathematical words, or as it was written where it means nothing."""
-    from kltest.errors import UsageError
-    from kltest.truth import parse, render
-
+    """Return the declared gradient as a formula, or as it was written if it cannot be read."""
     try:
         return render(parse(report.expect))
     except UsageError:
@@ -89,13 +93,13 @@ def declared(report: Report) -> str:
 
 
 def rows(report: Report) -> list[Row]:
-    """The gradient rows of a report as text, columns as in COLUMNS."""
+    """Return the gradient rows of a report as text, with the columns of COLUMNS."""
     return [Row(_cells(row), row.agrees, _note(row), tuple(row.excused)) for row in report.gradients]
 
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
-    sampled = row.method == "sampled" and row.identified is None
-    found = "samples leave it open" if sampled else gradient(row.identified, row.residual)
+    undecided = row.method == "sampled" and row.identified is None
+    found = "samples leave it open" if undecided else gradient(row.identified, row.residual)
     return (
         row.environment,
         row.sampler,
@@ -114,7 +118,7 @@ def _note(row: GradientRow) -> str:
 
 
 def headline(report: Report) -> str:
-    """The verdict as one sentence."""
+    """Return the verdict as one sentence."""
     target = declared(report) if report.verdict != "error" else ""
     excused = dict.fromkeys(code for row in report.gradients for code in row.excused)
     exception = f", apart from what {' and '.join(excused)} accounts for, as expected" if excused else ""
@@ -127,60 +131,58 @@ def headline(report: Report) -> str:
 
 
 def _refutation(report: Report, found: str, target: str) -> str:
-    """What refutes: the gradient, or else a check, or else an excuse that is stale."""
+    """Name what refutes: the gradient, else failed checks, else checks that passed though expected to fail."""
     failed = [check.code for check in report.failed if not check.warns]
-    stale = [check.code for check in report.stale]
-    judged = bool(report.gradients) and all(row.agrees is not None and not row.refutes for row in report.gradients)
-    if not judged or not (failed or stale):
+    passed = [check.code for check in report.unexpected_passes]
+    agrees = bool(report.gradients) and all(row.agrees is not None and not row.refutes for row in report.gradients)
+    if not agrees or not (failed or passed):
         return f"the loss does not follow {target} as declared"
     if failed:
-        return f"the expected gradient is {found}, but {_codes(failed)} failed"
-    return f"the expected gradient is {found}, but {_codes(stale)}, expected to fail, passed"
+        return f"the expected gradient is {found}, but {_listed(failed)} failed"
+    return f"the expected gradient is {found}, but {_listed(passed)}, expected to fail, passed"
 
 
-def _codes(codes: Sequence[str]) -> str:
+def _listed(codes: Sequence[str]) -> str:
     return " and ".join([", ".join(codes[:-1]), codes[-1]] if len(codes) > 1 else codes)
 
 
-def settings(report: Report) -> list[str]:
-    """How the target was called and graded, the parts that change what is found."""
-    if not report.gradients:
-        return [f"seed {report.seed}"]
-    parts = [f"placement {report.placement}"]
-    if report.credit:
-        parts.append(f"credit {report.credit}")
-    if report.reduction:
-        parts.append(f"reduction {report.reduction}")
-    if report.dtype:
-        parts.append(report.dtype)
-    return [*parts, f"seed {report.seed}"]
+def settings(report: Report) -> str:
+    """Return how the target was called and graded: the settings that change what is found."""
+    parts = {"placement": report.placement, "credit": report.credit, "reduction": report.reduction}
+    words = [f"{name} {value}" for name, value in parts.items() if value] + [report.dtype] * bool(report.dtype)
+    return " · ".join([*(words if report.gradients else []), f"seed {report.seed}"])
 
 
-def is_warning(check: CheckResult) -> bool:
-    """Whether a failure of this check only warns (the variance family)."""
-    return check.warns
+def shown(report: Report) -> list[CheckResult]:
+    """Return the checks that are shown in full: those that failed, and those that passed though expected to fail."""
+    return [*report.failed, *report.unexpected_passes]
+
+
+def passed(report: Report) -> list[str]:
+    """Return the codes of the checks that passed as they should."""
+    return [check.code for check in report.checks if check.status == "pass" and not check.passed_unexpectedly]
 
 
 def remedy(check: CheckResult) -> tuple[str, str]:
-    """What to change: the words on one line, and the corrected lines of code as they stand, each empty if not given."""
+    """Return what to change: words on one line, and corrected lines of code; either may be empty."""
     words, _, code = check.fix.partition("\n\n")
     return one_line(words), visible(code.expandtabs(4)).strip("\n").rstrip()
 
 
 def reason(check: CheckResult) -> str:
-    """What a check found and what to do, code on lines of its own."""
+    """Return what a check found and what to do, code on lines of its own."""
     words, code = remedy(check)
     found = one_line(check.message) + (f" Fix: {words}" if words else "")
     return f"{found}\n\n{textwrap.indent(code, '    ')}" if code else found
 
 
-def excuses(report: Report) -> list[str]:
-    """The expected failures, a line each."""
-    return [f"{check.code} {one_line(check.name)}: {one_line(check.excused)}" for check in report.excused]
+def expected_failures(report: Report) -> list[str]:
+    """Return the expected failures, a line each."""
+    return [f"{check.code} {one_line(check.name)}: {one_line(check.excused)}" for check in report.expected_failures]
 
 
 def skipped(report: Report) -> dict[str, list[str]]:
-    """The codes of skipped and inconclusive checks by their reason, in order."""
+    """Return the codes of skipped and inconclusive checks by their reason, in order."""
     reasons: dict[str, list[str]] = {}
     for check in report.checks:
         if check.status in ("skip", "inconclusive"):
@@ -190,30 +192,23 @@ def skipped(report: Report) -> dict[str, list[str]]:
 
 
 def value_rows(report: Report) -> list[str]:
-    """What the logged value estimates, a line for each answer; empty where the loss shows no value."""
-    words = {
-        "kl": "KL(π‖ref)",
-        "kl_per_token": "KL(π‖ref) per token",
-        "mean_of_token_means": "the mean over rollouts of the mean log-ratio per token",
-        None: "none of the KL values",
-    }
+    """Return what the logged value estimates, a line for each answer; none if the loss logs no value."""
     found: dict[str | None, list[ValueRow]] = {}
     for row in report.value:
         found.setdefault(row.matches, []).append(row)
-    return [f"{words.get(matches, matches)} ({_worlds(group)}{_span(group)})" for matches, group in found.items()]
+    return [f"{VALUES.get(matches, matches)} ({_places(group)}{_spread(group)})" for matches, group in found.items()]
 
 
-def _worlds(group: Sequence[ValueRow]) -> str:
-    worlds: dict[str, list[str]] = {}
+def _places(group: Sequence[ValueRow]) -> str:
+    environments: dict[str, list[str]] = {}
     for row in group:
-        worlds.setdefault(row.sampler, []).append(row.environment)
-    return "; ".join(f"{', '.join(names)}: {sampler}" for sampler, names in worlds.items())
+        environments.setdefault(row.sampler, []).append(row.environment)
+    return "; ".join(f"{', '.join(names)}: {sampler}" for sampler, names in environments.items())
 
 
-def _span(group: Sequence[ValueRow]) -> str:
-    """The worst bias where the value is none of the KLs, else how noisy it is."""
-    if group[0].matches is None:
-        biases = [row.relative_bias for row in group if row.relative_bias is not None]
-        return f"; relative bias up to {number(max(biases))}" if biases else ""
-    stds = [row.relative_std for row in group if row.relative_std is not None]
-    return f"; relative std up to {number(max(stds))}" if stds else ""
+def _spread(group: Sequence[ValueRow]) -> str:
+    """The largest bias if the value is none of the KLs, else the largest standard deviation."""
+    key = "bias" if group[0].matches is None else "std"
+    numbers = [getattr(row, f"relative_{key}") for row in group]
+    known = [value for value in numbers if value is not None]
+    return f"; relative {key} up to {number(max(known))}" if known else ""
