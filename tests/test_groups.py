@@ -20,7 +20,8 @@ from kltest.grading import grade
 from kltest.identify.instances import ENVIRONMENTS, MOST_GROUPS, instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.moments import NonDeterministicError, batches, exact_batches
+from kltest.moments import NonDeterministicError, batch_calls, exact_batches
+from kltest.moments.batches import groups_of
 from kltest.truth import gradient
 
 # Sums of a few hundred float64 terms of size one, by two routes.
@@ -123,11 +124,11 @@ def test_groups_of_four_on_sequences_are_those_of_all_6561_tuples():
 def test_many_groups_in_one_call_are_the_same_as_one_call_each(loss, monkeypatch):
     instance = instances("ragged", 0, 4)[0]
     calls = []
-    call = batches._Batches.call
-    monkeypatch.setattr(batches._Batches, "call", lambda self, *a, **k: calls.append(0) or call(self, *a, **k))
+    call = batch_calls.BatchCalls.call
+    monkeypatch.setattr(batch_calls.BatchCalls, "call", lambda self, *a, **k: calls.append(0) or call(self, *a, **k))
     together = exact_batches(bind(loss), instance, size=4, grouped=True)
     in_one = len(calls)
-    monkeypatch.setattr(batches._Batches, "learn_to_tell_apart", lambda *_: None)
+    monkeypatch.setattr(batch_calls.BatchCalls, "learn_to_tell_apart", lambda *_: None)
     alone = exact_batches(bind(loss), instance, size=4, grouped=True)
     assert np.abs(together.gradient - alone.gradient).max() < EXACT
     assert together.second_moment == pytest.approx(alone.second_moment, rel=1e-12)
@@ -578,7 +579,7 @@ def test_too_many_groups_are_refused_with_their_number():
 
 def test_groups_are_enumerated_once_their_order_aside():
     instance = instances("ragged", 0, 3)[0]
-    found = list(batches.groups_of(instance, "current", 3))
+    found = list(groups_of(instance, "current", 3))
     assert len(found) == len(list(every_multiset(instance, 3)))
     assert math.fsum(chance for _, chance in found) == pytest.approx(1, rel=1e-12)
     assert len({tuple(rows) for rows, _ in found}) == len(found)

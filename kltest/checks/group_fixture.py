@@ -13,7 +13,7 @@ from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.loss.outcome import Loss
-from kltest.moments.batches import centred
+from kltest.moments.batch_calls import centred
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout

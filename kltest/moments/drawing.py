@@ -15,8 +15,9 @@ from kltest.environments import Environment, Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.loss.outcome import Loss
 from kltest.moments.agreement import close
-from kltest.moments.batches import _Batches
-from kltest.moments.differentiate import RowGradients, differentiate, live_positions
+from kltest.moments.batch_calls import BatchCalls
+from kltest.moments.batches import joint_paths
+from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Reduction
 from kltest.moments.projection import each_gradient
 from kltest.moments.reduction import probe
@@ -131,7 +132,7 @@ class Rows:
         alone = self.drawn.call(paths.take(np.array([row])), 1.0, rollout.take([row]))
         if not close(alone.row(0), called.row(row), called.dtype):
             raise CoupledError(f"in a batch of {count} rollouts a row has not the gradient that it has alone")
-        return paths, self.drawn.project(paths, _leaves(called))
+        return paths, self.drawn.project(paths, called.by_leaf)
 
 
 class Singles:
@@ -151,7 +152,7 @@ class Singles:
         for row in range(count):
             part = paths.take(np.array([row]))
             called = self.drawn.call(part, rollout=rollout.take([row]))
-            gradients[row] = self.drawn.project(part, _leaves(called))
+            gradients[row] = self.drawn.project(part, called.by_leaf)
             self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
         return paths, gradients
 
@@ -171,7 +172,7 @@ class Batches:
         self.leaves: frozenset[str] = frozenset()
         size, generator = drawn.size, drawn.generator
         paths = drawn.paths(PROBED)
-        self._calls = _Batches(drawn.loss, drawn.rollout(paths))
+        self._calls = BatchCalls(drawn.loss, drawn.rollout(paths))
         pool = np.flatnonzero(paths.prompt == paths.prompt[0]) if drawn.grouped else np.arange(len(paths))
         self.factor = 1.0
         if not noisy:
@@ -191,17 +192,13 @@ class Batches:
 
     def take(self, count: int) -> tuple[Paths, np.ndarray]:
         paths = self.drawn.paths(count)
-        calls = self._calls
-        calls.base = self.drawn.rollout(paths)
-        calls.live = live_positions(calls.base)
+        self._calls.take_from(self.drawn.rollout(paths))
         rows = np.arange(len(paths)).reshape(count, self.drawn.size)
-        # A batch is one long rollout whose tokens share contexts.
-        contexts, tokens, mask = (part.reshape(count, -1) for part in (paths.contexts, paths.tokens, paths.mask))
-        long = Paths(contexts, tokens, mask, paths.prompt[rows[:, 0]], np.zeros(count))
+        joined = joint_paths(paths, rows, np.zeros(count))
         gradients = np.empty((count, self.drawn.instance.policy.size))
-        for index, found, _ in calls.gradients(rows, self.drawn.generator):
+        for index, found, _ in self._calls.gradients(rows, self.drawn.generator):
             leaves = {name: part.reshape(len(index), -1, *part.shape[3:]) for name, part in found.items()}
-            gradients[index] = self.drawn.project(long.take(index), leaves)
+            gradients[index] = self.drawn.project(joined.take(index), leaves)
             self.leaves |= found.keys()
         return paths, gradients * self.factor
 
@@ -252,10 +249,6 @@ class Batches:
             return total(size) > total(1) * np.sqrt(size)
         except KltestError:  # it does not take one row
             return False
-
-
-def _leaves(called: RowGradients) -> dict[str, np.ndarray]:
-    return {name: getattr(called, name) for name in called.leaves}
 
 
 @contextmanager
