@@ -34,9 +34,8 @@ class TargetError(KltestError):
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return `did you mean a or b? `, with a blank at its end, or an empty text if no known name is near."""
-    names = list(known)
-    folded = {name.casefold(): name for name in reversed(names)}
-    near = difflib.get_close_matches(wrong.casefold(), folded, n=3, cutoff=0.55)
+    folded = {name.casefold(): name for name in reversed(list(known))}
+    near = difflib.get_close_matches(wrong.casefold(), folded, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(folded[name] for name in near)}? " if near else ""
 
 

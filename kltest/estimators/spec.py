@@ -9,7 +9,6 @@ names that module as an entry point in the group `kltest.estimators`:
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from importlib import import_module, metadata
 from pkgutil import iter_modules
 from typing import Any, Literal, get_args
 
-from kltest.errors import UsageError
+from kltest.errors import UsageError, did_you_mean
 
 Placement = Literal["loss", "reward", "both"]
 Credit = Literal["return", "to-go", "immediate"]
@@ -128,8 +127,7 @@ def find(name: str) -> Estimator:
     if owner is not None:
         return known[owner]
     names = [label for entry in known.values() for label in (entry.spec.name, *entry.spec.aliases)]
-    near = difflib.get_close_matches(_normal(name), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`kltest list` shows them all."
+    hint = did_you_mean(_normal(name), names).strip() or "`kltest list` shows them all."
     raise UsageError(f"there is no estimator called {name!r}; {hint}")
 
 

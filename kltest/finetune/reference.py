@@ -15,6 +15,7 @@ from kltest.finetune.tasks import Problem, Split, Task
 from kltest.language_models.generation import generate
 from kltest.language_models.language import Language, padded
 from kltest.language_models.models import parameters_asked, save, tiny_model, tiny_tokenizer
+from kltest.loss.global_state import preserved
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import digest
 
@@ -47,8 +48,7 @@ def cache_folder() -> Path:
 
 
 def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+    with preserved(settings.seed):
         model = tiny_model(parameters_asked(settings.model), len(tokenizer), *_ends(tokenizer))
     language = Language.of(model, tokenizer)
     generator = np.random.default_rng([settings.seed, 0, VERSION])

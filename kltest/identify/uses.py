@@ -13,9 +13,9 @@ from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.instances import instances
+from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Loss
 from kltest.moments.differentiate import leaf_gradients
-from kltest.moments.drawing import seeded
 from kltest.rollout import LEAVES, SAMPLER_FIELDS, Rollout
 
 WORLD = "ragged"
@@ -59,7 +59,7 @@ def _answers(loss: Loss, instance: Instance, seed: int) -> list[Tensor]:
     """What a batch returns and logs, and the gradients that it gives."""
     lengths = instance.paths.lengths
     rollout = Rollout.of(instance, sampler="stale", padding=seed, centre="batch").take(np.argsort(lengths)[:ROWS])
-    with seeded(seed):
+    with preserved(seed):
         result = loss.for_experiments().returned(rollout)
     found = [result.loss.detach(), *([] if result.metric is None else [result.metric])]
     if result.loss.requires_grad:

@@ -21,6 +21,7 @@ from kltest.environments.instance import largest_sum
 from kltest.errors import UsageError
 from kltest.language_models.models import in_double, needs_transformers, parameters_asked, pretrained, tiny_model
 from kltest.language_models.tables import instance_of, tabulate
+from kltest.loss.global_state import preserved
 
 Weights = dict[str, Tensor]
 # As far as reference and sampler are from the policy along any rollout, in nats: clamps stay silent there.
@@ -154,8 +155,7 @@ def network(model: str, vocabulary: int, seed: int, device: torch.device) -> Net
     if model != "tiny" and not model.startswith("tiny:"):
         return Network(pretrained(model)[0], vocabulary, device)
     size = parameters_asked(model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with preserved(seed):
         made: Any = tiny_model(size, vocabulary + 1, vocabulary - 1, vocabulary)
         for one in made.parameters():
             if one.dim() == 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kltest.errors import UsageError
+from kltest.errors import UsageError, did_you_mean
 from kltest.loss.callables import kind_of
 from kltest.loss.frames import describe, failure
 
@@ -112,8 +111,7 @@ def attribute(holder: Any, names: str, where: str) -> Found:
             thing = getattr(parent, name)
         except AttributeError:
             known = [key for key in dir(parent) if not key.startswith("__")]
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else _offers(parent, where)
+            hint = did_you_mean(name, known).strip() or _offers(parent)
             raise UsageError(f"{where} has no {name!r}; {hint}") from None
         except KeyboardInterrupt:
             raise
@@ -144,10 +142,8 @@ def searching(folder: Path) -> Iterator[None]:
 def _no_such_module(module: str, missing: str) -> str:
     parent, _, last = missing.rpartition(".")
     text = f"there is no module {module!r}" + (f": {parent} has no submodule {last!r}" if parent else "")
-    siblings = _submodules(parent)
-    near = difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)
-    if near:
-        return f"{text}; did you mean {' or '.join(f'{parent}.{name}'.lstrip('.') for name in near)}?"
+    if hint := did_you_mean(last, _submodules(parent)):
+        return f"{text}; {hint.strip()}"
     return (
         f"{text} here ({os.getcwd()}) or among the installed packages of {sys.executable}. "
         "Install it there, or name a file: path/to/file.py:function"
@@ -163,7 +159,7 @@ def _submodules(parent: str) -> list[str]:
     return [path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").exists()]
 
 
-def _offers(parent: Any, where: str) -> str:
+def _offers(parent: Any) -> str:
     own = getattr(parent, "__name__", None)
     names = (
         [

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from pathlib import Path
 
-from kltest.errors import UsageError
+from kltest.errors import UsageError, did_you_mean
 from kltest.estimators import find
 from kltest.loss.arguments import Stub, split_dotted
 from kltest.loss.calling import BoundLoss, bind
@@ -111,9 +110,9 @@ def _no_such_file(path: Path) -> str:
         return f"{path} is a folder; name a .py file in it, {path}/FILE.py:FUNCTION"
     if not folder.is_dir():
         return f"there is no file {path}: the folder {folder} does not exist (seen from {Path.cwd()})"
-    near = difflib.get_close_matches(path.name, [entry.name for entry in folder.glob("*.py")], n=3, cutoff=0.5)
     hint = (
-        f"did you mean {' or '.join(str(folder / name) for name in near)}?" if near else f"looked in {folder.resolve()}"
+        did_you_mean(path.name, (entry.name for entry in folder.glob("*.py"))).strip()
+        or f"looked in {folder.resolve()}"
     )
     return f"there is no file {path}; {hint}"
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from kltest.environments import Environment, Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError
@@ -249,18 +246,3 @@ class Batches:
             return total(size) > total(1) * np.sqrt(size)
         except KltestError:  # it does not take one row
             return False
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Inside, the global generators of torch, numpy and Python begin at `seed`; afterwards they are as before."""
-    before = np.random.get_state(), random.getstate()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(before[0])  # noqa: NPY002
-            random.setstate(before[1])

@@ -7,14 +7,13 @@ the gradient of a batch is then not the average of what its rows would give, and
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from kltest.errors import KltestError, TargetError
+from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Loss
 from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
@@ -46,15 +45,9 @@ class NonDeterministicError(TargetError):
     @classmethod
     def of(cls, loss: Loss, call: Callable[[], RowGradients]) -> NonDeterministicError:
         """The error of a loss that was seen not to repeat a call."""
-        # NumPy's old generator is the one that a loss without one of its own draws from.
-        state = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-        calls = []
-        for _ in range(2):
-            torch.set_rng_state(state[0])
-            np.random.set_state(state[1])  # noqa: NPY002
-            random.setstate(state[2])
-            calls.append(call())
-        once, again = calls
+        with preserved():
+            once = call()
+        again = call()
         return cls(loss.name, keeps_state=not close(once.parts, again.parts, again.dtype))
 
 

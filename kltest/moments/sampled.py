@@ -13,9 +13,10 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, UsageError
+from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Loss
 from kltest.moments.confidence import Asymptotic, EmpiricalBernstein, tuned
-from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, seeded, source_of
+from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, source_of
 from kltest.moments.moments import Reduction
 from kltest.moments.pairing import Pairing
 
@@ -112,7 +113,7 @@ def sampled(
         run.follow()
         return run.result(target.shape)
 
-    with seeded(seed):
+    with preserved(seed):
         try:
             return follow(source_of(drawn, noisy))
         except CoupledError as error:

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kltest.errors import UsageError
+from kltest.errors import UsageError, did_you_mean
 
 Value = bool | int | float | str | None
 Configuration = dict[str, Any]
@@ -148,5 +147,5 @@ def _between(low: float, high: float) -> str:
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    hint = did_you_mean(word, known).strip()
+    return f" ({hint})" if hint else ""

@@ -14,7 +14,6 @@ import importlib
 import inspect
 import json
 import logging
-import random
 import shutil
 import tempfile
 import textwrap
@@ -25,12 +24,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kltest.adapters.installed import costly
 from kltest.errors import UsageError
+from kltest.loss.global_state import preserved
 
 # Words of the tokenizer: tokens of the small worlds, and as many prompts as a batch may have rollouts.
 TOKENS, PROMPTS = 64, 8192
@@ -349,9 +348,8 @@ def _reward(prompts: Any = None, completions: Any = None, reward: Any = None, **
 def _quietly() -> Any:
     """Without words, and without a trace in anybody's random numbers: building a trainer seeds them all."""
     importlib.import_module("transformers.utils.logging").disable_progress_bar()
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     silent = logging.root.manager.disable
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), ExitStack() as unwatched:
+    with warnings.catch_warnings(), preserved(), ExitStack() as unwatched:
         # A model is built on the device "meta" first, of which whoever follows each step can make nothing.
         for _ in range(torch._C._len_torch_function_stack()):
             unwatched.enter_context(torch.overrides._pop_mode_temporarily())
@@ -361,8 +359,6 @@ def _quietly() -> Any:
             yield
         finally:
             logging.disable(silent)
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import count
 from math import log
 
-import torch
 from torch import Tensor
 
 from kltest.checks.call_once import CallResult, call_once, usual_batch
@@ -17,6 +16,7 @@ from kltest.checks.losses import squared_sum
 from kltest.counterexample.demonstration import Demonstration
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
+from kltest.loss.global_state import preserved
 from kltest.moments.tolerances import TOLERANCES
 
 # Calls of one batch; a coefficient that is adapted every tenth call or so shows as well.
@@ -42,7 +42,7 @@ def _differs(findings: Findings) -> Found | None:
     """Call one batch again and again; the random state goes on from call to call."""
     loss = findings.loss.for_experiments()
     batch = usual_batch(findings)
-    with torch.random.fork_rng(devices=[]):
+    with preserved():
         first = call_once(loss, batch.replace())
         for call in range(2, CALLS + 1):
             if words := _difference(first, call_once(loss, batch.replace())):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub
-from kltest.loss.jax.program import Compiled, Lift, Steps, identity, outline
+from kltest.loss.jax.program import Lift, Steps, followed, lifted
 from kltest.rollout import Rollout
 
 CALLED = (
@@ -45,9 +45,6 @@ class JaxLoss:
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        self.looks_at_numbers = False
-        self._compiled: dict[Any, Compiled] = {}
-        self._kept: list[Any] = []
 
     def __repr__(self) -> str:
         return f"jax_loss({self.function!r})"
@@ -68,19 +65,6 @@ class JaxLoss:
     def called(self, handing: _Handing, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(handing.handed, (args, kwargs))
         return self.function(*args, **kwargs)
-
-    def compiled(self, written: Any, lift: Lift, floats: int) -> Compiled:
-        """The programs for what was written down: looked up by the parts that JAX keeps itself, then by all it does."""
-        parts = outline(written)
-        found = self._compiled.get((parts, lift))
-        if found is None:
-            whole = identity(written)
-            found = Compiled(written, lift, floats)
-            if whole is None:
-                return found
-            found = self._compiled[parts, lift] = self._compiled.setdefault((whole, lift), found)
-            self._kept.append(written)
-        return found
 
 
 class _Call:
@@ -113,34 +97,28 @@ class _Call:
         return kinds
 
     def forward(self, values: list[Any]) -> tuple[list[Tensor], Callable[..., Any]]:
-        """What the loss returns, and its vjp. It is traced anew for every call, and compiled once for what it does."""
-        written = self._written(values)
-        if written is None:
-            return self._at_once(values)
-        compiled = self.loss.compiled(written, lifted(), self._floats)
-        self.steps = compiled.steps
-        outputs = [as_tensor(array) for array in compiled.forward(written.consts, values)]
-        return outputs, lambda cotangents: compiled.backward(written.consts, values, cotangents[: self._floats])
-
-    def _written(self, values: list[Any]) -> Any:
-        """The steps of the loss; None where it does what only known numbers allow, as indexing by its mask."""
+        """What the loss returns, and its vjp. It is traced anew for every call, since each may do something else."""
         import jax
+        import jax.extend.core
 
-        if self.loss.looks_at_numbers:
-            return None
         try:
-            return jax.make_jaxpr(self._run)(*values)
+            written = jax.make_jaxpr(self._run)(*values)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            self.loss.looks_at_numbers = True
-            return None
+            # It does what only known numbers allow, as indexing by its mask does.
+            floats, pull, others = jax.vjp(self._run, *values, has_aux=True)
+            self.steps = Steps(reached=(True,) * len(floats) + (False,) * len(others))
+        else:
+            lift, count = lifting(), self._floats
 
-    def _at_once(self, values: list[Any]) -> tuple[list[Tensor], Callable[..., Any]]:
-        import jax
+            def run(*leaves: Any) -> tuple[list[Any], list[Any]]:
+                plain = jax.extend.core.jaxpr_as_fun(written)
+                outputs = lifted(written, leaves, lift) if any(lift) else plain(*leaves)
+                return outputs[:count], outputs[count:]
 
-        floats, pull, others = jax.vjp(self._run, *values, has_aux=True)
-        self.steps = Steps(reached=(True,) * len(floats) + (False,) * len(others))
+            floats, pull, others = jax.vjp(run, *values, has_aux=True)
+            self.steps = followed(written)
         outputs = [as_tensor(array) for array in (*floats, *others)]
-        return outputs, lambda cotangents: pull(list(cotangents[: self._floats]))
+        return outputs, lambda cotangents: pull(list(cotangents[: len(floats)]))
 
     def blocked(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs that no gradient can reach the leaves from."""
@@ -283,7 +261,7 @@ def _distinct(tensors: list[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def lifted() -> Lift:
-    """What kltest has switched off in torch, for an experiment, is asked of torch, and switched off in JAX as well."""
+def lifting() -> Lift:
+    """The steps that an experiment has switched off in torch, found by trying: they are left out in JAX as well."""
     one = torch.ones((), dtype=torch.float64, requires_grad=True)
     return Lift(stops=one.detach().requires_grad, limits=bool(one.clamp(max=0.5) > 0.5))

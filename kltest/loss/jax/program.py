@@ -1,8 +1,12 @@
-"""What a function does step by step, as JAX writes it down: compiled once, and followed for precision and gradients."""
+"""The steps of a JAX function: in which precision they compute, how far gradients reach, and how to leave some out.
+
+JAX writes a function down as a jaxpr, a list of primitive steps. Neither question can be answered from outside: the
+arrays that a function returns do not tell that an intermediate one was float32 or that a gradient was stopped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,12 +18,12 @@ _WHOLE_STAYS_WHOLE = frozenset(
     | {"convert_element_type", "select_n", "copy", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "pad"}
     | {"transpose", "concatenate", "slice", "dynamic_slice", "gather", "rev", "iota"}
 )
-# What only stands for the steps inside of it; functions with derivatives of their own do more than that.
+# Calls that only stand for the steps inside them; functions with derivatives of their own do more than that.
 _INLINED = frozenset({"pjit", "jit", "closed_call", "core_call", "remat", "checkpoint"})
 
 
 class Lift(NamedTuple):
-    """Steps that do nothing: stop-gradients; clamps, and minima and maxima with a constant."""
+    """Steps to leave out: stop-gradients; clamps, and minima and maxima with a constant."""
 
     stops: bool = False
     limits: bool = False
@@ -27,80 +31,16 @@ class Lift(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """`bits`: the fewest digits (of a mantissa) that what it returns was computed with; `reached`: for each array
-    that it returns, whether a gradient gets from there to what is differentiated.
+    """`bits`: digits of the narrowest mantissa on the way to the outputs; `reached`: for each output, if a gradient
+    gets from there to an input.
     """
 
     bits: int = 52
     reached: tuple[bool, ...] = ()
 
 
-class Compiled:
-    """The steps of one function as two programs: what it returns, and its vjp with respect to `values`.
-
-    The first `floats` arrays that it returns are floating-point ones; constants are arguments of the programs.
-    """
-
-    def __init__(self, written: Any, lift: Lift, floats: int) -> None:
-        import jax
-        import jax.extend.core
-
-        def outputs(constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-            if not any(lift):
-                again = jax.extend.core.ClosedJaxpr(written.jaxpr, list(constants))
-                return jax.extend.core.jaxpr_as_fun(again)(*values)
-            return _evaluated(written.jaxpr, constants, [_Value(value, True) for value in values], lift)
-
-        def pulled(constants: Sequence[Any], values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            _, pull = jax.vjp(lambda *leaves: outputs(constants, leaves)[:floats], *values)
-            return pull(list(cotangents))
-
-        self.steps = followed(written)
-        self.forward: Callable[..., Any] = jax.jit(outputs)
-        self.backward: Callable[..., Any] = jax.jit(pulled)
-
-
-def outline(written: Any) -> Any:
-    """The steps of a function, those that stand for others by the object that JAX has for them.
-
-    It is the same for two functions only if they do the same but for their constants, as long as the objects live.
-    """
-    numbers: dict[Any, int] = {}
-
-    def told(atom: Any) -> Any:
-        kind = str(atom.aval)
-        if hasattr(atom, "val"):
-            return kind, np.asarray(atom.val).tobytes()
-        return kind, numbers.setdefault(atom, len(numbers))
-
-    def whole(step: Any) -> Any:
-        parts = tuple(id(part) for part in _parts(step))
-        how = parts if step.primitive.name in _INLINED and parts else str(step.params)
-        return step.primitive.name, how, *map(told, (*step.invars, *step.outvars))
-
-    jaxpr = written.jaxpr
-    ends = tuple(map(told, (*jaxpr.constvars, *jaxpr.invars)))
-    return ends, tuple(map(whole, jaxpr.eqns)), tuple(map(told, jaxpr.outvars))
-
-
-def identity(written: Any) -> Any:
-    """What two functions share only if they do the same but for their constants; None where that cannot be told."""
-    inner = list(_inside(written.jaxpr))
-    if getattr(written.jaxpr, "effects", ()) or any("custom_v" in step.primitive.name for step in inner):
-        return None
-    hidden = tuple(
-        np.asarray(value).tobytes()
-        for step in inner
-        for value in (
-            *(atom.val for atom in step.invars if hasattr(atom, "val")),
-            *(constant for part in _parts(step) for constant in getattr(part, "consts", ())),
-        )
-    )
-    return str(written.jaxpr), hidden
-
-
 def followed(written: Any) -> Steps:
-    """In which precision the arrays that a function returns are computed, and which of them a gradient gets through."""
+    """Return the precision and the reach of the outputs of a closed jaxpr."""
     constants = [_constant(value) for value in written.consts]
     found = _followed(written.jaxpr, constants, [_Known(reached=True) for _ in written.jaxpr.invars])
     return Steps(min((known.bits for known in found), default=52), tuple(known.reached for known in found))
@@ -108,15 +48,15 @@ def followed(written: Any) -> Steps:
 
 @dataclass(frozen=True)
 class _Known:
-    """Of one intermediate: digits, whether it depends on what is differentiated, whether it holds whole numbers."""
+    """One intermediate: its digits, if it depends on what is differentiated, if it holds whole numbers."""
 
     bits: int = 52
     reached: bool = False
     whole: bool = False
 
 
-def _followed(jaxpr: Any, constants: Sequence[_Known], given: Sequence[_Known]) -> list[_Known]:
-    known: dict[Any, _Known] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *given), strict=True))
+def _followed(jaxpr: Any, constants: Sequence[_Known], inputs: Sequence[_Known]) -> list[_Known]:
+    known: dict[Any, _Known] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
 
     def of(atom: Any) -> _Known:
         return _constant(atom.val) if hasattr(atom, "val") else known[atom]
@@ -131,13 +71,14 @@ def _after(step: Any, inputs: list[_Known]) -> list[_Known]:
         inner = getattr(part, "jaxpr", part)
         if step.primitive.name in _INLINED or "custom_jvp" in step.primitive.name:
             return _followed(inner, [_constant(value) for value in getattr(part, "consts", ())], inputs)
-    loops = [str(output.aval.dtype) for inner in _all_inside(step) for output in inner.outvars]
+    loops = [str(output.aval.dtype) for inner in _inside(step) for output in inner.outvars]
     return [_one(step, str(output.aval.dtype), inputs, loops) for output in step.outvars]
 
 
 def _one(step: Any, kind: str, inputs: list[_Known], loops: list[str]) -> _Known:
     name = step.primitive.name
     floating = kind in _BITS
+    # A mask or a count in float32 has lost nothing, nor has a sum of such.
     whole = not floating or (name in _WHOLE_STAYS_WHOLE and all(known.whole for known in inputs))
     bits = min((known.bits for known in inputs), default=52)
     if floating and not whole:
@@ -147,7 +88,6 @@ def _one(step: Any, kind: str, inputs: list[_Known], loops: list[str]) -> _Known
 
 
 def _constant(value: Any) -> _Known:
-    """A constant in a narrow type has lost digits, unless it holds whole numbers, as a mask and a count do."""
     kind = str(getattr(value, "dtype", "float64"))
     if kind not in _BITS:
         return _Known(whole=True)
@@ -157,18 +97,20 @@ def _constant(value: Any) -> _Known:
 
 
 class _Value(NamedTuple):
-    """An intermediate array, and whether it depends on anything but numbers that stand in the function."""
+    """An intermediate array; `depends` is False if it is made of numbers that stand in the function alone."""
 
     array: Any
     depends: bool
 
 
-def _evaluated(jaxpr: Any, constants: Sequence[Any], given: Sequence[_Value], lift: Lift) -> list[Any]:
-    return [value.array for value in _values(jaxpr, [_Value(one, True) for one in constants], given, lift)]
+def lifted(written: Any, values: Sequence[Any], lift: Lift) -> list[Any]:
+    """Return the outputs of a closed jaxpr for some inputs, computed without the steps that `lift` leaves out."""
+    constants = [_Value(one, True) for one in written.consts]
+    return [value.array for value in _values(written.jaxpr, constants, [_Value(one, True) for one in values], lift)]
 
 
-def _values(jaxpr: Any, constants: Sequence[_Value], given: Sequence[_Value], lift: Lift) -> list[_Value]:
-    known: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *given), strict=True))
+def _values(jaxpr: Any, constants: Sequence[_Value], inputs: Sequence[_Value], lift: Lift) -> list[_Value]:
+    known: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
 
     def of(atom: Any) -> _Value:
         return _Value(atom.val, False) if hasattr(atom, "val") else known[atom]
@@ -207,13 +149,9 @@ def _parts(step: Any) -> Iterator[Any]:
                 yield part
 
 
-def _all_inside(step: Any) -> Iterator[Any]:
+def _inside(step: Any) -> Iterator[Any]:
+    """All steps of the functions that a step holds, at any depth."""
     for part in _parts(step):
-        yield from _inside(getattr(part, "jaxpr", part))
-
-
-def _inside(jaxpr: Any) -> Iterator[Any]:
-    """All steps, those within steps too."""
-    for step in jaxpr.eqns:
-        yield step
-        yield from _all_inside(step)
+        for inner in getattr(part, "jaxpr", part).eqns:
+            yield inner
+            yield from _inside(inner)

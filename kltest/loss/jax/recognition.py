@@ -1,4 +1,4 @@
-"""Whether a function is written for JAX or for torch, by what its code names.
+"""Recognise functions that are written for JAX, by the packages that their code names.
 
 A function that names JAX and not torch is called with JAX arrays; one that names both, or neither, is called with
 tensors first. So a loss for torch is never given anything else, as long as it runs.
@@ -6,7 +6,6 @@ tensors first. So a loss for torch is never given anything else, as long as it r
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -16,28 +15,27 @@ from typing import Any
 
 JAX = frozenset({"jax", "jaxlib"})
 TORCH = frozenset({"torch"})
-# A helper's helper's helper says enough.
 DEEPEST = 4
+"""How many helpers' helpers are read."""
 
 
 def is_for_jax(function: Callable[..., Any]) -> bool:
-    """Whether the code names JAX and not torch, or is an object of JAX's own, as what `jax.jit` makes."""
+    """Return True if the code names JAX and not torch, or if it is an object of JAX's own, as `jax.jit` makes."""
     named = set(_named(function))
     return bool(named & JAX) and not named & TORCH
 
 
 def may_be_for_jax(function: Callable[..., Any]) -> bool:
-    """Whether it makes sense to try JAX arrays on a function that failed with tensors."""
+    """Return True if it makes sense to try JAX arrays on a function that failed with tensors."""
     if not JAX & sys.modules.keys():
         return False
     beside = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__globals__", {}).values()
-    return bool(
-        JAX & {*_named(function), *(_root(thing.__name__) for thing in beside if isinstance(thing, ModuleType))}
-    )
+    modules = {_root(thing.__name__) for thing in beside if isinstance(thing, ModuleType)}
+    return bool(JAX & {*_named(function), *modules})
 
 
 def _named(function: Any, deep: int = DEEPEST, seen: set[int] | None = None) -> Iterator[str]:
-    """The packages, by their first name, of what a function and its helpers name."""
+    """The packages, by their first name, that a function and its helpers in the same package name."""
     seen = set() if seen is None else seen
     while isinstance(function, partial):
         function = function.func
@@ -46,46 +44,26 @@ def _named(function: Any, deep: int = DEEPEST, seen: set[int] | None = None) -> 
         return
     seen.add(id(function))
     yield _root(type(function).__module__)
+    # Not `__module__`: what `jax.vmap` makes has copied that from the function inside.
     yield _root(getattr(function, "__globals__", {}).get("__name__"))
     function = inspect.unwrap(function)
     if not inspect.isfunction(function):
         function = None if inspect.isclass(function) else inspect.getattr_static(type(function), "__call__", None)
     if not inspect.isfunction(function):
         return
-    for annotation in getattr(function, "__annotations__", {}).values():
-        yield from _of_annotation(annotation, function.__globals__)
     known = {**function.__globals__, **_closed_over(function)}
     for name in _names(function.__code__):
-        yield from _of_thing(known.get(name), function, deep, seen) if name in known else _of_import(name)
-
-
-def _of_thing(thing: Any, user: Any, deep: int, seen: set[int]) -> Iterator[str]:
-    if isinstance(thing, ModuleType):
-        yield _root(thing.__name__)
-        return
-    home = _root(getattr(thing, "__module__", None) or type(thing).__module__)
-    yield home
-    yield _root(type(thing).__module__)
-    if deep and callable(thing) and home not in JAX | TORCH and not inspect.isclass(thing):
-        same_place = home == _root(user.__module__)
-        if same_place or home.startswith("kltest_"):
-            yield from _named(thing, deep - 1, seen)
-
-
-def _of_import(name: str) -> Iterator[str]:
-    """A name that no module-level object has is an attribute, a built-in, or a package that the body imports."""
-    if not hasattr(builtins, name) and name in JAX | TORCH:
-        yield name
-
-
-def _of_annotation(annotation: Any, known: dict[str, Any]) -> Iterator[str]:
-    text = annotation if isinstance(annotation, str) else ""
-    head = text.partition(".")[0].partition("[")[0].strip()
-    thing = known.get(head) if text else annotation
-    if isinstance(thing, ModuleType):
-        yield _root(thing.__name__)
-    elif thing is not None:
-        yield _root(getattr(thing, "__module__", None))
+        if name not in known:
+            # An attribute, a built-in, or a package that the body imports.
+            yield name if name in JAX | TORCH else ""
+        elif isinstance(thing := known[name], ModuleType):
+            yield _root(thing.__name__)
+        else:
+            home = _root(getattr(thing, "__module__", None) or type(thing).__module__)
+            yield from (home, _root(type(thing).__module__))
+            helper = home == _root(function.__module__) or home.startswith("kltest_")
+            if deep and helper and home not in JAX | TORCH and callable(thing) and not inspect.isclass(thing):
+                yield from _named(thing, deep - 1, seen)
 
 
 def _closed_over(function: Any) -> dict[str, Any]:
