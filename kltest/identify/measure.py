@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, KltestError, TargetError
@@ -19,8 +20,10 @@ from kltest.identify.instances import instances
 from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
-from kltest.loss.outcome import Loss
+from kltest.loss.outcome import Loss, Outcome
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches
+from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
+from kltest.rollout import Rollout
 
 if TYPE_CHECKING:
     from kltest.identify.findings import Findings
@@ -126,6 +129,19 @@ class Measure:
         found = exact(loss, instance, "stale", padding=self.seed)
         wanted = target(self.declared, instance)
         return relative_bias(found.gradient, wanted, size(instance)) <= tolerance(found.dtype)
+
+    def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> Experiment:
+        """Calls of a copy of the loss on any input; `floats` is the type of its fields, `beta` its coefficient."""
+        return Experiment(self.loss if beta is None else self.loss.at(beta), floats)
+
+    def differentiate(self, rollout: Rollout, beta: float | None = None) -> RowGradients:
+        """The gradients of one batch, zero at padded positions; at this coefficient if one is given."""
+        loss = self.loss if beta is None else self.loss.at(beta)
+        return differentiate(loss, rollout.replace(), live_positions(rollout))
+
+    def call(self, rollout: Rollout) -> Outcome:
+        """One call of the loss, as it is graded."""
+        return self.loss(rollout)
 
     def once(self, experiment: Callable[[Findings], T], findings: Findings) -> T:
         """Result of an experiment that several checks share; it is run once, and its KltestError raised again."""
@@ -237,7 +253,7 @@ class Measure:
         dtype = lowest_precision(found)
         if row.relative_bias > tolerance(dtype) and row.batch == 1:
             second_route.compare(self.loss, case, found[0], self.declared)
-        shown = reported(self.loss, case, found, dtype)
+        shown = reported(case, found, dtype, self.call)
         return replace(row, value=shown.row if shown else None, reported=shown)
 
     @property

@@ -8,7 +8,7 @@ known. The token-mean of a batch is then judged by what it tends to, E[Σu]/E[L]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.case import Case
-from kltest.loss.outcome import Loss
+from kltest.loss.outcome import Outcome
 from kltest.moments import Moments
 from kltest.moments.tolerances import TOLERANCES
 from kltest.report import ValueRow
@@ -60,8 +60,18 @@ def true_values(instance: Instance) -> dict[str, float]:
     return {name: value(name, instance) for name in NAMES}
 
 
-def reported(loss: Loss, case: Case, found: Sequence[Moments], dtype: str) -> Reported | None:
-    """What a loss logs, or else what it returns for a rollout; None where it shows neither."""
+def reported(case: Case, found: Sequence[Moments], dtype: str, call: Callable[[Rollout], Outcome]) -> Reported | None:
+    """The logged KL, or else what is returned for a rollout, compared with each number that it may be.
+
+    Args:
+        case: The environment and sampler.
+        found: Moments of the loss, one an instance.
+        dtype: The precision in which the loss computes.
+        call: Calls the loss once.
+
+    Returns:
+        The comparison, or None if the loss neither logs a KL nor returns a number a rollout.
+    """
     metrics = [moments.metric for moments in found]
     is_metric = None not in metrics
     answers = metrics if is_metric else [moments.value for moments in found]
@@ -78,7 +88,7 @@ def reported(loss: Loss, case: Case, found: Sequence[Moments], dtype: str) -> Re
         summed = [float(p @ (k.rows * n)) for p, k, n in zip(chances, known, lengths, strict=True)]
         if first_match(summed, [{"kl": truth["kl"]} for truth in truths], limit):
             matches = "kl_per_token"
-            if _weights_tokens_alike(loss, instances[0]):
+            if _weights_tokens_alike(call, instances[0]):
                 means = [total / float(p @ n) for total, p, n in zip(summed, chances, lengths, strict=True)]
     elif matches is None and padded:
         # Of a token-mean over several rollouts the lengths of all of them would have to be known.
@@ -105,13 +115,13 @@ def _nearest(means: Sequence[float], truths: Sequence[dict[str, float]]) -> str:
     return min(truths[0], key=lambda name: max(abs(mean / truth[name] - 1) for mean, truth in pairs))
 
 
-def _weights_tokens_alike(loss: Loss, instance: Instance) -> bool:
-    """Whether the metric of two rollouts of different lengths is the mean over their tokens, not over the rollouts."""
+def _weights_tokens_alike(call: Callable[[Rollout], Outcome], instance: Instance) -> bool:
+    """True if the metric of two rollouts of different lengths is the mean over their tokens, not over the rollouts."""
     lengths = instance.paths.lengths
     pair = [int(lengths.argmin()), int(lengths.argmax())]
     every = Rollout.of(instance)
     try:
-        called = [loss(every.take(rows)).metric for rows in (pair[:1], pair[1:], pair)]
+        called = [call(every.take(rows)).metric for rows in (pair[:1], pair[1:], pair)]
     except KltestError:
         return False
     if any(metric is None or metric.numel() != 1 for metric in called):

@@ -103,6 +103,67 @@ def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Te
         ) from error
 
 
+@dataclass(frozen=True)
+class CallResult:
+    """Outcome of a loss on one batch, and the gradient at every position of the leaves that it used.
+
+    `live` (B, T) bool: the positions that hold tokens.
+    """
+
+    outcome: Outcome
+    gradients: dict[str, Tensor]
+    live: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """The returned value: a scalar, (B,), or (B, T) with 0 at padded positions."""
+        value = self.outcome.value
+        if value is None:
+            return self.outcome.objective.detach()
+        return value.where(self.live, 0.0) if self.outcome.returned == "tokens" else value
+
+    def at(self, positions: Tensor) -> dict[str, Tensor]:
+        """Gradients at some positions (B, T) bool, by leaf."""
+        return {name: gradient[positions] for name, gradient in self.gradients.items()}
+
+    @property
+    def row_sizes(self) -> Tensor:
+        """(B,) largest absolute gradient at each row's live tokens, NaN if there is one."""
+        sizes = [
+            torch.where(self.live, gradient.reshape(*self.live.shape, -1).abs().amax(dim=2), 0.0).amax(dim=1)
+            for gradient in self.gradients.values()
+        ]
+        return torch.stack(sizes).amax(dim=0) if sizes else torch.zeros(len(self.live), dtype=torch.float64)
+
+
+class Experiment:
+    """Calls of a loss on unusual input, for checks: results may be infinite, and grading does not hear of them.
+
+    `writes` and `made_trainable` are those of `Loss`, as far as they showed in this experiment.
+    """
+
+    def __init__(self, loss: Loss, floats: torch.dtype | None = None) -> None:
+        self._loss = loss.for_experiments(floats)
+
+    def call(self, rollout: Rollout) -> CallResult:
+        """Call the loss and differentiate what it returned; TargetError if it raises."""
+        live = rollout.peek("mask") != 0
+        outcome = self._loss(rollout)
+        return CallResult(outcome, leaf_gradients(self._loss, outcome.objective, rollout), live)
+
+    @property
+    def takes(self) -> frozenset[str]:
+        return self._loss.takes
+
+    @property
+    def writes(self) -> dict[str, str]:
+        return self._loss.writes
+
+    @property
+    def made_trainable(self) -> set[str]:
+        return self._loss.made_trainable
+
+
 def live_positions(rollout: Rollout) -> np.ndarray | None:
     """(B, T) bool, True on live tokens; None if all are."""
     live = rollout.peek("mask").numpy() != 0
