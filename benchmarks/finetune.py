@@ -50,10 +50,10 @@ def main(sizes: dict[str, int] | None = None) -> list[Row]:
 
 
 def _in_its_environment(sizes: dict[str, int]) -> list[Row]:
-    from kltest.adapters import door
+    from kltest.adapters import find
     from kltest.scoreboard.installation import install
 
-    trl = door("trl")
+    trl = find("trl")
     installed = install(trl, trl.version)
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     told = f"import sys, json; sys.path.insert(0, {str(ROOT)!r}); from benchmarks.finetune import main, told; "

@@ -183,19 +183,11 @@ def benchmarks() -> list[dict[str, str]]:
 def libraries() -> list[dict[str, str]]:
     """The default of each library and what follows ∇KL(π‖ref) instead."""
     from kltest.scoreboard import recorded
-    from kltest.scoreboard.guide import advice
-    from kltest.scoreboard.table import lines
+    from kltest.scoreboard.table import defaults
 
-    rows = []
-    for each in advice(lines(recorded.read())):
-        right = [f"`{line.setting}`" for line in (*each.settings, *each.recipes)]
-        for line in each.defaults:
-            cells = {column: line.cells[column] or "–" for column in ("one step", "sequences", "off-policy")}
-            rows.append(
-                {"library": each.library, "by default": f"`{line.setting}`", **cells, "follows ∇KL(π‖ref)": "–"}
-            )
-        rows[-1]["follows ∇KL(π‖ref)"] = ", ".join(right[:3]) + (" …" if len(right) > 3 else "") or "–"
-    return rows
+    return [
+        {str(head): str(cell) for head, cell in line.items()} for line in defaults(recorded.read()).to_dict("records")
+    ]
 
 
 # Pages.
@@ -246,7 +238,8 @@ def library_pages() -> dict[str, str]:
     from kltest.scoreboard import recorded
     from kltest.scoreboard.pages import files
 
-    return {f"libraries/{name}": content for name, content in files(recorded.read()).items()}
+    made = files(recorded.read())
+    return {f"libraries/{'index.md' if name == 'libraries.md' else name}": content for name, content in made.items()}
 
 
 def finetune_page() -> str:

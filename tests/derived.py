@@ -1,10 +1,10 @@
-"""What the KL terms of real libraries follow, worked out by hand from their source, setting by setting, in one table.
+"""The gradients of real libraries' KL terms, worked out by hand from their source, setting by setting, in one table.
 
 u = log π − log ref of a token, w = e^(−u), ρ = π/μ of a token, g = ∇log π of a token, T = 3 the length of every
-sequence in the world "sequence". A per-token term f(u) that is differentiated puts the weight f'(u) on g. A next-token
-gradient is called local; averaged over prefixes that the sampler drew it is local at the sampler. None stands where a
-gradient is that of nothing that has a name: E_μ[f'(u)·g] without a ratio, unless f' = 1, and whatever is weighed by
-lengths that differ, or by what the batch's own rollouts say.
+rollout of the environment "sequence". A per-token term f(u) that is differentiated puts the weight f'(u) on g. A
+next-token gradient is called local; averaged over prefixes that the sampler drew it is local at the sampler. None is
+an unnamed gradient: E_μ[f'(u)·g] without a ratio, unless f' = 1, and weights that depend on differing lengths or on
+the batch's own rollouts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Combination = Mapping[str, float] | None
-Worlds = Mapping[str, Combination]
-WORLDS = ("bandit", "sequence", "ragged")
+Environments = Mapping[str, Combination]
+ENVIRONMENTS = ("bandit", "sequence", "ragged")
 RESOLUTION = {"float64": 5e-6, "float32": 1e-3}
 """On coefficients, relative: six digits are recorded; float32 is identified up to 1e-4 of the gradient's size."""
 
 
 def each(combination: Combination) -> dict[str, Combination]:
-    """The same in all worlds."""
-    return dict.fromkeys(WORLDS, combination)
+    """The same in all environments."""
+    return dict.fromkeys(ENVIRONMENTS, combination)
 
 
 def local(name: str, at: str = "") -> dict[str, Combination]:
@@ -31,24 +31,24 @@ def local(name: str, at: str = "") -> dict[str, Combination]:
     return {"bandit": {name: 1.0}, "sequence": {f"local_{name}{at}": 1.0}, "ragged": {f"local_{name}{at}": 1.0}}
 
 
-def scaled(worlds: Worlds, **factors: float | None) -> dict[str, Combination]:
-    """Worlds with coefficients multiplied; None for a world says that nothing is to be named there."""
-    found = dict(worlds)
-    for world, factor in factors.items():
-        combination = worlds[world]
+def scaled(environments: Environments, **factors: float | None) -> dict[str, Combination]:
+    """Coefficients multiplied by a factor for each environment; None makes the gradient unnamed there."""
+    found = dict(environments)
+    for environment, factor in factors.items():
+        combination = environments[environment]
         named = combination is not None and factor is not None
-        found[world] = {name: factor * value for name, value in combination.items()} if named else None
+        found[environment] = {name: factor * value for name, value in combination.items()} if named else None
     return found
 
 
-def by_tokens(worlds: Worlds) -> dict[str, Combination]:
+def by_tokens(environments: Environments) -> dict[str, Combination]:
     """Divided by the tokens of the row or of the batch."""
-    return scaled(worlds, sequence=1 / 3, ragged=None)
+    return scaled(environments, sequence=1 / 3, ragged=None)
 
 
-def everywhere(worlds: Worlds, factor: float, bandit: float | None = None) -> dict[str, Combination]:
+def everywhere(environments: Environments, factor: float, bandit: float | None = None) -> dict[str, Combination]:
     """Divided by a constant; `bandit` where the constant is another one there."""
-    return scaled(worlds, bandit=factor if bandit is None else bandit, sequence=factor, ragged=factor)
+    return scaled(environments, bandit=factor if bandit is None else bandit, sequence=factor, ragged=factor)
 
 
 WHOLE = each({"reverse_kl": 1.0})
@@ -84,17 +84,17 @@ WHITENED = "Advantages are divided by their spread in the batch: no name."
 
 @dataclass(frozen=True)
 class Derived:
-    """What is to be found of a setting, and why, in words.
+    """The expected findings of a setting, and why, in words.
 
-    `current` and `stale` are the worlds graded rollout by rollout, `groups` and `stale_groups` those graded in batches
-    of several; `lifted` says that the function is taken out of a file that cannot be imported.
+    `current` and `stale` are environments graded rollout by rollout, `groups` and `stale_groups` those graded in larger
+    batches; `lifted`: the function is taken out of a file that cannot be imported.
     """
 
     why: str
-    current: Worlds = field(default_factory=dict)
-    stale: Worlds = field(default_factory=dict)
-    groups: Worlds = field(default_factory=dict)
-    stale_groups: Worlds = field(default_factory=dict)
+    current: Environments = field(default_factory=dict)
+    stale: Environments = field(default_factory=dict)
+    groups: Environments = field(default_factory=dict)
+    stale_groups: Environments = field(default_factory=dict)
     dtype: str = "float64"
     reduction: str = "mean"
     verdict: str = "refuted"
@@ -102,7 +102,7 @@ class Derived:
 
 
 def disagreements(derived: Derived, row: Mapping[str, Any]) -> Iterator[str]:
-    """What a row says otherwise than was derived, one sentence each."""
+    """Differences between a row and its derivation, one sentence each."""
     if row["error"]:
         yield f"it was not graded: {row['error']}"
     for key in ("verdict", "dtype", "reduction"):
@@ -111,10 +111,10 @@ def disagreements(derived: Derived, row: Mapping[str, Any]) -> Iterator[str]:
     if any("lifted" in note for note in row["notes"]) != derived.lifted:
         yield f"lifted out of its file: {'not ' * derived.lifted}expected otherwise"
     expected = {
-        (sampler, several, world): combination
+        (sampler, several, environment): combination
         for several, kinds in enumerate(((derived.current, derived.stale), (derived.groups, derived.stale_groups)))
-        for sampler, worlds in zip(("current", "stale"), kinds, strict=True)
-        for world, combination in worlds.items()
+        for sampler, environments in zip(("current", "stale"), kinds, strict=True)
+        for environment, combination in environments.items()
     }
     found = {(each["sampler"], int(each["batch"] > 1), each["environment"]): each for each in row["gradients"]}
     if len(found) != len(row["gradients"]) or found.keys() != expected.keys():
@@ -136,13 +136,15 @@ def _equal(found: Combination, expected: Combination, resolution: float) -> bool
 def trl() -> dict[str, Derived]:
     """GRPOTrainer multiplies k3 by its ratio by default; log-probs and losses are float32, whatever the model is."""
 
-    def grpo(why: str, current: Worlds, stale: Worlds | None = None, how: str = "mean", **more: Any) -> Derived:
+    def grpo(
+        why: str, current: Environments, stale: Environments | None = None, how: str = "mean", **more: Any
+    ) -> Derived:
         more = {"dtype": "float32", **more}
         stale = stale or {}
         coupled = {"groups": UNEVEN, "stale_groups": UNEVEN if stale else {}} if how == "coupled" else {}
         return Derived(why, current, stale, reduction=how, **coupled, **more)
 
-    def rloo(why: str, groups: Worlds, stale: Worlds | None = None, **more: Any) -> Derived:
+    def rloo(why: str, groups: Environments, stale: Environments | None = None, **more: Any) -> Derived:
         more = {"dtype": "float32", "reduction": "coupled", **more}
         return Derived(why, groups=groups, stale_groups=stale or {}, **more)
 
@@ -233,7 +235,7 @@ def verl() -> dict[str, Derived]:
         f"ppo_loss/kl_loss_type=k1+,{summed}": Derived(f"Its value with k2's gradient. {K2} {SUMMED}", LOG_RATIO),
     }
 
-    def charged(why: str, current: Worlds, groups: Worlds, **more: Any) -> Derived:
+    def charged(why: str, current: Environments, groups: Environments, **more: Any) -> Derived:
         return Derived(f"{REWARD} {why}", current, groups=groups, **{"reduction": "coupled", **more})
 
     halved = each({"reverse_kl": 0.5})
@@ -303,7 +305,7 @@ def openrlhf() -> dict[str, Derived]:
             f"{unbiased} {BY_BATCH}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE), stale_groups=UNEVEN, **loss
         )
 
-    def charged(why: str, groups: Worlds, current: Worlds | None = None, stale: bool = False) -> Derived:
+    def charged(why: str, groups: Environments, current: Environments | None = None, stale: bool = False) -> Derived:
         if stale:
             return Derived(why, current or {}, current or {}, groups, groups, "float32", "coupled")
         return Derived(why, current or {}, groups=groups, dtype="float32", reduction="coupled")
@@ -345,7 +347,7 @@ def liger() -> dict[str, Derived]:
     """k3_loss_fn, and ppo_loss_fn, whose KL part is k3 under each normalisation; fused it is the same in float32."""
 
     def whole(
-        why: str, current: Worlds, stale: Worlds = NAMELESS, how: str = "mean", dtype: str = "float64"
+        why: str, current: Environments, stale: Environments = NAMELESS, how: str = "mean", dtype: str = "float64"
     ) -> Derived:
         groups = UNEVEN if how == "coupled" else {}
         return Derived(f"{why}", current, stale, groups, groups if stale else {}, dtype, how)

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from kltest.adapters import NAMES, door, named
-from kltest.cli.libraries import Request, libraries, listing
+from kltest.adapters import NAMES, find, named
+from kltest.cli.libraries import Request, libraries, listing, program
 from kltest.errors import UsageError
-from kltest.scoreboard import markdown, page, recorded
+from kltest.scoreboard import pages, recorded
 from kltest.scoreboard.installation import InstallError, UnreachableError, exact_version, install
 from kltest.scoreboard.rows import absent, changes
-from kltest.scoreboard.table import lines
+from kltest.scoreboard.table import frame
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSSES = """
@@ -39,8 +39,8 @@ def penalty(logp, ref_logp, kind):
     if kind == "hangs":
         time.sleep(3600)
 """
-DOOR = """
-from kltest.adapters import Door, Setting
+ADAPTER = """
+from kltest.adapters import Adapter, Setting
 
 def discover():
     from kltest_made_up import settings
@@ -50,7 +50,7 @@ def discover():
 def setting(kind, **more):
     return Setting(f"penalty/{kind}", "kltest_made_up.losses:penalty", {"kind": kind}, **more)
 
-DOOR = Door(
+ADAPTER = Adapter(
     name="made-up",
     distribution="kltest-made-up",
     version="1.0",
@@ -83,14 +83,14 @@ def wheel(folder: Path, version: str, losses: str, kinds: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory):
-    """The door's file; 1.0 halves nothing, 2.0 doubles the square and has a setting more, 3.0 cannot be imported."""
+    """The adapter's file; 2.0 doubles the square of 1.0 and has a setting more, 3.0 cannot be imported."""
     folder = tmp_path_factory.mktemp("made_up")
     wheel(folder, "1.0", "FACTOR = 1\n" + LOSSES, ["linear", "square"])
     more = LOSSES.replace('if kind == "linear"', 'if kind in ("linear", "straight")')
     wheel(folder, "2.0", "FACTOR = 2\n" + more, ["linear", "square", "straight"])
     wheel(folder, "3.0", "import os\nprint('about to leave')\nos._exit(9)\n", [])
-    file = folder / "door.py"
-    file.write_text(DOOR.replace("WHEELS", str(folder)))
+    file = folder / "adapter.py"
+    file.write_text(ADAPTER.replace("WHEELS", str(folder)))
     return file
 
 
@@ -113,7 +113,7 @@ KINDS = ("linear", "square", "raises", "leaves", "hangs", "straight")
 
 
 def rows_of(folder):
-    """By version and setting, in the order of the door; they are finished in any."""
+    """By version and setting, in the order of the adapter; they are finished in any order."""
     records = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
     rows = {(row["version"], row["setting"]): row for record in records for row in record["rows"]}
     return dict(sorted(rows.items(), key=lambda item: KINDS.index(item[0][1].removeprefix("penalty/"))))
@@ -126,7 +126,7 @@ def test_each_setting_is_graded_or_says_why_not(measured):
     assert list(rows) == [("1.0", f"penalty/{kind}") for kind in ("linear", "square", "raises", "leaves", "hangs")]
     linear, square, raises, leaves, hangs = rows.values()
     assert {row["environment"]: row["identified"] for row in linear["gradients"]} == {
-        world: {"zero": 1.0} for world in ("bandit", "sequence", "ragged")
+        environment: {"zero": 1.0} for environment in ("bandit", "sequence", "ragged")
     }
     assert square["verdict"] == "confirmed"
     assert square["expect"] == "local_reverse_kl"
@@ -141,10 +141,10 @@ def test_each_setting_is_graded_or_says_why_not(measured):
 def test_the_program_shows_the_same_without_kltest(measured, made_up):
     """Run with the library's own interpreter: the true gradient, and nothing."""
     _, folder, rows = measured
-    program = (folder / "reproductions" / "made-up-1.0-penalty-linear.py").read_text()
+    program = (folder / "programs" / "made-up-1.0-penalty-linear.py").read_text()
     assert program.strip() == rows["1.0", "penalty/linear"]["program"].strip()
     assert "kltest" not in program.replace("kltest_made_up", "")
-    installed = install(door(str(made_up)), "1.0")
+    installed = install(find(str(made_up)), "1.0")
     done = subprocess.run(
         installed.command("-c", program), env=installed.environment, capture_output=True, text=True, check=True
     )
@@ -165,11 +165,8 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(measured, made_up):
 def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, capsys):
     """2.0 doubles one gradient and adds a setting that nobody wrote down."""
     *_, rows = measured
-    record = tmp_path / "recorded.json"
-    record.write_text(json.dumps(list(rows.values())))
-    monkeypatch.setattr(recorded, "PATH", record)
-    monkeypatch.setattr(recorded.read, "__defaults__", (record,))
-    monkeypatch.setattr(recorded.record, "__defaults__", (record,))
+    monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.jsonl")
+    recorded.record(list(rows.values()))
     asked = Request(settings=("penalty/linear", "penalty/square", "penalty/straight"))
     names = [f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
@@ -221,7 +218,7 @@ def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
         (["trll"], "did you mean trl"),
         (["trl==one"], "'one' is no version"),
         (["nothing.py"], "nothing.py does not exist"),
-        ([__file__.replace("test_libraries.py", "trial.py")], "has no DOOR"),
+        ([__file__.replace("test_libraries.py", "trial.py")], "has no ADAPTER"),
     ],
 )
 def test_a_question_wrongly_put_is_answered_before_any_work(names, words, tmp_path):
@@ -237,7 +234,7 @@ def test_an_unknown_setting_is_named(made_up, tmp_path):
 
 def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, monkeypatch):
     """A closed port answers nothing; an index that is an empty folder answers that there is no such package."""
-    library = door(str(made_up))
+    library = find(str(made_up))
     own = type(library)(**{**vars(library), "installs": (("--no-deps", "no-such-package-of-ours=={version}"),)})
     for key in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
         monkeypatch.delenv(key, raising=False)
@@ -252,15 +249,15 @@ def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, mo
 
 
 def test_the_version_is_the_one_asked_for_or_the_one_that_was_tried(made_up):
-    library = door(str(made_up))
+    library = find(str(made_up))
     assert exact_version(library, None) == "1.0"
     assert exact_version(library, "0.9.post1") == "0.9.post1"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_door_is_well_made(name):
+def test_every_adapter_is_well_made(name):
     """Names that no module could have, defaults first, links that are links, nothing imported to say so."""
-    library = door(name)
+    library = find(name)
     names = [setting.name for setting in library.settings]
     assert library.name == name
     assert len(set(names)) == len(names) > 0
@@ -283,7 +280,7 @@ def test_what_is_known_is_listed_without_torch_and_without_the_libraries():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for name in NAMES:
         assert f"\n{name} (https://" in f"\n{done.stdout}"
-        for setting in door(name).settings:
+        for setting in find(name).settings:
             assert f"  {setting.name}" in done.stdout
 
 
@@ -293,25 +290,74 @@ def test_a_listing_tells_what_was_recorded(measured, made_up, tmp_path, monkeypa
     assert listing([str(made_up)]) == 0
     out = capsys.readouterr().out
     assert "measured in 1.0" in out
-    assert re.search(r"penalty/linear \(default\): bandit, current: zero; .*\(KL101\)", out)
+    assert re.search(r"penalty/linear \(default\)\n +bandit, current: zero; .*\(KL101\)", out)
+
+
+def test_settings_are_chosen_by_patterns(made_up, capsys):
+    assert listing([str(made_up)], ["penalty/l*"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^  (\S+)", out, re.M) == ["penalty/linear", "penalty/leaves"]
+    assert listing([], ["grpo/*"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\S+) \(https", out, re.M) == ["trl"]
+    with pytest.raises(UsageError, match="none of these libraries has such a setting"):
+        listing(["trl"], ["grpo/*", "ppo/*"])
+
+
+def test_the_listing_fits_a_terminal(capsys):
+    assert listing() == 0
+    long = [line for line in capsys.readouterr().out.splitlines() if len(line) > 100]
+    assert all(line.split()[0] == line.strip() for line in long), "only a name that must not be broken is longer"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("trl", "write LIBRARY:SETTING"),
+        ("trll:x", "did you mean trl"),
+        ("trl:grpo/default", "did you mean grpo/defaults"),
+    ],
+)
+def test_a_program_of_an_unknown_setting_is_a_usage_error(target, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        program(target)
+
+
+def test_an_adapter_without_programs_says_how_to_get_one(made_up):
+    with pytest.raises(UsageError, match=r"writes no programs; `kltest libraries .* --setting 'penalty/linear'`"):
+        program(f"{made_up}:penalty/linear")
+
+
+def test_the_former_names_are_still_read_for_one_release(tmp_path):
+    text = (
+        ADAPTER.replace("Adapter", "Door")
+        .replace("ADAPTER", "DOOR")
+        .replace("    discover", "    reproduction=None, discover")
+    )
+    file = tmp_path / "door.py"
+    file.write_text(text)
+    with pytest.warns(DeprecationWarning, match="is now called") as warned:
+        library = find(str(file))
+    assert library.name == "made-up"
+    assert {str(each.message).rpartition(" is now called ")[2] for each in warned} == {"Adapter", "ADAPTER"}
 
 
 def test_a_record_is_replaced_setting_by_setting_or_whole(measured, tmp_path):
     """Only what was asked for, in its place; a whole version, but for a library that broke down on the way."""
-    rows, path = list(measured[2].values()), tmp_path / "recorded.json"
+    rows, path = list(measured[2].values()), tmp_path / "recorded.jsonl"
     names = [row["setting"] for row in rows]
     recorded.record(rows, path)
     recorded.record([{**rows[1], "note": "again"}], path, whole=False)
     assert [row["setting"] for row in recorded.read(path)] == names
     assert [row["note"] for row in recorded.read(path)] == ["", "again", "", "", ""]
-    broken = absent(door_of("made-up"), "1.0", "it left")
+    broken = absent(named_only("made-up"), "1.0", "it left")
     recorded.record([rows[0], broken], path)
     assert [row["setting"] for row in recorded.read(path)] == names
     recorded.record([rows[0]], path)
     assert [row["setting"] for row in recorded.read(path)] == names[:1]
 
 
-def door_of(name):
+def named_only(name):
     return SimpleNamespace(name=name)
 
 
@@ -333,27 +379,27 @@ def test_rounding_is_no_news_and_a_sign_is(measured):
 
 
 def test_every_line_of_the_board_says_how_to_see_it_again(measured):
-    rows = list(measured[2].values())
-    for form in (markdown.render(rows), page.render(rows)):
-        for line in lines(rows):
+    table = frame(list(measured[2].values()))
+    for form in (pages.markdown(table), pages.html(table)):
+        for line in table.itertuples():
             assert line.command.partition(" --setting")[0] in form
             assert line.setting in form
-    assert all(line.command == f"kltest libraries made-up==1.0 --setting {line.setting}" for line in lines(rows))
+    assert all(line.command == f"kltest libraries made-up==1.0 --setting {line.setting}" for line in table.itertuples())
 
 
 def test_nothing_that_a_library_says_is_taken_for_markup(measured):
     """A reason with markup in it stays text, in a table and on the page."""
     rows = json.loads(json.dumps(list(measured[2].values())))
     rows[2]["error"] = "<script>alert(1)</script> | `x` \n next"
-    assert "<script>alert" not in page.render(rows)
-    table = [line for line in markdown.render(rows).splitlines() if line.startswith("| `penalty/raises`")]
+    assert "<script>alert" not in pages.html(frame(rows))
+    table = [line for line in pages.markdown(frame(rows)).splitlines() if line.startswith("| `penalty/raises`")]
     assert len(table) == 1
     assert "\\|" in table[0]
     assert "<script>" not in table[0]
 
 
 def test_every_library_is_graded_in_its_newest_release_on_schedule():
-    """The workflow names each door, and what changed stands before everything else."""
+    """The workflow names each adapter, and what changed stands before everything else."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/libraries.yml").read_text())["jobs"]
     runs = [step.get("run", "") for step in jobs["libraries"]["steps"]]
     (graded,) = [run.split() for run in runs if run.startswith("kltest libraries")]

@@ -1,4 +1,4 @@
-"""Doors into torchrl, tunix and unsloth-zoo: names, versions, and a change planted in what is installed here.
+"""Adapters to torchrl, tunix and unsloth-zoo: names, versions, and a change planted in what is installed here.
 
 What each setting follows is held against its derivation in test_libraries_recorded.py.
 """
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 import kltest
-from kltest.adapters import door
+from kltest.adapters import find
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +23,12 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def needed(library: str) -> None:
-    if find_spec(door(library).module.partition(".")[0]) is None:
+    if find_spec(find(library).module.partition(".")[0]) is None:
         pytest.skip(f"{library} is not installed here")
 
 
 @pytest.mark.parametrize("library", ["torchrl", "tunix", "unsloth-zoo"])
-def test_a_door_imports_nothing(library):
+def test_an_adapter_imports_nothing(library):
     module = f"kltest.adapters.{library.replace('-', '_')}"
     code = (
         f"import sys, {module}; found = {{'torch', 'jax', 'torchrl', 'tunix', 'unsloth_zoo'}} & sys.modules.keys(); "
@@ -40,7 +40,7 @@ def test_a_door_imports_nothing(library):
 
 @pytest.mark.parametrize("library", ["torchrl", "tunix", "unsloth-zoo"])
 def test_settings_have_names_of_their_own_defaults_first_and_a_recipe(library):
-    settings = door(library).settings
+    settings = find(library).settings
     assert len({setting.name for setting in settings}) == len(settings)
     assert not any(setting.name.isidentifier() for setting in settings)
     assert settings[0].default

@@ -1,4 +1,4 @@
-"""Doors into verl, OpenRLHF and Liger-Kernel, as far as that can be said without them: names, versions, recipes.
+"""Adapters to verl, OpenRLHF and Liger-Kernel, without the libraries: names, versions, programs, recipes.
 
 What each setting follows is held against its derivation in test_libraries_recorded.py.
 """
@@ -7,42 +7,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import kltest
-from kltest.adapters import door, names
+from kltest.adapters import find
 from kltest.adapters.installed import part, taken
 from kltest.adapters.liger.recipes import charged
 from kltest.adapters.openrlhf.recipes import sequence_kl
+from kltest.cli.libraries import program
 
-DOORS = ("verl", "openrlhf", "liger")
+LIBRARIES = ("verl", "openrlhf", "liger")
+EXAMPLES = ("verl:kl_penalty/low_var_kl", "liger:fused/loss_type=dapo", "tunix:compute_kl_divergence/low_var_kl")
+ROOT = Path(__file__).resolve().parent.parent
 SOURCE = '''
-TABLE = {"alpha": 1, "beta": 2}
-KINDS = ("gamma", "delta")
-
-def outer(logp, ref_logp, kind="one", other="no"):
-    base = kind[:-1] if kind.endswith("!") else kind
-    if other == "not this one":
-        return None
-    return inner(logp, ref_logp, how=base)
-
-def inner(logp, ref_logp, how):
-    if how == "one" or how in ("two", "three"):
-        return logp
-    if how.lower() in KINDS:
-        return ref_logp
-    match how:
-        case "four" | "five":
-            return None
-    return TABLE[how]
-
-class Loss:
-    @staticmethod
-    def compute(loss_type):
-        raise ValueError if loss_type != "six" else None
-
 def step(logp, mask):
     """Cannot be called with one live token, as whitening cannot."""
     if mask.sum() < 2:
@@ -58,16 +38,16 @@ def module(tmp_path, monkeypatch):
     return "kltest_made_up_names"
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_a_door_is_data(name):
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_an_adapter_is_data(name):
     """Listing what is known takes neither torch nor the library, and no name can be taken for a function's."""
-    code = f"import sys; from kltest.adapters import door; d = door({name!r}); "
+    code = f"import sys; from kltest.adapters import find; d = find({name!r}); "
     code += (
         "assert not {'torch', d.distribution, d.module.partition('.')[0]} & set(sys.modules); print(len(d.settings))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    settings = door(name).settings
+    settings = find(name).settings
     known = [setting.name for setting in settings]
     assert len(set(known)) == len(known) == int(done.stdout)
     assert not any(part.isidentifier() for part in known)
@@ -76,34 +56,36 @@ def test_a_door_is_data(name):
     assert all(setting.note for setting in settings if setting.recipe)
 
 
-@pytest.mark.parametrize("name", [*DOORS, "torchrl", "tunix", "unsloth-zoo"])
+@pytest.mark.parametrize("name", [*LIBRARIES, "torchrl", "tunix", "unsloth-zoo"])
 def test_every_setting_of_ours_has_a_program_without_kltest(name):
-    library = door(name)
+    library = find(name)
     ours = [setting for setting in library.settings if setting.target.startswith("kltest.")]
     assert ours
     for setting in ours:
-        code = library.reproduction(setting)
+        code = library.standalone(setting)
         compile(code, setting.name, "exec")
         assert "kltest" not in code, setting.name
-        assert f"STALE = {setting.recipe}" in code
+        assert f"STALE = {setting.recipe}  #" in code
 
 
-def test_functions_of_jax_have_programs_too_and_those_of_torch_are_the_graders():
+def test_functions_of_the_libraries_own_have_programs_too():
+    """They import the function; OpenRLHF's is loaded as for grading."""
     for name in ("tunix", "verl", "openrlhf", "liger"):
-        for setting in (each for each in door(name).settings if not each.target.startswith("kltest.")):
-            code = door(name).reproduction(setting)
+        for setting in (each for each in find(name).settings if not each.target.startswith("kltest.")):
+            code = find(name).standalone(setting)
             compile(code, setting.name, "exec")
-            assert (f"from {setting.target.partition(':')[0]} import" in code) == (name == "tunix"), setting.name
+            assert "kltest" not in code
+            module, _, function = setting.target.partition(":")
+            call = f'found("{module}", "{function}")(' if name == "openrlhf" else f"from {module} import {function}\n"
+            assert call in code, setting.name
 
 
-def test_names_are_read_from_comparisons_tables_and_what_is_called(module):
-    plain = ["one", "two", "three", "gamma", "delta", "four", "five", "alpha", "beta"]
-    assert names.names_known(module, "outer", "kind") == (*plain, *(f"{name}!" for name in plain))
-    assert names.names_known(module, "inner", "how") == tuple(plain)
-    assert names.names_known(module, "Loss.compute", "loss_type") == ("six",)
-    assert names.names_known(module, "outer", "other") == ("not this one",)
-    assert names.names_known(module, "absent", "kind") == ()
-    assert names.names_known("kltest_no_such_module", "outer", "kind") == ()
+@pytest.mark.parametrize("target", EXAMPLES)
+def test_examples_are_what_the_command_prints(target, capsys):
+    """A function of torch, a whole loss, a function of JAX; renewed by `kltest libraries --program TARGET`."""
+    assert program(target) == 0
+    file = ROOT / "examples" / "libraries" / f"{target.partition(':')[0]}.py"
+    assert file.read_text(encoding="utf-8") == capsys.readouterr().out
 
 
 def test_what_a_version_does_not_have_is_said_and_not_swallowed():
@@ -127,7 +109,7 @@ def test_what_a_version_does_not_have_is_said_and_not_swallowed():
 def test_a_library_that_is_not_there_is_one_sentence(target):
     """Of a target error, and without a line of ours."""
     library, _, function = target.partition(":")
-    if library in sys.modules or __import__("importlib.util").util.find_spec(door(library).module.partition(".")[0]):
+    if library in sys.modules or __import__("importlib.util").util.find_spec(find(library).module.partition(".")[0]):
         pytest.skip(f"{library} is installed here")
     arguments = {"kl_penalty": "kl", "loss_agg_mode": "token-mean"} if library == "verl" else {}
     report = kltest.grade(f"kltest.adapters.{library}.calls:{function}", arguments=arguments)

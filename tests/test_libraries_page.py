@@ -10,11 +10,11 @@ import subprocess
 
 import pytest
 
-from kltest.scoreboard import page
-from kltest.scoreboard.table import COLUMNS, lines
+from kltest.scoreboard import pages
+from kltest.scoreboard.table import COLUMNS, frame
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-WORLDS = ("bandit", "sequence", "ragged")
+ENVIRONMENTS = ("bandit", "sequence", "ragged")
 FOUND = {
     "square": ({"local_reverse_kl": 1.0}, ["KL201"], {"default": True}),
     "cubic": (None, ["KL105", "KL503"], {}),
@@ -28,8 +28,8 @@ FOUND = {
 def row(library, version, name, found, codes, marks):
     """A row as measuring writes it, with the given finding everywhere."""
     gradients = [
-        {"environment": world, "sampler": sampler, "batch": 1, "identified": found}
-        for world in WORLDS
+        {"environment": environment, "sampler": sampler, "batch": 1, "identified": found}
+        for environment in ENVIRONMENTS
         for sampler in ("current", "stale")
     ]
     return {
@@ -46,7 +46,7 @@ def row(library, version, name, found, codes, marks):
         "versions": {"torch": "2.13.0"},
         "verdict": "confirmed" if found == {"reverse_kl": 1.0} else "refuted",
         "gradients": gradients,
-        "value": [{"environment": world, "sampler": "current", "matches": "kl"} for world in WORLDS],
+        "value": [{"environment": environment, "sampler": "current", "matches": "kl"} for environment in ENVIRONMENTS],
         "failed": [{"code": code, "message": "It is so & so <there>."} for code in codes],
         "notes": [],
         "error": "",
@@ -104,7 +104,7 @@ def seen(request, tmp_path_factory):
     if BROWSER is None:
         pytest.skip("no Chromium or Chrome is installed")
     folder = tmp_path_factory.mktemp("page")
-    (folder / "page.html").write_text(page.render(ROWS), encoding="utf-8")
+    (folder / "page.html").write_text(pages.html(frame(ROWS)), encoding="utf-8")
     (folder / "driver.html").write_text(DRIVER.replace("WIDTH", str(request.param)), encoding="utf-8")
     done = subprocess.run(
         [
@@ -164,11 +164,11 @@ def test_rows_are_sorted_both_ways(seen):
 
 
 def test_kinds_say_how_a_row_stands_to_the_true_gradient():
-    assert [line.kind for line in lines(ROWS)][:6] == ["part", "other", "other", "reverse", "other", "part"]
+    assert list(frame(ROWS)["kind"])[:6] == ["part", "other", "other", "reverse", "other", "part"]
 
 
 def test_only_its_own_script_may_run_and_nothing_is_loaded():
-    text = page.render(ROWS)
+    text = pages.html(frame(ROWS))
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy.startswith("default-src 'none'")
     assert "'unsafe-inline'" not in policy.partition("script-src")[2]

@@ -32,7 +32,7 @@ def said(request, monkeypatch, tmp_path):
     monkeypatch.setattr(programs, "_anew", request.param)
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
-    yield programs._said
+    yield programs._printed
     assert not list(tmp_path.iterdir())
     assert "kltest" in sys.modules
     assert sys.modules["kltest"] is not None
@@ -47,11 +47,11 @@ def test_what_is_printed_last_is_read(said):
     ("code", "words"),
     [
         ("1 / 0", "failed: ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(3)", "without kltest failed"),
-        ("print('no JSON')", "not as agreed: no JSON"),
-        ("pass", "not as agreed: nothing"),
-        ("print('{}')", "not as agreed: {}"),
-        ("print('[]')", "not as agreed"),
+        ("import sys; sys.exit(3)", "the standalone program failed"),
+        ("print('no JSON')", "does not end with its JSON object: no JSON"),
+        ("pass", "does not end with its JSON object: nothing"),
+        ("print('{}')", "does not end with its JSON object: {}"),
+        ("print('[]')", "does not end with its JSON object"),
     ],
 )
 def test_what_goes_wrong_is_said(said, code, words):
@@ -62,7 +62,7 @@ def test_what_goes_wrong_is_said(said, code, words):
 @pytest.mark.skipif(sys.platform != "linux", reason="programs are forked on Linux only")
 def test_a_program_that_needs_kltest_fails_in_a_fork_of_a_process_that_has_it():
     with pytest.raises(ProgramError, match="kltest"):
-        programs._said(f"import kltest\nprint({json.dumps(SAID)!r})")
+        programs._printed(f"import kltest\nprint({json.dumps(SAID)!r})")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="programs are forked on Linux only")
@@ -72,4 +72,4 @@ def test_a_program_that_needs_kltest_fails_in_a_fork_of_a_process_that_has_it():
 def test_a_program_that_leaves_or_never_ends_is_ended(monkeypatch, code, words):
     monkeypatch.setattr(programs, "SECONDS", 1.0)
     with pytest.raises(ProgramError, match=words):
-        programs._said(code)
+        programs._printed(code)

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from kltest.adapters import NAMES, door
+from kltest.adapters import NAMES, find
 from kltest.cli.libraries import Request, libraries
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import UnreachableError, install
@@ -23,7 +23,7 @@ LIBRARIES = NAMES if ALL else ("liger", "openrlhf", "torchrl")
 
 def asked(name):
     """Settings by which a change of a library would show first; none is all of them."""
-    settings = door(name).settings
+    settings = find(name).settings
     quick = [each.name for each in settings if each.default or each.recipe or each.depth == "function"]
     return () if ALL else tuple(quick)
 
@@ -31,7 +31,7 @@ def asked(name):
 @pytest.fixture(params=LIBRARIES)
 def name(request):
     """A library that is installed; only an index that does not answer is a reason to skip."""
-    library = door(request.param)
+    library = find(request.param)
     try:
         install(library, library.version)
     except UnreachableError as error:
@@ -45,7 +45,7 @@ def test_what_is_measured_is_what_is_recorded(name, tmp_path):
     assert libraries([name], request=Request(settings=settings), output=str(tmp_path)) == 0
     lines = (tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()
     measured = [row for line in lines for row in json.loads(line)["rows"]]
-    of_library = [row for row in recorded.read() if (row["library"], row["version"]) == (name, door(name).version)]
+    of_library = [row for row in recorded.read() if (row["library"], row["version"]) == (name, find(name).version)]
     expected = set(settings) or {row["setting"] for row in of_library}
     assert {row["setting"] for row in measured} == expected != set()
     assert expected <= {row["setting"] for row in of_library}

@@ -6,17 +6,17 @@ import copy
 import dataclasses
 
 import pytest
-from derived import DERIVED, NAMELESS, WORLDS, Derived, disagreements
+from derived import DERIVED, ENVIRONMENTS, NAMELESS, Derived, disagreements
 
-from kltest.adapters import NAMES, door
+from kltest.adapters import NAMES, find
 from kltest.scoreboard import recorded
 
 ROWS = {
     f"{row['library']}:{row['setting']}": row
     for row in recorded.read()
-    if row["version"] == door(row["library"]).version
+    if row["version"] == find(row["library"]).version
 }
-SETTINGS = {f"{name}:{setting.name}": setting for name in NAMES for setting in door(name).settings}
+SETTINGS = {f"{name}:{setting.name}": setting for name in NAMES for setting in find(name).settings}
 
 
 def test_every_default_and_every_recipe_has_a_derivation():
@@ -25,13 +25,13 @@ def test_every_default_and_every_recipe_has_a_derivation():
     assert sorted(wanted - DERIVED.keys()) == []
 
 
-def test_what_is_derived_is_a_setting_of_its_door():
+def test_what_is_derived_is_a_setting_of_its_adapter():
     assert sorted(DERIVED.keys() - SETTINGS.keys()) == []
 
 
 def row_of(target):
     if target not in ROWS:
-        pytest.fail(f"nothing is recorded of {target} in the version that its door was tried with", pytrace=False)
+        pytest.fail(f"nothing is recorded of {target} in the version of its adapter", pytrace=False)
     return ROWS[target]
 
 
@@ -44,10 +44,10 @@ def test_what_is_recorded_is_what_was_derived(target):
 def test_a_recipe_is_confirmed(target):
     row = row_of(target)
     assert (row["verdict"], row["expect"]) == ("confirmed", "reverse_kl")
-    assert {each["environment"]: each["agrees"] for each in row["gradients"]} == dict.fromkeys(WORLDS, True)
+    assert {each["environment"]: each["agrees"] for each in row["gradients"]} == dict.fromkeys(ENVIRONMENTS, True)
 
 
-def test_all_settings_that_doors_know_are_recorded():
+def test_all_settings_that_adapters_know_are_recorded():
     assert sorted(SETTINGS.keys() - ROWS.keys()) == []
 
 
@@ -63,11 +63,11 @@ def a_row(case):
         {
             "sampler": sampler,
             "batch": batch,
-            "environment": world,
+            "environment": environment,
             "identified": named and {name: float(f"{value:.6g}") for name, value in named.items()},
         }
-        for sampler, batch, worlds in kinds
-        for world, named in worlds.items()
+        for sampler, batch, environments in kinds
+        for environment, named in environments.items()
     ]
     about = {key: getattr(case, key) for key in ("verdict", "dtype", "reduction")}
     return {**about, "error": "", "notes": ["it was lifted"] if case.lifted else [], "gradients": gradients}

@@ -1,8 +1,8 @@
-"""What a door into a library is: how it is installed, and which of its settings can be graded and how.
+"""Adapters: how a library is installed, and which of its settings can be graded and how.
 
-A door is plain data, so that what is known can be listed without torch and without the library. A setting is a target
-of `kltest grade` with its arguments and options: a function of the library itself, or a function of the door's module
-that calls the library's own loss or trainer and whose parameters are filled from the rollout like those of any loss.
+An adapter is plain data, so that it can be listed without torch and without the library. A setting is a target of
+`kltest grade` with its arguments and options: a function of the library itself, or a function of the adapter's `calls`
+module that calls the library's own loss or trainer. Parameters are filled from the rollout as those of any loss.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ DEPTHS: dict[Depth, str] = {
 class Setting:
     """One way to run a library's KL term.
 
-    `name` is unique in its door and no Python identifier (`kl_penalty/k3`, `grpo/loss_type=dapo`), so that
-    `DOOR:NAME` is never mistaken for `module:function`. `target` and `arguments` are what `kltest grade` is given, with
-    `options` (expect, placement, credit, sampler, environment, group_size, timeout, …) beside them. `default` marks
-    what the library's documentation says happens when nothing is set, `recipe` what kltest proposes instead. `source`
-    is a link to what the library says of it; `note` is one neutral sentence on what had to be assumed.
+    Args:
+        name: unique in its adapter and no Python identifier (`kl_penalty/k3`, `grpo/loss_type=dapo`), so that
+            `LIBRARY:NAME` is never mistaken for `module:function`.
+        target: what `kltest grade` grades, `module:function`.
+        arguments: values of the target's parameters.
+        options: further options of `kltest.grade` (expect, placement, credit, sampler, environment, group_size, …).
+        depth: how much of the library is called.
+        default: the library's documentation says that this happens if nothing is set.
+        recipe: kltest proposes this in place of the default.
+        source: link to what the library says of it.
+        note: one neutral sentence on what had to be assumed.
     """
 
     name: str
@@ -40,28 +46,32 @@ class Setting:
     source: str = ""
     note: str = ""
 
-    def asked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What `kltest.grade` is asked for this setting: its own options and arguments, and over them those given."""
-        arguments = {**self.arguments, **(given.get("arguments") or {})}
-        return {**self.options, **given, **({"arguments": arguments} if arguments else {})}
+    def options_with(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of `kltest.grade` for this setting, arguments included; `others` win over its own."""
+        arguments = {**self.arguments, **(others.get("arguments") or {})}
+        return {**self.options, **others, **({"arguments": arguments} if arguments else {})}
 
 
 @dataclass(frozen=True)
-class Door:
-    """A library: `installs` are calls of `pip install`, in order, `{version}` being the one asked for.
+class Adapter:
+    """A library and its settings.
 
-    `module` is what must be importable for anything to be graded; `imports` are modules that take long to import and
-    that most settings need: they are imported once, before the processes that grade settings are forked, so no JAX
-    (its threads do not survive that). `settings` are those that are known, documented
-    defaults first; `discover` finds, in the library that is installed, settings that nobody wrote down here (names of a
-    later version): it may import the library, and returns only what is not among `settings`.
-
-    `reproduction` writes a program that shows a setting's gradient with the library and torch (or JAX) alone, for
-    settings whose target is a function of the door's module, and where the grader writes none; it is empty where the
-    door knows none either. Its last line of output is a JSON object: `vocabulary` V and `length` T of a world of
-    fixed length, `policy`, `reference` and `sampler` (null where it is the policy) as (C, V) probabilities, and
-    `expected` (C, V), the sum over all rollouts of their probability times the gradient with respect to logits,
-    contexts in breadth-first order.
+    Args:
+        name: what the command line calls the library.
+        distribution: its name on the package index.
+        version: the version that the settings were tried with.
+        installs: calls of `pip install`, in order; `{version}` is replaced by the version to install.
+        module: module that must be importable before anything can be graded.
+        homepage: link.
+        settings: the known settings, documented defaults first.
+        imports: modules that most settings need and that take long to import. They are imported once, before the
+            processes that grade settings are forked; so no JAX, whose threads do not survive a fork.
+        discover: returns settings of the installed version that are not among `settings`; may import the library.
+        standalone: returns a program that shows a setting's gradient with the library and torch (or JAX) alone, or ""
+            if there is none. Its last line of output is a JSON object: `vocabulary` V and `length` T of an environment
+            of fixed length; `policy`, `reference` and `sampler` (null if it is the policy) as (C, V) probabilities;
+            `expected` (C, V), the gradient with respect to logits summed over all rollouts with their probabilities.
+            Contexts come in breadth-first order.
     """
 
     name: str
@@ -73,7 +83,7 @@ class Door:
     settings: tuple[Setting, ...]
     imports: tuple[str, ...] = ()
     discover: Callable[[], Sequence[Setting]] | None = None
-    reproduction: Callable[[Setting], str] | None = None
+    standalone: Callable[[Setting], str] | None = None
 
     def setting(self, name: str) -> Setting | None:
         """The known setting of that name."""

@@ -1,27 +1,27 @@
-"""What an installed library has: its parts by name, and which arguments they take."""
+"""Access to an installed library: its parts by name, and the arguments that they take."""
 
 import importlib
 import inspect
 
 
 def part(module, names):
-    """`names` (dotted) of a module; LookupError where this version does not have it or cannot import it."""
+    """Return `names` (dotted) of a module; LookupError if this version does not have it or cannot import it."""
     try:
         found = importlib.import_module(module)
         for each in names.split("."):
             found = getattr(found, each)
     except Exception as error:
-        # A package may raise whatever it likes where it finds no accelerator.
+        # A package may raise any exception if it finds no accelerator.
         library = module.partition(".")[0]
         raise LookupError(f"the installed {library} has no {module}:{names} that can be used here: {error}") from error
     return found
 
 
 def taken(function, offered, settings):
-    """Arguments for a function: of those offered the ones that it names, and all settings.
+    """Return arguments for a function: those offered that it names, and all settings.
 
-    Raises LookupError for a setting that it does not name, even if it would swallow it, and for a parameter without a
-    default that nothing fills.
+    Raises LookupError for a setting that the function does not name, even if it would swallow it, and for a parameter
+    without a default that nothing fills.
     """
     signatures = taken.__dict__.setdefault("signatures", {})
     if function not in signatures:
@@ -40,6 +40,6 @@ def taken(function, offered, settings):
 
 
 def costly(*functions):
-    """Say of functions that a call takes milliseconds: they are spared batches that follow from others."""
+    """Mark functions whose calls take milliseconds: batches that follow from others are inferred, not called."""
     for function in functions:
         function.costly = True

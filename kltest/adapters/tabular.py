@@ -1,15 +1,15 @@
-"""A causal language model that is a table: the logits at every prefix are entries of their own, whatever the padding.
+"""A causal language model that is a table: the logits at every prefix are entries of their own.
 
-It has the interface of Hugging Face models, and nothing else: no attention, no positions, no embeddings. Reading its
-input from left to right it walks from prefix to prefix,
+It has the interface of Hugging Face models without attention, positions or embeddings. Reading its input from left to
+right it walks from context to context:
 
-    context 0: before any prompt    PROMPT + p: to start[p]    a token v: to follow[c, v]    a masked token: to idle[c],
+    context 0: before any prompt    PROMPT + p: to start[p]    a token v: to follow[c, v]    a masked token: to idle[c]
 
-and the logits after a position are those of the context that it has reached: `rows[c − 1]`, zero in context 0. What
-tokens a prompt has beside its last one, and on which side it is padded, makes no difference.
+The logits after a position are those of the context that it has reached: `rows[c − 1]`, zero in context 0. Other tokens
+of a prompt than its last, and the side on which it is padded, make no difference.
 
-The tables may be parameters (saved, loaded, trained like any others), or tensors that are put in their place for a
-while (`holding`), as the leaves of somebody else's graph.
+The tables are parameters, which are saved, loaded and trained as usual. `holding` replaces them for a while by other
+tensors, which may be leaves of another graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = 1 << 16
 
 
 class Tables(NamedTuple):
-    """`rows` (C, V) logits; `start` (P,), `follow` (C + 1, V) and `idle` (C + 1,) numbers of contexts, 1 … C, or 0."""
+    """`rows` (C, V) logits; `start` (P,), `follow` (C + 1, V), `idle` (C + 1,) numbers of contexts from 0 to C."""
 
     rows: Tensor
     start: Tensor
@@ -49,23 +49,23 @@ class TabularConfig(PretrainedConfig):
         self.prompts = prompts
         others.setdefault("tie_word_embeddings", False)
         super().__init__(**others)
-        # Some loaders read it without asking whether it is there.
+        # Some loaders read it unconditionally.
         self.auto_map: dict[str, str] = {}
-        # There is nothing to remember between tokens; what generates asks for the number of layers all the same.
+        # There is no cache, but generation reads the number of layers.
         self.num_hidden_layers, self.use_cache = 1, False
-        # Set last: what a base class does with names of its own must not undo it.
+        # Set last, so that the base class cannot change it.
         self.vocab_size = vocab_size
         self.hidden_size = vocab_size
 
 
 class Walk(nn.Module):
-    """What comes before the head: the "hidden state" of a position is its row of the table."""
+    """The body of the model: the hidden state of a position is its row of the table."""
 
     def __init__(self, config: TabularConfig) -> None:
         super().__init__()
         contexts, vocabulary = config.contexts, config.vocab_size
         self.rows = nn.Parameter(torch.zeros(contexts, vocabulary))
-        # Floating-point buffers would follow the model's type; numbers of contexts do not.
+        # Integer buffers keep their dtype if the model is converted.
         self.register_buffer("start", torch.zeros(config.prompts, dtype=torch.int64))
         self.register_buffer("follow", torch.zeros(contexts + 1, vocabulary, dtype=torch.int64))
         self.register_buffer("idle", torch.zeros(contexts + 1, dtype=torch.int64))
@@ -84,7 +84,7 @@ class Walk(nn.Module):
 
 
 def contexts_of(input_ids: Tensor, attention_mask: Tensor | None, tables: Tables) -> Tensor:
-    """(N, L) the context that each position leads to."""
+    """(N, L) context that each position leads to."""
     live = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     prompt = live & (input_ids >= PROMPT)
     begins = tables.start[(input_ids - PROMPT).clamp(0, len(tables.start) - 1)]
@@ -99,7 +99,7 @@ def contexts_of(input_ids: Tensor, attention_mask: Tensor | None, tables: Tables
 
 
 class TabularLM(PreTrainedModel, GenerationMixin):
-    """The walk, and a head that is the identity: some trainers multiply hidden states by its weights themselves."""
+    """The walk, and an identity head: some trainers multiply hidden states by its weights themselves."""
 
     config_class = TabularConfig
     base_model_prefix = "model"
@@ -115,7 +115,7 @@ class TabularLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: a table is given, not drawn."""
+        """Keep the table as it is."""
 
     def get_input_embeddings(self) -> Any:
         return None
@@ -125,7 +125,7 @@ class TabularLM(PreTrainedModel, GenerationMixin):
 
     @contextmanager
     def holding(self, tables: Tables) -> Iterator[None]:
-        """Inside, the model is these tables, which may require grad; it says nothing of what it is outside."""
+        """Inside, the model has these tables, which may require grad."""
         before, head = self.model.held, self.lm_head.weight
         self.model.held = tables
         if head.shape[0] != tables.rows.shape[1] or head.dtype != tables.rows.dtype:
@@ -136,7 +136,7 @@ class TabularLM(PreTrainedModel, GenerationMixin):
             self.model.held, self.lm_head.weight = before, head
 
     def set_tables(self, tables: Tables) -> TabularLM:
-        """The model itself, its parameter and buffers exchanged for copies of these."""
+        """Copy these tables into parameter and buffers; return the model."""
         self.config.contexts, self.config.vocab_size = tables.rows.shape
         self.config.hidden_size, self.config.prompts = self.config.vocab_size, len(tables.start)
         self.model.rows = nn.Parameter(tables.rows.detach().clone())
@@ -146,11 +146,11 @@ class TabularLM(PreTrainedModel, GenerationMixin):
         return self
 
     def save_pretrained(self, save_directory: Any, *more: Any, **others: Any) -> None:
-        """As of any model, under the name of a class of transformers: some loaders look for the class there."""
+        """Save under the name of a class of transformers, where some loaders look for the class."""
         super().save_pretrained(save_directory, *more, **others)
         file = Path(save_directory) / "config.json"
-        told = {**json.loads(file.read_text(encoding="utf-8")), "architectures": ["AutoModelForCausalLM"]}
-        file.write_text(json.dumps(told, indent=2), encoding="utf-8")
+        config = {**json.loads(file.read_text(encoding="utf-8")), "architectures": ["AutoModelForCausalLM"]}
+        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *more: Any, **others: Any) -> dict[str, Any]:
         return {"input_ids": input_ids, "attention_mask": others.get("attention_mask")}
@@ -165,7 +165,7 @@ class TabularLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         **others: Any,
     ) -> CausalLMOutput:
-        """(N, L, V) logits, of the last `logits_to_keep` positions if that is not 0."""
+        """(N, L, V) logits; of the last `logits_to_keep` positions only if that is not 0."""
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])
@@ -186,17 +186,17 @@ def _eye(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def chains(logits: Tensor) -> Tables:
-    """Tables of a context for every token of B rollouts, (B, T, V): rollout b is prompt b + 1, and shares no context.
+    """Tables with a context for every token of B rollouts, from (B, T, V) logits; rollout b is prompt b + 1.
 
-    Which tokens it has makes no difference, nor do masked tokens once it has begun: its rows come one after another,
-    and what a caller keeps at dead positions stays there. Prompt 0 leads nowhere: it may stand before another.
+    Rollouts share no context. The rows of a rollout follow one another whatever its tokens are, masked ones included.
+    Prompt 0 leads nowhere, so that it may stand before another.
     """
     rollouts, length, vocabulary = logits.shape
     number = torch.arange(rollouts * length).reshape(rollouts, length) + 1
     following = torch.where(torch.arange(length) + 1 < length, number + 1, 0)
     onward = torch.cat([torch.zeros(1, dtype=torch.int64), following.reshape(-1)])
     waiting = onward.clone()
-    # A prompt that is padded on its right is not over yet.
+    # A masked token after a prompt does not advance it.
     waiting[number[:, 0]] = number[:, 0]
     start = torch.cat([torch.zeros(1, dtype=torch.int64), number[:, 0]])
     return Tables(logits.reshape(-1, vocabulary), start, onward[:, None].expand(-1, vocabulary), waiting)

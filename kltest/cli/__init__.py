@@ -271,9 +271,16 @@ def libraries(
         ),
     ] = None,
     list_only: Annotated[
-        bool, typer.Option("--list", help="Say what is known, and install and measure nothing.")
+        bool, typer.Option("--list", help="List known settings and what was recorded of them; install nothing.")
     ] = False,
-    setting: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this setting; repeatable.")] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(metavar="LIBRARY:SETTING", help="Print a program that shows a setting's gradient without kltest."),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this setting, or those that fit a pattern (`grpo/*`); repeatable."),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="The longest that a setting may take [default: its own]")
     ] = None,
@@ -286,17 +293,21 @@ def libraries(
         str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results/libraries]")
     ] = None,
 ) -> int:
-    """Real libraries: installed, each in an environment of its own, and all their settings graded."""
-    from kltest.cli import libraries as command
+    """Install real libraries, each in an environment of its own, and grade all their settings."""
+    from kltest.cli.libraries import Request, listing
+    from kltest.cli.libraries import libraries as measure
+    from kltest.cli.libraries import program as standalone
 
+    if program is not None:
+        return standalone(program)
     if list_only:
-        return command.listing(names or [])
+        return listing(names or [], setting or [])
     if timeout is not None:
         from kltest.grading.options import GRADE
 
         timeout = GRADE["timeout"](timeout, "--timeout")
-    request = command.Request(tuple(setting or ()), timeout, again)
-    return command.libraries(names or [], request=request, output=output, diff=diff, record=record)
+    request = Request(tuple(setting or ()), timeout, again)
+    return measure(names or [], request=request, output=output, diff=diff, record=record)
 
 
 @app.command()
@@ -342,17 +353,18 @@ def finetune(
     list_only: Annotated[bool, typer.Option("--list", help="Say all settings and metrics.")] = False,
 ) -> int:
     """Fine-tune a language model under a KL term and measure what the term does; unbiased unless told otherwise."""
-    from kltest.cli import finetune as command
+    from kltest.cli.finetune import finetune as train
+    from kltest.cli.finetune import listing
 
     if list_only:
-        return command.listing()
+        return listing()
     given = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
     if exact:
         from kltest.cli.exact import exact as counted
 
         given |= {"settings": settings, "again": again or None}
         return counted(given, changes=changes or [], output=output)
-    return command.finetune(given, changes=changes or [], file=settings, output=output, again=again)
+    return train(given, changes=changes or [], file=settings, output=output, again=again)
 
 
 Scale = Annotated[str, typer.Option(metavar="quick|full", help="How much is computed.")]

@@ -1,7 +1,8 @@
 """`kltest libraries`: install real libraries, each in an environment of its own, and grade all their settings there.
 
-0: everything was measured; 1: with --diff, something is not as recorded; 3: a library could not be installed or took
-its process down (the others were measured, and it has a row that says so); 130: interrupted, what is finished is kept.
+Exit codes: 0, everything was measured; 1, with --diff, something differs from the record; 3, a library could not be
+installed or took its process down (the others were measured, and its row says so); 130, interrupted, finished rows are
+kept.
 """
 
 from __future__ import annotations
@@ -14,32 +15,36 @@ from hashlib import sha256
 from pathlib import Path
 
 import kltest
-from kltest.adapters import NAMES, door
-from kltest.adapters.adapter import Door
-from kltest.errors import KltestError, UsageError
+from kltest.adapters import NAMES, find
+from kltest.adapters.adapter import Adapter, Setting
+from kltest.errors import KltestError, UsageError, did_you_mean
 from kltest.files import writable, write
 from kltest.render.markdown import escape
+from kltest.render.tables import wrap
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import ALONE, NEWEST, Installed, exact_version, install
 from kltest.scoreboard.measuring import Measuring
-from kltest.scoreboard.rows import Row, absent, changes, summary
-from kltest.scoreboard.table import lines
+from kltest.scoreboard.rows import Row, absent, changes, matches, summary
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
 INTERRUPTED = 130
-MEASURING = ("environments", "truth", "targets", "moments", "grading", "libraries")
-WORDS = ("cli.py", "docs.py", "guide.py", "markdown.py", "page.py", "scoreboard.py", "recorded.py")
-"""What only says what was found."""
+MEASURING = (
+    *("environments", "truth", "loss", "moments", "language_models", "identify", "counterexample", "checks"),
+    *("adapters", "grading", "scoreboard"),
+)
+"""Rooms that a measurement depends on."""
+SHOWING = ("table.py", "pages.py", "recorded.py")
+"""Files of these rooms that only show results."""
 FOLDER = "results/libraries"
 Asked = tuple[str, str | None]
-"""A door, by its name or file, and the version that was asked for."""
+"""An adapter, by its name or file, and the version to measure, None for the one of the adapter."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the libraries: only some settings, a limit of seconds for each, and whether to measure again."""
+    """Settings to measure (names or patterns, all if empty), seconds for each, and if finished ones are repeated."""
 
     settings: tuple[str, ...] = ()
     timeout: float | None = None
@@ -54,7 +59,7 @@ def libraries(
     diff: bool = False,
     record: bool = False,
 ) -> int:
-    """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, say what was found."""
+    """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, print what was found."""
     asked = _asked(names)
     folder = writable(Path(output or FOLDER))
     found: dict[Asked, list[Row]] = {}
@@ -69,42 +74,81 @@ def libraries(
             return INTERRUPTED
     rows = [row for each in asked for row in found[each]]
     failed = [each for each in rows if not each["setting"]]
-    missing = set(request.settings) - {each["setting"] for each in rows}
-    if missing and not failed:
-        raise UsageError(
-            f"{' and '.join(sorted(missing))}: no library that was asked for has such a setting; --list shows them"
-        )
+    if not failed:
+        _check_patterns(request.settings, [each["setting"] for each in rows])
     _write([*store.all_rows(), *failed], folder)
-    _say(rows)
-    print(f"The scoreboard is in {folder}: libraries.md, libraries.html and the programs in reproductions.")
-    told = changes(recorded.read(), rows, request.settings) if diff else []
+    _print(rows)
+    print(f"The scoreboard is in {folder}: libraries.md, libraries.html and the standalone programs in programs.")
+    changed = changes(recorded.read(), rows, request.settings) if diff else []
     if diff:
-        _tell_changes(told, folder)
+        _print_changes(changed, folder)
     if record:
         recorded.record(rows, whole=not request.settings)
-    return 3 if failed else int(bool(told))
+    return 3 if failed else int(bool(changed))
 
 
-def listing(names: Sequence[str] = ()) -> int:
-    """What is known without installing anything: the settings of each door, and what was last recorded of them."""
+def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
+    """Print the known settings, or those that fit patterns, and what was last recorded of them."""
     known = recorded.read()
-    for name, _ in _asked(names):
-        library = door(name)
+    libraries = [find(name) for name, _ in _asked(names)]
+    _check_patterns(settings, [setting.name for library in libraries for setting in library.settings])
+    for library in libraries:
         rows = {each["setting"]: each for each in known if each["library"] == library.name}
+        chosen = [setting for setting in library.settings if matches(setting.name, settings)]
+        if not chosen:
+            continue
         versions = sorted({each["version"] for each in rows.values()})
         measured = f"measured in {', '.join(versions)}" if versions else "not measured yet"
         print(f"{library.name} ({library.homepage}): {measured}")
-        for setting in library.settings:
+        for setting in chosen:
             mark = " (default)" if setting.default else " (recipe)" if setting.recipe else ""
-            print(f"  {setting.name}{mark}: {summary(rows[setting.name]) if setting.name in rows else '–'}")
+            print(f"  {setting.name}{mark}")
+            words = one_line(summary(rows[setting.name])) if setting.name in rows else "–"
+            print(*wrap(words, indent=" " * 6), sep="\n")
     return 0
 
 
+def program(target: str) -> int:
+    """Print the standalone program of `LIBRARY:SETTING`; UsageError if the adapter writes none."""
+    name, setting = _setting(target)
+    text = find(name).standalone
+    code = text(setting) if text else ""
+    if not code:
+        raise UsageError(
+            f"the adapter of {name} writes no programs; `kltest libraries {name} --setting '{setting.name}'` measures "
+            "the setting and writes one if its function can be imported"
+        )
+    print(code, end="")
+    return 0
+
+
+def _setting(target: str) -> tuple[str, Setting]:
+    """An adapter's name or file, and one of its known settings."""
+    name, colon, wanted = target.strip().partition(".py:") if ".py:" in target else target.strip().partition(":")
+    name += ".py" if colon == ".py:" else ""
+    if not wanted:
+        raise UsageError(f"{target}: no setting is given; write LIBRARY:SETTING, such as trl:grpo/defaults")
+    library = find(name)
+    setting = library.setting(wanted)
+    if setting is None:
+        hint = did_you_mean(wanted, [each.name for each in library.settings])
+        raise UsageError(f"{name} has no setting {wanted!r}; {hint}`kltest libraries --list {name}` shows them")
+    return name, setting
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    missing = [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in names)]
+    if missing:
+        raise UsageError(
+            f"{' and '.join(sorted(missing))}: none of these libraries has such a setting; --list shows them"
+        )
+
+
 def _asked(names: Sequence[str]) -> list[Asked]:
-    """Doors and versions, each looked at before anything is done."""
+    """Adapters and versions, each checked before any work is done."""
     pairs = [name.partition("==") for name in dict.fromkeys(names or NAMES)]
     for name, equals, version in pairs:
-        library = door(name)
+        library = find(name)
         if equals and not version:
             raise UsageError(f"{name}==: no version is given; write {name}=={library.version}")
         if equals and version != NEWEST:
@@ -113,7 +157,7 @@ def _asked(names: Sequence[str]) -> list[Asked]:
 
 
 def _installed(asked: Sequence[Asked]) -> Iterator[tuple[Asked, str, Installed | KltestError]]:
-    """Door, version and environment, or why there is none; the next are installed while one is measured."""
+    """Adapter, version and environment or the error; the next are installed while one is measured."""
     with ThreadPoolExecutor(1) as executor:
         try:
             futures = [executor.submit(_environment, *each) for each in asked]
@@ -124,26 +168,26 @@ def _installed(asked: Sequence[Asked]) -> Iterator[tuple[Asked, str, Installed |
 
 
 def _takes_long(asked: Asked) -> bool:
-    """Whether a library brings what it depends on: others are measured while it is installed."""
-    return not all(ALONE in call for call in door(asked[0]).installs)
+    """If a library is installed with its dependencies: others are measured meanwhile."""
+    return not all(ALONE in call for call in find(asked[0]).installs)
 
 
 def _environment(name: str, asked: str | None) -> tuple[str, Installed | KltestError]:
-    library = door(name)
+    library = find(name)
     version = asked or library.version
     try:
         version = exact_version(library, asked)
-        _tell(f"{library.name} {version}: installing, unless it is there already")
+        _log(f"{library.name} {version}: installing, unless it is there already")
         return version, install(library, version)
     except KltestError as error:
         return version, error
 
 
 def _measured(name: str, version: str, there: Installed | KltestError, store: Store, request: Request) -> list[Row]:
-    """The rows of a library, those that are in the store not measured again."""
-    library = door(name)
+    """The rows of a library; those that are in the store are not measured again."""
+    library = find(name)
     if isinstance(there, KltestError):
-        _tell(f"{library.name} {version}: {there}")
+        _log(f"{library.name} {version}: {there}")
         return [absent(library, version, str(there))]
     finished = _finished(store, library, version, request)
     arguments = [part for setting in request.settings for part in ("--setting", setting)]
@@ -154,8 +198,8 @@ def _measured(name: str, version: str, there: Installed | KltestError, store: St
     return _rows(library, version, Measuring(path, there, arguments), store, finished)
 
 
-def _rows(library: Door, version: str, measuring: Measuring, store: Store, finished: Mapping[str, Row]) -> list[Row]:
-    """The rows of the settings that are asked for, and one that says so if a measuring process came to grief."""
+def _rows(library: Adapter, version: str, measuring: Measuring, store: Store, finished: Mapping[str, Row]) -> list[Row]:
+    """The rows of the settings to measure, and one with the error if a measuring process failed."""
     names: list[str] = []
     done: dict[str, Row] = {}
     try:
@@ -168,17 +212,17 @@ def _rows(library: Door, version: str, measuring: Measuring, store: Store, finis
                 done[each["setting"]] = each
                 progress.advance(each["setting"])
     except KltestError as error:
-        _tell(f"{library.name} {version}: {error}")
+        _log(f"{library.name} {version}: {error}")
         return [*(done[name] for name in names if name in done), absent(library, version, str(error))]
     return [done[name] for name in names]
 
 
-def _configuration(library: Door, version: str, setting: str) -> dict[str, str]:
+def _configuration(library: Adapter, version: str, setting: str) -> dict[str, str]:
     return {"library": library.name, "version": version, "setting": setting}
 
 
-def _finished(store: Store, library: Door, version: str, request: Request) -> dict[str, Row]:
-    """The rows that need not be measured again, by setting: what could not be graded is tried once more."""
+def _finished(store: Store, library: Adapter, version: str, request: Request) -> dict[str, Row]:
+    """The rows that need not be measured again, by setting; those that could not be graded are tried once more."""
     if request.again:
         return {}
     return {
@@ -189,10 +233,10 @@ def _finished(store: Store, library: Door, version: str, request: Request) -> di
 
 
 def _code() -> str:
-    """Changes with all that a measurement depends on, so that no result of other code is taken for one of this."""
+    """A digest of all code that a measurement depends on, so that results of other code are not reused."""
     root = Path(kltest.__file__).parent
     sources = [*root.glob("*.py"), *(path for room in MEASURING for path in (root / room).rglob("*.py"))]
-    read = [(str(path.relative_to(root)), path.read_bytes()) for path in sources if path.name not in WORDS]
+    read = [(str(path.relative_to(root)), path.read_bytes()) for path in sources if path.name not in SHOWING]
     return digest(sorted((name, sha256(content).hexdigest()) for name, content in read))
 
 
@@ -203,26 +247,25 @@ def _write(rows: Sequence[Row], folder: Path) -> None:
         write(folder / name, content)
 
 
-def _say(rows: Sequence[Row]) -> None:
-    library = ""
-    for each in lines(rows):
-        if each.cells["library"] != library:
-            library = each.cells["library"]
-            print(f"\n{library}")
-        mark = " (default)" if each.default else " (recipe)" if each.recipe else ""
-        print(f"  {each.setting}{mark}")
-        for column in ("one step", "sequences", "off-policy", "checks", "logged KL"):
-            if each.cells[column]:
-                print(f"    {column + ':':12}{each.cells[column]}")
+def _print(rows: Sequence[Row]) -> None:
+    from kltest.scoreboard.table import COLUMNS, frame
+
+    for title, group in frame(rows).groupby("title", sort=False):
+        print(f"\n{title}")
+        for line in group.to_dict("records"):
+            print(f"  {line['setting']}" + (f" ({line['mark']})" if line["mark"] else ""))
+            for column in ("one_step", "sequences", "off_policy", "checks", "logged"):
+                if line[column]:
+                    print(f"    {COLUMNS[column] + ':':12}{line[column]}")
     print()
 
 
-def _tell_changes(told: Sequence[str], folder: Path) -> None:
-    head = "What changed since the recorded results" if told else "Nothing changed since the recorded results"
-    print("\n".join(["", head + ".", *told]))
-    items = [f"- {escape(one_line(each))}" for each in told]
+def _print_changes(changed: Sequence[str], folder: Path) -> None:
+    head = "What changed since the recorded results" if changed else "Nothing changed since the recorded results"
+    print("\n".join(["", head + ".", *changed]))
+    items = [f"- {escape(one_line(each))}" for each in changed]
     write(folder / "changes.md", "\n".join([f"# {head}", *([""] if items else []), *items]) + "\n")
 
 
-def _tell(words: str) -> None:
+def _log(words: str) -> None:
     print(words, file=sys.stderr, flush=True)

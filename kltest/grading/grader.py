@@ -139,7 +139,7 @@ def _of_library(target: str, settings: Sequence[tuple[str, Setting]], given: Map
         raise UsageError(f"{target} has {len(settings)} settings, of which Python grades one at a time: {names} …")
     setting = settings[0][1]
     changed = {name: value for name, value in given.items() if value != DEFAULTS[name]}
-    return grade(setting.target, **{"name": target, **setting.asked(changed)})
+    return grade(setting.target, **{"name": target, **setting.options_with(changed)})
 
 
 class _Grading:

@@ -91,7 +91,7 @@ def steps(target: str, settings: Mapping[str, Any], folder: str | None = None) -
 
     named_by = target
     for _, setting in named(target):
-        target, settings = setting.target, setting.asked(settings)
+        target, settings = setting.target, setting.options_with(settings)
         settings.pop("timeout", None)
     call = {name: settings[name] for name in ("placement", "credit", "arguments") if name in settings}
     loss = resolve(target, Call(**call))

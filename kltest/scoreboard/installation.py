@@ -1,8 +1,8 @@
 """A virtual environment for each library and version, kept in a cache, with this kltest beside the library.
 
-Libraries disagree about their dependencies, so none is installed where another is. One that is installed without
-dependencies borrows those of the running interpreter (torch above all), which takes seconds; any other gets all that it
-asks for, with the torch that is running here.
+Libraries disagree about their dependencies, so each has an environment of its own. A library that is installed without
+dependencies borrows those of the running interpreter (torch above all), which takes seconds. Any other gets all its
+dependencies, with the version of torch that is running here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 import kltest
-from kltest.adapters.adapter import Door
+from kltest.adapters.adapter import Adapter
 from kltest.errors import KltestError, UsageError
 
 NEEDED = ("numpy", "scipy", "typer", "joblib")
-"""What grading needs beside torch."""
+"""Packages that grading needs beside torch."""
 LONGEST = 1800.0
 ALONE = "--no-deps"
 NEWEST = "newest"
@@ -53,39 +53,48 @@ class Installed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables it runs with: no packages but its own, one thread, nothing fetched from a hub."""
+        """Variables to run it with: its own packages only, one thread, no model hub."""
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def folder() -> Path:
-    """Where environments are kept: $KLTEST_LIBRARIES, else the user's cache folder."""
+    """Folder of the environments: $KLTEST_LIBRARIES, else in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("KLTEST_LIBRARIES") or Path(cache) / "kltest" / "libraries")
 
 
-def exact_version(door: Door, asked: str | None) -> str:
-    """The version to install: the one asked for, the one that the door was tried with, or the newest there is."""
+def exact_version(library: Adapter, asked: str | None) -> str:
+    """Return the version to install: the one asked for, the one of the adapter if None, or the newest there is."""
     if asked is None:
-        return door.version
+        return library.version
     if asked == NEWEST:
-        return _newest(door.distribution)
+        return _newest(library.distribution)
     if not VERSION.fullmatch(asked):
-        raise UsageError(f"{door.name}=={asked}: {asked!r} is no version; give one such as {door.version}, or {NEWEST}")
+        raise UsageError(
+            f"{library.name}=={asked}: {asked!r} is no version; give one such as {library.version}, or {NEWEST}"
+        )
     return asked
 
 
-def install(door: Door, version: str, *, where: Path | None = None) -> Installed:
-    """The environment of a library, built if it is not there yet.
+def install(library: Adapter, version: str, *, where: Path | None = None) -> Installed:
+    """Return the environment of a library, built if it is not there yet.
 
-    Raises InstallError with pip's words if that fails, UnreachableError if no package index answers.
+    Args:
+        library: its adapter.
+        version: the version to install.
+        where: folder that holds the environments, `folder()` if None.
+
+    Raises:
+        InstallError: pip failed; the message ends with its last lines.
+        UnreachableError: no package index answered.
     """
-    calls = [[part.format(version=version) for part in call] for call in door.installs]
+    calls = [[part.format(version=version) for part in call] for call in library.installs]
     borrows = all(ALONE in call for call in calls)
     here = sys.prefix if borrows else version_of("torch").partition("+")[0]
     recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent)]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
-    home = (where or folder()) / f"{door.name}-{version}-{name}"
+    home = (where or folder()) / f"{library.name}-{version}-{name}"
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not (home / "complete").exists():
         shutil.rmtree(home, ignore_errors=True)
@@ -99,7 +108,7 @@ def install(door: Door, version: str, *, where: Path | None = None) -> Installed
 
 
 def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str | None) -> None:
-    """The environment; with None for torch it sees the running interpreter's packages behind its own."""
+    """Build the environment; without a version of torch it sees the running interpreter's packages behind its own."""
     venv.create(home, symlinks=os.name != "nt")
     packages = _site_packages(python)
     beside = home / "kltest"
@@ -108,6 +117,8 @@ def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str 
     lines = [str(beside)]
     if torch is None:
         lines += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+        # An environment may itself see the packages of another one.
+        lines += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     else:
         _pip(python, f"torch=={torch}")
     for call in calls:
@@ -135,15 +146,15 @@ def _site_packages(python: Path) -> Path:
 
 
 def _pip(python: Path, *arguments: str) -> None:
-    """This interpreter's pip, installing for another: a new environment needs none of its own."""
+    """Install with this interpreter's pip for another interpreter, which needs none of its own."""
     _run_pip("--python", str(python), "install", "--quiet", "--retries", "2", *arguments)
 
 
 def _newest(distribution: str) -> str:
-    said = _run_pip("index", "versions", distribution)
-    found = re.search(rf"{re.escape(distribution)} \(({VERSION.pattern})\)", said)
+    printed = _run_pip("index", "versions", distribution)
+    found = re.search(rf"{re.escape(distribution)} \(({VERSION.pattern})\)", printed)
     if found is None:
-        raise InstallError(f"which version of {distribution} is the newest cannot be read from: {said.strip()[:200]}")
+        raise InstallError(f"the newest version of {distribution} cannot be read from: {printed.strip()[:200]}")
     return found[1]
 
 
@@ -164,5 +175,5 @@ def _run_pip(*arguments: str) -> str:
 
 def _shown(arguments: Sequence[str]) -> str:
     """The call as a person would type it."""
-    told = list(arguments[2:] if arguments[0] == "--python" else arguments)
-    return " ".join(["pip", *(part for part in told if part not in ("--quiet", "--retries", "2"))])
+    words = list(arguments[2:] if arguments[0] == "--python" else arguments)
+    return " ".join(["pip", *(part for part in words if part not in ("--quiet", "--retries", "2"))])

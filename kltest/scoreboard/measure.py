@@ -2,8 +2,8 @@
 
     python -m kltest.scoreboard.measure LIBRARY [--setting NAME]… [--done NAME]… [--claims FOLDER] [--timeout SECONDS]
 
-This is what `kltest libraries` runs inside a library's environment. Lines come as they are finished, so that nothing is
-lost if the library takes this process down; what the library itself prints goes to standard error.
+`kltest libraries` runs this inside a library's environment. A row is printed as soon as it is finished: none is lost
+if the library takes this process down. What the library itself prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kltest.adapters import door, settings_here
-from kltest.adapters.adapter import Door, Setting
+from kltest.adapters import find, installed_settings
+from kltest.adapters.adapter import Adapter, Setting
 from kltest.errors import KltestError, UsageError
 from kltest.grading.jobs import Job, failed, graded, terminated_as_interrupted
 from kltest.report import Report
 from kltest.scoreboard.programs import Program, program
-from kltest.scoreboard.rows import row
+from kltest.scoreboard.rows import matches, row
 
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
-"""Packages whose versions may matter for what was measured."""
+"""Packages whose versions may matter for the results."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=float, default=None)
     asked = parser.parse_args(arguments)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        # What a library prints, below Python too, must not get between the answers.
+        # Output of the library, that of its C code included, must not get between the answers.
         os.dup2(2, 1)
         with terminated_as_interrupted():
             for each in measured(asked.library, asked.setting, asked.done, asked.claims, asked.timeout):
@@ -56,18 +56,22 @@ def measured(
     claims: Path | None = None,
     timeout: float | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """First which settings there are (of those named, or all), then rows of those that are not done.
+    """Yield the names of the settings, then a row of each that is not done.
 
-    Processes that share them leave a file in the folder `claims` for each that they take.
+    Args:
+        name: the adapter's name, or its file.
+        names: settings to measure, or patterns of their names; all if empty.
+        done: settings that need not be measured.
+        claims: folder in which processes that share the settings leave a file for each that they take.
+        timeout: seconds for a setting, its own if None.
     """
-    library = door(name)
-    there = settings_here(library)
-    chosen = [setting for setting in there if not names or setting.name in names]
+    library = find(name)
+    chosen = [setting for setting in installed_settings(library) if matches(setting.name, names)]
     yield {"settings": [setting.name for setting in chosen]}
     beside = {package: found for package in COMPANIONS if (found := _version(package))}
     left = [setting for setting in chosen if setting.name not in done]
     for module in library.imports if left else ():
-        # What is wrong with it each setting says when it is graded.
+        # Each setting reports a failed import when it is graded.
         with contextlib.suppress(Exception):
             import_module(module)
     for number, setting in enumerate(left):
@@ -75,12 +79,11 @@ def measured(
             continue
         started = time.monotonic()
         report = _graded(f"{name}:{setting.name}", timeout)
-        written = _program(library, setting, report)
         yield row(
             library,
             setting,
             report,
-            written,
+            _program(library, setting, report),
             version=_version(library.distribution) or "?",
             versions={**report.versions, **beside},
             known=setting in library.settings,
@@ -89,8 +92,7 @@ def measured(
 
 
 def _graded(target: str, timeout: float | None) -> Report:
-    given = {"timeout": timeout} if timeout is not None else {}
-    (job,) = Job.all_of(target, given)
+    (job,) = Job.all_of(target, {"timeout": timeout} if timeout is not None else {})
     try:
         ((report, _),) = graded([job])
     except UsageError as error:
@@ -98,7 +100,7 @@ def _graded(target: str, timeout: float | None) -> Report:
     return report
 
 
-def _program(library: Door, setting: Setting, report: Report) -> Program:
+def _program(library: Adapter, setting: Setting, report: Report) -> Program:
     try:
         return program(library, setting, report)
     except KltestError as error:
@@ -106,7 +108,7 @@ def _program(library: Door, setting: Setting, report: Report) -> Program:
 
 
 def _claimed(file: Path) -> bool:
-    """Whether nobody else has been here before."""
+    """If no other process has taken this setting."""
     try:
         file.touch(exist_ok=False)
     except FileExistsError:

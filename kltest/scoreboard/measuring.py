@@ -1,4 +1,4 @@
-"""The processes that measure a library inside its environment, several at a time, and what they say."""
+"""Processes that measure a library inside its virtual environment, several at a time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ PATIENCE = 5.0
 
 
 def cores() -> int:
-    """How many processes can run at once."""
+    """Number of processes that can run at once."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """`workers` processes that share the settings of a door; `name` is the door's, or its file.
+    """`workers` processes that share the settings of an adapter.
 
-    `arguments` are those of `kltest.scoreboard.measure`.
+    Args:
+        name: the adapter's name, or its file.
+        installed: the environment of the library.
+        arguments: further arguments of `kltest.scoreboard.measure`.
     """
 
     name: str
@@ -38,11 +41,12 @@ class Measuring:
     workers: int = field(default_factory=cores)
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """Which settings there are, then their rows as they come.
+        """Yield the names of the settings, then their rows as they are finished.
 
-        Raises KltestError, when all that was said is handed over, if a process ended before its time.
+        Raises:
+            KltestError: a process ended early; all its rows have been yielded before.
         """
-        said: Queue[tuple[int, bytes]] = Queue()
+        answers: Queue[tuple[int, bytes]] = Queue()
         with contextlib.ExitStack() as stack:
             claims = stack.enter_context(tempfile.TemporaryDirectory(dir=self.installed.scratch))
             command = self.installed.command("-m", "kltest.scoreboard.measure", self.name, "--claims", claims)
@@ -51,11 +55,11 @@ class Measuring:
                 for k in self._all
             ]
             for number, process in enumerate(processes):
-                Thread(target=_listen, args=(number, process, said), daemon=True).start()
+                Thread(target=_listen, args=(number, process, answers), daemon=True).start()
             listening = set(self._all)
             named = False
             while listening:
-                number, line = said.get()
+                number, line = answers.get()
                 if not line:
                     listening.remove(number)
                     continue
@@ -93,7 +97,7 @@ def _running(command: Sequence[str], installed: Installed, log: Path) -> Iterato
     try:
         yield process
     finally:
-        # Let it end the children that it has, then make sure.
+        # A terminated process ends its children; a killed one cannot.
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(PATIENCE)
@@ -101,14 +105,14 @@ def _running(command: Sequence[str], installed: Installed, log: Path) -> Iterato
         process.wait()
 
 
-def _listen(number: int, process: subprocess.Popen[bytes], said: Queue[tuple[int, bytes]]) -> None:
-    """Hand on what a process says, line by line, and at its end nothing."""
+def _listen(number: int, process: subprocess.Popen[bytes], answers: Queue[tuple[int, bytes]]) -> None:
+    """Queue the lines of a process, and an empty line at its end."""
     assert process.stdout is not None
     for line in process.stdout:
-        said.put((number, line))
-    said.put((number, b""))
+        answers.put((number, line))
+    answers.put((number, b""))
 
 
 def _last_words(code: int, log: Path) -> str:
-    last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+    last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
     return f"measuring ended with exit code {code}: {last} (all of it: {log})"

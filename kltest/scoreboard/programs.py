@@ -1,4 +1,4 @@
-"""A program that shows a setting's gradient with the library alone, written, run and compared before it is given."""
+"""Standalone programs of settings, run and compared with what grading found before they are given out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kltest.adapters import NAMES
-from kltest.adapters.adapter import Door, Setting
+from kltest.adapters.adapter import Adapter, Setting
 from kltest.environments import Instance, sequence
 from kltest.errors import KltestError
 from kltest.grading.isolation import Child, describe
@@ -27,7 +27,7 @@ from kltest.truth import combine
 
 SECONDS = 300.0
 AGREE = {"float64": 1e-6, "float32": 2e-3}
-"""Relative to the size of the gradient: rounding, and coefficients that are given to a few digits."""
+"""Relative to the norm of the gradient: rounding, and coefficients that are given to a few digits."""
 KEYS = ("vocabulary", "length", "policy", "reference", "sampler", "expected")
 
 
@@ -37,66 +37,64 @@ class ProgramError(KltestError):
 
 @dataclass(frozen=True)
 class Program:
-    """Its text, empty if there is none; `note` says why there is none, or in what it differs from what was graded.
+    """Its text, "" if there is none; `note` says why there is none, or how it differs from what was graded.
 
-    `of_door` says that the door writes it, again whenever it is asked, so that nobody has to keep it.
+    A program `of_adapter` need not be kept: the adapter writes it again.
     """
 
     code: str = ""
     note: str = ""
-    of_door: bool = False
+    of_adapter: bool = False
 
 
-def program(library: Door, setting: Setting, report: Report) -> Program:
-    """A program for what was found of a setting, already run; none where nothing was found.
+def program(library: Adapter, setting: Setting, report: Report) -> Program:
+    """Return the program of a setting, run already: the adapter's, else that of the grader's counter-example.
 
-    Raises ProgramError if it fails or prints another gradient than grading found.
+    Raises:
+        ProgramError: it fails or prints another gradient than grading found.
     """
     if not report.gradients:
         return Program()
+    if code := library.standalone(setting) if library.standalone else "":
+        return Program(code, compared(_printed(code), report), of_adapter=library.name in NAMES)
     example = report.smallest or report.example
-    ours = setting.target.startswith("kltest.")
-    if not ours and example and example.code:
-        # The grader ran it before it gave it out.
-        return Program(example.code, example.note)
-    code = library.reproduction(setting) if library.reproduction else ""
-    if not code:
-        reason = "it is called through a function of kltest's" if ours else "no small world shows it"
-        return Program(note=example.note if example and not ours else reason)
-    return Program(code, compared(_said(code), report), of_door=library.name in NAMES)
+    if setting.target.startswith("kltest."):
+        return Program(note="it is called through a function of kltest")
+    # The grader ran its program before it gave it out.
+    return Program(example.code, example.note) if example else Program(note="no small environment shows it")
 
 
-def _said(code: str) -> dict[str, Any]:
-    """What a program prints on its last line, run in a folder of its own."""
+def _printed(code: str) -> dict[str, Any]:
+    """The JSON object on the last line that a program prints, run in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
         file.write_text(code, encoding="utf-8")
         printed = _by_forking(file) if sys.platform == "linux" and "jax" not in sys.modules else _anew(file)
     lines = printed.strip().splitlines() or ["nothing"]
     try:
-        said = json.loads(lines[-1])
-        return {key: said[key] for key in KEYS}
+        answer = json.loads(lines[-1])
+        return {key: answer[key] for key in KEYS}
     except (ValueError, KeyError, TypeError):
-        raise ProgramError(f"the last line of the program without kltest is not as agreed: {lines[-1][:100]}") from None
+        raise ProgramError(f"the standalone program does not end with its JSON object: {lines[-1][:100]}") from None
 
 
 def _by_forking(file: Path) -> str:
-    """In a fork of this process, which has imported the library already."""
+    """Run a program in a fork of this process, which has imported the library already."""
     with Child(_run, str(file)) as child:
         step = child.step(SECONDS)
     if step.kind != "value":
-        raise ProgramError(f"the program without kltest {step.message}")
+        raise ProgramError(f"the standalone program {step.message}")
     return str(step.value)
 
 
 def _run(file: str) -> Iterator[str]:
-    """What a program prints, run as a main module for which there is no kltest."""
+    """What a program prints, run as a main module that cannot import kltest."""
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kltest"}
     printed = io.StringIO()
     os.chdir(Path(file).parent)
     for name in ours:
         del sys.modules[name]
-    # What is None here cannot be imported.
+    # A module that is None cannot be imported.
     sys.modules["kltest"] = None  # type: ignore[assignment]
     try:
         with contextlib.redirect_stdout(printed):
@@ -109,8 +107,8 @@ def _run(file: str) -> Iterator[str]:
 
 
 def _anew(file: Path) -> str:
-    """With this interpreter, started anew."""
-    # Without kltest's folder, so that it cannot be used unnoticed where it is put on the path by hand.
+    """Run a program with this interpreter, started anew."""
+    # Without kltest's folder, which may be on this path.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(file)]
     try:
@@ -118,30 +116,34 @@ def _anew(file: Path) -> str:
             command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ProgramError(f"the program without kltest did not end within {SECONDS:g} s") from None
+        raise ProgramError(f"the standalone program did not end within {SECONDS:g} s") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ProgramError(f"the program without kltest failed: {last}")
+        raise ProgramError(f"the standalone program failed: {last}")
     return done.stdout
 
 
-def compared(said: dict[str, Any], report: Report) -> str:
-    """Whether the gradient that a program printed is the one that was identified; a note where that cannot be said."""
-    world = sequence(said["vocabulary"], said["length"])
-    policy, reference = (np.log(np.array(said[name])) for name in ("policy", "reference"))
-    sampler = None if said["sampler"] is None else np.log(np.array(said["sampler"]))
-    instance = Instance.of(world, policy, reference, sampler)
-    row = _row(report, "current" if sampler is None else "stale", said["length"])
+def compared(printed: dict[str, Any], report: Report) -> str:
+    """Compare the gradient that a program printed with the identified one; return a note if that has no name.
+
+    Raises:
+        ProgramError: they differ.
+    """
+    environment = sequence(printed["vocabulary"], printed["length"])
+    policy, reference = (np.log(np.array(printed[name])) for name in ("policy", "reference"))
+    sampler = None if printed["sampler"] is None else np.log(np.array(printed["sampler"]))
+    instance = Instance.of(environment, policy, reference, sampler)
+    row = _row(report, "current" if sampler is None else "stale", printed["length"])
     if row is None or row.identified is None:
-        return "its gradient has no name to compare it with"
-    truth, found = combine(row.identified, instance), np.array(said["expected"])
+        return "its gradient is unnamed, so there is nothing to compare it with"
+    truth, found = combine(row.identified, instance), np.array(printed["expected"])
     scale = max(float(np.linalg.norm(truth)), float(np.linalg.norm(combine({"reverse_kl": 1.0}, instance))))
     if found.shape != truth.shape or not np.linalg.norm(found - truth) <= AGREE[report.dtype] * scale:
         raise ProgramError(
-            f"the program without kltest prints a gradient that differs from {row.identified} by "
-            f"{np.linalg.norm(found - truth) / scale:.2g} of its size"
+            f"the standalone program prints a gradient that differs from {row.identified} by "
+            f"{np.linalg.norm(found - truth) / scale:.2g} of its norm"
             if found.shape == truth.shape
-            else f"the program without kltest prints a gradient of shape {found.shape}, not {truth.shape}"
+            else f"the standalone program prints a gradient of shape {found.shape}, not {truth.shape}"
         )
     return ""
 

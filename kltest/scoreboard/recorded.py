@@ -1,24 +1,51 @@
-"""The results that kltest ships with: what each library was last found to do, by whom nothing has to be installed."""
+"""The results that kltest ships with: what each library was last found to do, readable without installing any.
+
+`recorded.jsonl` has a line for each library and version, with the versions of the packages beside it, and below it a
+line for each setting, with numbers and codes alone. How a setting is called stands in its adapter, what a check means
+in the check; both are filled in when the file is read.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from kltest.adapters import NAMES
-from kltest.files import as_json, write
-from kltest.scoreboard.rows import Row, key
+from kltest.adapters import NAMES, find
+from kltest.files import write
+from kltest.scoreboard.rows import DESCRIBED, GRADIENT, VALUE, Row, described, key
 
-PATH = Path(__file__).parent / "recorded.json"
+PATH = Path(__file__).parent / "recorded.jsonl"
+USUAL: Mapping[str, Any] = {
+    "expect": "reverse_kl",
+    "placement": "loss",
+    "credit": None,
+    "inconclusive": [],
+    "error": "",
+    "program": "",
+}
+"""Fields that are written only if they are otherwise."""
+METHOD = "exact"
+LIFTED = "lifted"
+"""The one note that is kept: the function was lifted out of a file that cannot be imported."""
 
 
-def read(path: Path = PATH) -> list[Row]:
-    """All recorded rows, by library, version and setting; none if nothing was recorded yet."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+def read(path: Path | None = None) -> list[Row]:
+    """Return all recorded rows, by library, version and setting; none if nothing was recorded yet."""
+    path = path or PATH
+    rows: list[Row] = []
+    head: Row = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        found = json.loads(line)
+        if "library" in found:
+            head = found
+        else:
+            rows.append(_expanded(found, head))
+    return rows
 
 
-def record(rows: Sequence[Row], path: Path = PATH, *, whole: bool = True) -> None:
+def record(rows: Sequence[Row], path: Path | None = None, *, whole: bool = True) -> None:
     """Replace what is recorded of these libraries in these versions, or, not `whole`, of these settings alone.
 
     Rows of libraries that failed are left out, and what is recorded of them stays.
@@ -28,7 +55,54 @@ def record(rows: Sequence[Row], path: Path = PATH, *, whole: bool = True) -> Non
     replaced = {(library, version) for library, version, _ in new if whole and library not in failed}
     kept = {key(each): each for each in read(path) if (each["library"], each["version"]) not in replaced}
     order = sorted((kept | new).values(), key=lambda each: (_place(each["library"]), _numbers(each["version"])))
-    write(path, as_json([{name: value for name, value in each.items() if name != "seconds"} for each in order]))
+    lines = (json.dumps(line, ensure_ascii=False, allow_nan=False) for line in _lines(order))
+    write(path or PATH, "".join(f"{line}\n" for line in lines))
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[Row]:
+    head: Row = {}
+    for each in rows:
+        if (each["library"], each["version"]) != (head.get("library"), head.get("version")):
+            head = {name: each[name] for name in ("library", "version", "versions")}
+            yield head
+        yield _shortened(each, head)
+
+
+def _shortened(row: Row, head: Row) -> Row:
+    """What cannot be filled in again."""
+    usual = _usual(row["library"], row["setting"]) | {"versions": head["versions"], "known": True}
+    usual["program_of_adapter"] = bool(row["gradients"])
+    rest = {name: row[name] for name in (*DESCRIBED, *usual) if name not in usual or row[name] != usual[name]}
+    return {
+        "setting": row["setting"],
+        "verdict": row["verdict"],
+        "reduction": row["reduction"],
+        "dtype": row["dtype"],
+        "gradients": [
+            [each[name] for name in GRADIENT if (name, each[name]) != ("method", METHOD)] for each in row["gradients"]
+        ],
+        "value": [[each[name] for name in VALUE] for each in row["value"]],
+        "failed": [each["code"] for each in row["failed"]],
+        **({LIFTED: True} if any(LIFTED in note for note in row["notes"]) else {}),
+        **rest,
+    }
+
+
+def _expanded(line: Row, head: Row) -> Row:
+    """A row with everything but messages and notes."""
+    usual = _usual(head["library"], line["setting"]) | {"known": True, "program_of_adapter": bool(line["gradients"])}
+    found = {**usual, **head, **line, "notes": ["lifted out of its file"] if line.get(LIFTED) else []}
+    found["gradients"] = [dict(zip(GRADIENT, [*each, METHOD], strict=False)) for each in line["gradients"]]
+    found["value"] = [dict(zip(VALUE, each, strict=True)) for each in line["value"]]
+    found["failed"] = [{"code": code, "message": ""} for code in line["failed"]]
+    found.pop(LIFTED, None)
+    return found
+
+
+def _usual(library: str, setting: str) -> Row:
+    """What a row says if nothing else is written; for a setting that its adapter knows, how it is called as well."""
+    known = find(library).setting(setting) if library in NAMES else None
+    return {**USUAL, **(described(known) if known else {})}
 
 
 def _place(library: str) -> tuple[int, str]:

@@ -1,12 +1,13 @@
-"""What is kept of a setting's grading: a row of plain data, the same for the same findings but for the seconds."""
+"""Rows: what is kept of one setting's grading, as plain data; the same findings give the same row but for `seconds`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kltest.adapters.adapter import Door, Setting
+from kltest.adapters.adapter import Adapter, Setting
 
 if TYPE_CHECKING:
     from kltest.report import Report
@@ -14,15 +15,24 @@ if TYPE_CHECKING:
 
 DIGITS = 6
 """Significant digits of numbers that are kept."""
+GRADIENT = ("environment", "sampler", "batch", "identified", "relative_bias", "cosine", "residual", "agrees", "method")
+VALUE = ("environment", "sampler", "matches")
+DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note")
+"""Fields of a setting that a row repeats."""
 COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error")
-"""What a new version of a library is compared with an old one by."""
+"""Fields in which two versions of a library are compared."""
 
 PACKAGES = re.compile(r"/[^\s:'\"]*/(?:site|dist)-packages/")
 Row = dict[str, Any]
 
 
+def described(setting: Setting) -> Row:
+    """How a setting is called and what the library says of it, as JSON knows it."""
+    return {key: _rounded(getattr(setting, key)) for key in DESCRIBED}
+
+
 def row(
-    library: Door,
+    library: Adapter,
     setting: Setting,
     report: Report,
     program: Program,
@@ -34,25 +44,13 @@ def row(
 ) -> Row:
     """One setting of one version: how it was called, what was found, and the program that shows it."""
     found = report.to_dict()
-    gradients = [
-        {key: each[key] for key in ("environment", "sampler", "batch", "identified", "relative_bias", "cosine")}
-        | {"residual": each["residual"], "agrees": each["agrees"], "method": each["method"]}
-        for each in found["gradients"]
-    ]
     return _rounded(
         {
             "library": library.name,
             "version": version,
             "setting": setting.name,
-            "target": setting.target,
-            "arguments": dict(setting.arguments),
-            "options": dict(setting.options),
-            "depth": setting.depth,
-            "default": setting.default,
-            "recipe": setting.recipe,
+            **described(setting),
             "known": known,
-            "source": setting.source,
-            "note": setting.note,
             "versions": dict(versions),
             "seconds": round(seconds, 1),
             "expect": report.expect,
@@ -61,20 +59,20 @@ def row(
             "verdict": report.verdict,
             "reduction": report.reduction,
             "dtype": report.dtype,
-            "gradients": gradients,
-            "value": [{key: each[key] for key in ("environment", "sampler", "matches")} for each in found["value"]],
+            "gradients": [{key: each[key] for key in GRADIENT} for each in found["gradients"]],
+            "value": [{key: each[key] for key in VALUE} for each in found["value"]],
             "failed": [{"code": check.code, "message": check.message} for check in report.failed],
-            "open": [check.code for check in report.checks if check.status == "inconclusive"],
+            "inconclusive": [check.code for check in report.checks if check.status == "inconclusive"],
             "notes": list(report.notes),
             "error": report.error,
-            "program": "" if program.of_door else program.code,
-            "program_of_door": program.of_door,
+            "program": "" if program.of_adapter else program.code,
+            "program_of_adapter": program.of_adapter,
             "program_note": program.note,
         }
     )
 
 
-def absent(library: Door, version: str, reason: str) -> Row:
+def absent(library: Adapter, version: str, reason: str) -> Row:
     """The row of a library that could not be installed or took its process down."""
     return {
         "library": library.name,
@@ -89,34 +87,39 @@ def absent(library: Door, version: str, reason: str) -> Row:
 
 
 def key(each: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What names a row."""
+    """Library, version and setting."""
     return each["library"], each["version"], each["setting"]
 
 
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each library, version and setting, in the order in which they first came."""
-    return list({key(each): each for each in rows}.values())
+def matches(setting: str, patterns: Sequence[str]) -> bool:
+    """If a setting's name is one of the patterns or fits one, as `grpo/*`; any name fits no patterns at all."""
+    return not patterns or any(setting == pattern or fnmatchcase(setting, pattern) for pattern in patterns)
 
 
 def changes(old: Sequence[Row], new: Sequence[Row], only: Sequence[str] = ()) -> list[str]:
-    """What is not as it was, a sentence each, by library and setting, whatever the version; none for new libraries.
+    """Differences between rows of two versions, a sentence each; none for libraries that `old` does not have.
 
-    Of several old versions of a library the first counts. `only` are the settings that were asked for, if not all.
+    Rows are compared by library and setting. If `old` has several versions of a library, the first one counts.
+
+    Args:
+        old: the rows to compare with.
+        new: the rows that were just measured.
+        only: patterns of the settings that were measured, if not all.
     """
     first: dict[str, str] = {}
     for each in old:
         first.setdefault(each["library"], each["version"])
     before = {(each["library"], each["setting"]): each for each in old if each["version"] == first[each["library"]]}
     after = {(each["library"], each["setting"]): each for each in new}
-    told = []
+    found = []
     for name, each in after.items():
         title = f"{each['library']} {each['version']} {each['setting']}".rstrip()
         if name not in before:
-            told += [f"{title}: new, {summary(each)}"] if each["library"] in first or not each["setting"] else []
+            found += [f"{title}: new, {summary(each)}"] if each["library"] in first or not each["setting"] else []
             continue
         last = before[name]
         if differs := [part for part in COMPARED if _compared(last.get(part)) != _compared(each.get(part))]:
-            told.append(
+            found.append(
                 f"{title}: {', '.join(differs)} changed since {last['version']}: {summary(last)} → {summary(each)}"
             )
     broken = {each["library"] for each in new if not each["setting"]}
@@ -124,15 +127,15 @@ def changes(old: Sequence[Row], new: Sequence[Row], only: Sequence[str] = ()) ->
     gone = [
         each
         for name, each in before.items()
-        if each["library"] in whole and name not in after and (not only or each["setting"] in only)
+        if each["library"] in whole and name not in after and matches(each["setting"], only)
     ]
-    return told + [
+    return found + [
         f"{each['library']} {each['setting']}: no longer there (it was in {each['version']})" for each in gone
     ]
 
 
 def summary(each: Mapping[str, Any]) -> str:
-    """A row in a few words."""
+    """A row in a few words: environments with the gradients found there, and the codes of failed checks."""
     if each["error"]:
         return f"not graded: {each['error']}"
     found = "; ".join(
@@ -148,15 +151,11 @@ def named(identified: Mapping[str, float] | None) -> str:
     """A combination as text that `--expect` takes."""
     from kltest.truth import plain
 
-    return (
-        "no named gradient"
-        if identified is None
-        else plain({name: float(f"{c:.3g}") for name, c in identified.items()})
-    )
+    return "unnamed" if identified is None else plain({name: float(f"{c:.3g}") for name, c in identified.items()})
 
 
 def _compared(value: Any) -> Any:
-    """Numbers to three digits, so that rounding on another machine is no news; no messages, which hold numbers too."""
+    """Numbers to three digits, so that another machine's rounding is no change; no messages: they hold numbers too."""
     if isinstance(value, float):
         return 0.0 if abs(value) < 1e-3 else float(f"{value:.3g}")
     if isinstance(value, Mapping):
@@ -167,13 +166,13 @@ def _compared(value: Any) -> Any:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to so many digits, and files by their path in their package, the same on every machine."""
+    """Numbers to so many digits, and paths of files from their package on, the same on every machine."""
     if isinstance(value, str):
         return PACKAGES.sub("", value)
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return value

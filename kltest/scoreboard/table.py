@@ -1,144 +1,159 @@
-"""The words of the scoreboard: a line of cells for each library, version and setting, once for all formats."""
+"""The scoreboard as a data frame, in words: a row for each library, version and setting, for all formats."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from kltest.adapters import door
-from kltest.adapters.adapter import DEPTHS
+from kltest.adapters import NAMES, find
+from kltest.adapters.adapter import DEPTHS, Setting
 from kltest.scoreboard.rows import Row
 from kltest.truth import render
 
-COLUMNS = ("library", "setting", "one step", "sequences", "off-policy", "checks", "logged KL", "measured")
-NONE = "no named gradient"
-WARNINGS = "KL8"
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+COLUMNS = {
+    "title": "library",
+    "setting": "setting",
+    "one_step": "one step",
+    "sequences": "sequences",
+    "off_policy": "off-policy",
+    "checks": "checks",
+    "logged": "logged KL",
+    "measured": "measured",
+}
+"""Columns of the scoreboard and their headings."""
+KINDS = {
+    "reverse": "follows ∇KL(π‖ref)",
+    "part": "its next-token part, or another size",
+    "other": "another gradient",
+    "open": "inconclusive",
+}
+"""How a setting's gradient stands to ∇KL(π‖ref)."""
 VALUES = {
     "kl": "KL",
     "kl_per_token": "KL per token",
     "mean_of_token_means": "mean of the rollouts' means",
     None: "none of the KL values",
 }
-ORDER = {"reverse": 0, "part": 1, "other": 2, "open": 3}
+WARNINGS = "KL8"
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row in words, by column; `kind` says how its gradient stands to ∇KL(π‖ref), for people who look for that."""
+def frame(rows: Sequence[Row]) -> DataFrame:
+    """Return the rows as a table.
 
-    library: str
-    version: str
-    setting: str
-    default: bool
-    recipe: bool
-    cells: Mapping[str, str]
-    kind: str
-    command: str
-    program: str
-    row: Row
+    Args:
+        rows: rows as measuring writes them or as they are recorded.
 
-    @property
-    def where(self) -> str:
-        """Whose rollouts it was measured with."""
-        stale = any(row["sampler"] == "stale" for row in self.row["gradients"])
-        return "on- and off-policy" if stale else "on-policy"
+    Returns:
+        A data frame with the columns of `COLUMNS` in words, and with library, version, mark ("default", "recipe" or
+        ""), kind (a key of `KINDS`), where (whose rollouts were measured), command (what measures the row again),
+        program and file (the standalone program and its name, "" if there is none), row (the row itself).
+    """
+    from pandas import DataFrame
 
-    @property
-    def in_short(self) -> str:
-        """What it follows on sequences, or that this is not known."""
-        return self.cells["sequences"] or self.cells["one step"]
-
-    @property
-    def file(self) -> str:
-        """What the program is called, empty if there is none."""
-        return f"{self.library}-{self.version}-{slug(self.setting)}.py" if self.program else ""
+    return DataFrame([_line(each) for each in rows])
 
 
-def lines(rows: Sequence[Row]) -> list[Line]:
-    """A line for each row."""
-    return [line(each) for each in rows]
+def defaults(rows: Sequence[Row]) -> DataFrame:
+    """Return documented defaults: what each follows, and settings of its library that follow ∇KL(π‖ref)."""
+    from pandas import DataFrame
+
+    found = []
+    for title, group in frame(rows).groupby("title", sort=False):
+        right = [f"`{setting}`" for setting in following(group)["setting"]]
+        shown = ", ".join(right[:3]) + (" …" if len(right) > 3 else "") or "–"
+        lines = group[group["mark"] == "default"]
+        for number, line in enumerate(lines.itertuples(), 1):
+            cells = {COLUMNS[name]: getattr(line, name) or "–" for name in ("one_step", "sequences", "off_policy")}
+            last = shown if number == len(lines) else "–"
+            found.append({"library": title, "by default": f"`{line.setting}`", **cells, KINDS["reverse"]: last})
+    return DataFrame(found)
 
 
-def line(each: Row) -> Line:
-    """One row in words."""
-    there = each["gradients"]
-    found = {
-        "library": f"{each['library']} {each['version']}",
-        "setting": each["setting"],
-        "one step": _worlds(there, "current", ("bandit",)),
-        "sequences": _worlds(there, "current", ("sequence", "ragged")),
-        "off-policy": _worlds(there, "stale", ("bandit", "sequence", "ragged")),
-        "checks": _codes(each),
-        "logged KL": _logged(each),
-        "measured": f"{DEPTHS[each['depth']]}, {each['dtype']}" if there else "",
-    }
-    if each["error"]:
-        found["one step"] = f"not graded: {each['error']}"
-    return Line(
-        each["library"],
-        each["version"],
-        each["setting"],
-        bool(each.get("default")),
-        bool(each.get("recipe")),
-        found,
-        kind(each),
-        command(each),
-        _program(each),
-        each,
-    )
+def following(table: DataFrame) -> DataFrame:
+    """The lines that follow ∇KL(π‖ref), recipes last."""
+    right = table[table["kind"] == "reverse"]
+    return right.sort_values("mark", key=lambda marks: marks == "recipe", kind="stable")
 
 
 def kind(each: Row) -> str:
-    """`reverse`: ∇KL(π‖ref) with coefficient one, wherever it was measured; `part`: its next-token part, or another
-    coefficient; `other`: another gradient; `open`: not to be said.
+    """Return how a row stands to ∇KL(π‖ref), a key of `KINDS`.
+
+    `reverse`: ∇KL(π‖ref) with coefficient one in every environment; `part`: its next-token part, or another
+    coefficient; `other`: another gradient; `open`: no verdict.
     """
     if each["verdict"] == "confirmed" and each["expect"] == "reverse_kl":
         return "reverse"
     if each["verdict"] in ("error", "inconclusive") or not each["gradients"]:
         return "open"
     current = [row for row in each["gradients"] if row["sampler"] == "current"]
-    # A part of it that is divided by lengths has no name where these differ.
+    # If lengths differ, a part of it that is divided by them is unnamed.
     rows = [row["identified"] for row in current if row["identified"] or row["environment"] != "ragged"]
     near = all(found and set(found) <= {"reverse_kl", "local_reverse_kl"} for found in rows)
     return "part" if rows and near and all(min(found.values()) > 0 for found in rows) else "other"
 
 
-def command(each: Row) -> str:
-    """What shows this row again, on a machine that has nothing but kltest."""
+def _line(each: Row) -> dict[str, Any]:
+    there = each["gradients"]
+    program = _program(each)
+    stale = any(row["sampler"] == "stale" for row in there)
+    one_step = f"not graded: {each['error']}" if each["error"] else _found(there, "current", ("bandit",))
+    sequences = _found(there, "current", ("sequence", "ragged"))
     setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""
-    return f"kltest libraries {each['library']}=={each['version']}{setting}"
+    return {
+        "library": each["library"],
+        "version": each["version"],
+        "title": f"{each['library']} {each['version']}",
+        "setting": each["setting"],
+        "mark": "default" if each.get("default") else "recipe" if each.get("recipe") else "",
+        "kind": kind(each),
+        "where": "on- and off-policy" if stale else "on-policy",
+        "in_short": sequences or one_step,
+        "one_step": one_step,
+        "sequences": sequences,
+        "off_policy": _found(there, "stale", ("bandit", "sequence", "ragged")),
+        "checks": _codes(each),
+        "logged": _logged(each),
+        "measured": f"{DEPTHS[each['depth']]}, {each['dtype']}" if there else "",
+        "command": f"kltest libraries {each['library']}=={each['version']}{setting}",
+        "program": program,
+        "file": f"{each['library']}-{each['version']}-{_slug(each['setting'])}.py" if program else "",
+        "row": each,
+    }
 
 
 def _program(each: Row) -> str:
-    """The text of the program that shows a row without kltest, as it was kept or as the door writes it."""
-    if not each.get("program_of_door"):
+    """The text of a row's standalone program, as it was kept or as the adapter writes it."""
+    library = find(each["library"]) if each.get("program_of_adapter") and each["library"] in NAMES else None
+    if library is None or library.standalone is None:
         return each.get("program", "").strip()
-    library = door(each["library"])
-    setting = library.setting(each["setting"])
-    return library.reproduction(setting).strip() if library.reproduction and setting else ""
+    fields = ("target", "arguments", "options", "depth", "default", "recipe")
+    return library.standalone(Setting(each["setting"], **{name: each[name] for name in fields})).strip()
 
 
-def slug(name: str) -> str:
+def _slug(name: str) -> str:
     """A setting's name as part of a file's."""
     return "".join(character if character.isalnum() or character in "._-+=" else "-" for character in name)
 
 
-def _worlds(rows: Sequence[Mapping], sampler: str, worlds: Sequence[str]) -> str:
-    """What was found in some worlds: once where it is the same, else world by world."""
+def _found(rows: Sequence[Mapping], sampler: str, environments: Sequence[str]) -> str:
+    """The gradients found: a single one if environments agree, else environment by environment."""
     found: dict[str, list[str]] = {}
-    for world in worlds:
-        there = [row for row in rows if (row["environment"], row["sampler"]) == (world, sampler)]
-        # A batch of one says what a rollout contributes; where rows are coupled only the batch has a meaning.
+    for environment in environments:
+        there = [row for row in rows if (row["environment"], row["sampler"]) == (environment, sampler)]
+        # A batch of one shows what a rollout contributes; if rows are coupled there are larger batches only.
         for row in [row for row in there if row["batch"] == 1] or there[:1]:
-            found.setdefault(_gradient(row["identified"]), []).append(world)
+            found.setdefault(_gradient(row["identified"]), []).append(environment)
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{', '.join(names)}: {gradient}" for gradient, names in found.items())
 
 
 def _gradient(identified: Mapping[str, float] | None) -> str:
-    return NONE if identified is None else render({name: float(f"{c:.4g}") for name, c in identified.items()})
+    return "unnamed" if identified is None else render({name: float(f"{c:.4g}") for name, c in identified.items()})
 
 
 def _codes(each: Row) -> str:

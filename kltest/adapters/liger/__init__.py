@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Depth, Door, Setting
-from kltest.adapters.reproducing import reproduction
+from kltest.adapters.adapter import Adapter, Depth, Setting
+from kltest.adapters.standalone import program
 
 MODULE = "liger_kernel.chunked_loss.grpo_loss"
 CALLS = "kltest.adapters.liger.calls"
 DOCUMENTED = "https://github.com/linkedin/Liger-Kernel/blob/main/src/liger_kernel/chunked_loss/grpo_loss.py"
-# The documented one first.
+# The documented default first.
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 CONSTANT = "A loss type that divides by a constant is given 3 for it, the length of the longest completion here."
 PAIRS = {"group_size": 2, "timeout": 300}
 
 
 def whole(loss_type: str, call: str = "ppo_loss_fn", depth: Depth = "loss", **settings: object) -> Setting:
-    """The whole loss with a loss type, and other settings."""
+    """The whole loss with a loss type and other settings."""
     constant = {"max_completion_length": 3} if loss_type == "dr_grpo" else {}
     label = ",".join([f"loss_type={loss_type}", *(f"{key}={value}" for key, value in settings.items())])
     return Setting(
@@ -30,16 +30,7 @@ def whole(loss_type: str, call: str = "ppo_loss_fn", depth: Depth = "loss", **se
     )
 
 
-def discover() -> list[Setting]:
-    """The loss types of the installed version that are not written down here."""
-    from kltest.adapters.names import names_known
-
-    names = names_known(MODULE, "LigerFusedLinearGRPOFunction.ppo_loss_fn", "loss_type")
-    found = [whole(name) for name in names]
-    return [setting for setting in found if DOOR.setting(setting.name) is None]
-
-
-DOOR = Door(
+ADAPTER = Adapter(
     name="liger",
     distribution="liger-kernel",
     version="0.8.5",
@@ -73,6 +64,5 @@ DOOR = Door(
             "the ratio of whole sequences. What stands at padding must be finite, as hidden states are (KL502).",
         ),
     ),
-    discover=discover,
-    reproduction=reproduction,
+    standalone=program,
 )

@@ -9,7 +9,7 @@ MODULE = "liger_kernel.chunked_loss.grpo_loss"
 
 
 def ppo_loss_fn(logp, logits, old_logp, ref_logp, ref_logits, tokens, mask, advantage, beta, **settings):
-    """`ppo_loss_fn` of the fused function, from log-probs; early versions take those of all tokens."""
+    """`ppo_loss_fn` of the fused function, from log-probs; early versions take the log-probs of all tokens."""
     function = part(MODULE, "LigerFusedLinearGRPOFunction.ppo_loss_fn")
     offered = {
         "per_token_logps": logp,
@@ -28,7 +28,7 @@ def ppo_loss_fn(logp, logits, old_logp, ref_logp, ref_logits, tokens, mask, adva
 
 
 def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **settings):
-    """`LigerFusedLinearGRPOLoss` from hidden states, which are the logits: the linear layer is the identity."""
+    """`LigerFusedLinearGRPOLoss` from hidden states that equal the logits: the linear layer is the identity."""
     torch = importlib.import_module("torch")
     kind = part(MODULE, "LigerFusedLinearGRPOLoss")
     usual = {"beta": beta, "compiled": False, "use_ref_model": True, "chunk_size": len(tokens)}
@@ -49,7 +49,7 @@ def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **setting
 
 
 def fused_with_charged_advantages(logits, logp, old_logp, ref_logp, tokens, mask, advantage, beta):
-    """The recipe: no KL in the loss, the KL as a cost in the advantages, through the fused loss."""
+    """The recipe: the fused loss without KL, with the KL as a cost in the advantages."""
     torch = importlib.import_module("torch")
     kind = part(MODULE, "LigerFusedLinearGRPOLoss")
     loss = kind(**taken(kind, {"compiled": False, "chunk_size": len(tokens)}, SETTINGS))

@@ -7,14 +7,14 @@ loss, _ = LigerFusedLinearGRPOLoss(**SETTINGS)(hidden, weight, tokens, attention
 """
 
 SETTINGS = {"beta": 0.0, "use_ref_model": False, "loss_type": "dr_grpo", "max_completion_length": 1}
-"""No KL of the loss's own; tokens are summed, sequences averaged. No old log-probs: the ratio is in the advantages."""
+"""No KL term in the loss; tokens are summed, sequences averaged. No old log-probs: the ratio is in the advantages."""
 
 
 def charged(advantages, logps, ref_logps, old_logps, attention_mask, beta):
     """(B,) ρ·(A − β·Σu), with u = log π − log ref and ρ = π(y)/μ(y) of the whole sequence.
 
     It needs the policy's log-probs before the loss, a pass without gradient. Nothing is clipped: the variance is that
-    of the sequence ratio, which is 1 where the rollouts are the policy's own.
+    of the sequence ratio, which is 1 if the rollouts are the policy's own.
     """
     live = attention_mask.bool()
     log_ratio = (logps - ref_logps).where(live, 0.0).sum(-1)

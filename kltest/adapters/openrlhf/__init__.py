@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Door, Setting
-from kltest.adapters.reproducing import reproduction
+from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.standalone import program
 
 UTILS = "openrlhf.models.utils"
 CALLS = "kltest.adapters.openrlhf.calls"
@@ -15,7 +15,7 @@ PAIRS = {"group_size": 2, "timeout": 300}
 
 
 def approximate(kind: str, unbiased: bool | None = None) -> Setting:
-    """`compute_approx_kl` alone, per token, as a loss; `unbiased` where the version has that switch."""
+    """`compute_approx_kl` alone, per token, as a loss; `unbiased` for versions that have that switch."""
     more = {} if unbiased is None else {"unbiased_gradient": unbiased}
     label = ",unbiased_gradient" if unbiased else ""
     return Setting(
@@ -48,21 +48,15 @@ def charged(estimator: str, kind: str = "k1", *, both: bool = False) -> Setting:
     )
 
 
-def discover() -> list[Setting]:
-    """What the installed version knows beside the settings that are written down here."""
-    from kltest.adapters.names import names_known
+def standalone(setting: Setting) -> str:
+    """The program of a setting; its files are loaded as for grading, without what the full installation wants."""
+    from kltest.adapters.openrlhf.calls import found
 
-    maker = "openrlhf.trainer.ppo_utils.experience_maker"
-    found = [
-        *map(approximate, names_known(UTILS, "compute_approx_kl", "kl_estimator")),
-        *map(
-            charged, names_known(maker, "RemoteExperienceMaker.compute_advantages_and_returns", "advantage_estimator")
-        ),
-    ]
-    return [setting for setting in found if DOOR.setting(setting.name) is None]
+    old = {"log_probs_old": "old_logp"} if "unbiased_gradient" in setting.arguments else {}
+    return program(setting, {"log_probs": "logp", "log_probs_base": "ref_logp", **old}, find=found)
 
 
-DOOR = Door(
+ADAPTER = Adapter(
     name="openrlhf",
     distribution="openrlhf",
     version="0.11.2",
@@ -91,6 +85,5 @@ DOOR = Door(
             "sequences.",
         ),
     ),
-    discover=discover,
-    reproduction=reproduction,
+    standalone=standalone,
 )

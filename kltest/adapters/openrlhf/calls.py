@@ -11,7 +11,7 @@ from kltest.adapters.openrlhf.recipes import sequence_kl, sums_over_tokens
 
 
 def placeholder(spec):
-    """A module that has whatever it is asked for, as classes that nobody uses."""
+    """A module in which every name is a class without content."""
     module = types.ModuleType(spec.name)
 
     def made(attribute):
@@ -25,7 +25,7 @@ def placeholder(spec):
 
 
 def loaded(module):
-    """A file of OpenRLHF; where its package needs what is not installed, the file alone, placeholders for the rest."""
+    """A module of OpenRLHF, with placeholders for packages that it imports and that are not installed."""
     known = loaded.__dict__.setdefault("known", {})
     if module in known:
         return known[module]
@@ -68,7 +68,7 @@ def loaded(module):
 
 
 def found(module, name):
-    """A name of a module of OpenRLHF; LookupError where this version does not have it."""
+    """A name of a module of OpenRLHF; LookupError if this version does not have it."""
     holder = loaded(module)
     if not hasattr(holder, name):
         raise LookupError(f"the installed openrlhf has no {module}:{name}")
@@ -151,7 +151,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
 
 
 def configured(estimator, samples):
-    """The command line's arguments at their defaults, as versions have them: by groups, or all in one."""
+    """Arguments of the command line at their defaults, in groups and flat, since versions differ in that."""
     space = types.SimpleNamespace
     return space(
         advantage_estimator=estimator,

@@ -1,9 +1,9 @@
-"""torchrl: `GRPOLoss` and its variants whole, and the transform that puts the KL into the reward."""
+"""torchrl: the whole `GRPOLoss` and its variants, and the transform that puts the KL into the reward."""
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Door, Setting
-from kltest.adapters.reproducing import reproduction
+from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.standalone import program
 
 LOSSES = "torchrl.objectives.llm.grpo"
 CALLS = "kltest.adapters.torchrl.calls"
@@ -19,7 +19,7 @@ KNOWN = ("GRPOLoss", "DAPO", "CISPOLoss")
 
 
 def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
-    """A loss whole, with `kl_to_ref_coeff`."""
+    """A whole loss, with `kl_to_ref_coeff`."""
     label = ",".join([loss, *(f"{name}={value}" for name, value in settings.items())])
     return Setting(
         f"loss/{label}",
@@ -34,7 +34,7 @@ def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
 
 
 def discover() -> list[Setting]:
-    """Losses of the installed version that nobody wrote down here."""
+    """Losses that the installed version has beside those above."""
     from importlib import import_module
     from inspect import isclass
 
@@ -44,7 +44,7 @@ def discover() -> list[Setting]:
     return [whole(name) for name in kinds if name not in KNOWN]
 
 
-DOOR = Door(
+ADAPTER = Adapter(
     name="torchrl",
     distribution="torchrl",
     version="0.14.1",
@@ -83,5 +83,5 @@ DOOR = Door(
         ),
     ),
     discover=discover,
-    reproduction=reproduction,
+    standalone=program,
 )

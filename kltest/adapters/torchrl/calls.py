@@ -1,4 +1,4 @@
-"""torchrl's GRPO losses whole, and its KL in the reward."""
+"""torchrl's whole GRPO losses, and its KL in the reward."""
 
 import importlib
 
@@ -9,10 +9,10 @@ TRANSFORMS = "torchrl.envs.llm.transforms.kl"
 
 
 def actor(logp, mask):
-    """An actor whose distribution gives these log-probs of the sampled tokens, and no entropy to push."""
+    """An actor whose distribution has these log-probs of the sampled tokens, and entropy zero."""
     import torch
 
-    class Given:
+    class Fixed:
         def __init__(self):
             self.mask = mask.bool()
 
@@ -26,16 +26,13 @@ def actor(logp, mask):
         in_keys = ()
 
         def get_dist(self, tensordict, **names):
-            return Given()
+            return Fixed()
 
     return Actor()
 
 
 def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, loss="GRPOLoss", recipe=False, **settings):
-    """The sum of all terms of a GRPO loss, with `kl_to_ref_coeff` β; β = 0 means that there is no such term.
-
-    With `recipe` it is that of the recipe's own class.
-    """
+    """The sum of all terms of a GRPO loss, or of the recipe's, with `kl_to_ref_coeff` β; no such term if β = 0."""
     kind = part("kltest.adapters.torchrl.recipes", "SequenceKLGRPOLoss") if recipe else part(LOSSES, loss)
     offered = {"actor_network": actor(logp, mask), "kl_to_ref_coeff": beta or None}
     whole = kind(**taken(part(LOSSES, "GRPOLoss"), offered, settings))
@@ -53,7 +50,7 @@ def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, loss="GRPOLoss
 
 
 def kl_computation(old_logp, ref_logp, mask, **settings):
-    """What `KLComputation` takes off the reward at each token, of log-probs as they were when tokens were sampled."""
+    """The cost that `KLComputation` subtracts from the reward of each token, from log-probs at the time of sampling."""
     torch = importlib.import_module("torch")
     transform, rows = part(TRANSFORMS, "KLComputation"), part("tensordict", "TensorDict")
     charge = transform(**taken(transform, {}, settings))
@@ -68,5 +65,5 @@ def kl_computation(old_logp, ref_logp, mask, **settings):
 
 
 def of_rows(values, mask):
-    """The live tokens of each row, as rollouts are stored."""
+    """The live tokens of each row: rollouts are stored without padding."""
     return [row[live] for row, live in zip(values, mask.bool(), strict=True)]

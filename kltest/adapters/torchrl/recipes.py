@@ -1,8 +1,8 @@
 """torchrl: a GRPOLoss whose KL to the reference follows ∇KL(π‖ref) of whole sequences, on- and off-policy.
 
-Use it in the place of GRPOLoss, with `kl_to_ref_coeff` as before. Each sequence's log π is pushed down by its own
-ρ·log(π/ref), ρ being the ratio of policy and sampler over the whole sequence, and sequences are averaged whatever their
-length. The price is variance: that of k1 over sequences, and off-policy that of a sequence ratio that nothing clips.
+Use it in place of GRPOLoss, with `kl_to_ref_coeff` as before. The weight on ∇log π of a sequence is ρ·log(π/ref), with
+ρ the ratio of policy and sampler over the whole sequence; sequences are averaged whatever their length. The price is
+variance: that of k1 over sequences, and off-policy that of an unclipped sequence ratio.
 """
 
 from torchrl.objectives.llm.grpo import GRPOLoss

@@ -1,50 +1,50 @@
-"""TRL: `GRPOTrainer` and `RLOOTrainer`, whole, with a tabular language model for a policy."""
+"""TRL: `GRPOTrainer` and `RLOOTrainer`, whole trainers, with a table as the language model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kltest.adapters.adapter import Door, Setting
+from kltest.adapters.adapter import Adapter, Setting
 
 CALLS = "kltest.adapters.trl.calls"
 DOCS = "https://huggingface.co/docs/trl/grpo_trainer"
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
-"""Of TRL 1.16, its default first; those of later versions are read from the installed code."""
+"""Of TRL 1.16, its default first."""
 BETA = (
     "The documented default of beta is 0, which leaves the term out: what is graded is what beta multiplies "
     "once it is not 0."
 )
 ADDS_UP = {"loss_type": "luspo"}
-"""A sum over tokens and a mean over rollouts, so that nothing but the term itself shows."""
+"""A sum over tokens and a mean over rollouts: no length changes the term."""
 
 GROUPS = {"group_size": 3}
-"""Whole groups are called one by one, and of three there are a third as many as of four."""
+"""Whole groups are called one by one; there are a third as many of three as of four."""
 
-NOT_ASKED = ("KL502",)
-"""NaN in the padding would be NaN in the model itself: a trainer computes what stands there, and no model gives NaN."""
-ASKED_ONCE = ("KL701", "KL703")
-"""Whether all tokens are told apart takes a vocabulary of thousands to see, and all loss types share that code."""
+NOT_CHECKED = ("KL502",)
+"""The padding cannot be NaN: a trainer computes what stands there with the model itself."""
+CHECKED_ONCE = ("KL701", "KL703")
+"""Checked with one loss type only: they take a vocabulary of thousands, and all loss types share that code."""
 
 
 def grpo(settings: dict[str, Any], name: str = "", **others: Any) -> Setting:
-    """A setting of GRPOTrainer's own loss on given rollouts."""
+    """A setting of the loss of GRPOTrainer on given rollouts."""
     others = {"note": BETA, "source": DOCS, **others}
     return whole(f"grpo/{name or _listed(settings)}", "grpo", settings, **others)
 
 
 def rloo(settings: dict[str, Any], name: str = "", **others: Any) -> Setting:
-    """A setting of RLOOTrainer, whose KL is in the reward: it scores and centres whole groups itself."""
+    """A setting of RLOOTrainer, which has the KL in its reward and scores and centres whole groups itself."""
     others = {"source": "https://huggingface.co/docs/trl/rloo_trainer", **others}
     others["options"] = {**GROUPS, **others.get("options", {})}
     return whole(f"rloo/{name or _listed(settings)}", "grouped", {"trainer": "RLOO", **settings}, **others)
 
 
 def whole(name: str, call: str, settings: dict[str, Any], **others: Any) -> Setting:
-    """A setting of a whole trainer, with what is asked of none."""
-    asked = settings == {"loss_type": "grpo"}
-    ignored = NOT_ASKED if asked else (*NOT_ASKED, *ASKED_ONCE)
+    """A setting of a whole trainer, with the checks that it skips."""
+    checked = settings == {"loss_type": "grpo"}
+    ignored = NOT_CHECKED if checked else (*NOT_CHECKED, *CHECKED_ONCE)
     options = {"ignore": ignored, "timeout": 900, **others.pop("options", {})}
     return Setting(name, f"{CALLS}:{call}", settings, options, depth="trainer", **others)
 
@@ -53,7 +53,7 @@ def _settings() -> Iterator[Setting]:
     yield grpo({}, "defaults", default=True)
     yield rloo({}, "defaults", default=True)
     for loss_type in LOSS_TYPES:
-        yield of_loss_type(loss_type)
+        yield grpo({"loss_type": loss_type})
     by_sequence = {"importance_sampling_level": "sequence"}
     for corrected in (False, True):
         with_or_without = {"use_bias_correction_kl": corrected}
@@ -84,7 +84,7 @@ def _settings() -> Iterator[Setting]:
     yield rloo({"num_iterations": 2}, note="Completions are used twice, so that they are stale.")
     yield rloo(
         {"epsilon": 1000.0},
-        # Groups of two have worlds that are large enough for two names at once.
+        # Groups of two come in environments that are large enough to tell two names apart.
         options={"group_size": 2},
         note="The clip of the policy loss is put out of reach.",
     )
@@ -93,7 +93,7 @@ def _settings() -> Iterator[Setting]:
 
 
 def _from_logprobs() -> Iterator[Setting]:
-    """The same losses from log-probs in float64, for coefficients to ten digits."""
+    """The same losses from log-probs in float64, which give coefficients to ten digits."""
     for corrected in (False, True):
         settings = {**ADDS_UP, "use_bias_correction_kl": corrected, "num_iterations": 2}
         yield Setting(
@@ -104,10 +104,6 @@ def _from_logprobs() -> Iterator[Setting]:
             source=DOCS,
             note=f"{BETA} Its forward pass is replaced by log-probs.",
         )
-
-
-def of_loss_type(name: str) -> Setting:
-    return grpo({"loss_type": name})
 
 
 def _recipes() -> Iterator[Setting]:
@@ -141,15 +137,8 @@ def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def discover() -> Sequence[Setting]:
-    """A setting for every loss type that the installed version has and that is not known here."""
-    from kltest.adapters.trl.calls import loss_types
-
-    return [of_loss_type(name) for name in loss_types() if name not in LOSS_TYPES]
-
-
-def reproduction(setting: Setting) -> str:
-    """A program with TRL, transformers and torch alone; stale completions where what they are given has a name."""
+def standalone(setting: Setting) -> str:
+    """A program with TRL, transformers and torch alone; completions are stale if that gradient has a name."""
     own = dict(setting.arguments)
     kind, recipe, evaluation = own.pop("trainer", "GRPO"), own.pop("recipe", None), own.pop("evaluation", False)
     by_token = own.get("importance_sampling_level", "token") == "token"
@@ -164,7 +153,7 @@ def reproduction(setting: Setting) -> str:
     return "\n".join(["from __future__ import annotations", *lines, "", "", call, ""])
 
 
-DOOR = Door(
+ADAPTER = Adapter(
     name="trl",
     distribution="trl",
     version="1.16.0",
@@ -173,6 +162,5 @@ DOOR = Door(
     imports=("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "datasets", "tokenizers"),
     homepage="https://github.com/huggingface/trl",
     settings=tuple(_settings()),
-    discover=discover,
-    reproduction=reproduction,
+    standalone=standalone,
 )

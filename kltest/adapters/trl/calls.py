@@ -1,8 +1,8 @@
-"""TRL's trainers, whole: real ones, built and called as they call themselves, with a table for a model.
+"""Calls of whole TRL trainers, built as a user builds them, with a table as the model.
 
-`grpo` hands `_compute_loss` the inputs that `GRPOTrainer._generate_and_score_completions` would; `grouped` lets the
-trainer make them itself, rewards, advantages and reference included, with generation alone replaced by our rollouts.
-Both then run the real forward pass. `grpo_from_logprobs` replaces that pass by a leaf of log-probs.
+`grpo` gives `_compute_loss` the inputs that `GRPOTrainer._generate_and_score_completions` would. `grouped` lets the
+trainer make them itself, rewards, advantages and reference included; only generation is replaced, by the rollouts. Both
+then run the real forward pass. `grpo_from_logprobs` replaces that pass by a leaf of log-probs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kltest.adapters.installed import costly
 from kltest.errors import UsageError
 from kltest.loss.global_state import preserved
 
-# Words of the tokenizer: tokens of the small worlds, and as many prompts as a batch may have rollouts.
+# Words of the tokenizer: tokens of the environments, and as many prompts as a batch may have rollouts.
 TOKENS, PROMPTS = 64, 8192
-# Prompts of one, two and three tokens by turns.
+# Prompts have one, two and three tokens in turn.
 LENGTHS = 3
 RECIPES = "kltest.adapters.trl.recipes"
 
@@ -54,7 +54,7 @@ def grpo(
 ) -> tuple[Tensor, dict[str, float]]:
     """`GRPOTrainer._compute_loss` on given rollouts, and the KL that it logs; `settings` are those of GRPOConfig.
 
-    The trainer's own inputs say whether it is handed the sampler's log-probs. Rollouts are taken to be drawn at the
+    The sampler's log-probs are among the inputs if the trainer itself would pass them. Rollouts count as drawn at the
     temperature at which the trainer generates. Raises UsageError for settings that this version does not have.
     """
     trainer = trainer_with("GRPO", beta, settings, recipe=recipe)
@@ -64,7 +64,7 @@ def grpo(
             if "ref_per_token_logps" in trainer.kltest_names:
                 inputs["ref_per_token_logps"] = _log_probs(trainer, trainer.ref_model, inputs, ref_logits)
             if "old_per_token_logps" in trainer.kltest_names:
-                # Equal where tokens are live; at padded positions stands what the trainer's own forward pass leaves.
+                # Padded positions hold what the trainer's own forward pass leaves there.
                 scored = _log_probs(trainer, trainer.model, inputs, old_logits)
                 inputs["old_per_token_logps"] = _of_sampler(trainer, old_logp).where(mask != 0, scored)
         return _loss(trainer, inputs, logits)
@@ -82,7 +82,7 @@ def grpo_from_logprobs(
     evaluation: bool = False,
     **settings: Any,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The same with the forward pass replaced by log-probs; some versions make those in float32 only."""
+    """`grpo` with the forward pass replaced by log-probs; some versions compute those in float32 only."""
     trainer = trainer_with("GRPO", beta, settings)
     with _mode(trainer, evaluation), _in_place_of_the_forward_pass(trainer, logp):
         inputs = _inputs(trainer, tokens, mask, advantages)
@@ -108,7 +108,7 @@ def grouped(
 ) -> tuple[Tensor, dict[str, float]]:
     """`_generate_and_score_completions` and `_compute_loss` of `trainer` ("GRPO", "RLOO") on whole groups of a prompt.
 
-    The model is the sampler's table while it scores, as when it generated, and the policy's when the loss is computed.
+    The model holds the sampler's table while it scores, and the policy's table when the loss is computed.
     """
     order = torch.argsort(group, stable=True)
     sizes = set(torch.unique(group, return_counts=True)[1].tolist())
@@ -126,18 +126,6 @@ def grouped(
         return _loss(built, inputs, logits)
 
 
-def loss_types() -> list[str]:
-    """The values that the installed GRPOTrainer compares its `loss_type` with, in the order of its code."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(_class("GRPOTrainer"))))
-    found: dict[str, None] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and getattr(node.left, "attr", None) == "loss_type":
-            for constant in (inner for side in node.comparators for inner in ast.walk(side)):
-                if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
-                    found[constant.value] = None
-    return list(found)
-
-
 def trainer_with(
     kind: str,
     beta: float,
@@ -146,7 +134,7 @@ def trainer_with(
     *,
     recipe: str | None = None,
 ) -> Any:
-    """A trainer of TRL with these settings, built once; `usual` are passed on where this version knows them.
+    """A trainer of TRL with these settings, built once; `usual` settings are left out if this version lacks them.
 
     Raises UsageError, naming argument and version, for a setting that its configuration does not have.
     """
@@ -166,7 +154,7 @@ def _built(kind: str, beta: float, settings: str, recipe: str | None) -> Any:
             with _quietly():
                 _tried(trainer)
         except RuntimeError:
-            # A version whose kernels know no float64 says so here.
+            # The kernels of some versions have no float64.
             if dtype == torch.float32:
                 raise
             continue
@@ -200,21 +188,16 @@ def _built_in(kind: str, beta: float, settings: dict[str, Any], recipe: str | No
         if not hasattr(built, name):
             raise UsageError(f"{kind}Trainer of TRL {_version()} has no {name}, through which it is graded")
     built.current_gradient_accumulation_steps = 1
-    # What generation returns beside the completions: their log-probs, which only an inference engine gives.
+    # Beside the completions generation returns their log-probs, which only an inference engine gives.
     built._generate_single_turn = lambda *_, **__: (
-        built.kltest_completions
-        if kind == "RLOO"
-        else (
-            built.kltest_completions,
-            None,
-        )
+        built.kltest_completions if kind == "RLOO" else (built.kltest_completions, None)
     )
     built.kltest_kind, built.kltest_dtype = kind, dtype
     return built
 
 
 def _tried(trainer: Any) -> None:
-    """Score and differentiate one group: tells what the trainer hands to its loss, and whether it bears its type."""
+    """Score and differentiate one group, which shows what the trainer gives its loss and if its dtype works."""
     size = int(trainer.args.num_generations)
     tokens = torch.arange(size)[:, None] % 2
     table = torch.zeros(size, 1, 2, dtype=torch.float64).requires_grad_()
@@ -227,7 +210,7 @@ def _tried(trainer: Any) -> None:
 
 
 def _inputs(trainer: Any, tokens: Tensor, mask: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-    """What is known of rollouts before any model has seen them, under the names that the trainer uses."""
+    """Inputs of the loss that need no model, under the names that the trainer uses."""
     from kltest.adapters.tabular import PROMPT
 
     rows = len(tokens)
@@ -236,7 +219,7 @@ def _inputs(trainer: Any, tokens: Tensor, mask: Tensor, advantages: Tensor) -> d
     prompts = torch.full((rows, LENGTHS), PROMPT)
     prompts[:, -1] += number + 1
     of_batch = torch.arange(LENGTHS) >= LENGTHS - 1 - number[:, None] % LENGTHS
-    # Of the whole generation batch, of which this is one of several alike.
+    # The count is over the whole generation batch, which holds several parts like this one.
     items = live.sum() * int(getattr(trainer.args, "steps_per_generation", 1) or 1)
     return {
         "prompt_ids": torch.where(of_batch, prompts, 0),
@@ -261,7 +244,7 @@ def _log_probs(trainer: Any, model: Any, inputs: dict[str, Tensor], logits: Tens
 
 
 def _scored(trainer: Any, tokens: Tensor, mask: Tensor, reward: Tensor, order: Tensor) -> dict[str, Any]:
-    """What the trainer itself makes of rollouts, rows in the given order: rewards, advantages, log-probs."""
+    """Inputs that the trainer itself makes of rollouts, rows in the given order: rewards, advantages, log-probs."""
     trainer.kltest_completions = [tokens[row][mask[row] != 0].tolist() for row in order]
     examples = [
         {"prompt": " ".join(["p0"] * (int(row) % LENGTHS) + [f"p{int(row) + 1}"]), "reward": float(reward[row])}
@@ -291,7 +274,7 @@ def _loss(trainer: Any, inputs: dict[str, Any], logits: Tensor | None) -> tuple[
 
 
 def _held(trainer: Any, model: Any, logits: Tensor) -> Any:
-    """Inside, the model is a table whose log-probs at the temperature of generation are the given ones."""
+    """Inside, the model is a table with these log-probs at the temperature of generation."""
     from kltest.adapters.tabular import chains
 
     stack = ExitStack()
@@ -309,7 +292,7 @@ def _sampled_at(trainer: Any) -> float:
 
 @contextmanager
 def _mode(trainer: Any, evaluation: bool) -> Any:
-    """Training or evaluation; metrics of earlier calls, such as one that failed, are gone."""
+    """Training or evaluation mode, without metrics of earlier calls."""
     trainer.model.train(not evaluation)
     for metrics in trainer._metrics.values():
         metrics.clear()
@@ -334,7 +317,7 @@ def _in_place_of_the_forward_pass(trainer: Any, logp: Tensor) -> Any:
 
 
 def _returned(method: Any) -> int:
-    """Of how many parts a method's answer is: versions return log-probs and entropies, or an auxiliary loss as well."""
+    """Number of values that a method returns: log-probs and entropies, in some versions an auxiliary loss as well."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
     found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     return max((len(value.elts) for value in found if isinstance(value, ast.Tuple)), default=2)
@@ -346,11 +329,11 @@ def _reward(prompts: Any = None, completions: Any = None, reward: Any = None, **
 
 @contextmanager
 def _quietly() -> Any:
-    """Without words, and without a trace in anybody's random numbers: building a trainer seeds them all."""
+    """Silence, and random states that are restored: building a trainer seeds all generators."""
     importlib.import_module("transformers.utils.logging").disable_progress_bar()
     silent = logging.root.manager.disable
     with warnings.catch_warnings(), preserved(), ExitStack() as unwatched:
-        # A model is built on the device "meta" first, of which whoever follows each step can make nothing.
+        # A model is built on the device "meta" first, which function modes that follow each step cannot handle.
         for _ in range(torch._C._len_torch_function_stack()):
             unwatched.enter_context(torch.overrides._pop_mode_temporarily())
         warnings.simplefilter("ignore")
@@ -389,7 +372,7 @@ def _tokenizer() -> Any:
     model = library.Tokenizer(library.models.WordLevel(words, unk_token="t0"))
     model.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
     fast = _class("PreTrainedTokenizerFast", "transformers")
-    # Masks say what is padding, so that it may look like any token: the smallest world has one of this number.
+    # Masks mark the padding, so it may be any token: 0 exists in every environment.
     return fast(tokenizer_object=model, pad_token="t0", eos_token="t0", unk_token="t0", padding_side="left")
 
 

@@ -1,5 +1,7 @@
-"""The expected gradient of a TRL trainer's KL term, by every completion of three tokens out of two, each with its
-probability: one call of the trainer's own loss for a completion, or for every group of two. Only TRL and torch.
+"""The expected gradient of a TRL trainer's KL term, with TRL and torch alone.
+
+The trainer's own loss is called for every completion of three tokens from a vocabulary of two, or for every group of
+two completions, and gradients are summed with their probabilities.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ SAMPLER = [[0.5, 0.5], [0.4, 0.6], [0.4, 0.6], [0.7, 0.3], [0.5, 0.5], [0.6, 0.4
 
 
 def tables(probabilities: list[list[float]]) -> Tables:
-    """Contexts in breadth-first order, all below one prompt; number 0 is what comes before it and after the end."""
+    """Contexts in breadth-first order, all below one prompt; number 0 stands before the prompt and after the end."""
     inner = CONTEXTS // VOCABULARY
     follow = torch.zeros(CONTEXTS + 1, VOCABULARY, dtype=torch.int64)
     for context in range(inner):
@@ -37,7 +39,7 @@ def tables(probabilities: list[list[float]]) -> Tables:
 
 
 def trainer_with(kind: str, beta: float, settings: dict[str, Any], own_class: Any, folder: str) -> Any:
-    """A trainer of TRL on the saved model, whose generation gives what is put into `completions`."""
+    """A trainer of TRL on the saved model, whose generation returns `trainer.completions`."""
     words = {f"t{token}": token for token in range(VOCABULARY)} | {"p0": PROMPT, "p1": PROMPT + 1}
     words_only = Tokenizer(models.WordLevel(words, unk_token="t0"))
     words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -54,18 +56,13 @@ def trainer_with(kind: str, beta: float, settings: dict[str, Any], own_class: An
     )
     trainer.current_gradient_accumulation_steps = 1
     trainer._generate_single_turn = lambda *_, **__: (
-        trainer.completions
-        if kind == "RLOO"
-        else (
-            trainer.completions,
-            None,
-        )
+        trainer.completions if kind == "RLOO" else (trainer.completions, None)
     )
     return trainer
 
 
 def inputs_of(trainer: Any, completion: tuple[int, ...], stale: bool, sampler: Tables, reference: Tables) -> Any:
-    """What GRPOTrainer's `_compute_loss` is given for one completion."""
+    """The inputs of GRPOTrainer's `_compute_loss` for one completion."""
     ids = {"prompt_ids": torch.tensor([[PROMPT + 1]]), "completion_ids": torch.tensor([completion])}
     live = {name.replace("ids", "mask"): torch.ones_like(value) for name, value in ids.items()}
     both = torch.cat(list(ids.values()), dim=1), torch.cat(list(live.values()), dim=1), LENGTH
@@ -88,7 +85,7 @@ def inputs_of(trainer: Any, completion: tuple[int, ...], stale: bool, sampler: T
 def expected(
     kind: str, settings: dict[str, Any], own_class: Any, stale: bool, evaluation: bool, grouped: bool
 ) -> Tensor:
-    """(C, V) the part of the expected gradient that beta = 1 multiplies, with respect to logits."""
+    """(C, V) expected gradient at beta = 1 minus that at beta = 0, with respect to logits."""
     policy, reference, sampler = map(tables, (POLICY, REFERENCE, SAMPLER if stale else POLICY))
     chance = [probability(completion, sampler) for completion in COMPLETIONS]
     rows = policy.rows.clone().requires_grad_()
@@ -135,7 +132,7 @@ def probability(completion: tuple[int, ...], model: Tables) -> float:
 def show(
     kind: str, settings: dict[str, Any], own_class: Any, *, stale: bool, evaluation: bool = False, grouped: bool = False
 ) -> None:
-    """Print it with the world that it holds in, as one line of JSON."""
+    """Print the gradient and its environment as one line of JSON."""
     found = expected(kind, settings, own_class, stale, evaluation, grouped)
-    told = {"vocabulary": VOCABULARY, "length": LENGTH, "policy": POLICY, "reference": REFERENCE}
-    print(json.dumps({**told, "sampler": SAMPLER if stale else None, "expected": found.tolist()}))
+    environment = {"vocabulary": VOCABULARY, "length": LENGTH, "policy": POLICY, "reference": REFERENCE}
+    print(json.dumps({**environment, "sampler": SAMPLER if stale else None, "expected": found.tolist()}))

@@ -5,13 +5,13 @@ tokens of a completion
 
     u = Σ log π − log ref        ρ = exp(Σ log π − log μ)        loss = policy loss + β · mean of sg(ρ) · u²/2,
 
-whose gradient is E_μ[ρ · u · ∇ log π(y)] = ∇ KL(π‖ref): every token answers for the whole completion, and stale
-completions count with the ratio of the whole completion, unclipped. On-policy ρ is 1. Logged as "kl" is the mean of
-ρ · u, which is KL(π‖ref) in nats a completion, in expectation.
+whose gradient is E_μ[ρ · u · ∇ log π(y)] = ∇ KL(π‖ref): every token is weighted by the whole completion, and stale
+completions by the ratio of the whole completion, unclipped. On-policy ρ is 1. The logged "kl" is the mean of ρ · u; its
+expectation is KL(π‖ref) in nats a completion.
 
 What it costs: u is a sum over the completion, so the variance of the gradient grows with its length, as that of a
 penalty in the reward does; off-policy ρ adds its own, which grows quickly once μ is far from π (fewer updates on a
-batch of completions help). Memory and time are those of the trainer with β > 0. β is per completion: where it was tuned
+batch of completions help). Memory and time are those of the trainer with β > 0. β is per completion: if it was tuned
 with a loss that divides by lengths, start from β divided by the mean length.
 """
 
@@ -33,7 +33,7 @@ def sequence_kl(logps, ref_logps, mask, old_logps=None):
 
 
 class _WithSequenceKL:
-    """Keeps the log-probs of the latest forward pass, and adds the term to the loss that the trainer makes of them."""
+    """Keeps the log-probs of the latest forward pass and adds the term to the trainer's loss."""
 
     beta: float
     model: Any
@@ -54,7 +54,7 @@ class _WithSequenceKL:
 
 
 class SequenceKLGRPOTrainer(_WithSequenceKL, GRPOTrainer):
-    """GRPOTrainer with β times that term in place of its own; every `loss_type` for the policy part."""
+    """GRPOTrainer with β times that term in place of its own, and any `loss_type` for the policy part."""
 
     def _compute_loss(self, model, inputs):
         beta, self.beta = self.beta, 0.0
@@ -70,13 +70,13 @@ class SequenceKLGRPOTrainer(_WithSequenceKL, GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         if old is not None:
             old = old.where(mask != 0, 0.0).sum(dim=1)
-        # GRPOTrainer divides its loss by the steps that it accumulates; Trainer does not do it again.
+        # GRPOTrainer divides its loss by the accumulated steps itself.
         steps = self.current_gradient_accumulation_steps if self.model.training else 1
         return self._with_kl(loss, inputs, mask, old, beta / steps)
 
 
 class SequenceKLRLOOTrainer(_WithSequenceKL, RLOOTrainer):
-    """RLOOTrainer with the KL out of its rewards, where it is that of μ, and β times that term in its loss."""
+    """RLOOTrainer without the KL of μ in its rewards, and with β times that term in its loss."""
 
     def _generate_and_score_completions(self, inputs):
         beta, self.beta = self.beta, 0.0

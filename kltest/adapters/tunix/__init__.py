@@ -1,9 +1,11 @@
-"""tunix (JAX): `compute_kl_divergence` by every method, and `grpo_loss_fn` from a model's logits to the loss."""
+"""tunix (JAX): `compute_kl_divergence` by every method, and `grpo_loss_fn` from the logits of a model to the loss."""
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Door, Setting
-from kltest.adapters.reproducing_jax import reproduction
+from functools import partial
+
+from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.standalone import program
 
 COMMON = "tunix.rl.common"
 CALLS = "kltest.adapters.tunix.calls"
@@ -17,10 +19,10 @@ AGGREGATIONS = (
     "seq-mean-token-sum",
     "sequence-mean-token-sum-norm",
 )
-# Every shape of batch is compiled: pairs keep it to a minute or two.
+# Every shape of batch is compiled; groups of two keep that to a minute or two.
 OPTIONS = {"sampler": "both", "group_size": 2, "timeout": 600}
 FINITE = {"ignore": "KL502"}
-"""NaN in the padding would be NaN in the model's own logits, which a forward pass does not give there."""
+"""The padding cannot be NaN: it holds the model's own logits, which a forward pass computes."""
 
 
 def divergence(method: str) -> Setting:
@@ -49,20 +51,7 @@ def whole(**settings: object) -> Setting:
     )
 
 
-def discover() -> list[Setting]:
-    """Methods and aggregations of the installed version that nobody wrote down here."""
-    from kltest.adapters.names import names_known
-
-    methods = [name for name in names_known(COMMON, "compute_kl_divergence", "method") if name not in METHODS]
-    modes = [name for name in names_known(COMMON, "aggregate_loss", "loss_agg_mode") if name not in AGGREGATIONS]
-    return [
-        *map(divergence, methods),
-        *(whole(kl_loss_mode=name) for name in methods),
-        *(whole(kl_loss_mode="mse_kl", loss_agg_mode=name) for name in modes),
-    ]
-
-
-DOOR = Door(
+ADAPTER = Adapter(
     name="tunix",
     distribution="google-tunix",
     version="0.1.7",
@@ -71,7 +60,7 @@ DOOR = Door(
         (
             *("jax", "flax", "optax", "google-metrax", "clu", "wrapt", "tensorboardX", "jaxtyping", "tqdm", "pillow"),
             *("huggingface_hub", "sentencepiece", "perfetto", "pandas", "transformers", "datasets", "grain"),
-            # Of older versions.
+            # Needed by older versions only.
             "kagglehub",
         ),
     ),
@@ -89,7 +78,7 @@ DOOR = Door(
             "grpo_loss_fn/grpo-sequence-kl",
             f"{CALLS}:grpo",
             {"recipe": True},
-            {**OPTIONS, "ignore": "KL502"},
+            {**OPTIONS, **FINITE},
             depth="trainer",
             recipe=True,
             source=f"{SOURCE}/function_registry.py",
@@ -97,6 +86,5 @@ DOOR = Door(
             "What the model gives at padding must be finite, as it is (KL502).",
         ),
     ),
-    discover=discover,
-    reproduction=reproduction,
+    standalone=partial(program, fields={"per_token_logps": "logp", "ref_per_token_logps": "ref_logp"}, backend="jax"),
 )

@@ -1,7 +1,4 @@
-"""tunix's GRPO loss from end to end: a flax module whose logits are a table, through the model's own forward pass.
-
-Arrays are JAX's; the module and the configuration are the library's own kinds.
-"""
+"""tunix's GRPO loss from end to end, through the forward pass of a flax module whose logits are a table."""
 
 import dataclasses
 
@@ -11,7 +8,7 @@ PAD, END = -1, -2
 
 
 def table(logits):
-    """A model that has read a prompt of one token and gives these logits, whatever the tokens."""
+    """A model that returns these logits after a prompt of one token, whatever the tokens are."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -58,7 +55,7 @@ def configured(settings):
 
 
 def compiled(recipe, with_old, beta, settings):
-    """`grpo_loss_fn` as a function of arrays, compiled as the trainer does it, once for settings."""
+    """`grpo_loss_fn` as a function of arrays, compiled once for settings, as the trainer compiles it."""
     import jax
 
     known = compiled.__dict__.setdefault("known", {})
@@ -83,7 +80,7 @@ def compiled(recipe, with_old, beta, settings):
 
 
 def grpo(logits, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=True, recipe=False, **settings):
-    """`grpo_loss_fn` with the defaults of GRPOConfig but for `settings`; `with_old`: for several updates a batch."""
+    """`grpo_loss_fn` with `settings` over the defaults of GRPOConfig; `with_old` is for several updates a batch."""
     import jax
 
     assert isinstance(logits, jax.Array)

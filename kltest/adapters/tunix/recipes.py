@@ -5,8 +5,8 @@
 
 Advantages are charged with β·Σ(log π − log ref) and weighted by the ratio of policy and sampler over the whole
 sequence, tokens are summed and sequences averaged; the rest is the library's own loss. The price: one more forward pass
-without gradient, the variance of k1 over sequences, and off-policy that of a sequence ratio, which takes the place of
-the clipped token ratios.
+without gradient, the variance of k1 over sequences, and off-policy the variance of a sequence ratio, which replaces the
+clipped token ratios.
 """
 
 import copy

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Door, Setting
-from kltest.adapters.reproducing import reproduction
+from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.standalone import program
 
 MODULE = "unsloth_zoo.rl_replacements"
 CALLS = "kltest.adapters.unsloth_zoo.calls"
@@ -11,12 +11,12 @@ SOURCE = "https://github.com/unslothai/unsloth-zoo/blob/main/unsloth_zoo/rl_repl
 ALONE = (
     "The function's own defaults; unsloth's trainer hands on what is set in its configuration. One device, one step."
 )
+# Without "vespo", which needs a function of TRL that the trainer passes in.
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
-# Needs a function of TRL's that the trainer hands over.
-FOREIGN = ("vespo",)
 
 
 def setting(*, default: bool = False, **settings: object) -> Setting:
+    """The loss with settings over its own defaults."""
     label = ",".join(f"{name}={value}" for name, value in settings.items())
     return Setting(
         f"grpo_compute_loss/{label or 'alone'}",
@@ -30,15 +30,7 @@ def setting(*, default: bool = False, **settings: object) -> Setting:
     )
 
 
-def discover() -> list[Setting]:
-    """Loss types of the installed version that nobody wrote down here."""
-    from kltest.adapters.names import names_known
-
-    names = names_known(MODULE, "grpo_compute_loss", "loss_type")
-    return [setting(loss_type=name) for name in names if name not in (*TYPES, *FOREIGN)]
-
-
-DOOR = Door(
+ADAPTER = Adapter(
     name="unsloth-zoo",
     distribution="unsloth_zoo",
     version="2026.10.9",
@@ -67,6 +59,5 @@ DOOR = Door(
             note="Advantages are charged; it costs the variance of k1 over sequences, and off-policy of their ratio.",
         ),
     ),
-    discover=discover,
-    reproduction=reproduction,
+    standalone=program,
 )

@@ -8,7 +8,7 @@ from kltest.adapters.unsloth_zoo.recipes import SETTINGS, charged
 
 
 def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=True, **settings):
-    """`grpo_compute_loss` with its own defaults but for `settings`; `with_old=False`: as for one update a batch."""
+    """`grpo_compute_loss` with `settings` over its own defaults; `with_old=False` is for one update a batch."""
     offered = {"ref": ref_logp, "new": logp, "old": old_logp if with_old else None, "beta": beta}
     loss, _, kl, *_ = called({**offered, "input_ids": tokens, "mask": mask, "advantages": advantage}, settings)
     return loss, {"kl": kl}
@@ -22,12 +22,12 @@ def with_charged_advantages(logp, old_logp, ref_logp, mask, tokens, advantage, b
 
 
 def called(offered, settings):
-    """`grpo_compute_loss` of arguments that it names; LookupError for what this version does not have, or wants."""
-    # Without a GPU importing the package fails otherwise; versions read one or the other when they are imported.
+    """`grpo_compute_loss` of the arguments that it names; LookupError for those it lacks, or needs in addition."""
+    # Without a GPU the import fails unless one of these is set; which one depends on the version.
     for name in ("UNSLOTH_ZOO_DISABLE_GPU_INIT", "UNSLOTH_ALLOW_CPU"):
         os.environ.setdefault(name, "1")
     whole = part("unsloth_zoo.rl_replacements", "grpo_compute_loss")
-    # It takes its settings out of keyword arguments, by names that stand in its code.
+    # It reads its settings from keyword arguments, by names that are constants of its code.
     known = inspect.unwrap(whole).__code__.co_consts
     for name in settings:
         if name not in known:

@@ -3,12 +3,12 @@
     advantages = charged(advantages, new, ref, old, mask, beta)  # log-probs of the sampled tokens, (B, T)
     loss = grpo_compute_loss(None, new, None, None, input_ids, mask, 0.0, advantages, **SETTINGS)[0]
 
-The price is variance: that of k1 over sequences, and off-policy that of a sequence ratio that nothing clips. The ratio
-takes the place of the clipped ratios of the tokens.
+The price is variance: that of k1 over sequences, and off-policy that of an unclipped sequence ratio, which replaces the
+clipped ratios of the tokens.
 """
 
 SETTINGS = {"loss_type": "dr_grpo", "max_completion_length": 1}
-"""Tokens are summed, sequences averaged; no coefficient of the loss's own."""
+"""Tokens are summed, sequences averaged, without a further coefficient."""
 
 
 def charged(advantages, new, ref, old, mask, beta):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
-from kltest.adapters.adapter import Door, Setting
-from kltest.adapters.reproducing import reproduction
+from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.standalone import program
 from kltest.adapters.verl.recipes import OVERRIDES
 
 CORE = "verl.trainer.ppo.core_algos"
@@ -13,7 +13,7 @@ CALLS = "kltest.adapters.verl.calls"
 DOCUMENTED = "https://verl.readthedocs.io/en/latest/algo/ppo.html"
 CONFIGURED = "https://verl.readthedocs.io/en/latest/examples/config.html"
 
-# As documented the loss takes low_var_kl, the reward kl.
+# The documented default of the loss first; the reward takes kl by default.
 PENALTIES = ("low_var_kl", "kl", "k1", "abs", "mse", "k2", "k3", "full")
 ENDED = tuple(f"{name}+" for name in PENALTIES)
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -31,10 +31,11 @@ ESTIMATORS = (
     "grpo_vectorized",
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
+    "gdpo",
 )
 PACKED = "Log-probs come packed, after a prompt of one token; one mini-batch in one micro-batch on one device."
 CHARGED = "A critic's values and the rewards of greedy rollouts are zero where they are asked for; one device."
-# Every pair of rollouts is called, some of them several times over: pairs keep it to seconds.
+# Every group is called, some several times; groups of two keep that to seconds.
 PAIRS = {"group_size": 2, "timeout": 300}
 
 
@@ -56,7 +57,7 @@ def aggregated(mode: str) -> Setting:
 
 
 def charged(name: str, *, both: bool = False, **settings: object) -> Setting:
-    """The KL in the reward under an advantage estimator; `both`: with stale rollouts too."""
+    """The KL in the reward under an advantage estimator; `both` measures stale rollouts as well."""
     label = ",".join([name, *(f"{key}={value}" for key, value in settings.items())])
     with_probabilities = "_with_probabilities" if name.endswith("token_baseline") else ""
     return Setting(
@@ -72,7 +73,7 @@ def charged(name: str, *, both: bool = False, **settings: object) -> Setting:
 
 
 def recipe() -> Setting:
-    """The recipe of `kltest.adapters.verl.recipes`, as the arguments of the call."""
+    """The recipe in `recipes`, as arguments of the call."""
     algorithm = {name.removeprefix("algorithm."): value for name, value in OVERRIDES.items()}
     correction = "rollout_correction."
     return Setting(
@@ -95,21 +96,14 @@ def recipe() -> Setting:
 
 
 def discover() -> list[Setting]:
-    """What the installed version knows beside the settings that are written down here."""
+    """Advantage estimators that the installed version registers beside those above."""
     from importlib import import_module
 
-    from kltest.adapters.names import names_known
-
-    def found() -> Iterator[Setting]:
-        yield from map(penalty, names_known(CORE, "kl_penalty", "kl_penalty"))
-        yield from map(aggregated, names_known(CORE, "agg_loss", "loss_agg_mode"))
-        registered = getattr(import_module(CORE), "ADV_ESTIMATOR_REGISTRY", {})
-        yield from map(charged, registered)
-
-    return [setting for setting in found() if DOOR.setting(setting.name) is None]
+    registered = getattr(import_module(CORE), "ADV_ESTIMATOR_REGISTRY", {})
+    return [charged(name) for name in registered if name not in ESTIMATORS]
 
 
-DOOR = Door(
+ADAPTER = Adapter(
     name="verl",
     distribution="verl",
     version="0.9.1",
@@ -153,5 +147,5 @@ DOOR = Door(
         recipe(),
     ),
     discover=discover,
-    reproduction=reproduction,
+    standalone=partial(program, fields={"logprob": "logp", "ref_logprob": "ref_logp"}),
 )

@@ -1,4 +1,4 @@
-"""verl's KL loss, its whole actor loss, and its KL in the reward with what is made of it."""
+"""verl's KL loss, its whole actor loss, and its KL in the reward with advantages and policy loss."""
 
 import dataclasses
 import importlib
@@ -10,7 +10,7 @@ CORE = "verl.trainer.ppo.core_algos"
 
 
 def configured(kind, usual, settings):
-    """A configuration with the settings, and with those of the usual values that this version knows."""
+    """A configuration with the settings, and with the usual values that this version knows."""
     known = {field.name for field in dataclasses.fields(kind)}
     for name in settings:
         if name not in known:
@@ -21,7 +21,7 @@ def configured(kind, usual, settings):
 
 
 def actor(settings):
-    """The actor's configuration as documented, with settings."""
+    """The actor's configuration at its documented defaults, with settings."""
     known = actor.__dict__.setdefault("known", {})
     asked = repr(sorted(settings.items()))
     if asked not in known:
@@ -31,7 +31,7 @@ def actor(settings):
 
 
 def computed(live, *log_probs):
-    """Log-probs as verl computes them: from packed tokens, so that there are zeros at padding."""
+    """Log-probs as verl computes them from packed tokens, with zeros at padding."""
     torch = importlib.import_module("torch")
     return [torch.where(live, values, 0.0) for values in log_probs]
 
@@ -60,7 +60,7 @@ def ppo_loss(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings
     torch = importlib.import_module("torch")
     whole = part("verl.workers.utils.losses", "ppo_loss")
     live = mask.bool()
-    # The log-prob of a token stands where the model read the one before it; nobody reads the last position.
+    # The log-prob of a token stands at the position before it; the last position is unused.
     everywhere = torch.arange(live.shape[1] + 1) <= live.sum(1, keepdim=True)
     shifted = torch.cat([logp, torch.zeros_like(logp[:, :1])], dim=1)
     rows = {
@@ -84,8 +84,8 @@ def ppo_loss(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings
 def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, **settings):
     """`apply_kl_penalty`, an advantage estimator, and the policy loss, from one batch.
 
-    A critic's values and the rewards of greedy rollouts are zeros, where an estimator asks for them. `settings` are
-    those of `apply_kl_penalty`, of the algorithm's configuration and of the actor's; `loss_mode` names a policy loss.
+    A critic's values and the rewards of greedy rollouts are zeros if an estimator needs them. `settings` are those of
+    `apply_kl_penalty`, of the algorithm's and of the actor's configuration; `loss_mode` names a policy loss.
     """
     return after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, {}, settings)
 
@@ -93,7 +93,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estima
 def kl_in_reward_with_probabilities(
     logp, old_logp, old_logits, ref_logp, mask, reward, group, beta, adv_estimator, **settings
 ):
-    """The same for estimators that weigh tokens by the sum of squared probabilities."""
+    """`kl_in_reward` for estimators that weigh tokens by the sum of squared probabilities."""
     squares = {"sum_pi_squared": old_logits.detach().softmax(-1).square().sum(-1)}
     return after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, squares, settings)
 
@@ -113,7 +113,7 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
     logp, old_logp, ref_logp = computed(mask.bool(), logp, old_logp, ref_logp)
     last = mask.long().sum(1, keepdim=True) - 1
     scores = torch.zeros_like(ref_logp).scatter_(1, last, reward[:, None].to(ref_logp.dtype))
-    # Where rollouts are corrected for, the trainer computes its own log-probs anew before it updates.
+    # With a rollout correction the trainer computes its own log-probs before it updates.
     old, rollouts = (old_logp, {}) if corrected is None else (logp.detach(), {"rollout_log_probs": old_logp})
     tensors = {
         "old_log_probs": old,
@@ -126,7 +126,7 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
     }
     estimator = part(CORE, "get_adv_estimator_fn")(adv_estimator)
     if "reward_baselines" in inspect.signature(estimator).parameters:
-        # The trainer computes them for those that ask, and hands on whatever is there to all.
+        # The trainer computes baselines for these estimators only, but passes them to any.
         tensors["reward_baselines"] = torch.zeros_like(reward)
     uid = numpy.array([str(int(each)) for each in group], dtype=object)
     data = part("verl", "DataProto").from_dict(tensors=tensors, non_tensors={"uid": uid})

@@ -1,10 +1,10 @@
 """verl: settings with which the KL in the reward follows ∇KL(π‖ref) of whole sequences, on- and off-policy.
 
-The reward is charged with log π − log ref of log-probs that are computed anew before the update; every token gets the
-whole return, minus the mean of the other rollouts of its prompt; tokens are summed, sequences averaged; rollouts of
-another policy (an older one, or the inference engine's) are weighted by the ratio of whole sequences, cut off where it
-would be a million. One update a batch (`ppo_epochs=1`, mini-batches as large as the batch): a second one would follow a
-policy that the reward does not know. The price is the variance of the sequence ratio, and of k1 over sequences.
+The reward is charged with log π − log ref, from log-probs computed anew before the update. Every token gets the whole
+return minus the mean of the other rollouts of its prompt. Tokens are summed and sequences averaged. Rollouts of another
+policy (an older one, or the inference engine's) are weighted by the ratio of whole sequences, cut off at a million.
+There is one update a batch (`ppo_epochs=1`, mini-batches as large as the batch): in a second one the reward would hold
+the log-probs of an older policy. The price is the variance of the sequence ratio, and of k1 over sequences.
 """
 
 OVERRIDES = {
@@ -18,4 +18,4 @@ OVERRIDES = {
     "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum",
     "actor_rollout_ref.actor.ppo_epochs": 1,
 }
-"""As on verl's command line; beside them the number of rollouts a prompt is to be more than one."""
+"""Overrides of verl's command line. There must be more than one rollout a prompt."""

@@ -1,0 +1,114 @@
+"""Programs that show a setting's gradient with the library and torch, or JAX, alone.
+
+A program holds the lines of the function that a setting calls, an environment of three tokens with two actions each,
+and the sum over all rollouts, or over all pairs of rollouts if the loss of a single one has no gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from kltest.adapters.adapter import Setting
+
+Backend = Literal["torch", "jax"]
+FOLDER = Path(__file__).parent
+TORCH = {
+    "logp": "logp[rows]",
+    "old_logp": "old_logp[rows]",
+    "ref_logp": "ref_logp[rows]",
+    "logits": "policy[at[rows]]",
+    "old_logits": "sampler[at[rows]]",
+    "ref_logits": "reference[at[rows]]",
+    "tokens": "tokens[rows]",
+    "mask": "torch.ones(len(rows), T, dtype=torch.float64)",
+    "reward": "reward[rows]",
+    "advantage": "reward[rows] - probability @ reward",
+    "group": "torch.zeros(len(rows), dtype=torch.int64)",
+    "beta": "beta",
+}
+FIELDS: dict[Backend, dict[str, str]] = {"torch": TORCH, "jax": {**TORCH, "mask": "jnp.ones((len(rows), T))"}}
+"""Expressions for the fields of a rollout; `rows` are the rollouts of a batch."""
+IMPORTS: dict[Backend, tuple[str, ...]] = {
+    "torch": ("import torch",),
+    "jax": ("import jax", "import jax.numpy as jnp"),
+}
+RECIPE = re.compile(r'part\("kltest\.adapters\.(\w+)\.recipes", "(\w+)"\)')
+
+
+def program(
+    setting: Setting,
+    fields: Mapping[str, str] | None = None,
+    *,
+    backend: Backend = "torch",
+    find: Callable[[str, str], Any] | None = None,
+) -> str:
+    """Return the program of a setting, with rollouts of another policy if it is a recipe.
+
+    Args:
+        setting: its target is a function of a `calls` module or one of the library's own.
+        fields: for a function of the library's own, which of its parameters are which fields of the rollout.
+        backend: what the library computes with.
+        find: function of a `calls` module that loads a name of a module, if a plain import cannot.
+    """
+    from kltest.counterexample.sources import source_of
+
+    module, _, name = setting.target.partition(":")
+    known = FIELDS[backend]
+    if module.startswith("kltest."):
+        function = getattr(import_module(module), name)
+        own = {each: each for each in inspect.signature(function).parameters if each in known}
+        lines, called = source_of(function, "", frozenset()).lines, name
+    elif find is not None:
+        own = dict(fields or {})
+        lines, called = source_of(find, "", frozenset()).lines, f'{find.__name__}("{module}", "{name}")'
+    else:
+        own, lines, called = dict(fields or {}), (f"from {module} import {name}",), name
+    values = {parameter: known[field] for parameter, field in own.items()}
+    values |= {parameter: _written(value, known) for parameter, value in setting.arguments.items()}
+    imports, definitions = _parts(lines, setting.recipe)
+    needed = {*imports, "import itertools", "import json", "import warnings", *IMPORTS[backend]}
+    text = _template(backend).render(
+        title=setting.name,
+        imports="\n".join(sorted(needed, key=lambda line: (line.startswith("from "), line))),
+        stale=setting.recipe,
+        definitions=definitions.strip(),
+        call=f"{called}({', '.join(f'{parameter}={value}' for parameter, value in values.items())})",
+        has_beta="beta" in own,
+        in_reward=setting.options.get("placement") == "reward",
+    )
+    return text.strip() + "\n"
+
+
+def _written(value: Any, fields: Mapping[str, str]) -> str:
+    """An argument as code; `@field` is a field of the rollout, as on the command line."""
+    return fields[value[1:]] if isinstance(value, str) and value.startswith("@") else repr(value)
+
+
+def _parts(lines: tuple[str, ...], recipe: bool) -> tuple[list[str], str]:
+    """Import lines and definitions; a recipe's file replaces the import of its names."""
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    own = "\n".join(
+        f"\n\n{line}" if line.startswith("def ") else line for line in lines if line and line not in imports
+    )
+    recipes = sorted({found[1] for found in RECIPE.finditer(own)}) if recipe else []
+    texts = [(FOLDER / library / "recipes.py").read_text(encoding="utf-8") for library in recipes]
+    return imports, "\n\n".join([*texts, RECIPE.sub(r"\2", own)])
+
+
+@lru_cache(maxsize=2)
+def _template(backend: Backend) -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER / "templates"),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(f"{backend}.py.j2")
