@@ -1,4 +1,4 @@
-"""`@kltest.parametrize_with_checks`: a pytest item for each loss and check; collecting them makes names only."""
+"""`@kltest.parametrize_with_checks`: a pytest item for each loss and check; nothing is graded at collection."""
 
 from __future__ import annotations
 
@@ -10,61 +10,67 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kltest.errors import KltestWarning, UsageError, did_you_mean
-from kltest.grading.expected_failures import checked
-from kltest.grading.options import GRADE
+from kltest.grading import forms
+from kltest.grading.options import OPTIONS, RENAMED, renamed
 from kltest.grading.pytest_items import Target, graded_checks
 
 if TYPE_CHECKING:
     import pytest
 
-Excuses = Mapping[str, str]
+Reasons = Mapping[str, str]
 
-# What the command line's options are called in kltest.grade, whose own module loads torch.
-NAMES = {name.replace("-", "_") for name in GRADE}
-OPTIONS = NAMES - {"arg", "expected_failures"} | {"arguments", "beta"}
-# A list among a partial's arguments is written out in an id up to this length.
+TAKEN = {*OPTIONS, *RENAMED} - {"name", "expected_failures"}
+"""The options of `kltest.grade` that may be given."""
 ENTRIES_NAMED = 4
+"""Longest list among a partial's arguments that is written out in an id."""
 
 
 def parametrize_with_checks(
     losses: Iterable[Target],
     *,
-    expected_failed_checks: Excuses | Callable[[Any], Excuses | None] | None = None,
+    expected_failed_checks: Reasons | Callable[[Any], Reasons | None] | None = None,
     **options: Any,
 ) -> pytest.MarkDecorator:
-    """A decorator for a test function with the parameters `loss` and `check`: an item for each loss and each check.
+    """Parametrize a test function over losses and checks; its parameters are `loss` and `check`.
 
         @kltest.parametrize_with_checks([my_loss, "k3-loss"], expected_failed_checks={"KL201": "on purpose"})
         def test_kl(loss, check):
             check(loss)
 
-    Besides the checks there is an item for the gradient itself, which is always judged; ids are `my_loss-gradient`,
-    `my_loss-KL101`, …. Nothing is graded when tests are collected. A loss is a callable, anything else that
-    `kltest.grade` takes, or a `pytest.param` of one. `options` are those of `kltest.grade`.
+    Besides the checks there is an item for the gradient itself. Ids are `my_loss-gradient`, `my_loss-KL101`, ….
+    Checks that only warn (KL8xx) give a KltestWarning and pass.
 
-    `expected_failed_checks` gives reasons by code, for all losses or, as a function of a loss, for each. It is strict:
-    a check that is expected to fail and passes is a failure (unless `allow_stale_excuses=True`). An excuse for a check
-    that no loss has here gives a KltestWarning. Checks that only warn (KL8xx) give a KltestWarning and pass.
+    Args:
+        losses: Callables, texts that `kltest.grade` takes, or a `pytest.param` of one of these.
+        expected_failed_checks: Reasons by code, for all losses or, as a function of a loss, for each. A check that is
+            expected to fail and passes is a failure, unless `allow_unexpected_passes=True`. An entry for a check that
+            no loss has here gives a KltestWarning.
+        **options: Options of `kltest.grade`.
 
-    Raises UsageError for losses, codes or options that mean nothing.
+    Returns:
+        A decorator.
+
+    Raises:
+        UsageError: A loss, a code or an option is wrong.
     """
     import pytest
 
     _check_options(options)
+    options = renamed(options, stacklevel=3)
     entries = [_Entry(loss) for loss in _listed(losses)]
     names = _distinct([entry.name for entry in entries])
     parameters: list[Any] = []
-    excused: set[str] = set()
+    expected: set[str] = set()
     made: set[str] = set()
     for entry, name in zip(entries, names, strict=True):
-        excuses = _excuses(expected_failed_checks, entry.loss)
-        excused |= excuses.keys()
-        for check in graded_checks(entry.loss, name, {**options, "expected_failures": excuses}):
+        reasons = _reasons(expected_failed_checks, entry.loss)
+        expected |= reasons.keys()
+        for check in graded_checks(entry.loss, name, {**options, "expected_failures": reasons}):
             made.add(check.code)
             parameters.append(pytest.param(entry.loss, check, id=f"{name}-{check.code}", marks=entry.marks))
-    for code in sorted(excused - made):
+    for code in sorted(expected - made):
         warnings.warn(
-            f"expected_failed_checks: {code} is excused, but no loss has that check here: it was not selected",
+            f"expected_failed_checks: {code} is expected to fail, but no loss has that check here: it was not selected",
             KltestWarning,
             stacklevel=2,
         )
@@ -72,7 +78,7 @@ def parametrize_with_checks(
 
 
 class _Entry:
-    """A loss as it was given, with the id and the marks of a `pytest.param`."""
+    """A loss with its name and the marks of a `pytest.param`."""
 
     def __init__(self, given: Any) -> None:
         wrapped = hasattr(given, "values") and hasattr(given, "marks") and hasattr(given, "id")
@@ -89,7 +95,7 @@ class _Entry:
 
 
 def loss_name(loss: Target) -> str:
-    """A loss in an id: what it is called, without where it was defined; a partial with its own arguments."""
+    """Return the name of a loss in an id: without its module, and for a partial with its arguments."""
     if isinstance(loss, str):
         return loss
     if isinstance(loss, partial):
@@ -101,7 +107,7 @@ def loss_name(loss: Target) -> str:
 
 
 def _argument(value: object) -> str:
-    """The same text in every process: of most objects only the kind, since their own text holds an address."""
+    """A text that is the same in every process: for most objects their type, since their own text holds an address."""
     if value is None or isinstance(value, bool | int | float | str):
         return reprlib.repr(value)
     if isinstance(value, list | tuple):
@@ -119,7 +125,7 @@ def _listed(losses: Iterable[Target]) -> Iterator[Target]:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Losses of the same name told apart by a number, in their order."""
+    """The names with a number behind each that was there before."""
     seen: dict[str, int] = {}
     for index, name in enumerate(names):
         seen[name] = seen.get(name, 0) + 1
@@ -131,15 +137,15 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    for name in options.keys() - OPTIONS:
-        hint = "give the excuses as expected_failed_checks; " if name == "expected_failures" else ""
-        hint = hint or did_you_mean(name, OPTIONS)
+    for name in options.keys() - TAKEN:
+        hint = "give them as expected_failed_checks; " if name == "expected_failures" else ""
+        hint = hint or did_you_mean(name, TAKEN)
         raise UsageError(
             f"parametrize_with_checks: {name} is no option of kltest.grade; {hint}"
-            f"there are: {', '.join(sorted(OPTIONS))}"
+            f"there are: {', '.join(sorted(TAKEN - RENAMED.keys()))}"
         )
 
 
-def _excuses(given: Excuses | Callable[[Any], Excuses | None] | None, loss: Target) -> dict[str, str]:
+def _reasons(given: Reasons | Callable[[Any], Reasons | None] | None, loss: Target) -> dict[str, str]:
     found = given(loss) if callable(given) else given
-    return checked({} if found is None else found, "expected_failed_checks")
+    return forms.expected_failures({} if found is None else found, "expected_failed_checks")

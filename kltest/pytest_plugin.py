@@ -1,11 +1,12 @@
 """The pytest plugin: a marker, a line in the header, a summary of graded losses, and `[tool.kltest]` by `--kltest`.
 
-It loads neither torch nor the checks unless a test asks for them. Losses are graded in pytest's own process.
+It loads neither torch nor the checks unless a test uses them. Losses are graded in pytest's own process.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from kltest.grading.pytest_items import GradedCheck
 
 COLOURS = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
-# What an item's report carries to the process that writes the summary, also from another one (pytest-xdist).
 CARRIED = "kltest_graded"
+"""Attribute of an item's report that reaches the process that writes the summary (with pytest-xdist another one)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,13 +66,15 @@ class ConfiguredTargets(pytest.File):
     """The targets of a pyproject.toml, an item for each target and check."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        from kltest.errors import UsageError
+        from kltest.errors import KltestWarning, UsageError
         from kltest.grading.configuration import read
 
         try:
             configuration = read(self.path)
         except UsageError as error:
             raise self.CollectError(str(error)) from None
+        for words in configuration.deprecated:
+            warnings.warn(words, KltestWarning, stacklevel=1)
         if not configuration.targets:
             raise self.CollectError(f"--kltest: {self.path} lists no targets in [tool.kltest]")
         if str(self.path.parent) not in sys.path:
@@ -80,15 +83,10 @@ class ConfiguredTargets(pytest.File):
             yield from self._items(target, configuration.options)
 
     def _items(self, target: Target, defaults: Any) -> Iterator[pytest.Item]:
-        from kltest.grading import options
-        from kltest.grading.jobs import Job
+        from kltest.grading.options import merged
         from kltest.grading.pytest_items import graded_checks
 
-        merged = options.merged(defaults, target.options)
-        settings = dict(Job.of(target.text, merged).settings)
-        if "timeout" in merged:
-            settings["timeout"] = merged["timeout"]
-        for check in graded_checks(target.text, target.text, settings):
+        for check in graded_checks(target.text, target.text, merged(defaults, target.options)):
             yield ConfiguredCheck.from_parent(self, name=f"{target.text}-{check.code}", check=check)
 
 
@@ -117,7 +115,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     check = _check(item) if call.when == "call" else None
     if check is not None and (found := check.grading.known) is not None:
         codes = [f"{one.code} (warns)" if one.warns else one.code for one in found.failed]
-        codes += [f"{one.code} (stale excuse)" for one in found.unexpected_passes]
+        codes += [f"{one.code} (unexpected pass)" for one in found.unexpected_passes]
         where = f"{item.parent.nodeid if item.parent else ''}::{getattr(item, 'originalname', '')}"
         setattr(report, CARRIED, [where, found.target, found.verdict, codes])
     return report
@@ -145,7 +143,7 @@ class _Summary:
 
 
 def _check(item: pytest.Item) -> GradedCheck | None:
-    """The check that an item makes; None, at no cost, where none was ever made."""
+    """The check that an item makes, if it makes one; at no cost if no check was ever made."""
     if "kltest.grading.pytest_items" not in sys.modules:
         return None
     from kltest.grading.pytest_items import GradedCheck

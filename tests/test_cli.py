@@ -194,7 +194,7 @@ def test_the_worst_is_error_then_refuted_then_inconclusive(kinds, code, monkeypa
 def canned(verdicts):
     def reports(jobs):
         for job, verdict in zip(jobs, verdicts, strict=False):
-            yield Report(job.target, "reverse_kl", "loss", 0, {}, verdict, "per-row", "float64", error="x"), "value"
+            yield Report(job.name, "reverse_kl", "loss", 0, {}, verdict, "per-row", "float64", error="x"), "value"
 
     return reports
 

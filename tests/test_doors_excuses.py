@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import kltest
 from kltest.cli import app
 from kltest.errors import UsageError
-from kltest.grading.expected_failures import Excuses
+from kltest.grading.expected_failures import ExpectedFailures
 from kltest.report import CheckResult
 
 WHY = "token-level on purpose"
@@ -85,7 +85,7 @@ def test_an_excuse_whose_check_passes_is_stale_and_refutes():
 
 
 def test_a_stale_excuse_may_be_allowed_and_is_then_noted():
-    report = grade(right, {"KL201": WHY}, allow_stale_excuses=True)
+    report = grade(right, {"KL201": WHY}, allow_unexpected_passes=True)
     assert report.verdict == "confirmed"
     assert status(report, "KL201") == ("pass", "")
     assert any("KL201 is expected to fail" in note for note in report.notes)
@@ -94,7 +94,7 @@ def test_a_stale_excuse_may_be_allowed_and_is_then_noted():
 def test_an_excuse_for_a_check_that_could_not_be_made_is_noted_only():
     report = grade(right, {"KL104": WHY})
     assert report.verdict == "confirmed"
-    assert any("KL104 is excused, but there was nothing to excuse" in note for note in report.notes)
+    assert any("KL104 is expected to fail, but the check could not be made here" in note for note in report.notes)
 
 
 def test_an_excuse_holds_for_rows_also_where_its_check_was_not_selected():
@@ -102,7 +102,7 @@ def test_an_excuse_holds_for_rows_also_where_its_check_was_not_selected():
     assert report.verdict == "confirmed"
     report = kltest.grade(right, expected_failures={"KL201": WHY}, select="KL1")
     assert report.verdict == "confirmed"
-    assert any("KL201 is excused, but was not selected" in note for note in report.notes)
+    assert any("KL201 is expected to fail, but was not selected" in note for note in report.notes)
 
 
 def test_no_excuse_covers_a_loss_that_crashes_or_cannot_be_judged():
@@ -115,7 +115,7 @@ def test_no_excuse_covers_a_loss_that_crashes_or_cannot_be_judged():
 
 
 def test_a_warning_may_be_excused_and_its_excuse_may_be_stale():
-    excuses = Excuses({"KL802": WHY})
+    excuses = ExpectedFailures({"KL802": WHY})
     warned = excuses.result(CheckResult("KL802", "inefficient", "fail", "noisy"))
     assert (warned.excused, warned.refutes) == (WHY, False)
     assert excuses.result(CheckResult("KL802", "inefficient", "pass")).refutes
@@ -131,7 +131,7 @@ def test_a_warning_may_be_excused_and_its_excuse_may_be_stale():
         ({"KL201": ""}, "say why KL201"),
         ({"KL201": "  "}, "say why KL201"),
         ({"KL201": None}, "say why KL201"),
-        ({"KL201": WHY, "kl201": WHY}, "excused twice"),
+        ({"KL201": WHY, "kl201": WHY}, "two reasons"),
         (["KL201"], "a reason for each code"),
         ("KL201", "a reason for each code"),
     ],
@@ -173,7 +173,7 @@ def test_from_the_command_line(project):
     assert result.exit_code == 1
     excused = [check for check in json.loads(result.stdout)["checks"] if check["excused"]]
     assert [(check["code"], check["status"], check["excused"]) for check in excused] == [("KL201", "pass", WHY)]
-    assert call("losses.py:right", "--expect-failure", f"KL201={WHY}", "--allow-stale-excuses").exit_code == 0
+    assert call("losses.py:right", "--expect-failure", f"KL201={WHY}", "--allow-unexpected-passes").exit_code == 0
 
 
 def test_from_the_configuration_for_all_and_for_one_and_they_add_up(project):
@@ -182,7 +182,7 @@ def test_from_the_configuration_for_all_and_for_one_and_they_add_up(project):
         [tool.kltest]
         targets = ["losses.py:token_level", {target = "losses.py:right", expected-failures = {KL201 = "stale"}}]
         expected_failures = {KL201 = "for all", kl104 = "for all"}
-        allow-stale-excuses = true
+        allow-unexpected-passes = true
         """
     )
     result = call("--output", "json", "--expect-failure", "KL201=from the command line")
@@ -190,7 +190,7 @@ def test_from_the_configuration_for_all_and_for_one_and_they_add_up(project):
     first, second = json.loads(result.stdout)
     assert {check["excused"] for check in first["checks"] if check["status"] == "fail"} == {"from the command line"}
     assert any("KL201 is expected to fail (from the command line)" in note for note in second["notes"])
-    assert any("KL104 is excused" in note for note in first["notes"])
+    assert any("KL104 is expected to fail" in note for note in first["notes"])
 
 
 def test_a_table_of_excuses_may_stand_alone_and_a_targets_own_reason_wins(project):
@@ -208,7 +208,7 @@ def test_a_table_of_excuses_may_stand_alone_and_a_targets_own_reason_wins(projec
         (["--expect-failure", "KL201"], ["--expect-failure", "CODE=REASON"]),
         (["--expect-failure", "KL201="], ["--expect-failure", "say why"]),
         (["--expect-failure", "=x"], ["--expect-failure", "no check ''"]),
-        (["--expect-failure", "KL201=a", "--expect-failure", "KL201=b"], ["excused twice"]),
+        (["--expect-failure", "KL201=a", "--expect-failure", "KL201=b"], ["two reasons"]),
     ],
 )
 def test_a_wrong_excuse_is_a_usage_error(project, arguments, saying):
@@ -225,7 +225,7 @@ def test_a_wrong_excuse_is_a_usage_error(project, arguments, saying):
         ("expected-failures = {KL999 = 'x'}", ["line 2", "KL999"]),
         ("expected-failures = {KL201 = 3}", ["line 2", "say why KL201"]),
         ("expected-failures = 3", ["line 2", "CODE=REASON"]),
-        ("allow-stale-excuses = 'yes'", ["line 2", "true or false"]),
+        ("allow-unexpected-passes = 'yes'", ["line 2", "true or false"]),
         ("targets = [{target = 'k3-loss', expected-failures = {KL9 = 'x'}}]", ["line 2", "KL9"]),
         ("expected-failure = {KL201 = 'x'}", ["line 2", "did you mean expected-failures"]),
     ],

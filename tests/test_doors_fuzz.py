@@ -13,7 +13,8 @@ from kltest.cli import app
 from kltest.cli import grade as grade_command
 from kltest.errors import UsageError
 from kltest.grading.configuration import Configuration, read
-from kltest.grading.options import GRADE
+from kltest.grading.options import KEYS
+from kltest.grading.options import OPTIONS as TABLE
 from kltest.report import Report
 
 # Of design.md §5, without those that only a grading can end with: these gradings are canned.
@@ -30,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
     def confirmed(jobs):
         for job in jobs:
-            yield Report(job.target, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64"), "value"
+            yield Report(job.name, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64"), "value"
 
     monkeypatch.setattr(grade_command, "graded", confirmed)
     monkeypatch.chdir(tmp_path)
@@ -56,7 +57,7 @@ LISTED = """
     text json json:- json: junit:x.xml markdown:x.md github github:/ html:missing/x old.json missing.json . / -- - -h
 """
 WORDS = LISTED.split()
-OPTIONS = [f"--{name}" for name in GRADE if name != "expected-failures"] + ["--expect-failure", "--diff", "--output"]
+OPTIONS = [option.flag for option in TABLE.values() if option.flag] + ["--diff", "--output"]
 WORD = st.sampled_from(WORDS) | st.text(max_size=8)
 # An option with a value of its own, or by itself, or joined to it, or neither.
 PART = st.one_of(
@@ -83,7 +84,7 @@ def test_no_options_of_grade_give_a_traceback_or_an_unknown_exit_code(parts):
 def test_options_that_are_right_are_taken(names, data):
     arguments = ["grade", "k3-loss"]
     for name in dict.fromkeys(names):
-        arguments += [name] if name == "--allow-stale-excuses" else [name, data.draw(st.sampled_from(RIGHT[name]))]
+        arguments += [name] if name == "--allow-unexpected-passes" else [name, data.draw(st.sampled_from(RIGHT[name]))]
     result = call(arguments)
     assert result.exit_code == CONFIRMED, (arguments, result.output)
 
@@ -107,7 +108,7 @@ RIGHT = {
     "--samples": ["100"],
     "--bound": ["3"],
     "--expect-failure": ["KL201=on purpose", "kl101=a=b"],
-    "--allow-stale-excuses": [],
+    "--allow-unexpected-passes": [],
     "--diff": ["old.json"],
     "--output": ["text", "json:out.json", "markdown:out.md"],
 }
@@ -117,7 +118,9 @@ def test_every_option_is_among_the_right_ones():
     assert RIGHT.keys() == set(OPTIONS)
 
 
-NAMES = st.sampled_from([*GRADE, *(name.replace("-", "_") for name in GRADE), "targets", "output", "target", "KL201"])
+NAMES = st.sampled_from(
+    [*KEYS, *(name.replace("-", "_") for name in KEYS), "allow-stale-excuses", "targets", "output", "target", "KL201"]
+)
 SCALAR = st.one_of(
     st.sampled_from(WORDS), st.text(max_size=8), st.integers(), st.booleans(), st.floats(), st.integers(0, 9)
 )

@@ -1,4 +1,4 @@
-"""pytest: an item for each loss and check, lazily graded, strict about excuses; the plugin around them."""
+"""pytest: an item for each loss and check, lazily graded, strict about expected failures; the plugin around them."""
 
 import inspect
 import sys
@@ -15,7 +15,7 @@ from kltest import parametrize_with_checks
 from kltest.checks import CHECKS
 from kltest.errors import KltestWarning, UsageError
 from kltest.estimators import registry
-from kltest.parametrize import OPTIONS, loss_name
+from kltest.parametrize import TAKEN, loss_name
 
 pytest_plugins = ["pytester"]
 
@@ -147,8 +147,8 @@ def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(pro
     project('[right], expected_failed_checks={"KL201": "was so once"}')
     assert failed(outcomes(pytester)) == {"right-KL201"}
     summary = pytester.runpytest_inprocess("-k", "KL201", "-W", "ignore").stdout
-    summary.fnmatch_lines(["refuted  right  *KL201 (stale excuse)"])
-    project('[right], expected_failed_checks={"KL201": "was so once"}, allow_stale_excuses=True')
+    summary.fnmatch_lines(["refuted  right  *KL201 (unexpected pass)"])
+    project('[right], expected_failed_checks={"KL201": "was so once"}, allow_unexpected_passes=True')
     assert failed(outcomes(pytester)) == set()
 
 
@@ -180,13 +180,13 @@ def test_a_gradient_that_cannot_be_judged_fails(project, pytester):
 
 
 def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monkeypatch):
-    from kltest.grading.expected_failures import Excuses
+    from kltest.grading.expected_failures import ExpectedFailures
     from kltest.report import CheckResult, Report
 
     noisy = CheckResult("KL802", "inefficient", "fail", "noisier than need be")
 
     def canned(loss, *, name, expected_failures, **options):
-        checks = [Excuses(expected_failures).result(noisy)]
+        checks = [ExpectedFailures(expected_failures).result(noisy)]
         return Report(name, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64", checks=checks)
 
     monkeypatch.setitem(CHECKS, "KL802", CHECKS["KL101"])
@@ -201,12 +201,14 @@ def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monk
 
 
 def test_an_excuse_that_meets_no_check_gives_a_warning(project, pytester):
-    with pytest.warns(KltestWarning, match="KL501 is excused|KL201 is excused"):
+    with pytest.warns(KltestWarning, match="KL201 is expected to fail"):
         parametrize_with_checks(["k2-loss"], expected_failed_checks={"KL201": "x"}, select="KL1")
     project('[right], expected_failed_checks={"KL301": "never so"}')
     done = pytester.runpytest_inprocess("-k", "KL301")
     done.assert_outcomes(skipped=1, warnings=1)
-    done.stdout.fnmatch_lines(["*KltestWarning: KL301 is excused for right, but the check could not be made here*"])
+    done.stdout.fnmatch_lines(
+        ["*KltestWarning: KL301 is expected to fail for right, but the check could not be made here*"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_a_wrong_decoration_is_refused_at_once(losses, options, saying):
 
 def test_every_option_of_grade_may_be_given():
     taken = set(inspect.signature(kltest.grade).parameters)
-    assert taken - {"loss", "name", "expected_failures"} == OPTIONS
+    assert taken - {"loss", "name", "expected_failures"} == TAKEN
 
 
 def test_ids_say_which_loss_it_is_whatever_it_is():

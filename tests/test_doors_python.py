@@ -43,6 +43,7 @@ WRONG = {
     "samples": [0, 1.5, NAN, True, "x"],
     "bound": [0, -1, NAN, INF, True, "x"],
     "expected_failures": [5, {"KL999": "why"}, {"KL201": ""}, {5: "why"}],
+    "allow_unexpected_passes": [5, "yes", None],
     "allow_stale_excuses": [5, "yes", None],
     "name": [5, "", []],
 }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import TargetError, UsageError
-from kltest.loss.arguments import parse_arguments
+from kltest.grading import forms
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.rollout import FIELDS, LEAVES, Rollout
@@ -202,23 +202,23 @@ def test_packed_keywords_are_given_by_argument(rollout):
     )
 )
 def test_literals_survive_the_command_line(value):
-    assert parse_arguments([f"name={value!r}"]) == {"name": value}
+    assert forms.arguments([f"name={value!r}"], "--arg") == {"name": value}
 
 
 def test_texts_on_the_command_line():
-    parsed = parse_arguments(["kl_penalty=k3+", "log_p=@logp", "self.args.beta=0.5", "eq=a=b", "empty="])
+    parsed = forms.arguments(["kl_penalty=k3+", "log_p=@logp", "self.args.beta=0.5", "eq=a=b", "empty="], "--arg")
     assert parsed == {"kl_penalty": "k3+", "log_p": "@logp", "self.args.beta": 0.5, "eq": "a=b", "empty": ""}
 
 
 @pytest.mark.parametrize("text", ["beta", "=1", "a b=1", "x..y=1", "1x=2"])
 def test_arguments_that_are_none(text):
     with pytest.raises(UsageError, match="NAME=VALUE"):
-        parse_arguments([text])
+        forms.arguments([text], "--arg")
 
 
 def test_arguments_given_twice():
     with pytest.raises(UsageError, match="twice"):
-        parse_arguments(["a=1", "a=2"])
+        forms.arguments(["a=1", "a=2"], "--arg")
 
 
 def test_a_configuration_object_is_built_from_dotted_arguments(rollout):

@@ -1,25 +1,43 @@
-"""`kltest explain`: a check, an estimator or a named gradient in full, from the table it stands in."""
+"""`kltest explain`: a check, an estimator or a named gradient in full."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from kltest.checks import CHECKS, Check
-from kltest.cli.listing import follows, placement, worlds
+import typer
+
+from kltest.cli.listing import environments, follows, placement
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.truth import ATLAS, NamedGradient
 
+if TYPE_CHECKING:
+    from kltest.checks import Check
+
 WIDTH = 100
 SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
 
 
+def command(
+    name: Annotated[str, typer.Argument(metavar="CODE|NAME", help="A check's code, an estimator or a named gradient.")],
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Run a check's pitfall in the smallest environment that shows it.")
+    ] = False,
+) -> int:
+    """Describe a check, an estimator or a named gradient."""
+    from kltest.cli.destinations import say
+
+    say((demonstrate(name) if demo else explain(name)).encode("utf-8"))
+    return 0
+
+
 @dataclass(frozen=True)
 class Part:
-    """One part of what is said of a check: a title, and words, or lines of code, or lines of a list."""
+    """One part of a check's description: a title, and text, code or the entries of a list."""
 
     title: str
     text: str = ""
@@ -28,7 +46,7 @@ class Part:
 
 
 def parts(check: Check) -> list[Part]:
-    """Everything that a check says of its pitfall, in the order in which it is told."""
+    """Return the description of a check in the order of reading."""
     called = ", ".join(f"{name}={value!r}" for name, value in check.options.items())
     return [
         Part("What", check.what),
@@ -41,7 +59,9 @@ def parts(check: Check) -> list[Part]:
 
 
 def demonstrate(name: str) -> str:
-    """The numbers of a check's pitfall in the smallest world that shows it; UsageError for a name of no check."""
+    """Return the numbers of a check's pitfall. Raises UsageError if no check has that name."""
+    from kltest.checks import CHECKS
+
     check = _find(name.strip())
     if check is None:
         hint = did_you_mean(name.strip(), CHECKS)
@@ -52,7 +72,9 @@ def demonstrate(name: str) -> str:
 
 
 def explain(name: str) -> str:
-    """Everything known under a name; UsageError, with the nearest names, for one that nobody has."""
+    """Return the description of a name. Raises UsageError, with the nearest names, for an unknown one."""
+    from kltest.checks import CHECKS
+
     wanted = name.strip()
     for found in (_check(wanted), _estimator(wanted), _gradient(wanted)):
         if found is not None:
@@ -64,6 +86,8 @@ def explain(name: str) -> str:
 
 
 def _find(name: str) -> Check | None:
+    from kltest.checks import CHECKS
+
     folded = name.casefold()
     return next((check for check in CHECKS.values() if folded in (check.code.casefold(), check.name)), None)
 
@@ -84,7 +108,7 @@ def _gradient(name: str) -> Iterator[str] | None:
 
 
 def _estimator_names() -> Mapping[str, str]:
-    """Names and aliases, and the name that each stands for."""
+    """The name behind every name and alias."""
     specs = [estimator.spec for estimator in registry().values()]
     return {name: spec.name for spec in specs for name in (*spec.aliases, spec.name)}
 
@@ -98,7 +122,7 @@ def _check_words(check: Check) -> Iterator[str]:
         if part.code:
             yield from ("", *textwrap.indent(part.code, " " * 4).splitlines())
         yield from _listed(part.title, part.items)
-    yield from ("", f"kltest explain {check.code} --demo runs the pitfall in the smallest world that shows it.")
+    yield from ("", f"kltest explain {check.code} --demo runs the pitfall in the smallest environment that shows it.")
 
 
 def _estimator_words(spec: Spec) -> Iterator[str]:
@@ -110,8 +134,8 @@ def _estimator_words(spec: Spec) -> Iterator[str]:
     yield ""
     yield "Its expected gradient"
     for sampler, words in SAMPLERS.items():
-        for world in worlds(spec.identified.get(sampler, {})):
-            yield f"  {words}, {world}: {follows(spec, world, sampler)}"
+        for environment in environments(spec.identified.get(sampler, {})):
+            yield f"  {words}, {environment}: {follows(spec, environment, sampler)}"
     yield from _listed("Sources", (spec.source,))
 
 
@@ -120,9 +144,9 @@ def _gradient_words(row: NamedGradient) -> Iterator[str]:
     yield row.formula
     yield from _paragraph("Meaning", f"{row.meaning[:1].upper()}{row.meaning[1:]}.")
     followed = [
-        f"{estimator.spec.name} ({world})"
+        f"{estimator.spec.name} ({environment})"
         for estimator in registry().values()
-        for world, combination in estimator.spec.identified.get("current", {}).items()
+        for environment, combination in estimator.spec.identified.get("current", {}).items()
         if combination is not None and set(combination) == {row.name}
     ]
     if followed:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kltest.finetune.settings import Settings, changes_of, read, settings_of
 
@@ -78,3 +80,55 @@ def _cell(record: Mapping[str, Any], name: str) -> str:
     if name not in record:
         return "–"
     return f"{record[name]:.3f} [{record[f'{name}_low']:.3f}, {record[f'{name}_high']:.3f}]"
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="tiny, tiny:SIZE (as tiny:1M), a folder, or a hub id [default: tiny]"),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="TASK", help="addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH [default: addition]"),
+    ] = None,
+    kl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The KL term: a name of `kltest list`, or none [default: k1 in the reward, unbiased]",
+        ),
+    ] = None,
+    beta: Annotated[float | None, typer.Option(metavar="β", help="Coefficient of the KL term [default: 0.05]")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="How often rollouts are drawn [default: 100]")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Chooses prompts and samples [default: 0]")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")
+    ] = None,
+    settings: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Settings from a .toml or .json file; options win over it.")
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", metavar="DIR", help="Where it is kept [default: results/finetune/KEY]"),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Start anew instead of going on.")] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Instead of training: every estimator's exact gradient at all weights of a transformer whose "
+            "completions are all counted (--set vocabulary=8, length=3, device=cuda).",
+        ),
+    ] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="Say all settings and metrics.")] = False,
+) -> int:
+    """Fine-tune a language model under a KL term; unbiased by default."""
+    if list_only:
+        return listing()
+    given = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
+    if exact:
+        from kltest.cli.exact import exact as counted
+
+        given |= {"settings": settings, "again": again or None}
+        return counted(given, changes=changes or [], output=output)
+    return finetune(given, changes=changes or [], file=settings, output=output, again=again)

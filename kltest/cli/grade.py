@@ -1,57 +1,124 @@
-"""`kltest grade`: everything is checked first, then each target is graded in a process of its own."""
+"""`kltest grade`: check the question, grade each target in a process of its own, and write the reports.
+
+The options come from `kltest.grading.options`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kltest.cli import diff
+import typer
+
+from kltest.cli import diff as changes_since
 from kltest.cli.destinations import Destination, destinations, write
 from kltest.errors import UsageError
-from kltest.grading import options
 from kltest.grading.configuration import Configuration, Target, nearest
 from kltest.grading.jobs import Job, graded, terminated_as_interrupted
+from kltest.grading.options import OPTIONS, Option, checked, merged
 from kltest.render.changes import Changes, compare
 from kltest.report import EXIT_CODES, Report
 
 NOTHING, INTERRUPTED = 5, 130
 WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
-# An earlier report: its file, and what is in it.
+EPILOG = (
+    "Exit code: 0 confirmed, 1 refuted, 2 usage, 3 the loss or kltest crashed, 4 inconclusive, 5 nothing to grade; of "
+    "several targets the worst."
+)
 Old = tuple[str, list[dict[str, Any]]]
+"""The file of an earlier report, and its contents."""
 
 
-def grade(
-    targets: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str], diff_with: str | None = None
+def _known_targets(incomplete: str) -> Iterator[tuple[str, str]]:
+    """Registered estimators, for the completion of a shell."""
+    from kltest.estimators import registry
+
+    return ((name, entry.spec.formula) for name, entry in registry().items() if name.startswith(incomplete))
+
+
+def command(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TARGET...",
+            help="A name of `kltest list`, package.module:function, path/to/file.py:function, or an installed library "
+            "(trl, verl, …) or one of its settings. Without one, the targets of [tool.kltest] in pyproject.toml.",
+            show_default=False,
+            autocompletion=_known_targets,
+        ),
+    ] = None,
+    diff: Annotated[
+        str | None,
+        typer.Option(metavar="OLD.json", help="Say what changed since this report (--output json:OLD.json)."),
+    ] = None,
+    output: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT[:PATH]",
+            help="text, json, junit, markdown, github or html, to standard output or "
+            "a file; repeatable [default: text].",
+        ),
+    ] = None,
+    allow_stale_excuses: Annotated[
+        bool, typer.Option("--allow-stale-excuses", hidden=True, help="Deprecated: --allow-unexpected-passes.")
+    ] = False,
+    **options: Any,
 ) -> int:
-    """Grade the targets (none: those of the configuration), write the reports, return the exit code.
-
-    `diff_with` is the file of an earlier report; what changed since is told beside the reports.
-    """
-    asked = options.checked(given)
-    for target in targets:
+    """Identify the gradient of a loss and compare it with the claim."""
+    if allow_stale_excuses:
+        print("kltest: --allow-stale-excuses is deprecated; write --allow-unexpected-passes", file=sys.stderr)
+        options["allow_unexpected_passes"] = True
+    # A switch that is off and a list without entries were not given.
+    given = checked({name: None if value is False or value == [] else value for name, value in options.items()}, _flag)
+    for target in targets or []:
         if not target.strip():
             raise UsageError(
                 "a target is empty; give a name of `kltest list`, package.module:function or file.py:function"
             )
     configuration = nearest(Path.cwd())
-    where = destinations(outputs or configuration.outputs or ["text"])
-    old = None if diff_with is None else (diff_with, diff.read(diff_with))
-    jobs = _jobs(targets, asked, configuration)
+    for words in configuration.deprecated:
+        print(f"kltest: {words}", file=sys.stderr)
+    where = destinations(output or configuration.outputs or ["text"])
+    old = None if diff is None else (diff, changes_since.read(diff))
+    jobs = _jobs(targets or [], given, configuration)
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
     return _run(jobs, where, old)
 
 
-def _jobs(targets: Sequence[str], asked: Mapping[str, Any], configuration: Configuration) -> list[Job]:
+def _parameter(option: Option) -> inspect.Parameter:
+    kind: Any = list[option.kind] if option.repeatable else option.kind  # type: ignore[name-defined]
+    optional = kind if kind is bool else kind | None
+    written = typer.Option(option.flag, metavar=option.metavar, help=option.explained)
+    default = False if kind is bool else None
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[optional, written]
+    )
+
+
+def _signature() -> inspect.Signature:
+    """The signature of `command` with the options of the table in place of `**options`."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    first, *rest = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own if each.name != "options"]
+    return inspect.Signature([first, *(_parameter(each) for each in OPTIONS.values() if each.flag), *rest])
+
+
+command.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _flag(option: Option) -> str:
+    return option.flag or option.name
+
+
+def _jobs(targets: Sequence[str], given: Mapping[str, Any], configuration: Configuration) -> list[Job]:
     chosen = [Target(text) for text in dict.fromkeys(targets)] or configuration.targets
     folder = str(configuration.path.parent) if configuration.path and not targets else None
-    settings = [options.merged(configuration.options, target.options, asked) for target in chosen]
-    return [
-        job for target, given in zip(chosen, settings, strict=True) for job in Job.all_of(target.text, given, folder)
-    ]
+    settings = [merged(configuration.options, target.options, given) for target in chosen]
+    return [job for target, own in zip(chosen, settings, strict=True) for job in Job.all_of(target.text, own, folder)]
 
 
 def _nothing(configuration: Configuration) -> str:
@@ -73,7 +140,7 @@ def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None = No
     except KeyboardInterrupt:
         if reports:
             write(reports, where, _changes(old, reports))
-        missing = ", ".join(job.target for job in jobs[len(reports) :])
+        missing = ", ".join(job.name for job in jobs[len(reports) :])
         print(f"kltest: interrupted; {len(reports)} of {len(jobs)} graded, not graded: {missing}", file=sys.stderr)
         return INTERRUPTED
     write(reports, where, _changes(old, reports))

@@ -13,12 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import kltest
 from kltest.adapters import NAMES, find
 from kltest.adapters.adapter import Adapter, Setting
 from kltest.errors import KltestError, UsageError, did_you_mean
 from kltest.files import writable, write
+from kltest.grading.forms import seconds
 from kltest.render.markdown import escape
 from kltest.render.tables import wrap
 from kltest.render.words import one_line
@@ -269,3 +273,48 @@ def _print_changes(changed: Sequence[str], folder: Path) -> None:
 
 def _log(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
+
+
+def command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="LIBRARY[==VERSION]...",
+            help="Which libraries, in which versions (`newest`: whatever the package index has) [default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="List known settings and what was recorded of them; install nothing.")
+    ] = False,
+    wanted_program: Annotated[
+        str | None,
+        typer.Option(
+            "--program",
+            metavar="LIBRARY:SETTING",
+            help="Print a program that shows a setting's gradient without kltest.",
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this setting, or those that fit a pattern (`grpo/*`); repeatable."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="The longest that a setting may take [default: its own]")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Say what changed since the recorded results; exit 1 if anything did.")
+    ] = False,
+    record: Annotated[bool, typer.Option("--record", help="Make these the recorded results (in a checkout).")] = False,
+    output: Annotated[
+        str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results/libraries]")
+    ] = None,
+) -> int:
+    """Install real libraries and grade all their settings."""
+    if wanted_program is not None:
+        return program(wanted_program)
+    if list_only:
+        return listing(names or [], setting or [])
+    request = Request(tuple(setting or ()), None if timeout is None else seconds(timeout, "--timeout"), again)
+    return libraries(names or [], request=request, output=output, diff=diff, record=record)

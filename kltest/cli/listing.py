@@ -1,61 +1,75 @@
-"""`kltest list`: the estimators, named gradients, worlds and checks, from their own tables."""
+"""`kltest list`: the estimators, named gradients, environments and checks."""
 
 from __future__ import annotations
 
-import json
+import json as encoder
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from kltest.checks import CHECKS
+import typer
+
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.truth import ATLAS, plain, render
 
 SAMPLERS = ("current", "stale")
+WIDTH = 100
+"""Columns of the tables."""
+
+
+def command(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> int:
+    """List estimators, named gradients, environments and checks."""
+    from kltest.cli.destinations import say
+
+    say((as_json() if json else as_text()).encode("utf-8"))
+    return 0
 
 
 def as_text() -> str:
-    """For people: a table each."""
+    """Return a table of each kind, for people."""
     return "\n".join(
         [
-            *_table("Estimators", ("name", "placement", "formula", "on a bandit", "on sequences"), _estimators()),
+            *_table("Estimators", ("name", "placement", "formula → expected gradient"), _estimators()),
             *_table("Named gradients", ("name", "formula", "meaning"), _gradients()),
             *_table("Environments", ("name", "tokens", "length", "rollouts"), _environments()),
             *_table("Checks", ("code", "name", "title"), _checks()),
-            "`kltest explain NAME` says more of each; `kltest grade NAME` grades an estimator.",
+            "`kltest explain NAME` describes each in full; `kltest grade NAME` grades an estimator.",
             "",
         ]
     )
 
 
 def as_json() -> str:
-    """For programs: the same, and what each estimator is identified as under either sampler, by world."""
+    """Return the same as JSON, with the gradient of each estimator by sampler and environment."""
+    from kltest.checks import CHECKS
+
     listed = {
         "estimators": [_described(estimator.spec) for estimator in registry().values()],
         "gradients": [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in ATLAS.values()],
         "environments": [
             {"name": name, "tokens": tokens, "length": length, "rollouts": rollouts}
-            for name, tokens, length, rollouts in _worlds()
+            for name, tokens, length, rollouts in _instances()
         ],
         "checks": [{"code": check.code, "name": check.name, "title": check.title} for check in CHECKS.values()],
     }
-    return json.dumps(listed, indent=2, ensure_ascii=False) + "\n"
+    return encoder.dumps(listed, indent=2, ensure_ascii=False) + "\n"
 
 
 def placement(spec: Spec) -> str:
-    """Where an estimator stands; in a reward, with its credit."""
+    """Return the placement of an estimator, in a reward with its credit."""
     return spec.placement if spec.placement == "loss" else f"{spec.placement}, {spec.credit}"
 
 
-def follows(spec: Spec, world: str, sampler: str = "current") -> str:
-    """What an estimator's expected gradient is, in mathematical words."""
-    combination = spec.expectation(world, sampler)
-    return "nothing that has a name" if combination is None else render(combination)
+def follows(spec: Spec, environment: str, sampler: str = "current") -> str:
+    """Return an estimator's expected gradient as a formula, or "unnamed"."""
+    combination = spec.expectation(environment, sampler)
+    return "unnamed" if combination is None else render(combination)
 
 
-def worlds(identified: Mapping[str, Any]) -> list[str]:
-    """The worlds that a SPEC tells apart, bandits first."""
-    return sorted(identified, key=lambda world: (world != "bandit", world))
+def environments(identified: Mapping[str, Any]) -> list[str]:
+    """Return the environments that a SPEC distinguishes, bandits first."""
+    return sorted(identified, key=lambda environment: (environment != "bandit", environment))
 
 
 def _described(spec: Spec) -> dict[str, Any]:
@@ -69,7 +83,10 @@ def _described(spec: Spec) -> dict[str, Any]:
         "known_false": spec.known_false,
         "source": spec.source,
         "follows": {
-            sampler: {world: None if row is None else plain(row) for world, row in spec.identified[sampler].items()}
+            sampler: {
+                environment: None if row is None else plain(row)
+                for environment, row in spec.identified[sampler].items()
+            }
             for sampler in SAMPLERS
             if sampler in spec.identified
         },
@@ -80,9 +97,9 @@ def _estimators() -> Iterable[Sequence[str]]:
     for name, estimator in registry().items():
         spec = estimator.spec
         sampler = "stale" if spec.off_policy_only else "current"
-        stale = " (stale)" if spec.off_policy_only else ""
-        found = [follows(spec, world, sampler) + stale for world in ("bandit", "sequence")]
-        yield name, placement(spec), spec.formula, *found
+        bandit, sequence = (follows(spec, environment, sampler) for environment in ("bandit", "sequence"))
+        found = bandit if bandit == sequence else f"{bandit} on a bandit, {sequence} on sequences"
+        yield name, placement(spec), f"{spec.formula}\n→ {found}{' (stale sampler)' * spec.off_policy_only}"
 
 
 def _gradients() -> Iterable[Sequence[str]]:
@@ -90,27 +107,34 @@ def _gradients() -> Iterable[Sequence[str]]:
 
 
 def _environments() -> Iterable[Sequence[str]]:
-    return ((name, str(tokens), length, str(rollouts)) for name, tokens, length, rollouts in _worlds())
+    return ((name, str(tokens), length, str(rollouts)) for name, tokens, length, rollouts in _instances())
 
 
-def _worlds() -> Iterable[tuple[str, int, str, int]]:
+def _instances() -> Iterable[tuple[str, int, str, int]]:
+    """Name, number of tokens, lengths and number of rollouts of each environment."""
     from kltest.identify.instances import ENVIRONMENTS
 
     for name, build in ENVIRONMENTS.items():
-        world = build(0)
-        lengths = world.enumerate().mask.sum(axis=1)
+        environment = build(0)
+        lengths = environment.enumerate().mask.sum(axis=1)
         span = str(lengths[0]) if (lengths == lengths[0]).all() else f"{lengths.min()} to {lengths.max()}"
-        yield name, world.vocabulary, span, len(lengths)
+        yield name, environment.vocabulary, span, len(lengths)
 
 
 def _checks() -> Iterable[Sequence[str]]:
+    from kltest.checks import CHECKS
+
     return ((check.code, check.name, check.title) for check in CHECKS.values())
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    """The lines of a table whose last column is wrapped."""
     cells = [tuple(heads), *(tuple(row) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads) - 1)]
+    left = WIDTH - 2 - sum(width + 2 for width in widths)
     yield title
-    for row in cells:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for *first, last in cells:
+        front = "  " + "".join(cell.ljust(width + 2) for cell, width in zip(first, widths, strict=True))
+        lines = [part for line in last.splitlines() for part in textwrap.wrap(line, left, break_on_hyphens=False)]
+        yield from (front * (not number) + " " * len(front) * bool(number) + line for number, line in enumerate(lines))
     yield ""

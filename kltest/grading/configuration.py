@@ -1,4 +1,4 @@
-"""`[tool.kltest]` of the nearest pyproject.toml: defaults for the options of `kltest grade`, and its targets."""
+"""`[tool.kltest]` of the nearest pyproject.toml: defaults of the options of `kltest grade`, and its targets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from kltest.errors import UsageError, did_you_mean
-from kltest.grading import options
+from kltest.grading.forms import outputs
+from kltest.grading.options import KEYS, RENAMED, checked
 
 
 @dataclass(frozen=True)
 class Target:
-    """A target as written, and the checked options that hold for it alone."""
+    """A target as written, with checked options of its own by their Python names."""
 
     text: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -23,21 +24,23 @@ class Target:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What `[tool.kltest]` says: checked defaults, targets, outputs; empty where there is no such table.
+    """Contents of `[tool.kltest]`: checked defaults by their Python names, targets and outputs.
 
-    Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from.
+    Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from. `deprecated` has
+    a sentence for each old name.
     """
 
     path: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[Target, ...] = ()
     outputs: tuple[str, ...] = ()
+    deprecated: tuple[str, ...] = ()
 
 
 def nearest(start: Path) -> Configuration:
-    """The configuration in `start` or the nearest folder above that has a pyproject.toml.
+    """Return the configuration in `start` or the nearest folder above that has a pyproject.toml.
 
-    Raises UsageError, naming file and line, for a file that cannot be read, unknown keys and values of a wrong form.
+    Raises UsageError, naming file and line, for a file that cannot be read, an unknown key or a wrong value.
     """
     start = start.resolve()
     found = next((folder / "pyproject.toml" for folder in (start, *start.parents) if _there(folder)), None)
@@ -45,7 +48,7 @@ def nearest(start: Path) -> Configuration:
 
 
 def read(path: Path) -> Configuration:
-    """The configuration in this file."""
+    """Return the configuration in this file; raises like `nearest`."""
     try:
         text = path.read_text(encoding="utf-8")
         tool = tomllib.loads(text).get("tool", {})
@@ -61,11 +64,12 @@ def read(path: Path) -> Configuration:
 class _Reader:
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.lines = path, text.splitlines()
+        self.old_names: dict[str, str] = {}
 
     def configuration(self, table: object) -> Configuration:
         if not isinstance(table, dict):
             raise UsageError(f"{self.place('kltest')} must be a table [tool.kltest], not {table!r}")
-        settings = {name.replace("_", "-"): value for name, value in table.items()}
+        settings = self.dashed(table)
         targets = settings.pop("targets", [])
         output = settings.pop("output", None)
         if not isinstance(targets, list):
@@ -74,30 +78,42 @@ class _Reader:
             path=self.path,
             options=self.options(settings, also=("targets", "output")),
             targets=tuple(self.target(entry) for entry in targets),
-            outputs=() if output is None else tuple(map(self.output, options.outputs(output, self.place("output")))),
+            outputs=() if output is None else tuple(map(self.output, outputs(output, self.place("output")))),
+            deprecated=tuple(f"{self.place(new)} is deprecated; write {new}" for new in self.old_names),
         )
 
+    def dashed(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings under their present names."""
+        found = {name.replace("_", "-"): value for name, value in table.items()}
+        for old, new in ((old.replace("_", "-"), new.replace("_", "-")) for old, new in RENAMED.items()):
+            if old in found:
+                self.old_names[new] = old
+                found.setdefault(new, found.pop(old))
+        return found
+
     def options(self, settings: Mapping[str, Any], also: tuple[str, ...] = ()) -> dict[str, Any]:
-        for name in settings:
-            if name not in options.GRADE:
-                known = [*options.GRADE, *also]
-                hint = did_you_mean(name, known)
-                raise UsageError(f"{self.place(name)} is not a setting of kltest; {hint}there are: {', '.join(known)}")
-        return options.checked(settings, self.place)
+        """The checked options among `settings`, of which there are no others."""
+        for key in settings:
+            if key not in KEYS:
+                known = [*KEYS, *also]
+                hint = did_you_mean(key, known)
+                raise UsageError(f"{self.place(key)} is not a setting of kltest; {hint}there are: {', '.join(known)}")
+        given = {KEYS[key].name: value for key, value in settings.items()}
+        return checked(given, lambda option: self.place(option.key or option.name))
 
     def target(self, entry: object) -> Target:
         if isinstance(entry, str):
             return Target(self.target_text(entry))
         if not isinstance(entry, dict):
             raise UsageError(f"{self.place('targets')}: a target is a text or a table; one is {entry!r}")
-        settings = {name.replace("_", "-"): value for name, value in entry.items()}
+        settings = self.dashed(entry)
         text = settings.pop("target", None)
         if not isinstance(text, str):
             raise UsageError(f"{self.place('targets')}: a table needs `target`, a text; one has {text!r}")
         return Target(self.target_text(text), self.options(settings, also=("target",)))
 
     def target_text(self, text: str) -> str:
-        """A target in a file, made relative to the present folder through that of pyproject.toml."""
+        """The target; a file in it becomes relative to the present folder."""
         if not text.strip():
             raise UsageError(f"{self.place('targets')}: a target is empty")
         file, colon, name = text.rpartition(":")
@@ -108,12 +124,13 @@ class _Reader:
         return f"{form}:{self.relative(path)}" if colon and path not in ("", "-") else text
 
     def relative(self, path: str) -> str:
-        """Unchanged where `kltest` is called from the folder of pyproject.toml."""
+        """The path, unchanged if `kltest` is called from the folder of pyproject.toml."""
         folder = self.path.parent
         return path if folder == Path.cwd().resolve() else str(folder / path)
 
     def place(self, name: str) -> str:
-        """`file, line n: name`, as near as a search for the key can tell."""
+        """`file, line n: name`; the line is the first that looks like the key."""
+        name = self.old_names.get(name, name)
         key = re.escape(name).replace(r"\-", "[-_]")
         section = next((i for i, line in enumerate(self.lines) if re.match(r"\s*\[\[?tool\.kltest\b", line)), 0)
         wanted = re.compile(rf"""(^|[{{,\s])["']?{key}["']?\s*=|\[\[?tool\.kltest\.{key}\b|\[tool\.{key}\]""")

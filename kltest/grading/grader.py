@@ -1,31 +1,26 @@
-"""Grade one loss: measure its expected gradient everywhere, say what it is, judge it against what was declared."""
+"""Grading of one loss: resolve it, measure its expected gradient, check it, and report."""
 
 from __future__ import annotations
 
-import inspect
 import platform
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from kltest import __version__
-from kltest.adapters import Setting, named
+from kltest.adapters import named
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
-from kltest.grading.asked import asked
-from kltest.grading.expected_failures import Excuses
+from kltest.grading.expected_failures import ExpectedFailures
+from kltest.grading.options import OPTIONS, RENAMED, Options, documented
+from kltest.grading.time_limit import time_limit
 from kltest.grading.verdict import run_checks, selected_codes, verdict
-from kltest.identify.findings import Combination, Findings
-from kltest.identify.instances import DEFAULT_ENVIRONMENTS
+from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure, Sizes
-from kltest.identify.sampling import ERROR_RATE, MARGIN, Sampling
+from kltest.identify.sampling import Sampling
 from kltest.identify.uses import fields_used, sampler_matters
 from kltest.loss.callables import name_of
 from kltest.loss.calling import BoundLoss
@@ -39,13 +34,14 @@ from kltest.truth import plain
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
 
+@documented
 def grade(
     loss: Callable[..., Any] | str,
     *,
     expect: str | Mapping[str, float] = "reverse_kl",
     placement: str | None = None,
     credit: str | None = None,
-    environment: str | Iterable[str] = DEFAULT_ENVIRONMENTS,
+    environment: str | Iterable[str] = ("bandit", "sequence", "ragged"),
     sampler: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     beta: float | None = None,
@@ -56,175 +52,85 @@ def grade(
     group_size: int | None = None,
     batch_size: int | None = None,
     method: str = "exact",
-    error_rate: float = ERROR_RATE,
-    margin: float = MARGIN,
+    error_rate: float = 1e-6,
+    margin: float = 0.05,
     samples: int | None = None,
     bound: float | None = None,
     expected_failures: Mapping[str, str] | None = None,
-    allow_stale_excuses: bool = False,
+    allow_unexpected_passes: bool = False,
     name: str | None = None,
+    allow_stale_excuses: bool = False,
 ) -> Report:
-    """Which gradient does this loss follow, exactly, and is it the one that it is meant to follow?
+    """Identify the exact expected gradient of a loss and compare it with the claimed one.
 
-    `loss` is a callable whose parameters are filled by name from the rollout, or what `kltest grade` takes: a
-    registered name, `package.module:function`, `path/to/file.py:function`, a library's setting (`verl:kl_penalty/k1`);
-    or what `kltest.loss.resolve` made of one, which says itself how it is placed and called. `expect` is a named
-    gradient or a combination of them. The other parameters are the options of `kltest grade`; `placement` and `credit`
-    default to the estimator's own, else to a loss and to the whole return; `sampler` to both if gradient, value or
-    logged value change with the sampler's log-probs. With the method "sampled", and by itself where enumeration is
-    impossible, gradients are sampled: at most `samples` batches in an instance, until the relative bias is below or
-    above `margin` at `error_rate`, which is asymptotic unless no gradient of a batch is longer than a `bound`.
-    `expected_failures` gives the reasons why checks are expected to fail, by code: they do not refute then, and one
-    that passes refutes unless `allow_stale_excuses`.
+    The loss runs in this process. If it fails, the report's verdict is "error". Gradients that cannot be enumerated are
+    sampled until the relative bias is below or above `margin` at `error_rate`.
 
-    Runs the loss in this process. A loss that fails gives a report whose verdict is "error"; a question that is put
-    wrongly raises UsageError before anything is run.
+    Args:
+        loss: A callable whose parameters are filled by name with tensors of a batch of rollouts, such as `logp`,
+            `ref_logp` and `mask`, each (B, T). Or a text as for `kltest grade`: a registered name ("k3-loss"),
+            "package.module:function", "path/to/file.py:function", or a library's setting ("verl:kl_penalty/k1"). Or
+            what `kltest.loss.resolve` returned.
+        {options}
+        allow_stale_excuses: Deprecated name of `allow_unexpected_passes`.
+
+    Returns:
+        A Report: `verdict` is "confirmed", "refuted", "inconclusive" or "error"; `gradients` has a row for each
+        environment and sampler, `checks` a result for each check.
+
+    Raises:
+        UsageError: An option has a wrong value, the loss cannot be found, or a parameter of it cannot be filled.
     """
-    if isinstance(loss, str) and (settings := named(loss)):
-        return _of_library(loss, settings, {key: value for key, value in locals().items() if key in DEFAULTS})
-    given = asked(
-        expect=expect,
-        placement=placement,
-        credit=credit,
-        environment=environment,
-        sampler=sampler,
-        arguments=arguments,
-        beta=beta,
-        select=select,
-        ignore=ignore,
-        seed=seed,
-        timeout=timeout,
-        group_size=group_size,
-        batch_size=batch_size,
-        method=method,
-        error_rate=error_rate,
-        margin=margin,
-        samples=samples,
-        bound=bound,
-        expected_failures=expected_failures,
-        allow_stale_excuses=allow_stale_excuses,
-        name=name,
-    )
-    codes = selected_codes(given["select"] or (), given["ignore"] or ())
-    excuses = Excuses(given["expected_failures"], given["allow_stale_excuses"])
-    sampling = Sampling(given["method"] == "sampled", *(given[n] for n in ("error_rate", "margin", "samples", "bound")))
-    call = Call(**{n: given[n] for n in ("placement", "credit", "beta", "arguments")})
-    blank = Report(
-        target=name or (loss if isinstance(loss, str) else name_of(loss)),
-        expect=plain(given["expect"]),
-        placement=given["placement"] or "loss",
-        seed=given["seed"],
-        versions=versions(),
-        verdict="error",
-        reduction="mean",
-        dtype="float64",
-    )
-    sizes = given["group_size"], given["batch_size"]
-    grading = _Grading(blank, given["expect"], given["environment"], codes, given["sampler"], *sizes, sampling, excuses)
+    given = {option: value for option, value in locals().items() if option != "loss"}
+    if isinstance(loss, str) and named(loss):
+        loss, given = _setting(loss, given)
+    options = Options.of(**given)
+    grading = _Grading(unmeasured(options, options.name or (loss if isinstance(loss, str) else name_of(loss))), options)
     try:
-        with time_limit(given["timeout"]):
-            grading.run(loss, call, name)
+        with time_limit(options.timeout):
+            grading.run(loss)
     except TargetError as error:
-        return grading.report(error)
+        return grading.report(str(error))
     return grading.report()
 
 
-DEFAULTS = {name: each.default for name, each in inspect.signature(grade).parameters.items() if name != "loss"}
-
-
-def _of_library(target: str, settings: Sequence[tuple[str, Setting]], given: Mapping[str, Any]) -> Report:
-    """One setting of a library, with what was asked for over what the setting asks for."""
-    if ":" not in target:
-        names = ", ".join(name for name, _ in settings[:3])
-        raise UsageError(f"{target} has {len(settings)} settings, of which Python grades one at a time: {names} …")
-    setting = settings[0][1]
-    changed = {name: value for name, value in given.items() if value != DEFAULTS[name]}
-    return grade(setting.target, **{"name": target, **setting.options_with(changed)})
-
-
+@dataclass
 class _Grading:
-    """One grading as far as it has come, so that a failure keeps what was measured before it."""
+    """One grading as far as it has come, so that a report of a loss that fails keeps what was measured before."""
 
-    def __init__(
-        self,
-        blank: Report,
-        declared: Combination,
-        environments: tuple[str, ...],
-        codes: list[str],
-        sampler: str | None,
-        group_size: int | None,
-        batch_size: int | None,
-        sampling: Sampling,
-        excuses: Excuses,
-    ) -> None:
-        self.blank = blank
-        self.declared = declared
-        self.environments = environments
-        self.codes = codes
-        self.sampler = sampler
-        self.group_size = group_size
-        self.batch_size = batch_size
-        self.sampling = sampling
-        self.excuses = excuses
-        self.loss: Loss | None = None
-        self.findings: Findings | None = None
-        self.results: list[CheckResult] = []
-        self.smallest: CounterExample | None = None
-        self.example: CounterExample | None = None
+    blank: Report
+    options: Options
+    loss: Loss | None = None
+    findings: Findings | None = None
+    results: list[CheckResult] = field(default_factory=list)
+    smallest: CounterExample | None = None
+    example: CounterExample | None = None
 
-    def run(self, target: Callable[..., Any] | str, call: Call, name: str | None) -> None:
-        if isinstance(target, BoundLoss):
-            loss = target
-        else:
-            loss = resolve(target, call) if isinstance(target, str) else bind(target, call, name=name)
-        self.loss = loss
+    def run(self, target: Callable[..., Any] | str) -> None:
+        options = self.options
+        codes = selected_codes(options.select, options.ignore)
+        self.loss = resolved(target, options)
         with preserved():
-            self._measure(loss)
+            self.findings = findings = plan(self.loss, options)
+            for environment in findings.environments:
+                for sampler in findings.samplers:
+                    findings.rows += findings.measure.rows(environment, sampler)
+            expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
+            self.results = run_checks(findings, codes, expected)
+            self.smallest = smallest_failure(findings)
+            self.example = None if self.smallest else example(findings)
 
-    def _measure(self, loss: Loss) -> None:
-        seed = self.blank.seed
-        uses = fields_used(loss, seed)
-        off_policy_only = loss.spec is not None and loss.spec.off_policy_only
-        samplers = SAMPLERS[self.sampler or ("both" if off_policy_only else "current")]
-        ignored = ""
-        if not (self.sampler or off_policy_only) and uses & SAMPLER_FIELDS:
-            if sampler_matters(loss, uses, seed):
-                samplers = SAMPLERS["both"]
-            else:
-                ignored = (
-                    f"It is given {' and '.join(sorted(uses & SAMPLER_FIELDS))}, and nothing that it returns, logs or "
-                    "differentiates changes with it: it was graded with the sampler equal to the policy only. Ask for "
-                    "--sampler both if its rollouts may be stale"
-                )
-        measure = Measure(
-            loss,
-            self.declared,
-            uses,
-            seed=seed,
-            sizes=Sizes.of(uses, self.group_size, self.batch_size),
-            sampling=replace(self.sampling, rows=len(self.environments) * len(samplers)),
-        )
-        self.findings = Findings(self.declared, loss.placement, self.environments, samplers, measure)
-        self.findings.notes += [ignored] * bool(ignored)
-        for environment in self.environments:
-            for sampler in samplers:
-                self.findings.rows += measure.rows(environment, sampler)
-        self.results = run_checks(self.findings, self.codes, self.excuses)
-        self.smallest = smallest_failure(self.findings)
-        self.example = None if self.smallest else example(self.findings)
-
-    def report(self, error: TargetError | None = None) -> Report:
-        found = self.blank if error is None else replace(self.blank, error=str(error))
-        loss, findings = self.loss, self.findings
+    def report(self, error: str = "") -> Report:
+        report, loss, findings = replace(self.blank, error=error), self.loss, self.findings
         if loss is None:
-            return found
+            return report
         credit = None if loss.placement == "loss" else loss.credit
-        found = replace(found, placement=loss.placement, credit=credit, notes=list(loss.notes))
+        report = replace(report, placement=loss.placement, credit=credit, notes=list(loss.notes))
         if findings is None:
-            return found
+            return report
         return replace(
-            found,
-            verdict=verdict(findings, self.results, error=found.error),
+            report,
+            verdict=verdict(findings, self.results, error=error),
             reduction=findings.observed.reduction,
             dtype=findings.observed.dtype,
             gradients=[row.published for row in findings.rows],
@@ -236,50 +142,79 @@ class _Grading:
         )
 
 
+def resolved(target: Callable[..., Any] | str, options: Options) -> Loss:
+    """Return a loss that can be called with a rollout."""
+    if isinstance(target, BoundLoss):
+        return target
+    call = Call(options.placement, options.credit, options.beta, options.arguments)  # type: ignore[arg-type]
+    return resolve(target, call) if isinstance(target, str) else bind(target, call, name=options.name)
+
+
+def plan(loss: Loss, options: Options) -> Findings:
+    """Return findings without rows: what will be measured, and how."""
+    uses, declared = fields_used(loss, options.seed), dict(options.expect)
+    samplers, notes = _samplers(loss, uses, options)
+    sampling = Sampling(
+        options.method == "sampled",
+        error_rate=options.error_rate,
+        margin=options.margin,
+        samples=options.samples,
+        bound=options.bound,
+        rows=len(options.environment) * len(samplers),
+    )
+    sizes = Sizes.of(uses, options.group_size, options.batch_size)
+    measure = Measure(loss, declared, uses, seed=options.seed, sizes=sizes, sampling=sampling)
+    findings = Findings(declared, loss.placement, options.environment, samplers, measure)
+    findings.notes += notes
+    return findings
+
+
+def _samplers(loss: Loss, uses: frozenset[str], options: Options) -> tuple[tuple[str, ...], list[str]]:
+    """The samplers to grade under, and a note if the loss takes the sampler's log-probs without depending on them."""
+    off_policy_only = loss.spec is not None and loss.spec.off_policy_only
+    if options.sampler or off_policy_only:
+        return SAMPLERS[options.sampler or "both"], []
+    taken = sorted(uses & SAMPLER_FIELDS)
+    if taken and sampler_matters(loss, uses, options.seed):
+        return SAMPLERS["both"], []
+    note = (
+        f"It takes {' and '.join(taken)}, but nothing that it returns, logs or differentiates changes with it: it was "
+        "graded with the sampler equal to the policy only. Ask for --sampler both if its rollouts may be stale"
+    )
+    return SAMPLERS["current"], [note] * bool(taken)
+
+
+def _setting(target: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A library's setting: what is graded for it, and its own options under those that differ from the defaults."""
+    settings = named(target)
+    if ":" not in target:
+        names = ", ".join(name for name, _ in settings[:3])
+        raise UsageError(f"{target} has {len(settings)} settings, of which Python grades one at a time: {names} …")
+    setting = settings[0][1]
+    changed = {name: value for name, value in given.items() if name in RENAMED or value != OPTIONS[name].default}
+    return setting.target, {"name": target, **setting.options_with(changed)}
+
+
+def unmeasured(options: Options, target: str, *, reduction: str = "mean", error: str = "") -> Report:
+    """Return the report of a loss of which nothing has been measured yet."""
+    return Report(
+        target=target,
+        expect=plain(options.expect),
+        placement=options.placement or "loss",
+        seed=options.seed,
+        versions=versions(),
+        verdict="error",
+        reduction=reduction,
+        dtype="float64",
+        error=error,
+    )
+
+
 def versions() -> dict[str, str]:
-    """What the numbers were computed with."""
+    """Return the versions of kltest, Python, torch and numpy that the numbers were computed with."""
     return {
         "kltest": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
-
-
-# An alarm that is further away than a month is none, and the system may not take it.
-LONGEST = 30 * 86_400.0
-
-
-class _TimeIsUp(KeyboardInterrupt):
-    """Passes everything that catches a loss's own errors, as an interrupt from the keyboard does."""
-
-
-@contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TargetError in the main thread when the time is over; UsageError where that cannot be done."""
-    if seconds is None or seconds > LONGEST:
-        yield
-        return
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        raise UsageError("timeout needs the main thread of a POSIX system; leave it out, or use the command line")
-    running = True
-
-    def ring(signum: int, frame: object) -> None:
-        if running:
-            raise _TimeIsUp
-
-    started = time.monotonic()
-    before = signal.signal(signal.SIGALRM, ring)
-    theirs, interval = signal.getitimer(signal.ITIMER_REAL)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    except _TimeIsUp:
-        raise TargetError(f"grading did not finish within {seconds:g} s: does the loss return?") from None
-    finally:
-        running = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
-        if theirs:
-            # Somebody else's alarm, as a limit on the whole test, goes on; one that is overdue rings at once.
-            signal.setitimer(signal.ITIMER_REAL, max(theirs - (time.monotonic() - started), 1e-6), interval)

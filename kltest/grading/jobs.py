@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 import threading
@@ -13,52 +14,63 @@ from typing import Any
 
 from kltest.adapters import named
 from kltest.errors import UsageError
-from kltest.grading import options
+from kltest.estimators import find
 from kltest.grading.bugs import note_bug
 from kltest.grading.isolation import Child, Kind, Output, Step
+from kltest.grading.options import DEFAULT_TIMEOUT, Options, checked
 from kltest.report import Report
 
 WAITING = 8
+"""Children that are kept between finding their target and grading it; more would hold too much memory."""
 LINES_SHOWN, LINE_SHOWN = 5, 100
+"""Lines of a failing target's output in its report, and characters of each."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One target with all its options, ready to be graded; its module is looked for in `folder` too."""
+    """One target to be graded: its name in reports, what is resolved, and its checked options by their Python names.
 
+    Modules are looked for in `folder` too.
+    """
+
+    name: str
     target: str
-    timeout: float = options.DEFAULT_TIMEOUT
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
     folder: str | None = None
 
-    @classmethod
-    def of(cls, target: str, given: Mapping[str, Any], folder: str | None = None) -> Job:
-        """From checked options under the names of the command line."""
-        settings = {name.replace("-", "_"): value for name, value in given.items() if name != "timeout"}
-        if "arg" in settings:
-            settings["arguments"] = settings.pop("arg")
-        return cls(target, given.get("timeout", cls.timeout), settings, folder)
+    @property
+    def timeout(self) -> float:
+        """Seconds that finding the target may take, and then grading it."""
+        return self.given.get("timeout", DEFAULT_TIMEOUT)
 
     @classmethod
     def all_of(cls, target: str, given: Mapping[str, Any], folder: str | None = None) -> list[Job]:
-        """The jobs that a target stands for: one, or one for each setting of a library."""
-        jobs = []
-        for name, setting in named(target):
-            patience = {key: setting.options[key] for key in ("timeout",) if key in setting.options}
-            jobs.append(cls.of(name, {**patience, **given}, folder))
-        return jobs or [cls.of(target, given, folder)]
+        """Return the jobs that a target stands for: one, or one for each setting of a library.
+
+        `given` holds checked options. Raises UsageError for a library or a setting that is not there.
+        """
+        settings = [
+            cls(name, setting.target, checked(setting.options_with(given), lambda option: option.name), folder)
+            for name, setting in named(target)
+        ]
+        return settings or [cls(target, target, given, folder)]
 
 
 def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
-    """A report a job, in order; UsageError before any grading if a target cannot be found or called.
+    """Yield a report for each job, in order. Raises UsageError before any grading if a target cannot be called.
 
     A misuse that shows only when the target is called comes as a report, of the kind "usage".
     """
-    _import_once()
+    for job in jobs:
+        if re.fullmatch(r"[\w-]+", job.target.strip()):
+            find(job.target.strip())  # an unknown name is refused before torch is imported
+    # Imported before children are forked, so that each has torch already.
+    import kltest.grading.grader  # noqa: F401
+
     with ExitStack() as stack:
         waiting: list[tuple[Child, Step]] = []
         for job in jobs:
-            child = stack.enter_context(Child(steps, job.target, dict(job.settings), job.folder))
+            child = stack.enter_context(Child(steps, job))
             step = child.step(job.timeout)
             if step.kind == "usage":
                 raise UsageError(step.message)
@@ -67,9 +79,9 @@ def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
                 child.close()
         for number, (job, (child, step)) in enumerate(zip(jobs, waiting, strict=True), 1):
             if len(jobs) > 1 and sys.stderr.isatty():
-                print(f"grading {job.target} ({number} of {len(jobs)})", file=sys.stderr)
+                print(f"grading {job.name} ({number} of {len(jobs)})", file=sys.stderr)
             if step.kind == "value" and number > WAITING:
-                child = stack.enter_context(Child(steps, job.target, dict(job.settings), job.folder))
+                child = stack.enter_context(Child(steps, job))
                 step = child.step(job.timeout)
             if step.kind == "value":
                 step = child.step(job.timeout)
@@ -77,62 +89,40 @@ def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
             yield _report(job, step, child.output), step.kind
 
 
-def steps(target: str, settings: Mapping[str, Any], folder: str | None = None) -> Iterator[Report | None]:
-    """In the child: first find the target and fit its parameters, then, when told to, grade it."""
-    if folder is not None and folder not in sys.path:
-        sys.path.append(folder)
+def steps(job: Job) -> Iterator[Report | None]:
+    """Resolve the target and fill its parameters in the child, then grade it there."""
+    if job.folder is not None and job.folder not in sys.path:
+        sys.path.append(job.folder)
     import torch
 
-    # Threads would cost more than they gain in worlds this small, and a forked process cannot use its parent's.
+    # Threads cost more than they gain in environments this small, and a forked process cannot use its parent's.
     torch.set_num_threads(1)
-    from kltest.grading.grader import grade as grade_here
-    from kltest.loss.outcome import Call
-    from kltest.loss.resolve import resolve
+    from kltest.grading.grader import grade, resolved
 
-    named_by = target
-    for _, setting in named(target):
-        target, settings = setting.target, setting.options_with(settings)
-        settings.pop("timeout", None)
-    call = {name: settings[name] for name in ("placement", "credit", "arguments") if name in settings}
-    loss = resolve(target, Call(**call))
+    given = {name: value for name, value in job.given.items() if name != "timeout"}
+    loss = resolved(job.target, Options(**given))
     yield None
-    yield grade_here(loss, name=named_by, **{key: value for key, value in settings.items() if key not in call})
-
-
-def _import_once() -> None:
-    """Before the children are forked, so that each has torch already."""
-    import kltest.grading.grader  # noqa: F401
+    yield grade(loss, **{"name": job.name, **given})
 
 
 def _report(job: Job, step: Step, output: Output) -> Report:
     if step.kind == "value":
         return _with_output(step.value, output)
-    message = f"{job.target} {step.message}" if step.kind == "ended" else step.message
+    message = f"{job.name} {step.message}" if step.kind == "ended" else step.message
     if step.kind == "crashed":
         message = note_bug(message, step.trace)
     return _with_output(failed(job, message), output)
 
 
 def failed(job: Job, message: str) -> Report:
-    """A report for a target of which nothing is known but how it ended."""
-    from kltest.grading.grader import versions
-    from kltest.truth import parse, plain
+    """Return the report of a target of which nothing is known but how it ended."""
+    from kltest.grading.grader import unmeasured
 
-    return Report(
-        target=job.target,
-        expect=plain(parse(job.settings.get("expect", "reverse_kl"))),
-        placement=job.settings.get("placement", "loss"),
-        seed=job.settings.get("seed", 0),
-        versions=versions(),
-        verdict="error",
-        reduction="per-row",
-        dtype="float64",
-        error=message,
-    )
+    return unmeasured(Options(**job.given), job.name, reduction="per-row", error=message)
 
 
 def _with_output(report: Report, output: Output) -> Report:
-    """What the target printed stays out of the report, but that it did is said, and shown where that may help."""
+    """The report with a note on what the target printed: how many lines, and the last of them if it failed."""
     if not output.lines:
         return report
     count = f"the target printed {output.lines} line{'s' if output.lines > 1 else ''}"
@@ -143,7 +133,7 @@ def _with_output(report: Report, output: Output) -> Report:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM stops the children and keeps what is finished, as Ctrl-C does."""
+    """Treat SIGTERM like Ctrl-C: children are stopped, and finished reports are kept."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,200 +1,265 @@
-"""The options of `kltest grade`, wherever they stand: each one's form, checked before anything is run.
+"""Options of a grading: the one place where their names, defaults, forms and help texts are written.
 
-A value comes from the command line (text) or from `[tool.kltest]` (TOML); `where` names the place in messages.
+From `Options` are made the command line of `kltest grade`, the settings of `[tool.kltest]`, and the validation and
+documentation of the arguments of `kltest.grade`. Importing this module loads neither torch nor numpy.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar, get_args
 
-from kltest.errors import UsageError, did_you_mean
 from kltest.estimators.spec import Credit, Placement
+from kltest.grading import forms
+from kltest.grading.forms import Form
 
 DEFAULT_TIMEOUT = 60.0
-SAMPLERS = ("current", "stale", "both")
+"""Seconds that a target may take on the command line; in Python there is no limit unless one is given."""
 
 
-def expectation(value: object, where: str) -> str:
-    from kltest.truth import parse
+@dataclass(frozen=True)
+class Option:
+    """One option of a grading.
 
-    text = _text(value, where)
-    try:
-        parse(text)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
-    return text
+    `default` is written as a user would write it. `unset` says what holds if a default of None is left. `flag` and
+    `key` name the option on the command line and in `[tool.kltest]` (None: only Python has it). `kind` is the type of
+    one value on the command line. With `may_be_none`, None in Python is as if the option had not been given; with
+    `may_be_empty`, so is an empty text or list. `in_python` is the help text of a Python argument if it differs.
+    """
 
+    default: Any
+    form: Form
+    help: str
+    metavar: str | None = None
+    unset: str = ""
+    kind: type = str
+    repeatable: bool = False
+    flag: str | None = ""
+    key: str | None = ""
+    may_be_none: bool = False
+    may_be_empty: bool = False
+    in_python: str = ""
+    name: str = ""
 
-def choice(*known: str) -> Callable[[object, str], str]:
-    def check(value: object, where: str) -> str:
-        return _known(_text(value, where), known, where)
+    @property
+    def explained(self) -> str:
+        """The help text with the default behind it."""
+        return _with_default(self.help, self)
 
-    return check
+    @property
+    def explained_in_python(self) -> str:
+        """The same for an argument of `kltest.grade`."""
+        return _with_default(self.in_python or self.help, self)
 
-
-def environments(value: object, where: str) -> tuple[str, ...]:
-    from kltest.identify.instances import ENVIRONMENTS, NETWORKS
-
-    names = tuple(dict.fromkeys(_known(name, tuple(ENVIRONMENTS), where) for name in _names(value, where)))
-    if NETWORKS.intersection(names):
-        from kltest.language_models.models import needs_transformers
-
-        needs_transformers()
-    return names
-
-
-def codes(value: object, where: str) -> tuple[str, ...]:
-    from kltest.checks import CHECKS
-
-    prefixes = tuple(name.upper() for name in _names(value, where))
-    for prefix in prefixes:
-        if not any(code.startswith(prefix) for code in CHECKS):
-            hint = did_you_mean(prefix, CHECKS)
-            raise UsageError(
-                f"{where}: no check's code begins with {prefix!r}; {hint}the codes are {', '.join(CHECKS)}"
-            )
-    return prefixes
-
-
-def arguments(value: object, where: str) -> dict[str, object]:
-    from kltest.loss.arguments import parse_arguments
-
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple | Mapping) or not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{where}: give a table of arguments, or texts of the form NAME=VALUE; it is {value!r}")
-    try:
-        if isinstance(texts, Mapping):
-            parse_arguments(f"{name}=" for name in texts)
-            return dict(texts)
-        return parse_arguments(texts)
-    except UsageError as error:
-        # The message names the option already, but not the file that it may stand in.
-        raise UsageError(str(error) if where == "--arg" else f"{where}: {error}") from None
+    def left_out(self, value: object) -> bool:
+        """True if a Python value is as if the option had not been given."""
+        return (self.may_be_none and value is None) or (
+            self.may_be_empty and isinstance(value, str | list | tuple | set | frozenset) and not value
+        )
 
 
-def whole(least: int) -> Callable[[object, str], int]:
-    def check(value: object, where: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise UsageError(f"{where}: give a whole number of at least {least}; it is {value!r}")
-        return value
-
-    return check
-
-
-def seconds(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value <= 0:
-        raise UsageError(f"{where}: give a positive number of seconds; it is {value!r}")
-    return float(value)
+def _option(default: Any, form: Form, help: str, metavar: str | None = None, **more: Any) -> Any:
+    """A field of Options; a table that is not given is empty, and the claim is parsed."""
+    option = Option(default, form, help, metavar, **{"may_be_none": default is None, **more})
+    metadata = {"option": option}
+    if option.repeatable:
+        return field(default_factory=dict, metadata=metadata)
+    if form is forms.combination:
+        return field(default_factory=lambda: form(default, "default"), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def expected_failures(value: object, where: str) -> dict[str, str]:
-    """A table of reasons by code, or texts CODE=REASON."""
-    from kltest.grading.expected_failures import checked as reasons
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one grading, each in its checked form."""
 
-    if isinstance(value, Mapping):
-        return reasons(value, where)
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and "=" in text for text in texts):
-        raise UsageError(f"{where}: give CODE=REASON, as KL201='token-level on purpose'; it is {value!r}")
-    found: dict[str, str] = {}
-    for text in texts:
-        code, _, reason = text.partition("=")
-        excused = reasons({code.strip(): reason}, where)
-        if found.keys() & excused:
-            raise UsageError(f"{where}: {code.strip()} is excused twice")
-        found |= excused
+    expect: Mapping[str, float] = _option(
+        "reverse_kl",
+        forms.combination,
+        "The gradient that is claimed, or a combination: [c*]NAME[±[c*]NAME]….",
+        "NAME",
+    )
+    placement: str | None = _option(
+        None,
+        forms.choice(*get_args(Placement)),
+        "Position of the term.",
+        "|".join(get_args(Placement)),
+        unset="its own, else loss",
+    )
+    credit: str | None = _option(
+        None,
+        forms.choice(*get_args(Credit)),
+        "What a token in the reward is credited with.",
+        "|".join(get_args(Credit)),
+        unset="its own, else return",
+    )
+    environment: tuple[str, ...] = _option(
+        ("bandit", "sequence", "ragged"), forms.environments, "Environments of `kltest list`.", "NAME,…"
+    )
+    sampler: str | None = _option(
+        None,
+        forms.choice("current", "stale", "both"),
+        "Policy that drew the rollouts.",
+        "current|stale|both",
+        unset="both if the loss depends on the sampler's log-probs, else current",
+    )
+    arguments: Mapping[str, Any] = _option(
+        None,
+        forms.arguments,
+        "An argument of the target, repeatable; NAME=@FIELD passes a field of the rollout.",
+        "NAME=VALUE",
+        in_python='Arguments of the loss by name; "@FIELD" passes a field of the rollout.',
+        repeatable=True,
+        flag="--arg",
+        key="arg",
+    )
+    beta: float | None = _option(
+        None,
+        forms.coefficient,
+        "Coefficient of the KL part, passed to the loss.",
+        unset="1",
+        flag=None,
+        key=None,
+    )
+    select: tuple[str, ...] = _option(
+        (), forms.codes, "Only these checks: codes or prefixes.", "CODE,…", may_be_none=True, may_be_empty=True
+    )
+    ignore: tuple[str, ...] = _option(
+        (), forms.codes, "All checks but these: codes or prefixes.", "CODE,…", may_be_none=True, may_be_empty=True
+    )
+    seed: int = _option(0, forms.whole(0), "Seed of the environments and of padding.", "N", kind=int)
+    timeout: float | None = _option(
+        None,
+        forms.seconds,
+        "Seconds that a target may take.",
+        "SECONDS",
+        kind=float,
+        unset=f"{DEFAULT_TIMEOUT:g} on the command line, none in Python",
+    )
+    group_size: int | None = _option(
+        None, forms.whole(2), "Rollouts of one prompt in a group.", "N", kind=int, unset="4"
+    )
+    batch_size: int | None = _option(
+        None,
+        forms.whole(2),
+        "Rollouts in a batch, if the loss couples them.",
+        "N",
+        kind=int,
+        unset="as many as can be enumerated",
+    )
+    method: str = _option(
+        "exact",
+        forms.choice("exact", "sampled"),
+        "Enumerate all rollouts, or sample until the verdict is clear; what cannot be enumerated is always sampled.",
+        "exact|sampled",
+    )
+    error_rate: float = _option(
+        1e-6, forms.positive(below=1.0), "Highest probability of a wrong sampled verdict.", "RATE", kind=float
+    )
+    margin: float = _option(
+        0.05, forms.positive(), "Largest relative bias that a sampled verdict accepts.", "SHARE", kind=float
+    )
+    samples: int | None = _option(
+        None,
+        forms.whole(1),
+        "Most batches sampled in an instance.",
+        "N",
+        kind=int,
+        unset="200000, or 10000 if each needs a call of its own",
+    )
+    bound: float | None = _option(
+        None,
+        forms.positive(),
+        "A known bound on the norm of a batch's gradient; without it a sampled verdict is asymptotic.",
+        "NORM",
+        kind=float,
+    )
+    expected_failures: Mapping[str, str] = _option(
+        None,
+        forms.expected_failures,
+        "A check that is expected to fail, and why, repeatable: its failure does not refute, but its pass does.",
+        "CODE=REASON",
+        in_python="Reasons by code of checks that are expected to fail: a failure does not refute, but a pass does.",
+        repeatable=True,
+        flag="--expect-failure",
+    )
+    allow_unexpected_passes: bool = _option(
+        False, forms.switch, "Do not refute a loss if a check passes that is expected to fail.", kind=bool
+    )
+    name: str | None = _option(
+        None,
+        forms.title,
+        "The name of the loss in the report.",
+        unset="the name of the function",
+        flag=None,
+        key=None,
+    )
+
+    @classmethod
+    def of(cls, **given: Any) -> Options:
+        """Options from Python values. Raises UsageError for the first that is wrong."""
+        kept = {name: value for name, value in renamed(given).items() if not OPTIONS[name].left_out(value)}
+        return cls(**{name: OPTIONS[name].form(value, name) for name, value in kept.items()})
+
+
+def _named() -> Iterator[Option]:
+    for each in fields(Options):
+        option: Option = each.metadata["option"]
+        dashed = each.name.replace("_", "-")
+        flag = f"--{dashed}" if option.flag == "" else option.flag
+        yield replace(option, name=each.name, flag=flag, key=dashed if option.key == "" else option.key)
+
+
+OPTIONS = {option.name: option for option in _named()}
+"""All options by their names in Python."""
+KEYS = {option.key: option for option in OPTIONS.values() if option.key}
+"""The options that may stand in `[tool.kltest]`, for all targets or for one, by their names there."""
+RENAMED = {"allow_stale_excuses": "allow_unexpected_passes"}
+"""Old names, read for one release."""
+
+
+def renamed(given: Mapping[str, Any], stacklevel: int = 4) -> dict[str, Any]:
+    """Python arguments under their present names, with a DeprecationWarning for each old one that is set."""
+    found = dict(given)
+    for old, new in RENAMED.items():
+        if old in found and OPTIONS[new].form(found.pop(old), old):
+            warnings.warn(f"{old} is deprecated; write {new}", DeprecationWarning, stacklevel=stacklevel)
+            found[new] = True
     return found
 
 
-def switch(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{where}: give true or false; it is {value!r}")
-    return value
-
-
-def positive(below: float = math.inf) -> Callable[[object, str], float]:
-    def check(value: object, where: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-            limit = f" below {below:g}" if below < math.inf else ""
-            raise UsageError(f"{where}: give a positive number{limit}; it is {value!r}")
-        return float(value)
-
-    return check
-
-
-def outputs(value: object, where: str) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{where}: give FORMAT or FORMAT:PATH, or a list of these; it is {value!r}")
-    return tuple(texts)
-
-
-GRADE: dict[str, Callable[[object, str], Any]] = {
-    "expect": expectation,
-    "placement": choice(*get_args(Placement)),
-    "credit": choice(*get_args(Credit)),
-    "environment": environments,
-    "sampler": choice(*SAMPLERS),
-    "arg": arguments,
-    "select": codes,
-    "ignore": codes,
-    "seed": whole(0),
-    "timeout": seconds,
-    "group-size": whole(2),
-    "batch-size": whole(2),
-    "method": choice("exact", "sampled"),
-    "error-rate": positive(below=1.0),
-    "margin": positive(),
-    "samples": whole(1),
-    "bound": positive(),
-    "expected-failures": expected_failures,
-    "allow-stale-excuses": switch,
-}
-"""The options that may differ from target to target."""
-
-
-def flag(name: str) -> str:
-    """How an option is written on the command line, where one excuse is given at a time."""
-    return "--expect-failure" if name == "expected-failures" else f"--{name}"
-
-
-def checked(options: Mapping[str, object], place: Callable[[str], str] = flag) -> dict[str, Any]:
-    """The options that were given (not None), in their checked form; UsageError for the first that is wrong."""
-    return {name: GRADE[name](value, place(name)) for name, value in options.items() if value is not None}
+def checked(given: Mapping[str, object], place: Callable[[Option], str]) -> dict[str, Any]:
+    """Those options that were given (not None), checked; `place` names an option's place in messages."""
+    return {name: OPTIONS[name].form(value, place(OPTIONS[name])) for name, value in given.items() if value is not None}
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked options, a later layer winning; excuses add up."""
+    """Checked options, a later layer winning; expected failures add up."""
     found: dict[str, Any] = {}
     for layer in layers:
-        excuses = {**found.get("expected-failures", {}), **layer.get("expected-failures", {})}
+        reasons = {**found.get("expected_failures", {}), **layer.get("expected_failures", {})}
         found |= layer
-        if excuses:
-            found["expected-failures"] = excuses
+        if reasons:
+            found["expected_failures"] = reasons
     return found
 
 
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{where}: give a text; it is {value!r}")
-    return value
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _names(value: object, where: str) -> list[str]:
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        raise UsageError(f"{where}: give names separated by commas, or a list of names; it is {value!r}")
-    names = [part.strip() for part in parts if part.strip()]
-    if not names:
-        raise UsageError(f"{where}: give at least one name; it is {value!r}")
-    return names
+def documented(function: Function) -> Function:
+    """Write the options into the function's docstring in place of `{options}`."""
+    wrap = textwrap.TextWrapper(108, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+    lines = (wrap.fill(f"{option.name}: {option.explained_in_python}") for option in OPTIONS.values())
+    function.__doc__ = (function.__doc__ or "").replace("        {options}", "\n".join(lines))
+    return function
 
 
-def _known(name: str, known: Iterable[str], where: str) -> str:
-    names = list(known)
-    if name not in names:
-        hint = did_you_mean(name, names)
-        raise UsageError(f"{where}: there is no {name!r}; {hint}choose from {', '.join(names)}")
-    return name
+def _with_default(help: str, option: Option) -> str:
+    default = option.unset
+    if not default and option.default not in (None, ()) and option.default is not False:
+        default = ",".join(option.default) if isinstance(option.default, tuple) else str(option.default)
+    return f"{help.rstrip('.')} [default: {default.replace('e-0', 'e-')}]." if default else help

@@ -1,13 +1,14 @@
-"""What a pytest item does: its loss is graded when the first of its items runs, in this process, for all of them."""
+"""Items of pytest: a loss is graded in this process when the first of its items runs, once for all of them."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kltest.errors import KltestWarning, TargetError, UsageError
+from kltest.grading.options import Options
 from kltest.grading.verdict import selected_codes
 from kltest.report import CheckResult, RefutedError, Report
 
@@ -17,7 +18,7 @@ GRADIENT = "gradient"
 
 
 class Grading:
-    """A loss with its options, graded when its report is first asked for; a refusal is remembered as well."""
+    """A loss with its options, graded when its report is first read; a usage error is kept as well."""
 
     def __init__(self, loss: Target, name: str, options: Mapping[str, Any]) -> None:
         self.loss, self.name, self.options = loss, name, options
@@ -47,14 +48,14 @@ class Grading:
         return outcome if isinstance(outcome, Report) else None
 
     def of(self, loss: Target) -> Grading:
-        """The grading of a loss that a test made itself, with the same options; kept, so that its id stays its own."""
+        """Return the grading, with the same options, of a loss that the test made itself; it is kept, and so its id."""
         if loss is self.loss:
             return self
         return self.others.setdefault(id(loss), Grading(loss, self.name, self.options))
 
 
 class GradedCheck:
-    """One check of one loss, called by a test with that loss: raises, skips, warns, or returns."""
+    """One check of one loss, called by a test with that loss."""
 
     def __init__(self, code: str, grading: Grading) -> None:
         self.code, self.grading = code, grading
@@ -63,31 +64,28 @@ class GradedCheck:
         return f"<check {self.code} of {self.grading.name}>"
 
     def __call__(self, loss: Target) -> None:
-        """Raises RefutedError where the check failed, TargetError where the loss could not be graded."""
+        """Raise RefutedError if the check failed and TargetError if the loss failed; else skip, warn, or return."""
         __tracebackhide__ = True
         report = self.grading.of(loss).report
         if report.verdict == "error":
             raise TargetError(report.error)
         if self.code == GRADIENT:
-            judge_gradient(report)
+            assert_gradient(report)
         else:
             found = next(check for check in report.checks if check.code == self.code)
-            judge_check(report, found, self.grading.options.get("expected_failures", {}).get(self.code, ""))
+            assert_check(report, found, self.grading.options.get("expected_failures", {}).get(self.code, ""))
 
 
 def graded_checks(loss: Target, name: str, options: Mapping[str, Any]) -> list[GradedCheck]:
-    """The gradient and every check that is asked for, of one grading."""
+    """Return the gradient and every selected check of one grading. Raises UsageError for a wrong option."""
+    selected = Options.of(**options)
+    codes = selected_codes(selected.select, selected.ignore)
     grading = Grading(loss, name, options)
-    codes = selected_codes(*(_listed(options.get(option, ())) for option in ("select", "ignore")))
     return [GradedCheck(code, grading) for code in (GRADIENT, *codes)]
 
 
-def _listed(given: str | Iterable[str]) -> list[str]:
-    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else list(given)
-
-
-def judge_gradient(report: Report) -> None:
-    """Whether the expected gradient is the declared one; an expected failure where only excused checks explain it."""
+def assert_gradient(report: Report) -> None:
+    """Raise RefutedError if a row disagrees, or xfail if only expected failures account for it."""
     __tracebackhide__ = True
     import pytest
 
@@ -107,8 +105,8 @@ def judge_gradient(report: Report) -> None:
         raise RefutedError(f"{report.target} does not follow {report.expect}:\n{told}")
 
 
-def judge_check(report: Report, check: CheckResult, excuse: str = "") -> None:
-    """Whether one check passed; `excuse` is why it is expected not to."""
+def assert_check(report: Report, check: CheckResult, expected: str = "") -> None:
+    """Raise RefutedError, xfail, skip or warn if the check did not pass; `expected` is why it is expected to fail."""
     __tracebackhide__ = True
     import pytest
 
@@ -120,7 +118,10 @@ def judge_check(report: Report, check: CheckResult, excuse: str = "") -> None:
     if check.status == "fail":
         warnings.warn(words, KltestWarning, stacklevel=3)
     elif check.status != "pass":
-        if excuse:
-            told = f"{check.code} is excused for {report.target}, but the check could not be made here: {check.message}"
+        if expected:
+            told = (
+                f"{check.code} is expected to fail for {report.target}, but the check could not be made here: "
+                f"{check.message}"
+            )
             warnings.warn(told, KltestWarning, stacklevel=3)
         pytest.skip(check.message or "no reason given")

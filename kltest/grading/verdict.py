@@ -1,18 +1,18 @@
-"""From findings to checks and a verdict."""
+"""Results of the checks, and the verdict that follows from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from kltest.checks import CHECKS, Check, Found
-from kltest.errors import KltestError, UsageError
-from kltest.grading.expected_failures import Excuses
+from kltest.errors import KltestError
+from kltest.grading.expected_failures import ExpectedFailures
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.report import CheckResult, Verdict
 from kltest.truth import render
 
-# A factor, or a gradient that is zero, is not reported once more where one of these accounts for it by its cause.
+# A check on the left is not reported for rows that one on the right accounts for: the right one names the cause.
 CAUSES = {
     "KL101": ("KL510",),
     "KL106": ("KL203", "KL204", "KL402", "KL403", "KL510"),
@@ -21,40 +21,39 @@ CAUSES = {
 LEFTOVER = "KL105"
 
 
-def selected_codes(select: Iterable[str], ignore: Iterable[str]) -> list[str]:
-    """The codes that are asked for by codes or prefixes; UsageError for one that is the beginning of no code."""
-    select, ignore = list(select), list(ignore)
-    for prefix in (*select, *ignore):
-        if not prefix or not any(code.startswith(prefix.upper()) for code in CHECKS):
-            raise UsageError(f"there is no check whose code begins with {prefix!r}; the codes are {', '.join(CHECKS)}")
-    kept = [code for code in CHECKS if not select or any(code.startswith(prefix.upper()) for prefix in select)]
-    return [code for code in kept if not any(code.startswith(prefix.upper()) for prefix in ignore)]
-
-
-NO_EXCUSES = Excuses()
-# What these look at shows in a single call, or is asked only of what was enumerated; every other experiment compares
-# calls, and a loss that does not repeat itself differs between any two.
+# These need a single call, or apply only to what was enumerated. Every other experiment compares calls, which differ
+# anyway if the loss does not repeat itself.
 IN_ONE_CALL = frozenset({"KL105", "KL505", "KL506", "KL507"})
 
 
-def run_checks(findings: Findings, codes: Iterable[str], excuses: Excuses = NO_EXCUSES) -> list[CheckResult]:
-    """The result of each check: which of the disagreeing rows it accounts for; excused rows are marked as such."""
+def selected_codes(select: Collection[str], ignore: Collection[str]) -> list[str]:
+    """Return the codes of all checks that begin with a prefix of `select` (if there is any) and none of `ignore`."""
+    return [
+        code for code in CHECKS if (not select or code.startswith(tuple(select))) and not code.startswith(tuple(ignore))
+    ]
+
+
+def run_checks(findings: Findings, codes: Iterable[str], expected: ExpectedFailures) -> list[CheckResult]:
+    """Return the result of each check, and mark the rows whose checks are all expected to fail.
+
+    A check fails if it accounts for a disagreeing row, or if its own experiment finds something.
+    """
     explained = {code: _explained(check, findings) for code, check in CHECKS.items()}
     for code, causes in CAUSES.items():
         caused = [row for cause in causes for row in explained[cause]]
         explained[code] = [row for row in explained[code] if row not in caused]
     named = [row for rows in explained.values() for row in rows]
     explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
-    results = [excuses.result(_result(CHECKS[code], explained[code], findings)) for code in codes]
-    findings.rows = [excuses.row(row, explained) for row in findings.rows]
-    findings.notes += excuses.notes(results, explained)
+    results = [expected.result(_result(CHECKS[code], explained[code], findings)) for code in codes]
+    findings.rows = [expected.row(row, explained) for row in findings.rows]
+    findings.notes += expected.notes(results, explained)
     return results
 
 
 def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = "") -> Verdict:
-    """Error over refuted over inconclusive over confirmed.
+    """Return the first of error, refuted, inconclusive and confirmed that applies.
 
-    One disagreeing row or one failed check refutes, unless it is excused; so does a stale excuse.
+    A disagreeing row or a failed check refutes, unless it is expected; so does a check that passes unexpectedly.
     """
     if error:
         return "error"
@@ -72,7 +71,7 @@ def _explained(check: Check, findings: Findings) -> list[Row]:
 
 
 def _explains(check: Check, row: Row, findings: Findings) -> bool:
-    """An experiment that cannot be made explains nothing; `examine` says that it could not."""
+    """True if the check accounts for the row; an experiment that cannot be made accounts for nothing."""
     try:
         return check.explains(row, findings)
     except KltestError:

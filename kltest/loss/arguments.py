@@ -1,35 +1,14 @@
-"""`--arg name=value`: parsing, and the stand-in objects that dotted names build."""
+"""Arguments given by name: fields of the rollout, and stand-in objects that dotted names build."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from kltest.errors import UsageError
 from kltest.rollout import FIELDS, NotGivenError, Rollout, field_named
-
-
-def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
-    """`name=value` pairs; a value is a Python literal where it reads as one, else the text itself.
-
-    Raises UsageError for a text without `=`, an empty or impossible name, or a name given twice.
-    """
-    parsed: dict[str, object] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        name = name.strip()
-        if not equals or not all(part.isidentifier() for part in name.split(".")):
-            raise UsageError(f"--arg wants NAME=VALUE (or NAME=@FIELD), with a parameter's name; it got {text!r}")
-        if name in parsed:
-            raise UsageError(f"--arg gives {name!r} twice; give it once")
-        try:
-            parsed[name] = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            parsed[name] = value
-    return parsed
 
 
 def field_asked(value: object) -> str | None:

@@ -1,0 +1,131 @@
+"""The program `kltest`: its commands, and how errors become a message and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from kltest import __version__
+from kltest.errors import KltestError
+
+COMMANDS = {
+    "grade": "grade",
+    "list": "listing",
+    "explain": "explain",
+    "libraries": "libraries",
+    "finetune": "finetune",
+    "reproduce": "reproduce",
+    "run": "run",
+    "figures": "figures",
+    "paper": "paper",
+}
+"""The module of each command, in the order of `--help`; its function is `command`, the end of its help `EPILOG`."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, a quota, and a limit on the size of a file."""
+
+
+def answered(command: Callable[..., int | None]) -> Callable[..., NoReturn]:
+    """Turn a command's errors into one message on standard error and an exit code."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> NoReturn:
+        try:
+            code = command(*arguments, **options) or 0
+            sys.stdout.flush()
+        except KltestError as error:
+            typer.echo(f"kltest: {error}", err=True)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            typer.echo("kltest: interrupted", err=True)
+            code = 130
+        except BrokenPipeError:
+            # The reader is gone (`kltest list | head`).
+            _give_up_standard_output()
+            code = 141
+        except Exception as error:
+            code = _failed(error)
+        raise typer.Exit(code)
+
+    return run
+
+
+def _failed(error: Exception) -> int:
+    """Report a full disk as such, and everything else as a bug of kltest."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        _give_up_standard_output()
+        typer.echo(f"kltest: {error.filename or 'standard output'} cannot be written: {error.strerror}", err=True)
+        return 3
+    from kltest.grading.bugs import note_bug
+    from kltest.grading.isolation import describe
+
+    typer.echo(f"kltest: {note_bug(describe(error), traceback.format_exc())}", err=True)
+    return 3
+
+
+def _give_up_standard_output() -> None:
+    """Redirect standard output to nowhere, so that Python's last flush at exit does not fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kltest {__version__}")
+        raise typer.Exit()
+
+
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Identify the gradient that a KL penalty follows: exactly, over every rollout of a small environment."""
+
+
+def _application() -> typer.Typer:
+    made = typer.Typer(
+        name="kltest",
+        callback=program,
+        epilog="Start with: kltest grade k3-loss",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name, module in COMMANDS.items():
+        found = import_module(f"kltest.cli.{module}")
+        made.command(name, epilog=getattr(found, "EPILOG", None))(answered(found.command))
+    return made
+
+
+app = _application()
+
+
+def main() -> None:
+    """Run the command line; the entry point `kltest`."""
+    _open_closed_streams()
+    try:
+        app()
+    except OSError as error:  # --help and --version are written before any command runs
+        sys.exit(_failed(error))
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the caller closed (`>&-`) on nowhere, before another file takes their numbers."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115

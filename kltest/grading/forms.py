@@ -1,0 +1,211 @@
+"""Forms that the value of an option may take: each is a function that checks a value and returns it as it is used.
+
+A value comes from the command line (text), from `[tool.kltest]` (TOML) or from Python. `where` names its place in
+messages. Every form raises UsageError for a value of another kind. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard
+
+from kltest.errors import UsageError, did_you_mean
+
+Form = Callable[[object, str], Any]
+
+
+def combination(value: object, where: str) -> dict[str, float]:
+    """A combination of named gradients, as text or as coefficients by name."""
+    from kltest.truth import parse
+    from kltest.truth.combination import canonical
+
+    if not isinstance(value, Mapping):
+        value = text(value, where)
+    elif not all(isinstance(name, str) and is_number(number) for name, number in value.items()):
+        raise UsageError(f'{where}: give numbers by the names of gradients, as {{"reverse_kl": 1.0}}; it is {value!r}')
+    try:
+        return parse(value) if isinstance(value, str) else canonical(value)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def choice(*known: str) -> Form:
+    """One of a few names."""
+
+    def form(value: object, where: str) -> str:
+        return _known(text(value, where), known, where)
+
+    return form
+
+
+def environments(value: object, where: str) -> tuple[str, ...]:
+    """Names of environments, each once; UsageError if one of them needs a package that is not installed."""
+    from kltest.identify.instances import ENVIRONMENTS, NETWORKS
+
+    names = tuple(dict.fromkeys(_known(name, tuple(ENVIRONMENTS), where) for name in _names(value, where)))
+    if NETWORKS.intersection(names):
+        from kltest.language_models.models import needs_transformers
+
+        needs_transformers()
+    return names
+
+
+def codes(value: object, where: str) -> tuple[str, ...]:
+    """Codes of checks or their first letters, in capitals."""
+    from kltest.checks import CHECKS
+
+    prefixes = tuple(name.upper() for name in _names(value, where))
+    for prefix in prefixes:
+        if not any(code.startswith(prefix) for code in CHECKS):
+            hint = did_you_mean(prefix, CHECKS)
+            raise UsageError(
+                f"{where}: no check's code begins with {prefix!r}; {hint}the codes are {', '.join(CHECKS)}"
+            )
+    return prefixes
+
+
+def arguments(value: object, where: str) -> dict[str, object]:
+    """Arguments of the loss, by name; of a text NAME=VALUE the value is read as a Python literal if it is one."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, Mapping):
+        pairs = [(name, "=", given) for name, given in texts.items()]
+    elif isinstance(texts, list | tuple) and all(isinstance(each, str) for each in texts):
+        pairs = [(name.strip(), equals, _literal(given)) for name, equals, given in (t.partition("=") for t in texts)]
+    else:
+        raise UsageError(f"{where}: give a table of arguments, or texts of the form NAME=VALUE; it is {value!r}")
+    found: dict[str, object] = {}
+    for name, equals, given in pairs:
+        if not (equals and isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
+            raise UsageError(f"{where}: give NAME=VALUE or NAME=@FIELD, with an argument's name; the name is {name!r}")
+        if name in found:
+            raise UsageError(f"{where}: {name!r} is given twice; give it once")
+        found[name] = given
+    return found
+
+
+def expected_failures(value: object, where: str) -> dict[str, str]:
+    """Reasons by code, as a table or as texts CODE=REASON; every code exists and every reason says something."""
+    from kltest.checks import CHECKS
+
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(each, str) and "=" in each for each in texts):
+            raise UsageError(
+                f"{where}: give a reason for each code, as CODE=REASON on the command line "
+                f'(KL201="token-level on purpose") or as {{"KL201": "why"}}; it is {value!r}'
+            )
+        pairs = [(code.strip(), reason) for code, _, reason in (each.partition("=") for each in texts)]
+    reasons: dict[str, str] = {}
+    for code, reason in pairs:
+        known = code.upper() if isinstance(code, str) else code
+        if known not in CHECKS:
+            hint = did_you_mean(known, CHECKS) if isinstance(known, str) else ""
+            raise UsageError(f"{where}: there is no check {code!r}; {hint}the codes are {', '.join(CHECKS)}")
+        if not isinstance(reason, str) or not reason.strip():
+            raise UsageError(f"{where}: say why {known} is expected to fail; its reason is {reason!r}")
+        if known in reasons:
+            raise UsageError(f"{where}: {known} is given two reasons; give one")
+        reasons[known] = reason.strip()
+    return reasons
+
+
+def whole(least: int) -> Form:
+    """A whole number of at least `least`."""
+
+    def form(value: object, where: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+            raise UsageError(f"{where}: give a whole number of at least {least}; it is {value!r}")
+        return value
+
+    return form
+
+
+def positive(below: float = math.inf) -> Form:
+    """A finite positive number below `below`."""
+
+    def form(value: object, where: str) -> float:
+        if not (is_number(value) and 0 < value < below):
+            limit = f" below {below:g}" if below < math.inf else ""
+            raise UsageError(f"{where}: give a positive number{limit}; it is {value!r}")
+        return float(value)
+
+    return form
+
+
+def seconds(value: object, where: str) -> float:
+    """A positive number of seconds, infinity included."""
+    if not (is_number(value) and value > 0):
+        raise UsageError(f"{where}: give a positive number of seconds; it is {value!r}")
+    return float(value)
+
+
+def coefficient(value: object, where: str) -> float:
+    """A finite number other than 0."""
+    if not (is_number(value) and 0 < abs(value) < math.inf):
+        raise UsageError(
+            f"{where} must be a finite number other than 0, since the KL part is what changes with it; it is {value!r}"
+        )
+    return value
+
+
+def switch(value: object, where: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{where}: give true or false; it is {value!r}")
+    return value
+
+
+def text(value: object, where: str) -> str:
+    """Text."""
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: give a text; it is {value!r}")
+    return value
+
+
+def title(value: object, where: str) -> str:
+    """Text that is not blank."""
+    if not (isinstance(value, str) and value.strip()):
+        raise UsageError(f"{where}: give a text to call the loss by; it is {value!r}")
+    return value
+
+
+def outputs(value: object, where: str) -> tuple[str, ...]:
+    """Places of reports: FORMAT or FORMAT:PATH, one or several."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(each, str) for each in texts):
+        raise UsageError(f"{where}: give FORMAT or FORMAT:PATH, or a list of these; it is {value!r}")
+    return tuple(texts)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return True for a Python number that is neither a truth value nor NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _names(value: object, where: str) -> list[str]:
+    parts = value.split(",") if isinstance(value, str) else value
+    listed = list(parts) if isinstance(parts, Iterable) and not isinstance(parts, Mapping) else [None]
+    names = [part.strip() for part in listed if isinstance(part, str)]
+    if len(names) < len(listed):
+        raise UsageError(f"{where}: give names separated by commas, or a list of names; it is {value!r}")
+    if not any(names):
+        raise UsageError(f"{where}: give at least one name; it is {value!r}")
+    return [name for name in names if name]
+
+
+def _known(name: str, known: Iterable[str], where: str) -> str:
+    names = list(known)
+    if name not in names:
+        raise UsageError(f"{where}: there is no {name!r}; {did_you_mean(name, names)}choose from {', '.join(names)}")
+    return name
+
+
+def _literal(given: str) -> object:
+    try:
+        return ast.literal_eval(given.strip())
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return given
