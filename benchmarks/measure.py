@@ -84,7 +84,7 @@ def from_pairs(
 
 
 def save(name: str, rows: list[Row], *, beside: bool = False) -> None:
-    """Print the rows and put them into results.csv in place of the benchmark's old ones; `beside`: of the same cases only."""
+    """Print the rows and put them into results.csv for the benchmark's old ones; `beside`: for the same cases only."""
     new = pandas.DataFrame([{"benchmark": name, **asdict(row)} for row in rows])
     if RESULTS.exists():
         old = pandas.read_csv(RESULTS)

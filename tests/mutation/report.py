@@ -54,7 +54,7 @@ def render(rows: list[Row]) -> str:
     lines = [
         "# Mutation testing",
         "",
-        f"{len(rows)} mutants, each in another place: a seeded sample made by cosmic-ray (`python tests/mutation/run.py`).",
+        f"{len(rows)} mutants, each in another place: a seeded sample by cosmic-ray (`python tests/mutation/run.py`).",
         "`report.jsonl` has a row a mutant; `explained.toml` says why those that are not noticed may live.",
         "",
         f"| room | mutants | {' | '.join(STATES)} |",
