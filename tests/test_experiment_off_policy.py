@@ -9,6 +9,7 @@ import pytest
 
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
+from kltest.reproduce.frames import records
 
 CHECKOUT = Checkout(Path(__file__).parent.parent)
 MODULE, ANALYSIS, GRADIENTS, WEIGHTS, TRAINED = (
@@ -47,7 +48,7 @@ def configurations():
 def rows():
     batches = MODULE.BATCHING.batches(configurations())
     found = [row for batch in batches for rows in compute_all(CHECKOUT, "off-policy", batch) for row in rows]
-    return ANALYSIS.tidy(found)
+    return records(ANALYSIS.tidy(found))
 
 
 def row_of(rows, **wanted):

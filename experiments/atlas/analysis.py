@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import pandas as pd
+
 from kltest.estimators import registry
-from kltest.reproduce import Claim
+from kltest.estimators.spec import Spec
+from kltest.reproduce.claims import Answer, Claim, Claims
+from kltest.reproduce.frames import Row, Rows, frame, need, select
+from kltest.reproduce.numbers import Numbers, number
 from kltest.truth import render
 
 from .settings import COEFFICIENT_TOLERANCE, SAMPLERS, UNBIASED, WORLDS
 
-Row = dict[str, Any]
 COLUMNS = (
-    "estimator",
-    "placement",
-    "couples",
-    "environment",
-    "sampler",
-    "seed",
-    "batch",
-    "identified",
-    "relative_bias",
-    "cosine",
-    "residual",
-    "relative_variance",
-    "expected",
-    "agrees",
-    "method",
-    "instances",
-    "rollouts",
+    *("estimator", "placement", "couples", "environment", "sampler", "seed", "batch"),
+    *("identified", "relative_bias", "cosine", "residual", "relative_variance", "expected", "agrees"),
+    *("method", "instances", "rollouts"),
 )
+CELL = ["estimator", "environment", "sampler"]
+PLACES = [(world, sampler) for sampler in SAMPLERS for world in WORLDS]
 UNNAMED = "no named gradient"
 
+numbers = Numbers()
 
-def tidy(rows: Sequence[Row]) -> list[Row]:
-    """One row an estimator, world, sampler and seed; `agrees` compares it with what SPEC says."""
+
+def tidy(rows: Sequence[Row]) -> pd.DataFrame:
+    """One row an estimator, environment, sampler and seed; `agrees` compares it with what SPEC says."""
     judged = [{**row, "agrees": same(row["identified"], row["expected"])} for row in rows]
-    return [{column: row[column] for column in COLUMNS} for row in sorted(judged, key=_order)]
+    return frame([{column: row[column] for column in COLUMNS} for row in sorted(judged, key=_order)])
 
 
 def same(found: dict[str, float] | None, expected: dict[str, float] | None) -> bool:
-    """The same names with the same coefficients, or both nothing that has a name."""
+    """The same names with the same coefficients, or both unnamed."""
     if found is None or expected is None:
         return found is expected
     return found.keys() == expected.keys() and all(
@@ -50,101 +45,92 @@ def same(found: dict[str, float] | None, expected: dict[str, float] | None) -> b
     )
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Every estimator follows the gradient that its SPEC states, in every world, under both samplers."""
-    found = []
+def claims(rows: Rows) -> list[Claim]:
+    """Every estimator follows the gradient that its SPEC states, in every environment, under both samplers."""
+    found = Claims("atlas")
     for name, estimator in registry().items():
         spec = estimator.spec
-        mine = [row for row in rows if row["estimator"] == name]
-        places = [(world, sampler) for sampler in SAMPLERS for world in WORLDS]
-        wrong = [row for row in mine if not row["agrees"]]
-        complete = {(row["environment"], row["sampler"]) for row in mine} == set(places)
-        found.append(
-            Claim(
-                experiment="atlas",
-                claim=f"which gradient {name} follows",
-                source=spec.source,
-                expected=_words([(*place, spec.expectation(*place)) for place in places]),
-                found=_words([(row["environment"], row["sampler"], row["identified"]) for row in (wrong or mine)])
-                if mine
-                else "not graded",
-                agrees=None if not mine else not wrong and complete,
-                tolerance=f"coefficients to {COEFFICIENT_TOLERANCE:g}",
-            )
+        expected = _words([(*place, spec.expectation(*place)) for place in PLACES])
+        tolerance = f"coefficients to {COEFFICIENT_TOLERANCE:g}"
+        found.add(spec.source, expected, tolerance, claim=f"which gradient {name} follows")(
+            partial(_follows, spec=spec)
         )
-    return found
+    return found(rows)
 
 
-def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _follows(rows: pd.DataFrame, spec: Spec) -> Answer:
+    mine = need(rows, estimator=spec.name)
+    agrees = mine["agrees"].astype(bool)
+    shown = mine if agrees.all() else mine[~agrees]
+    cells = list(zip(shown["environment"], shown["sampler"], shown["identified"], strict=True))
+    complete = set(zip(mine["environment"], mine["sampler"], strict=True)) == set(PLACES)
+    return _words(cells), agrees.all() and complete
+
+
+def tables(rows: Rows) -> dict[str, list[Row]]:
     """One row an estimator: what it follows on one step and on sequences, how biased and how noisy."""
-    return {"table": [_table_row(name, rows) for name in dict.fromkeys(row["estimator"] for row in rows)]}
+    found = frame(rows)
+    return {"table": [_line(mine) for _, mine in found.groupby("estimator", sort=False)] if len(found) else []}
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
-    """By name; "bias of NAME, WORLD, SAMPLER" is the largest relative bias over the seeds."""
-    names = {row["estimator"] for row in rows}
-    result: dict[str, float | int | str | None] = {
-        "estimators": len(names),
-        "worlds": len({row["environment"] for row in rows}),
-        "cells": len(rows),
-        "cells named": sum(row["identified"] is not None for row in rows),
-        "cells as stated": sum(row["agrees"] for row in rows),
-        "largest residual of a named cell": max(
-            (row["residual"] for row in rows if row["identified"] is not None), default=None
-        ),
-    }
-    for sampler in SAMPLERS:
-        right = {world: _all(unbiased, rows, world, sampler) for world in WORLDS}
-        everywhere = sorted(set.intersection(*right.values()))
-        result |= {f"unbiased, {world}, {sampler}": len(found) for world, found in right.items()}
-        result[f"local, sequence, {sampler}"] = len(_all(_is_local, rows, "sequence", sampler))
-        result[f"unbiased everywhere, {sampler}"] = len(everywhere)
-        result[f"names unbiased everywhere, {sampler}"] = " and ".join([", ".join(everywhere[:-1]), *everywhere[-1:]])
-    cells: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        cells.setdefault((row["estimator"], row["environment"], row["sampler"]), []).append(row)
-    for cell, same_cell in cells.items():
+@numbers.add
+def _of_cells(rows: pd.DataFrame) -> Iterator[Row]:
+    found = need(rows)
+    named = found["identified"].notna()
+    yield number("estimators", found["estimator"].nunique())
+    yield number("worlds", found["environment"].nunique())
+    yield number("cells", len(found))
+    yield number("cells named", named.sum())
+    yield number("cells as stated", found["agrees"].sum())
+    yield number("largest residual of a named cell", found[named]["residual"].max())
+    for cell, same_cell in found.groupby(CELL, sort=False):
         for quantity in ("bias", "variance"):
-            known = [row[f"relative_{quantity}"] for row in same_cell if row[f"relative_{quantity}"] is not None]
-            result[f"{quantity} of {', '.join(cell)}"] = max(known, default=None)
-    return result
+            most = same_cell[f"relative_{quantity}"].astype(float).max()
+            yield number(quantity, most, **dict(zip(CELL, cell, strict=True)))
 
 
-def _all(holds: Callable[[Row], bool], rows: Sequence[Row], world: str, sampler: str) -> set[str]:
-    """The estimators for which it holds in a world, under a sampler, for every seed."""
-    here = [row for row in rows if (row["environment"], row["sampler"]) == (world, sampler)]
-    return {row["estimator"] for row in here} - {row["estimator"] for row in here if not holds(row)}
+@numbers.add
+def _of_unbiased(rows: pd.DataFrame) -> Iterator[Row]:
+    found = need(rows)
+    right = found["relative_bias"].astype(float) < UNBIASED
+    local = found["identified"].map(lambda one: same(one, {"local_reverse_kl": 1.0}))
+    for sampler in SAMPLERS:
+        sets = {world: _all(found, right, world, sampler) for world in WORLDS}
+        for world, names in sets.items():
+            yield number("unbiased", len(names), environment=world, sampler=sampler)
+        yield number("local", len(_all(found, local, "sequence", sampler)), environment="sequence", sampler=sampler)
+        everywhere = sorted(set.intersection(*sets.values()))
+        yield number("unbiased everywhere", len(everywhere), sampler=sampler)
+        words = " and ".join([", ".join(everywhere[:-1]), *everywhere[-1:]])
+        yield number("names unbiased everywhere", words, sampler=sampler)
 
 
-def _is_local(row: Row) -> bool:
-    return same(row["identified"], {"local_reverse_kl": 1.0})
+def _all(rows: pd.DataFrame, holds: pd.Series, world: str, sampler: str) -> set[str]:
+    """The estimators for which it holds in an environment, under a sampler, for every seed."""
+    here = (rows["environment"] == world) & (rows["sampler"] == sampler)
+    return set(rows[here]["estimator"]) - set(rows[here & ~holds]["estimator"])
 
 
-def unbiased(row: Row) -> bool:
-    """Whether the expected gradient is ∇KL(π‖ref)."""
+def unbiased(row: Mapping[str, Any]) -> bool:
+    """Tell if the expected gradient is ∇KL(π‖ref)."""
     return row["relative_bias"] is not None and row["relative_bias"] < UNBIASED
 
 
-def _table_row(name: str, rows: Sequence[Row]) -> Row:
-    def cell(world: str, sampler: str) -> Row | None:
-        return next(
-            (r for r in rows if (r["estimator"], r["environment"], r["sampler"]) == (name, world, sampler)), None
-        )
-
+def _line(mine: pd.DataFrame) -> Row:
     shown = {"one step": ("bandit", "current"), "sequences": ("sequence", "current"), "stale": ("sequence", "stale")}
-    found = {title: cell(*place) for title, place in shown.items()}
-    sequence = found["sequences"]
+    cells = {title: select(mine, environment=world, sampler=who)[:1] for title, (world, who) in shown.items()}
+    first = cells["sequences"]
     return {
-        "estimator": name,
-        "placement": next(row["placement"] for row in rows if row["estimator"] == name),
-        **{title: "" if row is None else _rendered(row["identified"]) for title, row in found.items()},
-        "bias": "" if sequence is None else _short(sequence["relative_bias"]),
-        "variance": "" if sequence is None else _short(sequence["relative_variance"]),
+        "estimator": mine["estimator"].iloc[0],
+        "placement": mine["placement"].iloc[0],
+        **{title: "".join(map(_rendered, found["identified"])) for title, found in cells.items()},
+        "bias": "".join(map(_short, first["relative_bias"])),
+        "variance": "".join(map(_short, first["relative_variance"])),
     }
 
 
 def _short(value: float | None) -> str:
-    return "–" if value is None else "0" if value < UNBIASED else f"{value:.3g}"
+    return "–" if pd.isna(value) else "0" if value < UNBIASED else f"{value:.3g}"
 
 
 def _words(cells: Sequence[tuple[str, str, dict[str, float] | None]]) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kltest.reproduce import Claim
+import numpy as np
+import pandas as pd
+
+from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, records, select
+from kltest.reproduce.numbers import Numbers, extremes, melted, number
 
 from .ends import EXACT, LOCAL
 from .settings import CENTRED, PARTS
 
-Row = dict[str, Any]
-NAME = "coefficients"
 WORLDS = ("bandit", "sequence", "mdp")
 WRONG_IN_LOSS = (*LOCAL, "k3-loss", "k3-loss-sequence")
 OURS = "this work"
@@ -31,10 +34,19 @@ ON_FRONTIER, SAME = 5e-3, 0.02
 LOOSE = 0.1
 # KL(π‖π*), nats, of a run that is on its way to π* and no longer lost.
 NEAR = 0.1
+# Foreseen distances that differ by 30 % are told apart.
+CLEAR = math.log(1.3)
+NOISY = ("k1-reward", "k1-both", "rao-blackwell")
+# A biased estimator, and an unbiased one that is noisier.
+PAIRS = (("k2-loss", "rao-blackwell"), ("k2-loss", "k1-both"), ("k3-loss", "k1-both"))
+ON_TARGET = f"{SAME:.0%} in β'"
+
+claims = Claims("coefficients")
+numbers = Numbers()
 
 
-def tidy(rows: Sequence[Row]) -> list[Row]:
-    """In the order of parts and settings; what does not apply is left out."""
+def tidy(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows in the order of parts and settings; what does not apply is left out."""
     parts = list(PARTS)
 
     def place(row: Row) -> tuple[Any, ...]:
@@ -42,7 +54,7 @@ def tidy(rows: Sequence[Row]) -> list[Row]:
         return parts.index(row["part"]), *(row.get(name, "") for name in words), *(row.get(name, 0) for name in sizes)
 
     found = sorted(rows, key=place)
-    return [
+    kept = [
         {
             name: _short(value)
             for name, value in row.items()
@@ -50,6 +62,7 @@ def tidy(rows: Sequence[Row]) -> list[Row]:
         }
         for row in found
     ]
+    return frame(kept)
 
 
 def _short(value: Any) -> Any:
@@ -85,405 +98,344 @@ KINDS = {
 }
 
 
-def held(rows: Sequence[Row], world: str, estimator: str) -> Held | None:
-    """None without rows of exact training."""
-    mine = _of(rows, part="exact", world=world, estimator=estimator)
-    free = {(row["beta"], row["seed"]): row for row in _of(rows, part="exact", world=world, estimator="none")}
-    if not mine:
+def held(rows: Rows, world: str, estimator: str) -> Held | None:
+    """Return how an estimator holds the policy in an environment; None without rows of exact training."""
+    mine, free = (select(rows, "exact", world=world, estimator=name) for name in (estimator, "none"))
+    if mine.empty:
         return None
-    pairs = [(row, free[row["beta"], row["seed"]]) for row in mine if (row["beta"], row["seed"]) in free]
-    if estimator == "none" or (pairs and all(_same(row, other) for row, other in pairs)):
-        return Held("none")
-    if any(row["beta"] >= CERTAIN and not settled(row) for row in mine):
-        return Held("astray")
+    if not free.empty:
+        pairs = mine.merge(free[["beta", "seed", "kl", "gain"]], on=["beta", "seed"], suffixes=("", "_free"))
+        same = (pairs["kl"] - pairs["kl_free"]).abs() <= 1e-6 * pairs["kl_free"]
+        same &= (pairs["gain"] - pairs["gain_free"]).abs() <= 1e-6
+        if len(pairs) and same.all():
+            return Held("none")
+    rests, diverged = settled(mine), mine["diverged"].astype(bool)
+    if (~rests & (mine["beta"] >= CERTAIN)).any():
+        return Held("none" if estimator == "none" else "astray")
     # For what no fixed point is predicted nothing says that training is over; it may diverge, and that counts.
-    ends = [row for row in mine if settled(row) and "coefficient_by_kl" in row and not row["diverged"]]
-    if not ends:
+    ends = mine[rests & mine["coefficient_by_kl"].notna() & ~diverged]
+    if ends.empty:
         return Held("loose")
-    factors = [row["coefficient_by_kl"] / row["beta"] for row in ends]
-    mean, deviation = _logarithmic(factors)
-    most = max(row["beta"] for row in ends)
-    last = [factor for factor, row in zip(factors, ends, strict=True) if row["beta"] == most]
-    by_reward = [row["coefficient_by_reward"] / row["beta"] for row in ends if "coefficient_by_reward" in row]
-    numbers = {
-        "factor": math.exp(mean),
-        "spread": math.exp(deviation),
-        "low": min(factors),
-        "high": max(factors),
-        "last": sum(last) / len(last),
-        "shortfall": max(row["shortfall"] for row in ends),
-        "by_reward": math.exp(_logarithmic(by_reward)[0]) if by_reward else None,
+    factors = ends["coefficient_by_kl"] / ends["beta"]
+    last, shortfall = factors[ends["beta"] == ends["beta"].max()].mean(), ends["shortfall"].max()
+    by_reward = (ends.get("coefficient_by_reward", pd.Series(dtype=float)) / ends["beta"]).dropna().astype(float)
+    logs = np.log(factors)
+    found = {
+        "factor": math.exp(logs.mean()),
+        "spread": math.exp(logs.std(ddof=1) if len(logs) > 1 else 0.0),
+        "low": factors.min(),
+        "high": factors.max(),
+        "last": last,
+        "shortfall": shortfall,
+        "by_reward": math.exp(np.log(by_reward).mean()) if len(by_reward) else None,
     }
-    if any(row["diverged"] for row in mine) or sum(last) / len(last) < LOOSE:
-        return Held("loose", **numbers)
-    constant = all(abs(math.log(factor) - mean) < SAME for factor in factors)
-    constant = constant and max(row["shortfall"] for row in ends) < ON_FRONTIER
-    return Held(("asked" if abs(mean) < SAME else "scaled") if constant else "drifts", **numbers)
+    if diverged.any() or last < LOOSE:
+        return Held("loose", **found)
+    constant = (logs - logs.mean()).abs().max() < SAME and shortfall < ON_FRONTIER
+    return Held(("asked" if abs(logs.mean()) < SAME else "scaled") if constant else "drifts", **found)
 
 
-def _logarithmic(factors: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithms."""
-    logs = [math.log(factor) for factor in factors]
-    mean = sum(logs) / len(logs)
-    return mean, math.sqrt(sum((log - mean) ** 2 for log in logs) / max(1, len(logs) - 1))
+def settled(rows: pd.DataFrame) -> pd.Series:
+    """Tell which runs have settled; one for which nothing is predicted counts as settled."""
+    if "predicted_kl" not in rows:
+        return pd.Series(True, index=rows.index)
+    there = rows.get("predicted_coefficient", pd.Series(np.nan, index=rows.index))
+    return rows["predicted_kl"].isna() | ((rows["coefficient_by_kl"] / there - 1).abs() < SETTLED)
 
 
-def settled(row: Row) -> bool:
-    """Also said of an end for which nothing is predicted."""
-    if "predicted_kl" not in row:
-        return True
-    there, here = row.get("predicted_coefficient"), row.get("coefficient_by_kl")
-    return there is not None and here is not None and abs(here / there - 1) < SETTLED
+# Theory: fixed points, and who reaches π*.
+
+for _words, _names in (
+    ("the true gradient ends at π*", ("k1-reward", "k2-loss-sequence")),
+    ("token k2 and the exact next-token KL end at ref·exp(Q_R/β)", ("k2-loss", "full-loss")),
+    ("token k3 ends at β·ref/(β + V_R − Q_R)", ("k3-loss",)),
+    ("sequence k3 ends at ref/(1 − (R − E R)/β)", ("k3-loss-sequence",)),
+    ("k1 in the loss ends where no penalty does", ("k1-loss",)),
+):
+
+    @claims.add("theory", "KL(π‖predicted) < 1e-8", "1e-8: ascent converges linearly, and has", claim=_words)
+    def _at_its_fixed_point(rows: pd.DataFrame, names: tuple[str, ...] = _names) -> Answer:
+        worst = _all_of(need(rows, "fixed-points"), names)["kl_to_predicted"].max()
+        return f"{worst:.1e}", worst < 1e-8
 
 
-def _same(row: Row, other: Row) -> bool:
-    return abs(row["kl"] - other["kl"]) <= 1e-6 * other["kl"] and abs(row["gain"] - other["gain"]) <= 1e-6
+def _all_of(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
+    """The last row of each estimator; Missing unless all are there."""
+    found = rows.drop_duplicates("estimator", keep="last").set_index("estimator")
+    if not set(names) <= set(found.index):
+        raise Missing
+    return found.loc[list(names)]
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    return [*_of_theory(rows), *_of_ends(rows), *_of_coefficients(rows), *_of_collapse(rows), *_of_noise(rows)]
+RIGHT, WRONG = ("k1-reward", "k2-loss-sequence"), ("k3-loss", "k3-loss-sequence", "k1-loss")
 
 
-def _of_theory(rows: Sequence[Row]) -> list[Claim]:
-    ends = {row["estimator"]: row["kl_to_predicted"] for row in _of(rows, part="fixed-points")}
-    points = {
-        "the true gradient ends at π*": ("k1-reward", "k2-loss-sequence"),
-        "token k2 and the exact next-token KL end at ref·exp(Q_R/β)": ("k2-loss", "full-loss"),
-        "token k3 ends at β·ref/(β + V_R − Q_R)": ("k3-loss",),
-        "sequence k3 ends at ref/(1 − (R − E R)/β)": ("k3-loss-sequence",),
-        "k1 in the loss ends where no penalty does": ("k1-loss",),
-    }
-    found = [
-        _claim(
-            words,
-            "theory",
-            "KL(π‖predicted) < 1e-8",
-            None if any(name not in ends for name in names) else max(ends[name] for name in names),
-            lambda worst: f"{worst:.1e}",
-            lambda worst: worst < 1e-8,
-            "1e-8: ascent converges linearly, and has",
-        )
-        for words, names in points.items()
-    ]
-    reached = {row["estimator"]: row["kl_to_optimum"] for row in _of(rows, part="optimum")}
-
-    def those(*names: str) -> dict[str, float] | None:
-        return {name: reached[name] for name in names} if all(name in reached for name in names) else None
-
-    def listed(kls: dict[str, float]) -> str:
-        return ", ".join(f"{kl:.1e}" for kl in kls.values())
-
-    right, wrong = ("k1-reward", "k2-loss-sequence"), ("k3-loss", "k3-loss-sequence", "k1-loss")
-    return [
-        *found,
-        _claim(
-            f"V = 5, L = 4, β = .5: {', '.join(right)} reach π*",
-            "theory",
-            "KL(π‖π*) < 1e-6",
-            those(*right),
-            listed,
-            lambda kls: all(kl < 1e-6 for kl in kls.values()),
-            "1e-6: theory's own",
-        ),
-        _claim(
-            f"V = 5, L = 4, β = .5: {', '.join(wrong)} do not reach π*",
-            "theory",
-            "KL(π‖π*) > 1e-3",
-            those(*wrong),
-            listed,
-            lambda kls: all(kl > 1e-3 for kl in kls.values()),
-            "1e-3: a thousand times further than what reaches it",
-        ),
-    ]
+def _reached(rows: pd.DataFrame, names: tuple[str, ...]) -> tuple[str, pd.Series]:
+    kl = _all_of(need(rows, "optimum"), names)["kl_to_optimum"]
+    return ", ".join(f"{one:.1e}" for one in kl), kl
 
 
-def _of_ends(rows: Sequence[Row]) -> list[Claim]:
-    ends = [row for row in _of(rows, part="exact") if "kl_to_predicted" in row and row["beta"] >= CERTAIN]
-    worst = max(ends, key=lambda row: row["kl_to_predicted"] / row["predicted_kl"], default=None)
-    return [
-        _claim(
-            "exact training ends at the predicted fixed point, in every world, for every β from 3 on",
-            "theory",
-            "KL(π‖predicted) < 1 % of KL(predicted‖ref)",
-            worst,
-            lambda row: (
-                f"{row['kl_to_predicted'] / row['predicted_kl']:.1e} at most, {row['estimator']} in {row['world']}"
-            ),
-            lambda row: row["kl_to_predicted"] < 0.01 * row["predicted_kl"],
-            "1 %: rare contexts are slow",
-        )
-    ]
+@claims.add(
+    "theory", "KL(π‖π*) < 1e-6", "1e-6: theory's own", claim=f"V = 5, L = 4, β = .5: {', '.join(RIGHT)} reach π*"
+)
+def _reach(rows: pd.DataFrame) -> Answer:
+    said, kl = _reached(rows, RIGHT)
+    return said, kl.max() < 1e-6
 
 
-def _of_coefficients(rows: Sequence[Row]) -> list[Claim]:
-    def kinds(names: Iterable[str], worlds: Iterable[str]) -> dict[tuple[str, str], Held] | None:
-        if not _swept(rows):
-            return None
-        found = {(name, world): held(rows, world, name) for name in names for world in worlds}
-        return None if any(one is None for one in found.values()) else found  # type: ignore[return-value]
-
-    def all_of(kind: str) -> Callable[[Any], bool]:
-        return lambda found: all(one.kind == kind for one in found.values())
-
-    def said(found: dict[tuple[str, str], Held]) -> str:
-        different = dict.fromkeys(KINDS[one.kind] for one in found.values())
-        return "; ".join(different) + f" ({len(found)} cells)"
-
-    right = [name for name in EXACT if name != CENTRED]
-    scaled = kinds(["length-normalised"], WORLDS[1:])
-    drifting = kinds(WRONG_IN_LOSS, WORLDS[1:])
-    hyperbolic = kinds(["k3-loss"], ["bandit"])
-    return [
-        _claim(
-            f"{', '.join(right)} regularise as asked in every world",
-            "theory",
-            "on the frontier, at β' = β",
-            kinds(right, WORLDS),
-            said,
-            all_of("asked"),
-            f"{SAME:.0%} in β', {ON_FRONTIER:.1%} of the reward: as far as training has settled",
-        ),
-        _claim(
-            "on one step every loss whose weight is u does so",
-            "theory",
-            "on the frontier, at β' = β",
-            kinds([*LOCAL, "last-token", "length-normalised"], ["bandit"]),
-            said,
-            all_of("asked"),
-            f"{SAME:.0%} in β'",
-        ),
-        _claim(
-            "a penalty divided by the length T = 3 is on the frontier, at a third of the coefficient",
-            "theory",
-            "β'/β = 1/3",
-            scaled,
-            lambda found: ", ".join(f"{one.factor:.4f}" for one in found.values()),
-            lambda found: all(one.kind == "scaled" and abs(3 * one.factor - 1) < SAME for one in found.values()),
-            f"{SAME:.0%}: as far as training has settled",
-        ),
-        _claim(
-            "k1 in the loss regularises not at all",
-            "Tang & Munos 2025; theory",
-            "the same end as without a penalty",
-            kinds(["k1-loss"], WORLDS),
-            said,
-            all_of("none"),
-            "1e-6 of the KL: the same gradient, added up in another order",
-        ),
-        _claim(
-            "token k2, the exact next-token KL, token and sequence k3 have no one coefficient on sequences",
-            OURS,
-            "β'/β changes with β",
-            drifting,
-            lambda found: ", ".join(_range(name, one) for (name, world), one in found.items() if world == "mdp"),
-            all_of("drifts"),
-            f"more than {SAME:.0%} of change",
-        ),
-        _claim(
-            "but all of them come to regularise as asked as β grows",
-            OURS,
-            "β'/β → 1",
-            drifting,
-            lambda found: f"{_largest(found):.1e} from 1 at the largest β",
-            lambda found: _largest(found) < 2 * SAME,
-            "2 %: of the order of reward/β at the largest β, and as far as training has settled",
-        ),
-        _claim(
-            "k3 in the loss, on the bandit, holds too tight below β = .3 and too loose around β = 3",
-            OURS,
-            "β'/β > 1.5 at one end, < 0.95 in between",
-            hyperbolic,
-            lambda found: ", ".join(f"{one.low:.2f} to {one.high:.2f}" for one in found.values()),
-            lambda found: all(one.high > 1.5 and one.low < 0.95 for one in found.values()),
-            "the whole range of β and of worlds",
-        ),
-    ]  # fmt: skip
+@claims.add(
+    "theory",
+    "KL(π‖π*) > 1e-3",
+    "1e-3: a thousand times further than what reaches it",
+    claim=f"V = 5, L = 4, β = .5: {', '.join(WRONG)} do not reach π*",
+)
+def _do_not_reach(rows: pd.DataFrame) -> Answer:
+    said, kl = _reached(rows, WRONG)
+    return said, kl.min() > 1e-3
 
 
-def _swept(rows: Sequence[Row]) -> bool:
-    """Whether β goes from well below the rewards to well above them, as what is said of a sweep supposes."""
-    betas = [row["beta"] for row in _of(rows, part="exact")]
-    return bool(betas) and min(betas) <= 0.1 and max(betas) >= 300
+@claims.add("theory", "KL(π‖predicted) < 1 % of KL(predicted‖ref)", "1 %: rare contexts are slow")
+def _ends_as_predicted(rows: pd.DataFrame) -> Answer:
+    """exact training ends at the predicted fixed point, in every world, for every β from 3 on"""
+    ends = need(rows, "exact").dropna(subset=["kl_to_predicted"])
+    ends = known(ends[ends["beta"] >= CERTAIN])
+    share = ends["kl_to_predicted"] / ends["predicted_kl"]
+    worst = ends.loc[share.idxmax()]
+    return f"{share.max():.1e} at most, {worst['estimator']} in {worst['world']}", share.max() < 0.01
+
+
+# The coefficient at which each holds the policy.
+
+
+def _kinds(rows: pd.DataFrame, names: Iterable[str], worlds: Iterable[str]) -> dict[tuple[str, str], Held]:
+    """How each holds the policy; Missing unless β goes from well below the rewards to well above them."""
+    betas = need(rows, "exact")["beta"]
+    found = {(name, world): held(rows, world, name) for name in names for world in worlds}
+    if betas.min() > 0.1 or betas.max() < 300 or any(one is None for one in found.values()):
+        raise Missing
+    return {which: one for which, one in found.items() if one is not None}
+
+
+def _all_are(found: dict[tuple[str, str], Held], kind: str) -> Answer:
+    different = dict.fromkeys(KINDS[one.kind] for one in found.values())
+    return "; ".join(different) + f" ({len(found)} cells)", all(one.kind == kind for one in found.values())
+
+
+ASKED = [name for name in EXACT if name != CENTRED]
+
+
+@claims.add(
+    "theory",
+    "on the frontier, at β' = β",
+    f"{SAME:.0%} in β', {ON_FRONTIER:.1%} of the reward: as far as training has settled",
+    claim=f"{', '.join(ASKED)} regularise as asked in every world",
+)
+def _as_asked(rows: pd.DataFrame) -> Answer:
+    return _all_are(_kinds(rows, ASKED, WORLDS), "asked")
+
+
+@claims.add("theory", "on the frontier, at β' = β", ON_TARGET)
+def _on_one_step(rows: pd.DataFrame) -> Answer:
+    """on one step every loss whose weight is u does so"""
+    return _all_are(_kinds(rows, [*LOCAL, "last-token", "length-normalised"], ["bandit"]), "asked")
+
+
+@claims.add("theory", "β'/β = 1/3", f"{SAME:.0%}: as far as training has settled")
+def _by_length(rows: pd.DataFrame) -> Answer:
+    """a penalty divided by the length T = 3 is on the frontier, at a third of the coefficient"""
+    found = _kinds(rows, ["length-normalised"], WORLDS[1:]).values()
+    thirds = all(one.kind == "scaled" and one.factor and abs(3 * one.factor - 1) < SAME for one in found)
+    return ", ".join("none" if one.factor is None else f"{one.factor:.4f}" for one in found), thirds
+
+
+@claims.add(
+    "Tang & Munos 2025; theory",
+    "the same end as without a penalty",
+    "1e-6 of the KL: the same gradient, added up in another order",
+)
+def _not_at_all(rows: pd.DataFrame) -> Answer:
+    """k1 in the loss regularises not at all"""
+    return _all_are(_kinds(rows, ["k1-loss"], WORLDS), "none")
+
+
+@claims.add(OURS, "β'/β changes with β", f"more than {SAME:.0%} of change")
+def _drift(rows: pd.DataFrame) -> Answer:
+    """token k2, the exact next-token KL, token and sequence k3 have no one coefficient on sequences"""
+    found = _kinds(rows, WRONG_IN_LOSS, WORLDS[1:])
+    said = ", ".join(_range(name, one) for (name, world), one in found.items() if world == "mdp")
+    return said, all(one.kind == "drifts" for one in found.values())
 
 
 def _range(name: str, one: Held) -> str:
     return f"{name} {one.low:.2f}–{one.high:.2f}" if one.low is not None else name
 
 
-def _largest(found: dict[Any, Held]) -> float:
-    return max(abs((one.last or 0.0) - 1) for one in found.values())
+@claims.add(OURS, "β'/β → 1", "2 %: of the order of reward/β at the largest β, and as far as training has settled")
+def _in_the_end(rows: pd.DataFrame) -> Answer:
+    """but all of them come to regularise as asked as β grows"""
+    found = _kinds(rows, WRONG_IN_LOSS, WORLDS[1:])
+    off = max(abs((one.last or 0.0) - 1) for one in found.values())
+    return f"{off:.1e} from 1 at the largest β", off < 2 * SAME
 
 
-def _lost(row: Row) -> bool:
-    """Whether a run collapsed. Where π* is almost sure itself, a run that is nearly there may have less entropy."""
-    return bool(row["collapsed"] and (row["diverged"] or not row.get("kl_to_optimum", math.inf) < NEAR))
+@claims.add(OURS, "β'/β > 1.5 at one end, < 0.95 in between", "the whole range of β and of worlds")
+def _hyperbolic(rows: pd.DataFrame) -> Answer:
+    """k3 in the loss, on the bandit, holds too tight below β = .3 and too loose around β = 3"""
+    (one,) = _kinds(rows, ["k3-loss"], ["bandit"]).values()
+    if one.low is None or one.high is None:
+        return one.kind, False
+    return f"{one.low:.2f} to {one.high:.2f}", one.high > 1.5 and one.low < 0.95
 
 
-def _of_collapse(rows: Sequence[Row]) -> list[Claim]:
-    exact, drawn = _of(rows, part="exact"), _of(rows, part="sampled")
-    names = {"k1-loss", "k2-reward", "k3-reward", "last-token", "none"}
-    rest = [row for row in exact if row["estimator"] not in (*names, "length-normalised")]
-    loose = {
-        (name, world): found
-        for name in ("k2-reward", "k3-reward", "last-token")
-        for world in WORLDS
-        if (found := held(rows, world, name)) is not None and not (name == "last-token" and world == "bandit")
-    }
-    most = max((row["beta"] for row in drawn), default=0.0)
-    moved = {
-        name: [row["kl"] for row in drawn if row["estimator"] == name and row["beta"] == most]
-        for name in ("none", "k1-loss")
-    }
-    diverged = [row for row in exact if row["estimator"] == "k3-reward" and row["beta"] <= 3]
-    return [
-        _claim(
-            "k2 and k3 in the reward, and the last token's k2 on sequences, hold the policy at no coefficient",
-            OURS,
-            f"β'/β < {LOOSE:g} at the largest β, or divergence",
-            loose if loose and _swept(rows) else None,
-            lambda found: "; ".join(dict.fromkeys(KINDS[one.kind] for one in found.values())),
-            lambda found: all(one.kind == "loose" for one in found.values()),
-            "a tenth of what was asked; π* is at 1",
-        ),
-        _claim(
-            "k3 in the reward collapses: exact training drives an answer to probability 0, at every β up to 3",
-            OURS,
-            "every run",
-            diverged or None,
-            lambda found: f"{sum(row['collapsed'] for row in found)} of {len(found)} runs",
-            lambda found: all(row["collapsed"] for row in found),
-            "none: its push is β·ref however rare the answer",
-        ),
-        _claim(
-            "what follows ∇KL, the local gradient or forward KL never collapses under exact gradients",
-            OURS,
-            "no run",
-            rest or None,
-            lambda found: f"{sum(map(_lost, found))} of {len(found)} runs",
-            lambda found: not any(map(_lost, found)),
-            f"less than a tenth of the entropy of π* and {NEAR:g} nats from it, or divergence",
-        ),
-        _claim(
-            "sampled, k1 in the loss is worse than nothing: β times its noise carries the policy away",
-            OURS,
-            "KL(π‖ref) at the largest β over a hundred times that without a penalty",
-            moved if moved["none"] and len(moved["none"]) == len(moved["k1-loss"]) and most >= 1000 else None,
-            lambda kls: f"{min(_ratios(kls)):.0f} times or more, by the medians in each world",
-            lambda kls: min(_ratios(kls)) > 100,
-            "two orders of magnitude; there are thousands",
-        ),
-    ]
+# Collapse.
 
 
-def _ratios(kls: dict[str, list[float]]) -> list[float]:
-    return [noisy / free for noisy, free in zip(kls["k1-loss"], kls["none"], strict=True)]
+@claims.add(OURS, f"β'/β < {LOOSE:g} at the largest β, or divergence", "a tenth of what was asked; π* is at 1")
+def _loose(rows: pd.DataFrame) -> Answer:
+    """k2 and k3 in the reward, and the last token's k2 on sequences, hold the policy at no coefficient"""
+    cells = [(name, world) for name in ("k2-reward", "k3-reward", "last-token") for world in WORLDS]
+    cells.remove(("last-token", "bandit"))
+    _kinds(rows, (), ())
+    found = [one for name, world in cells if (one := held(rows, world, name)) is not None]
+    if not found:
+        raise Missing
+    said = "; ".join(dict.fromkeys(KINDS[one.kind] for one in found))
+    return said, all(one.kind == "loose" for one in found)
 
 
-def _of_noise(rows: Sequence[Row]) -> list[Claim]:
-    budget = _of(rows, part="budget")
-    unbiased = [row for row in budget if row["estimator"] in NOISY and row["batch_size"] >= 16]
-    centred = [row for row in budget if row["estimator"] == CENTRED and row["batch_size"] >= 8]
-    both = _beside(budget, "k1-reward", "rao-blackwell")
-    local = [pair for pair in _beside(budget, "k1-reward", "k2-loss") if pair[0]["batch_size"] >= 4]
-    clear = [
-        pair for names in PAIRS for pair in _beside(budget, *names) if abs(math.log(_foreseen_times(*pair))) > CLEAR
-    ]
-    ways = {_foreseen_times(*pair) > 1 for pair in clear}
-    return [
-        _claim(
-            "where noisy training settles is known: KL(π‖π*) = η·tr Cov/(4βB), of the whole update at π*",
-            OURS,
-            "found/predicted between 1 and 1.35 for B ≥ 16",
-            unbiased or None,
-            lambda found: "{:.2f} to {:.2f}".format(*_extremes(excess(row) for row in found)),
-            lambda found: all(0.9 < excess(row) < 1.35 for row in found),
-            "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of sampling",
-        ),
-        _claim(
-            "with reward and KL both less the others' mean the noise at π* is zero: training ends at π* itself",
-            OURS,
-            "the noise at π* is 0, and KL(π‖π*) < 2e-4 at a constant learning rate",
-            centred or None,
-            lambda found: f"{max(row['noise'] for row in found):.0e}, and {max(row['at_end'] for row in found):.0e}",
-            lambda found: all(row["noise"] < 1e-20 and row["at_end"] < 2e-4 for row in found),
-            "at π* R − β·Σu is the same for every rollout of tokens; 2e-4 is what rare contexts still lack",
-        ),
-        _claim(
-            "Rao–Blackwellised KL ends further from π* than k1 in the reward: what cancels the reward's noise is gone",
-            OURS,
-            "further, at every batch size",
-            both or None,
-            lambda found: "{:.1f} to {:.1f} times as far".format(*_extremes(_times(*pair) for pair in found)),
-            lambda found: all(_times(*pair) > 1 for pair in found),
-            "none; standard errors are a few percent",
-        ),
-        _claim(
-            "biased estimators end nearer to π* than unbiased ones where batches are small, and only there",
-            OURS,
-            "who is nearer is as fixed points and noise formula say, wherever they differ by 30 %",
-            clear if len(ways) == 2 else None,
-            lambda found: f"{sum(map(_as_foreseen, found))} of {len(found)} pairs of ends",
-            lambda found: all(map(_as_foreseen, found)),
-            "30 %: the formula is of first order in η",
-        ),
-        _claim(
-            "token k2 never ends nearer than k1 in the reward, for batches of 4 and more",
-            OURS,
-            "further, at every batch size",
-            local or None,
-            lambda found: "{:.1f} to {:.1f} times as far".format(*_extremes(_times(*pair) for pair in found)),
-            lambda found: all(_times(*pair) > 1 for pair in found),
-            "none; standard errors are a few percent",
-        ),
-    ]  # fmt: skip
+@claims.add(OURS, "every run", "none: its push is β·ref however rare the answer")
+def _collapses(rows: pd.DataFrame) -> Answer:
+    """k3 in the reward collapses: exact training drives an answer to probability 0, at every β up to 3"""
+    found = need(rows, "exact", estimator="k3-reward")
+    collapsed = known(found[found["beta"] <= 3])["collapsed"]
+    return f"{collapsed.sum()} of {len(collapsed)} runs", collapsed.all()
 
 
-NOISY = ("k1-reward", "k1-both", "rao-blackwell")
-# A biased estimator, and an unbiased one that is noisier.
-PAIRS = (("k2-loss", "rao-blackwell"), ("k2-loss", "k1-both"), ("k3-loss", "k1-both"))
+@claims.add(OURS, "no run", f"less than a tenth of the entropy of π* and {NEAR:g} nats from it, or divergence")
+def _never_collapses(rows: pd.DataFrame) -> Answer:
+    """what follows ∇KL, the local gradient or forward KL never collapses under exact gradients"""
+    found = need(rows, "exact")
+    others = ("k1-loss", "k2-reward", "k3-reward", "last-token", "none", "length-normalised")
+    found = known(found[~found["estimator"].isin(others)])
+    # Where π* is almost sure itself, a run that is nearly there may have less entropy.
+    near = found.get("kl_to_optimum", pd.Series(np.inf, index=found.index)) < NEAR
+    lost = found["collapsed"].astype(bool) & (found["diverged"].astype(bool) | ~near)
+    return f"{lost.sum()} of {len(found)} runs", not lost.any()
 
 
-# Foreseen distances that differ by 30 % are told apart.
-CLEAR = math.log(1.3)
+@claims.add(
+    OURS,
+    "KL(π‖ref) at the largest β over a hundred times that without a penalty",
+    "two orders of magnitude; there are thousands",
+)
+def _worse_than_nothing(rows: pd.DataFrame) -> Answer:
+    """sampled, k1 in the loss is worse than nothing: β times its noise carries the policy away"""
+    found = need(rows, "sampled")
+    most = found["beta"].max()
+    free, noisy = (need(found, beta=most, estimator=name)["kl"].to_numpy() for name in ("none", "k1-loss"))
+    if most < 1000 or len(free) != len(noisy):
+        raise Missing
+    times = (noisy / free).min()
+    return f"{times:.0f} times or more, by the medians in each world", times > 100
 
 
-def _beside(rows: Sequence[Row], one: str, other: str) -> list[tuple[Row, Row]]:
-    """The rows of two estimators at the same batch size in the same draw of the world."""
-    others = {(row["seed"], row["batch_size"]): row for row in _of(rows, part="budget", estimator=other)}
-    mine = {(row["seed"], row["batch_size"]): row for row in _of(rows, part="budget", estimator=one)}
-    return [(mine[place], others[place]) for place in mine if place in others]
+# Noise.
 
 
-def _foreseen_times(one: Row, other: Row) -> float:
-    return foreseen(other) / foreseen(one)
+def _budget(rows: pd.DataFrame, names: tuple[str, ...], least: int) -> pd.DataFrame:
+    """Runs in batches of this size or more, with KL(π‖π*) as foreseen."""
+    found = need(rows, "budget", estimator=names)
+    found = known(found[found["batch_size"] >= least])
+    return found.assign(foreseen=foreseen(found))
 
 
-def _as_foreseen(pair: tuple[Row, Row]) -> bool:
-    return (_times(*pair) > 1) == (_foreseen_times(*pair) > 1)
-
-
-def _times(one: Row, other: Row) -> float:
-    return other["kl_to_optimum"] / one["kl_to_optimum"]
-
-
-def foreseen(row: Row) -> float:
-    """KL(π‖π*) by theory: that of the fixed point, and η·tr Cov/(4βB) of noise; β = 1."""
+def foreseen(row: Any) -> Any:
+    """Return KL(π‖π*) by theory: that of the fixed point, and η·tr Cov/(4βB) of noise; β = 1."""
     return row["predicted_bias"] + row["learning_rate"] * row["noise"] / (4 * row["batch_size"])
 
 
-def excess(row: Row) -> float:
-    return row["kl_to_optimum"] / foreseen(row)
+def _beside(rows: pd.DataFrame, one: str, other: str, least: int = 0) -> pd.DataFrame:
+    """How many times as far from π* the other ends at the same batch size in the same draw; as found, as foreseen."""
+    where, what = ["seed", "batch_size"], ["kl_to_optimum", "foreseen"]
+    mine, others = (_budget(rows, (name,), least).set_index(where)[what] for name in (one, other))
+    return known((others / mine).dropna().reindex(mine.index.intersection(others.index)))
 
 
-def crossing(rows: Sequence[Row], biased: str, unbiased: str, seed: int = 0) -> tuple[float, float] | None:
+def _excess(rows: pd.DataFrame) -> pd.Series:
+    found = _budget(rows, NOISY, 16)
+    return found["kl_to_optimum"] / found["foreseen"]
+
+
+@claims.add(
+    OURS,
+    "found/predicted between 1 and 1.35 for B ≥ 16",
+    "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of sampling",
+)
+def _noise(rows: pd.DataFrame) -> Answer:
+    """where noisy training settles is known: KL(π‖π*) = η·tr Cov/(4βB), of the whole update at π*"""
+    times = _excess(rows)
+    return f"{times.min():.2f} to {times.max():.2f}", times.between(0.9, 1.35, inclusive="neither").all()
+
+
+@claims.add(
+    OURS,
+    "the noise at π* is 0, and KL(π‖π*) < 2e-4 at a constant learning rate",
+    "at π* R − β·Σu is the same for every rollout of tokens; 2e-4 is what rare contexts still lack",
+)
+def _no_noise(rows: pd.DataFrame) -> Answer:
+    """with reward and KL both less the others' mean the noise at π* is zero: training ends at π* itself"""
+    found = _budget(rows, (CENTRED,), 8)
+    noise, end = found["noise"].max(), found["at_end"].max()
+    return f"{noise:.0e}, and {end:.0e}", noise < 1e-20 and end < 2e-4
+
+
+def _farther(rows: pd.DataFrame, other: str, least: int) -> Answer:
+    times = _beside(rows, "k1-reward", other, least)["kl_to_optimum"]
+    return f"{times.min():.1f} to {times.max():.1f} times as far", times.min() > 1
+
+
+@claims.add(OURS, "further, at every batch size", "none; standard errors are a few percent")
+def _rao_blackwell(rows: pd.DataFrame) -> Answer:
+    """Rao–Blackwellised KL ends further from π* than k1 in the reward: what cancels the reward's noise is gone"""
+    return _farther(rows, "rao-blackwell", 0)
+
+
+@claims.add(
+    OURS,
+    "who is nearer is as fixed points and noise formula say, wherever they differ by 30 %",
+    "30 %: the formula is of first order in η",
+)
+def _nearer(rows: pd.DataFrame) -> Answer:
+    """biased estimators end nearer to π* than unbiased ones where batches are small, and only there"""
+    pairs = []
+    for names in PAIRS:
+        try:
+            pairs.append(_beside(rows, *names))
+        except Missing:
+            continue
+    found = pd.concat(pairs) if pairs else pd.DataFrame({"foreseen": [], "kl_to_optimum": []})
+    clear = found[np.log(found["foreseen"]).abs() > CLEAR] > 1
+    if clear["foreseen"].nunique() < 2:
+        raise Missing
+    hits = (clear["kl_to_optimum"] == clear["foreseen"]).sum()
+    return f"{hits} of {len(clear)} pairs of ends", hits == len(clear)
+
+
+@claims.add(OURS, "further, at every batch size", "none; standard errors are a few percent")
+def _token_k2(rows: pd.DataFrame) -> Answer:
+    """token k2 never ends nearer than k1 in the reward, for batches of 4 and more"""
+    return _farther(rows, "k2-loss", 4)
+
+
+def crossing(rows: Rows, biased: str, unbiased: str, seed: int = 0) -> tuple[float, float] | None:
     """The batch size from which on the unbiased one ends nearer to π*: as found, and as foreseen; None without one."""
+    try:
+        times = _beside(frame(rows), biased, unbiased).xs(seed, level="seed").sort_index()
+    except (Missing, KeyError):
+        return None
     found = []
-    for measure in (lambda row: row["kl_to_optimum"], foreseen):
-        curves = [
-            {row["batch_size"]: math.log(measure(row)) for row in _of(rows, part="budget", estimator=name, seed=seed)}
-            for name in (biased, unbiased)
-        ]
-        gaps = [(math.log(size), curves[1][size] - curves[0][size]) for size in sorted(curves[0]) if size in curves[1]]
+    for column in ("kl_to_optimum", "foreseen"):
+        gaps = list(zip(np.log(times.index), np.log(times[column]), strict=True))
         signs = [(one, other) for one, other in pairwise(gaps) if one[1] > 0 >= other[1]]
         if len(signs) != 1:
             return None
@@ -492,10 +444,23 @@ def crossing(rows: Sequence[Row], biased: str, unbiased: str, seed: int = 0) -> 
     return found[0], found[1]
 
 
-def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    names = list(dict.fromkeys(row["estimator"] for row in _of(rows, part="exact")))
-    lines = [line for name in sorted(names, key=lambda name: _rank(rows, name)) if (line := _line(rows, name))]
-    budget = [
+def tables(rows: Rows) -> dict[str, list[Row]]:
+    """How each estimator holds the policy in each environment, and where noisy training settles."""
+    exact, budget = select(rows, "exact"), records(select(rows, "budget"))
+    names = list(exact["estimator"].unique()) if len(exact) else []
+    cells = {name: {world: held(rows, world, name) for world in WORLDS} for name in names}
+    rank = {name: max(list(KINDS).index(one.kind) for one in cells[name].values() if one) for name in names}
+    lines = []
+    for name in sorted(names, key=lambda name: (rank[name], name)):
+        line: Row = {"estimator": name}
+        for world, found in cells[name].items():
+            line["MDP" if world == "mdp" else world] = "" if found is None else _cell(found)
+        collapsed, drawn = need(exact, estimator=name)["collapsed"], select(rows, "sampled", estimator=name)
+        of_drawn = [0, 0] if drawn.empty else drawn[["collapsed", "runs"]].sum().astype(int)
+        line["collapsed, exact"] = f"{collapsed.sum()} of {len(collapsed)}"
+        line["collapsed, sampled"] = "{} of {}".format(*of_drawn)
+        lines.append(line)
+    ends = [
         {
             "estimator": row["estimator"],
             "draw": row["seed"],
@@ -504,26 +469,9 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
             "of the fixed point": f"{row['predicted_bias']:.4f}",
             "foreseen": f"{foreseen(row):.4f}",
         }
-        for row in _of(rows, part="budget")
+        for row in budget
     ]
-    return {"coefficients-table": lines, "budget": budget}
-
-
-def _rank(rows: Sequence[Row], name: str) -> tuple[int, str]:
-    found = [held(rows, world, name) for world in WORLDS]
-    return max(list(KINDS).index(one.kind) for one in found if one is not None), name
-
-
-def _line(rows: Sequence[Row], name: str) -> Row:
-    cells: Row = {"estimator": name}
-    for world in WORLDS:
-        found = held(rows, world, name)
-        cells["MDP" if world == "mdp" else world] = "" if found is None else _cell(found)
-    exact = [row["collapsed"] for row in _of(rows, part="exact", estimator=name)]
-    drawn = _of(rows, part="sampled", estimator=name)
-    cells["collapsed, exact"] = f"{sum(exact)} of {len(exact)}"
-    cells["collapsed, sampled"] = f"{sum(r['collapsed'] for r in drawn)} of {sum(r['runs'] for r in drawn)}"
-    return cells
+    return {"coefficients-table": lines, "budget": ends}
 
 
 def _cell(found: Held) -> str:
@@ -534,70 +482,45 @@ def _cell(found: Held) -> str:
     return f"{found.low:.2f}–{found.high:.2f}; {found.factor:.2f} ×÷ {found.spread:.2f}"
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, float | int | str | None]:
-    runs = _of(rows, part="exact")
-    result: dict[str, float | int | str | None] = {
-        "exact runs": len(runs),
-        "estimators": len({row["estimator"] for row in runs} - {"none"}),
-        "coefficients": len({row["beta"] for row in runs}),
-    }
-    for name in dict.fromkeys(row["estimator"] for row in rows if "estimator" in row):
+@numbers.add
+def _of_exact_training(rows: pd.DataFrame) -> Iterator[Row]:
+    runs = need(rows, "exact")
+    yield number("exact runs", len(runs))
+    yield number("estimators", len(set(runs["estimator"]) - {"none"}))
+    yield number("coefficients", runs["beta"].nunique())
+    for name, mine in runs.groupby("estimator", sort=False):
+        yield number("collapsed", mine["collapsed"].sum(), estimator=name)
+        yield number("runs", len(mine), estimator=name)
         for world in WORLDS:
             found = held(rows, world, name)
             if found is not None and found.factor is not None:
-                for what in ("factor", "spread", "low", "high", "last", "shortfall", "by_reward"):
-                    result[f"{what} of {name}, {world}"] = getattr(found, what)
-        exact = _of(rows, part="exact", estimator=name)
-        if exact:
-            result[f"collapsed, {name}"] = sum(row["collapsed"] for row in exact)
-            result[f"runs of {name}"] = len(exact)
-    for row in _of(rows, part="optimum"):
-        result[f"KL to π*, {row['estimator']}, theory"] = row["kl_to_optimum"]
-    for row in _of(rows, part="fixed-points"):
-        result[f"KL to its fixed point, {row['estimator']}"] = row["kl_to_predicted"]
-    for row in _of(rows, part="sampled"):
-        result[f"sampled KL, {row['estimator']}, {row['world']}, β = {row['beta']:g}"] = row["kl"]
-    for row in _of(rows, part="budget", seed=0):
-        result[f"KL to π*, {row['estimator']}, B = {row['batch_size']}"] = row["kl_to_optimum"]
-        result[f"noise of {row['estimator']}, B = {row['batch_size']}"] = row["noise"]
-        result[f"bias of {row['estimator']}"] = row["predicted_bias"]
-    for pair in PAIRS:
-        draws = sorted({row["seed"] for row in _of(rows, part="budget")})
-        known = [sizes for seed in draws if (sizes := crossing(rows, *pair, seed)) is not None]
+                for what, value in vars(found).items():
+                    if what != "kind":
+                        yield number(what, value, estimator=name, world=world)
+
+
+@numbers.add
+def _of_theory(rows: pd.DataFrame) -> Iterator[Row]:
+    yield from melted(need(rows, "optimum"), {"kl_to_optimum": "KL to π* in theory's part"}, ["estimator"])
+    yield from melted(need(rows, "fixed-points"), {"kl_to_predicted": "KL to its fixed point"}, ["estimator"])
+
+
+@numbers.add
+def _of_samples(rows: pd.DataFrame) -> Iterator[Row]:
+    yield from melted(need(rows, "sampled"), {"kl": "sampled KL"}, ["estimator", "world", "beta"])
+
+
+@numbers.add
+def _of_budgets(rows: pd.DataFrame) -> Iterator[Row]:
+    first = need(rows, "budget", seed=0)
+    yield from melted(first, {"kl_to_optimum": "KL to π*", "noise": "noise"}, ["estimator", "batch_size"])
+    yield from melted(first, {"predicted_bias": "bias"}, ["estimator"])
+    for biased, unbiased in PAIRS:
+        draws = sorted(need(rows, "budget")["seed"].unique())
+        known_sizes = [sizes for seed in draws if (sizes := crossing(rows, biased, unbiased, seed)) is not None]
         for what, place in (("crossing", 0), ("foreseen crossing", 1)):
-            batches = [sizes[place] for sizes in known]
-            result[f"{what}s of {' and '.join(pair)}"] = len(batches)
-            result[f"smallest {what} of {' and '.join(pair)}"] = min(batches, default=None)
-            result[f"largest {what} of {' and '.join(pair)}"] = max(batches, default=None)
-    pairs = _beside(rows, "k1-reward", "rao-blackwell")
-    result["least of rao-blackwell over k1-reward"] = min((_times(*pair) for pair in pairs), default=None)
-    result["most of rao-blackwell over k1-reward"] = max((_times(*pair) for pair in pairs), default=None)
-    noisy = [row for row in _of(rows, part="budget") if row["estimator"] in NOISY and row["batch_size"] >= 16]
-    ratios = [excess(row) for row in noisy]
-    result["largest excess over the noise formula"] = max(ratios, default=None)
-    result["smallest excess over the noise formula"] = min(ratios, default=None)
-    return result
-
-
-def _extremes(values: Iterable[float]) -> tuple[float, float]:
-    known = list(values)
-    return min(known), max(known)
-
-
-def _of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-
-
-def _claim(
-    words: str,
-    source: str,
-    expected: str,
-    found: Any,
-    said: Callable[[Any], str],
-    holds: Callable[[Any], bool],
-    tolerance: str,
-) -> Claim:
-    """Not run where `found` is None."""
-    if found is None:
-        return Claim(NAME, words, source, expected, "not run", None, tolerance)
-    return Claim(NAME, words, source, expected, said(found), holds(found), tolerance)
+            batches, pair = [sizes[place] for sizes in known_sizes], {"biased": biased, "unbiased": unbiased}
+            yield number(f"{what}s", len(batches), **pair)
+            yield from extremes(what, batches, **pair)
+    yield from extremes("excess over the noise formula", _excess(rows))
+    yield from extremes("rao-blackwell over k1-reward", _beside(rows, "k1-reward", "rao-blackwell")["kl_to_optimum"])

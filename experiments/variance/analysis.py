@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from statistics import median
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from kltest.reproduce import Claim
+import numpy as np
+import pandas as pd
 
-from ..judging import Answer, Question, answers, at_most, select
+from kltest.reproduce.claims import Answer, Claims, at_most
+from kltest.reproduce.frames import Missing, Row, known, need, ordered, records, select
+from kltest.reproduce.numbers import Numbers, melted, number
+
 from .settings import EXACT, MEDIAN_TOLERANCE, PARTS, PUBLISHED, PUBLISHED_RATE
-
-Row = dict[str, Any]
 
 AMINI = "Amini, Vieira & Cotterell 2025 (arXiv 2504.10637): Rao–Blackwell's variance is never the larger one"
 THEORY = "theory.md, section 5"
@@ -23,10 +24,10 @@ PAIR = {"kl": 2.39545, "monte_carlo": 3.31591, "rao_blackwell": 5.06974}
 PRINTED = 5e-6
 # Two independent numbers are further apart than this with probability below 1e-6.
 ERRORS = 5.0
-# Random worlds: up to the first logit noise nothing fails, from the second on something does.
+# Random environments: up to the first logit noise nothing fails, from the second on something does.
 NEAR, FAR = 0.3, 3.0
 MILD = 1.0
-# Fewer random worlds say nothing about what is rare.
+# Fewer random environments say nothing about what is rare.
 MANY = 1000
 
 # Published medians of the final KL; the two λ that are recomputed at every update are "value" and "gradient".
@@ -34,518 +35,376 @@ MEDIANS = {"1": 0.32, "value": 0.47, "gradient": 0.325, "0": 0.46}
 STUDY, SEEDS = {"steps": 400, "batch_size": 16}, 32
 START = 2.43
 LATER_RATE, LAST_RATE, UNHARMED = 10.0, 20.0, (0.20, 0.35)
+BETWEEN = f"between {UNHARMED[0]:g} and {UNHARMED[1]:g}"
 
 # From what needs least to what needs most.
+SAMPLED, FULL = "sampled log-probs", "full next-token distributions"
+BY_PREFIX, CRITIC = "and a baseline for each prefix", "and the expected KL to go"
 SEES = {
-    "return": "sampled log-probs",
-    "k3 in both": "sampled log-probs",
-    "to go": "sampled log-probs",
-    "k3 in both, to go": "sampled log-probs",
-    "to go, best λ": "sampled log-probs",
-    "to go, one baseline": "sampled log-probs",
-    "to go, baseline by prefix": "and a baseline for each prefix",
-    "to go, critic": "and the expected KL to go",
-    "rao-blackwell": "full next-token distributions",
-    "rao-blackwell, one baseline": "full next-token distributions",
-    "rao-blackwell, baseline by prefix": "and a baseline for each prefix",
-    "rao-blackwell, critic": "and the expected KL to go",
+    **dict.fromkeys(("return", "k3 in both", "to go", "k3 in both, to go", "to go, best λ"), SAMPLED),
+    "to go, one baseline": SAMPLED,
+    "to go, baseline by prefix": BY_PREFIX,
+    "to go, critic": CRITIC,
+    **dict.fromkeys(("rao-blackwell", "rao-blackwell, one baseline"), FULL),
+    "rao-blackwell, baseline by prefix": BY_PREFIX,
+    "rao-blackwell, critic": CRITIC,
 }
 
-
-def tidy(rows: Sequence[Row]) -> list[Row]:
-    """As computed, part by part."""
-    return sorted(rows, key=lambda row: list(PARTS).index(row["part"]))
+claims = Claims("variance")
+numbers = Numbers()
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    """One for each question; not run where rows that it needs are not there."""
-    return answers("variance", QUESTIONS, rows)
+def tidy(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows as computed, part by part."""
+    return ordered(rows, PARTS)
 
 
 # ------------------------------------------------------------------------------------------------------ the inequality
 
 
-def _published(rows: Sequence[Row]) -> Row | None:
-    return next(iter(select(rows, "pair", reference=PUBLISHED)), None)
+def _published(rows: pd.DataFrame) -> pd.Series:
+    return need(rows, "pair", reference=PUBLISHED).iloc[0]
 
 
-def _as_printed(rows: Sequence[Row]) -> Answer:
+@claims.add(
+    AMINI, "KL 2.39545, variance 3.31591 (Monte Carlo) and 5.06974 (Rao–Blackwell)", f"{PRINTED:g}: printed digits"
+)
+def _as_printed(rows: pd.DataFrame) -> Answer:
+    """Rao–Blackwell's value can be the noisier one: the inequality that was published fails for two tokens"""
     row = _published(rows)
-    if row is None:
-        return None
     said = f"KL {row['kl']:.5f}, variance {row['monte_carlo']:.5f} and {row['rao_blackwell']:.5f}"
     return said, all(abs(row[name] - printed) <= PRINTED for name, printed in PAIR.items())
 
 
-def _drawn(rows: Sequence[Row]) -> Answer:
-    row = _published(rows)
-    if row is None:
-        return None
-    names = ("monte_carlo", "rao_blackwell")
+@claims.add(THEORY, "the enumerated ones", f"{ERRORS:g} standard errors")
+def _drawn(rows: pd.DataFrame) -> Answer:
+    """rollouts drawn from the pair have these variances"""
+    row, names = _published(rows), ("monte_carlo", "rao_blackwell")
     off = [(row[f"{name}_drawn"] - row[name]) / row[f"{name}_error"] for name in names]
     said = " and ".join(f"{row[f'{name}_drawn']:.4f} ± {row[f'{name}_error']:.1g}" for name in names)
     return said, max(map(abs, off)) < ERRORS and row["monte_carlo_drawn"] < row["rao_blackwell_drawn"]
 
 
-def _mixture(rows: Sequence[Row]) -> Answer:
-    found = select(rows, "pair")
-    if not found:
-        return None
-    best = [row["mixture"] / min(row["monte_carlo"], row["rao_blackwell"]) for row in found]
-    return f"{min(best):.2f} to {max(best):.2f} times the better one", max(best) <= 1 + EXACT
+@claims.add(OWN, "equal in every random world", f"{EXACT:g} of the variances: recursions in float64")
+def _identity(rows: pd.DataFrame) -> Answer:
+    """the two variances differ by Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t): Rao–Blackwell loses where
+    costly tokens lead to cheaper prefixes"""
+    return at_most(need(rows, "rates"), "off_identity", EXACT)
 
 
-def _fails(rows: Sequence[Row], column: str, **wanted: Any) -> tuple[int, int]:
-    """How many worlds fail, and of how many."""
-    found = select(rows, "rates", **wanted)
-    return sum(row[f"{column}_fails"] for row in found), sum(row["worlds"] for row in found)
+@claims.add("theory", "at most 1 times the better one", "exact")
+def _mixture(rows: pd.DataFrame) -> Answer:
+    """the best mixture of both values is no noisier than either"""
+    found = need(rows, "pair")
+    best = found["mixture"] / found[["monte_carlo", "rao_blackwell"]].min(axis=1)
+    return f"{best.min():.2f} to {best.max():.2f} times the better one", best.max() <= 1 + EXACT
 
 
-def _by_distance(rows: Sequence[Row]) -> Answer:
-    near = [row for row in select(rows, "rates") if row["distance"] <= NEAR]
-    far = [row for row in select(rows, "rates") if row["distance"] >= FAR]
-    if sum(row["worlds"] for row in near) < MANY or sum(row["worlds"] for row in far) < MANY:
-        return None
-    counts = [(sum(row["value_fails"] for row in one), sum(row["worlds"] for row in one)) for one in (near, far)]
-    said = "; ".join(
-        f"{where}: {fails} of {count}" for where, (fails, count) in zip(("near", "far"), counts, strict=True)
-    )
-    return said, counts[0][0] == 0 and counts[1][0] > 0
+@claims.add(OWN, f"none up to logit noise {NEAR:g}, some from {FAR:g} on", "exact for each world; counts")
+def _by_distance(rows: pd.DataFrame) -> Answer:
+    """at random the inequality never fails near the reference, and does far from it"""
+    found = need(rows, "rates")
+    near, far = (found[where] for where in (found["distance"] <= NEAR, found["distance"] >= FAR))
+    if near["worlds"].sum() < MANY or far["worlds"].sum() < MANY:
+        raise Missing
+    (few, of), (many, of_far) = (one[["value_fails", "worlds"]].sum() for one in (near, far))
+    return f"near: {few} of {of}; far: {many} of {of_far}", few == 0 and many > 0
 
 
-def _ordered(
-    name: str, more: Callable[[Any, Any], bool], spread: float = math.inf
-) -> Callable[[Sequence[Row]], Answer]:
-    """Whether failures become more, or fewer, from the smallest to the largest value of a setting, all else equal."""
-
-    def judge(rows: Sequence[Row]) -> Answer:
-        found = [row for row in select(rows, "rates") if row["distance"] >= FAR and row["spread"] <= spread]
-        values = sorted({row[name] for row in found})
-        cells: dict[tuple, dict[Any, Row]] = {}
-        for row in found:
-            key = tuple(row[other] for other in ("vocabulary", "length", "distance", "spread", "seed") if other != name)
-            cells.setdefault(key, {})[row[name]] = row
-        pairs = [(one[values[0]], one[values[-1]]) for one in cells.values() if {values[0], values[-1]} <= set(one)]
-        if len(values) < 2 or sum(row["worlds"] for row, _ in pairs) < MANY:
-            return None
-        worlds = sum(row["worlds"] for row, _ in pairs)
-        few, many = (sum(pair[at]["value_fails"] for pair in pairs) for at in (0, 1))
-        said = f"{name} {values[0]:g}: {few / worlds:.1%}; {values[-1]:g}: {many / worlds:.1%} of {worlds}"
-        return said, more(few, many)
-
-    return judge
+def _fails_by(rows: pd.DataFrame, name: str, spread: float = math.inf) -> tuple[str, int, int]:
+    """The failures at the smallest and the largest value of a setting, all else equal."""
+    found = need(rows, "rates")
+    found = known(found[(found["distance"] >= FAR) & (found["spread"] <= spread)])
+    others = [one for one in ("vocabulary", "length", "distance", "spread", "seed") if one != name]
+    ends = sorted({found[name].min(), found[name].max()})
+    cells = found.pivot_table(["value_fails", "worlds"], others, name, aggfunc="last")
+    cells = cells.dropna(subset=[(of, end) for of in ("value_fails", "worlds") for end in ends]).astype("Int64")
+    worlds = cells["worlds"][ends[0]].sum()
+    if len(ends) < 2 or worlds < MANY:
+        raise Missing
+    few, many = (cells["value_fails"][end].sum() for end in ends)
+    said = f"{name} {ends[0]:g}: {few / worlds:.1%}; {ends[1]:g}: {many / worlds:.1%} of {worlds}"
+    return said, few, many
 
 
-def _gradients(rows: Sequence[Row]) -> Answer:
-    value, worlds = _fails(rows, "value")
-    gradient, _ = _fails(rows, "gradient")
+@claims.add(OWN, "more failures at the largest spread of logits than at the smallest", "counts over the same cells")
+def _sure(rows: pd.DataFrame) -> Answer:
+    """it fails more often where the policy is sure of its tokens"""
+    said, few, many = _fails_by(rows, "spread")
+    return said, few < many
+
+
+@claims.add(OWN, "fewer failures with the largest vocabulary than with the smallest", "counts over the same cells")
+def _choice(rows: pd.DataFrame) -> Answer:
+    """for mild policies it fails less often with more tokens to choose from"""
+    said, few, many = _fails_by(rows, "vocabulary", spread=MILD)
+    return said, few > many
+
+
+@claims.add(OWN, "some worlds, fewer than for the value", "exact for each world; counts")
+def _gradients(rows: pd.DataFrame) -> Answer:
+    """Rao–Blackwell's gradient, too, can be noisier than k1 to go, but less often than its value"""
+    found = need(rows, "rates")
+    value, gradient, worlds = found[["value_fails", "gradient_fails", "worlds"]].sum()
     if worlds < MANY or not value:
-        return None
-    said = f"value {value}, gradient {gradient} of {worlds}; at worst {_worst(rows, 'gradient'):.0f} times as noisy"
+        raise Missing
+    said = (
+        f"value {value}, gradient {gradient} of {worlds}; at worst {found['gradient_worst'].max():.0f} times as noisy"
+    )
     return said, 0 < gradient < value
 
 
-def _worst(rows: Sequence[Row], column: str) -> float:
-    return max((row[f"{column}_worst"] for row in select(rows, "rates")), default=math.nan)
+@claims.add(OWN, "equal", f"{EXACT:g} of the second moment")
+def _recursions(rows: pd.DataFrame) -> Answer:
+    """recursions over prefixes give what enumeration of the registered estimators does"""
+    return at_most(need(rows, part=("rates", "ladder")), "off_again", EXACT)
 
 
 # -------------------------------------------------------------------------------------------------- what can be gained
 
 
-def _steps(rows: Sequence[Row], *names: str) -> list[Row]:
-    return [row for row in select(rows, "ladder") if row["estimator"] in names]
+@claims.add(OWN, "no estimator below 1 times that floor in any world", f"{EXACT:g}")
+def _floor(rows: pd.DataFrame) -> Answer:
+    """whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is at least
+    Σ d(1 − d)‖M‖²"""
+    found = need(rows, "ladder")
+    least = found["least_over_floor"].min()
+    return f"{least:.6f} times at least, of {found['estimator'].nunique()}", least >= 1 - EXACT
 
 
-def _floor(rows: Sequence[Row]) -> Answer:
-    found = select(rows, "ladder")
-    least = min((row["least_over_floor"] for row in found), default=None)
-    count = len({row["estimator"] for row in found})
-    return None if least is None else (f"{least:.6f} times at least, of {count}", least >= 1 - EXACT)
+@claims.add(OWN, "as many independent differences as that gives", "exact: ranks of integers' size")
+def _freedom(rows: pd.DataFrame) -> Answer:
+    """unbiased estimators differ by terms z(prefix, token) of mean zero and, where the reference is seen at sampled
+    tokens alone, by λ(prefix)·(w − 1); there are no others, and so no best one for all worlds"""
+    found = need(rows, "freedom")
+    said = ", ".join(f"{row['dimension']} of {row['unknowns']}" for row in records(found))
+    return said, (found["dimension"] == found["predicted"]).all()
 
 
-def _near_floor(rows: Sequence[Row]) -> Answer:
-    found = [row for row in _steps(rows, "rao-blackwell") if row["distance"] <= 0.1]
-    most = max((row["over_floor"] for row in found), default=None)
-    return None if most is None else (f"up to {most:.2f} times the floor", most < 1.2)
+@claims.add(OWN, "below 1.2 times at logit noise 0.1", "medians over worlds")
+def _near_floor(rows: pd.DataFrame) -> Answer:
+    """near the reference Rao–Blackwell alone has all but reached the floor"""
+    found = need(rows, "ladder", estimator="rao-blackwell")
+    most = known(found[found["distance"] <= 0.1])["over_floor"].max()
+    return f"up to {most:.2f} times the floor", most < 1.2
 
 
-def _cells(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    cells: dict[tuple, dict[str, Row]] = {}
-    for row in select(rows, "ladder"):
-        cells.setdefault((row["length"], row["distance"], row["seed"]), {})[row["estimator"]] = row
-    return list(cells.values())
+@claims.add(OWN, "above 5 times the floor from six tokens on, below 2 with a critic", "medians over worlds")
+def _far_floor(rows: pd.DataFrame) -> Answer:
+    """far from it Rao–Blackwell needs a critic: without one most of its variance is avoidable"""
+    found = need(rows, "ladder", estimator="rao-blackwell")
+    least = known(found[(found["distance"] >= FAR) & (found["length"] >= 6)])["over_floor"].min()
+    most = need(rows, "ladder", estimator="rao-blackwell, critic")["over_floor"].max()
+    said = f"without, {least:.0f} times the floor and more; with, at most {most:.2f}"
+    return said, least > 5 and most < 2
 
 
-def _far_floor(rows: Sequence[Row]) -> Answer:
-    found = [row for row in _steps(rows, "rao-blackwell") if row["distance"] >= FAR and row["length"] >= 6]
-    least = min((row["over_floor"] for row in found), default=None)
-    critics = [row["over_floor"] for row in _steps(rows, "rao-blackwell, critic")]
-    if least is None:
-        return None
-    return f"without, {least:.0f} times the floor and more; with, at most {max(critics):.2f}", (
-        least > 5 and max(critics) < 2
-    )
+def _cells(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """A row for each length, distance and seed, a column for each estimator."""
+    found = need(rows, "ladder")
+    return found.pivot_table(column, ["length", "distance", "seed"], "estimator", aggfunc="last")
 
 
-def _critic_or_exact(rows: Sequence[Row]) -> Answer:
-    near = [cell for cell in _cells(rows) if cell["return"]["distance"] <= NEAR]
-    far = [cell for cell in _cells(rows) if cell["return"]["distance"] >= FAR and cell["return"]["length"] >= 6]
-    if not near or not far:
-        return None
-
-    def ratio(cell: dict[str, Row]) -> float:
-        return cell["to go, critic"]["over_floor"] / cell["rao-blackwell, one baseline"]["over_floor"]
-
-    below, above = min(map(ratio, near)), max(map(ratio, far))
-    return (
-        f"k1 with a critic over Rao–Blackwell with one number: near {below:.1f} and more, far {above:.1f} and less",
-        (below > 1 > above),
-    )
-
-
-def _to_go(rows: Sequence[Row]) -> Answer:
-    cells = _cells(rows)
-    if not cells:
-        return None
-    ratios = [cell["return"]["over_floor"] / cell["to go"]["over_floor"] for cell in cells]
-    exceptions = sum(cell["to go"]["noisier_than_return"] for cell in cells)
-    worlds = sum(cell["to go"]["compared"] for cell in cells)
-    said = f"medians {min(ratios):.2f} to {max(ratios):.2f} times; noisier in {exceptions} of {worlds} worlds"
-    return said, min(ratios) > 1
+@claims.add(
+    OWN,
+    "k1 to go with a critic against Rao–Blackwell with one number: above 1 near, below 1 far at six tokens or more",
+    "medians over worlds",
+)
+def _critic_or_exact(rows: pd.DataFrame) -> Answer:
+    """a critic is worth less than exact next-token terms near the reference, and more far from it"""
+    over = _cells(rows, "over_floor")
+    ratio = (over["to go, critic"] / over["rao-blackwell, one baseline"]).reset_index(name="ratio")
+    near = known(ratio[ratio["distance"] <= NEAR])["ratio"].min()
+    far = known(ratio[(ratio["distance"] >= FAR) & (ratio["length"] >= 6)])["ratio"].max()
+    said = f"k1 with a critic over Rao–Blackwell with one number: near {near:.1f} and more, far {far:.1f} and less"
+    return said, near > 1 > far
 
 
-def _prefix_return(rows: Sequence[Row]) -> Answer:
-    found = [row for row in _steps(rows, "to go, baseline by prefix", "rao-blackwell, critic")]
-    if not found:
-        return None
-    count = sum(row["noisier_than_return"] for row in found)
-    return f"in {count} of {sum(row['compared'] for row in found)}", count == 0
+@claims.add(
+    "Tang & Munos 2025 (arXiv 2506.09477)",
+    "above 1 times at every length and distance",
+    "medians over worlds; single ones can differ",
+)
+def _to_go(rows: pd.DataFrame) -> Answer:
+    """k1 to go is less noisy than k1 on the whole return"""
+    over, to_go = _cells(rows, "over_floor"), need(rows, "ladder", estimator="to go")
+    ratios = over["return"] / over["to go"]
+    exceptions, worlds = to_go["noisier_than_return"].sum(), to_go["compared"].sum()
+    said = f"medians {ratios.min():.2f} to {ratios.max():.2f} times; noisier in {exceptions:.0f} of {worlds:.0f} worlds"
+    return said, ratios.min() > 1
 
 
-def _mixtures(rows: Sequence[Row]) -> Answer:
-    found = select(rows, "mixtures")
-    if not found:
-        return None
-    sampled = min(row["sampled log-probs: over_floor"] for row in found)
-    gains = [row["rao-blackwell, one baseline: over_floor"] / row["all: over_floor"] for row in found]
-    weights = [row["weight of rao-blackwell"] for row in found]
-    said = (
-        f"sampled alone {sampled:.1f} times the floor and more; with Rao–Blackwell, weight {min(weights):.2f} to "
-        f"{max(weights):.2f}, {max(gains):.2f} times less than it alone at most"
-    )
-    return said, sampled > 2 and max(gains) < 3 and min(weights) > 0.8
+@claims.add("theory: a baseline by prefix takes the past out of the return as well", "in no world", "exact")
+def _prefix_return(rows: pd.DataFrame) -> Answer:
+    """with its best baseline by prefix to go is never noisier than the whole return"""
+    found = need(rows, "ladder", estimator=("to go, baseline by prefix", "rao-blackwell, critic"))
+    count = found["noisier_than_return"].sum()
+    return f"in {count} of {found['compared'].sum()}", count == 0
 
 
-def _freedom(rows: Sequence[Row]) -> Answer:
-    found = select(rows, "freedom")
-    if not found:
-        return None
-    said = ", ".join(f"{row['dimension']} of {row['unknowns']}" for row in found)
-    return said, all(row["dimension"] == row["predicted"] for row in found)
+def _gains_of_mixtures(rows: pd.DataFrame) -> pd.Series:
+    found = need(rows, "mixtures")
+    return found["rao-blackwell, one baseline: over_floor"] / found["all: over_floor"]
+
+
+@claims.add(
+    OWN,
+    "sampled alone above 2 times; with Rao–Blackwell it has weight above 0.8 and gains less than 3 times",
+    "medians over worlds, weights best for each",
+)
+def _mixtures(rows: pd.DataFrame) -> Answer:
+    """no mixture of sampled log-probs comes near the floor, and one with Rao–Blackwell is mostly that"""
+    found, gain = need(rows, "mixtures"), _gains_of_mixtures(rows).max()
+    sampled, weight = found["sampled log-probs: over_floor"].min(), found["weight of rao-blackwell"]
+    said = f"sampled alone {sampled:.1f} times the floor and more; with Rao–Blackwell, weight {weight.min():.2f} to "
+    said += f"{weight.max():.2f}, {gain:.2f} times less than it alone at most"
+    return said, sampled > 2 and gain < 3 and weight.min() > 0.8
 
 
 # ----------------------------------------------------------------------------------------------------------- the bandit
 
 
-def _medians(rows: Sequence[Row], rate: float) -> dict[str, float]:
+@claims.add(THEORY, f"{START:g}", "0.005: printed digits")
+def _start(rows: pd.DataFrame) -> Answer:
+    """the bandit of the baseline study starts at its KL"""
+    kl = need(rows, "bandit", what="path", step=0)["kl"].iloc[0]
+    return f"{kl:.4f}", abs(kl - START) <= 0.005
+
+
+def _medians(rows: pd.DataFrame, rate: float) -> pd.Series:
     """Median KL at the end by rule, where the study was run as stated, with as many seeds or more."""
-    ends: dict[str, list[float]] = {}
-    for row in select(rows, "bandit", what="end", rate=rate, **STUDY):
-        if row["runs"] >= SEEDS:
-            ends.setdefault(row["rule"], []).append(row["kl"])
-    return {rule: median(found) for rule, found in ends.items()}
+    ends = need(rows, "bandit", what="end", rate=rate, **STUDY)
+    return ends[ends["runs"] >= SEEDS].groupby("rule")["kl"].median()
 
 
-def _collapses(rows: Sequence[Row], rate: float, rule: str) -> int:
-    return sum(row["kl"] > START for row in select(rows, "bandit", what="end", rate=rate, rule=rule))
+def _said(medians: pd.Series) -> str:
+    names = {"value": "λ_value", "gradient": "λ_grad"}
+    return ", ".join(f"λ = {names.get(rule, rule)}: {kl:.3f}" for rule, kl in medians.items())
 
 
-def _as_published(rows: Sequence[Row]) -> Answer:
+@claims.add(
+    THEORY, "medians λ = 0: .46, 1: .32, λ_grad: .32 to .33, λ_value: .47", f"{MEDIAN_TOLERANCE:g}: as published"
+)
+def _as_published(rows: pd.DataFrame) -> Answer:
+    """on the bandit at learning rate 5 λ_value is no better than λ = 0, and λ = 1 as good as λ_grad"""
     found = _medians(rows, PUBLISHED_RATE)
-    if set(found) != set(MEDIANS):
-        return None
-    return _said(found), all(abs(found[rule] - number) <= MEDIAN_TOLERANCE for rule, number in MEDIANS.items())
+    if set(found.index) != set(MEDIANS):
+        raise Missing
+    return _said(found), (found - pd.Series(MEDIANS)).abs().max() <= MEDIAN_TOLERANCE
 
 
-def _said(found: dict[str, float]) -> str:
-    return ", ".join(f"λ = {_rule(rule)}: {found[rule]:.3f}" for rule in sorted(found))
+def _collapse(rows: pd.DataFrame, rate: float, harmed: list[str], well: list[str]) -> Answer:
+    found = _medians(rows, rate)
+    if not {*harmed, *well} <= set(found.index):
+        raise Missing
+    return _said(found), (found[harmed] > START).all() and found[well].between(*UNHARMED).all()
 
 
-def _rule(rule: str) -> str:
-    return {"value": "λ_value", "gradient": "λ_grad"}.get(rule, rule)
+for _claim, _expected, _how in (
+    ("at rate 10 λ = 0 and λ_value have collapsed, λ = 1 and λ_grad have not",
+     "medians above the start's KL", (LATER_RATE, ["0", "value"], ["1", "gradient"])),
+    ("at rate 20 λ = 1 has collapsed as well, λ_grad has not",
+     "median above the start's KL", (LAST_RATE, ["0", "value", "1"], ["gradient"])),
+):  # fmt: skip
+    _judge = partial(_collapse, **dict(zip(("rate", "harmed", "well"), _how, strict=True)))
+    claims.add(THEORY, f"{_expected}; {BETWEEN}", "medians over seeds", claim=_claim)(_judge)
 
 
-def _start(rows: Sequence[Row]) -> Answer:
-    found = select(rows, "bandit", what="path", step=0)
-    return None if not found else (f"{found[0]['kl']:.4f}", abs(found[0]["kl"] - START) <= 0.005)
-
-
-def _collapse(rate: float, harmed: Sequence[str], well: Sequence[str]) -> Callable[[Sequence[Row]], Answer]:
-    def judge(rows: Sequence[Row]) -> Answer:
-        found = _medians(rows, rate)
-        if not set(harmed) | set(well) <= set(found):
-            return None
-        low, high = UNHARMED
-        return _said(found), all(found[rule] > START for rule in harmed) and all(
-            low <= found[rule] <= high for rule in well
-        )
-
-    return judge
-
-
-def _formulas(rows: Sequence[Row]) -> Answer:
-    """The parabolas through three of the enumerated variances are least where the formulas say."""
-    found = sorted(select(rows, "noise"), key=lambda row: row["lam"])
+@claims.add(
+    THEORY,
+    "where the parabolas through enumerated variances are least",
+    "1e-9: differences of variances up to 1e4",
+)
+def _formulas(rows: pd.DataFrame) -> Answer:
+    """the λ of the least noisy value is −Cov(u, w)/Var w, that of the least noisy gradient 1 + E[u‖g‖²]/E‖g‖²"""
+    found = need(rows, "noise").sort_values("lam")
     if len(found) < 3:
-        return None
-    three = (found[0], found[len(found) // 2], found[-1])
-    off = []
-    for column, formula in (("value_variance", "least_noisy_value"), ("gradient_variance", "least_noisy_gradient")):
-        (x0, y0), (x1, y1), (x2, y2) = ((row["lam"], row[column]) for row in three)
-        slope, bend = (y1 - y0) / (x1 - x0), ((y2 - y0) / (x2 - x0) - (y1 - y0) / (x1 - x0)) / (x2 - x1)
-        off.append(abs((x0 + x1) / 2 - slope / (2 * bend) - found[0][formula]))
-    said = f"λ_value {found[0]['least_noisy_value']:.4f}, λ_grad {found[0]['least_noisy_gradient']:.3f}"
-    return f"{said}; off by at most {max(off):.0e}", max(off) < 1e-9
+        raise Missing
+    three, off = found.iloc[[0, len(found) // 2, -1]], []
+    value, gradient = found.iloc[0][["least_noisy_value", "least_noisy_gradient"]]
+    for column, formula in (("value_variance", value), ("gradient_variance", gradient)):
+        bend, slope, _ = np.linalg.solve(np.vander(three["lam"], 3), three[column])
+        off.append(abs(-slope / (2 * bend) - formula))
+    return f"λ_value {value:.4f}, λ_grad {gradient:.3f}; off by at most {max(off):.0e}", max(off) < 1e-9
 
 
-def _opposed(rows: Sequence[Row]) -> Answer:
-    at = {row["lam"]: row for row in select(rows, "noise")}
-    if not {0.0, 1.0} <= set(at):
-        return None
-    value, gradient = (at[1.0][name] / at[0.0][name] for name in ("value_variance", "gradient_variance"))
+@claims.add(OWN, "above 1 times; below 1 times", "exact")
+def _opposed(rows: pd.DataFrame) -> Answer:
+    """k3's λ = 1 makes the bandit's value noisier and its gradient less noisy"""
+    at = need(rows, "noise").groupby("lam")[["value_variance", "gradient_variance"]].last()
+    if not {0.0, 1.0} <= set(at.index):
+        raise Missing
+    value, gradient = at.loc[1.0] / at.loc[0.0]
     return f"value {value:.0f} times as noisy, gradient {gradient:.2f} times", value > 1 > gradient
 
 
-QUESTIONS = (
-    Question(
-        "Rao–Blackwell's value can be the noisier one: the inequality that was published fails for two tokens",
-        AMINI,
-        "KL 2.39545, variance 3.31591 (Monte Carlo) and 5.06974 (Rao–Blackwell)",
-        _as_printed,
-        f"{PRINTED:g}: printed digits",
-    ),
-    Question(
-        "rollouts drawn from the pair have these variances",
-        THEORY,
-        "the enumerated ones",
-        _drawn,
-        f"{ERRORS:g} standard errors",
-    ),
-    Question(
-        "the two variances differ by Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t): Rao–Blackwell loses where "
-        "costly tokens lead to cheaper prefixes",
-        OWN,
-        "equal in every random world",
-        lambda rows: at_most(select(rows, "rates"), "off_identity", EXACT),
-        f"{EXACT:g} of the variances: recursions in float64",
-    ),
-    Question(
-        "the best mixture of both values is no noisier than either",
-        "theory",
-        "at most 1 times the better one",
-        _mixture,
-        "exact",
-    ),
-    Question(
-        "at random the inequality never fails near the reference, and does far from it",
-        OWN,
-        f"none up to logit noise {NEAR:g}, some from {FAR:g} on",
-        _by_distance,
-        "exact for each world; counts",
-    ),
-    Question(
-        "it fails more often where the policy is sure of its tokens",
-        OWN,
-        "more failures at the largest spread of logits than at the smallest",
-        _ordered("spread", lambda few, many: few < many),
-        "counts over the same cells",
-    ),
-    Question(
-        "for mild policies it fails less often with more tokens to choose from",
-        OWN,
-        "fewer failures with the largest vocabulary than with the smallest",
-        _ordered("vocabulary", lambda few, many: few > many, spread=MILD),
-        "counts over the same cells",
-    ),
-    Question(
-        "Rao–Blackwell's gradient, too, can be noisier than k1 to go, but less often than its value",
-        OWN,
-        "some worlds, fewer than for the value",
-        _gradients,
-        "exact for each world; counts",
-    ),
-    Question(
-        "recursions over prefixes give what enumeration of the registered estimators does",
-        OWN,
-        "equal",
-        lambda rows: at_most([*select(rows, "rates"), *select(rows, "ladder")], "off_again", EXACT),
-        f"{EXACT:g} of the second moment",
-    ),
-    Question(
-        "whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is at "
-        "least Σ d(1 − d)‖M‖²",
-        OWN,
-        "no estimator below 1 times that floor in any world",
-        _floor,
-        f"{EXACT:g}",
-    ),
-    Question(
-        "unbiased estimators differ by terms z(prefix, token) of mean zero and, where the reference is seen at sampled "
-        "tokens alone, by λ(prefix)·(w − 1); there are no others, and so no best one for all worlds",
-        OWN,
-        "as many independent differences as that gives",
-        _freedom,
-        "exact: ranks of integers' size",
-    ),
-    Question(
-        "near the reference Rao–Blackwell alone has all but reached the floor",
-        OWN,
-        "below 1.2 times at logit noise 0.1",
-        _near_floor,
-        "medians over worlds",
-    ),
-    Question(
-        "far from it Rao–Blackwell needs a critic: without one most of its variance is avoidable",
-        OWN,
-        "above 5 times the floor from six tokens on, below 2 with a critic",
-        _far_floor,
-        "medians over worlds",
-    ),
-    Question(
-        "a critic is worth less than exact next-token terms near the reference, and more far from it",
-        OWN,
-        "k1 to go with a critic against Rao–Blackwell with one number: above 1 near, below 1 far at six tokens or more",
-        _critic_or_exact,
-        "medians over worlds",
-    ),
-    Question(
-        "k1 to go is less noisy than k1 on the whole return",
-        "Tang & Munos 2025 (arXiv 2506.09477)",
-        "above 1 times at every length and distance",
-        _to_go,
-        "medians over worlds; single ones can differ",
-    ),
-    Question(
-        "with its best baseline by prefix to go is never noisier than the whole return",
-        "theory: a baseline by prefix takes the past out of the return as well",
-        "in no world",
-        _prefix_return,
-        "exact",
-    ),
-    Question(
-        "no mixture of sampled log-probs comes near the floor, and one with Rao–Blackwell is mostly that",
-        OWN,
-        "sampled alone above 2 times; with Rao–Blackwell it has weight above 0.8 and gains less than 3 times",
-        _mixtures,
-        "medians over worlds, weights best for each",
-    ),
-    Question(
-        "the bandit of the baseline study starts at its KL",
-        THEORY,
-        f"{START:g}",
-        _start,
-        "0.005: printed digits",
-    ),
-    Question(
-        "on the bandit at learning rate 5 λ_value is no better than λ = 0, and λ = 1 as good as λ_grad",
-        THEORY,
-        "medians λ = 0: .46, 1: .32, λ_grad: .32 to .33, λ_value: .47",
-        _as_published,
-        f"{MEDIAN_TOLERANCE:g}: as published",
-    ),
-    Question(
-        "at rate 10 λ = 0 and λ_value have collapsed, λ = 1 and λ_grad have not",
-        THEORY,
-        f"medians above the start's KL; between {UNHARMED[0]:g} and {UNHARMED[1]:g}",
-        _collapse(LATER_RATE, ("0", "value"), ("1", "gradient")),
-        "medians over seeds",
-    ),
-    Question(
-        "at rate 20 λ = 1 has collapsed as well, λ_grad has not",
-        THEORY,
-        f"median above the start's KL; between {UNHARMED[0]:g} and {UNHARMED[1]:g}",
-        _collapse(LAST_RATE, ("0", "value", "1"), ("gradient",)),
-        "medians over seeds",
-    ),
-    Question(
-        "the λ of the least noisy value is −Cov(u, w)/Var w, that of the least noisy gradient 1 + E[u‖g‖²]/E‖g‖²",
-        THEORY,
-        "where the parabolas through enumerated variances are least",
-        _formulas,
-        "1e-9: differences of variances up to 1e4",
-    ),
-    Question(
-        "k3's λ = 1 makes the bandit's value noisier and its gradient less noisy",
-        OWN,
-        "above 1 times; below 1 times",
-        _opposed,
-        "exact",
-    ),
-)
+# -------------------------------------------------------------------------------------------------- tables and numbers
 
 
-def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """The ladder at its longest: variances over the least possible one."""
-    longest = max((row["length"] for row in select(rows, "ladder")), default=None)
-    found = select(rows, "ladder", length=longest, seed=0)
-    ladder = []
+    found, ladder = select(rows, "ladder"), []
+    if found.empty:
+        return {}
+    found = select(found, length=found["length"].max(), seed=0).sort_values("distance")
     for name, sees in SEES.items():
-        mine = sorted((row for row in found if row["estimator"] == name), key=lambda row: row["distance"])
-        if mine:
-            cells = {f"KL {row['kl']:.2g}": _short(row["over_floor"]) for row in mine}
+        cells = {f"KL {row['kl']:.2g}": _short(row["over_floor"]) for row in records(select(found, estimator=name))}
+        if cells:
             ladder.append({"estimator": name, "it needs": sees, **cells})
     return {"ladder": ladder} if ladder else {}
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the paper cites; of the ladder, the first seed's."""
-    result: dict[str, Any] = {}
-    pair = _published(rows) or {}
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+@numbers.add
+def _of_the_pair(rows: pd.DataFrame) -> Iterator[Row]:
+    row = _published(rows)
     for name in ("kl", "monte_carlo", "rao_blackwell", "mixture", "share"):
-        result[f"pair {name}"] = pair.get(name)
+        yield number(f"pair {name}", row[name])
+
+
+@numbers.add
+def _of_rates(rows: pd.DataFrame) -> Iterator[Row]:
+    found = need(rows, "rates")
+    counts = found.groupby(["spread", "distance"]).sum(numeric_only=True).reset_index()
     for column in ("value", "gradient", "baselines"):
-        for spread in sorted({row["spread"] for row in select(rows, "rates")}):
-            for distance in sorted({row["distance"] for row in select(rows, "rates")}):
-                fails, worlds = _fails(rows, column, spread=spread, distance=distance)
-                result[f"{column} fails, spread {spread:g}, noise {distance:g}"] = fails / worlds
-        fails, worlds = _fails(rows, column)
-        result |= {f"{column} failures": fails, f"{column} worst": _worst(rows, column) if worlds else None}
-    near = [row["worlds"] for row in select(rows, "rates") if row["distance"] <= NEAR]
-    result |= {"random worlds": sum(row["worlds"] for row in select(rows, "rates")), "random worlds near": sum(near)}
-    for one in select(rows, "ladder"):
-        where = f"{one['estimator']}, T = {one['length']}, noise {one['distance']:g}"
-        result.setdefault(f"over floor of {where}", one["over_floor"])
-        result.setdefault(f"KL at T = {one['length']}, noise {one['distance']:g}", one["kl"])
-    cells = _cells(rows)
-    result |= {
-        "to go noisier than return": sum(cell["to go"]["noisier_than_return"] for cell in cells),
-        "ladder worlds": sum(cell["to go"]["compared"] for cell in cells),
-        "longest": max((row["length"] for row in select(rows, "ladder")), default=None),
-        "most of critic": max((row["over_floor"] for row in _steps(rows, "rao-blackwell, critic")), default=None),
-    }
-    mixed = select(rows, "mixtures")
-    result |= {
-        "least of sampled mixtures": min((row["sampled log-probs: over_floor"] for row in mixed), default=None),
-        "largest gain of mixtures": max(
-            (row["rao-blackwell, one baseline: over_floor"] / row["all: over_floor"] for row in mixed), default=None
-        ),
-    }
-    for row in select(rows, "noise"):
-        result |= {name.replace("_", " "): row[name] for name in ("least_noisy_value", "least_noisy_gradient")}
-        for name in ("value", "gradient"):
-            result[f"{name} variance, lambda {row['lam']:g}"] = row[f"{name}_variance"]
-    k1, k3 = (result.get(f"value variance, lambda {lam}") for lam in (0, 1))
-    result["value noise of lambda 1"] = k3 / k1 if k1 and k3 else None
-    rates = sorted({row["rate"] for row in select(rows, "bandit")})
-    for rate in rates:
-        for rule in sorted({row["rule"] for row in select(rows, "bandit", rate=rate)}):
-            ends = [row["kl"] for row in select(rows, "bandit", what="end", rate=rate, rule=rule)]
-            result[f"KL of lambda {rule}, rate {rate:g}"] = median(ends)
-            result[f"collapses of lambda {rule}, rate {rate:g}"] = _collapses(rows, rate, rule)
-    start = select(rows, "bandit", what="path", step=0)
-    result["bandit start"] = start[0]["kl"] if start else None
-    return result
+        share = counts.assign(share=counts[f"{column}_fails"] / counts["worlds"])
+        yield from melted(share, {"share": f"{column} fails"}, ["spread", "distance"])
+        yield number(f"{column} failures", found[f"{column}_fails"].sum())
+        yield number(f"{column} worst", found[f"{column}_worst"].max())
+    yield number("random worlds", found["worlds"].sum())
+    yield number("random worlds near", found[found["distance"] <= NEAR]["worlds"].sum())
 
 
-def _short(number: float) -> str:
-    return f"{number:.2f}" if number < 10 else f"{number:.0f}"
+@numbers.add
+def _of_the_ladder(rows: pd.DataFrame) -> Iterator[Row]:
+    found, to_go = need(rows, "ladder"), need(rows, "ladder", estimator="to go")
+    first = found.drop_duplicates(["estimator", "length", "distance"])
+    yield from melted(first, {"over_floor": "over floor"}, ["estimator", "length", "distance"])
+    yield from melted(found.drop_duplicates(["length", "distance"]), {"kl": "KL"}, ["length", "distance"])
+    yield number("longest", found["length"].max())
+    yield number("to go noisier than return", to_go["noisier_than_return"].sum())
+    yield number("ladder worlds", to_go["compared"].sum())
+    yield number("least of sampled mixtures", need(rows, "mixtures")["sampled log-probs: over_floor"].min())
+    yield number("largest gain of mixtures", _gains_of_mixtures(rows).max())
+
+
+@numbers.add
+def _of_noise(rows: pd.DataFrame) -> Iterator[Row]:
+    found = need(rows, "noise")
+    for name in ("value", "gradient"):
+        yield number(f"least noisy {name}", found[f"least_noisy_{name}"].iloc[-1])
+        yield from melted(found, {f"{name}_variance": f"{name} variance"}, ["lam"])
+    k1, k3 = (need(found, lam=lam)["value_variance"].iloc[0] for lam in (0.0, 1.0))
+    yield number("value noise of lambda 1", k3 / k1)
+
+
+@numbers.add
+def _of_the_bandit(rows: pd.DataFrame) -> Iterator[Row]:
+    ends = need(rows, "bandit", what="end").groupby(["rate", "rule"])["kl"]
+    yield from melted(ends.median().reset_index(), {"kl": "KL at the end"}, ["rate", "rule"])
+    collapses = ends.agg(lambda kl: int((kl > START).sum())).reset_index()
+    yield from melted(collapses, {"kl": "collapses"}, ["rate", "rule"])
+    yield number("bandit start", need(rows, "bandit", what="path", step=0)["kl"].iloc[0])
