@@ -126,11 +126,11 @@ def test_findings_hold_of_the_committed_sweep_and_without_rows_nothing_was_run()
     found = {
         claim: agrees for claim, agrees in TRIAL.verdicts(ANALYSIS.tidy(rows)).items() if "committed results" in claim
     }
-    assert len(found) == len(ANALYSIS.FINDINGS)
+    assert len(found) == len(ANALYSIS.findings.questions)
     assert set(found.values()) == {True}
     assert set(TRIAL.verdicts([]).values()) == {None}
     assert ANALYSIS.tables([]) == {}
-    assert ANALYSIS.numbers([])["runs"] is None
+    assert ANALYSIS.numbers([]).empty
 
 
 def test_without_transformers_only_committed_rows_are_there(monkeypatch):
@@ -142,7 +142,7 @@ def test_without_transformers_only_committed_rows_are_there(monkeypatch):
 def test_the_committed_sweep_made_again_is_the_committed_one():
     committed = RUNS.committed()
     found = TRIAL.verdicts(ANALYSIS.tidy([*committed, *({**row, "part": "run"} for row in committed)]))
-    assert len(found) == 2 + 2 * len(ANALYSIS.FINDINGS)
+    assert len(found) == 2 + 2 * len(ANALYSIS.findings.questions)
     assert set(found.values()) == {True}
 
 
@@ -150,7 +150,7 @@ def test_a_whole_sweep_made_now_is_asked_the_same_and_compared():
     rows = [*synthetic("run"), *synthetic()]
     found = TRIAL.verdicts(rows)
     assert set(found.values()) == {True}
-    assert len(found) == 2 + 2 * len(ANALYSIS.FINDINGS)
+    assert len(found) == 2 + 2 * len(ANALYSIS.findings.questions)
 
 
 @pytest.mark.parametrize(
