@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import kltest
-from kltest.counterexample.reproduction import reproduced
+from kltest.counterexample.program import with_program
 from kltest.counterexample.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
-from kltest.counterexample.small_worlds import worked
+from kltest.counterexample.small_environments import counter_example
 from kltest.counterexample.sources import NoSourceError, source_of
 from kltest.identify.findings import Findings, Row
 from kltest.identify.measure import Measure
@@ -267,7 +267,7 @@ def test_simple_numbers_are_probabilities_that_can_be_copied(actions):
 @pytest.mark.parametrize(("length", "actions"), [(1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (3, 3)])
 def test_worlds_to_begin_with_are_mild_and_nowhere_equal(length, actions, moved, ends):
     shape = Shape(length, actions, ends and length > 1, moved, 1)
-    world = unrelated(shape, 0, paid=True)
+    world = unrelated(shape, 0, rewarded=True)
     instance = world.instance()
     paths = instance.paths
     assert len(paths) == shape.rollouts
@@ -318,12 +318,12 @@ def test_a_loss_that_draws_random_numbers_is_not_shrunk():
 @pytest.mark.parametrize("name", ATLAS)
 def test_every_named_gradient_can_be_declared_in_a_program(name, ends):
     """The line for each is plain torch; the program is given only where it prints what the truth says."""
-    world = unrelated(Shape(2, 2, ends, True, 1), 0, paid=True)
+    world = unrelated(Shape(2, 2, ends, True, 1), 0, rewarded=True)
     declared = {name: 0.5, **({} if name == "reverse_kl" else {"reverse_kl": 1.0})}
     loss = bind(losses.square_root)
-    answer = worked(loss, declared, world, "stale", 1, 0.0)
+    answer = counter_example(loss, declared, world, "stale", 1, 0.0)
     assert answer is not None
-    assert reproduced(loss, declared, answer[0], answer[1]).code
+    assert with_program(loss, declared, answer[0], answer[1]).code
 
 
 # Where a loss comes from.

@@ -1,1 +1,1 @@
-"""The smallest environment in which a loss fails, and the program that shows it without kltest."""
+"""Counter-examples: the smallest environment in which a loss fails, and a program that shows it without kltest."""

@@ -43,6 +43,11 @@ class SmallEnvironment:
             reward=[context.reward or [0.0] * example.actions for context in contexts],
         )
 
+    @property
+    def kind(self) -> str:
+        """The name that grading has for such environments."""
+        return kind(self.length, self.ends)
+
     def instance(self) -> Instance:
         """Return the environment with its policies, ready to be enumerated."""
         # The list of checks holds small environments and is read without NumPy.
@@ -79,3 +84,8 @@ class SmallEnvironment:
             depth += 1
         actions = [(context - first) // branches**later % branches for later in reversed(range(depth))]
         return f"after {' '.join(map(str, actions))}" if depth else "root"
+
+
+def kind(length: int, ends: bool) -> str:
+    """Return the name that grading has for environments of a length, fixed or not."""
+    return "bandit" if length == 1 else "ragged" if ends else "sequence"

@@ -1,7 +1,7 @@
-"""Every named gradient as a line of plain torch over all rollouts: something that autograd differentiates into it.
+"""Named gradients as plain torch: for each an expression over all rollouts that autograd differentiates into it.
 
-The line speaks of (N, T) tensors `logp`, `ref_logp`, `old_logp`, of `p` (N,), each rollout's probability under the
-policy, of `reward` (N,), of `logits`, and where lengths vary of `mask` and of `u`, the log-ratio with 0 at padding.
+The expressions read `logp`, `ref_logp`, `old_logp` (N, T), `p` (N,), the probability of each rollout under the policy,
+`reward` (N,) and `logits`. If lengths vary they also read `mask` and `u`, the log-ratio with 0 at padding.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 
 def as_torch(combination: Mapping[str, float], *, masked: bool) -> str:
-    """Σ c·gradient as an expression."""
+    """Return Σ c·gradient as an expression; `masked` if lengths vary."""
     terms = ((coefficient, _term(name, masked)) for name, coefficient in combination.items())
     return " + ".join(term if coefficient == 1 else f"{coefficient!r} * {term}" for coefficient, term in terms)
 
 
 def summed(of: str, masked: bool) -> str:
-    """A tensor's sum over live tokens."""
+    """Return the sum of a tensor over live tokens, as an expression."""
     return f"({of} * mask).sum(-1)" if masked else f"{of}.sum(-1)"
 
 
@@ -45,7 +45,7 @@ def _term(name: str, masked: bool) -> str:
 
 
 def _weight(name: str, u: str, masked: bool) -> str:
-    """What a token's score is multiplied by, 0 at padding."""
+    """Factor of each token's score, 0 at padding."""
     position, length = (
         ("mask.cumsum(-1)", "mask.sum(-1, keepdim=True)")
         if masked

@@ -1,10 +1,10 @@
-"""The smallest world in which a loss still fails, with numbers so simple that a person can redo them on paper.
+"""Search for the smallest environment in which a loss fails, with numbers so simple that they can be redone on paper.
 
-Worlds are tried smallest first (tokens, actions, fixed or ragged length, sampler, size of the batch), each filled with
-unrelated simple probabilities, in which a loss that can fail there does. In the first that fails, one context after the
-other is then given the simplest probabilities with which it still does: uniform and equal to the reference, equal to
-the reference, one of the two uniform. How much is tried is counted in calls of the loss, not in seconds, so that a
-rerun finds the same.
+Environments are tried smallest first (tokens, actions, fixed or varying length, sampler, size of the batch). Each is
+filled with unrelated simple probabilities, so that no gradients are equal by chance. In the first that fails, one
+context after the other is given the simplest probabilities with which the loss still fails: uniform and equal to the
+reference, equal to the reference, one of the two uniform. The search is bounded by calls of the loss, not by seconds,
+so that a rerun finds the same.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kltest.counterexample.environment import SmallEnvironment
-from kltest.counterexample.reproduction import reproduced
-from kltest.counterexample.small_worlds import adds_up, at_once, differs, measure, worked
+from kltest.counterexample.environment import SmallEnvironment, kind
+from kltest.counterexample.program import with_program
+from kltest.counterexample.small_environments import adds_up, at_once, counter_example, differs, measure
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import tolerance
@@ -33,23 +33,25 @@ if TYPE_CHECKING:
 Probabilities = tuple[float, ...]
 Rows = tuple[Probabilities, Probabilities, Probabilities | None]
 
-# By the number of actions: uniform, or nearly, first, then the simplest others; decimals, to be copied as printed.
+# By number of actions: the uniform distribution, or nearly, then others. Short decimals, to be copied as printed.
 SIMPLE: dict[int, tuple[Probabilities, ...]] = {
     2: ((0.5, 0.5), (0.8, 0.2), (0.25, 0.75), (0.9, 0.1), (0.6, 0.4), (0.2, 0.8), (0.75, 0.25)),
     3: ((0.25, 0.25, 0.5), (0.5, 0.25, 0.25), (0.25, 0.5, 0.25), (0.4, 0.4, 0.2), (0.2, 0.4, 0.4), (0.6, 0.2, 0.2)),
     4: ((0.25,) * 4, (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4), (0.4, 0.2, 0.2, 0.2), (0.2, 0.2, 0.2, 0.4)),
 }
 SIZES = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2), (3, 3))
-# As mild as the worlds of grading, so that what fails here fails for the reason for which it failed there.
+# Bounds of |log π/ref| and |log π/sampler| along a rollout. They are those of grading, so that a loss fails here for
+# the reason for which it failed there.
 MILD, MILD_RATIO = 2.0, 1.0
+# Bounds of the search: calls of the loss, and batches to enumerate in one environment.
 MOST_CALLS, MOST_BATCHES = 600, 100
-# A difference that shows in six decimals, or a tenth of what was found where that is smaller.
+# Smallest relative difference that counts as a failure: it shows in six decimals.
 VISIBLE = 1e-3
 GIVES_REWARDS = frozenset({"reward", "advantage", "group", "rollout"})
 
 
 class Shape(NamedTuple):
-    """A world without its probabilities; `moved`: the sampler is another policy."""
+    """Size and kind of an environment; if `moved`, the sampler is another policy."""
 
     length: int
     actions: int
@@ -59,39 +61,39 @@ class Shape(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name that such a world has in grading."""
-        return "bandit" if self.length == 1 else "ragged" if self.ends else "sequence"
+        """The name that grading has for such environments."""
+        return kind(self.length, self.ends)
 
     @property
     def contexts(self) -> int:
-        return sum(self._going_on**depth for depth in range(self.length))
+        return sum(self._branches**depth for depth in range(self.length))
 
     @property
     def rollouts(self) -> int:
-        return self.contexts * self.ends + self._going_on**self.length
+        return self.contexts * self.ends + self._branches**self.length
 
     @property
-    def _going_on(self) -> int:
+    def _branches(self) -> int:
         return self.actions - self.ends
 
 
 def smallest_failure(findings: Findings) -> CounterExample | None:
-    """The smallest world in which the first row that disagrees, exactly, still does, or None where none was found."""
+    """Return the smallest environment in which the first exact row that disagrees still does, None if none is found."""
     row = next((row for row in findings.rows if row.wrong and row.method == "exact"), None)
     return None if row is None else Search(findings, row).smallest()
 
 
 def example(findings: Findings) -> CounterExample | None:
-    """What the gradient is in a small world where nothing is wrong with it; None where it cannot be said."""
+    """Return a small environment in which the loss follows the declared gradient, None if it does not there."""
     loss, sampler = findings.loss, findings.samplers[-1]
     length = 1 if set(findings.environments) <= {"bandit"} else 2
     whole = max((row.batch for row in findings.rows), default=1)
     for tokens, batch in ((length, 2), (1, whole)) if findings.coupled else ((length, 1),):
         shape = Shape(tokens, 2, ends=False, moved=sampler == "stale", batch=batch)
-        world = unrelated(shape, 0, paid=bool(loss.takes & GIVES_REWARDS))
+        environment = unrelated(shape, 0, rewarded=bool(loss.takes & GIVES_REWARDS))
         with suppress(KltestError):
-            summed = adds_up(loss, world, sampler, batch)
-            answer = worked(loss, findings.expect, world, sampler, batch, 0.0, summed=summed)
+            summed = adds_up(loss, environment, sampler, batch)
+            answer = counter_example(loss, findings.expect, environment, sampler, batch, 0.0, summed=summed)
             if answer is not None and not answer[2]:
                 return answer[0]
     return None
@@ -99,7 +101,7 @@ def example(findings: Findings) -> CounterExample | None:
 
 @dataclass
 class Search:
-    """Looks for the smallest world in which a row still fails; `calls` is how often the loss was called for it."""
+    """Search for the smallest environment in which a row still fails; `calls` counts the calls of the loss."""
 
     findings: Findings
     row: Row
@@ -112,48 +114,50 @@ class Search:
         return min(VISIBLE, self.row.relative_bias / 10)
 
     def smallest(self) -> CounterExample | None:
-        loss, sampler = self.findings.loss, self.row.sampler
-        paid = bool(loss.takes & GIVES_REWARDS)
+        rewarded = bool(self.findings.loss.takes & GIVES_REWARDS)
         for shape, variant in product(self.shapes(), range(2)):
-            world = unrelated(shape, variant, paid=paid)
-            if self.fails(world, shape.batch):
-                world = self.simplified(world, shape)
-                try:
-                    summed = self._adds_up(world, shape.batch)
-                    answer = worked(loss, self.findings.expect, world, sampler, shape.batch, self.limit, summed=summed)
-                except KltestError:
-                    return None
-                if answer is None or not answer[2]:
-                    return None
-                return reproduced(loss, self.findings.expect, answer[0], answer[1])
+            environment = unrelated(shape, variant, rewarded=rewarded)
+            if self.fails(environment, shape.batch):
+                return self._written(self.simplified(environment, shape), shape.batch)
         return None
 
+    def _written(self, environment: SmallEnvironment, batch: int) -> CounterExample | None:
+        loss, expect = self.findings.loss, self.findings.expect
+        try:
+            summed = self._adds_up(environment, batch)
+            answer = counter_example(loss, expect, environment, self.row.sampler, batch, self.limit, summed=summed)
+        except KltestError:
+            return None
+        if answer is None or not answer[2]:
+            return None
+        return with_program(loss, expect, answer[0], answer[1])
+
     def shapes(self) -> Iterator[Shape]:
-        """Smallest first, without those of a kind in which the loss was found right."""
+        """Shapes to try, smallest first, without the kinds of environment in which the gradient agreed."""
         batches = sorted({2, self.row.batch}) if self.row.batch > 1 else [1]
         samplers = (False, True) if self.row.sampler == "stale" else (False,)
         for size, ends, moved, batch in product(SIZES, (False, True), samplers, batches):
             shape = Shape(*size, ends, moved, batch)
             possible = (shape.length > 1 or not ends) and (batch == 1 or shape.rollouts**batch <= MOST_BATCHES)
-            if possible and not self._found_right(shape):
+            if possible and not self._agreed(shape):
                 yield shape
 
-    def _found_right(self, shape: Shape) -> bool:
+    def _agreed(self, shape: Shape) -> bool:
         where = (shape.kind, "stale" if shape.moved else "current")
         same = [row for row in self.findings.rows if (row.environment, row.sampler) == where]
         return bool(same) and all(row.agrees is True for row in same)
 
-    def fails(self, world: SmallEnvironment, batch: int) -> bool:
-        """Whether the expected gradient there is visibly another than the declared one."""
-        if (world, batch) not in self._failing:
+    def fails(self, environment: SmallEnvironment, batch: int) -> bool:
+        """True if the expected gradient visibly differs from the declared one."""
+        if (environment, batch) not in self._failing:
             try:
-                self._failing[world, batch] = self.calls <= MOST_CALLS and self._fails(world, batch)
+                self._failing[environment, batch] = self.calls <= MOST_CALLS and self._fails(environment, batch)
             except KltestError:
-                self._failing[world, batch] = False
-        return self._failing[world, batch]
+                self._failing[environment, batch] = False
+        return self._failing[environment, batch]
 
-    def _fails(self, world: SmallEnvironment, batch: int) -> bool:
-        instance, loss, sampler = world.instance(), self.findings.loss, self.row.sampler
+    def _fails(self, environment: SmallEnvironment, batch: int) -> bool:
+        instance, loss, sampler = environment.instance(), self.findings.loss, self.row.sampler
         if not _mild(instance):
             return False
         if batch == 1 and not self.findings.coupled:
@@ -161,35 +165,36 @@ class Search:
             found, dtype = at_once(loss, instance, sampler, summed=self.findings.observed.reduction == "sum")
         else:
             self.calls += len(instance.paths) ** batch
-            measured = measure(loss, instance, sampler, batch, summed=self._adds_up(world, batch))
+            measured = measure(loss, instance, sampler, batch, summed=self._adds_up(environment, batch))
             found, dtype = measured.expected, measured.dtype
         target = combine(self.findings.expect, instance)
         return differs(found, target, instance, max(tolerance(dtype), self.limit))
 
-    def _adds_up(self, world: SmallEnvironment, batch: int) -> bool:
-        """Asked once for each size, of the first world that comes: there nothing is equal by chance."""
+    def _adds_up(self, environment: SmallEnvironment, batch: int) -> bool:
+        """Tried once for each size, in the first environment: no gradients are equal by chance there."""
         if batch not in self._summed:
-            self._summed[batch] = adds_up(self.findings.loss, world, self.row.sampler, batch)
+            self._summed[batch] = adds_up(self.findings.loss, environment, self.row.sampler, batch)
         return self._summed[batch]
 
-    def simplified(self, world: SmallEnvironment, shape: Shape) -> SmallEnvironment:
-        """Context by context, the last first, the simplest probabilities with which it still fails, until none is."""
+    def simplified(self, environment: SmallEnvironment, shape: Shape) -> SmallEnvironment:
+        """Give each context, the last first, the simplest probabilities with which the loss fails, repeatedly."""
         options = list(_options(shape))
         before: SmallEnvironment | None = None
-        while world != before:
-            before = world
+        while environment != before:
+            before = environment
             for context in reversed(range(shape.contexts)):
-                world = self._first(world, (_with_rows(world, context, rows) for rows in options), shape.batch)
-            world = self._first(world, _with_rewards(world, shape), shape.batch)
-        return world
+                simpler = (_with_rows(environment, context, rows) for rows in options)
+                environment = self._first(environment, simpler, shape.batch)
+            environment = self._first(environment, _with_rewards(environment, shape), shape.batch)
+        return environment
 
-    def _first(self, world: SmallEnvironment, simpler: Iterable[SmallEnvironment], batch: int) -> SmallEnvironment:
-        """The first that fails; they come in the order of simplicity, so that none after the world itself is wanted."""
-        return next((other for other in simpler if other == world or self.fails(other, batch)), world)
+    def _first(self, present: SmallEnvironment, simpler: Iterable[SmallEnvironment], batch: int) -> SmallEnvironment:
+        """The first that fails of environments in order of simplicity; those after the present one are not simpler."""
+        return next((other for other in simpler if other == present or self.fails(other, batch)), present)
 
 
-def unrelated(shape: Shape, variant: int, *, paid: bool) -> SmallEnvironment:
-    """Simple probabilities that have nothing to do with each other: what can differ does, as in a random world."""
+def unrelated(shape: Shape, variant: int, *, rewarded: bool) -> SmallEnvironment:
+    """Return an environment with simple unrelated probabilities: whatever can differ in it does."""
     near = _near(shape.actions, MILD / shape.length)
     ratios = _near(shape.actions, MILD_RATIO / shape.length)
     generator = np.random.default_rng([variant, shape.length, shape.actions, shape.ends])
@@ -206,7 +211,7 @@ def unrelated(shape: Shape, variant: int, *, paid: bool) -> SmallEnvironment:
         sampler=tuple(one_of(ratios[p]) for p in policy) if shape.moved else None,
         length=shape.length,
         ends=shape.ends,
-        reward=reward if paid else None,
+        reward=reward if rewarded else None,
     )
 
 
@@ -222,28 +227,28 @@ def _options(shape: Shape) -> Iterator[Rows]:
             yield from ((policy, reference, other) for other in (uniform, *others[:3]) if other != policy)
 
 
-def _with_rows(world: SmallEnvironment, context: int, rows: Rows) -> SmallEnvironment:
+def _with_rows(environment: SmallEnvironment, context: int, rows: Rows) -> SmallEnvironment:
     tables: list[Sequence[Sequence[float]] | None] = []
-    for table, row in zip((world.policy, world.reference, world.sampler), rows, strict=True):
+    for table, row in zip((environment.policy, environment.reference, environment.sampler), rows, strict=True):
         tables.append(None if table is None or row is None else (*table[:context], row, *table[context + 1 :]))
     policy, reference, sampler = tables
     assert policy is not None
     assert reference is not None
-    return replace(world, policy=policy, reference=reference, sampler=sampler)
+    return replace(environment, policy=policy, reference=reference, sampler=sampler)
 
 
-def _with_rewards(world: SmallEnvironment, shape: Shape) -> Iterator[SmallEnvironment]:
-    """Nothing pays; only the first choice does."""
-    if world.reward is not None:
+def _with_rewards(environment: SmallEnvironment, shape: Shape) -> Iterator[SmallEnvironment]:
+    """Environments without rewards, then with a reward for the first choice only."""
+    if environment.reward is not None:
         nothing = (0.0,) * shape.actions
         rest = (nothing,) * (shape.contexts - 1)
-        yield replace(world, reward=(nothing, *rest))
-        yield replace(world, reward=((1.0, *nothing[1:]), *rest))
+        yield replace(environment, reward=(nothing, *rest))
+        yield replace(environment, reward=((1.0, *nothing[1:]), *rest))
 
 
 @lru_cache(maxsize=32)
 def _near(actions: int, bound: float) -> dict[Probabilities, list[Probabilities]]:
-    """For simple probabilities the others whose log-ratio to them stays below a bound."""
+    """For each simple distribution the others whose log-ratios to it stay below a bound."""
     simple = SIMPLE[actions]
     near = {p: [q for q in simple if q != p and np.abs(np.log(np.divide(p, q))).max() < bound] for p in simple}
     return {p: others for p, others in near.items() if others}

@@ -1,4 +1,4 @@
-"""How a program gets hold of a loss without kltest: by an import, or with the loss's own lines in it."""
+"""Source of a loss for a program without kltest: an import, or the lines of the loss itself."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-# Modules that only exist inside a run of kltest, or that a program without it is not to need.
+# Modules that exist only while kltest runs, or that the program must not need.
 OURS = frozenset({"kltest", "__main__", "__mp_main__"})
 FROM_FILE, LIFTED = "kltest_target_", "kltest_lifted_"
 FUTURE = "from __future__ import annotations"
 
 
 class NoSourceError(Exception):
-    """A loss that no few lines can bring into another program; the message says why, as half a sentence."""
+    """Raised for a loss that a few lines cannot define; the message says why, as half a sentence."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Lines that make a callable known, and what it is called then."""
+    """Lines that define or import a callable, and the name that it has after them."""
 
     lines: tuple[str, ...]
     name: str
 
 
 def source_of(function: Callable[..., Any], target: str, taken: frozenset[str]) -> Source:
-    """An import where the loss has an address, else its lines and those of the helpers and constants that it uses.
+    """Return an import if the loss can be imported, else its lines with the helpers and constants that it uses.
 
-    `target` is what the user named; names in `taken` are avoided. Raises NoSourceError where neither is possible.
+    Args:
+        function: The loss.
+        target: Its name as the user gave it.
+        taken: Names that the program uses itself.
+
+    Raises:
+        NoSourceError: If neither is possible.
     """
     home = _file_of(target)
     if home is not None and _module_name(function).startswith(FROM_FILE):
@@ -59,7 +65,7 @@ def _imported(module: str, names: str, taken: frozenset[str]) -> Source:
 
 
 def _file_of(target: str) -> tuple[str, str, str] | None:
-    """Folder, module and names of a target in a file."""
+    """Folder, module and dotted name of a target in a file, None for other targets."""
     file = re.fullmatch(r"(?P<path>.+\.py):(?P<names>[\w.]+)", target.strip())
     return (str(Path(file["path"]).parent), Path(file["path"]).stem, file["names"]) if file else None
 
@@ -69,7 +75,7 @@ def _module_name(thing: Any) -> str:
 
 
 def _address(thing: Any) -> tuple[str, str] | None:
-    """The module and the name by which anybody can import a thing, None if there is no such name."""
+    """Module and name from which a thing can be imported, None if it cannot."""
     module, name = _module_name(thing), getattr(thing, "__qualname__", None)
     home = sys.modules.get(module)
     if home is None or not name or module.split(".")[0] in OURS or module.startswith((FROM_FILE, LIFTED)):
@@ -83,7 +89,7 @@ def _address(thing: Any) -> tuple[str, str] | None:
 def _inlined(function: Callable[..., Any], taken: frozenset[str]) -> Source:
     function = inspect.unwrap(function)
     if not inspect.isfunction(function):
-        raise NoSourceError("it is an object of its own, made while the program ran")
+        raise NoSourceError("it is an object that was made while the program ran")
     lines = list(_definitions(function, set()))
     name = "graded" if function.__name__ == "<lambda>" else function.__name__
     defined = {match[1] for line in lines if (match := re.match(r"(?:def|class) (\w+)|(\w+) = ", line)) and match[1]}
@@ -103,9 +109,9 @@ def _imports_first(lines: list[str]) -> Iterator[str]:
 
 
 def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
-    """What a function needs at module level, then its own lines."""
+    """Lines of everything that a function uses from its module, then its own."""
     if function.__annotations__:
-        # What annotations name is not looked for, and not needed.
+        # With this, the names in annotations need no definition.
         yield FUTURE
     for name, value in _used(function):
         if name not in seen:
@@ -115,7 +121,7 @@ def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
 
 
 def _used(function: Any) -> Iterator[tuple[str, Any]]:
-    """The names that a function's code reads from its module and from the functions around it, with their values."""
+    """Names and values that a function reads from its module and from the functions around it."""
     try:
         closed = inspect.getclosurevars(function).nonlocals
     except ValueError:
@@ -123,12 +129,12 @@ def _used(function: Any) -> Iterator[tuple[str, Any]]:
     yield from closed.items()
     for name in sorted({*_names(function.__code__), *_names_in_defaults(function)} - set(closed)):
         if name == "__name__" or not name.isidentifier():
-            # Every module has its own, and the body of a class reads it; the others are what pytest puts into asserts.
+            # The body of a class reads `__name__`; names that are no identifiers are put into asserts by pytest.
             continue
         if name in function.__globals__:
             yield name, function.__globals__[name]
         elif not hasattr(builtins, name) and name in _global_names(function.__code__):
-            raise NoSourceError(f"it uses {name}, which is not there")
+            raise NoSourceError(f"it uses {name}, which is not defined")
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -139,7 +145,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _names_in_defaults(function: Any) -> Iterator[str]:
-    """The names that are read when a function is defined."""
+    """Names that the default values of a function read."""
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -150,7 +156,7 @@ def _names_in_defaults(function: Any) -> Iterator[str]:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Those of `co_names` that stand for variables: attributes stand there too."""
+    """Global variables that code reads; `co_names` lists attributes as well."""
     import dis
 
     found = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
@@ -166,7 +172,7 @@ def _definition(name: str, value: Any, seen: set[str]) -> Iterator[str]:
     elif address := _address(value):
         module, known_as = address
         if "." in known_as:
-            raise NoSourceError(f"it uses {name}, which has no name of its own in {module}")
+            raise NoSourceError(f"it uses {name}, which cannot be imported from {module} by name")
         yield f"from {module} import {known_as}" + (f" as {name}" if name != known_as else "")
     elif inspect.isfunction(value) and value.__name__ == name:
         yield from _definitions(value, seen)
@@ -177,7 +183,7 @@ def _definition(name: str, value: Any, seen: set[str]) -> Iterator[str]:
 
 
 def is_literal(value: Any) -> bool:
-    """Whether a value's repr reads as that value."""
+    """True if the repr of a value evaluates to that value."""
     try:
         return bool(ast.literal_eval(repr(value)) == value) and type(ast.literal_eval(repr(value))) is type(value)
     except (ValueError, SyntaxError, TypeError, RecursionError):
@@ -185,7 +191,7 @@ def is_literal(value: Any) -> bool:
 
 
 def _own_lines(function: Any) -> Iterator[str]:
-    """The definition as it stands in its file, without kltest's own decorator and without its docstring."""
+    """Lines of the definition in its file, without its docstring and without the decorator of kltest."""
     if function.__name__ == "<lambda>":
         yield f"graded = {ast.unparse(_lambda(function))}"
         return
@@ -212,7 +218,7 @@ def _own_lines(function: Any) -> Iterator[str]:
 
 
 def _lambda(function: Any) -> ast.Lambda:
-    """The one lambda on the line on which a function was made."""
+    """The only lambda on the line of a function."""
     try:
         tree = ast.parse("".join(inspect.findsource(function)[0]))
     except (OSError, TypeError, SyntaxError):

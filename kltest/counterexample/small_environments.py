@@ -1,4 +1,4 @@
-"""What a loss follows in a world of a few rollouts, by the definition alone: no batch is called for another's sake."""
+"""Gradients in small environments, by the definition alone: every batch is called by itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTES_AGREE = 1e-9
 
 @dataclass(frozen=True)
 class Measured:
-    """The gradient that one batch gives: its expectation and standard deviation, (C, V) each."""
+    """Expectation and standard deviation of the gradient that one batch gives, (C, V) each."""
 
     expected: np.ndarray
     std: np.ndarray
@@ -35,9 +35,9 @@ class Measured:
 
 
 def measure(loss: Loss, instance: Instance, sampler: str, batch: int = 1, *, summed: bool = False) -> Measured:
-    """Over every rollout as a batch of its own, or over every ordered batch of that size.
+    """Return the moments of a batch's gradient, over every ordered batch of a size.
 
-    `summed`: the loss adds up the rows of a batch, and is divided by their number.
+    If `summed`, the loss adds up the rows of a batch, and its gradient is divided by their number.
     """
     paths, chance = instance.paths, instance.rollout_weights(sampler)
     mean, square = np.zeros(instance.policy.shape), np.zeros(instance.policy.shape)
@@ -54,7 +54,7 @@ def measure(loss: Loss, instance: Instance, sampler: str, batch: int = 1, *, sum
 
 
 def at_once(loss: Loss, instance: Instance, sampler: str, *, summed: bool) -> tuple[np.ndarray, str]:
-    """(C, V) expected gradient of a loss that treats rows apart, and its precision, by one call on all rollouts."""
+    """Return the (C, V) expected gradient and the dtype of a loss that treats rows apart, from one call on all."""
     paths = instance.paths
     factor = 1.0 if summed else float(len(paths))
     called = differentiate(loss, rollouts(instance, paths, sampler, 1), paths.mask if paths.padded else None, factor)
@@ -63,7 +63,7 @@ def at_once(loss: Loss, instance: Instance, sampler: str, *, summed: bool) -> tu
 
 
 def rollouts(instance: Instance, paths: Paths, sampler: str, batch: int) -> Rollout:
-    """A batch of rollouts; what stands at padded positions is what the root's first action would have there."""
+    """Return a batch of rollouts; padded positions hold the log-probs of the root's first action."""
     base = Rollout.of(instance, paths, sampler=sampler, centre="world" if batch == 1 else "batch")
     if not paths.padded:
         return base
@@ -73,59 +73,58 @@ def rollouts(instance: Instance, paths: Paths, sampler: str, batch: int) -> Roll
     return base.replace(tokens=torch.from_numpy(paths.tokens.copy()), **padded)
 
 
-def adds_up(loss: Loss, world: SmallEnvironment, sampler: str, batch: int) -> bool:
-    """Whether a loss that couples rows adds them up in batches of this size; those of one are never divided."""
-    return batch > 1 and exact_batches(loss, world.instance(), sampler, batch, grouped=True).added_up
+def adds_up(loss: Loss, environment: SmallEnvironment, sampler: str, batch: int) -> bool:
+    """True if a loss that couples rows adds them up in batches of this size; a batch of one is never divided."""
+    return batch > 1 and exact_batches(loss, environment.instance(), sampler, batch, grouped=True).added_up
 
 
 def differs(found: np.ndarray, target: np.ndarray, instance: Instance, limit: float) -> bool:
-    """Whether a gradient is off by more than this share of the target, or of ∇KL(π‖ref) where that is larger."""
+    """True if a gradient is off by more than `limit` times the larger of ‖target‖ and ‖∇KL(π‖ref)‖."""
     rounding = tolerance("float64")
     scale = max(float(np.linalg.norm(target)), float(np.linalg.norm(gradient("reverse_kl", instance))))
-    # Where the policy is the reference both can be zero; then what is found is itself the measure.
+    # Both are zero if the policy is the reference; then the gradient itself is the scale.
     scale = scale if scale > rounding else float(np.linalg.norm(found))
     return scale > rounding and float(np.linalg.norm(found - target)) > limit * scale
 
 
-def worked(
+def counter_example(
     loss: Loss,
     declared: Combination,
-    world: SmallEnvironment,
+    environment: SmallEnvironment,
     sampler: str,
     batch: int,
     limit: float,
     *,
     summed: bool = False,
 ) -> tuple[CounterExample, str, bool] | None:
-    """The world with its numbers, the loss's precision, and whether the two gradients differ.
+    """Return the environment with both gradients, the dtype of the loss, and True if the gradients differ.
 
-    None if the routes to the truth disagree.
+    Returns None if the two routes to the truth disagree.
     """
-    instance = world.instance()
+    instance = environment.instance()
     measured = measure(loss, instance, sampler, batch, summed=summed)
     truth = combine(declared, instance)
     again = sum(c * gradient_again(name, instance) for name, c in declared.items())
     if np.abs(truth - again).max() > ROUTES_AGREE * max(1.0, float(np.abs(truth).max())):
         return None
-    places = [
+    contexts = [
         Prefix(
-            prefix=world.prefix(context),
-            policy=list(world.policy[context]),
-            reference=list(world.reference[context]),
-            sampler=None if world.sampler is None else list(world.sampler[context]),
-            reward=None if world.reward is None else list(world.reward[context]),
+            prefix=environment.prefix(context),
+            policy=list(environment.policy[context]),
+            reference=list(environment.reference[context]),
+            sampler=None if environment.sampler is None else list(environment.sampler[context]),
+            reward=None if environment.reward is None else list(environment.reward[context]),
             truth=_plain(truth[context]),
             found=_plain(measured.expected[context]),
             std=_plain(measured.std[context]),
         )
-        for context in range(len(world.policy))
+        for context in range(len(environment.policy))
     ]
-    kind = "bandit" if world.length == 1 else "ragged" if world.ends else "sequence"
-    shape = (world.length, len(world.policy[0]), world.ends, batch)
+    size = (environment.length, len(environment.policy[0]), environment.ends, batch)
     differ = differs(measured.expected, truth, instance, max(limit, tolerance(measured.dtype)))
-    return CounterExample(kind, sampler, *shape, measured.returned, summed, places), measured.dtype, differ
+    return CounterExample(environment.kind, sampler, *size, measured.returned, summed, contexts), measured.dtype, differ
 
 
 def _plain(values: np.ndarray) -> list[float]:
-    """Plain numbers, without the last digits, which rounding makes, and without what it leaves of zero."""
+    """Plain numbers to 14 digits: the others are rounding, and so is all of a number below 1e-15."""
     return [0.0 if abs(value) < 1e-15 else float(f"{value:.14g}") for value in values]

@@ -1,6 +1,6 @@
-"""A short program in plain torch that shows a failure again: the probabilities, every rollout, the loss, two gradients.
+"""Counter-examples as short programs in plain torch: the probabilities, every rollout, the loss and two gradients.
 
-The program is run before it is printed, and printed only if it gives the numbers of the report.
+A program is run before it is printed, and printed only if it gives the numbers of the report.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from kltest.loss.jax.bridge import JaxLoss
 from kltest.report import CounterExample
 
 ROWS = "ijklmn"
+"""Indices of the rollouts of a batch, in the program."""
 TABLES = ("torch", "logits", "ref", "old", "at", "y", "mask", "logp", "ref_logp", "old_logp", "reward")
 NAMES = frozenset({*TABLES, "u", "p", "q", "true", "expected", "of", *ROWS, "call", "beta"})
 WIDTH = 110
-# Float64 on both sides, in another order of summation; float32 where the loss computes in that.
-AGREE, AGREE_LOW = 1e-9, 1e-4
+# Largest difference, relative to the largest derivative: in float64 that of another order of summation.
+TOLERANCES = {"float64": 1e-9}
+LOW_PRECISION = 1e-4
 
 
-def reproduced(loss: Any, declared: Combination, example: CounterExample, dtype: str) -> CounterExample:
-    """The example with a program that computes both of its gradients, or with the reason why there is none."""
+def with_program(loss: Any, declared: Combination, example: CounterExample, dtype: str) -> CounterExample:
+    """Return the example with a program that computes both of its gradients, or with a note why there is none."""
     if not isinstance(loss, BoundLoss):
         return example
     try:
@@ -48,7 +50,7 @@ def reproduced(loss: Any, declared: Combination, example: CounterExample, dtype:
         source = source_of(recipe.function, loss.name, NAMES)
         program = _Program(loss, recipe, declared, example, source)
         for code in program.variants():
-            if _agrees(code, example, AGREE if dtype == "float64" else AGREE_LOW):
+            if _agrees(code, example, TOLERANCES.get(dtype, LOW_PRECISION)):
                 return replace(example, code=code)
     except NoSourceError as reason:
         return replace(example, note=f"no short program without kltest: {reason}")
@@ -57,7 +59,7 @@ def reproduced(loss: Any, declared: Combination, example: CounterExample, dtype:
 
 @dataclass
 class _Program:
-    """Writes the program down; what it says depends on the world, on what the loss takes and on how it is placed."""
+    """Writes the program for an environment, the parameters of a loss and its placement."""
 
     loss: BoundLoss
     recipe: Recipe
@@ -75,10 +77,10 @@ class _Program:
         self.float = "" if form is None or form.floats == torch.float64 else f".to({form.floats})"
         self.takes = self.loss.takes
         if "rollout" in self.takes:
-            raise NoSourceError("it reads the rollout as an object of kltest's")
+            raise NoSourceError("it reads the rollout as an object of kltest")
 
     def variants(self) -> Iterator[str]:
-        """A loss may return metrics beside it, and may not depend on the policy at all."""
+        """Programs to try: the loss may be the first of several results, and may not depend on the policy."""
         for first, blocked in product(("", "[0]"), (False, True)):
             yield "\n".join(self._lines(first, blocked))
 
@@ -90,7 +92,7 @@ class _Program:
         yield from (line for line in self.source.lines if line != FUTURE)
         if any(line.startswith("def ") for line in self.source.lines):
             yield ""
-        yield from self._world()
+        yield from self._environment()
         yield f"true = {as_torch(self.declared, masked=self.masked)}"
         yield from self._expected(first, blocked)
         yield "for of in (true, expected): print(torch.autograd.grad(of, logits, retain_graph=True)[0].tolist())"
@@ -98,7 +100,7 @@ class _Program:
     def _stubs(self) -> bool:
         return self.recipe.receiver is not None or any(isinstance(f, Stub) for f in self.recipe.fillings.values())
 
-    def _world(self) -> Iterator[str]:
+    def _environment(self) -> Iterator[str]:
         paths, contexts = self.instance.paths, self.example.contexts
         tables = {"logits": [place.policy for place in contexts], "ref": [place.reference for place in contexts]}
         if self.moved:
@@ -159,7 +161,7 @@ class _Program:
         yield f"expected = {start}sum({chance} * {self._placed(cost, batch)} {loops})"
 
     def _placed(self, cost: str, batch: str) -> str:
-        """The scalar whose gradient one batch gives."""
+        """The scalar whose gradient one batch gives, for a placement and a credit."""
         mean = ".sum()" if self.example.batch == 1 else ".mean()"
         share = f" / {self.example.batch}" if self.example.summed else ""
         mask = f" * mask{batch}" if self.masked else ""
@@ -185,7 +187,7 @@ class _Program:
         return (as_reward if self.loss.placement == "reward" else f"({as_loss} + {as_reward})") + share
 
     def _call(self, batch: str) -> str:
-        """The call with its arguments: by position as long as none is left out, then by name."""
+        """The call with its arguments: by position until a parameter is left out, then by name."""
         parts = [] if self.recipe.receiver is None else [self._stub(self.recipe.receiver, batch)]
         gap = False
         known = set()
@@ -257,23 +259,23 @@ class _Program:
 
 
 def _rows(table: Sequence[Sequence[float]]) -> str:
-    """A table as Python, equal rows once."""
+    """A table as Python; rows that are all equal are written once."""
     same = len(table) > 1 and all(row == table[0] for row in table)
     return f"[{list(table[0])}] * {len(table)}" if same else str([list(row) for row in table])
 
 
 def _agrees(code: str, example: CounterExample, limit: float) -> bool:
-    """Whether the program, run here, prints the example's two gradients."""
+    """True if the program, run here, prints both gradients of the example."""
     printed: list[Any] = []
     path, known = list(sys.path), set(sys.modules)
-    # A file that was graded is not run a second time under its own name.
+    # The program imports a graded file by its own name: it gets the module that is loaded already.
     for name in [name for name in known if name.startswith(FROM_FILE)]:
         sys.modules.setdefault(name.removeprefix(FROM_FILE), sys.modules[name])
     try:
         with preserved(), contextlib.redirect_stdout(io.StringIO()), eagerly():
-            # This file's own `from __future__` is not to be that of the program.
+            # dont_inherit: this file's own `from __future__` must not apply to the program.
             exec(
-                compile(code, "<reproduction>", "exec", dont_inherit=True),
+                compile(code, "<program>", "exec", dont_inherit=True),
                 {"print": lambda *words: printed.append(words)},
             )
     except Exception:
