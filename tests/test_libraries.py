@@ -7,17 +7,20 @@ import re
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from kltest.adapters import NAMES, find, named
 from kltest.cli.libraries import Request, libraries, listing, program
 from kltest.errors import UsageError
 from kltest.scoreboard import pages, recorded
-from kltest.scoreboard.installation import InstallError, UnreachableError, exact_version, install
+from kltest.scoreboard.installation import NEEDED, InstallError, UnreachableError, exact_version, install
 from kltest.scoreboard.rows import absent, changes
 from kltest.scoreboard.table import frame
 
@@ -230,6 +233,31 @@ def test_a_question_wrongly_put_is_answered_before_any_work(names, words, tmp_pa
 def test_an_unknown_setting_is_named(made_up, tmp_path):
     with pytest.raises(UsageError, match="penalty/none"):
         libraries([str(made_up)], output=str(tmp_path), request=Request(settings=("penalty/none",)))
+
+
+def test_measuring_needs_no_package_that_is_not_installed_beside_a_library():
+    """Only torch, the packages in NEEDED, and what these depend on can be imported, and a loss is graded."""
+    there = {each for name in ("torch", *NEEDED) for each in needs(name)} | {"kltest"}
+    others = [name for name, owners in metadata.packages_distributions().items() if not there & set(owners)]
+    assert {"pandas", "matplotlib"} <= set(others)
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({others!r})); import kltest.scoreboard.measure, kltest; "
+        "assert kltest.grade('k2-loss', environment='sequence').verdict == 'refuted'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def needs(distribution):
+    """A distribution and those that it depends on, whatever they are needed for."""
+    found, left = set(), [distribution]
+    while left:
+        name = left.pop()
+        with suppress(metadata.PackageNotFoundError):
+            found.add(metadata.metadata(name)["Name"])
+            required = [Requirement(text) for text in metadata.requires(name) or ()]
+            left += [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
 
 
 def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, monkeypatch):

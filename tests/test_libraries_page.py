@@ -100,7 +100,7 @@ addEventListener("load", function () {
 
 @pytest.fixture(scope="module", params=[360, 1300])
 def seen(request, tmp_path_factory):
-    """What the browser shows at a phone's width and at a desk's, and what happens when it is used."""
+    """The page in a browser at the width of a phone and of a desk, and what its controls do."""
     if BROWSER is None:
         pytest.skip("no Chromium or Chrome is installed")
     folder = tmp_path_factory.mktemp("page")

@@ -10,6 +10,7 @@ from derived import DERIVED, ENVIRONMENTS, NAMELESS, Derived, disagreements
 
 from kltest.adapters import NAMES, find
 from kltest.scoreboard import recorded
+from kltest.scoreboard.rows import changes
 
 ROWS = {
     f"{row['library']}:{row['setting']}": row
@@ -17,6 +18,34 @@ ROWS = {
     if row["version"] == find(row["library"]).version
 }
 SETTINGS = {f"{name}:{setting.name}": setting for name in NAMES for setting in find(name).settings}
+
+
+def test_the_record_is_a_row_a_line_and_reads_back(tmp_path):
+    """Written again it is the same to the byte: nothing in it is lost, and nothing is there that can be filled in."""
+    copy = tmp_path / "recorded.jsonl"
+    recorded.record(recorded.read(), copy)
+    assert copy.read_bytes() == recorded.PATH.read_bytes()
+    lines = copy.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(recorded.read()) + len(NAMES)
+    assert copy.stat().st_size < 1000 * len(lines)
+    assert changes(recorded.read(), recorded.read(copy)) == []
+
+
+def test_numbers_are_read_as_they_were_recorded():
+    row = ROWS["trl:grpo/defaults"]
+    found = row["gradients"][1]
+    assert (found["environment"], found["sampler"], found["batch"], found["method"]) == (
+        "sequence",
+        "current",
+        1,
+        "exact",
+    )
+    assert found["identified"] == {"local_reverse_kl": 0.333333}
+    assert not found["agrees"]
+    assert row["value"][0] == {"environment": "bandit", "sampler": "current", "matches": "kl"}
+    assert [check["code"] for check in row["failed"]] == ["KL201", "KL204", "KL206", "KL503"]
+    assert row["versions"]["torch"].startswith("2.13")
+    assert (row["default"], row["depth"], row["placement"]) == (True, "trainer", "loss")
 
 
 def test_every_default_and_every_recipe_has_a_derivation():
@@ -96,7 +125,7 @@ def test_another_row_than_the_derived_one_is_noticed(target):
 
 
 def others(identified, dtype):
-    """What might stand in its place: nothing, another name, coefficients a little off, a name more."""
+    """Other findings: none, another name, coefficients a little off, a name more."""
     if identified is None:
         return [{"reverse_kl": 1.0}, {"zero": 1.0}]
     off = {"float64": 1e-5, "float32": 2e-3}[dtype]

@@ -145,7 +145,7 @@ def test_rows_share_nothing_and_may_come_in_any_order():
 
 
 def summed_over_single_rollouts(instance, sampler, settings):
-    """What beta = 1 multiplies, by a model whose parameters are the table, one unpadded rollout a call."""
+    """The gradient at beta = 1 minus that at 0 if the table is the model's parameters, one unpadded rollout a call."""
     from kltest.adapters.tabular import PROMPT
     from kltest.adapters.trl import calls as calls
 
