@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,25 @@ def writable(folder: Path) -> Path:
             f"cannot write to the output folder {folder}: {error.strerror}. Give another one with --output"
         ) from error
     return folder
+
+
+@contextmanager
+def held(folder: Path, *, shared: bool = False) -> Iterator[None]:
+    """Keep others out of a folder: all of them, or with `shared` those that would have it alone.
+
+    The lock belongs to the process and ends with it, however it ends; the empty file that stays behind holds nothing.
+
+    Raises:
+        UsageError: another process holds the folder.
+    """
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(
+                f"another kltest is writing to {folder}; wait for it to end, or give another --output"
+            ) from error
+        yield
 
 
 def write(path: Path, content: str | bytes) -> Path:

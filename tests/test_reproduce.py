@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kltest.errors import KltestError, UsageError
-from kltest.files import as_csv, as_markdown, write
+from kltest.files import as_csv, as_markdown, held, write
 from kltest.reproduce import Request, figures, paper, reproduce, run
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, Claims, at_most
@@ -210,7 +210,14 @@ def test_everything_is_made_and_the_summary_ends_it(checkout, capsys):
         "summary.md",
     } <= made.keys()
     assert made["paper/paper.pdf"].startswith(b"%PDF")
-    assert "1 of 1 claims agree, 0 disagree, 0 not run" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 of 1 claims agree, 0 disagree, 0 not run" in out
+    assert "roots are small" not in out
+    assert (
+        f"Every claim is in {checkout / 'results/summary.md'}, the paper is {checkout / 'results/paper/paper.pdf'}."
+        in out
+    )
+    assert "roots are small" in made["summary.md"].decode()
 
 
 def test_full_scale_goes_on_from_quick(checkout, monkeypatch, tmp_path):
@@ -451,6 +458,28 @@ def test_a_second_run_on_the_same_results_is_refused(checkout, tmp_path):
     with Store(tmp_path / "runs.jsonl", "1"), pytest.raises(UsageError, match="another kltest is writing"):  # noqa: SIM117
         with Store(tmp_path / "runs.jsonl", "1"):
             pass
+
+
+def test_a_second_job_in_the_same_folder_is_refused_at_once_and_a_dead_one_holds_nothing(
+    checkout, monkeypatch, tmp_path
+):
+    output, calls = tmp_path / "out", tmp_path / "calls"
+    output.mkdir()
+    monkeypatch.setenv("CALLS", str(calls))
+    with held(output):
+        for command in (lambda: reproduce(output=output), lambda: run("roots", output=output)):
+            with pytest.raises(UsageError, match=r"another kltest is writing to .*--output"):
+                command()
+    assert not calls.exists()
+    process = start(checkout, output, PAUSE="0.2")
+    wait_for_lines(output / "roots" / "runs.jsonl", 1)
+    with pytest.raises(UsageError, match="another kltest is writing"):
+        reproduce(output=output)
+    with held(output, shared=True):
+        pass
+    process.kill()
+    process.wait()
+    assert reproduce(output=output) == 0
 
 
 def test_a_torn_line_is_cut_off_and_the_rest_is_kept(tmp_path):

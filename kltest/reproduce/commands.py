@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kltest.errors import KltestError, UsageError
-from kltest.files import as_csv, as_json, as_markdown, writable, write
+from kltest.files import as_csv, as_json, as_markdown, held, writable, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim
 from kltest.reproduce.drawing import draw, sources
@@ -33,18 +33,22 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
     """Every experiment (or those in `only`), then the figures, then the paper, then the summary."""
     checkout, folder, started = *_prepare(output, request), time.monotonic()
     chosen = _chosen(checkout, only)
-    with _kept(folder, "reproduce"):
+    with _kept(folder, "reproduce"), held(folder):
         claims, failed = _experiments(checkout, chosen, folder, request)
         absent = [name for name in checkout.experiments() if not (folder / name / "numbers.json").is_file()]
         failed |= _figures(checkout, folder, left_out=absent if only else ())
-        if only and absent:
-            _say(f"paper: not built, for want of {', '.join(absent)}; without --only it is")
+        built = not (only and absent)
+        if built:
+            built = not _attempt("paper", lambda: _say(f"paper: {typeset(checkout, folder)}"))
+            failed |= not built
         else:
-            failed |= _attempt("paper", lambda: _say(f"paper: {typeset(checkout, folder)}"))
+            _say(f"paper: not built, for want of {', '.join(absent)}; without --only it is")
         skipped = [name for name in checkout.experiments() if name not in chosen]
         claims += [Claim(name, "all of its claims", "", "", "left out by --only", None) for name in skipped]
         _conclude(claims, folder)
-        _say(f"Results, figures and paper are in {folder} ({time.monotonic() - started:.0f} s).")
+        pdf = folder / "paper" / "paper.pdf"
+        _say(f"Every claim is in {folder / 'summary.md'}, the paper {f'is {pdf}' if built else 'was not built'}.")
+        _say(f"Results and figures are in {folder} ({time.monotonic() - started:.0f} s).")
         return 3 if failed else _exit_code(claims)
     return INTERRUPTED
 
@@ -54,7 +58,7 @@ def run(name: str, *, output: Path | str | None = None, request: Request = Reque
     checkout, folder = _prepare(output, request)
     experiment = Experiment.find(checkout, name)
     experiment.configurations(request)  # what cannot be is said before any work
-    with _kept(folder, f"run {name}"):
+    with _kept(folder, f"run {name}"), held(folder, shared=True):
         claims, failed = _experiments(checkout, [name], folder, request)
         _say(summary(claims, _width()))
         variation = f"@{request.variation}" if request.variation else ""
@@ -161,7 +165,7 @@ def _conclude(claims: Sequence[Claim], folder: Path) -> None:
     write(folder / "summary.json", as_json(rows))
     write(folder / "summary.csv", as_csv(rows))
     write(folder / "summary.md", as_markdown(rows))
-    _say(summary(claims, _width()))
+    _say(summary(claims, _width(), fold=True))
 
 
 def _exit_code(claims: Sequence[Claim]) -> int:
