@@ -124,13 +124,13 @@ class _Ours:
     def __init__(self, model: str, task: Any) -> None:
         import numpy as np
 
-        from kltest.finetune.journal import Journal
+        from kltest.finetune.checkpoints import RunFolder
         from kltest.finetune.models import Models
         from kltest.finetune.objective import Objective
         from kltest.finetune.processes import Processes
+        from kltest.finetune.run import Training
         from kltest.finetune.settings import Settings
-        from kltest.finetune.training import Training
-        from kltest.language_models.language import Language
+        from kltest.language_models.language import LanguageModel
         from kltest.language_models.models import parameters_asked, tiny_model, tiny_tokenizer
 
         self.tokenizer = tiny_tokenizer(task.characters)
@@ -138,7 +138,8 @@ class _Ours:
         torch.manual_seed(0)
         self.fresh = tiny_model(parameters_asked(model), len(self.tokenizer), *ends)
         policy, reference = (copy.deepcopy(self.fresh).eval() for _ in range(2))
-        self.models = Models(*(Language.of(one, self.tokenizer) for one in (policy, reference.requires_grad_(False))))
+        reference.requires_grad_(False)
+        self.models = Models(*(LanguageModel.of(one, self.tokenizer) for one in (policy, reference)))
         settings = Settings(
             model=model,
             steps=10**6,
@@ -157,16 +158,16 @@ class _Ours:
         self.training = Training(settings, task, self.models, Objective(settings), processes)
         # At the very first step a run is measured.
         self.training.step = 1
-        self.journal = Journal(None, settings)
+        self.files = RunFolder(None, settings)
         drawn = task.draw("train", 512, np.random.default_rng(0))
         self.problems = {problem.prompt: problem for problem in drawn}
 
     def step(self) -> tuple[float, int]:
         """Seconds, and how many tokens were generated."""
         started = time.perf_counter()
-        self.training.next(self.journal)
+        self.training.next(self.files)
         seconds = time.perf_counter() - started
-        self.batch = self.training._batch
+        self.batch = self.training.batch
         assert self.batch is not None
         return seconds, int(self.batch.mask.sum())
 

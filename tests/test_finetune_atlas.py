@@ -1,4 +1,4 @@
-"""`kltest finetune --exact`: the identification of the tabular case comes out at all weights of a transformer."""
+"""`kltest finetune --exact`: at all weights of a transformer, gradients are identified as in the tabular case."""
 
 import json
 from dataclasses import replace
@@ -14,9 +14,9 @@ from kltest.environments import ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.finetune import exact
-from kltest.finetune.exact import Asked, Place, rows
+from kltest.finetune.exact import NetworkCase, Request, row_of, rows
 from kltest.identify.instances import instances, seeds
-from kltest.language_models.networks import DISTANCE, STALENESS, Network, Pulled, network
+from kltest.language_models.networks import DISTANCE, STALENESS, Network, ParameterGradient, network
 from kltest.loss.resolve import resolve
 from kltest.truth import ATLAS, gradient
 
@@ -27,7 +27,7 @@ SMALL = "tiny:20k"
 
 @pytest.fixture(scope="module")
 def found():
-    return {(row.estimator, row.world, row.sampler): row for row in rows(Asked(SMALL))}
+    return {(row.estimator, row.world, row.sampler): row for row in rows(Request(SMALL))}
 
 
 @pytest.mark.parametrize("world", ["sequence", "ragged"])
@@ -60,7 +60,7 @@ def place(request):
     weights = target.drawn((0, 7))
     instance = target.instance(environment, (0, 7))
     named = {name: gradient(name, instance) for name in ATLAS if name != "zero"}
-    return target, weights, instance, named, Pulled.at(target, environment, weights, named)
+    return target, weights, instance, named, ParameterGradient.at(target, environment, weights, named)
 
 
 def log_probs(target, weights, instance):
@@ -84,20 +84,20 @@ def kl(target, weights, instance):
 
 
 def test_the_truth_at_the_weights_is_the_gradient_of_the_enumerated_objective(place):
-    target, weights, instance, _named, pulled = place
+    target, weights, instance, named, pulled = place
     own = {name: one.detach().requires_grad_() for name, one in weights.items()}
     parts = torch.autograd.grad(kl(target, own, instance), list(own.values()), allow_unused=True)
     again = torch.cat(
         [torch.zeros(one.numel()) if p is None else p.ravel() for one, p in zip(own.values(), parts, strict=True)]
     )
-    mine = pulled.basis @ torch.from_numpy(pulled.names["reverse_kl"][:-1])
+    mine = pulled.basis @ torch.from_numpy(pulled.pull_back(named["reverse_kl"])[:-1])
     # Two orders of summation in float64.
     assert float((mine - again).norm()) < 1e-11 * float(again.norm())
 
 
 def test_the_truth_at_the_weights_is_a_slope(place):
-    target, weights, instance, _named, pulled = place
-    whole = pulled.basis @ torch.from_numpy(pulled.names["reverse_kl"][:-1])
+    target, weights, instance, named, pulled = place
+    whole = pulled.basis @ torch.from_numpy(pulled.pull_back(named["reverse_kl"])[:-1])
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         direction = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
@@ -127,11 +127,12 @@ def test_coordinates_keep_lengths_and_angles(place):
                 for leaf, p in zip(pulled.leaves, parts, strict=True)
             ]
         )
-        mine = pulled.of(other)
+        mine = pulled.pull_back(other)
         assert np.linalg.norm(mine) == pytest.approx(np.linalg.norm(whole), rel=1e-12)
         for name in ("reverse_kl", "local_chi_square"):
-            column = pulled.basis.numpy() @ pulled.names[name][:-1]
-            assert mine @ pulled.names[name] == pytest.approx(whole @ column, rel=1e-9, abs=1e-12)
+            coordinates = pulled.pull_back(named[name])
+            column = pulled.basis.numpy() @ coordinates[:-1]
+            assert mine @ coordinates == pytest.approx(whole @ column, rel=1e-9, abs=1e-12)
 
 
 def test_three_networks_are_mild_and_differ(place):
@@ -142,11 +143,15 @@ def test_three_networks_are_mild_and_differ(place):
         assert 0.05 < np.abs(ratio).max() < bound
 
 
+def case(environment, target, vocabulary):
+    return NetworkCase(environment, "current", size=(vocabulary, 3), network=target)
+
+
 @pytest.mark.parametrize(("loss", "spec"), [("k3-loss", "k2-loss"), ("k2-loss", "k3-loss"), ("k1-loss", "k1-reward")])
 def test_a_wrong_estimator_is_noticed(loss, spec):
-    here = Place(network(SMALL, 4, 0, CPU), "sequence", 4, 3, 0, ties=False)
-    assert here.row(spec, resolve(spec), "current", find(spec), False).agrees
-    assert not here.row(spec, resolve(loss), "current", find(spec), False).agrees
+    here = case("sequence", network(SMALL, 4, 0, CPU), 4)
+    assert row_of(here, resolve(spec), find(spec)).agrees
+    assert not row_of(here, resolve(loss), find(spec)).agrees
 
 
 def test_a_coefficient_off_by_a_millionth_is_noticed(tmp_path):
@@ -154,14 +159,14 @@ def test_a_coefficient_off_by_a_millionth_is_noticed(tmp_path):
     file.write_text(
         "def off(logp, ref_logp):\n    return (1 + 1e-6) * 0.5 * (logp - ref_logp) ** 2\n", encoding="utf-8"
     )
-    here = Place(network(SMALL, 4, 0, CPU), "ragged", 4, 3, 0, ties=False)
-    row = here.row("off", resolve(f"{file}:off"), "current", find("k2-loss"), False)
+    here = case("ragged", network(SMALL, 4, 0, CPU), 4)
+    row = row_of(here, resolve(f"{file}:off"), find("k2-loss"))
     assert row.identified == pytest.approx({"local_reverse_kl": 1 + 1e-6}, abs=1e-9)
     assert not row.agrees
 
 
 def test_lengths_of_which_specs_do_not_speak_are_compared_with_tables():
-    (row, *_) = rows(Asked(SMALL, vocabulary=4, length=2, estimators=("length-normalised",)))
+    (row, *_) = rows(Request(SMALL, vocabulary=4, length=2, estimators=("length-normalised",)))
     assert row.agrees
     assert row.identified == pytest.approx({"reverse_kl": 1 / 2}, abs=1e-9)
 
@@ -184,16 +189,14 @@ class Unigram(torch.nn.Module):
 def test_few_weights_make_named_gradients_dependent_and_that_is_said():
     torch.manual_seed(0)
     target = Network(Unigram(4), 3, CPU)
-    here = Place(target, "sequence", 3, 3, 0, ties=False)
+    here = case("sequence", target, 3)
     for name in ("k2-loss", "k3-loss", "k1-reward", "k1-loss"):
-        row = here.row(name, resolve(name), "current", find(name), False)
+        row = row_of(here, resolve(name), find(name))
         assert row.rank < row.rank_in_tables
         assert row.agrees
         # Tokens are independent of each other here: the KL of a rollout is the sum of those of its tokens.
         assert (row.bias < 1e-10) == (name in ("k2-loss", "k1-reward"))
-    assert here.row("k2-loss", resolve("k2-loss"), "current", find("k2-loss"), False).identified == pytest.approx(
-        {"reverse_kl": 1.0}, abs=1e-9
-    )
+    assert row_of(here, resolve("k2-loss"), find("k2-loss")).identified == pytest.approx({"reverse_kl": 1.0}, abs=1e-9)
 
 
 def test_a_model_of_hugging_face_is_taken_by_its_folder(tmp_path):
@@ -205,12 +208,12 @@ def test_a_model_of_hugging_face_is_taken_by_its_folder(tmp_path):
     config = GPT2Config(vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, initializer_range=0.5)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     tiny_tokenizer("01234567").save_pretrained(tmp_path)
-    asked = Asked(str(tmp_path), vocabulary=6, estimators=("k3-loss", "k2-loss"))
-    found = list(rows(asked))
+    request = Request(str(tmp_path), vocabulary=6, estimators=("k3-loss", "k2-loss"))
+    found = list(rows(request))
     assert len(found) == 8
     assert all(row.agrees for row in found)
     with pytest.raises(UsageError, match="vocabulary=10 or less"):
-        list(rows(replace(asked, vocabulary=11)))
+        list(rows(replace(request, vocabulary=11)))
 
 
 def test_the_command_keeps_a_table_and_its_exit_code_tells(tmp_path, monkeypatch):
@@ -224,7 +227,7 @@ def test_the_command_keeps_a_table_and_its_exit_code_tells(tmp_path, monkeypatch
     assert [row["identified"] is None for row in written["rows"]] == [False, True, False, True]
 
     wrong = replace(find("k2-loss").spec, identified=find("k3-loss").spec.identified)
-    monkeypatch.setattr(exact, "_estimators", lambda names: {"k2-loss": replace(find("k2-loss"), spec=wrong)})
+    monkeypatch.setattr(exact, "find", lambda name: replace(find(name), spec=wrong))
     answer = runner.invoke(app, small)
     assert answer.exit_code == 1
     assert "2 of 4 as in the tabular case" in answer.output
@@ -253,7 +256,7 @@ GRADED = [name for name, one in registry().items() if not one.spec.couples]
 
 
 @pytest.mark.parametrize("name", GRADED)
-def test_the_world_transformer_grades_every_estimator_as_sequences_do(name):
+def test_the_environment_transformer_grades_every_estimator_as_sequences_do(name):
     found = grade(name, environment=("transformer", "sequence"), sampler="both", select=["KL101"])
     rows = {(row.environment, row.sampler): row for row in found.gradients}
     for sampler in ("current", "stale"):
@@ -264,7 +267,7 @@ def test_the_world_transformer_grades_every_estimator_as_sequences_do(name):
         assert weights.agrees == logits.agrees
 
 
-def test_the_world_transformer_asks_at_the_weights_and_not_at_the_logits():
+def test_the_environment_transformer_asks_at_the_weights_and_not_at_the_logits():
     """The bias of k3 by another road: both gradients at all weights by autograd through sums over completions."""
     (row,) = grade("k3-loss", environment="transformer", select=["KL101"]).gradients
     biases = []
@@ -288,7 +291,7 @@ def flat(parts):
     return torch.cat([part.ravel() for part in parts])
 
 
-def test_the_command_takes_the_world_transformer():
+def test_the_command_takes_the_environment_transformer():
     answer = CliRunner().invoke(
         app, ["grade", "k2-loss", "--environment", "transformer", "--expect", "local_reverse_kl"]
     )

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from module_gradients import instance_of, pull_back
 
 from kltest.environments import ragged, sequence
 from kltest.estimators import registry
@@ -10,13 +11,13 @@ from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
 from kltest.finetune.update import accumulate, needs_reference
-from kltest.language_models.language import Language
+from kltest.language_models.language import LanguageModel
 from kltest.language_models.models import in_double
-from kltest.language_models.moments import exact_module
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score_in_parts
-from kltest.language_models.tables import instance_of, tabulate
+from kltest.language_models.tables import tabulate
 from kltest.loss.resolve import resolve
+from kltest.moments import exact
 
 transformers = pytest.importorskip("transformers")
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -38,7 +39,7 @@ def llama(seed, vocabulary=4, *, tied=False):
     return in_double(transformers.LlamaForCausalLM(config)).eval()
 
 
-class World:
+class Enumerated:
     """All completions of one prompt, under a policy, a reference and a sampler that are transformers."""
 
     def __init__(self, environment, sampler):
@@ -50,7 +51,11 @@ class World:
         self.instance = instance_of(environment, self.logits, *others)
 
     def language(self, model):
-        return Language(model, None, (3,), 0)
+        return LanguageModel(model, None, (3,), 0)
+
+    def exact(self, name, sampler):
+        """By parameter: the exact gradient at the logits, pulled back."""
+        return pull_back(exact(resolve(name), self.instance, sampler).gradient, self.logits, self.policy)
 
     def rollouts(self, settings, objective):
         paths = self.instance.paths
@@ -83,20 +88,20 @@ class World:
         }
 
 
-WORLDS = {("sequence", sampler): World(sequence(4, 2), sampler) for sampler in ("current", "stale")} | {
-    ("ragged", sampler): World(ragged(4, 3), sampler) for sampler in ("current", "stale")
+CASES = {("sequence", sampler): Enumerated(sequence(4, 2), sampler) for sampler in ("current", "stale")} | {
+    ("ragged", sampler): Enumerated(ragged(4, 3), sampler) for sampler in ("current", "stale")
 }
 # Terms of one number for a batch, or of a group, are of another size of batch than one rollout.
 NAMES = [name for name, entry in registry().items() if not entry.spec.couples]
 
 
 @pytest.mark.parametrize("sampler", ["current", "stale"])
-@pytest.mark.parametrize("world", ["sequence", "ragged"])
+@pytest.mark.parametrize("environment", ["sequence", "ragged"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_expected_gradient_of_an_update_is_the_exact_one(name, world, sampler):
-    here = WORLDS[world, sampler]
+def test_the_expected_gradient_of_an_update_is_the_exact_one(name, environment, sampler):
+    here = CASES[environment, sampler]
     found = here.gradient(Settings(kl=name, dtype="float64"))
-    expected = exact_module(resolve(name), here.policy, here.logits, here.instance, sampler).gradient
+    expected = here.exact(name, sampler)
     scale = max(np.sqrt(sum((part**2).sum() for part in expected.values())), 1e-3)
     for parameter, part in expected.items():
         # Two orders of summation over 64 completions; a gradient of zero is compared with 1e-3.
@@ -105,7 +110,7 @@ def test_the_expected_gradient_of_an_update_is_the_exact_one(name, world, sample
 
 @pytest.mark.parametrize("name", ["k3-loss", "rao-blackwell"])
 def test_micro_batches_change_nothing(name):
-    here = WORLDS["ragged", "stale"]
+    here = CASES["ragged", "stale"]
     whole, cut = (here.gradient(Settings(kl=name, micro_batch=size)) for size in (0, 5))
     for parameter, part in whole.items():
         np.testing.assert_allclose(cut[parameter], part, rtol=0, atol=1e-13)
@@ -113,8 +118,8 @@ def test_micro_batches_change_nothing(name):
 
 def test_a_planted_bug_is_seen():
     """Half the weights: the comparison above is one that can fail."""
-    here = WORLDS["sequence", "current"]
+    here = CASES["sequence", "current"]
     found = here.gradient(Settings(kl="k2-loss"))
-    expected = exact_module(resolve("k3-loss"), here.policy, here.logits, here.instance, "current").gradient
+    expected = here.exact("k3-loss", "current")
     difference = max(np.abs(found[name] - part).max() for name, part in expected.items())
     assert difference > 1e-3 * max(np.abs(part).max() for part in expected.values())

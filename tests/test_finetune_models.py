@@ -17,7 +17,7 @@ from kltest.finetune.tasks.task import is_held_out
 transformers = pytest.importorskip("transformers")
 
 from kltest.language_models.generation import generate  # noqa: E402
-from kltest.language_models.language import Language, padded  # noqa: E402
+from kltest.language_models.language import LanguageModel, padded  # noqa: E402
 from kltest.language_models.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
 from kltest.language_models.rollouts import Rollouts  # noqa: E402
 from kltest.language_models.scoring import score  # noqa: E402
@@ -47,7 +47,7 @@ def language(kind="llama", *, tied=False, pad=0):
                 )
             )
         )
-    return Language(model.double().eval(), None, (1,), pad)
+    return LanguageModel(model.double().eval(), None, (1,), pad)
 
 
 def alone(model, prompt, tokens, temperature):
@@ -128,11 +128,11 @@ def test_a_model_that_names_no_end_or_no_padding():
     model = tiny_model(10_000, 12, 1, 0)
     tokenizer = tiny_tokenizer("0123456789")
     tokenizer.pad_token = None
-    assert Language.of(model, tokenizer).pad == tokenizer.eos_token_id
+    assert LanguageModel.of(model, tokenizer).pad == tokenizer.eos_token_id
     model.generation_config.eos_token_id = None
     tokenizer.eos_token = None
     with pytest.raises(UsageError, match="no end token"):
-        Language.of(model, tokenizer)
+        LanguageModel.of(model, tokenizer)
 
 
 @pytest.mark.parametrize("asked", [200_000, 500_000, 1_000_000, 5_000_000, 20_000_000, 100_000_000])

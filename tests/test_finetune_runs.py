@@ -19,8 +19,9 @@ from kltest.finetune.settings import Settings
 
 pytest.importorskip("transformers")
 
-from kltest.finetune import faults, training
-from kltest.finetune.measure import compare_gradients, compared, evaluate
+from kltest.finetune import errors
+from kltest.finetune import run as running
+from kltest.finetune.evaluation import compare_gradients, compared, evaluate
 from kltest.finetune.metrics import METRICS
 from kltest.finetune.models import load
 from kltest.finetune.objective import advantages
@@ -202,19 +203,19 @@ def test_a_term_that_is_not_finite_stops_the_run_and_says_where(tmp_path):
 
 @pytest.mark.parametrize(
     ("where", "doing", "words"),
-    [("_drawn", "generation", "prompts, group_size or max_tokens"), ("_updated", "update", "micro_batch")],
+    [("_generate", "generation", "prompts, group_size or max_tokens"), ("_update", "update", "micro_batch")],
 )
 def test_out_of_memory_says_what_to_lower(monkeypatch, where, doing, words):
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(training.Training, where, fails)
+    monkeypatch.setattr(running.Training, where, fails)
     with pytest.raises(KltestError, match=f"step 0, {doing}: out of memory; lower {words}"):
         run(SMALL, quiet=True)
 
 
 def test_other_errors_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="shapes"), faults.told(0, "update", lambda: None):
+    with pytest.raises(RuntimeError, match="shapes"), errors.located(0, "update", lambda: None):
         raise RuntimeError("shapes")
 
 
@@ -374,7 +375,7 @@ def test_the_kl_that_is_measured_is_that_of_the_models(monkeypatch):
         seen.append(prompts)
         return original(language, prompts, *rest, **options)
 
-    monkeypatch.setattr("kltest.finetune.drawing.generate", watched)
+    monkeypatch.setattr("kltest.finetune.rollouts.generate", watched)
     found = evaluate(models, task, settings, 0)
     expected = []
     for prompt in seen[0]:
@@ -448,7 +449,7 @@ def test_a_stale_gradient_is_that_of_stale_rollouts(away):
 
 def test_the_last_inner_epoch_is_measured_with_the_sampler_of_the_step(monkeypatch):
     """By what is handed over: the policy as it was before the step, and as it is after all but one of its updates."""
-    met, moved = [], training.Training._moved
+    met, optimise = [], running.Training._optimise
 
     def spy(models, task, settings, step, sampler=None):
         copies = [one and one.model.lm_head.weight.detach().clone() for one in (models.policy, sampler)]
@@ -456,12 +457,12 @@ def test_the_last_inner_epoch_is_measured_with_the_sampler_of_the_step(monkeypat
         return {} if sampler is None else {"stale_gradient_size": 1.0}
 
     def told(self, update):
-        norm = moved(self, update)
+        norm = optimise(self, update)
         met.append((update, self.models.policy.model.lm_head.weight.detach().clone()))
         return norm
 
-    monkeypatch.setattr(training, "compare_gradients", spy)
-    monkeypatch.setattr(training.Training, "_moved", told)
+    monkeypatch.setattr(running, "compare_gradients", spy)
+    monkeypatch.setattr(running.Training, "_optimise", told)
     history = run(replace(SMALL, steps=4, inner_epochs=3, gradient_every=2, kl="k2-loss"), quiet=True)
     assert history.of("stale_gradient_size") == ([2], [1.0])
     after = {number: weight for number, weight, *more in met if not more}

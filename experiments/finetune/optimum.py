@@ -35,9 +35,9 @@ def chances_of(
     seed: int, model: str, task: str, reference_reward: float, prompts: int, device: str, dtype: str
 ) -> np.ndarray:
     """(P,) how often the reference of a run with these settings earns the reward, for held-out prompts."""
-    from kltest.finetune.drawing import draw
     from kltest.finetune.models import load
     from kltest.finetune.processes import Processes
+    from kltest.finetune.rollouts import draw
     from kltest.finetune.settings import settings_of
     from kltest.finetune.tasks import task_named
 

@@ -1,4 +1,4 @@
-"""`kltest finetune --exact`: the atlas at the weights of a transformer whose completions are all counted."""
+"""`kltest finetune --exact`: estimators graded at the weights of a transformer whose completions are all enumerated."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from kltest.finetune.settings import changes_of
 from kltest.truth import render
 
 if TYPE_CHECKING:
-    from kltest.finetune.exact import Asked, Row
+    from kltest.finetune.exact import Request, Row
 
 SCHEMA = "kltest.finetune-exact/1"
 DISAGREES = 1
-# Relative biases below this are rounding: every bias that there is is above a hundredth.
+# Smaller relative biases are rounding; every real one is above a hundredth.
 NO_BIAS = 1e-9
 
 
-def exact(given: Mapping[str, Any], *, changes: Sequence[str] = (), output: str | None = None) -> int:
-    """Print the table, keep it as exact.json in `output` if that is given; 1 if a row is not as in the tabular case.
+def exact(options: Mapping[str, Any], *, changes: Sequence[str] = (), output: str | None = None) -> int:
+    """Print the table and return 1 if a row differs from the tabular case, else 0.
 
-    Takes model, seed and kl (one estimator, else all), and vocabulary, length and device as changes.
+    Args:
+        options: Values of the command line's options; model, seed and kl (one estimator, else all) may be given.
+        changes: "vocabulary=…", "length=…" or "device=…".
+        output: The folder for exact.json, if the table is to be kept.
     """
     from kltest.finetune.exact import rows
     from kltest.language_models.models import needs_transformers
 
     needs_transformers()
-    asked, started = asked_of(given, changes), time.perf_counter()
-    found = list(rows(asked, shown=True))
+    request, started = request_of(options, changes), time.perf_counter()
+    found = list(rows(request, shown=True))
     for line in table(found):
         print(line)
     wrong = [row for row in found if not row.agrees]
@@ -43,36 +46,36 @@ def exact(given: Mapping[str, Any], *, changes: Sequence[str] = (), output: str 
     completions = {row.world: row.completions for row in found}
     print(
         f"\n{len(found) - len(wrong)} of {len(found)} as in the tabular case, at all {found[0].parameters:,} weights, "
-        f"over {' and '.join(f'{n} completions ({world})' for world, n in completions.items())}; {seconds:.0f} s."
+        f"over {' and '.join(f'{n} completions ({name})' for name, n in completions.items())}; {seconds:.0f} s."
     )
     if output is not None:
-        _keep(Path(output), asked, found)
+        _keep(Path(output), request, found)
     return DISAGREES if wrong else 0
 
 
-def asked_of(given: Mapping[str, Any], changes: Sequence[str]) -> Asked:
-    """What the options ask for; UsageError for one that says nothing here."""
-    from kltest.finetune.exact import Asked
+def request_of(options: Mapping[str, Any], changes: Sequence[str]) -> Request:
+    """Return the request; UsageError for an option that has no meaning here, or a value of another type."""
+    from kltest.finetune.exact import Request
 
-    known = [one.name for one in fields(Asked) if one.name != "estimators"]
-    values = {name: value for name, value in given.items() if value is not None} | changes_of(changes)
+    known = [one.name for one in fields(Request) if one.name != "estimators"]
+    values = {name: value for name, value in options.items() if value is not None} | changes_of(changes)
     kl = values.pop("kl", None)
     for name, value in values.items():
         if name not in known:
             raise UsageError(f"--exact takes no {name}; {did_you_mean(name, known)}there are: {', '.join(known)}, kl")
-        kind = type(getattr(Asked(), name))
+        kind = type(getattr(Request(), name))
         if type(value) is not kind:
             raise UsageError(f"{name}: give {'a whole number' if kind is int else 'a word'}, not {value!r}")
-    return Asked(**values, estimators=() if kl is None else (kl,))
+    return Request(**values, estimators=() if kl is None else (kl,))
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """A line a row, world by world and sampler by sampler."""
+    """Return a line for each row, by environment and sampler."""
     lines: list[str] = []
     for place in dict.fromkeys((row.world, row.sampler) for row in rows):
-        mine = [row for row in rows if (row.world, row.sampler) == place]
-        width = max(14, *(len(_named(row.identified)) for row in mine))
-        rank = max((row.names, row.rank, row.rank_in_tables) for row in mine)
+        here = [row for row in rows if (row.world, row.sampler) == place]
+        width = max(14, *(len(_named(row.identified)) for row in here))
+        rank = max((row.names, row.rank, row.rank_in_tables) for row in here)
         lines += [
             "",
             f"{place[0]}, {place[1]} sampler ({rank[1]} of {rank[0]} named gradients independent at the weights, "
@@ -82,7 +85,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         lines += [
             f"  {row.estimator:28} {_named(row.identified):{width}} {_bias(row.bias):>13} {_cosine(row.cosine):>7}  "
             f"{'yes' if row.agrees else 'NO'}"
-            for row in mine
+            for row in here
         ]
     return lines
 
@@ -99,8 +102,8 @@ def _cosine(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _keep(folder: Path, asked: Asked, rows: Sequence[Row]) -> None:
-    written = {"schema": SCHEMA, "kltest": __version__, "asked": asdict(asked), "rows": [asdict(row) for row in rows]}
+def _keep(folder: Path, request: Request, rows: Sequence[Row]) -> None:
+    written = {"schema": SCHEMA, "kltest": __version__, "asked": asdict(request), "rows": [asdict(row) for row in rows]}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "exact.json"

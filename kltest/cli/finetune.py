@@ -1,4 +1,4 @@
-"""`kltest finetune`: one run of the language-model runner, said in words when it ends."""
+"""`kltest finetune`: one run of the language-model runner, with a table of its evaluations at the end."""
 
 from __future__ import annotations
 

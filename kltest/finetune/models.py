@@ -11,37 +11,38 @@ from kltest.errors import UsageError
 from kltest.finetune.reference import trained
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Task
-from kltest.language_models.language import Language
-from kltest.language_models.models import in_double, needs_transformers, pretrained
+from kltest.language_models.language import LanguageModel
+from kltest.language_models.models import in_double, is_tiny, needs_transformers, pretrained
 
 
 @dataclass(frozen=True)
 class Models:
-    """The policy, to be trained, and the frozen reference that it starts from, with one tokenizer."""
+    """The policy to train, and the frozen reference that it starts from."""
 
-    policy: Language
-    reference: Language
+    policy: LanguageModel
+    reference: LanguageModel
 
 
 def load(settings: Settings, task: Task, device: torch.device) -> Models:
-    """The models that the settings ask for, on a device; dropout is off in both, since a policy is one distribution.
+    """Return the models of a run, on a device and without dropout: a policy is one distribution.
 
-    Raises UsageError for a model that there is not, and where transformers is not installed.
+    Raises:
+        UsageError: The model cannot be loaded, or transformers is not installed.
     """
     needs_transformers()
-    if settings.model == "tiny" or settings.model.startswith("tiny:"):
+    if is_tiny(settings.model):
         model, tokenizer = trained(settings, task)
     else:
         model, tokenizer = pretrained(settings.model)
     model = (in_double(model) if settings.dtype == "float64" else model.float()).to(device).eval()
-    # The weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
-    passes = torch.bfloat16 if settings.dtype == "bfloat16" else None
-    policy = Language.of(model, tokenizer, passes, chat=settings.chat)
+    # Weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
+    compute_dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
+    policy = LanguageModel.of(model, tokenizer, compute_dtype, chat=settings.chat)
     return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, policy.frozen())
 
 
 def _compiled(model: Any) -> Any:
-    """UsageError where torch finds no compiler."""
+    """The compiled model; UsageError if torch finds no compiler."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=next(model.parameters()).device))
     except Exception as error:

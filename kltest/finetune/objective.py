@@ -1,13 +1,14 @@
-"""The gradient that a run follows, as weights on the log-probs of its tokens.
+"""The objective of a run, as its gradient with respect to the log-probs of the sampled tokens.
 
 A loss of rewards and a KL term depends on the model through the log-probs of the sampled tokens (or, for some KL
-terms, of all next tokens). Its gradient there is worked out first, for the joint batch of all processes, and only then
-chained into the model: so neither micro-batches nor processes change it. With A_i the advantage, w_i what a rollout
-counts (1/B, or less with `normalise`) and ratios c_t as in kltest.training.reward, to be minimised:
+terms, of all next tokens). Its gradient there is computed first, for the joint batch of all processes, and then pulled
+back through the model. Micro-batches and processes therefore do not change it. With advantages A_i, weights w_i (1/B,
+or less with `normalise`) and importance ratios c_t, the surrogate to be minimised is
 
     Σ_i w_i Σ_t [ −A_i c_t + β ∂(KL term)_i/∂log π_t ] · log π_t
 
-The KL term is a target as `kltest grade` takes them, called with a `Rollout` and differentiated there.
+with everything but the last factor constant. The KL term is any target that `kltest grade` takes: it is called with a
+`Rollout` and differentiated with respect to that.
 """
 
 from __future__ import annotations
@@ -32,7 +33,17 @@ SCALE = 1e-4
 
 @dataclass(frozen=True)
 class Fields:
-    """What the gradient depends on, (B, T) or (B,): see kltest.rollout. `mask` is bool; groups are told by `group`."""
+    """The batch that the gradient depends on, as in kltest.rollout.
+
+    Attributes:
+        logp: (B, T) log-probs of the policy, in nats.
+        ref_logp: (B, T) of the reference.
+        old_logp: (B, T) of the sampler.
+        mask: (B, T) bool, true at tokens.
+        tokens: (B, T) ids.
+        reward: (B,).
+        group: (B,) the number of the prompt.
+    """
 
     logp: Tensor
     ref_logp: Tensor
@@ -44,10 +55,14 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class Pull:
-    """∂loss/∂log π (B, T) and, of terms that look at all next tokens, (B, T, V); `logged` is the KL that it logs.
+class LogProbGradient:
+    """A gradient with respect to log-probs.
 
-    `one_number`: the term is one for the whole batch, not one for each row.
+    Attributes:
+        logp: (B, T) at the sampled tokens.
+        logits: (B, T, V) at all next tokens, for terms that read them.
+        logged: The KL that the term logs, in nats a rollout.
+        one_number: True if the term is one number for the whole batch, not one for each row.
     """
 
     logp: Tensor
@@ -57,7 +72,7 @@ class Pull:
 
 
 class KLTerm:
-    """A KL term by name, in a placement and with a credit."""
+    """The KL term of a run's settings, with its placement and credit."""
 
     def __init__(self, settings: Settings) -> None:
         settings = settings.resolved
@@ -73,22 +88,26 @@ class KLTerm:
         self.takes_logits = bool(loss.takes & {"logits", "ref_logits", "old_logits"})
         self.couples = loss.spec is not None and loss.spec.couples
 
-    def pull(
-        self, fields: Fields, weights: Tensor, logits: tuple[Tensor, Tensor] | None = None, *, beta: float | None = None
-    ) -> Pull:
-        """The gradient of Σ_i weights_i·(KL term)_i; of a term that is one number for the batch, of that number.
+    def gradient(self, fields: Fields, weights: Tensor, logits: tuple[Tensor, Tensor] | None = None) -> LogProbGradient:
+        """Return the gradient of Σ_i weights_i·(KL term)_i, or of the term if it is one number for the batch.
 
-        `logits` (B, T, V) are the policy's and the reference's log-probs. `beta` is what a term is given that takes it.
-        Raises TargetError where the term fails, KltestError where its gradient is not finite.
+        Args:
+            fields: The batch.
+            weights: (B,).
+            logits: (B, T, V) log-probs of all next tokens under the policy and the reference, if the term reads them.
+
+        Raises:
+            TargetError: The term fails.
+            KltestError: Its gradient is not finite.
         """
-        rollout = _rollout(fields, logits, beta=self.beta if beta is None else beta)
+        rollout = _rollout(fields, logits, beta=self.beta)
         outcome = self.loss(rollout)
         objective = outcome.objective if outcome.rows is None else (outcome.rows * weights.to(outcome.rows)).sum()
         found = leaf_gradients(self.loss, objective, rollout)
         live = fields.mask
         on_logp = found["logp"].to(fields.logp) if "logp" in found else torch.zeros_like(fields.logp)
         on_logits = found.get("logits")
-        return Pull(
+        return LogProbGradient(
             on_logp.where(live, 0.0),
             None if on_logits is None else on_logits.to(live.device).where(live[:, :, None], 0.0),
             _logged(outcome.metric if outcome.metric is not None else outcome.value, live),
@@ -97,14 +116,14 @@ class KLTerm:
 
 
 class Objective:
-    """Reward part and KL term of a run's settings; either can be left out, to measure the other."""
+    """Reward part and KL term of a run's settings; either can be left out to measure the other."""
 
     def __init__(self, settings: Settings, *, reward: bool = True, kl: bool = True) -> None:
         self.settings = settings.resolved
         self.with_reward = reward
         unused = self.settings.kl == NONE or (reward and self.settings.beta == 0)
         self.kl = None if unused or not kl else KLTerm(self.settings)
-        # Measured alone, the KL gradient is that of the term itself.
+        # Measured alone, the KL gradient is that of the term without its coefficient.
         self.beta = self.settings.beta if reward else 1.0
 
     @property
@@ -112,41 +131,42 @@ class Objective:
         return self.kl is not None and self.kl.takes_logits
 
     def weights(self, fields: Fields, longest: int) -> Tensor:
-        """(B,) what each rollout of the joint batch counts; `longest` is max_tokens."""
+        """Return the weights (B,) of rollouts in the joint batch; `longest` is max_tokens."""
         rows = len(fields.mask)
         lengths = fields.mask.sum(dim=1).clamp(min=1).to(fields.logp)
         by = {NONE: torch.ones_like(lengths), "sequence": lengths, "constant": torch.full_like(lengths, longest)}
         divisor = by.get(self.settings.normalise, lengths.mean().expand(rows))
         return 1 / (rows * divisor)
 
-    def pull(self, fields: Fields, weights: Tensor) -> Pull:
-        """The gradient at the log-probs of a joint batch, without a KL term that takes logits."""
+    def gradient(self, fields: Fields, weights: Tensor) -> LogProbGradient:
+        """Return the gradient for a joint batch, without a KL term that reads logits."""
         total, logged = torch.zeros_like(fields.logp), None
         if self.with_reward:
-            total = total - self._push(fields) * weights[:, None]
+            total = total - self._ascent(fields) * weights[:, None]
         if self.kl is not None and not self.kl.takes_logits:
-            kl = self.kl.pull(fields, weights)
+            kl = self.kl.gradient(fields, weights)
             total, logged = total + self.beta * kl.logp, kl.logged
-        return Pull(total.where(fields.mask, 0.0), None, logged)
+        return LogProbGradient(total.where(fields.mask, 0.0), None, logged)
 
-    def pull_with_logits(
+    def gradient_with_logits(
         self, fields: Fields, weights: Tensor, logits: tuple[Tensor, Tensor], *, split: bool = False
-    ) -> Pull:
-        """The gradient of a KL term that takes logits; `split` says that these rows are but a part of the batch.
+    ) -> LogProbGradient:
+        """Return the gradient of a KL term that reads logits; `split` says that the rows are a part of the batch.
 
-        Raises UsageError for a term that couples the rows of a batch, of which it would see a part.
+        Raises:
+            UsageError: The term couples the rows of a batch and would see only a part of them.
         """
         assert self.kl is not None
-        kl = self.kl.pull(fields, weights, logits)
+        kl = self.kl.gradient(fields, weights, logits)
         if split and (self.kl.couples or kl.one_number):
             raise UsageError(
                 f"{self.kl.loss.name} takes all next tokens' log-probs and couples the rows of a batch, so that the "
                 "batch cannot be split: set micro_batch=0 and use one process"
             )
-        return Pull(self.beta * kl.logp, None if kl.logits is None else self.beta * kl.logits, kl.logged)
+        return LogProbGradient(self.beta * kl.logp, None if kl.logits is None else self.beta * kl.logits, kl.logged)
 
-    def _push(self, fields: Fields) -> Tensor:
-        """(B, T) A·c: the ascent direction of the reward part."""
+    def _ascent(self, fields: Fields) -> Tensor:
+        """(B, T) A·c, the ascent direction of the reward part."""
         advantage = advantages(fields.reward, fields.group, self.settings.baseline, self.settings.scale)[:, None]
         if self.settings.ratio == NONE:
             return advantage.expand_as(fields.logp)
@@ -160,13 +180,20 @@ class Objective:
 
 
 def advantages(reward: Tensor, group: Tensor, baseline: str, scale: str) -> Tensor:
-    """(B,) rewards less a baseline of their group, over the group's standard deviation (n − 1) if asked for."""
+    """Return (B,) rewards minus a baseline of their group, divided by its standard deviation if `scale` says so.
+
+    Args:
+        reward: (B,).
+        group: (B,) the number of the prompt.
+        baseline: none, mean or leave-one-out.
+        scale: none or group-std (with n − 1).
+    """
     rows = _summed(torch.ones_like(reward), group)
     mean = _summed(reward, group) / rows
     centred = reward - mean
     found = reward if baseline == NONE else centred
     if baseline == "leave-one-out":
-        # x less the mean of n − 1 others is n/(n − 1) times x less the mean of all; alone, it is x itself.
+        # x − mean of the n − 1 others = n/(n − 1)·(x − mean of all); without others it is x.
         found = torch.where(rows > 1, centred * rows / (rows - 1).clamp(min=1), reward)
     if scale == NONE:
         return found
@@ -174,18 +201,18 @@ def advantages(reward: Tensor, group: Tensor, baseline: str, scale: str) -> Tens
 
 
 def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
-    """Where PPO's clipped objective has no gradient."""
+    """Return where PPO's clipped objective has no gradient."""
     return ((advantage > 0) & (ratio > 1 + clip)) | ((advantage < 0) & (ratio < 1 - clip))
 
 
 def _summed(values: Tensor, group: Tensor) -> Tensor:
-    """(B,) the sum over each row's group."""
+    """(B,) sum over each row's group."""
     _, place = group.unique(return_inverse=True)
     return torch.zeros_like(values).index_add(0, place, values)[place]
 
 
 def _rollout(fields: Fields, logits: tuple[Tensor, Tensor] | None, *, beta: float) -> Rollout:
-    """As estimators see rollouts: float64, and on the CPU, but for logits, which are too large to be moved about."""
+    """The rollout that a KL term is called with: float64 on the CPU, or on the device of logits, which are large."""
     home = logits[0].device if logits is not None else torch.device("cpu")
 
     def at_home(value: Tensor) -> Tensor:
@@ -209,7 +236,7 @@ def _stale() -> Tensor:
 
 
 def _logged(value: Tensor | None, live: Tensor) -> float | None:
-    """The KL that is logged, in nats a rollout."""
+    """The logged KL in nats a rollout."""
     if value is None:
         return None
     if value.dim() == 2:

@@ -1,4 +1,4 @@
-"""The processes that share a run, as `accelerate launch` starts them; one alone needs nothing of the kind."""
+"""Processes that share a run, as `accelerate launch` starts them; a single one needs no accelerate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kltest.finetune.settings import AUTO
 
 @dataclass(frozen=True)
 class Processes:
-    """Which of how many processes this is, and its device. Rows of a joint batch belong to them in order, evenly."""
+    """This process among `count`, with its device; rows of a joint batch are shared evenly, in order of rank."""
 
     rank: int
     count: int
@@ -23,7 +23,11 @@ class Processes:
 
     @classmethod
     def here(cls, device: str) -> Processes:
-        """This process. UsageError for a device that there is not, or where accelerate is not installed but needed."""
+        """Return this process.
+
+        Raises:
+            UsageError: The device cannot be used, or several processes were started without accelerate installed.
+        """
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             return cls(0, 1, _device(device))
         try:
@@ -40,14 +44,14 @@ class Processes:
         return self.rank == 0
 
     def share(self, total: int, what: str) -> slice:
-        """This process's part of that many; UsageError where they cannot be shared evenly."""
+        """Return this process's part of `total` rows; UsageError if they cannot be shared evenly."""
         if total % self.count:
             raise UsageError(f"{what}: {total} cannot be shared evenly by {self.count} processes")
         each = total // self.count
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def joint(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, in order; every process has as many, of the same shape."""
+        """Return the rows of all processes in order; every process has as many, of the same shape."""
         if self.count == 1:
             return rows
         kind = torch.uint8 if rows.dtype == torch.bool else rows.dtype
@@ -56,11 +60,11 @@ class Processes:
         return torch.cat(gathered).to(rows.dtype)
 
     def own(self, rows: Tensor) -> Tensor:
-        """This process's rows of a joint batch."""
+        """Return this process's rows of a joint batch."""
         return rows[self.share(len(rows), "rows")]
 
     def largest(self, number: int) -> int:
-        """The largest that any process has."""
+        """Return the largest number of any process."""
         if self.count == 1:
             return number
         value = torch.tensor(number, device=self.device)
@@ -68,7 +72,7 @@ class Processes:
         return int(value)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make every `.grad` the sum of all processes'."""
+        """Sum every `.grad` over processes."""
         if self.count == 1:
             return
         present = [one.grad for one in parameters if one.grad is not None]
@@ -78,7 +82,7 @@ class Processes:
             gradient.copy_(part.view_as(gradient))
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait for all processes."""
         if self.count > 1:
             torch.distributed.barrier()
 

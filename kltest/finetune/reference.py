@@ -1,4 +1,4 @@
-"""The reference of a tiny model: supervised learning on the task until it is right about as often as asked, cached."""
+"""The reference of a tiny model: supervised learning on the task until it earns the requested reward, then cached."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch import Tensor
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Problem, Split, Task
 from kltest.language_models.generation import generate
-from kltest.language_models.language import Language, padded
+from kltest.language_models.language import LanguageModel, padded
 from kltest.language_models.models import parameters_asked, save, tiny_model, tiny_tokenizer
 from kltest.loss.global_state import preserved
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import digest
 
 VERSION = 2
-"""Counts what is learned in another way, so that no older reference is taken for one of this code."""
+"""Part of the cache key: raised when references are trained in another way."""
 BATCH = 64
 RATE = 3e-3
-TRY_EVERY = 25
-TRIED = 128
+# The reward is measured every so many updates, on so many held-out prompts.
+EVALUATE_EVERY, EVALUATED = 25, 128
 
 
 def trained(settings: Settings, task: Task) -> tuple[Any, Any]:
-    """The model and its tokenizer, from the cache if they were trained before; always on the CPU, in float32."""
+    """Return a model and its tokenizer, from the cache or trained now, always on the CPU in float32."""
     from transformers import LlamaForCausalLM
 
-    asked = (parameters_asked(settings.model), settings.seed, settings.reference_steps, settings.reference_reward)
-    folder = cache_folder() / digest(VERSION, task.name, *asked)
+    key = (parameters_asked(settings.model), settings.seed, settings.reference_steps, settings.reference_reward)
+    folder = cache_folder() / digest(VERSION, task.name, *key)
     tokenizer = tiny_tokenizer(task.characters)
     if not folder.exists():
         model = _learned(settings, task, tokenizer)
         save(model, tokenizer, folder)
-    # Loaded in any case, so that a run does not depend on whether it was the one that trained.
+    # Loaded even if it was trained just now, so that every run starts from the same bytes.
     return LlamaForCausalLM.from_pretrained(folder), tokenizer
 
 
 def cache_folder() -> Path:
-    """Where trained references are kept: $KLTEST_MODELS, else the user's cache folder."""
+    """Return the folder of trained references: $KLTEST_MODELS, else one in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("KLTEST_MODELS") or Path(cache) / "kltest" / "models")
 
@@ -50,10 +50,10 @@ def cache_folder() -> Path:
 def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
     with preserved(settings.seed):
         model = tiny_model(parameters_asked(settings.model), len(tokenizer), *_ends(tokenizer))
-    language = Language.of(model, tokenizer)
+    language = LanguageModel.of(model, tokenizer)
     generator = np.random.default_rng([settings.seed, 0, VERSION])
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    # A constant rate: when it ends is not known beforehand.
+    # A warm-up and no decay, since the last update is not known beforehand.
     warm = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / 50))
     with Progress("reference", settings.reference_steps) as progress:
         for step in range(1, settings.reference_steps + 1):
@@ -63,8 +63,8 @@ def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimiser.step()
             warm.step()
-            progress.advance(f"loss {loss.item():.2f}" if step % TRY_EVERY == 0 else "")
-            if step % TRY_EVERY == 0 and _reward(language, task, generator) >= settings.reference_reward:
+            progress.advance(f"loss {loss.item():.2f}" if step % EVALUATE_EVERY == 0 else "")
+            if step % EVALUATE_EVERY == 0 and _reward(language, task, generator) >= settings.reference_reward:
                 break
     return model
 
@@ -73,8 +73,8 @@ def _ends(tokenizer: Any) -> tuple[int, int]:
     return tokenizer.eos_token_id, tokenizer.pad_token_id
 
 
-def _cross_entropy(language: Language, problems: list[Problem]) -> Tensor:
-    """Of the completions and their end, given the prompts; on average over their tokens."""
+def _cross_entropy(language: LanguageModel, problems: list[Problem]) -> Tensor:
+    """Mean over the tokens of completions, their end included, given the prompts."""
     prompts = [language.encode(one.prompt) for one in problems]
     targets = [[*language.encode(one.completion), language.end[0]] for one in problems]
     ids, mask = padded([one + two for one, two in zip(prompts, targets, strict=True)], language.pad)
@@ -84,16 +84,24 @@ def _cross_entropy(language: Language, problems: list[Problem]) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[supervised], ids[:, 1:][supervised])
 
 
-def _reward(language: Language, task: Task, generator: np.random.Generator, split: Split = "held-out") -> float:
+def _reward(language: LanguageModel, task: Task, generator: np.random.Generator, split: Split = "held-out") -> float:
     """Mean reward of sampled completions."""
-    problems = task.draw(split, TRIED, generator)
-    uniforms = torch.from_numpy(generator.random((TRIED, task.max_tokens)))
+    problems = task.draw(split, EVALUATED, generator)
+    uniforms = torch.from_numpy(generator.random((EVALUATED, task.max_tokens)))
     rollouts = generate(language, [language.encode(one.prompt) for one in problems], uniforms)
     return float(rewards(language, task, problems, rollouts.tokens, rollouts.mask).mean())
 
 
-def rewards(language: Language, task: Task, problems: list[Problem], tokens: Tensor, mask: Tensor) -> Tensor:
-    """(B,) float64 rewards of completions (B, T); one that has not ended is worth what its text is."""
+def rewards(language: LanguageModel, task: Task, problems: list[Problem], tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return rewards (B,) in float64; a completion without an end is rewarded for its text as it is.
+
+    Args:
+        language: Decodes the completions.
+        task: Rewards them.
+        problems: B problems.
+        tokens: (B, T) ids.
+        mask: (B, T) bool, true at tokens.
+    """
     texts = [
         language.decode(row[live].tolist()) for row, live in zip(tokens.cpu().numpy(), mask.cpu().numpy(), strict=True)
     ]

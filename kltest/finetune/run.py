@@ -1,81 +1,249 @@
-"""The run: draw rollouts, follow the gradient, measure, write down; from the last checkpoint, if there is one."""
+"""A run, from top to bottom: load the models; then step by step measure, generate, update, write down.
+
+`run` is the loop. `Training` holds what changes in it, the policy and its optimiser, with one method for each part of a
+step: `_measure`, `_generate`, `_update`, `_optimise`. Behind them stand `kltest.finetune.rollouts` (random streams),
+`update` and `objective` (the gradient), `evaluation` (what is measured) and `checkpoints` (the folder).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kltest.finetune.faults import Interrupt
-from kltest.finetune.journal import Journal, Record
-from kltest.finetune.models import load
+from kltest.errors import UsageError
+from kltest.finetune.batch_metrics import of_batch, of_ratios
+from kltest.finetune.checkpoints import CHECKPOINT, Record, RunFolder
+from kltest.finetune.errors import Interrupt, NotFiniteError, located
+from kltest.finetune.evaluation import compare_gradients, evaluate
+from kltest.finetune.models import Models, load
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
+from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import Settings
-from kltest.finetune.tasks import task_named
-from kltest.finetune.training import Training
-from kltest.language_models.models import parameters_asked, save
+from kltest.finetune.tasks import Task, task_named
+from kltest.finetune.update import accumulate, needs_reference
+from kltest.language_models.models import is_tiny, parameters_asked, save
+from kltest.language_models.rollouts import Rollouts
+from kltest.language_models.scoring import score_in_parts
 from kltest.sweeps.progress import Progress
 
 
 @dataclass(frozen=True)
 class History:
-    """The records of a run, one a step, names as in METRICS; what was not measured at a step is missing there."""
+    """The records of a run, one a step, with names as in METRICS; a record lacks what was not measured at its step."""
 
     settings: Settings
     records: list[Record]
 
     def of(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps at which a metric was measured, and its values."""
+        """Return the steps at which a metric was measured, and its values."""
         there = [record for record in self.records if name in record]
         return [record["step"] for record in there], [record[name] for record in there]
 
 
 def run(settings: Settings, folder: Path | None = None, *, again: bool = False, quiet: bool = False) -> History:
-    """Train and measure. Everything is kept in `folder`, if one is given, and a run that was stopped there goes on.
+    """Train and measure.
 
-    Raises UsageError for settings that cannot be met, KltestError where a loss is not finite or memory does not
-    suffice, KeyboardInterrupt after the step in which it was asked for.
+    Args:
+        settings: Of the run.
+        folder: Where everything is kept; a run that was stopped there continues. None keeps records in memory alone.
+        again: True to replace a run in the folder.
+        quiet: True to show no progress bar.
+
+    Raises:
+        UsageError: The settings cannot be met, or the folder holds another run.
+        KltestError: A number is not finite, or memory runs out.
+        KeyboardInterrupt: After the step in which Ctrl-C was pressed, with everything kept.
     """
     _set_threads(settings)
     processes = Processes.here(settings.device)
     processes.share(settings.prompts, "prompts")
     task = task_named(settings.task)
-    journal = Journal(folder if processes.main else None, settings, again=again)
+    files = RunFolder(folder if processes.main else None, settings, again=again)
     objective = Objective(settings)
+    # The main process loads first: it may have to train the reference of a tiny model, which the others then read.
     if not processes.main:
         processes.wait()
     models = load(settings, task, processes.device)
     if processes.main:
         processes.wait()
     training = Training(settings, task, models, objective, processes)
-    training.restore(journal, folder)
+    training.restore(files, folder)
     label = f"{settings.resolved.kl}, β = {settings.beta:g}"
     shown = not quiet and processes.main and training.step <= settings.steps
     progress = Progress(label, settings.steps + 1, done=training.step) if shown else None
     with Interrupt() as interrupt:
         while training.step <= settings.steps:
-            record, seconds = training.next(journal)
+            record, seconds = training.next(files)
             if processes.main:
-                journal.add(record, {"step": record["step"], **seconds})
-            stopping = bool(processes.largest(int(interrupt.asked)))
+                files.add(record, {"step": record["step"], **seconds})
+            stopping = bool(processes.largest(int(interrupt.requested)))
             due = settings.checkpoint_every and training.step % settings.checkpoint_every == 0
             if due or stopping or training.step > settings.steps:
-                journal.keep(training.state())
+                files.save(training.state())
             if progress:
                 progress.advance(_shown(record))
             if stopping:
                 raise KeyboardInterrupt
     if folder is not None and processes.main:
         save(models.policy.model, models.policy.tokenizer, folder / "model")
-    return History(settings, journal.records)
+    return History(settings, files.records)
+
+
+class Training:
+    """The policy, its optimiser and the number of the step: everything that changes in a run."""
+
+    def __init__(
+        self, settings: Settings, task: Task, models: Models, objective: Objective, processes: Processes
+    ) -> None:
+        self.settings, self.task, self.models = settings, task, models
+        self.objective, self.processes = objective, processes
+        self.step = 0
+        self.parameters = [one for one in models.policy.model.parameters() if one.requires_grad]
+        kind = torch.optim.SGD if settings.optimiser == "sgd" else torch.optim.Adam
+        self.optimiser = kind(self.parameters, lr=settings.learning_rate, fused=True)
+        self.batch: Rollouts | None = None
+        self._seconds: dict[str, float] = {}
+
+    def next(self, files: RunFolder) -> tuple[Record, dict[str, float]]:
+        """Do one step: measure what is due, then update; after the last step measure alone.
+
+        Returns:
+            The metrics of the step, and the seconds spent on measuring, generation and update.
+        """
+        self._seconds, self.batch = {}, None
+        record: Record = {"step": self.step}
+
+        def save_failed() -> Path | None:
+            batch = None if self.batch is None else vars(self.batch)
+            return files.save({**self.state(), "batch": batch}, "failed.pt")
+
+        with located(self.step, "measuring", save_failed), self._timed("measuring"):
+            record |= self._measure()
+            self.processes.wait()
+        if self.step < self.settings.steps:
+            with located(self.step, "generation", save_failed), self._timed("generation"):
+                batch = self.batch = self._generate()
+            with located(self.step, "update", save_failed), self._timed("update"):
+                record |= self._update(batch)
+        self.step += 1
+        return record, self._seconds
+
+    def _measure(self) -> Record:
+        """Evaluation and gradient measurement of the present policy, if they are due."""
+        settings = self.settings
+        record: Record = {}
+        if self.processes.main and self._due(settings.eval_every, ends=True):
+            record |= evaluate(self.models, self.task, settings, self.step)
+        if self.processes.main and self._due(settings.gradient_every, ends=False):
+            record |= compare_gradients(self.models, self.task, settings, self.step)
+        return record
+
+    def _due(self, every: int, *, ends: bool) -> bool:
+        """True every so many steps; with `ends` also at the first and the last, without it never at the first."""
+        at_an_end = self.step in (0, self.settings.steps)
+        return (ends and at_an_end) or (every > 0 and self.step % every == 0 and (ends or self.step > 0))
+
+    def _generate(self) -> Rollouts:
+        """This step's rollouts from the present policy, with the reference's log-probs if the KL term reads them."""
+        settings = self.settings
+        sizes = (settings.prompts, settings.group_size)
+        batch = draw(self.models.policy, self.task, settings, "train", (self.step,), *sizes, self.processes)
+        if needs_reference(self.objective):
+            ref_logp = score_in_parts(
+                self.models.reference, batch, settings.micro_batch, temperature=settings.temperature
+            )  # (B, T)
+            batch = replace(batch, ref_logp=ref_logp)
+        return batch
+
+    def _update(self, batch: Rollouts) -> Record:
+        """`inner_epochs` updates with one batch, whose sampler is the policy before the first of them."""
+        settings = self.settings
+        record: Record = {}
+        # At the last inner epoch the gradient is measured with the sampler of this batch as well.
+        measured = settings.inner_epochs > 1 and self._due(settings.gradient_every, ends=False)
+        sampler = self.models.policy.frozen() if measured and self.processes.main else None
+        for epoch in range(settings.inner_epochs):
+            if measured and epoch == settings.inner_epochs - 1:
+                with self._timed("measuring"):
+                    if sampler is not None:
+                        record |= compare_gradients(self.models, self.task, settings, self.step, sampler)
+                    self.processes.wait()
+            self.optimiser.zero_grad(set_to_none=True)
+            info = accumulate(
+                self.objective,
+                self.models.policy,
+                self.models.reference,
+                batch,
+                self.processes,
+                longest=longest(settings, self.task),
+            )
+            if epoch == 0:
+                record |= of_batch(batch, info, self.models.policy.end)
+                batch = self.batch = replace(batch, old_logp=info.logp)
+            norm = self._optimise(self.step * settings.inner_epochs + epoch)
+            record |= {"gradient_norm": norm} if epoch == 0 else {"gradient_norm_last": norm}
+        if settings.inner_epochs > 1:
+            record |= of_ratios(info, self.objective.settings)
+        return record
+
+    def _optimise(self, update: int) -> float:
+        """One step of the optimiser; the gradient's norm before it is shortened."""
+        settings = self.settings
+        self.processes.sum_gradients(self.parameters)
+        norm = float(torch.nn.utils.get_total_norm([one.grad for one in self.parameters if one.grad is not None]))
+        if not norm < float("inf"):
+            raise NotFiniteError(f"the gradient's norm is {norm}")
+        if settings.max_norm and norm > settings.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_norm, torch.tensor(norm))
+        for group in self.optimiser.param_groups:
+            group["lr"] = settings.learning_rate * min(1.0, (update + 1) / max(settings.warmup, 1))
+        self.optimiser.step()
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that the rest of the run depends on; prompts and uniforms follow from the step."""
+        return {
+            "step": self.step,
+            "model": self.models.policy.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+
+    def restore(self, files: RunFolder, folder: Path | None) -> None:
+        """Continue from the last checkpoint of the folder; every process reads the same one."""
+        state = files.restore()
+        if not self.processes.main and folder is not None and (folder / CHECKPOINT).exists():
+            state = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
+        if state is None:
+            return
+        try:
+            self.models.policy.model.load_state_dict(state["model"])
+            self.optimiser.load_state_dict(state["optimiser"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(f"the checkpoint in {folder} is of another model; start anew with --again") from error
+        torch.set_rng_state(state["random"])
+        self.step = state["step"]
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the seconds inside to one activity, less those of activities nested in it."""
+        started, before = time.perf_counter(), sum(self._seconds.values())
+        yield
+        nested = sum(self._seconds.values()) - before
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started - nested
 
 
 def _set_threads(settings: Settings) -> None:
-    small = settings.model.startswith("tiny") and parameters_asked(settings.model) < 1_000_000
+    small = is_tiny(settings.model) and parameters_asked(settings.model) < 1_000_000
     if settings.threads or small:
-        # Handing out so little work costs more than it gains, and very much more where cores are shared.
+        # Spreading so little work over threads costs more than it gains, and much more if cores are shared.
         torch.set_num_threads(settings.threads or 1)
 
 

@@ -1,4 +1,4 @@
-"""All settings of a run: plain data with units and defaults, checked, readable from a file, hashable into a key."""
+"""Settings of a run: plain data with defaults and help texts, checked, read from files, hashed into a key."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators.spec import Credit, Placement
+from kltest.language_models.models import is_tiny
 from kltest.sweeps.store import digest
 
 AUTO = "auto"
@@ -30,68 +31,82 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _of(default: Any, meaning: str, low: float = -math.inf, high: float = math.inf) -> Any:
+def _setting(default: Any, meaning: str, low: float = -math.inf, high: float = math.inf) -> Any:
     return field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is; two runs with equal settings on one machine are the same run, bit by bit on the CPU.
+    """Settings of a run; on one machine's CPU equal settings give the same run, bit by bit.
 
-    "auto" is the unbiased choice under `algorithm` reinforce, and what the GRPO paper does under grpo; `resolved` says
-    which that is. Raises UsageError for a value out of range or of another kind.
+    "auto" is the unbiased choice under `algorithm` reinforce, and the GRPO paper's under grpo; `resolved` replaces it.
+
+    Raises:
+        UsageError: A value is out of range or of another type.
     """
 
-    model: str = _of("tiny", "tiny or tiny:SIZE (0.2M to 100M parameters, trained first), a folder, or a hub id")
-    task: str = _of("addition", "addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH")
-    chat: bool = _of(False, "prompts are a user's message in the tokenizer's chat template")
-    seed: int = _of(0, "chooses prompts, samples and, for a tiny model, its weights", 0, 2**31)
-    steps: int = _of(100, "times that rollouts are drawn", 0)
-    prompts: int = _of(32, "prompts drawn a step, over all processes", 1)
-    group_size: int = _of(4, "rollouts of each prompt", 1)
-    max_tokens: int = _of(0, "longest rollout in tokens; 0: what the task needs, 256 for jsonl", 0)
-    temperature: float = _of(1.0, "policy, reference and sampler are softmax(logits/temperature)", 1e-3, 1e3)
-    algorithm: str = _of("reinforce", "what auto stands for")
-    baseline: str = _of(AUTO, "subtracted from rewards; auto: leave-one-out, grpo: mean")
-    scale: str = _of(AUTO, "what advantages are divided by; auto: none, grpo: group-std")
-    normalise: str = _of(
+    model: str = _setting(
+        "tiny", "tiny or tiny:SIZE (0.2M to 100M parameters, trained first), a folder with a model, or a hub id"
+    )
+    task: str = _setting("addition", "addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH")
+    chat: bool = _setting(False, "send each prompt as a user message through the tokenizer's chat template")
+    seed: int = _setting(0, "seed of prompts, of samples and of the weights of a tiny model", 0, 2**31)
+    steps: int = _setting(100, "training steps; each one draws new rollouts", 0)
+    prompts: int = _setting(32, "prompts in a step, over all processes", 1)
+    group_size: int = _setting(4, "rollouts of each prompt", 1)
+    max_tokens: int = _setting(0, "longest rollout in tokens; 0: as the task needs, 256 for jsonl", 0)
+    temperature: float = _setting(1.0, "policy, reference and sampler are softmax(logits/temperature)", 1e-3, 1e3)
+    algorithm: str = _setting("reinforce", "meaning of auto: reinforce is unbiased, grpo follows the GRPO paper")
+    baseline: str = _setting(AUTO, "baseline subtracted from rewards; auto: leave-one-out, grpo: mean")
+    scale: str = _setting(AUTO, "divisor of advantages; auto: none, grpo: group-std")
+    normalise: str = _setting(
         AUTO,
-        "what a rollout's loss is divided by: its length (sequence), the batch's mean length "
-        "(tokens), max_tokens (constant); auto: none, grpo: sequence",
+        "divisor of a rollout's loss: its length (sequence), the batch's mean length (tokens) or max_tokens "
+        "(constant); auto: none, grpo: sequence",
     )
-    ratio: str = _of(
-        AUTO, "importance ratio of the reward part; auto: none for one inner epoch, else sequence, grpo: token"
+    ratio: str = _setting(
+        AUTO, "importance ratio of the reward part; auto: none for one inner epoch, sequence for several, grpo: token"
     )
-    clip: float = _of(-1.0, "PPO's ε for the ratio; 0: no clipping; -1: 0, grpo: 0.2", -1.0, 1e6)
-    inner_epochs: int = _of(1, "updates with each step's rollouts: the sampler is up to this less one behind", 1)
-    kl: str = _of(
+    clip: float = _setting(-1.0, "PPO's ε for clipping the ratio; 0: no clipping; -1: 0, grpo: 0.2", -1.0, 1e6)
+    inner_epochs: int = _setting(
+        1, "updates with the rollouts of one step; at the last one the sampler is inner_epochs − 1 updates old", 1
+    )
+    kl: str = _setting(
         AUTO,
         "a KL term: a name of `kltest list`, module:function, FILE.py:function, or none; auto: "
         "leave-one-out, k1-reward-sequence-ratio for several inner epochs, grpo: k3-loss",
     )
-    beta: float = _of(0.05, "coefficient of the KL term", 0.0)
-    placement: str = _of(AUTO, "where the KL term stands; auto: where it says itself")
-    credit: str = _of(AUTO, "what tokens are charged with for a KL term in the reward; auto: what it says itself")
+    beta: float = _setting(0.05, "coefficient of the KL term", 0.0)
+    placement: str = _setting(AUTO, "placement of the KL term; auto: as the term itself says")
+    credit: str = _setting(
+        AUTO, "part of a KL term in the reward that is charged to each token; auto: as the term itself says"
+    )
     kl_options: Mapping[str, Any] = field(
         default_factory=dict, metadata={"meaning": "further arguments of the KL term"}
     )
-    optimiser: str = _of("adam", "adam (betas 0.9, 0.999, no weight decay), or sgd: the plain gradient")
-    learning_rate: float = _of(3e-4, "step size", 0.0)
-    warmup: int = _of(5, "updates over which the learning rate rises linearly", 0)
-    max_norm: float = _of(1.0, "longer gradients are shortened to this; 0: none are", 0.0)
-    micro_batch: int = _of(0, "most rollouts in one forward pass, for less memory, with the same gradient; 0: all", 0)
-    eval_every: int = _of(20, "steps between evaluations; 0: only at the start and the end", 0)
-    eval_prompts: int = _of(256, "prompts, one rollout each, of an evaluation", 2)
-    gradient_every: int = _of(50, "steps between measurements of the KL gradient; 0: never", 0)
-    gradient_chunks: int = _of(8, "independent parts of such a measurement, from whose differences its interval is", 3)
-    gradient_batches: int = _of(8, "batches of the run's size in each of these parts", 1)
-    checkpoint_every: int = _of(25, "steps between checkpoints; 0: only when it ends", 0)
-    device: str = _of(AUTO, "cpu, cuda, cuda:1, …; auto: a GPU where there is one")
-    dtype: str = _of("float32", "of forward passes; log-probs are float32 at least, and so are weights")
-    compile: bool = _of(False, "compile the forward pass of the update with torch.compile")
-    threads: int = _of(0, "CPU threads; 0: one for tiny models under a million parameters, else as torch finds", 0)
-    reference_steps: int = _of(1500, "most updates of supervised learning for a tiny model", 1)
-    reference_reward: float = _of(0.5, "held-out reward at which that learning ends", 0.0, 1.0)
+    optimiser: str = _setting("adam", "adam (betas 0.9, 0.999, no weight decay), or sgd: the plain gradient")
+    learning_rate: float = _setting(3e-4, "step size", 0.0)
+    warmup: int = _setting(5, "updates over which the learning rate rises linearly", 0)
+    max_norm: float = _setting(1.0, "gradients of a larger norm are scaled down to this one; 0: never", 0.0)
+    micro_batch: int = _setting(0, "most rollouts in one forward pass: less memory, the same gradient; 0: all", 0)
+    eval_every: int = _setting(20, "steps between evaluations; 0: only at the start and the end", 0)
+    eval_prompts: int = _setting(256, "prompts, one rollout each, of an evaluation", 2)
+    gradient_every: int = _setting(50, "steps between measurements of the KL gradient; 0: never", 0)
+    gradient_chunks: int = _setting(
+        8, "independent parts of such a measurement; its interval comes from their differences", 3
+    )
+    gradient_batches: int = _setting(8, "batches of the run's size in each part", 1)
+    checkpoint_every: int = _setting(25, "steps between checkpoints; 0: only at the end", 0)
+    device: str = _setting(AUTO, "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
+    dtype: str = _setting("float32", "dtype of forward passes; weights and log-probs are float32 or float64")
+    compile: bool = _setting(False, "compile the forward pass of the update with torch.compile")
+    threads: int = _setting(
+        0, "CPU threads; 0: one for tiny models below a million parameters, else torch's default", 0
+    )
+    reference_steps: int = _setting(
+        1500, "most updates of the supervised learning that makes a tiny model's reference", 1
+    )
+    reference_reward: float = _setting(0.5, "held-out reward at which this learning stops", 0.0, 1.0)
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -100,14 +115,14 @@ class Settings:
             raise UsageError(
                 "group_size: a leave-one-out baseline needs 2 rollouts of a prompt; set group_size=2 or baseline=none"
             )
-        if self.chat and self.model.startswith("tiny"):
+        if self.chat and is_tiny(self.model):
             raise UsageError("chat: a tiny model has no chat template; set chat=false, or name another model")
         if self.clip > 0 and self.resolved.ratio == NONE:
             raise UsageError("clip: there is no ratio to clip; set ratio=token or ratio=sequence")
 
     @property
     def resolved(self) -> Settings:
-        """The same settings with every "auto" of the algorithm replaced by what it stands for."""
+        """These settings with every "auto" of the algorithm replaced by its meaning."""
         grpo, stale = self.algorithm == "grpo", self.inner_epochs > 1
         ratio = "token" if grpo else "sequence" if stale else NONE
         chosen = {
@@ -124,34 +139,35 @@ class Settings:
 
     @property
     def key(self) -> str:
-        """A short name for these settings, without those that only say how and when (threads, checkpoints)."""
-        return digest({name: value for name, value in self.plain().items() if name not in HOW})
+        """A short name for these settings; those without effect on the numbers do not count."""
+        return digest({name: value for name, value in self.plain().items() if name not in WITHOUT_EFFECT})
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can say it."""
+        """Return the settings as JSON can hold them."""
         return {**asdict(self), "kl_options": dict(self.kl_options)}
 
     @property
     def rollouts(self) -> int:
-        """Rollouts of a step."""
+        """Rollouts in a step."""
         return self.prompts * self.group_size
 
 
-HOW = ("threads", "checkpoint_every")
+WITHOUT_EFFECT = ("threads", "checkpoint_every")
+"""Settings that do not change the numbers."""
 
 
 def settings_of(values: Mapping[str, Any], where: str = "settings") -> Settings:
-    """Settings from plain data; UsageError for a name that there is not."""
+    """Return settings from plain data; UsageError for an unknown name, mentioning `where` it stands."""
     known = {one.name for one in fields(Settings)}
     for name in values:
         if name not in known:
             hint = f"{did_you_mean(name, known)}there are: {', '.join(sorted(known))}"
             raise UsageError(f"{where}: there is no setting {name!r}; {hint}")
-    return Settings(**{name: _as_asked(name, value) for name, value in values.items()})
+    return Settings(**{name: _converted(name, value) for name, value in values.items()})
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The plain data in a .toml or .json file; UsageError where it cannot be read."""
+    """Return the names and values in a .toml or .json file; UsageError if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -165,7 +181,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def changes_of(texts: Sequence[str]) -> dict[str, Any]:
-    """{"beta": 0.1} of "beta=0.1"; `kl_options.NAME=value` sets one further argument of the KL term."""
+    """Return {"beta": 0.1} for "beta=0.1"; `kl_options.NAME=value` sets one further argument of the KL term."""
     changes: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -196,8 +212,8 @@ def _check(name: str, value: Any, default: Any, metadata: Mapping[str, Any]) -> 
         raise UsageError(f"{name}: {did_you_mean(value, CHOICES[name])}{value!r} is none of {', '.join(CHOICES[name])}")
 
 
-def _as_asked(name: str, value: Any) -> Any:
-    """Whole numbers where a float is wanted are fine, and None is how files say "none"."""
+def _converted(name: str, value: Any) -> Any:
+    """A whole number as a float if one is needed, and JSON's null as "none"."""
     default = next(one.default for one in fields(Settings) if one.name == name)
     if type(default) is float and type(value) is int:
         return float(value)

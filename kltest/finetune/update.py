@@ -1,4 +1,4 @@
-"""One gradient, left in the parameters' `.grad`: score, work out what each log-prob is pulled with, go backward."""
+"""One gradient, accumulated in the parameters' `.grad`: score, differentiate at the log-probs, go backward."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kltest.finetune.faults import NotFiniteError
+from kltest.finetune.errors import NotFiniteError
 from kltest.finetune.objective import Fields, Objective
 from kltest.finetune.processes import Processes
-from kltest.language_models.language import Language
+from kltest.language_models.language import LanguageModel
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import Scores, score, score_in_parts
 
 
 @dataclass(frozen=True)
-class Followed:
-    """What is told of a gradient: the joint batch's fields, this process's log-probs, and the KL that the term logs."""
+class UpdateInfo:
+    """Inputs of an update.
+
+    Attributes:
+        fields: The joint batch of all processes.
+        logp: (B, T) this process's log-probs.
+        logged: The KL that the term logs, in nats a rollout; None if it logs nothing.
+    """
 
     fields: Fields
     logp: Tensor
@@ -26,21 +32,32 @@ class Followed:
 
 def accumulate(
     objective: Objective,
-    policy: Language,
-    reference: Language,
+    policy: LanguageModel,
+    reference: LanguageModel,
     rollouts: Rollouts,
     processes: Processes,
     *,
     longest: int,
     row_weights: Tensor | None = None,
-) -> Followed:
-    """Add this process's part of the gradient to `.grad`; `processes.sum_gradients` makes it the joint batch's.
+) -> UpdateInfo:
+    """Add this process's part of the gradient to `.grad`; `processes.sum_gradients` makes it that of the joint batch.
 
-    `rollouts` have rewards, the reference's log-probs where `needs_reference`, and the sampler's unless that is the
-    policy itself. `row_weights` (B,) replace what rollouts count: probabilities, where they are enumerated.
+    Args:
+        objective: Rewards and KL term.
+        policy: The model whose parameters get the gradient.
+        reference: The frozen reference.
+        rollouts: This process's rewarded rollouts; with the reference's log-probs if `needs_reference`, and with the
+            sampler's unless that is the policy itself.
+        processes: The processes that share the run.
+        longest: Most tokens of a rollout.
+        row_weights: (B,) weights instead of the objective's, as probabilities of enumerated rollouts.
+
+    Raises:
+        NotFiniteError: A log-prob of the policy is not finite.
     """
     temperature, size = objective.settings.temperature, objective.settings.micro_batch
     parts = list(rollouts.split(size))
+    # 1. Log-probs (B, T) of the sampled tokens; a single part keeps its graph for the backward pass.
     whole = None
     if len(parts) == 1:
         whole = score(policy, rollouts, temperature=temperature, logits=objective.takes_logits)
@@ -48,15 +65,17 @@ def accumulate(
     if not bool(torch.isfinite(logp.where(rollouts.mask, 0.0)).all()):
         worst = float(logp[rollouts.mask & ~torch.isfinite(logp)][0])
         raise NotFiniteError(f"the policy's log-prob of a token is {worst}: an update broke it; lower learning_rate")
+    # 2. The gradient at the log-probs, for the joint batch: advantages and couplings need all of its rows.
     own = _fields(rollouts, logp)
     joint = Fields(**{name: processes.joint(value) for name, value in vars(own).items()})
-    weights = objective.weights(joint, longest) if row_weights is None else row_weights
-    pull = objective.pull(joint, weights)
-    own_pull, own_weights = processes.own(pull.logp), processes.own(weights)
-    logged: list[tuple[float | None, int]] = [(pull.logged, len(logp))]
+    weights = objective.weights(joint, longest) if row_weights is None else row_weights  # (B,)
+    found = objective.gradient(joint, weights)
+    at_logp, own_weights = processes.own(found.logp), processes.own(weights)
+    # 3. Backward through the model, part by part: ∇ Σ g·log π with g constant.
+    logged: list[tuple[float | None, int]] = [(found.logged, len(logp))]
     for rows in parts:
         scores = whole or score(policy, rollouts.rows(rows), temperature=temperature, logits=objective.takes_logits)
-        surrogate = (own_pull[rows] * scores.logp).sum()
+        surrogate = (at_logp[rows] * scores.logp).sum()
         if objective.takes_logits:
             split = len(parts) > 1 or processes.count > 1
             fields = Fields(**{name: value[rows] for name, value in vars(own).items()})
@@ -66,11 +85,11 @@ def accumulate(
             surrogate = surrogate + more
             logged.append((value, len(scores.logp)))
         surrogate.backward()
-    return Followed(joint, logp, _mean(logged))
+    return UpdateInfo(joint, logp, _mean(logged, processes))
 
 
 def needs_reference(objective: Objective) -> bool:
-    """Whether the reference's log-probs of the sampled tokens are to be there beforehand."""
+    """True if the reference's log-probs of the sampled tokens must be known before the update."""
     return objective.kl is not None and not objective.takes_logits
 
 
@@ -78,7 +97,7 @@ def _fields(rollouts: Rollouts, logp: Tensor) -> Fields:
     assert rollouts.reward is not None
     return Fields(
         logp=logp,
-        # Not looked at where it is not there: see needs_reference.
+        # A placeholder if the reference is not needed.
         ref_logp=logp if rollouts.ref_logp is None else rollouts.ref_logp,
         old_logp=logp if rollouts.old_logp is None else rollouts.old_logp,
         mask=rollouts.mask,
@@ -88,15 +107,20 @@ def _fields(rollouts: Rollouts, logp: Tensor) -> Fields:
     )
 
 
-def _mean(logged: list[tuple[float | None, int]]) -> float | None:
-    """The mean over rows of what was logged of parts."""
+def _mean(logged: list[tuple[float | None, int]], processes: Processes) -> float | None:
+    """The mean over the rows of all processes."""
     known = [(value, rows) for value, rows in logged if value is not None]
-    return sum(value * rows for value, rows in known) / sum(rows for _, rows in known) if known else None
+    if not known:
+        return None
+    mean = sum(value * rows for value, rows in known) / sum(rows for _, rows in known)
+    if processes.count == 1:
+        return mean
+    return float(processes.joint(torch.tensor([mean], dtype=torch.float64, device=processes.device)).mean())
 
 
 def _through_logits(
     objective: Objective,
-    reference: Language,
+    reference: LanguageModel,
     rollouts: Rollouts,
     scores: Scores,
     fields: Fields,
@@ -104,14 +128,14 @@ def _through_logits(
     *,
     split: bool,
 ) -> tuple[Tensor, float | None]:
-    """The surrogate of a KL term that looks at all next tokens, and what it logs."""
+    """The surrogate of a KL term that reads the log-probs of all next tokens, and the KL that it logs."""
     assert scores.logits is not None
     with torch.no_grad():
         other = score(reference, rollouts, temperature=objective.settings.temperature, logits=True)
     assert other.logits is not None
     fields = replace(fields, ref_logp=other.logp)
-    pull = objective.pull_with_logits(fields, weights, (scores.logits, other.logits), split=split)
-    surrogate = (pull.logp * scores.logp).sum()
-    if pull.logits is not None:
-        surrogate = surrogate + (pull.logits.to(scores.logits) * scores.logits).sum()
-    return surrogate, pull.logged
+    found = objective.gradient_with_logits(fields, weights, (scores.logits, other.logits), split=split)
+    surrogate = (found.logp * scores.logp).sum()
+    if found.logits is not None:
+        surrogate = surrogate + (found.logits.to(scores.logits) * scores.logits).sum()
+    return surrogate, found.logged

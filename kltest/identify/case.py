@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -56,7 +56,11 @@ class Case:
         if self.environment not in NETWORKS:
             return list(gradients)
         drawn = zip(self.instances, seeds(self.environment, self.seed), gradients, strict=True)
-        return [transformers.pulled(instance, seed).of(one) for instance, (_, seed), one in drawn]
+        network = transformers.usual(self.instances[0].environment.vocabulary)
+        return [
+            transformers.parameter_gradient(instance, network, seed).pull_back(one)
+            for instance, (_, seed), one in drawn
+        ]
 
     @property
     def freedom(self) -> int:
@@ -79,7 +83,7 @@ class Case:
 
         On a bandit local and sequence-level gradients are equal, so that the local names disappear.
         """
-        candidates = _candidates(Case(self.environment, "stale", self.seed, self.group))
+        candidates = _candidates(replace(self, sampler="stale"))
         spelt: Combination = {}
         for name, coefficient in declared.items():
             own = identify([gradient(name, i) for i in self.instances], candidates).combination or {name: 1.0}

@@ -65,7 +65,10 @@ class Sizes:
 
 
 class Measure:
-    """Measures the expected gradient of one loss in one case after another, and records what it sees in `observed`."""
+    """Measures the expected gradient of one loss in one case after another, and records what it sees in `observed`.
+
+    A disagreement with the declared gradient is computed by a second route as well, unless `twice` is False.
+    """
 
     def __init__(
         self,
@@ -76,12 +79,14 @@ class Measure:
         seed: int = 0,
         sizes: Sizes | None = None,
         sampling: Sampling | None = None,
+        twice: bool = True,
     ) -> None:
         self.loss = loss
         self.declared = declared
         self.seed = seed
         self.sizes = sizes or Sizes.of(uses)
         self.sampling = sampling or Sampling()
+        self.twice = twice
         self.observed = Observed(uses)
         self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
         self._measured: dict[tuple[str, str, int], tuple[Case, list[np.ndarray]]] = {}
@@ -93,7 +98,7 @@ class Measure:
         """The row of batches of one; if the loss couples the rows of a batch, that of larger batches as well."""
         known = self.observed.rows
         if (environment, sampler) not in known:
-            known[environment, sampler] = self._measure(Case(environment, sampler, self.seed))
+            known[environment, sampler] = self.rows_of(Case(environment, sampler, self.seed))
         return known[environment, sampler]
 
     def alone(self, environment: str, sampler: str, batch: int = 1) -> Row | None:
@@ -157,7 +162,8 @@ class Measure:
 
     # --------------------------------------------------------------------------------------------------- one case
 
-    def _measure(self, case: Case) -> list[Row]:
+    def rows_of(self, case: Case) -> list[Row]:
+        """Measure one case: rows as in `rows`, for a case of any kind."""
         rows = []
         coupling = ""
         try:
@@ -251,7 +257,7 @@ class Measure:
         self._measured[case.environment, case.sampler, found[0].batch] = case, [each.gradient for each in found]
         row = evaluate(case, self.declared, found, off_policy_only=self._off_policy_only, note=note)
         dtype = lowest_precision(found)
-        if row.relative_bias > tolerance(dtype) and row.batch == 1:
+        if self.twice and row.relative_bias > tolerance(dtype) and row.batch == 1:
             second_route.compare(self.loss, case, found[0], self.declared)
         shown = reported(case, found, dtype, self.call)
         return replace(row, value=shown.row if shown else None, reported=shown)

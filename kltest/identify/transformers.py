@@ -1,6 +1,6 @@
-"""The world `transformer`: policy, reference and sampler are one small network with other weights, and shared ones.
+"""The environment `transformer`: policy, reference and sampler are one small network with different weights.
 
-What a loss follows there is asked at all weights of the network, where a gradient is Jᵀ times that at the logits.
+The gradient that a loss follows is identified at all weights of the network, where it is Jᵀ times that at the logits.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from kltest.environments import Environment, Instance
 from kltest.truth import ATLAS, gradient
 
 if TYPE_CHECKING:
-    from kltest.language_models.networks import Network, Pulled
+    from kltest.language_models.networks import Network, ParameterGradient
 
 MODEL = "tiny:20k"
 
 
 def drawn(environment: Environment, seed: int) -> Instance:
-    """The world with three networks in it, a mild step apart; UsageError where transformers is not installed."""
-    return _network(environment.vocabulary).instance(environment, (seed,))
+    """Return the environment with three networks as policies; UsageError if transformers is not installed."""
+    return usual(environment.vocabulary).instance(environment, (seed,))
 
 
 def parameters(vocabulary: int) -> int:
-    """How many weights the network has."""
-    return _network(vocabulary).parameters
+    """Return the number of weights of the network."""
+    return usual(vocabulary).parameters
 
 
-@lru_cache(maxsize=16)
-def pulled(instance: Instance, seed: int) -> Pulled:
-    """What takes a gradient at the logits of an instance that was drawn from this seed to the weights."""
-    from kltest.language_models.networks import Pulled
+@lru_cache(maxsize=12)
+def parameter_gradient(instance: Instance, network: Network, *seed: int) -> ParameterGradient:
+    """Return the map from gradients at the logits to those at the weights, for an instance drawn from this seed."""
+    from kltest.language_models.networks import ParameterGradient
 
-    network = _network(instance.environment.vocabulary)
     named = {name: gradient(name, instance) for name in ATLAS if name != "zero"}
-    return Pulled.at(network, instance.environment, network.drawn((seed,)), named)
+    return ParameterGradient.at(network, instance.environment, network.drawn(seed), named)
 
 
 @lru_cache(maxsize=4)
-def _network(vocabulary: int) -> Network:
+def usual(vocabulary: int) -> Network:
+    """Return the network in which losses are graded."""
     import torch
 
     from kltest.language_models.networks import network

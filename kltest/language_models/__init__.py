@@ -1,1 +1,1 @@
-"""Causal language models as policies: scoring, generation, and tiny ones that can be enumerated."""
+"""Causal language models as policies: generation and scoring of rollouts, and tables of all next-token logits."""

@@ -13,11 +13,11 @@ import torch
 
 from kltest.errors import KltestError, UsageError
 
-MISSING = "kltest finetune needs transformers; install it with: python -m pip install 'kltest[finetune]'"
+MISSING = "language models need transformers; install it with: python -m pip install 'kltest[finetune]'"
 
 
 def in_double(model: Any) -> Any:
-    """The model in float64, its normalisations as well: those of Hugging Face's models compute in float32 always."""
+    """Return the model in float64, normalisations included: Hugging Face's always compute in float32."""
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             exact = torch.nn.RMSNorm(len(module.weight), eps=module.variance_epsilon)
@@ -27,18 +27,18 @@ def in_double(model: Any) -> Any:
 
 
 def needs_transformers() -> None:
-    """UsageError with the command that installs it."""
+    """Raise UsageError, with the command that installs it, if transformers cannot be imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import transformers
     except ImportError as error:
         raise UsageError(f"{MISSING} ({error})") from None
-    # A run has its own bar; those of reading and writing weights would break it.
+    # The bars of reading and writing weights would break a run's own progress bar.
     transformers.utils.logging.disable_progress_bar()
 
 
 def pretrained(name: str) -> tuple[Any, Any]:
-    """A model and its tokenizer from a folder or the hub; UsageError where they cannot be loaded."""
+    """Return a model and its tokenizer from a folder or the hub; UsageError if they cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -51,8 +51,17 @@ def pretrained(name: str) -> tuple[Any, Any]:
         ) from error
 
 
+def is_tiny(name: str) -> bool:
+    """True for the name of a model that is made here: "tiny" or "tiny:SIZE"."""
+    return name == "tiny" or name.startswith("tiny:")
+
+
 def parameters_asked(name: str) -> int:
-    """200000 of "tiny:0.2M" or "tiny:200k"; UsageError for what is no size."""
+    """Return the number of parameters that a name asks for: 200000 for "tiny:0.2M" or "tiny:200k".
+
+    Raises:
+        UsageError: The name is not of this form, or the size is out of range.
+    """
     if name == "tiny":
         return 200_000
     found = re.fullmatch(r"tiny:(\d+(?:\.\d+)?)([kKmM]?)", name)
@@ -63,9 +72,10 @@ def parameters_asked(name: str) -> int:
 
 
 def tiny_shape(parameters: int) -> tuple[int, int]:
-    """(width, layers) of about that many parameters: a layer of width d has 12·d² of them.
+    """Return (width, layers) for about that many parameters; a layer of width d has 12·d² of them.
 
-    Few layers up to a million, where calls cost more than arithmetic; the width is a multiple of 32, a head's width.
+    There are few layers below a million, where calls cost more than arithmetic. The width is a multiple of 32, that of
+    a head.
     """
     layers = 2 if parameters < 700_000 else round(2 + 3.4 * math.log10(parameters / 700_000) ** 1.4)
     width = max(32, 32 * round(math.sqrt(parameters / (12 * layers)) / 32))
@@ -73,7 +83,7 @@ def tiny_shape(parameters: int) -> tuple[int, int]:
 
 
 def tiny_model(parameters: int, vocabulary: int, end: int, pad: int) -> Any:
-    """A Llama with fresh weights, drawn from torch's generator."""
+    """Return a Llama with random weights from torch's generator; `end` and `pad` are ids below `vocabulary`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, layers = tiny_shape(parameters)
@@ -93,7 +103,7 @@ def tiny_model(parameters: int, vocabulary: int, end: int, pad: int) -> Any:
 
 
 def tiny_tokenizer(characters: str) -> Any:
-    """One token a character, after padding (0) and the end (1); characters that it does not know become the third."""
+    """Return a tokenizer of one token a character; ids 0, 1 and 2 are padding, the end and unknown characters."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -109,7 +119,7 @@ def tiny_tokenizer(characters: str) -> Any:
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """The model and its tokenizer as Hugging Face reads them, there at once or not at all."""
+    """Write the model and its tokenizer in Hugging Face's format, whole or not at all."""
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         beside.mkdir(parents=True)

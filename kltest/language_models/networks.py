@@ -1,9 +1,8 @@
-"""Causal models over worlds that can be enumerated: policy, reference and sampler are one network with other weights.
+"""Policies that are small networks in environments whose rollouts can all be enumerated.
 
-The model's first ids are the world's tokens, the one after them is the prompt. A gradient with respect to the table of
-logits that a network computes becomes one with respect to all its weights by one backward pass. It is kept as its
-coordinates in an orthonormal basis of the named gradients there, with the length of what stands outside: all inner
-products with named gradients, and so every fit of them, are those of the vectors of all weights themselves.
+Policy, reference and sampler are one network with different weights. The model's first ids are the environment's
+tokens; the id after them is the prompt. One backward pass takes a gradient with respect to the table of logits to one
+with respect to all weights.
 """
 
 from __future__ import annotations
@@ -19,27 +18,34 @@ from torch import Tensor, nn
 from kltest.environments import Environment, Instance
 from kltest.environments.instance import largest_sum
 from kltest.errors import UsageError
-from kltest.language_models.models import in_double, needs_transformers, parameters_asked, pretrained, tiny_model
-from kltest.language_models.tables import instance_of, tabulate
+from kltest.language_models.models import (
+    in_double,
+    is_tiny,
+    needs_transformers,
+    parameters_asked,
+    pretrained,
+    tiny_model,
+)
+from kltest.language_models.tables import tabulate
 from kltest.loss.global_state import preserved
 
 Weights = dict[str, Tensor]
-# As far as reference and sampler are from the policy along any rollout, in nats: clamps stay silent there.
+# Bounds on the summed log-ratio of a rollout, in nats, to the reference and to the sampler: clamps stay silent there.
 DISTANCE, STALENESS = 2.0, 1.0
-# The first step is this share of each matrix's root mean square; steps are shortened until they are mild.
+# Standard deviation of the first step, in root mean squares of each matrix; too large steps are shortened.
 STEP = 1.0
 TRIES = 40
 
 
 class Network:
-    """A causal model in float64, never changed: its weights are given anew for each policy."""
+    """A causal model in float64 that is never changed: each policy brings its own weights."""
 
     def __init__(self, model: nn.Module, vocabulary: int, device: torch.device) -> None:
         self.model = in_double(model).to(device).eval()
         self.prompt, self.device = vocabulary, device
         for module in self.model.modules():
             if isinstance(module, nn.Embedding):
-                # Otherwise no gradient reaches the embedding of one id, and what autograd gives is no derivative.
+                # With a padding id autograd's gradient of its embedding is 0, which is not the derivative.
                 module.padding_idx = None
         self.origin: Weights = {name: one.detach() for name, one in self.model.named_parameters()}
         self.parameters = sum(one.numel() for one in self.origin.values())
@@ -51,7 +57,7 @@ class Network:
             )
 
     def table(self, weights: Weights, environment: Environment) -> Tensor:
-        """(C, V) logits in every context, on the CPU, with the graph of those weights that require one."""
+        """Return (C, V) logits in every context, on the CPU, with the graph of weights that require a gradient."""
 
         def forward(ids: Tensor) -> Tensor:
             answer = torch.func.functional_call(self.model, weights, (ids.to(self.device),), {"use_cache": False})
@@ -59,8 +65,25 @@ class Network:
 
         return tabulate(forward, environment, prompts=[[self.prompt]] * len(environment.start))
 
-    def shifted(self, weights: Weights, seed: Sequence[int], size: float) -> Weights:
-        """Every weight off by a normal number times `size` times the root mean square of its matrix."""
+    def drawn(self, seed: Sequence[int]) -> Weights:
+        """Return the weights of one policy."""
+        return self._shifted(self.origin, seed, STEP / 4)
+
+    @torch.no_grad()
+    def instance(self, environment: Environment, seed: Sequence[int]) -> Instance:
+        """Return the environment with a policy of the seed, and a reference and a sampler a small step away from it.
+
+        Raises:
+            UsageError: No weights near the policy's stay within DISTANCE and STALENESS.
+        """
+        weights = self.drawn(seed)
+        policy = self.table(weights, environment)
+        reference = self._near(weights, policy, environment, (*seed, 1), DISTANCE)
+        sampler = self._near(weights, policy, environment, (*seed, 2), STALENESS)
+        return Instance.of(environment, policy.numpy(), reference.numpy(), sampler.numpy())
+
+    def _shifted(self, weights: Weights, seed: Sequence[int], size: float) -> Weights:
+        """Weights plus normal noise of `size` times the root mean square of their matrix."""
         generator = np.random.default_rng(seed)
         found = {}
         for name, one in weights.items():
@@ -68,27 +91,13 @@ class Network:
             found[name] = one + size * one.square().mean().sqrt() * noise
         return found
 
-    def drawn(self, seed: Sequence[int]) -> Weights:
-        """The weights of one policy."""
-        return self.shifted(self.origin, seed, STEP / 4)
-
-    @torch.no_grad()
-    def instance(self, environment: Environment, seed: Sequence[int]) -> Instance:
-        """The world with three networks: a policy, and a reference and a sampler a mild step away in weights."""
-        weights = self.drawn(seed)
-        policy = self.table(weights, environment)
-        reference = self._near(weights, policy, environment, (*seed, 1), DISTANCE)
-        return instance_of(
-            environment, policy, reference, self._near(weights, policy, environment, (*seed, 2), STALENESS)
-        )
-
     def _near(
         self, weights: Weights, policy: Tensor, environment: Environment, seed: Sequence[int], bound: float
     ) -> Tensor:
-        """The logits of weights off by so much that no rollout's summed log-ratio is beyond 0.9 of the bound."""
+        """(C, V) logits of other weights, such that no rollout's summed log-ratio exceeds 0.9 of the bound."""
         size, log_policy = STEP, policy.log_softmax(dim=1)
         for _ in range(TRIES):
-            other = self.table(self.shifted(weights, seed, size), environment)
+            other = self.table(self._shifted(weights, seed, size), environment)
             furthest = largest_sum(environment, (log_policy - other.log_softmax(dim=1)).abs().numpy())
             if furthest < 0.9 * bound:
                 return other
@@ -100,42 +109,48 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Pulled:
-    """Gradients at all weights of one network, in K + 1 coordinates: the K named ones, and what `of` is asked for.
+class ParameterGradient:
+    """The map from gradients at the logits to gradients at all weights of one network.
 
-    `factor` = ‖∇KL(π‖ref)‖ at the weights over that at the logits: what turns sizes there into sizes here.
+    A gradient at the weights is given by K + 1 coordinates: K in an orthonormal basis of the K named gradients there,
+    and the norm of the part outside it. Inner products with named gradients, and so every fit of them, are those of the
+    vectors of all weights.
+
+    Attributes:
+        logits: (C, V) with their graph.
+        leaves: The weights that the logits depend on.
+        basis: (P, K) for P weights in all.
+        names: Coordinates (K + 1,) of each named gradient.
     """
 
     logits: Tensor
     leaves: tuple[Tensor, ...]
     basis: Tensor
     names: Mapping[str, np.ndarray]
-    factor: float
 
     @classmethod
     def at(
         cls, network: Network, environment: Environment, weights: Weights, named: Mapping[str, np.ndarray]
-    ) -> Pulled:
-        """`named` are (C, V) gradients with respect to logits, "reverse_kl" first."""
+    ) -> ParameterGradient:
+        """Return the map at the given weights; `named` are gradients (C, V) with respect to logits."""
         own = {name: one.detach().requires_grad_() for name, one in weights.items()}
         logits, leaves = network.table(own, environment), tuple(own.values())
-        rows = [_pull(logits, leaves, one) for one in named.values()]
-        lengths = [float(row.norm()) or 1.0 for row in rows]
-        basis, triangle = torch.linalg.qr(torch.stack([row / n for row, n in zip(rows, lengths, strict=True)]).T)
-        along = (triangle.cpu() * torch.tensor(lengths, dtype=torch.float64)).T.numpy()
+        rows = [_pull_back(logits, leaves, one) for one in named.values()]
+        norms = [float(row.norm()) or 1.0 for row in rows]
+        basis, triangle = torch.linalg.qr(torch.stack([row / n for row, n in zip(rows, norms, strict=True)]).T)
+        along = (triangle.cpu() * torch.tensor(norms, dtype=torch.float64)).T.numpy()
         names = {name: np.append(one, 0.0) for name, one in zip(named, along, strict=True)}
-        first = float(np.linalg.norm(named["reverse_kl"]))
-        return cls(logits, leaves, basis, names, float(np.linalg.norm(names["reverse_kl"])) / first)
+        return cls(logits, leaves, basis, names)
 
-    def of(self, gradient: np.ndarray) -> np.ndarray:
-        """(K + 1,) coordinates of Jᵀ·gradient: along the basis, and the length of the rest."""
-        whole = _pull(self.logits, self.leaves, gradient)
+    def pull_back(self, gradient: np.ndarray) -> np.ndarray:
+        """Return the coordinates (K + 1,) of Jᵀ·gradient, with J the derivative (C·V, P) of logits by weights."""
+        whole = _pull_back(self.logits, self.leaves, gradient)
         along = self.basis.T @ whole
         return np.append(along.cpu().numpy(), float((whole - self.basis @ along).norm()))
 
 
-def _pull(logits: Tensor, leaves: tuple[Tensor, ...], gradient: np.ndarray) -> Tensor:
-    """(P,) the gradient at all weights, where they are."""
+def _pull_back(logits: Tensor, leaves: tuple[Tensor, ...], gradient: np.ndarray) -> Tensor:
+    """(P,) the gradient at all weights, on their device."""
     objective = (logits * torch.from_numpy(np.ascontiguousarray(gradient))).sum()
     found = torch.autograd.grad(objective, leaves, retain_graph=True, allow_unused=True)
     return torch.cat(
@@ -147,18 +162,19 @@ def _pull(logits: Tensor, leaves: tuple[Tensor, ...], gradient: np.ndarray) -> T
 
 
 def network(model: str, vocabulary: int, seed: int, device: torch.device) -> Network:
-    """A small Llama with weights drawn from the seed ("tiny", "tiny:SIZE"), or a model of Hugging Face's.
+    """Return a small Llama with random weights ("tiny", "tiny:SIZE"), or a model in Hugging Face's format.
 
-    Raises UsageError for a model that there is not or that has too few ids.
+    Raises:
+        UsageError: The model cannot be loaded or has too few ids.
     """
     needs_transformers()
-    if model != "tiny" and not model.startswith("tiny:"):
+    if not is_tiny(model):
         return Network(pretrained(model)[0], vocabulary, device)
     size = parameters_asked(model)
     with preserved(seed):
         made: Any = tiny_model(size, vocabulary + 1, vocabulary - 1, vocabulary)
         for one in made.parameters():
             if one.dim() == 2:
-                # Sums over a row are of size one, so that contexts differ and no distribution is nearly uniform.
+                # Sums over a row get variance one: contexts differ, and no distribution is nearly uniform.
                 nn.init.normal_(one, std=one.shape[1] ** -0.5)
     return Network(made, vocabulary, device)

@@ -8,14 +8,23 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+PER_TOKEN = ("tokens", "mask", "sampled_logp", "old_logp", "ref_logp")
+
 
 @dataclass(frozen=True)
 class Rollouts:
-    """B rollouts of up to T tokens behind prompts of up to P, which have their padding on the left.
+    """B rollouts of up to T tokens after prompts of up to P tokens.
 
-    `prompts` (B, P) and `tokens` (B, T) are ids, `prompt_mask` and `mask` true at tokens, the end token included.
-    `sampled_logp` (B, T) are the sampler's log-probs as generation computed them, `group` (B,) says which prompt.
-    `reward` (B,), and the log-probs (B, T) of the sampler and the reference, are there once they are known.
+    Attributes:
+        prompts: (B, P) ids, padded on the left.
+        prompt_mask: (B, P) bool, true at tokens.
+        tokens: (B, T) ids of the completions, padded on the right.
+        mask: (B, T) bool, true at tokens, the end token included.
+        sampled_logp: (B, T) the sampler's log-probs as generation computed them, in nats.
+        group: (B,) the number of the prompt.
+        reward: (B,) float64, once known.
+        old_logp: (B, T) the sampler's log-probs by a forward pass, once known.
+        ref_logp: (B, T) the reference's log-probs, once known.
     """
 
     prompts: Tensor
@@ -33,28 +42,28 @@ class Rollouts:
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) tokens of each."""
+        """(B,) number of tokens."""
         return self.mask.sum(dim=1)
 
     def rows(self, which: slice | Tensor) -> Rollouts:
-        """Some of the rows."""
-        present = {one.name: getattr(self, one.name) for one in fields(self)}
-        return replace(self, **{name: value[which] for name, value in present.items() if value is not None})
+        """Return some of the rows."""
+        present = self._present(*(one.name for one in fields(self)))
+        return replace(self, **{name: value[which] for name, value in present.items()})
 
     def split(self, size: int) -> Iterator[slice]:
-        """The rows, at most `size` at a time, all for 0."""
+        """Yield slices of at most `size` rows; one of all rows if `size` is 0."""
         size = size or len(self)
         return (slice(first, first + size) for first in range(0, len(self), size))
 
-    def narrowed(self, tokens: int) -> Rollouts:
-        """The same with the first `tokens` tokens alone."""
-        along = ("tokens", "mask", "sampled_logp", "old_logp", "ref_logp")
-        present: dict[str, Tensor] = {name: value for name in along if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: value[:, :tokens] for name, value in present.items()})
+    def narrowed(self, width: int) -> Rollouts:
+        """Return the rollouts with T = `width`, later positions cut off."""
+        return replace(self, **{name: value[:, :width] for name, value in self._present(*PER_TOKEN).items()})
 
-    def widened(self, tokens: int) -> Rollouts:
-        """The same with T as given, dead tokens added on the right."""
-        more = tokens - self.tokens.shape[1]
-        along = ("tokens", "mask", "sampled_logp", "old_logp", "ref_logp")
-        present: dict[str, Tensor] = {name: value for name in along if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: torch.nn.functional.pad(value, (0, more)) for name, value in present.items()})
+    def widened(self, width: int) -> Rollouts:
+        """Return the rollouts with T = `width`, padded on the right."""
+        more = (0, width - self.tokens.shape[1])
+        present = self._present(*PER_TOKEN)
+        return replace(self, **{name: torch.nn.functional.pad(value, more) for name, value in present.items()})
+
+    def _present(self, *names: str) -> dict[str, Tensor]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}

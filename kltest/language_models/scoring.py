@@ -1,7 +1,7 @@
 """Log-probs of rollouts by forward passes over prompts and completions.
 
-On a CPU arithmetic is what a pass costs, so none is done twice or for nothing: rollouts of one prompt share its pass,
-gradients included, and rollouts of about one length are scored together, without most of their padding.
+On a CPU the cost of a pass is its arithmetic. Rollouts of one prompt therefore share its pass, gradients included, and
+rollouts of similar length are scored together, without most of their padding.
 """
 
 from __future__ import annotations
@@ -16,34 +16,43 @@ import torch
 from torch import Tensor
 
 from kltest.language_models.generation import at_least_single, cache_for
-from kltest.language_models.language import Language
+from kltest.language_models.language import LanguageModel
 from kltest.language_models.rollouts import Rollouts
 
 PARTS = 6
-"""Rollouts are sorted by length into at most so many parts: more save little padding and cost calls."""
+"""Most parts into which rollouts are sorted by length: more would save little padding and cost calls."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """`logp` (B, T) of the sampled tokens and, where asked for, `logits` (B, T, V): all next-token log-probs.
+    """Log-probs with their graph; values at padded positions are finite and mean nothing.
 
-    Both have their graph. What stands at dead tokens is finite and means nothing.
+    Attributes:
+        logp: (B, T) of the sampled tokens.
+        logits: (B, T, V) of all next tokens, if requested.
     """
 
     logp: Tensor
     logits: Tensor | None = None
 
 
-def score(language: Language, rollouts: Rollouts, *, temperature: float = 1.0, logits: bool = False) -> Scores:
-    """The log-probs of softmax(logits/temperature), float32 at least."""
+def score(language: LanguageModel, rollouts: Rollouts, *, temperature: float = 1.0, logits: bool = False) -> Scores:
+    """Return the log-probs of rollouts under softmax(logits/temperature), in float32 or float64.
+
+    Args:
+        language: The policy.
+        rollouts: B rollouts.
+        temperature: Divisor of the logits.
+        logits: True to return the log-probs of all next tokens as well.
+    """
     if language.device.type == "cpu" and language.compiled is None and language.caches:
         return _by_length(language, rollouts, temperature, logits)
     return _scored(_whole(language, rollouts), rollouts.tokens, temperature, logits)
 
 
 @torch.no_grad()
-def score_in_parts(language: Language, rollouts: Rollouts, size: int, *, temperature: float = 1.0) -> Tensor:
-    """(B, T) log-probs without their graph, at most `size` rows at a time, all for 0."""
+def score_in_parts(language: LanguageModel, rollouts: Rollouts, size: int, *, temperature: float = 1.0) -> Tensor:
+    """Return (B, T) log-probs without their graph, from at most `size` rows at a time, or from all if it is 0."""
     parts = [score(language, rollouts.rows(part), temperature=temperature).logp for part in rollouts.split(size)]
     return torch.cat(parts)
 
@@ -53,9 +62,9 @@ def _scored(raw: Tensor, tokens: Tensor, temperature: float, logits: bool) -> Sc
     return Scores(log_probs.gather(2, tokens[:, :, None])[:, :, 0], log_probs if logits else None)
 
 
-def _whole(language: Language, rollouts: Rollouts) -> Tensor:
-    """(B, T, V) by one pass over prompts and completions."""
-    # The last token predicts none; dead ones on the right need no mask, since no live token looks at them.
+def _whole(language: LanguageModel, rollouts: Rollouts) -> Tensor:
+    """(B, T, V) logits by one pass over prompts and completions."""
+    # The last token predicts nothing. Padding on the right needs no mask, since no live token attends to it.
     ids = torch.cat([rollouts.prompts, rollouts.tokens[:, :-1]], dim=1)
     mask = None
     if not bool(rollouts.prompt_mask.all()):
@@ -63,7 +72,7 @@ def _whole(language: Language, rollouts: Rollouts) -> Tensor:
     return language.forward(ids, mask, keep=rollouts.tokens.shape[1])[0]
 
 
-def _by_length(language: Language, rollouts: Rollouts, temperature: float, logits: bool) -> Scores:
+def _by_length(language: LanguageModel, rollouts: Rollouts, temperature: float, logits: bool) -> Scores:
     shared = _Shared.of(language, rollouts)
     width, order = rollouts.tokens.shape[1], rollouts.lengths.argsort(stable=True)
     parts = []
@@ -78,7 +87,7 @@ def _by_length(language: Language, rollouts: Rollouts, temperature: float, logit
 
 
 def _widened(scores: Scores, more: int) -> Scores:
-    """With dead tokens on the right, of which all next tokens are as likely."""
+    """Scores with padding on the right, where the next token is uniform."""
     full = scores.logits
     if full is not None:
         full = torch.nn.functional.pad(full, (0, 0, 0, more), value=-math.log(full.shape[2]))
@@ -86,7 +95,7 @@ def _widened(scores: Scores, more: int) -> Scores:
 
 
 def _parts(order: Tensor, lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Rows in order of length, in parts, with the longest's length; parts that are as long are one."""
+    """(rows, width) of the parts, in order of length; parts of equal width are joined."""
     kept: list[Tensor] = []
     chunks = order.chunk(PARTS)
     longest = [max(int(lengths[chunk[-1]]), 1) for chunk in chunks]
@@ -99,22 +108,22 @@ def _parts(order: Tensor, lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 @dataclass(frozen=True)
 class _Shared:
-    """The pass over prompts that several rollouts have, but for their last token: what later ones look back at.
+    """One pass over every distinct prompt but its last token, whose cache all its rollouts share.
 
-    The last one goes with the completion, so that all logits that are wanted come from one pass: then a policy and a
-    reference that are the same model give the same log-probs to the last bit.
+    The last token goes with the completion, so that all requested logits come from one pass: a policy and a reference
+    that are the same model then give the same log-probs to the last bit.
     """
 
     place: Tensor
     cache: Any
 
     @classmethod
-    def of(cls, language: Language, rollouts: Rollouts) -> _Shared | None:
-        """None where no two rollouts have one prompt."""
+    def of(cls, language: LanguageModel, rollouts: Rollouts) -> _Shared | None:
+        """Run the shared pass; None if no two rollouts have the same prompt."""
         width = rollouts.prompts.shape[1]
         both = torch.cat([rollouts.prompts, rollouts.prompt_mask.long()], dim=1)
         different, place = both.unique(dim=0, return_inverse=True)
-        # A prompt of one token has nothing before its last.
+        # A prompt of one token leaves nothing to share.
         if len(different) == len(both) or int(rollouts.prompt_mask.sum(dim=1).min()) < 2:
             return None
         mask = different[:, width:-1].bool()
@@ -122,13 +131,13 @@ class _Shared:
         _, cache = language.forward(ids, None if bool(mask.all()) else mask, keep=1, cache=cache_for(language))
         return cls(place, cache)
 
-    def completed(self, language: Language, part: Rollouts, rows: Tensor) -> Tensor:
-        """(B, T, V) of a part of the rollouts, behind the prompts' pass."""
+    def completed(self, language: LanguageModel, part: Rollouts, rows: Tensor) -> Tensor:
+        """(B, T, V) logits of some of the rollouts, from the cache on."""
         later = torch.cat([part.prompts[:, -1:], part.tokens[:, :-1]], dim=1)
         mask = None
         if not bool(part.prompt_mask.all()):
             mask = torch.cat([part.prompt_mask, torch.ones_like(part.mask[:, 1:])], dim=1)
-        # A pass adds to its cache: that of the prompts is for other parts as well.
+        # A pass adds to its cache, and other parts need the prompts' cache as it is.
         cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         cache.batch_select_indices(self.place[rows])

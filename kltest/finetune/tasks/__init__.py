@@ -12,7 +12,7 @@ __all__ = ["SPLITS", "Problem", "Split", "Task", "task_named"]
 
 
 def task_named(text: str) -> Task:
-    """The task `NAME[:OPTION]`; UsageError where there is none, or for an option that it does not take."""
+    """Return the task `NAME[:OPTION]`; UsageError for an unknown task or option."""
     name, colon, option = text.partition(":")
     if name == "jsonl":
         return Lines.read(option)

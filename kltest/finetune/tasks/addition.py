@@ -1,4 +1,4 @@
-"""Addition of two numbers, the sum of every column written down first."""
+"""Addition of two numbers; the completion writes down the sum of every column first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kltest.finetune.tasks.task import Problem, Split, is_held_out
 
 
 class Addition:
-    """`47+85=` → `12,13;132`: columns from the right, their carries included, then the sum.
+    """`47+85=` → `12,13;132`: the sums of the columns from the right, carries included, then the sum.
 
-    Both numbers have the same number of digits, drawn evenly from 1 to `digits`; out of distribution it is one more.
-    The reward is 1 for the right sum behind the last `;`, whatever the working says, else 0.
+    Both numbers have the same number of digits, uniform from 1 to `digits`; out of distribution it is `digits` + 1.
+    The reward is 1 for the right sum after the last `;`, whatever the columns say, else 0.
     """
 
     characters = "0123456789+=,;"
@@ -21,7 +21,7 @@ class Addition:
     def __init__(self, digits: int = 3) -> None:
         self.digits, self.name = digits, f"addition:{digits}"
         longest = digits + 1
-        self.max_tokens = 3 * longest + longest + 1 + 1  # columns and their separators, sum, end
+        self.max_tokens = 3 * longest + longest + 1 + 1  # columns with separators, sum, end
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
         found: list[Problem] = []

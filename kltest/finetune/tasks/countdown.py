@@ -1,4 +1,4 @@
-"""Countdown: reach a number from given ones, each used at most once, one written step at a time."""
+"""Countdown: reach a goal from some numbers, each used at most once, one written step at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ STEP = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
 class Countdown:
     """`3,5,8:23=` → `3*5=15,15+8=23`. Numbers are from 1 to 9; steps add, multiply, or subtract the smaller number.
 
-    `numbers` are given; out of distribution it is one more. The reward is 1 if every step is right, takes numbers that
-    are still there, and the last one gives the goal, else 0: any way there counts, not only the written one.
+    A prompt has `numbers` numbers; out of distribution it has one more. The reward is 1 if every step is right and uses
+    numbers that are left, and the last step gives the goal; else 0. Any correct way counts.
     """
 
     characters = "0123456789+-*=,:"
@@ -40,7 +40,7 @@ class Countdown:
         result = None
         for step in completion.split(","):
             parts = STEP.fullmatch(step)
-            # No right step has longer numbers, and int() refuses texts of thousands of digits.
+            # No right step has longer numbers, and int() refuses thousands of digits.
             if parts is None or max(map(len, parts.groups())) > 12:
                 return 0.0
             first, second, result = int(parts[1]), int(parts[3]), int(parts[4])

@@ -19,11 +19,13 @@ FINAL = re.compile(r"(?:####|\\boxed\{|[Aa]nswer\s*(?:is)?\s*:)\s*([^\n}]*)")
 
 
 class Lines:
-    """`{"prompt": "2+3=", "answer": "5"}` a line; `completion` (a whole right text, for supervised learning) and
-    `split` (train, held-out, out-of-distribution; by the prompt's text where it is missing) may be there as well.
+    """`{"prompt": "2+3=", "answer": "5"}` on each line.
 
-    The reward is 1 if the answer is what follows the last `####`, `\\boxed{` or `Answer:` of a completion, or, where
-    there is none of them, its last line; blanks around it, a closing full stop and commas between digits aside.
+    Optional keys are `completion`, a whole right text for supervised learning, and `split`: train, held-out or
+    out-of-distribution, by default from a hash of the prompt.
+
+    The reward is 1 if the answer equals the text after the last `####`, `\\boxed{` or `Answer:` of a completion, or its
+    last line if there is none of these. Surrounding blanks, a final full stop and commas between digits are ignored.
     """
 
     max_tokens = 256
@@ -35,7 +37,7 @@ class Lines:
 
     @classmethod
     def read(cls, path: str) -> Lines:
-        """The problems of a file. Raises UsageError naming the line that is wrong."""
+        """Return the problems of a file; UsageError with the number of the first wrong line."""
         if not path:
             raise UsageError("task jsonl: name a file, jsonl:PATH")
         try:

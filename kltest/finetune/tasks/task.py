@@ -24,8 +24,10 @@ class Problem:
 class Task(Protocol):
     """Problems by split, and their rewards.
 
-    `name` tells it from all other tasks; `characters` are those of all prompts and completions, for a tokenizer of its
-    own; `max_tokens` is the longest right completion in characters, its end included, out of distribution as well.
+    Attributes:
+        name: Unique among tasks and their options.
+        characters: All characters of prompts and completions, for a tokenizer of one token a character.
+        max_tokens: Length of the longest right completion of any split in characters, plus its end.
     """
 
     name: str
@@ -33,14 +35,14 @@ class Task(Protocol):
     max_tokens: int
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
-        """That many problems; no problem is in two splits. UsageError if there are none in this split."""
+        """Return `count` problems; no problem is in two splits. UsageError if there are none in this split."""
         ...
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """Between 0 and 1; a completion is the text of a rollout without its end token."""
+        """Return a reward between 0 and 1; a completion is the text of a rollout without its end token."""
         ...
 
 
 def is_held_out(prompt: str) -> bool:
-    """One prompt in eight, told by its text alone: the same on every machine and for every seed."""
+    """True for one prompt in eight, by a hash of its text: the same on every machine and for every seed."""
     return blake2b(prompt.encode(), digest_size=8).digest()[0] % 8 == 0

@@ -1,4 +1,4 @@
-"""What can go wrong in the middle of a run, and what is said and kept then."""
+"""Failures in the middle of a run: the message says at which step, and the state is kept."""
 
 from __future__ import annotations
 
@@ -16,49 +16,57 @@ from kltest.errors import KltestError, TargetError
 
 
 class Interrupt:
-    """Ctrl-C ends a run after the present step, with everything kept; a second one ends it at once.
+    """Context in which Ctrl-C asks for an end after the present step; a second one ends the run at once.
 
-    Where signals cannot be caught (another thread), Ctrl-C stays what it was.
+    In threads other than the main one, which cannot catch signals, Ctrl-C is left as it is.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: Any = None
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._ask)
+            self._before = signal.signal(signal.SIGINT, self._request)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
 
 class NotFiniteError(KltestError):
-    """A gradient that is NaN or infinite."""
+    """A gradient or log-prob is NaN or infinite."""
 
 
 @contextmanager
-def told(step: int, doing: str, keep: Callable[[], Path | None]) -> Iterator[None]:
-    """Failures say at which step and doing what; `keep` saves the state where numbers are to be looked at."""
+def located(step: int, doing: str, save: Callable[[], Path | None]) -> Iterator[None]:
+    """Add the step and the activity to the message of a failure.
+
+    Args:
+        step: Number of the step.
+        doing: measuring, generation or update.
+        save: Writes the batch and the state for inspection, and returns the path.
+
+    Raises:
+        KltestError: A number was not finite, the KL term failed, or memory ran out.
+    """
     try:
         yield
     except (NotFiniteError, TargetError) as error:
-        path = keep()
+        path = save()
         where = f"; the batch and the state before it are in {path}" if path else ""
         raise KltestError(f"step {step}, {doing}: {str(error).rstrip('.')}{where}") from error
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        lower = "eval_prompts or micro_batch" if doing == "measuring" else "micro_batch"
-        lower = "prompts, group_size or max_tokens" if doing == "generation" else lower
-        raise KltestError(f"step {step}, {doing}: out of memory; lower {lower}") from error
+        lower = {"measuring": "eval_prompts or micro_batch", "generation": "prompts, group_size or max_tokens"}
+        raise KltestError(f"step {step}, {doing}: out of memory; lower {lower.get(doing, 'micro_batch')}") from error
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
-"""The rollouts of a step, of an evaluation or of a measurement: prompts and uniforms from named streams, and rewards.
+"""Rollouts of a training step, an evaluation or a measurement: prompts, completions and rewards.
 
-What is drawn depends on the seed, the step and the purpose alone: runs that differ in their KL term meet the same
-prompts and uniforms, several processes the same as one, and a run that was resumed the same as one that was not.
+The random streams depend on the seed, the step and the purpose alone. Runs that differ in their KL term therefore meet
+the same prompts and uniforms; so do several processes and one, and a run that was resumed and one that was not.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kltest.finetune.reference import rewards
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Split, Task
 from kltest.language_models.generation import generate
-from kltest.language_models.language import Language
+from kltest.language_models.language import LanguageModel
 from kltest.language_models.rollouts import Rollouts
 
 Purpose = Literal["train", "held-out", "out-of-distribution", "gradient"]
 
 
 def longest(settings: Settings, task: Task) -> int:
-    """max_tokens, or what the task needs."""
+    """Return the most tokens of a rollout: max_tokens, or what the task needs."""
     return settings.max_tokens or task.max_tokens
 
 
 def draw(
-    sampler: Language,
+    sampler: LanguageModel,
     task: Task,
     settings: Settings,
     purpose: Purpose,
@@ -38,17 +38,28 @@ def draw(
     group_size: int,
     processes: Processes,
 ) -> Rollouts:
-    """This process's share of prompts·group_size rollouts, with rewards; `numbers` say which draw of its kind it is."""
+    """Draw this process's share of prompts·group_size rollouts, with rewards.
+
+    Args:
+        sampler: The policy to sample from.
+        task: Draws problems and rewards completions.
+        settings: Of the run.
+        purpose: Chooses the random stream and the split.
+        numbers: Which draw of this purpose it is, such as (step,).
+        prompts: Prompts over all processes.
+        group_size: Rollouts of each prompt.
+        processes: The processes that share the run.
+    """
     generator = np.random.default_rng([settings.seed, 1 + get_args(Purpose).index(purpose), *numbers])
     split: Split = "train" if purpose in ("train", "gradient") else purpose  # type: ignore[assignment]
     problems = task.draw(split, prompts, generator)
-    uniforms = torch.from_numpy(generator.random((prompts * group_size, longest(settings, task))))
+    uniforms = torch.from_numpy(generator.random((prompts * group_size, longest(settings, task))))  # (B, T)
     share = processes.share(prompts, "prompts")
     problems = problems[share]
     rows = slice(share.start * group_size, share.stop * group_size)
     encoded = [sampler.encode(one.prompt) for one in problems]
     rollouts = generate(sampler, encoded, uniforms[rows], temperature=settings.temperature)
     repeated = [one for one in problems for _ in range(group_size)]
-    earned = rewards(sampler, task, repeated, rollouts.tokens, rollouts.mask)
-    rollouts = replace(rollouts, reward=earned.to(sampler.device), group=rollouts.group + share.start)
+    reward = rewards(sampler, task, repeated, rollouts.tokens, rollouts.mask)
+    rollouts = replace(rollouts, reward=reward.to(sampler.device), group=rollouts.group + share.start)
     return rollouts.widened(processes.largest(rollouts.tokens.shape[1]))

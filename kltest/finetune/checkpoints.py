@@ -1,8 +1,8 @@
-"""What a run leaves in its folder: settings, a line of metrics for every step, checkpoints, and the trained model.
+"""The folder of a run: settings, a line of metrics for every step, checkpoints, and the trained model.
 
 `metrics.jsonl` holds nothing that depends on the clock: on one machine's CPU the same settings give the same bytes,
-however often the run was stopped. Times are in `timings.jsonl`. A checkpoint says how long both files were when it was
-made, and what is behind that is cut off when the run goes on from there.
+however often the run was stopped. Times are in `timings.jsonl`. A checkpoint records the length of both files; later
+lines are cut off when the run continues from it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import torch
 
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_json, writable, write
-from kltest.finetune.settings import HOW, Settings
+from kltest.finetune.settings import WITHOUT_EFFECT, Settings
 
 FILES = ("metrics.jsonl", "timings.jsonl")
+CHECKPOINT = "checkpoint.pt"
 Record = dict[str, Any]
 
 
-class Journal:
-    """The folder of a run, or nothing at all for None: then only `records` are kept.
+class RunFolder:
+    """The files of a run; without a folder only `records` are kept, in memory.
 
-    Raises UsageError for a folder that cannot be written, or that holds a run with other settings.
+    Raises:
+        UsageError: The folder cannot be written, or holds a run with other settings.
     """
 
     def __init__(self, folder: Path | None, settings: Settings, *, again: bool = False) -> None:
@@ -36,30 +38,30 @@ class Journal:
         if folder is None:
             return
         writable(folder)
-        told = folder / "settings.json"
+        written = folder / "settings.json"
         if again:
-            for name in (*FILES, "checkpoint.pt", "settings.json", "failed.pt"):
+            for name in (*FILES, CHECKPOINT, "settings.json", "failed.pt"):
                 (folder / name).unlink(missing_ok=True)
-        elif told.exists():
-            self._check_same(told)
-        write(told, as_json(settings.plain()))
+        elif written.exists():
+            self._check_same(written)
+        write(written, as_json(settings.plain()))
 
-    def _check_same(self, told: Path) -> None:
+    def _check_same(self, written: Path) -> None:
         try:
-            before = json.loads(told.read_text(encoding="utf-8"))
+            before = json.loads(written.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"{told} cannot be read: {error}; give another --output, or --again") from None
+            raise UsageError(f"{written} cannot be read: {error}; give another --output, or --again") from None
         now = self.settings.plain()
-        different = [name for name in now if name not in HOW and before.get(name) != now[name]]
+        different = [name for name in now if name not in WITHOUT_EFFECT and before.get(name) != now[name]]
         if different:
             raise UsageError(
                 f"{self.folder} holds a run with other settings ({', '.join(different)}): give another --output, or "
                 "--again to replace it"
             )
 
-    def restored(self) -> dict[str, Any] | None:
-        """The last checkpoint, if there is one, with the files as they were then."""
-        path = None if self.folder is None else self.folder / "checkpoint.pt"
+    def restore(self) -> dict[str, Any] | None:
+        """Return the last checkpoint, if there is one, and cut the files to their length at that time."""
+        path = None if self.folder is None else self.folder / CHECKPOINT
         if path is None or not path.exists():
             self._cut({})
             return None
@@ -71,7 +73,6 @@ class Journal:
         return dict(state)
 
     def _cut(self, sizes: dict[str, int]) -> None:
-        """The files as long as they were; what was written after the checkpoint is written again."""
         if self.folder is None:
             return
         for name in FILES:
@@ -81,7 +82,7 @@ class Journal:
         self.records = [json.loads(line) for line in lines]
 
     def add(self, record: Record, timings: Record) -> None:
-        """One line more, on its way to the disk before the next step begins."""
+        """Append a line to both files."""
         self.records.append(record)
         if self.folder is None:
             return
@@ -94,8 +95,8 @@ class Journal:
                     f"cannot write {self.folder / name}: {error.strerror}; make room, the same command goes on"
                 ) from error
 
-    def keep(self, state: dict[str, Any], name: str = "checkpoint.pt") -> Path | None:
-        """Write a state that replaces the one before in one step."""
+    def save(self, state: dict[str, Any], name: str = CHECKPOINT) -> Path | None:
+        """Write a state in one step, so that there is always a whole one, and return its path."""
         if self.folder is None:
             return None
         sizes = {one: os.path.getsize(self.folder / one) for one in FILES if (self.folder / one).exists()}

@@ -1,4 +1,4 @@
-"""What is measured of a policy on fresh rollouts: rewards, KL(π‖ref), and which gradient the KL term follows."""
+"""Measurements of a policy on fresh rollouts: rewards, KL(π‖ref), and the gradient that the KL term follows."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ import torch
 from scipy.stats import norm, t
 from torch import Tensor
 
-from kltest.finetune.drawing import draw, longest
+from kltest.errors import UsageError
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
+from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import AUTO, NONE, Settings
 from kltest.finetune.tasks import Task
 from kltest.finetune.update import accumulate
-from kltest.language_models.language import Language
+from kltest.language_models.language import LanguageModel
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score, score_in_parts
 
 LEVEL = 0.95
 Record = dict[str, float]
 ROWS = 256
-"""Rollouts in one forward pass of an evaluation, unless micro_batch is smaller."""
+"""Most rollouts in one forward pass of an evaluation."""
 
 
 def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Record:
-    """Rewards and KL(π‖ref), held-out and out of distribution, entropy and length; names as in METRICS."""
+    """Return rewards and KL(π‖ref), held-out and out of distribution, entropy and length; names as in METRICS."""
     alone = Processes(0, 1, models.policy.device)
     found: Record = {}
     for split in ("held-out", "out-of-distribution"):
@@ -39,7 +40,7 @@ def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Recor
         rollouts = draw(models.policy, task, settings, split, (step,), settings.eval_prompts, 1, alone)
         assert rollouts.reward is not None
         name = split.replace("-", "_")
-        kl, entropy = values(models, rollouts, settings)
+        kl, entropy = kl_and_entropy(models, rollouts, settings)
         found |= _with_interval(f"reward_{name}", *_wilson(rollouts.reward.cpu().numpy()))
         found |= _with_interval("kl" if split == "held-out" else f"kl_{name}", *_student(kl.cpu().numpy()))
         if split == "held-out":
@@ -49,15 +50,15 @@ def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Recor
 
 
 @torch.no_grad()
-def values(models: Models, rollouts: Rollouts, settings: Settings) -> tuple[Tensor, Tensor]:
-    """(B,) Σ_t KL(π(·|s_t)‖ref(·|s_t)) and Σ_t of the next token's entropy, in nats, float64."""
+def kl_and_entropy(models: Models, rollouts: Rollouts, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Return (B,) Σ_t KL(π(·|s_t)‖ref(·|s_t)) and (B,) Σ_t entropy of π(·|s_t), in nats, float64."""
     kls, entropies = [], []
     for rows in rollouts.split(min(settings.micro_batch or ROWS, ROWS)):
         part = rollouts.rows(rows)
         policy, reference = (
             score(one, part, temperature=settings.temperature, logits=True).logits
             for one in (models.policy, models.reference)
-        )
+        )  # (b, T, V) log-probs
         assert policy is not None
         assert reference is not None
         chances = policy.double().exp()
@@ -67,11 +68,16 @@ def values(models: Models, rollouts: Rollouts, settings: Settings) -> tuple[Tens
 
 
 def compare_gradients(
-    models: Models, task: Task, settings: Settings, step: int, sampler: Language | None = None
+    models: Models, task: Task, settings: Settings, step: int, sampler: LanguageModel | None = None
 ) -> Record:
-    """The KL term's expected gradient against that of KL(π‖ref), from independent batches; names as in METRICS.
+    """Compare the KL term's expected gradient with ∇KL(π‖ref), from independent batches; names as in METRICS.
 
-    With a `sampler` the term is given its rollouts and log-probs, and the names are those of the stale gradient.
+    Args:
+        models: Policy and reference.
+        task: Draws problems.
+        settings: Of the run.
+        step: Chooses the random stream.
+        sampler: An older policy, if the term is to be measured on its rollouts; names then begin with stale_gradient.
     """
     term = Objective(settings, reward=False)
     if term.kl is None:
@@ -92,18 +98,24 @@ def compare_gradients(
 
 
 def compared(products: np.ndarray, batches: int = 1, name: str = "kl_gradient") -> Record:
-    """Cosine, size and noise from the (2K, 2K) inner products of K gradients of the term, then K of the truth.
+    """Return cosine, relative norm ("size") and noise of the term's gradient E against the true one, R.
 
-    They are called after `name`. Each gradient is the mean of `batches` batches' gradients; those of one number may be
-    of the same rollouts. ⟨E, R⟩, ⟨E, E⟩ and ⟨R, R⟩ are means over pairs of different numbers, which makes them
-    unbiased. A square that is not more than twice its jackknife error from zero has no direction: of the truth, nothing
-    is returned, of the term its size.
+    ⟨E, R⟩, ⟨E, E⟩ and ⟨R, R⟩ are means over pairs of different chunks, which makes them unbiased. A square within twice
+    its jackknife error from zero has no direction: for the truth nothing is returned, for the term its size alone.
+
+    Args:
+        products: (2K, 2K) inner products of K gradients of the term and K of the truth; chunk k of both may use the
+            same rollouts.
+        batches: Number of batches of which each gradient is the mean.
+        name: Prefix of the metrics.
     """
     chunks = len(products) // 2
     numbers = np.arange(chunks)
+    # First rows and columns of the products term·truth, term·term and truth·truth.
+    corners = (0, chunks), (0, 0), (chunks, chunks)
 
     def moments(kept: np.ndarray) -> np.ndarray:
-        blocks = (products[np.ix_(kept + row, kept + column)] for row, column in _BLOCKS(chunks))
+        blocks = (products[np.ix_(kept + row, kept + column)] for row, column in corners)
         pairs = len(kept) * (len(kept) - 1)
         return np.array([(block.sum() - np.trace(block)) / pairs for block in blocks])
 
@@ -131,11 +143,6 @@ def compared(products: np.ndarray, batches: int = 1, name: str = "kl_gradient") 
     return found
 
 
-def _BLOCKS(chunks: int) -> tuple[tuple[int, int], ...]:
-    """Where the products term·truth, term·term and truth·truth begin."""
-    return (0, chunks), (0, 0), (chunks, chunks)
-
-
 @np.errstate(all="ignore")
 def _cosine(moments: np.ndarray) -> np.ndarray:
     return moments[0] / np.sqrt(moments[1] * moments[2])
@@ -147,7 +154,7 @@ def _size(moments: np.ndarray) -> np.ndarray:
 
 
 def _jackknife(statistic: Callable[[np.ndarray], np.ndarray], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The statistic of all batches and its standard error, from leaving out one at a time."""
+    """The statistic of all chunks and its standard error, by leaving out one at a time."""
     without = np.stack([statistic(np.delete(numbers, one)) for one in numbers])
     spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
     return statistic(numbers), np.sqrt((len(numbers) - 1) / len(numbers) * spread)
@@ -159,9 +166,9 @@ def _gradients(
     task: Task,
     settings: Settings,
     numbers: tuple[int, int],
-    sampler: Language | None = None,
+    sampler: LanguageModel | None = None,
 ) -> list[Tensor]:
-    """(P,) for each objective: its mean gradient over batches of the run's size, the same fresh ones for all."""
+    """(P,) for each objective: the mean gradient over batches of the run's size, the same fresh ones for all."""
     alone = Processes(0, 1, models.policy.device)
     batches = settings.gradient_batches
     sizes = (settings.prompts * batches, settings.group_size)
@@ -184,8 +191,6 @@ def _gradients(
 
 
 def _has(task: Task, split: str) -> bool:
-    from kltest.errors import UsageError
-
     try:
         task.draw(split, 1, np.random.default_rng(0))  # type: ignore[arg-type]
     except UsageError:
@@ -204,9 +209,12 @@ def _student(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def _wilson(values: np.ndarray) -> tuple[float, float, float]:
-    """Numbers between 0 and 1 vary at most as much as coins of their mean do."""
+    """Wilson's interval by hand: scipy's is for counts, and rewards may be any numbers between 0 and 1.
+
+    It covers these as well, since none of them varies more than a coin with the same mean.
+    """
     n, mean, z = len(values), values.mean(), norm.ppf((1 + LEVEL) / 2)
     middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
-    # Where all fail or all succeed an end is 0 or 1, but for rounding.
+    # If all fail or all succeed, an end is 0 or 1 up to rounding.
     return mean, min(middle - reach, mean) if mean else 0.0, max(middle + reach, mean) if mean < 1 else 1.0
