@@ -10,8 +10,8 @@ from torch import Tensor
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.loss.outcome import Loss, Outcome
-from kltest.moments.differentiate import backward
-from kltest.rollout import LEAVES, Rollout
+from kltest.moments.differentiate import leaf_gradients
+from kltest.rollout import Rollout
 
 ROWS = 12
 
@@ -53,11 +53,7 @@ def call_once(loss: Loss, rollout: Rollout) -> CallResult:
     """Call a loss and differentiate what it returned; TargetError if it raises."""
     live = rollout.peek("mask") != 0
     outcome = loss(rollout)
-    leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
-    if not leaves or not outcome.objective.requires_grad:
-        return CallResult(outcome, {}, live)
-    found = backward(loss, outcome.objective, list(leaves.values()))
-    return CallResult(outcome, {n: g for n, g in zip(leaves, found, strict=True) if g is not None}, live)
+    return CallResult(outcome, leaf_gradients(loss, outcome.objective, rollout), live)
 
 
 def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:

@@ -34,6 +34,7 @@ from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.loss.outcome import Loss
 from kltest.moments import exact
+from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 from kltest.truth import combine, render
@@ -243,11 +244,8 @@ class _SingleRollouts:
     def _gradient(self, rollout: Rollout) -> list[Tensor]:
         outcome = self.loss(rollout)
         self.dtype = outcome.dtype
-        leaves = [rollout.peek(name) for name in LEAVES]
-        if not outcome.objective.requires_grad:
-            return [torch.zeros_like(leaf) for leaf in leaves]
-        found = torch.autograd.grad(outcome.objective, leaves, allow_unused=True)
-        return [torch.zeros_like(leaf) if got is None else got for got, leaf in zip(found, leaves, strict=True)]
+        found = leaf_gradients(self.loss, outcome.objective, rollout)
+        return [found[name] if name in found else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
 
 
 def _exchanged(log_probs: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
 from kltest.identify.findings import Combination, Findings, Row
 from kltest.identify.instances import instances
-from kltest.moments.differentiate import differentiate
+from kltest.moments.differentiate import backward, differentiate
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 from kltest.truth import gradient, render
@@ -231,7 +231,7 @@ class _Bandits:
         objective = self.loss(rollout).objective
         if not objective.requires_grad:
             return False
-        towards, own = torch.autograd.grad(objective, [reference, rollout.peek("logp")], allow_unused=True)
+        towards, own = backward(self.loss, objective, [reference, rollout.peek("logp")])
         if towards is None or own is None or not towards.any():
             return False
         ratio = 1 / temperature if fields == ("logp",) else temperature

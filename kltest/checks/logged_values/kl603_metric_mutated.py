@@ -31,7 +31,8 @@ from kltest.identify.instances import instances
 from kltest.identify.values import TOLERANCE, first_match, true_values
 from kltest.loss.outcome import Loss
 from kltest.loss.stored_metrics import holds
-from kltest.rollout import LEAVES, Rollout
+from kltest.moments.differentiate import leaf_gradients
+from kltest.rollout import Rollout
 
 # Functions that make an alias to be kept: nobody detaches a tensor in order to compute on under its first name.
 RECORDS = frozenset({Tensor.detach, torch.detach, Tensor.numpy, Tensor.data.__get__})  # type: ignore[attr-defined]
@@ -85,9 +86,7 @@ def _after_the_call(findings: Findings, rollout: Rollout, beta: float | None) ->
     if not isinstance(result.logged, Tensor | np.ndarray):
         return ""
     recorded = _content(result.logged)
-    leaves = [leaf for name in LEAVES if (leaf := first.built(name)) is not None]
-    if result.loss.requires_grad and leaves:
-        torch.autograd.grad(result.loss.sum(), leaves, allow_unused=True)
+    leaf_gradients(loss, result.loss.sum(), first)
     if not _equal(recorded, _content(result.logged)):
         return f"The backward pass changed it from {number(recorded)} to {number(_content(result.logged))}."
     later = loss.returned(rollout.take(list(reversed(range(len(rollout))))[:-1]), beta)
