@@ -44,7 +44,7 @@ class FarApart:
         ratios = ", ".join(f"{ratio:.3g}".replace("-", "−") for ratio in self.log_ratios)
         return (
             f"In a bandit with the log-ratios {ratios} the expected gradient is off by {self.bias:.2g} of the declared "
-            "one, which it is where policy and reference are near."
+            "one; it is right if policy and reference are near each other."
         )
 
 

@@ -117,8 +117,8 @@ def beyond_the_usual_environments(findings: Findings, *, drawn: bool) -> Found |
     if bias <= BIASED:
         return None
     return Found(
-        f"With a few actions the gradient is {render(followed)}; it tells apart only {seen.words}, and with {actions} "
-        f"actions it is off by {bias:.2g} of that."
+        f"With a few actions the gradient is {render(followed)}; it distinguishes only {seen.words}, and "
+        f"with {actions} actions it is off by {bias:.2g} of that."
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kltest.checks.approximations.heads import accounts_for, beyond_the_usual_environments
 from kltest.checks.check import Found
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -14,7 +15,7 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def tells(row: Row, findings: Findings) -> str:
     head = accounts_for(row, findings, drawn=False)
-    return f"no named gradient; the loss tells apart only {head.words}" if head else ""
+    return f"no named gradient; the loss distinguishes only {head.words}" if head else ""
 
 
 def examine(findings: Findings) -> Found | None:
@@ -31,7 +32,7 @@ def over_all(logits, ref_logits):
     return (logits.exp() * (logits - ref_logits)).sum(-1)
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.5, 0.3, 0.2)], reference=[(0.3, 0.3, 0.4)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.5, 0.3, 0.2)], reference=[(0.3, 0.3, 0.4)])
 
 
 def demonstrate() -> Demonstration:

@@ -18,7 +18,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
@@ -271,7 +272,7 @@ def as_drawn(logits, ref_logits):
     return (logits.exp() * (logits - ref_logits)).sum(-1)
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

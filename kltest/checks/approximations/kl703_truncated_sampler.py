@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kltest.checks.approximations.heads import accounts_for, beyond_the_usual_environments
 from kltest.checks.check import Found
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -33,7 +34,7 @@ def under_the_whole_policy(logits, ref_logp, tokens):
     return (logp - ref_logp).square() / 2
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.5, 0.3, 0.2)], reference=[(0.3, 0.3, 0.4)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.5, 0.3, 0.2)], reference=[(0.3, 0.3, 0.4)])
 
 
 def demonstrate() -> Demonstration:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kltest.checks.losses import k1_as_reward
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 # The derivative of no estimator of the KL contains these.
@@ -24,7 +25,7 @@ def k3_as_reward(logp, ref_logp):
     return (ref_logp - logp).exp() - 1 + (logp - ref_logp)
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

@@ -6,7 +6,8 @@ from kltest.checks.check import Found
 from kltest.checks.far_apart import differs_much
 from kltest.checks.hygiene.kl504_dead_zone import dead_zones
 from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -29,7 +30,7 @@ def absolute(logp, ref_logp):
     return (logp - ref_logp).abs()
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

@@ -6,7 +6,8 @@ from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
 from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
 from kltest.truth import render
 
@@ -40,7 +41,7 @@ def without_the_half(logp, ref_logp, mask):
     return log_ratio.square()
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

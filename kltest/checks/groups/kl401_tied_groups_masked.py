@@ -6,7 +6,8 @@ import numpy as np
 
 from kltest.checks.check import Found
 from kltest.checks.group_fixture import GroupFixture, group_fixture, limit, norm, sees_rewards
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row
@@ -31,8 +32,8 @@ def examine(findings: Findings) -> Found | None:
         return None
     return Found(
         "In a group whose rewards are all the same the KL part of the gradient is zero; with other rewards, and "
-        "nothing else changed, it is not. With P(r) the probability of a reward a group of n ties with probability "
-        "Σ_r P(r)^n, and what is lost is E[1{tied}·KL term]."
+        "nothing else changed, it is not. With P(r) the probability of a reward, a group of n ties with probability "
+        "Σ_r P(r)^n, and E[1{tied}·KL term] is lost."
     )
 
 
@@ -112,7 +113,7 @@ def kept_where_tied(logp, ref_logp, mask, rewards, group):
     return log_ratio.square() / 2
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 0.0)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 0.0)])
 
 
 def demonstrate() -> Demonstration:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Combination, Findings, Row, local_form, without_sampler
 
 
@@ -50,7 +51,7 @@ def without_self(logp, ref_logp, mask):
     return ((cost - others) * score).mean()
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

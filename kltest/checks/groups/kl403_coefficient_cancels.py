@@ -6,7 +6,8 @@ import numpy as np
 
 from kltest.checks.check import Found
 from kltest.checks.groups.coefficient import coefficient
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
@@ -43,7 +44,7 @@ def normalised_without_the_kl(logp, ref_logp, mask, rewards, kl_coef):
     return (kl_coef * log_ratio.square() / 2 - advantages * logp.where(mask != 0, 0.0).sum(-1)).mean()
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 1.0)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 1.0)])
 BETAS = (0.01, 0.1, 1.0)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kltest.checks.check import Found
 from kltest.checks.group_fixture import called, group_fixture, limit, norm, sees_rewards
 from kltest.checks.groups.kl401_tied_groups_masked import kept_where_tied, masked_where_tied
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 
@@ -18,8 +19,8 @@ def examine(findings: Findings) -> Found | None:
     if silent is None:
         return None
     return Found(
-        f"In a group of one rollout the {silent} is zero, for every rollout that was tried; the same rollouts, "
-        "repeated as a group whose rewards differ, have one."
+        f"In a group of one rollout the {silent} is zero, for every rollout tried; it is not if the same "
+        "rollout is repeated as a group whose rewards differ."
     )
 
 
@@ -54,7 +55,7 @@ def _vanishes(pairs: list[tuple[float, float]], small: float) -> bool:
     return bool(pairs) and all(together > 0 and alone <= small * together for alone, together in pairs)
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 0.0)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 0.0)])
 
 
 def demonstrate() -> Demonstration:

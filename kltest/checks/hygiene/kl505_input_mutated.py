@@ -20,7 +20,7 @@ def examine(findings: Findings) -> Found | None:
     changed = {**findings.loss.writes, **loss.writes}
     if not changed:
         return None
-    return Found(" ".join(f"After the call, {name} is another one: {what}." for name, what in sorted(changed.items())))
+    return Found(" ".join(f"After the call {name} has changed: {what}." for name, what in sorted(changed.items())))
 
 
 def in_place(logp, ref_logp, mask):

@@ -46,7 +46,7 @@ def examine(findings: Findings) -> Found | None:
     loss = findings.loss.for_experiments()
     call_once(loss, usual_batch(findings))
     if trainable := sorted(findings.loss.made_trainable | loss.made_trainable):
-        return Found(f"It switched on the gradient of what it was given as a constant: {', '.join(trainable)}.")
+        return Found(f"It switched on the gradient of constants: {', '.join(trainable)}.")
     if findings.placement == "reward":
         return None
     for prefix, whose in SIDES.items():
@@ -54,14 +54,16 @@ def examine(findings: Findings) -> Found | None:
         if not any(part.any() for part in received.values()):
             continue
         size = max(float(part.abs().max()) for part in received.values())
-        where = f"{' and '.join(prefix + name for name in received)} would receive one of up to {size:.3g} a token"
+        leak = (
+            f"{' and '.join(prefix + name for name in received)} would receive a gradient of up to {size:.3g} per token"
+        )
         if findings.blocked:
-            return Found(f"No gradient reaches the policy, and {where}, if {whose} could be trained.")
+            return Found(f"No gradient reaches the policy, and {leak}, if {whose} could be trained.")
         for row in _wrong_rows(findings):
             if _right_once_moved(findings, row, prefix):
                 return Found(
-                    f"In {row.where} the policy's gradient is wrong, and {where}, if {whose} could be trained: given "
-                    "to the policy, that makes it the declared one."
+                    f"In {row.where} the policy's gradient is wrong, and {leak}, if {whose} could be trained: added "
+                    "to the policy's, it makes it the declared one."
                 )
     return None
 

@@ -101,7 +101,7 @@ def _narrow_inputs(loss: Loss) -> Found | None:
     if wrong:
         return Found(
             f"Given log-probs in half precision, {' and '.join(wrong)}, compared with float64 on the same rounded "
-            "numbers, in a mild world; a loss that takes care of its digits is off by less than 0.03."
+            "numbers, on mild input; a careful loss is off by less than 0.03."
         )
     if not_called:
         return Found(f"It could not be called with half precision: {'; '.join(not_called)}.", "inconclusive")

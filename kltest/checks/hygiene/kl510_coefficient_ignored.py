@@ -6,7 +6,8 @@ import numpy as np
 
 from kltest.checks.check import Found
 from kltest.checks.groups.coefficient import coefficient
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
@@ -50,7 +51,7 @@ def plain_coefficient(logp, ref_logp, mask, kl_coef):
     return kl_coef * log_ratio.square() / 2
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 BETAS = (0.01, 0.1, 1.0)
 
 

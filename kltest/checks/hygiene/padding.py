@@ -44,9 +44,7 @@ def exchange(findings: Findings, fills: dict[str, Fill]) -> Found | None:
     before = call_once(loss, base)
     takes_mask = "mask" in loss.takes | base.accessed
     if before.outcome.returned == "tokens" and not takes_mask:
-        return Found(
-            "it returns one number a token and takes no mask: padding is its caller's, who cuts it out", "skip"
-        )
+        return Found("it returns one number per token and takes no mask, so its caller cuts padding out", "skip")
     for name, fill in fills.items():
         after = call_once(loss, _filled(base, fill))
         if words := _moved(before, after):

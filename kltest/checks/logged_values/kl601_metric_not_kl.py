@@ -9,7 +9,8 @@ import numpy as np
 from kltest.checks.check import Found
 from kltest.checks.logged_values.metrics import SYMBOLS, logged_rows, no_kl, reported
 from kltest.checks.logged_values.metrics import demonstrate as demonstrate_metrics
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.identify.values import NAMES, TOLERANCE, Reported
@@ -23,7 +24,7 @@ def examine(findings: Findings) -> Found | None:
     rows = [row for row in logged_rows(findings) if reported(row).judged]
     if not rows:
         return Found(
-            "what it logs for a rollout could not be told: it takes larger batches, or there are too many rollouts",
+            "the metric of single rollouts is unknown: the loss takes larger batches, or there are too many rollouts",
             "inconclusive",
         )
     wrong = [_sentence(row, findings.seed) for row in rows if reported(row).row.matches is None]
@@ -65,7 +66,7 @@ def logs_the_kl(logp, ref_logp, mask):
     return penalty, {"kl": log_ratio.mean()}
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

@@ -25,7 +25,8 @@ from kltest.checks.logged_values.metrics import (
     reported,
 )
 from kltest.checks.logged_values.metrics import demonstrate as demonstrate_metrics
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.identify.findings import Findings
@@ -148,7 +149,7 @@ def logs_the_bare_kl(logp, ref_logp, mask, beta):
     return penalty, {"kl": log_ratio.mean()}
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_iter
 from kltest.checks.check import Found
 from kltest.checks.logged_values.metrics import batch, no_kl, number
 from kltest.checks.logged_values.metrics import demonstrate as demonstrate_metrics
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
@@ -258,7 +259,7 @@ def scales_a_copy(logp, ref_logp, mask, beta):
     return cost * logp.where(mask != 0, 0.0).sum(-1), metrics
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

@@ -7,7 +7,8 @@ from typing import Any
 
 from kltest.checks.check import Found
 from kltest.checks.logged_values.metrics import BATCH, batch, metric_of, moved, no_kl, number
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
@@ -49,7 +50,7 @@ def logs_live_positions(logp, ref_logp, mask):
     return total.square() / 2, {"kl": total.mean()}
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5), (0.5, 0.5)], length=2, ends=True)
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5), (0.5, 0.5)], length=2, ends=True)
 # Values of logp − ref_logp at padded positions.
 FILLINGS = (0.0, 1.0, -1.0)
 

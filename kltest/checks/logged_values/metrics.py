@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.errors import KltestError, TargetError
 from kltest.identify.findings import Findings, Row
@@ -45,7 +46,7 @@ def _no_kl(findings: Findings) -> str:
         if first is None or again is None:
             return "the loss logs no KL"
         if moved(first.numpy(), again.numpy()):
-            return "the KL that the loss logs depends on earlier calls, so that nothing is known of one"
+            return "the KL that the loss logs depends on earlier calls and cannot be read from one"
         return ""
     return "the loss logs no KL"
 
@@ -95,7 +96,7 @@ def number(metric: np.ndarray) -> str:
     return f"{float(rows.mean()):.4g}"
 
 
-def demonstrate(environment: SmallWorld, losses: Mapping[str, Callable[..., Any]], **call: Any) -> Demonstration:
+def demonstrate(environment: SmallEnvironment, losses: Mapping[str, Callable[..., Any]], **call: Any) -> Demonstration:
     """Expectation of what losses log in a small environment, beside the KL; `call` has arguments of the losses."""
     instance = environment.instance()
     rows: list[tuple[str | float, ...]] = [("KL(π‖ref)", value("kl", instance), 0.0)]

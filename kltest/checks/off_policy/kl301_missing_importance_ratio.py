@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kltest.checks.losses import squared_sum_with_ratio
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -22,7 +23,7 @@ def without_ratio(logp, ref_logp, mask):
     return log_ratio.square() / 2
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kltest.checks.losses import squared_sum_with_ratio
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -23,7 +24,7 @@ def ratio_detached(logp, ref_logp, old_logp, mask):
     return ratio * ((-log_ratio).exp() - 1 + log_ratio)
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.6, 0.4)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.6, 0.4)])
 
 
 def demonstrate() -> Demonstration:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kltest.checks.losses import prefix_ratio
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -22,7 +23,7 @@ def own_ratio_only(logp, ref_logp, old_logp):
     return ratio * (logp - ref_logp).square() / 2
 
 
-ENVIRONMENT = SmallWorld(
+ENVIRONMENT = SmallEnvironment(
     policy=[(0.5, 0.5), (0.8, 0.2), (0.5, 0.5)],
     reference=[(0.5, 0.5)] * 3,
     sampler=[(0.8, 0.2), (0.8, 0.2), (0.5, 0.5)],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kltest.checks.losses import prefix_ratio
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -23,7 +24,7 @@ def one_mean_ratio(logp, ref_logp, old_logp, mask):
     return ratio * (logp - ref_logp).where(mask != 0, 0.0).square() / 2
 
 
-ENVIRONMENT = SmallWorld(
+ENVIRONMENT = SmallEnvironment(
     policy=[(0.5, 0.5), (0.8, 0.2), (0.8, 0.2)],
     reference=[(0.5, 0.5)] * 3,
     sampler=[(0.8, 0.2), (0.8, 0.2), (0.8, 0.2)],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -23,7 +24,7 @@ def at_the_end(logp, ref_logp, mask):
     return (logp - ref_logp).where(last, 0.0).square() / 2
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
 
 
 def demonstrate() -> Demonstration:

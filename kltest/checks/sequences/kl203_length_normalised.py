@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -37,7 +38,7 @@ def per_token(logp, ref_logp, mask):
     return log_ratio.square() / 2 / mask.sum(-1)
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
 
 
 def demonstrate() -> Demonstration:

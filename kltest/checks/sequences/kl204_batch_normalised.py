@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kltest.checks.losses import squared_sum
 from kltest.checks.sequences.kl203_length_normalised import divided_by_length
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -25,7 +26,7 @@ def mean_over_tokens(logp, ref_logp, mask):
     return (log_ratio.square() / 2).sum() / mask.sum()
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
 
 
 def demonstrate() -> Demonstration:

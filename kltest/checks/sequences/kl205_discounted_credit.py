@@ -11,7 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from kltest.counterexample.demonstration import Demonstration, SmallWorld, of_gradients
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve
@@ -144,7 +145,7 @@ def undiscounted(logp, ref_logp, mask):
     return (logp * to_go).where(mask != 0, 0.0)
 
 
-ENVIRONMENT = SmallWorld(
+ENVIRONMENT = SmallEnvironment(
     policy=[(0.5, 0.5), (0.8, 0.2), (0.5, 0.5)],
     reference=[(0.5, 0.5)] * 3,
     length=2,

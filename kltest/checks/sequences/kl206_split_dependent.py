@@ -15,7 +15,8 @@ from kltest.checks.check import Found
 from kltest.checks.group_fixture import GroupFixture, gradient, group_fixture, limit, norm
 from kltest.checks.losses import squared_sum
 from kltest.checks.sequences.kl204_batch_normalised import mean_over_tokens
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
@@ -38,7 +39,7 @@ Cut = list[np.ndarray]
 def examine(findings: Findings) -> Found | None:
     found = _split(findings)
     if found.unfit:
-        return Found(f"the loss is made for one group a call: {found.unfit}, and it is not told of groups", "skip")
+        return Found(f"the loss takes one group per call: {found.unfit}, and it does not read groups", "skip")
     if found.moved <= limit(findings):
         return None
     parts = " + ".join(map(str, found.parts))
@@ -133,7 +134,7 @@ def _cuts(units: int) -> list[Cut]:
     return [np.split(order, 2), [order[::2], order[1::2]], *([np.split(order, 4)] if units >= 4 else [])]
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
+ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
 
 
 def demonstrate() -> Demonstration:

@@ -15,7 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from kltest.checks.check import Found
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
@@ -168,7 +169,7 @@ def exact_forward_kl(logits, ref_logits, mask):
     return -(ref_logits.where(live, 0.0).exp() * logits.where(live, 0.0)).where(live, 0.0).sum((-1, -2))
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.99, 0.01)], reference=[(0.5, 0.5)])
+ENVIRONMENT = SmallEnvironment(policy=[(0.99, 0.01)], reference=[(0.5, 0.5)])
 
 
 def demonstrate() -> Demonstration:

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from kltest.checks.check import Found
-from kltest.counterexample.demonstration import Demonstration, SmallWorld
+from kltest.counterexample.demonstration import Demonstration
+from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.identify.findings import Combination, Findings, Row
 from kltest.identify.instances import instances
@@ -199,7 +200,7 @@ def rao_blackwell(logp, logits, ref_logits, mask):
     return (next_kl + following * logp.where(live, 0.0)).sum(-1)
 
 
-ENVIRONMENT = SmallWorld(policy=[(0.6, 0.4), (0.6, 0.4), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
+ENVIRONMENT = SmallEnvironment(policy=[(0.6, 0.4), (0.6, 0.4), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
 
 
 def demonstrate() -> Demonstration:
