@@ -68,7 +68,7 @@ def test_a_head_is_found_with_its_size(loss):
 
 @pytest.mark.parametrize("loss", HEADS, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("k", [20, 200])
-def test_a_head_larger_than_the_usual_worlds_is_found(loss, k):
+def test_a_head_larger_than_the_usual_environments_is_found(loss, k):
     """With so few actions as there are the sum is complete and the gradient right; with more than k it is not."""
     found = failing(loss, arguments={"k": k})
     assert set(found) == {"KL701"}

@@ -103,10 +103,10 @@ BY_HAND = [
 
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 @pytest.mark.parametrize(("loss", "plain", "call"), BY_HAND, ids=lambda item: getattr(item, "__name__", ""))
-@pytest.mark.parametrize(("world", "size"), [("bandit", 4), ("ragged", 3), ("mdp", 2)])
-def test_moments_over_groups_are_those_of_every_ordered_tuple(world, size, loss, plain, call, sampler):
+@pytest.mark.parametrize(("kind", "size"), [("bandit", 4), ("ragged", 3), ("mdp", 2)])
+def test_moments_over_groups_are_those_of_every_ordered_tuple(kind, size, loss, plain, call, sampler):
     # Of the process with pairs only the smaller one: 4096 tuples would take a second.
-    instance = instances(world, 3, 4 if world == "mdp" else size)[0]
+    instance = instances(kind, 3, 4 if kind == "mdp" else size)[0]
     expected, second = by_hand(plain, instance, size, sampler)
     moments = exact_batches(bind(loss, Call(**call)), instance, sampler, size, grouped=True)
     assert np.abs(moments.gradient - expected).max() < EXACT
@@ -164,8 +164,8 @@ def test_a_loss_that_mixes_groups_is_called_on_each(loss):
 )
 def test_the_factor_of_a_baseline(loss, factor, size):
     """Theory: (1 − 1/n) with the rollout itself in the mean, 1 without."""
-    for world in ENVIRONMENTS:
-        instance = instances(world, 1, size)[0]
+    for kind in ENVIRONMENTS:
+        instance = instances(kind, 1, size)[0]
         truth = gradient("reverse_kl", instance)
         found = exact_batches(bind(loss), instance, size=size, grouped=True).gradient
         assert np.abs(found - factor(size) * truth).max() < EXACT
@@ -189,7 +189,7 @@ def test_what_masking_ties_loses_in_closed_form(size):
 
 def test_the_coefficient_cancels_in_tied_groups():
     """Theory: exactly without the constant in the denominator, and up to it with it."""
-    world = instances("bandit", 0, 4)[0]
+    instance = instances("bandit", 0, 4)[0]
     rewards = torch.ones(4, dtype=torch.float64)
 
     def pushed(beta, tiny):
@@ -197,7 +197,7 @@ def test_the_coefficient_cancels_in_tied_groups():
             value = rewards - beta * k1(logp, ref_logp, mask)
             return -((value - value.mean()) / (value.std() + tiny) * score(logp, mask)).mean()
 
-        return plain_batch(loss, world, [0, 1, 2, 3])
+        return plain_batch(loss, instance, [0, 1, 2, 3])
 
     assert np.abs(pushed(2.0, 0.0) - pushed(1e-3, 0.0)).max() < 1e-9
     assert 1e-6 < np.abs(pushed(2.0, 1e-4) - pushed(0.1, 1e-4)).max() < 1e-2
@@ -210,9 +210,9 @@ OF_GROUPS = ("group-mean", "leave-one-out", "group-std", "tied-groups-masked")
 SEEDS = (0, 1, 2)
 
 
-def small(world, seed):
+def small(kind, seed):
     """Worlds of three to four rollouts, and what each of them is paid at its end."""
-    environment = {"bandit": bandit(4), "sequence": sequence(2, 2), "ragged": ragged(2, 2)}[world]
+    environment = {"bandit": bandit(4), "sequence": sequence(2, 2), "ragged": ragged(2, 2)}[kind]
     paid = np.zeros(environment.reward.shape)
     paths = environment.enumerate()
     last = paths.mask.sum(axis=1) - 1
@@ -223,14 +223,14 @@ def small(world, seed):
 
 
 @pytest.mark.parametrize("sampler", ["current", "stale"])
-@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged"])
+@pytest.mark.parametrize("kind", ["bandit", "sequence", "ragged"])
 @pytest.mark.parametrize("name", OF_GROUPS)
-def test_an_estimator_of_groups_has_the_gradient_that_its_spec_says(name, world, sampler):
+def test_an_estimator_of_groups_has_the_gradient_that_its_spec_says(name, kind, sampler):
     spec = find(name).spec
     function = kl_part(1.0) if name == "group-std" else find(name).function
-    drawn = [small(world, seed) for seed in SEEDS]
+    drawn = [small(kind, seed) for seed in SEEDS]
     found = [by_hand(function, instance, 4, sampler, every=every_multiset)[0] for instance in drawn]
-    claimed = spec.expectation(world, sampler)
+    claimed = spec.expectation(kind, sampler)
     assert spec.couples
     if claimed is not None:
         for instance, part in zip(drawn, found, strict=True):
@@ -268,20 +268,20 @@ def test_an_estimator_of_groups_is_the_mean_over_the_groups_of_a_batch(name):
     assert np.abs(together - sum(apart) / 2).max() < EXACT
 
 
-# ----------------------------------------------------------------------------------------------------- worlds of groups
+# ----------------------------------------------------------------------------------------------- environments of groups
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16])
-@pytest.mark.parametrize("world", ENVIRONMENTS)
-def test_worlds_of_groups_are_small_tie_and_tell_rows_from_tokens(world, size):
-    for instance in instances(world, 5, size):
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_environments_of_groups_are_small_tie_and_tell_rows_from_tokens(kind, size):
+    for instance in instances(kind, 5, size):
         paths, environment = instance.paths, instance.environment
         assert paths.shape[1] != size
-        assert environment.name == world
+        assert environment.name == kind
         reward = environment.returns(paths)
         assert set(reward) == {0.0, 1.0}
         prompts = [np.flatnonzero(paths.prompt == prompt) for prompt in range(len(environment.prompts))]
-        if world != "mdp":
+        if kind != "mdp":
             assert sum(math.comb(len(rows) + size - 1, size) for rows in prompts) <= MOST_GROUPS
         for sampler in ("current", "stale"):
             weights = instance.rollout_weights(sampler)
@@ -291,7 +291,7 @@ def test_worlds_of_groups_are_small_tie_and_tell_rows_from_tokens(world, size):
         assert np.abs(log_ratio).max() < 2
 
 
-def test_a_loss_that_reads_rewards_and_treats_rows_apart_stays_in_the_ordinary_worlds():
+def test_a_loss_that_reads_rewards_and_treats_rows_apart_stays_in_the_ordinary_environments():
     def paid(logp, ref_logp, mask, reward, beta):
         return beta * k2(logp, ref_logp, mask) - reward * score(logp, mask)
 

@@ -400,7 +400,7 @@ def test_noise_in_the_value_alone_is_found():
     assert failed(loss) == {"KL507"}
 
 
-def test_a_random_loss_is_not_asked_about_far_worlds_and_the_others_stay_open():
+def test_a_random_loss_is_not_asked_about_far_bandits_and_the_others_stay_inconclusive():
     def loss(logp, ref_logp, mask):
         return 2 * torch.rand(()).double() * half_square(logp, ref_logp, mask)
 
@@ -455,7 +455,7 @@ def test_a_coefficient_that_goes_through_numpy_is_a_number_like_another():
     assert not [check.code for check in report.checks if check.status == "inconclusive"]
 
 
-def test_signs_that_turn_within_rounding_are_excused_and_lost_digits_are_not():
+def test_signs_that_turn_within_rounding_do_not_count_and_lost_digits_are_not():
     def variation(logits, ref_logits, mask, offset=0.0):
         both = [table.where((mask != 0)[..., None], 0.0).exp() + offset for table in (logits, ref_logits)]
         return (both[0] - both[1]).abs().sum(-1).where(mask != 0, 0.0).sum(-1) / 2

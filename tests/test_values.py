@@ -1,4 +1,4 @@
-"""The logged KL: which number it is, what else it depends on, where it is kept, and whether it stays what it was."""
+"""The logged KL: its value, what else it depends on, the places that keep it, and changes after it was recorded."""
 
 import math
 import re
@@ -157,7 +157,7 @@ def test_a_token_mean_of_k3_is_judged_by_what_it_tends_to_and_a_mean_of_means_ke
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_token_mean_is_seen_to_be_one_whatever_the_signs_of_its_rows(seed):
-    """Halfway between k1 and k3, which is negative where the reference is a little likelier."""
+    """Halfway between k1 and k3, which is negative if the reference is a little likelier."""
 
     def of_the_batch(logp, ref_logp, mask):
         halfway = live(logp - ref_logp, mask) + torch.expm1(live(ref_logp - logp, mask)) / 2
@@ -191,7 +191,7 @@ def test_groups_that_need_company_log_token_means_too():
     assert codes(report) == set(), [check.message for check in report.failed]
 
 
-# ------------------------------------------------------------------------------------------------- where it is kept
+# --------------------------------------------------------------------------------------------- places that keep it
 
 
 def stored_in(function, **options):

@@ -181,7 +181,7 @@ def test_on_policy_the_best_baseline_of_the_return_is_the_known_formula():
 
 
 def test_the_best_of_all_counts_since_rao_blackwell_may_be_the_noisier_one():
-    """A first token that is rare leads to another rare one: its exact KL is large, where a draw nearly always is 0."""
+    """A first token that is rare leads to another rare one: its exact KL is large, while a draw is nearly always 0."""
     policy = np.log([[0.01, 0.99], [0.01, 0.99], [0.5, 0.5]])
     reference = np.log([[0.99, 0.01], [0.99, 0.01], [0.5, 0.5]])
     instance = Instance.of(sequence(2, 2), policy, reference)

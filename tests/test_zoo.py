@@ -13,7 +13,7 @@ MUTANTS_PER_CODE, CORRECT_LOSSES = 2, 15
 
 
 def labels(rows):
-    """Names, numbered where a loss stands in several rows with different options."""
+    """Names, numbered if a loss stands in several rows with different options."""
     seen = Counter()
     for row in rows:
         seen[row.name] += 1

@@ -1,11 +1,11 @@
-"""Correct losses, written before the checks that must leave them in peace."""
+"""Correct losses, written before the checks that must pass them."""
 
 import torch
 import torch.nn.functional as F
 from zoo.mutants_blind import penalty, total, zeroed
 from zoo.table import Clean
 
-# Written in one go before the checks existed, as a stranger would write them, to measure the checks by.
+# Written before the checks, so that the checks are measured by losses that they were not fitted to.
 
 
 def sf_return(logp, ref_logp, mask):

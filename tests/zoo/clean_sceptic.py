@@ -1,4 +1,4 @@
-"""Right losses, written by somebody who had not seen the checks, on which one of them fired or kltest gave up."""
+"""Correct losses that an earlier check failed or kltest could not grade, written without sight of the checks."""
 
 from typing import Optional
 
@@ -73,7 +73,7 @@ def huber_with_a_bound_that_nothing_reaches(logp, ref_logp, mask):
 
 
 def total_variation_of_rows(logits, ref_logits, mask):
-    """Bounded, as declared; in half precision signs turn where both probabilities round to one number."""
+    """Bounded, as declared; in half precision signs turn if both probabilities round to one number."""
     keep = (mask != 0)[..., None]
     p, q = logits.masked_fill(~keep, 0.0).exp(), ref_logits.masked_fill(~keep, 0.0).exp()
     return ((p - q).abs().sum(-1) / 2 * mask).sum(-1).mean()

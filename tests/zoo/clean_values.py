@@ -1,4 +1,4 @@
-"""Losses that are right and log a KL that is one, in the ways in which libraries do."""
+"""Correct losses that log a true KL, in the ways of libraries."""
 
 from collections import defaultdict
 

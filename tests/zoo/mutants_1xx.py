@@ -1,4 +1,4 @@
-"""Losses whose expected gradient is another one than that of KL(π‖ref)."""
+"""Losses whose expected gradient is not that of KL(π‖ref)."""
 
 import torch
 from zoo.table import Mutant

@@ -71,7 +71,7 @@ def nucleus_of_the_policy(logits, ref_logits):
 
 
 def head_of_thirty_two(logits, ref_logits):
-    """Complete in worlds with few actions, and wrong with more."""
+    """Complete in environments with few actions, and wrong with more."""
     top = logits.topk(min(32, logits.shape[-1]), dim=-1)
     return (top.values.exp() * (top.values - ref_logits.gather(-1, top.indices))).sum(-1)
 

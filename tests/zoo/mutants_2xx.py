@@ -1,4 +1,4 @@
-"""Losses that leave out what a token does to later ones, or divide by lengths, in the styles of RL libraries."""
+"""Losses that ignore the effect of a token on later ones, or divide by lengths, in the styles of RL libraries."""
 
 import torch
 import torch.nn.functional as F

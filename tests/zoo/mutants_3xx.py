@@ -1,4 +1,4 @@
-"""Losses that take rollouts of another policy for the policy's own, or correct for it in the wrong way."""
+"""Losses that use rollouts of another policy as the policy's own, or correct for it in the wrong way."""
 
 import torch
 from zoo.table import Mutant
@@ -28,7 +28,7 @@ def ppo_with_a_bare_penalty(logp, old_logp, advantage, ref_logp, mask, beta):
     return policy_loss + beta * 0.5 * sequence_log_ratio(logp, ref_logp, mask).pow(2)
 
 
-# KL302: the ratio's own derivative is cut where it is needed.
+# KL302: the ratio's own derivative is cut although it is needed.
 
 
 def k3_with_a_stopped_sequence_ratio(logp, ref_logp, old_logp, mask):

@@ -1,4 +1,4 @@
-"""Wrong losses beside those of `clean_sceptic.py`: the same thoughts with something gone astray."""
+"""Wrong losses beside those of `clean_sceptic.py`: the same ideas with a mistake."""
 
 import torch
 import torch.nn.functional as F

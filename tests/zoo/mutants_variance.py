@@ -1,4 +1,4 @@
-"""Losses that are right and noisy: they are confirmed, and warned of."""
+"""Losses that are right and noisy: they are confirmed, with a warning."""
 
 import torch
 from zoo.clean_values import live

@@ -54,9 +54,8 @@ def examine(findings: Findings) -> Found | None:
         if not any(part.any() for part in received.values()):
             continue
         size = max(float(part.abs().max()) for part in received.values())
-        leak = (
-            f"{' and '.join(prefix + name for name in received)} would receive a gradient of up to {size:.3g} per token"
-        )
+        fields = " and ".join(prefix + name for name in received)
+        leak = f"{fields} would receive a gradient of up to {size:.3g} per token"
         if findings.blocked:
             return Found(f"No gradient reaches the policy, and {leak}, if {whose} could be trained.")
         for row in _wrong_rows(findings):
