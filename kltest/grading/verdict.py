@@ -87,7 +87,7 @@ def _tells(check: Check, row: Row, findings: Findings) -> str:
 def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
     if rows:
         words = "; ".join(f"{row.where}: {_tells(check, row, findings)}" for row in rows)
-        return CheckResult(check.code, check.name, "fail", f"{check.title}. Found {words}. {check.why}", check.remedy)
+        return CheckResult(check.code, check.name, "fail", f"{check.title}. Found {words}.", check.remedy)
     if reason := check.moot(findings):
         return CheckResult(check.code, check.name, "skip", reason)
     found = _examined(check, findings)
@@ -95,7 +95,7 @@ def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
         return CheckResult(check.code, check.name, "pass")
     if found.status != "fail":
         return CheckResult(check.code, check.name, found.status, found.message)
-    return CheckResult(check.code, check.name, "fail", f"{check.title}. {found.message} {check.why}", check.remedy)
+    return CheckResult(check.code, check.name, "fail", f"{check.title}. {found.message}", check.remedy)
 
 
 def _examined(check: Check, findings: Findings) -> Found | None:
