@@ -95,29 +95,29 @@ def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
     single = findings.measure.alone("bandit", "current") if _sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
         return None
-    seen = head(findings)
+    found = head(findings)
     actions = instances(row.environment, findings.seed)[0].environment.vocabulary
-    return seen if seen and seen.drawn == drawn and seen.leaves_out(actions) else None
+    return found if found and found.drawn == drawn and found.leaves_out(actions) else None
 
 
 def beyond_the_usual_environments(findings: Findings, *, drawn: bool) -> Found | None:
     """Report a head that leaves out nothing in small environments and changes the gradient in a large enough one."""
-    seen = head(findings)
+    found = head(findings)
     small = findings.measure.alone("bandit", "current")
-    if seen is None or seen.drawn != drawn or small is None or small.identified is None:
+    if found is None or found.drawn != drawn or small is None or small.identified is None:
         return None
     followed = findings.expect if small.agrees else small.identified
-    largest = max(seen.sizes)
+    largest = max(found.sizes)
     actions = largest + max(8, largest // 4)
     instance = Instance.draw(bandit(actions), findings.seed)
     target = combine(followed, instance)
-    found = exact(findings.loss, instance, padding=findings.seed).gradient
+    gradient = exact(findings.loss, instance, padding=findings.seed).gradient
     unit = max(float(np.linalg.norm(combine(part, instance))) for part in (followed, {"reverse_kl": 1.0}))
-    bias = float(np.linalg.norm(found - target)) / unit
+    bias = float(np.linalg.norm(gradient - target)) / unit
     if bias <= BIASED:
         return None
     return Found(
-        f"With a few actions the gradient is {render(followed)}; it distinguishes only {seen.words}, and "
+        f"With a few actions the gradient is {render(followed)}; it distinguishes only {found.words}, and "
         f"with {actions} actions it is off by {bias:.2g} of that."
     )
 
@@ -132,22 +132,23 @@ def _head(findings: Findings) -> Head | None:
         return None
     for actions in SIZES:
         try:
-            seen = _in_instances_of(actions, findings)
+            found = _common_head(actions, findings)
         except KltestError:  # a loss that cannot be called so proves nothing
             continue
-        if seen is not None:
-            return seen
+        if found is not None:
+            return found
     return None
 
 
-def _in_instances_of(actions: int, findings: Findings) -> Head | None:
-    seen: dict[tuple[str, bool], list[Head]] = {}
+def _common_head(actions: int, findings: Findings) -> Head | None:
+    """Return the head that shows in most instances of a bandit; the smallest of several."""
+    found: dict[tuple[str, bool], list[Head]] = {}
     for number, instance in enumerate(_draw(actions, findings.seed), start=1):
         for one in _heads(findings.loss, instance, findings.seed):
-            seen.setdefault((one.by, one.drawn), []).append(one)
-        if number == SOME and not seen:
+            found.setdefault((one.by, one.drawn), []).append(one)
+        if number == SOME and not found:
             return None
-    often = [heads for heads in seen.values() if len(heads) >= SOME]
+    often = [heads for heads in found.values() if len(heads) >= SOME]
     if not often:
         return None
     best = min(often, key=lambda heads: (-len(heads), sum(one.sizes[0] for one in heads)))
@@ -162,22 +163,18 @@ def _draw(actions: int, seed: int) -> tuple[Instance, ...]:
 
 def _heads(loss: Loss, instance: Instance, padding: int) -> list[Head]:
     """Heads under each of the three policies that would account for what the loss sees in one instance."""
-    seen = []
+    heads = []
     for by, table in (("policy", instance.policy), ("reference", instance.reference), ("sampler", instance.sampler)):
         probe = _SingleRollouts(loss, instance, np.argsort(-table[0], kind="stable"), padding)
-        fields = [
-            field for field in FIELDS if field in probe.read and (by == "sampler") <= ("old_logits" in probe.read)
-        ]
-        found = next((one for field in fields if (one := probe.head(field))), None) or (
-            fields and probe.tail_is_silent()
-        )
+        fields = [field for field in FIELDS if field in probe.read]
+        if not fields or (by == "sampler" and "old_logits" not in fields):
+            continue
+        found = next(filter(None, map(probe.head, fields)), None) or probe.tail_is_silent()
         if found:
             size, drawn = found
-            held = np.exp(table[0][probe.order]).cumsum()
-            seen.append(
-                Head(by, (size,), ((float(held[size - 2]) if size > 1 else 0.0, float(held[size - 1])),), drawn)
-            )
-    return seen
+            held = [0.0, *np.exp(table[0][probe.order]).cumsum().tolist()]
+            heads.append(Head(by, (size,), ((held[size - 1], held[size]),), drawn))
+    return heads
 
 
 class _SingleRollouts:

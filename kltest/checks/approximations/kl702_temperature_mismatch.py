@@ -68,7 +68,7 @@ class Tempered:
     def words(self) -> str:
         if self.side is None or self.behind is None:
             return (
-                f"the gradient vanishes where the reference is the policy at a temperature of {self.temperature:.4g} "
+                f"the gradient vanishes if the reference is the policy at a temperature of {self.temperature:.4g} "
                 "instead of the policy itself"
             )
         return (

@@ -52,8 +52,8 @@ def examine(findings: Findings) -> Found | None:
         growth, parts = (", ".join(f"{factor:.2g}" for factor in numbers) for numbers in (tail.growth, tail.parts))
         sentences.append(
             f"With {tail.direction.words} the gradient of a rollout grows like e^({tail.rate:.2g}·|log-ratio|): to "
-            f"{growth} times its size when that of its last token is {distances} further out, and what it contributes "
-            f"to E‖ĝ‖², the chance of drawing it included, to {parts} times."
+            f"{growth} times its size when the log-ratio of its last token is {distances} further out, and its "
+            f"contribution to E‖ĝ‖², its probability included, to {parts} times."
         )
     return Found(" ".join(sentences))
 
