@@ -52,18 +52,6 @@ def test_a_right_metric_is_left_alone(row):
     }
 
 
-@pytest.mark.parametrize("code", FAMILY)
-def test_the_losses_of_the_words(code):
-    check = CHECKS[code]
-    # What is not a KL is KL601, whatever else is known of it.
-    found = codes(grade(check.wrong, **check.options))
-    assert code in found
-    assert found <= {code, "KL601"}
-    fixed = grade(check.fixed, **check.options)
-    assert fixed.verdict == "confirmed"
-    assert codes(fixed) == set()
-
-
 # ------------------------------------------------------------------------------------------- the numbers of the words
 
 P, Q = (0.8, 0.2), (0.5, 0.5)
