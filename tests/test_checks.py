@@ -125,7 +125,7 @@ def test_a_check_is_a_module_and_words_beside_it():
         module = importlib.import_module(check.module)
         assert module.__doc__ is not None
         assert module.__doc__.startswith(f"{check.code}: ")
-        assert hasattr(module, "demonstrate")
+        assert hasattr(module, "demonstrate") != bool(check.demonstration)
         assert hasattr(module, "explains") or hasattr(module, "examine")
     assert len({check.name for check in CHECKS.values()}) == len(CHECKS)
 

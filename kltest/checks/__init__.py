@@ -33,6 +33,7 @@ def _check(family: str, code: str, words: dict[str, Any]) -> Check:
         wrong_name=words["wrong"],
         fixed_name=words["fixed"],
         options=words.get("options", {}),
+        demonstration=words.get("demonstration", {}),
     )
 
 

@@ -10,9 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kltest.counterexample.demonstration import Demonstration, of_gradients
+from kltest.counterexample.environment import SmallEnvironment
+
 if TYPE_CHECKING:
-    from kltest.counterexample.demonstration import Demonstration
     from kltest.identify.findings import Findings, Row
+
+LOSSES = "kltest.checks.losses"
+# Entries of a demonstration that are not the environment's.
+BATCH = frozenset({"batch", "grouped"})
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,11 @@ class Check:
     family's words.toml and are read without torch; `module`, the dotted name of the check's module, is imported when
     one of its functions is first needed. That module defines
 
-    - the loss that falls into the pitfall (`wrong`) and the same loss put right (`fixed`), graded with `options`.
-      Their source is shown to people, so it is written as a library would write it;
-    - `demonstrate()`: exact numbers of the pitfall in the smallest environment that shows it, the numbers of `example`
-      among them;
+    - the loss that falls into the pitfall (`wrong`) and the same loss put right (`fixed`, or one of
+      kltest.checks.losses), graded with `options`. Their source is shown to people, so it is written as a library would
+      write it;
+    - optionally `demonstrate()`: exact numbers of the pitfall, the numbers of `example` among them. Without it they are
+      the gradients of the two losses in the environment `demonstration`, in batches of `batch` rollouts;
     - `explains(row, findings)`: True if this pitfall accounts for the disagreement of that row, and optionally
       `tells(row, findings)`: a few words on how, if the identified gradient does not say it;
     - or `examine(findings)`: an experiment of its own and its result, None if nothing is wrong. A KltestError makes
@@ -54,16 +61,17 @@ class Check:
     wrong_name: str = field(repr=False)
     fixed_name: str = field(repr=False)
     options: Mapping[str, Any] = field(default_factory=dict)
+    demonstration: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def wrong(self) -> Callable[..., Any]:
         """The loss that falls into the pitfall."""
-        return self._defined(self.wrong_name)
+        return self._loss(self.wrong_name)
 
     @property
     def fixed(self) -> Callable[..., Any]:
         """The corrected loss."""
-        return self._defined(self.fixed_name)
+        return self._loss(self.fixed_name)
 
     @property
     def wrong_code(self) -> str:
@@ -87,7 +95,16 @@ class Check:
 
     def demonstrate(self) -> Demonstration:
         """Run the pitfall in the smallest environment that shows it."""
-        return self._defined("demonstrate")()
+        if own := self._defined("demonstrate"):
+            return own()
+        return of_gradients(
+            SmallEnvironment(**{key: part for key, part in self.demonstration.items() if key not in BATCH}),
+            {"as written": self.wrong, "fixed": self.fixed},
+            declared=self.options.get("expect", "reverse_kl"),
+            sampler="stale" if "sampler" in self.demonstration else "current",
+            call=lambda name: {key: part for key, part in self.options.items() if key == "placement"},
+            **{key: part for key, part in self.demonstration.items() if key in BATCH},
+        )
 
     def explains(self, row: Row, findings: Findings) -> bool:
         """Return True if the pitfall accounts for the disagreement of a row."""
@@ -109,12 +126,15 @@ class Check:
         moot = self._defined("moot")
         return moot(findings) if moot else None
 
+    def _loss(self, name: str) -> Callable[..., Any]:
+        return self._defined(name) or getattr(import_module(LOSSES), name)
+
     def _defined(self, name: str) -> Any:
         return getattr(import_module(self.module), name, None)
 
 
 def source(module: str, name: str) -> str:
-    """Source of a function of a module, or of one that it imports by name, read without importing the module."""
+    """Source of a function that a module defines, imports by name or shares (LOSSES), read without importing it."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
@@ -124,4 +144,6 @@ def source(module: str, name: str) -> str:
             return ast.get_source_segment(text, node) or ""
         if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
             return source(node.module, name)
-    raise LookupError(f"{module} defines no function {name!r}")
+    if module == LOSSES:
+        raise LookupError(f"no function is called {name!r}")
+    return source(LOSSES, name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kltest.checks.approximations.heads import accounts_for, beyond_the_usual_environments
 from kltest.checks.check import Found
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -30,10 +28,3 @@ def over_the_head(logits, ref_logits):
 
 def over_all(logits, ref_logits):
     return (logits.exp() * (logits - ref_logits)).sum(-1)
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.5, 0.3, 0.2)], reference=[(0.3, 0.3, 0.4)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": over_the_head, "fixed": over_all})

@@ -18,8 +18,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
@@ -270,10 +268,3 @@ def at_a_temperature(logits, ref_logits):
 
 def as_drawn(logits, ref_logits):
     return (logits.exp() * (logits - ref_logits)).sum(-1)
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": at_a_temperature, "fixed": as_drawn})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kltest.checks.approximations.heads import accounts_for, beyond_the_usual_environments
 from kltest.checks.check import Found
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -32,10 +30,3 @@ def under_the_truncated_policy(logits, ref_logp, tokens):
 def under_the_whole_policy(logits, ref_logp, tokens):
     logp = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return (logp - ref_logp).square() / 2
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.5, 0.3, 0.2)], reference=[(0.3, 0.3, 0.4)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": under_the_truncated_policy, "fixed": under_the_whole_policy})

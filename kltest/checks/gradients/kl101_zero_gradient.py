@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -18,10 +15,3 @@ def moot(findings: Findings) -> str | None:
 
 def k1_as_loss(logp, ref_logp):
     return logp - ref_logp
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": k1_as_loss, "fixed": squared_sum})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row, without_sampler
 
 FORWARD = frozenset({"forward_kl", "local_forward_kl"})
@@ -22,10 +19,3 @@ def moot(findings: Findings) -> str | None:
 
 def k3_as_loss(logp, ref_logp):
     return (ref_logp - logp).exp() - 1 + (logp - ref_logp)
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": k3_as_loss, "fixed": squared_sum})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from kltest.checks.losses import k1_as_reward
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 # The derivative of no estimator of the KL contains these.
@@ -23,12 +20,3 @@ def moot(findings: Findings) -> str | None:
 
 def k3_as_reward(logp, ref_logp):
     return (ref_logp - logp).exp() - 1 + (logp - ref_logp)
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(
-        ENVIRONMENT, {"as written": k3_as_reward, "fixed": k1_as_reward}, call=lambda name: {"placement": "reward"}
-    )

@@ -5,9 +5,6 @@ from __future__ import annotations
 from kltest.checks.check import Found
 from kltest.checks.far_apart import differs_much
 from kltest.checks.hygiene.kl504_dead_zone import dead_zones
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -28,10 +25,3 @@ def examine(findings: Findings) -> Found | None:
 
 def absolute(logp, ref_logp):
     return (logp - ref_logp).abs()
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": absolute, "fixed": squared_sum})

@@ -5,9 +5,6 @@ from __future__ import annotations
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
 from kltest.truth import render
 
@@ -39,10 +36,3 @@ def tells(row: Row, findings: Findings) -> str:
 def without_the_half(logp, ref_logp, mask):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
     return log_ratio.square()
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": without_the_half, "fixed": squared_sum})

@@ -6,8 +6,6 @@ import numpy as np
 
 from kltest.checks.check import Found
 from kltest.checks.group_fixture import GroupFixture, group_fixture, limit, norm, sees_rewards
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row
@@ -111,10 +109,3 @@ def masked_where_tied(logp, ref_logp, mask, rewards, group):
 def kept_where_tied(logp, ref_logp, mask, rewards, group):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
     return log_ratio.square() / 2
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 0.0)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": masked_where_tied, "fixed": kept_where_tied}, batch=2, grouped=True)

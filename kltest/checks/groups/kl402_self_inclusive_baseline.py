@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Combination, Findings, Row, local_form, without_sampler
 
 
@@ -49,10 +47,3 @@ def without_self(logp, ref_logp, mask):
     score = logp.where(mask != 0, 0.0).sum(-1)
     others = (cost.sum() - cost) / (len(cost) - 1)
     return ((cost - others) * score).mean()
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": with_self, "fixed": without_self}, batch=4)

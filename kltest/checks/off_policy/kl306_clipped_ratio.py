@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from kltest.checks.losses import squared_sum_with_ratio
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -22,10 +19,3 @@ def clipped(logp, ref_logp, old_logp, mask):
     ratio = (logp - old_logp).where(mask != 0, 0.0).sum(-1).exp().clamp(0.8, 1.2)
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
     return ratio.detach() * log_ratio.square() / 2
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], sampler=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": clipped, "fixed": squared_sum_with_ratio}, sampler="stale")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
 
 
@@ -24,14 +21,3 @@ def moot(findings: Findings) -> str | None:
 
 def token_by_token(logp, ref_logp):
     return (logp - ref_logp).square() / 2
-
-
-ENVIRONMENT = SmallEnvironment(
-    policy=[(0.5, 0.5), (0.8, 0.2), (0.5, 0.5)],
-    reference=[(0.5, 0.5)] * 3,
-    length=2,
-)
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": token_by_token, "fixed": squared_sum})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -22,10 +19,3 @@ def at_the_end(logp, ref_logp, mask):
     left = mask.flip(-1).cumsum(-1).flip(-1)
     last = (mask != 0) & (left == 1)
     return (logp - ref_logp).where(last, 0.0).square() / 2
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": at_the_end, "fixed": squared_sum})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
 
 
@@ -36,10 +33,3 @@ def moot(findings: Findings) -> str | None:
 def per_token(logp, ref_logp, mask):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
     return log_ratio.square() / 2 / mask.sum(-1)
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": per_token, "fixed": squared_sum})

@@ -11,8 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve
@@ -143,14 +141,3 @@ def undiscounted(logp, ref_logp, mask):
     for step in reversed(range(to_go.shape[1] - 1)):
         to_go[:, step] += to_go[:, step + 1]
     return (logp * to_go).where(mask != 0, 0.0)
-
-
-ENVIRONMENT = SmallEnvironment(
-    policy=[(0.5, 0.5), (0.8, 0.2), (0.5, 0.5)],
-    reference=[(0.5, 0.5)] * 3,
-    length=2,
-)
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": discounted, "fixed": undiscounted})
