@@ -12,8 +12,6 @@ from typing import Any
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.report import align, format_cell
 
-SmallWorld = SmallEnvironment
-
 
 @dataclass(frozen=True)
 class Demonstration:
