@@ -18,7 +18,7 @@ def explains(row: Row, findings: Findings) -> bool:
 
 
 def tells(row: Row, findings: Findings) -> str:
-    """How the factor depends on the batch size, if it does; told once, in the first environment."""
+    """Dependence of the factor on the batch size, if there is any; reported once, in the first environment."""
     if (
         row.batch == 1
         or row.environment != findings.environments[0]
