@@ -22,11 +22,11 @@ from kltest.counterexample.sources import FROM_FILE, FUTURE, NoSourceError, Sour
 from kltest.environments import Instance
 from kltest.identify.findings import Combination
 from kltest.loss.arguments import Stub, field_asked, given_to
-from kltest.loss.callables import eagerly
 from kltest.loss.calling import BoundLoss, Recipe
 from kltest.loss.filling import FieldOf, Filling
 from kltest.loss.global_state import preserved
 from kltest.loss.jax.bridge import JaxLoss
+from kltest.loss.modes import eagerly
 from kltest.report import CounterExample
 
 ROWS = "ijklmn"

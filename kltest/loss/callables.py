@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -121,10 +119,3 @@ def kind_of(thing: Any) -> str:
     """The type of a thing with its article: a dict, an int."""
     kind = type(thing).__name__
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-
-
-def eagerly() -> AbstractContextManager[None]:
-    """Compiled functions run as they are written, where torch can be told so: compiling tiny batches takes minutes."""
-    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()

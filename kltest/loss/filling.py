@@ -1,10 +1,11 @@
-"""What each parameter of a loss is filled with: a field of its name, an argument, or a stand-in object."""
+"""Filling the parameters of a loss: with a field of the same name, an argument, or a stand-in object."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from kltest.rollout import FIELDS, field_named
 
 @dataclass(frozen=True)
 class FieldOf:
-    """What fills a parameter: a field of the rollout; `listed`, as a list of one tensor a rollout."""
+    """A field of the rollout that fills a parameter; `listed`: as a list of one tensor a rollout."""
 
     name: str
     listed: bool = False
@@ -28,14 +29,35 @@ Filling = FieldOf | Stub | Any
 _LIST_OF_TENSORS = re.compile(r"\b(?:list|List|Sequence|Iterable|tuple|Tuple)\[[^\]]*Tensor\b")
 
 
-def value_of(filling: Filling, view: RolloutView) -> Any:
+def arguments(
+    parameters: list[inspect.Parameter], fillings: Mapping[str, Filling], receiver: Stub | None, view: RolloutView
+) -> tuple[list[Any], dict[str, Any], list[Any]]:
+    """Return the positional and the named arguments of one call, and the objects among them that may keep metrics."""
+    values = {key: _value_of(filling, view) for key, filling in fillings.items()}
+    holders = [values[key] for key, filling in fillings.items() if isinstance(filling, Stub | Mapping)]
+    positional: list[Any] = []
+    if receiver is not None:
+        positional.append(receiver.at(view))
+        holders.append(positional[0])
+    named = dict(values)
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            # One that keeps its default is passed all the same, since a filled one may follow it.
+            positional.append(named.pop(parameter.name, parameter.default))
+    return positional, named, holders
+
+
+def _value_of(filling: Filling, view: RolloutView) -> Any:
     if isinstance(filling, FieldOf):
         return view.listed(filling.name) if filling.listed else getattr(view, filling.name)
     return filling.at(view) if isinstance(filling, Stub) else filling
 
 
 def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str, Filling]:
-    """What fills each parameter; those that keep their default are left out."""
+    """Return the filling of each parameter; those that keep their default are left out.
+
+    Raises UsageError if nothing fills a parameter, or if no parameter takes an argument.
+    """
     plain, dotted = split_dotted(call.arguments)
     fillings: dict[str, Filling] = {}
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -70,7 +92,7 @@ def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str
 
 
 def wants_lists(annotation: Any) -> bool:
-    """Whether a parameter's annotation, evaluated or not, asks for a list of tensors and for nothing else."""
+    """Return True if an annotation, evaluated or not, asks for a list of tensors and for nothing else."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     left, found = _LIST_OF_TENSORS.subn("", text)
     return found > 0 and "Tensor" not in left
@@ -106,7 +128,7 @@ def _shown(parameters: list[inspect.Parameter]) -> str:
 
 
 def fixed_beta(fillings: dict[str, Filling], call: Call) -> float | None:
-    """The β that was asked for; a number given for the parameter that β fills is one, and β fills it then."""
+    """Return the β that was asked for: by option, or as a number for the parameter that β fills."""
     asked = call.beta
     for key, filling in fillings.items():
         if field_named(key) == "beta" and isinstance(filling, int | float) and not isinstance(filling, bool):

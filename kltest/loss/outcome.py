@@ -50,8 +50,8 @@ class Loss(Protocol):
 
     `takes` names the rollout fields that it is given, `fields` says which parameter each one fills ("rollout" means
     that it may read any; `rollout.accessed` then tells). `settings` are the arguments that are not fields. `notes` are
-    sentences for the report, complete after the first call. `writes` says what became of the fields that it was seen
-    writing into, `mutated` are their names; `made_trainable` the constants whose gradient it switched on.
+    sentences for the report, complete after the first call. `writes` says what became of the fields that it wrote
+    into; `made_trainable` the constants whose gradient it switched on.
     `takes_beta`: it is called at β and at 0, and its objective is the difference over β. `costly`: it says of itself
     that a call takes milliseconds. `spec` describes a registered estimator.
     """
@@ -68,9 +68,6 @@ class Loss(Protocol):
     writes: dict[str, str]
     made_trainable: set[str]
     spec: Spec | None
-
-    @property
-    def mutated(self) -> set[str]: ...
 
     def __call__(self, rollout: Rollout) -> Outcome: ...
 

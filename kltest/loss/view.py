@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
-from kltest.loss.memory import memory
 from kltest.loss.tracked import SMALL, TrackedTensor
 from kltest.rollout import FIELDS, Rollout
 
 _ABOUT_TYPES = ("dtype", "float", "double", "scalar type")
 ROW_FIELDS = frozenset({"reward", "advantage"})
 """Fields of one number a rollout, which many trainers repeat for every token."""
-
-
-_BY_INDEX = frozenset(
-    {Tensor.__getitem__, Tensor.__setitem__, Tensor.index_select, torch.index_select, Tensor.take, torch.take}
-)
 
 
 @dataclass(frozen=True)
@@ -33,13 +24,13 @@ class InputForm:
     `per_token`: rewards are (B, T). `lists`: every field of tokens is a list, one tensor of live tokens a rollout.
     """
 
-    mask: torch.dtype
+    mask: torch.dtype = torch.float64
     floats: torch.dtype = torch.float64
     per_token: bool = False
     lists: bool = False
 
-    def may_mend(self, error: BaseException, accessed: Set[str]) -> bool:
-        """Whether trying this kind makes sense after a loss that had read these fields of another one failed so."""
+    def may_fix(self, error: BaseException, accessed: Set[str]) -> bool:
+        """Return True if this form may help a loss that read the fields `accessed` of another one and raised this."""
         if self.floats == torch.float32 and not any(word in str(error).lower() for word in _ABOUT_TYPES):
             return False
         if self.per_token and not accessed & ROW_FIELDS:
@@ -49,7 +40,7 @@ class InputForm:
         return "mask" in accessed or self.mask.is_floating_point
 
     def unlike(self, other: InputForm) -> str:
-        """In what this kind differs from another one."""
+        """Return in words how this form differs from another one."""
         parts = {
             "floats": f"{str(self.floats).removeprefix('torch.')} fields",
             "per_token": f"rewards and advantages of shape {'(B, T)' if self.per_token else '(B,)'}",
@@ -59,19 +50,19 @@ class InputForm:
         return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
 
 
-INPUT_FORMS = tuple(
-    InputForm(mask or floats, floats, per_token, lists)
-    for per_token, lists in ((False, False), (True, False), (False, True))
-    for floats in (torch.float64, torch.float32)
-    for mask in (None, torch.bool, torch.int64)
+INPUT_FORMS = (
+    *(InputForm(mask) for mask in (torch.float64, torch.bool, torch.int64)),
+    *(InputForm(mask, torch.float32) for mask in (torch.float32, torch.bool, torch.int64)),
+    *(InputForm(mask, per_token=True) for mask in (torch.float64, torch.bool, torch.int64)),
+    InputForm(lists=True),
 )
 """In the order in which they are tried: what says less about the loss, and costs it fewer digits, first."""
 
 
 class RolloutView(Rollout):
-    """The view of `base` that one call of a loss gets, at a given β.
+    """View of `base` for one call of a loss, at a given β.
 
-    What it gives are copies; those of the leaves of `base` are computed from them, as a trainer's log-probs are from
+    Fields are copies; those of the leaves of `base` are computed from them, as a trainer's log-probs are from
     its weights, so that writing into them is as legal here as it is there.
     """
 
@@ -79,7 +70,7 @@ class RolloutView(Rollout):
         super().__init__({}, beta=beta)
         self._builders = base._builders
         self._base, self._form, self._always_copy = base, form, always_copy
-        self._given: dict[str, TrackedTensor] = {}
+        self._fields: dict[str, TrackedTensor] = {}
         self._lists: dict[str, TrackedTensor] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -90,13 +81,13 @@ class RolloutView(Rollout):
     def peek(self, name: str) -> Any:
         if name in ("beta", "rollout"):
             return self._built[name]
-        if name not in self._given:
+        if name not in self._fields:
             original = self._base.peek(name)
-            self._given[name] = TrackedTensor.as_tensor(self._hand(name, original), original)
-        return self._given[name].tensor
+            self._fields[name] = TrackedTensor.as_tensor(self._converted(name, original), original)
+        return self._fields[name].tensor
 
     def listed(self, name: str) -> Any:
-        """A field as a list of one tensor of live tokens a rollout, all of them parts of one stored tensor."""
+        """Return a field as a list of one tensor of live tokens a rollout, all of them parts of one stored tensor."""
         self.accessed.add(name)
         if name in ("beta", "rollout"):
             return self.peek(name)
@@ -112,22 +103,22 @@ class RolloutView(Rollout):
         return self._base.built(name)
 
     def writes(self) -> dict[str, str]:
-        """The fields that were written into since they were handed over, and what became of them."""
-        return {name: change for name, given in self._handed() if (change := given.change())}
+        """Return the fields that the loss wrote into, with the change in words."""
+        return {name: change for name, field in self._tracked() if (change := field.change())}
 
     def made_trainable(self) -> set[str]:
-        """The constants whose gradient was switched on, or that were left with one."""
-        return {name for name, given in self._handed() if given.made_trainable}
+        """Return the constants whose gradient the loss switched on, or that it left with one."""
+        return {name for name, field in self._tracked() if field.made_trainable}
 
     def shared(self, name: str) -> bool:
-        """Whether a write into this field has reached `base`."""
-        return self._given[name].shared
+        """Return True if a write into this field has reached `base`."""
+        return self._fields[name].shared
 
-    def _handed(self) -> Iterator[tuple[str, TrackedTensor]]:
-        yield from self._given.items()
+    def _tracked(self) -> Iterator[tuple[str, TrackedTensor]]:
+        yield from self._fields.items()
         yield from self._lists.items()
 
-    def _hand(self, name: str, original: Tensor) -> Tensor:
+    def _converted(self, name: str, original: Tensor) -> Tensor:
         given = original
         if name in ROW_FIELDS and self._form.per_token:
             given = original[:, None].repeat(1, self._base.peek("mask").shape[1]).to(self._form.floats)
@@ -139,16 +130,16 @@ class RolloutView(Rollout):
         return given.clone() if copied else given
 
 
-def tells_rows_from_tokens(rollout: Rollout) -> bool:
-    """Whether B and T differ and neither is 1, so that a (B,) field cannot pass where (B, T) is wanted."""
+def unambiguous(rollout: Rollout) -> bool:
+    """Return True if B and T differ and neither is 1, so that a (B,) field cannot pass for a (B, T) one."""
     rows, tokens = rollout.peek("mask").shape
     return 1 < rows != tokens > 1
 
 
-def telling_rows_from_tokens(rollout: Rollout) -> Rollout:
-    """A copy with fresh leaves that does: a single row is repeated, and padding is added as far as needed."""
+def made_unambiguous(rollout: Rollout) -> Rollout:
+    """Return an unambiguous copy with fresh leaves: a single row is repeated, and padded columns are added."""
     rows = rollout.take([0, 0] if len(rollout) == 1 else range(len(rollout)))
-    while not tells_rows_from_tokens(rows):
+    while not unambiguous(rows):
         rows = Rollout({name: _padded(rows, name) for name in rows}, beta=rows.peek("beta"))
     return rows
 
@@ -164,26 +155,3 @@ def _padded(rollout: Rollout, name: str) -> Callable[[], Tensor]:
         return torch.cat([field, torch.zeros_like(last) if name == "mask" else last], dim=1)
 
     return build
-
-
-@contextmanager
-def no_integer_mask_as_index(mask: Tensor | None) -> Iterator[None]:
-    """Make indexing by an integer mask, or a part of it, raise: it would gather 0 and 1 where a boolean one selects."""
-    if mask is None or mask.dtype != torch.int64:
-        yield
-        return
-
-    its_own = memory(mask)._cdata
-
-    class Guard(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            kwargs = kwargs or {}
-            if func in _BY_INDEX:
-                index = (args[1:2] if func is Tensor.__setitem__ else args[1:], kwargs.get("index"))
-                for item in tree_iter(index):
-                    if isinstance(item, Tensor) and memory(item)._cdata == its_own:
-                        raise IndexError("the integer mask is used as an index")
-            return func(*args, **kwargs)
-
-    with Guard():
-        yield
