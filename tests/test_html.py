@@ -30,10 +30,10 @@ HOSTILE = "</pre></svg><script>alert(1)</script>\x1b\u202e&\"'<img src=x onerror
 
 
 def example(length=1, actions=2, ends=False, moved=False, batch=1) -> CounterExample:
-    """A world in which nothing is equal, with the numbers of a loss that is wrong everywhere."""
-    world = unrelated(Shape(length, actions, ends, moved, batch), 0, rewarded=False)
+    """An environment in which nothing is equal, with the numbers of a loss that is wrong everywhere."""
+    environment = unrelated(Shape(length, actions, ends, moved, batch), 0, rewarded=False)
     sampler = "stale" if moved else "current"
-    answer = counter_example(bind(losses.k3_of_sequences), {"reverse_kl": 1.0}, world, sampler, batch, 0.0)
+    answer = counter_example(bind(losses.k3_of_sequences), {"reverse_kl": 1.0}, environment, sampler, batch, 0.0)
     assert answer is not None
     return answer[0]
 

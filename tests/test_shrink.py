@@ -1,4 +1,4 @@
-"""The smallest failing world: as small as known, its numbers those of plain torch, its program one that runs."""
+"""The smallest failing environment: as small as known, its numbers those of plain torch, its program one that runs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def reward(credit: str, placement: str = "reward") -> dict:
     return {"placement": placement, "credit": credit}
 
 
-# Loss, options, and the size of the smallest world that can show the failure, worked out by hand: (tokens, actions,
-# ragged, rollouts in a batch).
+# Loss, options, and the size of the smallest environment that can show the failure, worked out by hand: (tokens,
+# actions, ragged, rollouts in a batch).
 BANDIT, PAIR, RAGGED = (1, 2, False, 1), (2, 2, False, 1), (2, 2, True, 1)
 CASES = {
     "a value a token": (losses.k3_per_token, {}, BANDIT),
@@ -114,7 +114,7 @@ def printed(reports) -> dict:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_smallest_world_is_as_small_as_it_can_be(reports, name):
+def test_the_smallest_environment_is_as_small_as_it_can_be(reports, name):
     found = reports[name].smallest
     assert found is not None
     assert (found.length, found.actions, found.ends, found.batch) == CASES[name][2]
@@ -142,7 +142,7 @@ def test_the_program_is_ten_lines_or_hardly_more(reports, name):
     assert max(map(len, lines)) <= 140
 
 
-def test_the_textbook_world_comes_out():
+def test_the_textbook_example_comes_out():
     """k3 in the loss: two actions, π = (.8, .2), ref = (.5, .5); with respect to logits p(1 − p) times those to p."""
     (place,) = kltest.grade(losses.k3_per_token).smallest.contexts
     assert (place.policy, place.reference) == ([0.8, 0.2], [0.5, 0.5])
@@ -265,22 +265,22 @@ def test_simple_numbers_are_probabilities_that_can_be_copied(actions):
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize(("length", "actions"), [(1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (3, 3)])
-def test_worlds_to_begin_with_are_mild_and_nowhere_equal(length, actions, moved, ends):
+def test_environments_to_begin_with_are_mild_and_nowhere_equal(length, actions, moved, ends):
     shape = Shape(length, actions, ends and length > 1, moved, 1)
-    world = unrelated(shape, 0, rewarded=True)
-    instance = world.instance()
+    environment = unrelated(shape, 0, rewarded=True)
+    instance = environment.instance()
     paths = instance.paths
     assert len(paths) == shape.rollouts
-    assert len(world.policy) == shape.contexts == instance.environment.n_contexts
+    assert len(environment.policy) == shape.contexts == instance.environment.n_contexts
     assert np.abs(paths.along(instance.policy - instance.reference)).max() < MILD
     assert np.abs(paths.along(instance.policy - instance.sampler)).max() < MILD_RATIO
-    assert all(p != q for p, q in zip(world.policy, world.reference, strict=True))
+    assert all(p != q for p, q in zip(environment.policy, environment.reference, strict=True))
     if moved:
-        assert all(p != m for p, m in zip(world.policy, world.sampler, strict=True))
+        assert all(p != m for p, m in zip(environment.policy, environment.sampler, strict=True))
 
 
 @pytest.mark.parametrize("form", ["text", "markdown", "html", "json"])
-def test_what_people_read_shows_the_world_and_the_program(reports, form):
+def test_what_people_read_shows_the_environment_and_the_program(reports, form):
     report = reports["partial gradient"]
     rendered = html.unescape(render(form, [report]))
     if form == "json":
@@ -297,14 +297,14 @@ def test_what_people_read_shows_the_world_and_the_program(reports, form):
         assert any(line.strip() in shown for shown in lines), line
 
 
-def test_the_exception_shows_the_world(reports):
+def test_the_exception_shows_the_environment(reports):
     with pytest.raises(AssertionError, match="smallest environment in which it fails: 1 token of 2 actions") as caught:
         reports["a value a token"].raise_for_failure()
     assert re.search(r"root +0 +0\.8 +0\.5 +0\.221807 +0\.300000", str(caught.value))
 
 
 def test_a_loss_that_draws_random_numbers_is_not_shrunk():
-    """Two calls differ, so that no world has one gradient to be shown."""
+    """Two calls differ, so that no environment has one gradient to show."""
 
     def bad(logp, ref_logp):
         return (logp - ref_logp) * (1 + torch.rand(()))
@@ -318,10 +318,10 @@ def test_a_loss_that_draws_random_numbers_is_not_shrunk():
 @pytest.mark.parametrize("name", ATLAS)
 def test_every_named_gradient_can_be_declared_in_a_program(name, ends):
     """The line for each is plain torch; the program is given only where it prints what the truth says."""
-    world = unrelated(Shape(2, 2, ends, True, 1), 0, rewarded=True)
+    environment = unrelated(Shape(2, 2, ends, True, 1), 0, rewarded=True)
     declared = {name: 0.5, **({} if name == "reverse_kl" else {"reverse_kl": 1.0})}
     loss = bind(losses.square_root)
-    answer = counter_example(loss, declared, world, "stale", 1, 0.0)
+    answer = counter_example(loss, declared, environment, "stale", 1, 0.0)
     assert answer is not None
     assert with_program(loss, declared, answer[0], answer[1]).code
 

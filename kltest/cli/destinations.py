@@ -1,7 +1,7 @@
-"""Where reports go: `FORMAT[:PATH]`, found to be writable before the work and written after it.
+"""Destinations of reports, `FORMAT[:PATH]`: tried before the work, written after it.
 
-GitHub Actions keeps the summary of a step in a file that other commands of the step write to as well (its path is in
-the environment): that one is added to, and the format `github` writes its summary there without being asked.
+GitHub Actions keeps the summary of a step in a file (its path is in GITHUB_STEP_SUMMARY) to which other commands of the
+step write as well. Reports are appended to it, and the format `github` writes a summary there by itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kltest.report import Report
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 WORDS = ("text", "markdown")
-"""The formats that show what a loss said, line by line, as it said it."""
+"""Formats that show the words of a loss, such as an error message, line by line."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A format, and the file it is written to (None: standard output), or added to."""
+    """A format and its file (None: standard output); `adds` if the file is appended to."""
 
     form: str
     path: Path | None = None
@@ -34,7 +34,11 @@ class Destination:
 
 
 def destinations(texts: Iterable[str]) -> list[Destination]:
-    """Parsed and tried out; UsageError for an unknown format or a path that cannot be written."""
+    """Return the destinations that `--output` names, found to be writable.
+
+    Raises:
+        UsageError: If a format is unknown or a path cannot be written.
+    """
     found: list[Destination] = []
     texts = list(texts)
     summary = os.environ.get(SUMMARY, "")
@@ -57,9 +61,10 @@ def destinations(texts: Iterable[str]) -> list[Destination]:
 
 
 def write(reports: Sequence[Report], where: Iterable[Destination], changes: Changes | None = None) -> None:
-    """Write all that can be written; KltestError, once the rest is done, for what can not.
+    """Write the reports, and the changes after them in the formats that show them, else on standard error.
 
-    Changes stand behind the reports in the formats that show them, and on standard error if none of these does.
+    Raises:
+        KltestError: If a file could not be written, after all others are.
     """
     failed, told = [], changes is None
     for destination in where:
@@ -87,7 +92,7 @@ def write(reports: Sequence[Report], where: Iterable[Destination], changes: Chan
 
 
 def say(data: bytes) -> None:
-    """To standard output in UTF-8 (JSON and XML are no other), whatever the terminal's own encoding."""
+    """Write to standard output in UTF-8, as JSON and XML need it, whatever the encoding of the terminal."""
     stream = getattr(sys.stdout, "buffer", None)
     if stream is None:
         sys.stdout.write(data.decode("utf-8"))
@@ -98,7 +103,7 @@ def say(data: bytes) -> None:
 
 
 def _no_command(text: str) -> str:
-    """GitHub's runner obeys lines that begin with `::`, or contain `##[`: not so those of an exception's text."""
+    """The text without commands: the runner of GitHub obeys lines that begin with `::` or contain `##[`."""
     return re.sub(r"(?m)^(\s*):(?=:)", r"\1\:", text).replace("##[", "#\\#[")
 
 
@@ -110,7 +115,7 @@ def _terminal() -> Terminal:
 
 
 def _try(path: Path) -> None:
-    """Open the file for writing without changing it; a file that this makes is removed again."""
+    """Open the file for writing without changing it; a file that this creates is removed again."""
     try:
         if not path.parent.is_dir():
             raise UsageError(f"--output: the folder {path.parent} does not exist; make it, or choose another path")
@@ -118,7 +123,7 @@ def _try(path: Path) -> None:
             raise UsageError(f"--output: {path} is a folder; give the path of a file")
         existed = path.exists()
         if existed and not path.is_file():
-            # Opening a pipe waits for its reader, so that devices and pipes are only asked.
+            # Opening a pipe would wait for its reader.
             if not os.access(path, os.W_OK):
                 raise PermissionError("permission denied")
             return

@@ -1,7 +1,4 @@
-"""An earlier report, read from its file: the JSON of `kltest grade`, one object or an array for several targets.
-
-Keys that another version did not write are taken for unknown; what is unknown on one side is not compared.
-"""
+"""Earlier reports, read from the JSON of `kltest grade`: one object, or an array for several targets."""
 
 from __future__ import annotations
 
@@ -16,7 +13,11 @@ from kltest.report import SCHEMA
 
 
 def read(path: str) -> list[dict[str, Any]]:
-    """The reports in a file; UsageError if there is none."""
+    """Return the reports in a file.
+
+    Raises:
+        UsageError: If the file cannot be read or holds something else.
+    """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -27,7 +28,7 @@ def read(path: str) -> list[dict[str, Any]]:
         if fault := _fault(report):
             which = f"entry {place} of {path!r}" if isinstance(found, list) else repr(path)
             raise UsageError(
-                f"--diff: {which} is no report of kltest: {fault}; give what `kltest grade --output json:FILE` wrote"
+                f"--diff: {which} is not a report of kltest: {fault}; give what `kltest grade --output json:FILE` wrote"
             )
     if not reports:
         raise UsageError(f"--diff: there is no report in {path!r}")
@@ -35,19 +36,19 @@ def read(path: str) -> list[dict[str, Any]]:
 
 
 def _fault(report: object) -> str:
-    """What keeps an object from being compared, empty if nothing does."""
+    """Reason why an object cannot be compared, empty if it can."""
     if not isinstance(report, dict):
-        return "it is no object"
+        return "it is not an object"
     if report.get("schema") != SCHEMA:
         return f"its schema is {report.get('schema')!r}, not {SCHEMA!r}"
     for key in ("target", "verdict"):
         if not isinstance(report.get(key), str):
-            return f"its {key} is no text"
+            return f"its {key} is not a text"
     parts = (("gradients", ("environment", "sampler")), ("checks", ("code", "status")))
     for key, needed in parts:
         entries = report.get(key)
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            return f"its {key} are no list of objects"
+            return f"its {key} are not a list of objects"
         if not all(isinstance(entry.get(name), str) for entry in entries for name in needed):
             return f"one of its {key} lacks {' or '.join(needed)}"
     for row in report["gradients"]:

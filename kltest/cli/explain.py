@@ -13,12 +13,12 @@ from kltest.cli.listing import environments, follows, placement
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
+from kltest.render.tables import wrap
 from kltest.truth import ATLAS, NamedGradient
 
 if TYPE_CHECKING:
     from kltest.checks import Check
 
-WIDTH = 100
 SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
 
 
@@ -118,7 +118,7 @@ def _check_words(check: Check) -> Iterator[str]:
     yield check.title
     for part in parts(check):
         if part.text or part.code:
-            yield from ("", part.title, *_wrapped(part.text))
+            yield from ("", part.title, *(wrap(part.text, indent="  ") if part.text else ()))
         if part.code:
             yield from ("", *textwrap.indent(part.code, " " * 4).splitlines())
         yield from _listed(part.title, part.items)
@@ -155,12 +155,7 @@ def _gradient_words(row: NamedGradient) -> Iterator[str]:
 
 def _paragraph(title: str, text: str) -> Iterator[str]:
     if text:
-        yield from ("", title, *_wrapped(text))
-
-
-def _wrapped(text: str) -> list[str]:
-    lines = textwrap.wrap(text, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
-    return [f"  {line}" for line in lines]
+        yield from ("", title, *wrap(text, indent="  "))
 
 
 def _listed(title: str, items: tuple[str, ...]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as encoder
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -11,11 +10,10 @@ import typer
 
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
+from kltest.render.tables import table
 from kltest.truth import ATLAS, plain, render
 
 SAMPLERS = ("current", "stale")
-WIDTH = 100
-"""Columns of the tables."""
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> int:
@@ -129,12 +127,4 @@ def _checks() -> Iterable[Sequence[str]]:
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
     """The lines of a table whose last column is wrapped."""
-    cells = [tuple(heads), *(tuple(row) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(heads) - 1)]
-    left = WIDTH - 2 - sum(width + 2 for width in widths)
-    yield title
-    for *first, last in cells:
-        front = "  " + "".join(cell.ljust(width + 2) for cell, width in zip(first, widths, strict=True))
-        lines = [part for line in last.splitlines() for part in textwrap.wrap(line, left, break_on_hyphens=False)]
-        yield from (front * (not number) + " " * len(front) * bool(number) + line for number, line in enumerate(lines))
-    yield ""
+    return title, table(heads, rows, whole=heads[:-1], indent=2), ""

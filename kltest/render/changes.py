@@ -1,4 +1,4 @@
-"""What differs between an earlier report and a new one, in words: verdicts, gradients, bias, variance, checks."""
+"""Differences between an earlier report and a new one, in words: verdicts, gradients, bias, variance, checks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from kltest.errors import UsageError
 from kltest.render.words import gradient, number, one_line
 from kltest.report import Report
 
-# The same loss on another machine differs by rounding: relative to the number, or in a bias that is none.
+# The same loss on another machine differs by rounding: relative to a number, or up to a bias that counts as zero.
 ROUNDING, NO_BIAS = 1e-6, 1e-9
-# What is graded anew with other settings has changed for that reason.
 SETTINGS = ("expect", "placement", "credit", "seed")
+"""Settings whose change is reported, since it explains the others."""
+FAILING = {"fail", "fail, excused"}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that changed, as text; `was` and `now` are empty where there was or is nothing."""
+    """One thing that changed, as text; `was` or `now` is empty if there was or is nothing."""
 
     what: str
     was: str
@@ -30,7 +31,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Change:
-    """A target and all that changed about it; `status` says where it is new or not graded now."""
+    """A target and its differences; `status` says if it is new or not graded now."""
 
     target: str
     status: str = ""
@@ -39,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """What changed since the report of a file, target by target; those without a change are among them."""
+    """The changes since the report in a file, a `Change` per target, with or without differences."""
 
     since: str
     targets: tuple[Change, ...]
@@ -56,7 +57,13 @@ class Changes:
 
 
 def compare(path: str, old: Sequence[Mapping[str, Any]], reports: Sequence[Report]) -> Changes:
-    """Old and new, matched by the target's name, and by order where a name occurs several times."""
+    """Compare reports, matched by the name of the target, and by order if a name occurs several times.
+
+    Args:
+        path: File of the old reports.
+        old: The old reports as JSON; keys that another version did not write are not compared.
+        reports: The new reports.
+    """
     waiting: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for entry in old:
         waiting[entry["target"]].append(entry)
@@ -79,7 +86,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Dif
     checks, before = ({check["code"]: check for check in report["checks"]} for report in (new, old))
     for code in sorted({*checks, *before}):
         was, now = (_status(found.get(code)) for found in (before, checks))
-        # A check that is new, or not asked for any more, is worth a line where it has something to say.
+        # A check that is new, or not selected any more, is worth a line only if it failed or fails.
         if was != now and (FAILING & {was, now} or {"pass", "skip", "inconclusive"} >= {was, now}):
             name = (checks.get(code) or before[code]).get("name", "")
             yield Difference(one_line(f"{code} {name}"), was, now)
@@ -94,9 +101,6 @@ def _of_row(place: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | 
     for key, least in (("relative_bias", NO_BIAS), ("relative_variance", 0.0)):
         if key in old and not _same_number(old[key], new[key], least):
             yield Difference(f"{key.replace('_', ' ')}, {place}", _number(old[key]), _number(new[key]))
-
-
-FAILING = {"fail", "fail, excused"}
 
 
 def _status(check: Mapping[str, Any] | None) -> str:
@@ -139,7 +143,7 @@ def _same_number(old: object, new: object, least: float = 0.0) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of JSON is a finite number."""
+    """True if a value of JSON is a finite number."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""GitHub Actions annotations: `::error` a failed check, `::warning` where it only warns, `::notice` an expected one."""
+"""GitHub Actions annotations: `::error` for a failed check, `::warning` for a warning, `::notice` for the rest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _annotation(level: str, report: Report, title: str, message: str) -> str:
 
 
 def _in_repository(path: str) -> str:
-    """As GitHub looks for it, from the root of the checkout, wherever in it kltest was called."""
+    """The path from the root of the checkout, as GitHub wants it, whatever the working directory."""
     root = os.environ.get("GITHUB_WORKSPACE", "")
     inside = root and Path(path).resolve().is_relative_to(Path(root).resolve())
     return Path(path).resolve().relative_to(Path(root).resolve()).as_posix() if inside else path

@@ -19,10 +19,10 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) that what is rendered here is valid against."""
+    """Return the JSON Schema (draft 2020-12) of what is rendered here."""
     return json.loads(resources.files("kltest.render").joinpath("grade-1.schema.json").read_text(encoding="utf-8"))
 
 
 def _encodable(text: str) -> str:
-    """Lone surrogates (a target's name in bytes that are no UTF-8) as JSON's own escapes."""
+    """Lone surrogates, from a name in bytes that are not UTF-8, as escapes of JSON."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,6 +1,6 @@
-"""JUnit XML: a suite a target, a case a gradient row and a check; Jenkins, GitLab and most CI services read it.
+"""JUnit XML, for Jenkins, GitLab and most CI services: a suite per target, a case per gradient row and per check.
 
-Something fails or errs in it exactly when the verdict is not `confirmed`; checks that only warn go to `system-out`.
+A case fails or errs exactly if the verdict is not `confirmed`; warnings go to `system-out`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _case(suite: Element, report: Report, name: str) -> Element:
 def _count(element: Element) -> None:
     cases = list(element.iter("testcase"))
     element.set("tests", str(len(cases)))
-    # Jenkins' schema knows no count of skipped cases at the top.
+    # The schema of Jenkins has no count of skipped cases on the outermost element.
     for kind, attribute in list(zip(KINDS, COUNTS, strict=True))[: 2 if element.tag == "testsuites" else 3]:
         element.set(attribute, str(sum(case.find(kind) is not None for case in cases)))
 

@@ -1,6 +1,6 @@
-"""Pictures of a worked example as inline SVG: the world as a tree, and the two gradients bar by bar.
+"""Pictures of a counter-example as inline SVG: the environment as a tree, and the two gradients as bars.
 
-Drawn about as wide as a phone, so that their letters stay readable there; colours are classes of the page's style.
+They are about as wide as a phone, so that the letters stay readable there. Colours are classes of the style sheet.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from kltest.render.words import visible
 from kltest.report import CounterExample, Prefix, format_cell
 
 WIDTH = 380
-# A whisker longer than this many times the longest bar is cut, or no bar would be seen beside it.
+"""Width in the units of the pictures, pixels at full size."""
 LONGEST = 2.5
-# Half of the last decimal that is printed.
+"""Multiple of the longest bar at which whiskers are cut, so that the bars stay visible beside them."""
 SHOWN = 5e-7
+"""Half of the last decimal that is printed."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A prefix of the tree, or a finished rollout (`context` is None); `chance` is the probability of getting there."""
+    """A prefix in the tree, or a finished rollout (`context` is None); `chance` is its probability."""
 
     depth: int
     context: int | None
@@ -35,7 +36,7 @@ class Node:
 
 
 def tree(example: CounterExample) -> str:
-    """Every rollout from the root to the right, with the probabilities of each choice on its branch."""
+    """Return the tree of all rollouts, from left to right, with the probabilities of each choice on its branch."""
     root = _grown(example, 0, 0, None, 1.0)
     tables = 3 if example.drawn_from_sampler else 2
     spacing, margin = 16 * tables + 10, 34
@@ -43,7 +44,7 @@ def tree(example: CounterExample) -> str:
     step = (WIDTH - 96) / example.length
     body = [f'<text class="faint" x="14" y="14">start</text><text class="faint" x="{WIDTH}" y="14" {END}>chance</text>']
     body += _branches(example, root, 20.0, margin - spacing / 2, step, spacing)
-    words = f"The world as a tree: {example.setting}"
+    words = f"The environment as a tree: {example.setting}"
     return _svg(height, words, body)
 
 
@@ -65,14 +66,14 @@ def _grown(example: CounterExample, context: int, depth: int, action: int | None
 
 
 def _child(example: CounterExample, context: int, depth: int, action: int) -> int:
-    """Contexts are numbered by the length of their prefix and then in order."""
+    """Number of the context after an action; contexts are numbered by the length of their prefix, then in order."""
     going_on = example.actions - example.ends
     first = sum(going_on**shorter for shorter in range(depth))
     return first + going_on**depth + (context - first) * going_on + action
 
 
 def _branches(example: CounterExample, node: Node, x: float, top: float, step: float, spacing: float) -> Iterator[str]:
-    """A node's branches and all that hangs on them; `top` is where its share of the height begins."""
+    """Branches of a node and everything to the right of them; `top` is the upper end of its share of the height."""
     here = top + spacing * node.leaves / 2 + spacing / 2
     below = top
     assert node.context is not None
@@ -96,7 +97,7 @@ def _branches(example: CounterExample, node: Node, x: float, top: float, step: f
 
 
 def _labels(place: Prefix, action: int, x: float, y: float) -> Iterator[str]:
-    """The policy's probability above the branch, the others' below it."""
+    """The probability of the policy above the branch, the others below it."""
     others = [("ref", place.reference), *([("sampler", place.sampler)] if place.sampler else [])]
     yield f'<text x="{x:.1f}" y="{y - 5:.1f}">π {place.policy[action]:g}</text>'
     for line, (name, table) in enumerate(others):
@@ -104,7 +105,7 @@ def _labels(place: Prefix, action: int, x: float, y: float) -> Iterator[str]:
 
 
 def bars(example: CounterExample) -> str:
-    """For each prefix and action the true derivative above the expected one, with its spread."""
+    """Return bars for each prefix and action: the true derivative above the expected one, with its spread."""
     left, right = 64, WIDTH - 74
     values = [abs(v) for place in example.contexts for v in (*place.truth, *place.found)]
     longest = max(values, default=0.0) or 1.0
@@ -139,7 +140,7 @@ def bars(example: CounterExample) -> str:
 
 
 def _whisker(middle: float, scale: float, found: float, std: float, y: float, left: float, right: float) -> str:
-    """One standard deviation to both sides, without an end where it leaves the picture."""
+    """One standard deviation to both sides; an end outside the picture is not drawn."""
     if std * scale < 1:
         return ""
     low, high = (middle + scale * (found + side * std) for side in (-1, 1))
@@ -149,7 +150,7 @@ def _whisker(middle: float, scale: float, found: float, std: float, y: float, le
 
 
 def differ(truth: float, found: float) -> bool:
-    """Whether two derivatives differ as far as they are printed."""
+    """True if two derivatives differ in the decimals that are printed."""
     return format_cell(truth) != format_cell(found) and abs(truth - found) > SHOWN
 
 
