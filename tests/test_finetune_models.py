@@ -265,6 +265,18 @@ def test_settings_from_a_file_and_changes(tmp_path):
     assert settings.key == settings_of({**settings.plain(), "threads": 2}).key != Settings().key
 
 
+def test_a_hub_model_whose_name_begins_with_tiny_is_no_tiny_model():
+    from kltest.language_models.models import is_tiny
+
+    assert [is_tiny(name) for name in ("tiny", "tiny:1M", "tiny-random/llama", "tinyllama/chat")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert Settings(model="tiny-random/llama", chat=True).chat
+
+
 def test_auto_is_unbiased_unless_grpo_is_asked_for():
     plain = Settings().resolved
     assert (plain.baseline, plain.scale, plain.normalise, plain.ratio) == ("leave-one-out", "none", "none", "none")

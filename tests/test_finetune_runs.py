@@ -285,6 +285,11 @@ def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, mode
         assert float((two[name] - value).abs().max()) <= 1e-9 * moved
     first, second = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two"))
     assert len(first) == len(second) == 3
+    for one, two in zip(first, second, strict=True):
+        logged, joint = json.loads(one).get("kl_logged"), json.loads(two).get("kl_logged")
+        # The mean over all rows, not over those of the first process.
+        assert (joint is None) == (logged is None)
+        assert joint == (logged if logged is None else pytest.approx(logged, rel=1e-9, abs=1e-12))
 
 
 def test_prompts_that_processes_cannot_share(monkeypatch):

@@ -23,10 +23,14 @@ def finetune(
     output: str | None = None,
     again: bool = False,
 ) -> int:
-    """Run with the settings of a file, then those `given` by options of their own, then changes such as "beta=0.1"."""
+    """Run with the settings of a file; `given` options win over it, and changes such as "beta=0.1" over both."""
     values: dict[str, Any] = {} if file is None else read(Path(file))
     values |= {name: value for name, value in given.items() if value is not None}
-    values |= changes_of(changes)
+    changed = changes_of(changes)
+    if isinstance(changed.get("kl_options"), dict) and isinstance(values.get("kl_options"), dict):
+        # A single argument on the command line leaves the file's others as they are.
+        changed["kl_options"] = {**values["kl_options"], **changed["kl_options"]}
+    values |= changed
     settings = settings_of(values, file or "--set")
     from kltest.language_models.models import needs_transformers
 

@@ -22,7 +22,7 @@ accelerate launch --num_processes 2 -m kltest.cli finetune --model tiny:5M
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page in Markdown; docs/hooks.py puts it into docs/guides/language-model.md."""
     settings = [
         {
             "setting": f"`{one.name}`",
@@ -36,16 +36,16 @@ def page() -> str:
         "# Fine-tuning a language model",
         COMMANDS,
         str(kltest.finetune.__doc__).strip(),
-        "Stopped at any moment, the same command goes on; `--again` starts anew. The folder of a run holds "
-        "`metrics.jsonl`, a line for every step, `timings.jsonl`, a checkpoint, and the trained `model` as Hugging "
-        "Face reads it.",
+        "A run can be stopped at any moment; the same command continues it, and `--again` starts anew. The folder of a "
+        "run holds `metrics.jsonl`, a line for every step, `timings.jsonl`, a checkpoint, and the trained `model` in "
+        "Hugging Face's format.",
         "## A transformer that can be enumerated",
         str(exact.__doc__).strip(),
         "`kltest finetune --exact` does so for every registered estimator (`--kl` for one), on sequences of one length "
-        "and on ragged ones, and ends with exit code 1 if one of them is not what it is in the tabular case. "
-        "`--set vocabulary=…` and `--set length=…` choose the world, `--model` the network. `kltest grade TARGET "
+        "and on ragged ones, and ends with exit code 1 if one of them differs from the tabular case. "
+        "`--set vocabulary=…` and `--set length=…` choose the environment, `--model` the network. `kltest grade TARGET "
         "--environment transformer` grades any loss there: policy, reference and sampler are one small network with "
-        "other weights, and the row says which gradient is followed at all of its weights.",
+        "different weights, and the row names the gradient that the loss follows at all of its weights.",
         "## Settings",
         as_markdown(settings).rstrip(),
         "## Metrics",

@@ -1,18 +1,18 @@
-"""What a run writes down, by name, and what each number is: the documentation is made of this table."""
+"""Metrics that a run writes, with their meaning; the documentation is made from this table."""
 
 from __future__ import annotations
 
 METRICS: dict[str, str] = {
-    "step": "How often rollouts had been drawn before; all else in the line is of the policy at that moment.",
+    "step": "Number of training steps before; all other numbers of the line are of the policy at that moment.",
     "reward": "Mean reward of the step's training rollouts.",
-    "kl_logged": "What the KL term logs of the training rollouts, in nats a rollout: an estimate, and for some terms "
-    "not one of KL(π‖ref); `kl` is the measurement.",
+    "kl_logged": "KL that the term logs on the training rollouts, in nats a rollout: an estimate, and for some terms "
+    "not of KL(π‖ref); `kl` is the measurement.",
     "length": "Mean number of tokens of the training rollouts, their end included.",
-    "ended": "Share of the training rollouts that came to their end within max_tokens.",
+    "ended": "Share of the training rollouts that ended within max_tokens.",
     "tied_groups": "Share of the step's groups whose rewards are all equal: their advantages are zero, and only the KL "
     "term moves the policy there.",
-    "gradient_norm": "Euclidean norm of the gradient over all parameters, before it is shortened; of several inner "
-    "epochs the first.",
+    "gradient_norm": "Euclidean norm of the gradient over all parameters, before it is scaled down to max_norm; "
+    "for several inner epochs that of the first.",
     "gradient_norm_last": "The same of the last inner epoch.",
     "ratio_largest": "Largest importance ratio of a token, π over the sampler, in the last inner epoch.",
     "clipped": "Share of tokens whose ratio lies beyond clip on the side where its gradient is cut, last inner epoch.",
@@ -28,8 +28,8 @@ METRICS: dict[str, str] = {
     "fresh rollouts (Rao–Blackwell), independent of the KL term that is trained with.",
     "kl_low": "Lower end of its 95 % interval (Student's t over rollouts, each of another prompt).",
     "kl_high": "Upper end of that interval.",
-    "kl_out_of_distribution": "The same on prompts longer than any trained on: how far training carries the policy "
-    "where it was never asked, whether or not anything is earned there.",
+    "kl_out_of_distribution": "The same on prompts longer than any trained on: how far training moves the policy "
+    "on prompts that it was never trained on, whether or not it earns anything there.",
     "kl_out_of_distribution_low": "Lower end of its 95 % interval.",
     "kl_out_of_distribution_high": "Upper end of that interval.",
     "entropy": "Mean entropy of the next token, in nats, over the tokens of these rollouts.",
@@ -37,19 +37,19 @@ METRICS: dict[str, str] = {
     "kl_gradient_cosine": "Cosine between the expected gradient of the KL term as it is placed and the gradient of "
     "KL(π‖ref), both estimated from fresh rollouts of the present policy in gradient_chunks independent parts, the "
     "latter by the Rao–Blackwellised gradient. Inner products are between different parts only, so that noise does not "
-    "add to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing where either "
-    "is not told from 0.",
+    "add to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing if either "
+    "is statistically indistinguishable from 0.",
     "kl_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
     "kl_gradient_cosine_high": "Upper end of that interval.",
-    "kl_gradient_size": "Length of the term's expected gradient over that of the gradient of KL(π‖ref), from the same "
-    "inner products; 1 for an unbiased term. Missing where the latter "
-    "is not told from 0.",
+    "kl_gradient_size": "Norm of the term's expected gradient over that of the gradient of KL(π‖ref), from the same "
+    "inner products; 1 for an unbiased term. Missing if the latter "
+    "is statistically indistinguishable from 0.",
     "kl_gradient_size_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
     "kl_gradient_size_high": "Upper end of that interval.",
     "kl_gradient_noise": "Root of the summed variances of the term's gradient in one batch of the run's size, over the "
-    "length of the gradient of KL(π‖ref).",
+    "norm of the gradient of KL(π‖ref).",
     "stale_gradient_cosine": "As `kl_gradient_cosine` before the last inner epoch, with the term on fresh rollouts of "
-    "the step's sampler, which is inner_epochs − 1 updates behind by then. The gradient of KL(π‖ref) is still from "
+    "the step's sampler, which is inner_epochs − 1 updates old by then. The gradient of KL(π‖ref) is still from "
     "rollouts of the present policy.",
     "stale_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
     "stale_gradient_cosine_high": "Upper end of that interval.",
