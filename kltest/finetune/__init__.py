@@ -12,6 +12,6 @@ token or at `max_tokens`. Dropout is off.
 
 *Measurements* are taken on fresh rollouts, never on the training batch; see METRICS in `kltest.finetune.metrics`.
 
-Read `kltest.finetune.run` first: it is the whole loop. `kltest.finetune.objective` computes the gradient with respect to
-each log-prob, and `kltest.finetune.update` pulls it back through the model.
+Read `kltest.finetune.run` first: it is the whole loop. `kltest.finetune.objective` computes the gradient with respect
+to each log-prob, and `kltest.finetune.update` pulls it back through the model.
 """
