@@ -5,17 +5,17 @@ Reads coefficients/coefficients.json among the results.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .style import PAGE_WIDTH, look, tidy
+from kltest.reproduce.frames import select
+
+from .style import PAGE_WIDTH, look, rows_of, tidy
 
 READS = ("coefficients",)
-Row = dict[str, Any]
 PANELS = {
     "a  Unbiased: noise alone": {
         "k1-both": "k1 in both places",
@@ -35,8 +35,7 @@ SILENT = 1e-20  # rounding: noise that is zero, for which a logarithmic axis has
 
 
 def draw(results: Path) -> Figure:
-    rows = json.loads((results / "coefficients" / "coefficients.json").read_text())
-    budget = [row for row in rows if row["part"] == "budget" and row["seed"] == 0]
+    budget = select(rows_of(results, "coefficients"), "budget", seed=0)
     figure = Figure(figsize=(PAGE_WIDTH, 2.7), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, (title, names) in zip(panels, PANELS.items(), strict=True):
@@ -48,39 +47,25 @@ def draw(results: Path) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, rows: list[Row], title: str, names: dict[str, str]) -> None:
+def _panel(axes: Axes, rows: pd.DataFrame, title: str, names: dict[str, str]) -> None:
     tidy(axes, title=title, x="rollouts per update B", y="KL(π‖π*) where training settles, nats")
-    sizes = sorted({row["batch_size"] for row in rows})
+    sizes = sorted(rows["batch_size"].unique())
     for name, words in names.items():
-        mine = sorted((row for row in rows if row["estimator"] == name), key=lambda row: row["batch_size"])
-        if not mine:
+        mine = select(rows, estimator=name).sort_values("batch_size")
+        if mine.empty:
             continue
-        x, y = [row["batch_size"] for row in mine], [row["kl_to_optimum"] for row in mine]
+        x, y, error = mine["batch_size"], mine["kl_to_optimum"], 2 * mine["standard_error"]
         # A bar that would reach zero ends at a tenth of the mean.
-        errors = [
-            [min(2 * row["standard_error"], 0.9 * row["kl_to_optimum"]) for row in mine],
-            [2 * row["standard_error"] for row in mine],
-        ]
         style = look(name).plot(linestyle="none", markersize=4)
-        axes.errorbar(x, y, errors, capsize=1.5, elinewidth=0.7, **style)
-        foreseen = [_foreseen(row) for row in mine]
-        if min(foreseen) > SILENT:
+        axes.errorbar(x, y, [error.clip(upper=0.9 * y), error], capsize=1.5, elinewidth=0.7, **style)
+        # KL(fixed point‖π*) + η·tr Cov/(4βB), at β = 1.
+        foreseen = mine["predicted_bias"] + mine["learning_rate"] * mine["noise"] / (4 * x)
+        if foreseen.min() > SILENT:
             axes.plot(x, foreseen, color=look(name).colour, linestyle=look(name).line, linewidth=1.0)
-        axes.annotate(
-            words,
-            (x[-1], y[-1]),
-            (6, -11 if name in BELOW else -2),
-            textcoords="offset points",
-            size=6.4,
-            color=look(name).colour,
-        )
+        place = {"textcoords": "offset points", "size": 6.4, "color": look(name).colour}
+        axes.annotate(words, (x.iloc[-1], y.iloc[-1]), (6, -11 if name in BELOW else -2), **place)
     axes.set(xscale="log", yscale="log")
     if sizes:
         axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 2.9)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
-
-
-def _foreseen(row: Row) -> float:
-    """KL(fixed point‖π*) + η·tr Cov/(4βB), at β = 1."""
-    return row["predicted_bias"] + row["learning_rate"] * row["noise"] / (4 * row["batch_size"])

@@ -5,18 +5,19 @@ Reads coefficients/coefficients.json among the results.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from .style import FAINT, INK, PAGE_WIDTH, look, tidy
+from kltest.reproduce.frames import records, select
 
-Row = dict[str, Any]
+from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+
 WORLDS = {"bandit": "bandit", "sequence": "sequences of 3 tokens", "mdp": "MDP, 3 steps"}
 # One of each kind; those that follow the same gradient end at the same place.
 SHOWN = {
@@ -40,12 +41,12 @@ SMALLEST = 1e-8  # what is nearer than this is drawn here, and called 0
 
 
 def draw(results: Path) -> Figure:
-    rows = json.loads((results / "coefficients" / "coefficients.json").read_text())
+    rows = rows_of(results, "coefficients")
     figure = Figure(figsize=(PAGE_WIDTH, 6.7))
     axes = figure.subplots(3, 3)
     figure.subplots_adjust(left=0.082, right=0.99, top=0.965, bottom=0.168, hspace=0.42, wspace=0.2)
     for column, (world, title) in enumerate(WORLDS.items()):
-        here = [row for row in rows if row.get("world") == world]
+        here = select(rows, world=world)
         _frontier(axes[0, column], here, title)
         _distance(axes[1, column], here)
         _effective(axes[2, column], here)
@@ -56,85 +57,67 @@ def draw(results: Path) -> Figure:
     return figure
 
 
-def _frontier(axes: Axes, rows: list[Row], title: str) -> None:
+def _frontier(axes: Axes, rows: pd.DataFrame, title: str) -> None:
     tidy(axes, title=title, x="KL(π‖ref), nats", y="reward gained over the reference")
-    optima = sorted((row for row in rows if row["part"] == "frontier"), key=lambda row: row["kl"])
-    axes.plot([row["kl"] for row in optima], [row["gain"] for row in optima], color=INK, linewidth=2.4, alpha=0.25)
+    optima = select(rows, "frontier").sort_values("kl")
+    axes.plot(optima["kl"], optima["gain"], color=INK, linewidth=2.4, alpha=0.25)
     for name in SHOWN:
-        mine = [row for row in _first(rows, name) if not row["diverged"]]
-        style = _style(name) | {"linestyle": "none", "markersize": 3.6}
-        axes.plot([row["kl"] for row in mine], [row["gain"] for row in mine], **style)
+        mine = _first(rows, name)
+        mine = mine[mine["diverged"] == 0]
+        axes.plot(mine["kl"], mine["gain"], **_style(name) | {"linestyle": "none", "markersize": 3.6})
     for name in SHOWN:
-        for row in rows:
-            if row["part"] == "sampled" and row["estimator"] == name and row["beta"] <= 10:
+        for row in records(select(rows, "sampled", estimator=name)):
+            if row["beta"] <= 10:
                 bars: dict[str, Any] = {
                     "xerr": [[row["kl"] - row["kl_low"]], [row["kl_high"] - row["kl"]]],
                     "yerr": [[row["gain"] - row["gain_low"]], [row["gain_high"] - row["gain"]]],
                 }
-                axes.errorbar(
-                    row["kl"], row["gain"], **bars, color=look(name).colour, linewidth=0.7, alpha=0.75, capsize=1.2
-                )
+                style = {"color": look(name).colour, "linewidth": 0.7, "alpha": 0.75, "capsize": 1.2}
+                axes.errorbar(row["kl"], row["gain"], **bars, **style)
     axes.set(xscale="log", xlim=(0.01, 7))
     axes.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
-    if optima and title == WORLDS["bandit"]:
-        at = min(optima, key=lambda row: abs(np.log(row["kl"] / 0.25)))
+    if len(optima) and title == WORLDS["bandit"]:
+        at = optima.loc[np.log(optima["kl"] / 0.25).abs().idxmin()]
         axes.annotate("all optima π*(β')", (at["kl"], at["gain"]), (-12, 16), textcoords="offset points", ha="right",
                       size=6.2, arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.5})  # fmt: skip
 
 
-def _distance(axes: Axes, rows: list[Row]) -> None:
+def _distance(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, x="coefficient β", y="KL(π‖π*) at the end, nats")
     for name in SHOWN:
         mine = _first(rows, name)
         # A run that diverged ended nowhere: the line has a gap there.
-        ends = [np.nan if row["diverged"] else max(row["kl_to_optimum"], SMALLEST) for row in mine]
-        axes.plot([row["beta"] for row in mine], ends, **_style(name))
-        foreseen = [row for row in mine if row.get("predicted_kl_to_optimum", 0.0) > SMALLEST]
-        options: dict[str, Any] = {
-            "linestyle": "none",
-            "marker": "o",
-            "markersize": 6,
-            "markerfacecolor": "none",
-            "alpha": 0.8,
-        }
-        axes.plot([row["beta"] for row in foreseen], [row["predicted_kl_to_optimum"] for row in foreseen],
-                  color=look(name).colour, markeredgewidth=0.5, **options)  # fmt: skip
+        ends = mine["kl_to_optimum"].astype(float).clip(lower=SMALLEST).where(mine["diverged"] == 0)
+        axes.plot(mine["beta"], ends, **_style(name))
+        foreseen = mine[mine["predicted_kl_to_optimum"] > SMALLEST]
+        circles = {"linestyle": "none", "marker": "o", "markersize": 6, "markerfacecolor": "none", "alpha": 0.8}
+        options: dict[str, Any] = {"color": look(name).colour, "markeredgewidth": 0.5, **circles}
+        axes.plot(foreseen["beta"], foreseen["predicted_kl_to_optimum"], **options)
     axes.set(xscale="log", yscale="log", ylim=(SMALLEST / 2, 30))
     axes.set_yticks([1e-8, 1e-6, 1e-4, 1e-2, 1], ["0", "10⁻⁶", "10⁻⁴", "0.01", "1"])
     axes.minorticks_off()
 
 
-def _effective(axes: Axes, rows: list[Row]) -> None:
+def _effective(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, x="coefficient β", y="effective β' / β, by the same KL")
     axes.axhline(1.0, color=INK, linewidth=2.4, alpha=0.25)
     for name in SHOWN:
-        mine = [row for row in rows if row["part"] == "exact" and row["estimator"] == name]
-        x, low, middle, high = [], [], [], []
-        for beta in sorted({row["beta"] for row in mine}):
-            found = [_factor(row) for row in mine if row["beta"] == beta and not row["diverged"]]
-            known = [factor for factor in found if factor is not None] or [np.nan]
-            x.append(beta)
-            low.append(min(known))
-            middle.append(float(np.exp(np.mean(np.log(known)))))
-            high.append(max(known))
-        axes.plot(x, middle, **_style(name))
-        axes.fill_between(x, low, high, color=look(name).colour, alpha=0.15, linewidth=0)
+        mine = select(rows, "exact", estimator=name)
+        # That of the fixed point if it is known, since it needs no training; else of where training ended.
+        coefficient = mine["predicted_coefficient"].fillna(mine["coefficient_by_kl"]).astype(float)
+        factor = (coefficient / mine["beta"]).where(mine["diverged"] == 0)
+        found = np.log(factor).groupby(mine["beta"]).agg(["min", "mean", "max"]).map(np.exp)
+        axes.plot(found.index, found["mean"], **_style(name))
+        axes.fill_between(found.index, found["min"], found["max"], color=look(name).colour, alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log", ylim=(0.01, 12))
     ticks = (0.01, 0.03, 0.1, 1 / 3, 1, 3, 10)
     axes.set_yticks(ticks, ["0.01", "0.03", "0.1", "⅓", "1", "3", "10"])
     axes.minorticks_off()
 
 
-def _factor(row: Row) -> float | None:
-    """Of the fixed point where it is known, since it needs no training; else of where training ended."""
-    coefficient = row.get("predicted_coefficient", row.get("coefficient_by_kl"))
-    return None if coefficient is None else coefficient / row["beta"]
-
-
-def _first(rows: list[Row], name: str) -> list[Row]:
-    """One world of each kind, from small β to large."""
-    mine = [row for row in rows if row["part"] == "exact" and (row["estimator"], row["seed"]) == (name, 0)]
-    return sorted(mine, key=lambda row: row["beta"])
+def _first(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+    """One environment of each kind, from small β to large."""
+    return select(rows, "exact", estimator=name, seed=0).sort_values("beta")
 
 
 def _style(name: str) -> dict[str, Any]:

@@ -5,37 +5,32 @@ Reads sequence/sequence.json among the results.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .style import BIAS, FAINT, INK, PAGE_WIDTH, look, tidy
+from kltest.reproduce.frames import select
 
-Row = dict[str, Any]
+from .style import BIAS, FAINT, INK, PAGE_WIDTH, band, look, rows_of, tidy
 
 
 def draw(results: Path) -> Figure:
     """Six panels: length, steering, discount; the blind root, the Jacobian's asymmetry, the way round a rectangle."""
-    rows = json.loads((results / "sequence" / "sequence.json").read_text())
+    rows = rows_of(results, "sequence")
     figure = Figure(figsize=(PAGE_WIDTH, 4.75))
     panels = figure.subplots(2, 3)
-    _length(panels[0, 0], [row for row in rows if row["part"] == "length"])
-    _steering(panels[0, 1], [row for row in rows if row["part"] == "length"])
-    _discount(panels[0, 2], [row for row in rows if row["part"] == "credit"])
-    _root(panels[1, 0], [row for row in rows if row["part"] == "root"])
-    _asymmetry(panels[1, 1], [row for row in rows if row["part"] == "field"])
-    _circulation(panels[1, 2], [row for row in rows if row["part"] == "circulation"])
+    _length(panels[0, 0], select(rows, "length"))
+    _steering(panels[0, 1], select(rows, "length"))
+    _discount(panels[0, 2], select(rows, "credit"))
+    _root(panels[1, 0], select(rows, "root"))
+    _asymmetry(panels[1, 1], select(rows, "field"))
+    _circulation(panels[1, 2], select(rows, "circulation"))
     figure.subplots_adjust(left=0.068, right=0.962, top=0.925, bottom=0.085, wspace=0.46, hspace=0.52)
     return figure
-
-
-def _levels(rows: Iterable[Row]) -> list[float]:
-    return sorted({row["steering"] for row in rows})
 
 
 def _shade(steering: float) -> Any:
@@ -43,23 +38,16 @@ def _shade(steering: float) -> Any:
     return look("k1-reward").colour if steering == 0 else BIAS(0.35 + 0.6 * steering**2)
 
 
-def _band(axes: Axes, rows: list[Row], by: str, quantity: str, *, named: str = "end", apart: float = 0.0) -> None:
+def _band(axes: Axes, rows: pd.DataFrame, by: str, quantity: str, *, named: str = "end", apart: float = 0.0) -> None:
     """A line for each steering: the mean over draws, and all draws as a band; named where it ends or begins.
 
     Names keep a distance of `apart` in y from each other.
     """
     ends: list[tuple[float, float, float]] = []
-    for steering in _levels(rows):
-        mine: dict[float, list[float]] = {}
-        for row in rows:
-            if row["steering"] == steering:
-                mine.setdefault(row[by], []).append(row[quantity])
-        x, colour = sorted(mine), _shade(steering)
-        mean = [sum(mine[at]) / len(mine[at]) for at in x]
-        axes.fill_between(x, [min(mine[at]) for at in x], [max(mine[at]) for at in x], color=colour, alpha=0.2, lw=0)
-        axes.plot(x, mean, color=colour, lw=1.2, marker="o", ms=2)
+    for steering, mine in rows.groupby("steering"):
+        mean = band(axes, mine, by, quantity, alpha=0.2, color=_shade(steering), lw=1.2, marker="o", ms=2)["mean"]
         at = -1 if named == "end" else 0
-        ends.append((mean[at], x[at], steering))
+        ends.append((mean.iloc[at], mean.index[at], steering))
     y = -math.inf
     for value, x_at, steering in sorted(ends):
         y = max(y + apart, value)
@@ -71,47 +59,32 @@ def _band(axes: Axes, rows: list[Row], by: str, quantity: str, *, named: str = "
         )
 
 
-def _length(axes: Axes, rows: list[Row]) -> None:
+def _length(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="a  What is missed, by length", x="length T (tokens)", y="‖missed part‖ / ‖∇KL‖")
-    if rows:
-        _band(axes, rows, "length", "missed", apart=0.075)
-        axes.set(xscale="log", ylim=(-0.06, 1.45))
-        axes.text(0.03, 0.97, "band: all draws", transform=axes.transAxes, size=6, va="top", color=FAINT)
+    _band(axes, rows, "length", "missed", apart=0.075)
+    axes.set(xscale="log", ylim=(-0.06, 1.45))
+    axes.text(0.03, 0.97, "band: all draws", transform=axes.transAxes, size=6, va="top", color=FAINT)
 
 
-def _steering(axes: Axes, rows: list[Row]) -> None:
+def _steering(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="b  Direction that is left", x="steering κ", y="cosine with ∇KL")
-    longest = max((row["length"] for row in rows), default=0)
-    for length, line in ((2, ":"), (10, "--"), (longest, "-")):
-        mine: dict[float, list[float]] = {}
-        for row in rows:
-            if row["length"] == length:
-                mine.setdefault(row["steering"], []).append(row["cosine"])
-        x = sorted(mine)
-        if not x:
-            continue
-        mean = [sum(mine[at]) / len(mine[at]) for at in x]
-        axes.fill_between(
-            x, [min(mine[at]) for at in x], [max(mine[at]) for at in x], color=look("k2-loss").colour, alpha=0.15, lw=0
-        )
-        axes.plot(x, mean, color=look("k2-loss").colour, ls=line, lw=1.2, marker="s", ms=2.4, label=f"T = {length:,}")
+    style = {"color": look("k2-loss").colour, "lw": 1.2, "marker": "s", "ms": 2.4}
+    for length, line in ((2, ":"), (10, "--"), (rows["length"].max(), "-")):
+        mine = select(rows, length=length)
+        if len(mine):
+            band(axes, mine, "steering", "cosine", alpha=0.15, ls=line, label=f"T = {length:,}", **style)
     axes.axhline(0, color=INK, lw=0.6)
     axes.axhline(1, color=look("k1-reward").colour, lw=1.0)
     axes.text(0.0, 1.03, "k1 in the reward, to go", size=6, color=look("k1-reward").colour)
     axes.text(0.0, -0.06, "below: against ∇KL", size=6, va="top")
-    if rows:
-        axes.legend(
-            title="token-level", title_fontsize=6, fontsize=6, loc=(0.02, 0.40), frameon=False, handlelength=2.4
-        )
+    axes.legend(title="token-level", title_fontsize=6, fontsize=6, loc=(0.02, 0.40), frameon=False, handlelength=2.4)
     axes.set_ylim(-0.5, 1.15)
 
 
-def _discount(axes: Axes, rows: list[Row]) -> None:
+def _discount(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="c  Discounting the KL to come", x="discount γ, or λ of a critic-less GAE", y="relative bias")
-    alone = [row for row in rows if row.get("what") == "discount" and row["critic"] == 0]
-    if not alone:
-        return
-    _band(axes, [row for row in alone if row["steering"] > 0], "discount", "bias", named="start")
+    alone = select(rows, what="discount", critic=0.0)
+    _band(axes, alone[alone["steering"] > 0], "discount", "bias", named="start")
     axes.set(ylim=(-0.04, 1.5))
     axes.text(
         0.98,
@@ -124,48 +97,43 @@ def _discount(axes: Axes, rows: list[Row]) -> None:
     )
 
 
-def _root(axes: Axes, rows: list[Row]) -> None:
+def _root(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="d  The blind root", x="chance p of the token before the KL", y="∂/∂logit at the root, in d")
-    if not rows:
-        return
-    departure = max(row["departure"] for row in rows)
     chances = [step / 100 for step in range(101)]
     axes.plot(chances, [p * (1 - p) for p in chances], color=INK, lw=0.9)
     axes.annotate("truth: p(1 − p)·d", (0.5, 0.25), (0, 4), textcoords="offset points", size=6, ha="center")
-    for name in dict.fromkeys(row["estimator"] for row in rows):
-        mine = [row for row in rows if row["estimator"] == name and row["departure"] == departure]
+    names = list(rows["estimator"].unique())
+    for name in names:
+        mine = select(rows, estimator=name, departure=rows["departure"].max())
         style = look(name).plot(linestyle="", markersize=4, markerfacecolor="none")
-        axes.plot([row["chance"] for row in mine], [row["found"] / row["kl"] for row in mine], **style)
+        axes.plot(mine["chance"], mine["found"] / mine["kl"], **style)
         if name == "k1-reward-to-go":
             axes.annotate(
                 name, (0.5, 0.17), (0, 0), textcoords="offset points", size=6, ha="center", color=style["color"]
             )
-    blind = [name for name in dict.fromkeys(row["estimator"] for row in rows) if name != "k1-reward-to-go"]
+    blind = [name for name in names if name != "k1-reward-to-go"]
     axes.text(0.5, 0.022, ", ".join(blind[:2]) + ",\n" + ", ".join(blind[2:]) + ": 0", ha="center", va="bottom", size=6)
     axes.set_ylim(-0.02, 0.3)
 
 
-def _asymmetry(axes: Axes, rows: list[Row]) -> None:
+def _asymmetry(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="e  No function has this gradient", x="length T (tokens)", y="‖J − Jᵀ‖ / ‖J + Jᵀ‖")
-    if rows:
-        _band(axes, rows, "length", "asymmetry", apart=0.04)
-        axes.set(xscale="log", ylim=(-0.03, 0.75))
-        axes.axhline(0, color=look("k1-reward").colour, lw=1.0)
-        axes.text(4, 0.015, "∇KL: 0, as of any gradient", size=6, color=look("k1-reward").colour)
-        axes.text(0.03, 0.97, "J: derivatives of the\ntoken-level gradient", transform=axes.transAxes, size=6, va="top")
+    _band(axes, rows, "length", "asymmetry", apart=0.04)
+    axes.set(xscale="log", ylim=(-0.03, 0.75))
+    axes.axhline(0, color=look("k1-reward").colour, lw=1.0)
+    axes.text(4, 0.015, "∇KL: 0, as of any gradient", size=6, color=look("k1-reward").colour)
+    axes.text(0.03, 0.97, "J: derivatives of the\ntoken-level gradient", transform=axes.transAxes, size=6, va="top")
 
 
-def _circulation(axes: Axes, rows: list[Row]) -> None:
+def _circulation(axes: Axes, rows: pd.DataFrame) -> None:
     """The rectangle, what each field gains along each edge, and their sums."""
     axes.set_title("f  Once round a rectangle", loc="left", size=7.5, weight="bold")
     axes.set(
         xlim=(-0.42, 1.42), ylim=(-0.36, 1.36), xlabel="early logit →", ylabel="late logit →", xticks=[], yticks=[]
     )
     axes.spines[["top", "right"]].set_visible(False)
-    found = {row["field"]: row for row in rows}
-    if not found:
-        return
-    local, whole = found["local_reverse_kl"], found["reverse_kl"]
+    found = rows.set_index("field")
+    local, whole = found.loc["local_reverse_kl"], found.loc["reverse_kl"]
     corners = ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))
     places = ((0.5, 0.11, "center"), (1.03, 0.5, "left"), (0.5, 0.87, "center"), (-0.03, 0.5, "right"))
     for edge, (x, y, side) in enumerate(places):

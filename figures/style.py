@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
+
+from kltest.reproduce.frames import frame
 
 PAGE_WIDTH = 7.0  # inches: the text width of the paper
 
@@ -114,6 +119,19 @@ LOOKS = {
 def look(estimator: str) -> Look:
     """The look of a registered estimator; one that has none yet is thin and grey, and should be given one."""
     return LOOKS.get(estimator, Look(FAINT, "-.", "."))
+
+
+def rows_of(results: Path, name: str) -> pd.DataFrame:
+    """Return the rows of an experiment."""
+    return frame(json.loads((results / name / f"{name}.json").read_text()))
+
+
+def band(axes: Axes, rows: pd.DataFrame, x: str, y: str, *, alpha: float, **line: Any) -> pd.DataFrame:
+    """Draw the mean by a column as a line and the extremes as a band; return them."""
+    found = rows.groupby(x)[y].agg(["min", "max", "mean"])
+    axes.fill_between(found.index, found["min"], found["max"], color=line["color"], alpha=alpha, linewidth=0)
+    axes.plot(found.index, found["mean"], **line)
+    return found
 
 
 def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "") -> None:

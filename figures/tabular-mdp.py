@@ -5,25 +5,25 @@ Reads tabular-mdp/tabular-mdp.json among the results.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Rectangle
 
-from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT_INK, look, tidy
+from kltest.reproduce.frames import Row, records, select
 
-Row = dict[str, Any]
+from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT_INK, band, look, rows_of, tidy
+
 SHOWN = 0.02  # references whose ends are drawn
 
 
 def draw(results: Path) -> Figure:
     """Above the grid: the world, then what three gradients do in each cell. Below: slip, ends by β, eigenvalues."""
-    rows = json.loads((results / "tabular-mdp" / "tabular-mdp.json").read_text())
+    rows = rows_of(results, "tabular-mdp")
     figure = Figure(figsize=(PAGE_WIDTH, 5.6))
-    cells = [row for row in rows if row["part"] == "picture"]
+    cells = records(select(rows, "picture"))
     titles = (
         ("a  The world", None),
         ("b  Down the true gradient", "whole"),
@@ -36,9 +36,9 @@ def draw(results: Path) -> Figure:
         _grid(axes, cells, push)
     figure.text(0.03, 0.428, KEY, size=6.3, va="top", linespacing=1.35)
     panels = [figure.add_axes((left, 0.07, 0.25, 0.215)) for left in (0.062, 0.4, 0.735)]
-    _slip(panels[0], [row for row in rows if row["part"] == "worlds"])
-    _ends(panels[1], [row for row in rows if row["part"] == "length"])
-    _eigenvalues(panels[2], [row for row in rows if row["part"] == "rotation"])
+    _slip(panels[0], select(rows, "worlds"))
+    _ends(panels[1], select(rows, "length"))
+    _eigenvalues(panels[2], select(rows, "rotation"))
     return figure
 
 
@@ -91,39 +91,32 @@ def _arrow(axes: Axes, x: float, y: float, right: float, up: float, colour: str,
     axes.annotate("", *ends, arrowprops=arrow)
 
 
-def _slip(axes: Axes, rows: list[Row]) -> None:
+def _slip(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="e  Actions that slip", x="chance that a random action is taken", y="‖missed part‖ / ‖∇KL‖")
-    lengths = sorted({row["horizon"] for row in rows})
-    steps = 8 if 8 in lengths else max(lengths, default=0)
+    steps = 8 if (rows["horizon"] == 8).any() else rows["horizon"].max()
     looks = {"chain": ("o", "-"), "grid": ("s", "--"), "random": ("^", ":")}
     for world, (marker, line) in looks.items():
-        mine: dict[float, list[float]] = {}
-        for row in rows:
-            if (row["world"], row["horizon"]) == (world, steps):
-                mine.setdefault(row["slip"], []).append(row["missed"])
-        x = sorted(mine)
-        if not x:
+        mine = select(rows, world=world, horizon=steps)
+        if mine.empty:
             continue
-        mean = [sum(mine[at]) / len(mine[at]) for at in x]
-        colour = look("k2-loss").colour
-        axes.fill_between(x, [min(mine[at]) for at in x], [max(mine[at]) for at in x], color=colour, alpha=0.13, lw=0)
-        axes.plot(x, mean, color=colour, ls=line, marker=marker, ms=3, lw=1.1)
-        axes.annotate(world, (x[0], mean[0]), (5, -9 if world == "chain" else 5), textcoords="offset points", size=6)
+        style = {"color": look("k2-loss").colour, "ls": line, "marker": marker, "ms": 3, "lw": 1.1}
+        mean = band(axes, mine, "slip", "missed", alpha=0.13, **style)["mean"]
+        start = (mean.index[0], mean.iloc[0])
+        axes.annotate(world, start, (5, -9 if world == "chain" else 5), textcoords="offset points", size=6)
     axes.set_ylim(-0.02, 0.8)
     axes.text(0.98, 0.95, f"{steps} steps\nband: all draws", transform=axes.transAxes, size=6, ha="right", va="top")
 
 
-def _ends(axes: Axes, rows: list[Row]) -> None:
+def _ends(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="f  Ends of training", x="coefficient β", y="chance of going on")
-    shown = [row for row in rows if row["reference"] == SHOWN]
+    shown = select(rows, reference=SHOWN)
     for followed, stable, options in (
         ("local_reverse_kl", True, look("k2-loss").plot(linestyle="", markersize=3.4)),
         ("local_reverse_kl", False, look("k2-loss").plot(linestyle="", markersize=3.4, markerfacecolor="white")),
         ("reverse_kl", True, {"color": look("k1-reward").colour, "lw": 1.2}),
     ):
-        mine = [row for row in shown if (row["followed"], row["stable"]) == (followed, stable)]
-        mine.sort(key=lambda row: row["beta"])
-        axes.plot([row["beta"] for row in mine], [row["chance"] for row in mine], **options)
+        mine = select(shown, followed=followed, stable=stable).sort_values("beta")
+        axes.plot(mine["beta"], mine["chance"], **options)
     axes.set_ylim(-0.05, 1.22)
     axes.axhline(SHOWN, color=FAINT, lw=0.7, ls=":")
     axes.text(2.0, 0.06, "reference", size=6, ha="right", color=FAINT)
@@ -131,15 +124,15 @@ def _ends(axes: Axes, rows: list[Row]) -> None:
     axes.text(0.36, 0.33, "∇KL", size=6.5, color=look("k1-reward").colour, ha="left")
 
 
-def _eigenvalues(axes: Axes, rows: list[Row]) -> None:
+def _eigenvalues(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="g  Spirals into rest", x="real part", y="imaginary part")
     looks = {
         "reverse_kl": look("k1-reward").plot(linestyle="", markersize=2.6),
         "local_reverse_kl": look("k2-loss").plot(linestyle="", markersize=2.6),
     }
     for followed, options in looks.items():
-        mine = [row for row in rows if row["followed"] == followed]
+        mine = select(rows, followed=followed)
         for sign in (1, -1):
-            axes.plot([row["real"] for row in mine], [sign * row["imaginary"] for row in mine], **options)
+            axes.plot(mine["real"], sign * mine["imaginary"], **options)
     axes.text(0.03, 0.96, "token-level", transform=axes.transAxes, size=6, va="top", color=look("k2-loss").colour)
     axes.text(0.03, 0.06, "∇KL: all on the axis", transform=axes.transAxes, size=6, color=look("k1-reward").colour)
