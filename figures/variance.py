@@ -5,16 +5,15 @@ Reads variance/variance.json among the results.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .style import FAINT, INK, PAGE_WIDTH, look, tidy
+from kltest.reproduce.frames import records, select
 
-Row = dict[str, Any]
+from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
 
 PUBLISHED, RATE, NOISE = 0.25, 10.0, 1.0
 # Of the estimators computed: the look of a registered one, and how it is called here.
@@ -38,61 +37,47 @@ RULES = (("0", "k1-reward"), ("value", "k3-reward"), ("1", "k3-both"), ("gradien
 
 def draw(results: Path) -> Figure:
     """The pair, rates of failure and the bandit over its training, the ladder by length and its parts."""
-    rows = json.loads((results / "variance" / "variance.json").read_text())
+    rows = rows_of(results, "variance")
     figure = Figure(figsize=(PAGE_WIDTH, 4.7))
     edges = {"left": 0.062, "right": 0.99}
     top = figure.add_gridspec(1, 3, top=0.945, bottom=0.6, wspace=0.3, **edges)
     bottom = figure.add_gridspec(1, 3, top=0.44, bottom=0.095, wspace=0.42, width_ratios=(1, 1.35, 0.95), **edges)
     panels = [figure.add_subplot(row[0, column]) for row in (top, bottom) for column in range(3)]
-    part = {
-        name: [row for row in rows if row["part"] == name] for name in ("pair", "rates", "noise", "bandit", "ladder")
-    }
-    _pair(panels[0], part["pair"])
-    _rates(panels[1], part["rates"])
-    _noise(panels[2], part["noise"])
-    _bandit(panels[3], [row for row in part["bandit"] if row["what"] == "path" and row["rate"] == RATE])
-    ladder = [row for row in part["ladder"] if row["distance"] == NOISE and row["seed"] == 0]
+    _pair(panels[0], select(rows, "pair"))
+    _rates(panels[1], select(rows, "rates"))
+    _noise(panels[2], select(rows, "noise"))
+    _bandit(panels[3], select(rows, "bandit", what="path", rate=RATE))
+    ladder = select(rows, "ladder", distance=NOISE, seed=0)
     _ladder(panels[4], ladder)
     _parts(panels[5], ladder)
     return figure
 
 
-def _pair(axes: Axes, rows: list[Row]) -> None:
-    tidy(
-        axes,
-        title="a  Two tokens: RB can lose",
-        x="ref's chance of 0 at first",
-        y="variance of the KL estimate (nats²)",
-    )
-    rows = sorted(rows, key=lambda row: row["reference"])
+def _pair(axes: Axes, rows: pd.DataFrame) -> None:
+    y = "variance of the KL estimate (nats²)"
+    tidy(axes, title="a  Two tokens: RB can lose", x="ref's chance of 0 at first", y=y)
+    rows = rows.sort_values("reference")
     lines = (("monte_carlo", "k1-reward", "-"), ("rao_blackwell", "rao-blackwell", "-"), ("mixture", "truth", ":"))
     for name, like, line in lines:
         style = look(like).plot(marker="", linestyle=line)
-        axes.plot([row["reference"] for row in rows], [row[name] for row in rows], **style)
-        for row in rows:
-            if row["reference"] == PUBLISHED and name != "mixture":
-                axes.plot([PUBLISHED], [row[name]], "o", color=style["color"], ms=4)
-                axes.annotate(
-                    f"{row[name]:.2f}", (PUBLISHED, row[name]), (-3, 5 if name == "rao_blackwell" else 4),
-                    textcoords="offset points", size=6.5, color=style["color"], ha="right",
-                )  # fmt: skip
+        axes.plot(rows["reference"], rows[name], **style)
+        for value in select(rows, reference=PUBLISHED)[name] if name != "mixture" else ():
+            axes.plot([PUBLISHED], [value], "o", color=style["color"], ms=4)
+            place = {"textcoords": "offset points", "size": 6.5, "color": style["color"], "ha": "right"}
+            axes.annotate(f"{value:.2f}", (PUBLISHED, value), (-3, 5 if name == "rao_blackwell" else 4), **place)
     axes.set(ylim=(0, 12), xlim=(0, 1))
     axes.text(0.84, 10.9, "sampled (k1)", ha="right", size=6.5, color=look("k1-reward").colour)
     axes.text(0.9, 5.35, "RB", size=6.5, color=look("rao-blackwell").colour)
     axes.text(0.57, 2.6, "best mixture", size=6.5, color=INK, ha="center")
 
 
-def _rates(axes: Axes, rows: list[Row]) -> None:
+def _rates(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="b  At random: how often RB loses", x="logit noise between π and ref", y="share of worlds (%)")
     for spread, like in ((4.0, "rao-blackwell"), (1.0, "k1-reward")):
         for column, line, marker in (("value", "-", "o"), ("gradient", "--", "s")):
-            by: dict[float, list[Row]] = {}
-            for row in rows:
-                if row["spread"] == spread:
-                    by.setdefault(row["distance"], []).append(row)
-            x = sorted(by)
-            y = [100 * sum(r[f"{column}_fails"] for r in by[at]) / sum(r["worlds"] for r in by[at]) for at in x]
-            axes.plot(x, y, **look(like).plot(linestyle=line, marker=marker))
+            by = select(rows, spread=spread).groupby("distance")[[f"{column}_fails", "worlds"]].sum()
+            share = 100 * by[f"{column}_fails"] / by["worlds"]
+            axes.plot(share.index, share, **look(like).plot(linestyle=line, marker=marker))
     axes.set(xscale="log", ylim=(-0.4, 10))
     axes.text(0.1, 8.7, "sure policy (logits of spread 4)", size=6.5, color=look("rao-blackwell").colour)
     axes.text(0.1, 7.8, "mild policy (spread 1)", size=6.5, color=look("k1-reward").colour)
@@ -100,70 +85,55 @@ def _rates(axes: Axes, rows: list[Row]) -> None:
     axes.text(0.1, 5.7, "dashed: gradient", size=6.5, color=INK)
 
 
-def _noise(axes: Axes, rows: list[Row]) -> None:
+def _noise(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="c  Bandit: two different best λ", x="λ in k1 + λ(w − 1)", y="variance / at λ = 0")
-    rows = sorted(rows, key=lambda row: row["lam"])
-    start = next((row for row in rows if row["lam"] == 0), None)
-    if start is None:
-        return
+    rows = rows.sort_values("lam")
+    start = select(rows, lam=0.0).iloc[0]
     for name, like, words, at in (
         ("value", "k3-reward", "value", (2.9, 1.2e3)),
         ("gradient", "rao-blackwell", "gradient", (1.9, 0.55)),
     ):
-        x, y = [row["lam"] for row in rows], [row[f"{name}_variance"] / start[f"{name}_variance"] for row in rows]
-        axes.plot(x, y, **look(like).plot(marker=""))
+        axes.plot(rows["lam"], rows[f"{name}_variance"] / start[f"{name}_variance"], **look(like).plot(marker=""))
         axes.text(*at, words, size=6.5, color=look(like).colour, ha="center")
         best = start[f"least_noisy_{name}"]
         axes.axvline(best, color=look(like).colour, lw=0.7, ls=":")
     axes.axhline(1, color=INK, lw=0.5)
     axes.set(yscale="log", ylim=(0.1, 2e4))
-    axes.annotate(
-        "k3", (1, next(row["value_variance"] for row in rows if row["lam"] == 1) / start["value_variance"]),
-        (0, 4), textcoords="offset points", size=6.5, ha="center", color=FAINT,
-    )  # fmt: skip
+    k3 = select(rows, lam=1.0)["value_variance"].iloc[0] / start["value_variance"]
+    axes.annotate("k3", (1, k3), (0, 4), textcoords="offset points", size=6.5, ha="center", color=FAINT)
 
 
-def _bandit(axes: Axes, rows: list[Row]) -> None:
+def _bandit(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title=f"d  Bandit: training, rate {RATE:g}", x="update", y="KL(π‖ref) (nats)")
     for rule, like in RULES:
-        mine = sorted((row for row in rows if row["rule"] == rule), key=lambda row: row["step"])
-        if not mine:
-            continue
-        style = look(like).plot(marker="")
-        x = [row["step"] for row in mine]
-        axes.fill_between(
-            x, [r["low"] for r in mine], [r["high"] for r in mine], color=style["color"], alpha=0.15, lw=0
-        )
-        axes.plot(x, [row["kl"] for row in mine], **style)
+        mine, style = select(rows, rule=rule).sort_values("step"), look(like).plot(marker="")
+        axes.fill_between(mine["step"], mine["low"], mine["high"], color=style["color"], alpha=0.15, lw=0)
+        axes.plot(mine["step"], mine["kl"], **style)
     axes.set(ylim=(0, 7))
     axes.text(398, 6.4, "λ = 0, and λ best for the value", ha="right", size=6.5, color=look("k1-reward").colour)
     words = "λ = 1 (k3, dashed), and\nλ best for the gradient"
     axes.text(398, 1.35, words, ha="right", size=6.5, color=look("rao-blackwell").colour)
 
 
-def _ladder(axes: Axes, rows: list[Row]) -> None:
+def _ladder(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="e  How far from the least possible", x="length T (tokens)", y="variance / least possible")
     for name, like, words in STEPS:
-        mine = sorted((row for row in rows if row["estimator"] == name), key=lambda row: row["length"])
-        if not mine:
+        mine = select(rows, estimator=name).sort_values("length")
+        if mine.empty:
             continue
-        axes.plot([row["length"] for row in mine], [row["over_floor"] for row in mine], **look(like).plot())
-        axes.annotate(
-            words, (mine[-1]["length"], mine[-1]["over_floor"]), (5, 0), textcoords="offset points", va="center",
-            size=6, color=look(like).colour,
-        )  # fmt: skip
+        axes.plot(mine["length"], mine["over_floor"], **look(like).plot())
+        place = {"textcoords": "offset points", "va": "center", "size": 6, "color": look(like).colour}
+        axes.annotate(words, tuple(mine.iloc[-1][["length", "over_floor"]]), (5, 0), **place)
     axes.axhline(1, color=INK, lw=0.8)
     axes.set(yscale="log", xlim=(1.7, 12.6), xticks=(2, 4, 6, 8), yticks=(1, 2, 5, 10, 20), ylim=(0.9, 40))
     axes.set_yticklabels(["1", "2", "5", "10", "20"])
     axes.minorticks_off()
 
 
-def _parts(axes: Axes, rows: list[Row]) -> None:
-    longest = max((row["length"] for row in rows), default=0)
+def _parts(axes: Axes, rows: pd.DataFrame) -> None:
+    longest = rows["length"].max()
     tidy(axes, title=f"f  What is random, T = {longest}", x="variance / ‖∇KL‖²")
-    shown = [
-        (words, row) for name, _, words in STEPS for row in rows if (row["estimator"], row["length"]) == (name, longest)
-    ]
+    shown = [(words, row) for name, _, words in STEPS for row in records(select(rows, estimator=name, length=longest))]
     for at, (_, row) in enumerate(shown):
         left = 0.0
         for part, colour, _ in PARTS:
