@@ -1,4 +1,4 @@
-"""Fields handed as a loss wants them: rewards a rollout or a token, dict-style batches, masks that are no index."""
+"""Forms in which a loss gets its fields: rewards a rollout or a token, batches by key, masks that are no index."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kltest.rollout import FIELDS, NotGivenError, Rollout, field_named
 
 
 def field_asked(value: object) -> str | None:
-    """The field that an argument's value "@name" stands for, None for an ordinary value; UsageError if unknown."""
+    """Return the field that a value "@name" stands for, None for an ordinary value; UsageError if there is none."""
     if not (isinstance(value, str) and value.startswith("@")):
         return None
     name = field_named(value[1:])
@@ -28,7 +28,7 @@ def fields_listed() -> str:
 class Stub:
     """An object that has the attributes given by `--arg NAME.attribute=value`, those of its class, and no others.
 
-    Where a method of a class is graded, the stub is its `self`: methods, properties and constants of the class work,
+    If a method of a class is graded, the stub is its `self`: methods, properties and constants of the class work,
     with the stub as their `self`. Fields ("@beta") are read from the rollout of the present call. What is given can be
     read by key as well, so that a stub can stand in for a dictionary.
     """
@@ -79,7 +79,7 @@ class Stub:
         return NotGivenError(f"{name} stands in for an object that was not built and has no {what!r}; {advice}")
 
     def fields(self) -> set[str]:
-        """The rollout fields among its attributes, at any depth."""
+        """Return the rollout fields among its attributes, at any depth."""
         found = set()
         for value in vars(self)["_stub_given"].values():
             if isinstance(value, Stub):
@@ -89,7 +89,7 @@ class Stub:
         return found
 
     def at(self, rollout: Rollout) -> Stub:
-        """A fresh copy, reading its fields from `rollout`: what a loss writes on it does not outlive the call."""
+        """Return a copy that reads its fields from `rollout`; what a loss writes on it ends with the call."""
         copy = object.__new__(Stub)
         given = {
             name: value.at(rollout) if isinstance(value, Stub) else value
@@ -100,7 +100,7 @@ class Stub:
 
 
 def given_to(stub: Stub) -> dict[str, object]:
-    """The attributes that `--arg` gave a stub: no method, since what it stands for may have one of that name."""
+    """Return the attributes that `--arg` gave a stub. No method, since its class may have one so named."""
     return dict(vars(stub)["_stub_given"])
 
 

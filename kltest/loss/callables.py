@@ -1,4 +1,4 @@
-"""The kinds of callable: which can be called with a rollout and by which parameters, and which are refused."""
+"""Kinds of callable: the parameters of those that can be called with a rollout, and why others are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kltest.loss.frames import failure
 
 
 def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Signature]:
-    """Something to call and its signature; classes that need nothing are built, modules are called by their forward."""
+    """Return something to call and its signature: classes that need nothing are built, modules called by `forward`.
+
+    Raises UsageError for anything that cannot be called, or whose parameters have no names.
+    """
     if not callable(function):
         what = name if name != type(function).__qualname__ else f"{reprlib.repr(function)}, given as the loss,"
         raise UsageError(f"{what} is {kind_of(function)} and cannot be called; name a function")
@@ -48,7 +51,7 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
 
 
 def _schema(function: Any) -> inspect.Signature | None:
-    """The parameters of what `torch.jit.script` or `torch.jit.trace` compiled, which Python knows nothing of."""
+    """Parameters of a function compiled by `torch.jit`, which Python knows nothing of."""
     if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
         return None
     schema: Any = function.schema
@@ -108,7 +111,7 @@ def source_file(function: Any) -> str | None:
 
 
 def name_of(function: Any) -> str:
-    """What a callable is called by those who wrote it: a partial like what it holds, an object like its class."""
+    """Return the name of a callable: of a partial that of its function, of an object that of its class."""
     while isinstance(function, partial):
         function = function.func
     name = function.name if isinstance(function, torch.jit.ScriptFunction) else getattr(function, "__qualname__", None)
@@ -116,6 +119,6 @@ def name_of(function: Any) -> str:
 
 
 def kind_of(thing: Any) -> str:
-    """The type of a thing with its article: a dict, an int."""
+    """Return the type of a thing with its article: a dict, an int."""
     kind = type(thing).__name__
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

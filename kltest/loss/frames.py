@@ -1,4 +1,4 @@
-"""Where a loss failed: the user's own frame, not torch's or ours."""
+"""Find the line at which a loss failed: the user's own frame, not torch's or ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kltest.errors import TargetError
 _LONGEST_TEXT = 2000
 _FOREIGN = tuple(str(Path(str(file)).resolve().parent) + os.sep for file in (torch.__file__, numpy.__file__, __file__))
 _CALLS = str(Path(__file__).resolve().parents[1] / "adapters") + os.sep
-"""How libraries are called from here is nobody's own code: what it raises is a sentence that needs no line."""
+"""Calls of libraries are nobody's own code: what they raise is a sentence that needs no line."""
 _STDLIB = tuple(str(Path(sysconfig.get_path(kind)).resolve()) + os.sep for kind in ("stdlib", "platstdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
 
@@ -41,7 +41,7 @@ class Frame:
 
 
 class FailedError(TargetError):
-    """A target whose own code failed; `frame` is the innermost line of that code, None where there is none to show."""
+    """A loss whose own code failed; `frame` is the innermost line of that code, None if there is none to show."""
 
     def __init__(self, message: str, frame: Frame | None = None) -> None:
         super().__init__(f"{message}\n{frame}" if frame else message)
@@ -49,7 +49,7 @@ class FailedError(TargetError):
 
 
 def failure(what: str, error: BaseException, home: str | None = None) -> FailedError:
-    """The error to raise for an exception out of a target's code; `home` is the target's own file, where known."""
+    """Return the error to raise for an exception out of a loss's code; `home` is the loss's own file, if known."""
     if isinstance(error, SystemExit):
         frame = own_frame(error, home)
         return FailedError(f"{what} left the process (SystemExit with code {error.code!r}).", frame)
@@ -58,13 +58,13 @@ def failure(what: str, error: BaseException, home: str | None = None) -> FailedE
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an exception, as Python prints them, cut where it would fill the screen."""
+    """Return type and text of an exception, as Python prints them, cut if they would fill the screen."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " …"
 
 
 def own_frame(error: BaseException, home: str | None = None) -> Frame | None:
-    """The innermost frame of the user's code: in the target's file or beside it, else outside of torch and Python."""
+    """Return the innermost frame of the user's code: in the loss's file or beside it, else outside torch and Python."""
     if isinstance(error, SyntaxError) and error.filename:
         source = (error.text or "").strip()
         return Frame(error.filename, error.lineno or 0, "<module>", source, describe(error).splitlines()[-1])
@@ -84,7 +84,7 @@ def _steps(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:
 
 
 def _beside(file: str, home: str | None) -> bool:
-    """Whether a file is the target's own, or of the same package or folder."""
+    """Return True for the loss's own file and for files of the same package or folder."""
     if home is None or file.startswith("<") or _resolved(home).startswith(_CALLS):
         return False
     if _resolved(file) == _resolved(home):

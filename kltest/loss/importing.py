@@ -1,4 +1,4 @@
-"""`package.module:function` and `path/to/file.py:function`: importing what a target names, or saying why not."""
+"""Importing the function of `package.module:function` and `path/to/file.py:function`, or saying why not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kltest.loss.frames import describe, failure
 
 @dataclass(frozen=True)
 class Found:
-    """What a target named; `owner` is the class whose plain method it is, None for anything that needs no `self`."""
+    """A function that was found; `owner` is the class whose plain method it is, None if it needs no `self`."""
 
     function: Any
     owner: type | None = None
@@ -34,7 +34,7 @@ class ImportFailedError(Exception):
 
 
 def import_by_name(module: str) -> ModuleType:
-    """The module of that name, looked for in the current directory too, as `python -m` does.
+    """Import the module of that name, from the current directory too, as `python -m` does.
 
     Raises UsageError if there is none, ImportFailedError if there is one and importing it raised.
     """
@@ -50,7 +50,7 @@ def import_by_name(module: str) -> ModuleType:
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module in a file, as part of its package where `__init__.py` files make it one; never as `__main__`.
+    """Import the module in a file, as part of its package if `__init__.py` files make one; never as `__main__`.
 
     Raises ImportFailedError if importing it raised, or if its package's name is taken by another that is loaded.
     """
@@ -76,7 +76,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def package_of(path: Path) -> tuple[Path, str]:
-    """The folder to import a file from, and its dotted name there."""
+    """Return the folder to import a file from, and its dotted name there."""
     folder, parts = path.parent, [] if path.stem == "__init__" else [path.stem]
     while (folder / "__init__.py").exists():
         parts.insert(0, folder.name)
@@ -85,7 +85,7 @@ def package_of(path: Path) -> tuple[Path, str]:
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module, found without executing any package above it."""
+    """Return the file of a module, without executing any package above it; None if there is no such file."""
     parts = module.split(".")
     with searching(Path.cwd()):
         try:
@@ -102,7 +102,7 @@ def source_of(module: str) -> Path | None:
 
 
 def attribute(holder: Any, names: str, where: str) -> Found:
-    """`Class.method` and the like, step by step; UsageError for what is not there or cannot be called."""
+    """Look up `Class.method` and the like; UsageError if it is not there or cannot be called."""
     owner = None
     thing = holder
     for name in names.split("."):

@@ -1,7 +1,7 @@
 """Lifting: a function out of a file that cannot be imported, with the helpers, constants and imports that it uses.
 
 The file is parsed, not executed. Of its module-level statements, those run that the function needs, directly or
-through what it uses; each import is tried by itself, and follows into the package's other files where it fails.
+through what it uses; each import is tried by itself, and follows into the package's other files if it fails.
 Annotations are not evaluated. What cannot be had is replaced by an object that says so when it is used.
 """
 
@@ -24,9 +24,9 @@ _PREFIX = "kltest_lifted_"
 
 
 def lift(path: Path, names: str, *, because: BaseException) -> Found:
-    """The function (or `Class.method`) of that name in a file, without importing the file.
+    """Take the function (or `Class.method`) of that name out of a file, without importing the file.
 
-    `because` is what importing it raised. Raises UsageError if the file has no such name, FailedError where the
+    `because` is what importing it raised. Raises UsageError if the file has no such name, FailedError if the
     statements that it needs fail.
     """
     lifter = _Lifter(path)
@@ -112,7 +112,7 @@ class _Lifter:
         return name in self.units
 
     def all_notes(self) -> list[str]:
-        """What was left out, in this file and in those that it led to."""
+        """Sentences on what was left out, in this file and in those that it led to."""
         return [note for lifter in self.family.values() for note in lifter.notes]
 
     def get(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class _Lifter:
         return self.namespace[name]
 
     def define(self, name: str) -> None:
-        """Execute the statements that bind or change a name, in the file's order; leave an _Absent where they fail."""
+        """Execute the statements that bind or change a name, in the file's order; leave an _Absent if they fail."""
         if name in self._asked:
             return
         self._asked.add(name)
@@ -241,7 +241,7 @@ class _Lifter:
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> Any:
-        """`__import__` of the lifted code: what cannot be imported is lifted too, where its source is found."""
+        """`__import__` of the lifted code: what cannot be imported is lifted too, if its source is found."""
         if level:
             return _LiftedModule(self._sibling(self._relative(name, level)))
         try:

@@ -1,4 +1,4 @@
-"""What one call of a loss gives, whatever the loss returned: the wall between targets and moments."""
+"""Losses, and the outcome of calling one: all that higher layers know of either."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ Returned = Literal["scalar", "rows", "tokens"]
 class Outcome:
     """A loss on one batch.
 
-    `objective` is the scalar to be differentiated (the KL part, where the loss takes a coefficient); `rows` (B,) are
-    its parts, with objective = rows.mean(), where the loss returned one number a sequence or a token, else None.
-    `value` is what it returned, detached, where that was (B,) or (B, T); `metric` the logged `metrics["kl"]`, detached:
-    a scalar, (B,) or (B, T). All are float64; `dtype` is the lowest floating-point precision on the
-    way.
+    `objective` is the scalar to be differentiated (the KL part, if the loss takes a coefficient); `rows` (B,) are
+    its parts, with objective = rows.mean(), if the loss returned one number a sequence or a token, else None.
+    `value` is what it returned, detached, if that was (B,) or (B, T); `metric` the logged `metrics["kl"]`, detached:
+    a scalar, (B,) or (B, T). All are float64; `dtype` is the lowest floating-point precision on the way.
 
     No gradient at all is not an error here: the objective then does not require grad, or its gradient with respect to
     the leaves (`rollout.built("logp")`, `rollout.built("logits")`) is None, since nothing connects the two.
@@ -41,7 +40,7 @@ class Outcome:
 
     @property
     def reaches_policy(self) -> bool:
-        """Whether the objective can be differentiated at all."""
+        """True if the objective can be differentiated at all."""
         return self.objective.requires_grad
 
 
@@ -82,7 +81,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """How a target is to be called: the options of `kltest grade` that shape a call.
+    """Options of `kltest grade` that shape a call of the loss.
 
     `placement` and `credit` default to what a registered estimator says of itself, else to loss and return; `beta`
     to the rollout's own, which is 1. `arguments` fills parameters by name: any value, or "@field" for a field of the

@@ -1,4 +1,4 @@
-"""In which floating-point precision a loss computed, whatever the type of what it returned."""
+"""The floating-point precision in which a loss computed, whatever the type of what it returned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16
 
 
 def lowest_precision(results: Iterable[Tensor], traced: Iterable[torch.dtype] = ()) -> str:
-    """The least precise floating type that went into some tensors: the name of a type, without "torch.".
+    """Return the least precise floating type that went into some tensors: the name of a type, without "torch.".
 
     Autograd's record of what they were computed from tells of every differentiable step; `traced` (from a
     PrecisionTrace) of the others, such as a detached weight in float32.
@@ -40,7 +40,7 @@ class PrecisionTrace(TorchFunctionMode):
         self._alive: list[Any] = []
 
     def of(self, tensor: Tensor) -> torch.dtype:
-        """The narrowest type that cost this tensor digits, float64 where none did."""
+        """Return the narrowest type that cost this tensor digits, float64 if none did."""
         return self._narrowest.get(memory(tensor)._cdata, torch.float64)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -74,7 +74,7 @@ def _in_graph(result: Tensor) -> Iterator[torch.dtype]:
 
 
 def _rounded(func: Any, exact: tuple[tuple, dict], output: Tensor) -> bool:
-    """Whether an operation lost digits, by doing it again in float64."""
+    """Return True if an operation lost digits, by doing it again in float64."""
     args, kwargs = exact
     if _writes(func):
         return any(isinstance(item, Tensor) and item.is_floating_point() for item in args[1:])
@@ -90,7 +90,7 @@ def _rounded(func: Any, exact: tuple[tuple, dict], output: Tensor) -> bool:
 
 
 def _writes(func: Any) -> bool:
-    """Whether a function of torch writes into its first argument."""
+    """Return True if a function of torch writes into its first argument."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or bool(re.fullmatch(r"__i\w+__|\w*[a-z0-9]_", name))
 

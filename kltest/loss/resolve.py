@@ -1,4 +1,4 @@
-"""From the text that a user gives to a Loss: a registered name, a module's function, or a file's."""
+"""Turning the text that a user gives into a Loss: a registered name, a module's function, or a file's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ FORMS = "a registered name (k3-loss), package.module:function, or path/to/file.p
 
 
 def resolve(text: str, call: Call | None = None) -> BoundLoss:
-    """The loss that `text` names, ready to be called as `call` says.
+    """Return the loss that a text names, ready to be called.
 
-    Raises UsageError for what does not exist or cannot be filled, TargetError for what exists and fails.
+    Args:
+        text: a registered name (`k3-loss`), `package.module:function` or `path/to/file.py:function`.
+        call: placement, credit, coefficient and arguments.
+
+    Raises:
+        UsageError: there is no such loss, or a parameter cannot be filled.
+        TargetError: it exists and importing it fails.
     """
     call = call or Call()
     text = text.strip()
@@ -83,7 +89,7 @@ def _in_file(path: Path, names: str) -> Found:
 
 
 def _lifted(path: Path | None, names: str, error: ImportFailedError, what: str) -> Found:
-    """The target out of its syntax tree; where that is impossible, the import's failure is what there is to tell."""
+    """Lift the function out of its file; if that is impossible, raise what the import raised."""
     assert error.__cause__ is not None
     if path is None:
         raise failure(f"{what} failed, and its source file was not found: it", error.__cause__) from error.__cause__
@@ -94,7 +100,7 @@ def _lifted(path: Path | None, names: str, error: ImportFailedError, what: str) 
 
 
 def _functions(path: Path) -> list[str]:
-    """The functions and methods that a file defines; FailedError where it is no Python."""
+    """The functions and methods that a file defines; FailedError if it is no Python."""
     found = []
     for node in parse(path).body:
         if isinstance(node, ast.FunctionDef):

@@ -38,7 +38,7 @@ class NotFiniteError(TargetError):
 
 
 def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Result:
-    """The loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
+    """Return the loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
 
     A list of one tensor a rollout is put together; of one number a rollout only where the loss was given `lists`.
     """
@@ -71,7 +71,7 @@ def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Re
 
 
 def with_stored(result: Result, stored: StoredValue | None, note: str, rollout: Rollout) -> Result:
-    """The result with a KL that the loss stored, where that is a number or a tensor of a known shape."""
+    """Return the result with a KL that the loss stored, if that is a number or a tensor of a known shape."""
     shape = tuple(rollout.peek("mask").shape)
     metric = None if stored is None else _as_metric(stored.number, shape)
     if stored is None or metric is None:
@@ -113,7 +113,7 @@ def _joined(answer: Any, live: Tensor, lists: bool) -> Any:
 
 
 def _split(name: str, answer: Any, shape: tuple[int, ...]) -> tuple[Any, Any, str | None]:
-    """The loss, its metrics, and what is to be said about taking them so."""
+    """The loss, its metrics, and a sentence for the report."""
     if not isinstance(answer, list | tuple):
         return answer, None, None
     kinds = ", ".join(_described(item) for item in answer)
@@ -127,7 +127,7 @@ def _split(name: str, answer: Any, shape: tuple[int, ...]) -> tuple[Any, Any, st
 
 
 def _could_be_the_loss(item: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an item could be the loss as well: a scalar is one more metric, a number a rollout may be more."""
+    """True if an item could be the loss as well: a scalar is one more metric, a number a rollout may be more."""
     return isinstance(item, Tensor) and item.requires_grad and tuple(item.shape) in (shape[:1], shape)
 
 

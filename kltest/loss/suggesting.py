@@ -1,4 +1,4 @@
-"""Which field a parameter may be meant for, by what its name says: a wrong proposal, obeyed, is graded without a word.
+"""Propose a field for a parameter by the words of its name. A wrong proposal, if followed, is graded in silence.
 
 Whose log-probs they are is told by the role words of a name; names that differ there are never proposed for each other.
 """
@@ -28,8 +28,8 @@ _NEAR = 0.75
 
 
 def suggested_field(name: str) -> str | None:
-    """The field whose role and quantity a name states (`prev_logprobs`: old_logp), or one that is filled for a near
-    spelling of it; None where neither is clear."""
+    """Return the field whose role and quantity a name states (`prev_logprobs`: old_logp), or that of a near spelling;
+    None if neither is clear."""
     stated = _stated(name)
     if stated in FIELDS:
         return stated
@@ -39,7 +39,7 @@ def suggested_field(name: str) -> str | None:
 
 
 def near_spelling(name: str, known: Iterable[str]) -> str | None:
-    """The nearest of the names whose words are, one by one, near to those of `name`."""
+    """Return the nearest of the names whose words are, one by one, near to those of `name`."""
     words = _words(name)
 
     def is_near(other: str) -> bool:

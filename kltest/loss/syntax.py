@@ -17,7 +17,7 @@ _READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def parse(path: Path) -> ast.Module:
-    """The syntax tree of a file; FailedError where it is no Python."""
+    """Return the syntax tree of a file; FailedError if it is no Python."""
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError, OSError) as error:
@@ -31,7 +31,7 @@ def compiled(statement: ast.stmt, path: Path) -> CodeType:
 
 
 def names_read(statement: ast.stmt, path: Path) -> list[str]:
-    """The module-level names that a statement reads when it runs or, for a function, when it is called."""
+    """Return the module-level names that a statement reads when it runs or, for a function, when it is called."""
     found: dict[str, None] = {}
     codes = [compiled(statement, path)]
     while codes:
@@ -44,7 +44,7 @@ def names_read(statement: ast.stmt, path: Path) -> list[str]:
 
 
 def names_bound(statement: ast.stmt) -> Iterator[str]:
-    """The module-level names that a statement binds, or changes in place."""
+    """Return the module-level names that a statement binds, or changes in place."""
     if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
         yield statement.name
         return
@@ -97,6 +97,6 @@ def _type_checking(test: ast.expr) -> bool:
 
 
 def is_plain(node: ast.stmt) -> bool:
-    """What of a class's body runs without anything else: its methods, and constants."""
+    """Return True for the parts of a class's body that run alone: methods and constants."""
     constant = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
     return constant or isinstance(node, _FUNCTIONS)

@@ -1,4 +1,4 @@
-"""A tensor as it was handed to a loss, and what the loss did to it: writes found bit for bit, gradients switched on."""
+"""Tensors given to a loss, and what it did to them: writes found bit for bit, gradients switched on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class TrackedTensor:
-    """`tensor` was handed over, or parts of it, one a rollout (`items`); `before` is what it held, if that is kept.
+    """A tensor given to a loss, or parts of it, one a rollout (`items`); `before` is its former content, if kept.
 
     `trainable` and `version` are the tensor's own at that moment.
     """
@@ -29,7 +29,7 @@ class TrackedTensor:
 
     @classmethod
     def as_tensor(cls, tensor: Tensor, original: Tensor) -> TrackedTensor:
-        """A field in one piece; `original` is what is kept of it."""
+        """Track a field in one piece; `original` is the rollout's own."""
         before: Tensor | None = original.detach()
         if tensor is original:
             before = None
@@ -39,7 +39,7 @@ class TrackedTensor:
 
     @classmethod
     def as_list(cls, field_: Tensor, live: Tensor) -> TrackedTensor:
-        """A field as RL loops store it: one tensor of live tokens a rollout, all of them parts of one stored tensor."""
+        """Track a field as RL loops store it: one tensor of live tokens a rollout, all parts of one stored tensor."""
         lengths = live.sum(dim=1).tolist()
         whole = field_[live] if field_.dim() > 1 else field_.clone()
         before = whole.detach().clone()
@@ -53,11 +53,11 @@ class TrackedTensor:
 
     @property
     def shared(self) -> bool:
-        """Whether there is no copy, so that a write has reached what other calls are given."""
+        """True if there is no copy, so that a write reaches other calls."""
         return self.before is None
 
     def change(self) -> str | None:
-        """What is other than it was, in words; None where every bit is the same."""
+        """Return the change in words; None if every bit is the same."""
         untouched = self.tensor._version == self.version
         if self.before is None:
             return None if untouched else "it was written into"
@@ -83,14 +83,14 @@ class TrackedTensor:
 
     @property
     def made_trainable(self) -> bool:
-        """Whether a constant now asks for a gradient of its own, or has one."""
+        """True if a constant now requires a gradient, or has one."""
         if self.trainable or not self.tensor.is_leaf:
             return False
         return self.tensor.requires_grad or self.tensor.grad is not None
 
 
 def difference(found: Tensor, before: Tensor) -> str | None:
-    """Where two tensors differ in any bit (a NaN equals the same NaN, −0 is not 0), in words; None if nowhere."""
+    """Return in words where two tensors differ in any bit (a NaN equals the same NaN, −0 is not 0); None if nowhere."""
     if found.shape != before.shape or found.dtype != before.dtype:
         return f"its shape {tuple(before.shape)} became {tuple(found.shape)}"
     other = _bits(found) != _bits(before)

@@ -1,4 +1,4 @@
-"""A rollout as one call of a loss sees it: copies that it may write on, of the types and shapes that it wants."""
+"""Views of a rollout for one call of a loss: copies that it may write on, of the types and shapes that it wants."""
 
 from __future__ import annotations
 

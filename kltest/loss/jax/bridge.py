@@ -30,17 +30,25 @@ _NARROW = {23: torch.float32, 10: torch.float16, 7: torch.bfloat16}
 
 
 def jax_loss(function: Callable[..., Any]) -> JaxLoss:
-    """A function of JAX arrays as a loss of torch tensors: the same parameters, values and gradients.
+    """Make a function of JAX arrays into a loss of torch tensors: the same parameters, values and gradients.
 
-    Arrays that it returns, alone or in tuples, lists and dictionaries, become tensors of their shape and type. The
-    gradient at every tensor that requires grad is that of `jax.vjp`. kltest recognises most losses that are written for
-    JAX by themselves; this says so where it does not. Calling it raises UsageError where JAX is not installed.
+    kltest recognises most losses that are written for JAX; this is for those that it does not recognise.
+
+    Args:
+        function: a function of JAX arrays, jitted or not.
+
+    Returns:
+        A callable. Arrays that the function returns, alone or in tuples, lists and dictionaries, become tensors of
+        their shape and type; the gradient at every tensor that requires grad is that of `jax.vjp`.
+
+    Raises:
+        UsageError: when it is called and JAX is not installed.
     """
     return function if isinstance(function, JaxLoss) else JaxLoss(function)
 
 
 class JaxLoss:
-    """What `jax_loss` makes of a function."""
+    """A function of JAX arrays that is called with tensors."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -56,14 +64,14 @@ class JaxLoss:
         with _ready():
             leaves = _trained((args, kwargs))
             if any(isinstance(item, Rollout | Stub) for item in tree_leaves((args, kwargs))):
-                first = _Handing()
+                first = _Arrays()
                 self.called(first, args, kwargs)
                 leaves = _distinct([*leaves, *first.trained])
             call = _Call(self, args, kwargs, leaves)
             return call.answer(_Bridge.apply(call, *leaves))
 
-    def called(self, handing: _Handing, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(handing.handed, (args, kwargs))
+    def called(self, arrays: _Arrays, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(arrays.of, (args, kwargs))
         return self.function(*args, **kwargs)
 
 
@@ -82,7 +90,7 @@ class _Call:
         import jax.numpy as jnp
 
         by_leaf = {id(leaf): value for leaf, value in zip(self.leaves, values, strict=True)}
-        answer = self.loss.called(_Handing(by_leaf), self.args, self.kwargs)
+        answer = self.loss.called(_Arrays(by_leaf), self.args, self.kwargs)
         kinds: tuple[list[Any], list[Any]] = [], []
 
         def taken_out(item: Any) -> Any:
@@ -157,20 +165,20 @@ class _Bridge(torch.autograd.Function):
 
 
 class _Place:
-    """Where an array stood in an answer."""
+    """Place of an array in an answer."""
 
     def __init__(self, floating: bool, index: int) -> None:
         self.floating, self.index = floating, index
 
 
-class _Handing:
-    """What a loss is given for its arguments: arrays for tensors, traced ones for those that are differentiated."""
+class _Arrays:
+    """Turns the arguments of a loss into arrays, traced ones for tensors that are differentiated."""
 
     def __init__(self, traced: Mapping[int, Any] | None = None) -> None:
         self._traced = traced or {}
         self.trained: list[Tensor] = []
 
-    def handed(self, thing: Any) -> Any:
+    def of(self, thing: Any) -> Any:
         if isinstance(thing, Tensor):
             if id(thing) in self._traced:
                 return self._traced[id(thing)]
@@ -178,24 +186,24 @@ class _Handing:
                 self.trained.append(thing)
             return as_array(thing)
         if isinstance(thing, list):
-            return [self.handed(item) for item in thing]
+            return [self.of(item) for item in thing]
         return _View(thing, self) if isinstance(thing, Rollout | Stub) else thing
 
 
 class _View:
     """A rollout or a stand-in object whose tensors are read as JAX arrays."""
 
-    def __init__(self, thing: Any, handing: _Handing) -> None:
-        vars(self).update(_thing=thing, _handing=handing)
+    def __init__(self, thing: Any, arrays: _Arrays) -> None:
+        vars(self).update(_thing=thing, _arrays=arrays)
 
     def __getattr__(self, name: str) -> Any:
-        return self._handing.handed(getattr(self._thing, name))
+        return self._arrays.of(getattr(self._thing, name))
 
     def __getitem__(self, key: Any) -> Any:
-        return self._handing.handed(self._thing[key])
+        return self._arrays.of(self._thing[key])
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self._handing.handed(self._thing.get(key, default))
+        return self._arrays.of(self._thing.get(key, default))
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._thing, name, value)
