@@ -10,7 +10,7 @@ def explains(row: Row, findings: Findings) -> bool:
 
 
 def moot(findings: Findings) -> str | None:
-    return "zero is what was declared" if set(findings.expect) <= {"zero"} else None
+    return "zero was declared" if set(findings.expect) <= {"zero"} else None
 
 
 def k1_as_loss(logp, ref_logp):

@@ -14,7 +14,7 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     declared = {name.removesuffix("@sampler") for name in findings.expect}
-    return "a forward KL is what was declared" if declared & FORWARD else None
+    return "a forward KL was declared" if declared & FORWARD else None
 
 
 def k3_as_loss(logp, ref_logp):

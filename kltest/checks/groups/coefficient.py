@@ -33,6 +33,11 @@ class Coefficient:
     strength: dict[float, float]
 
 
+def no_coefficient(findings: Findings) -> str | None:
+    """Return a reason to skip checks of the coefficient if the loss takes none, else None."""
+    return None if findings.loss.takes_beta else "the loss takes no coefficient"
+
+
 def coefficient(findings: Findings) -> Coefficient:
     """Classify how the KL part of the gradient depends on β, in one group of rollouts under a current sampler.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kltest.checks.check import Found
-from kltest.checks.groups.coefficient import coefficient
+from kltest.checks.groups.coefficient import coefficient, no_coefficient
 from kltest.counterexample.demonstration import Demonstration
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row
@@ -15,7 +15,7 @@ from kltest.moments import exact_batches
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return moot(findings) is None and coefficient(findings).kind == "cancels"
+    return no_coefficient(findings) is None and coefficient(findings).kind == "cancels"
 
 
 def examine(findings: Findings) -> Found | None:
@@ -27,8 +27,7 @@ def examine(findings: Findings) -> Found | None:
     )
 
 
-def moot(findings: Findings) -> str | None:
-    return None if findings.loss.takes_beta else "the loss takes no coefficient"
+moot = no_coefficient
 
 
 def normalised_with_the_kl(logp, ref_logp, mask, rewards, kl_coef):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kltest.checks.check import Found
-from kltest.checks.groups.coefficient import coefficient
+from kltest.checks.groups.coefficient import coefficient, no_coefficient
 from kltest.counterexample.demonstration import Demonstration
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings, Row, proportion
@@ -15,7 +15,7 @@ from kltest.moments import exact
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    if moot(findings):
+    if no_coefficient(findings):
         return False
     kind = coefficient(findings).kind
     if kind == "ignored":
@@ -37,8 +37,7 @@ def examine(findings: Findings) -> Found | None:
     return Found(f"What β adds to the gradient, as a multiple of what it adds at the β of this grading: {words}.")
 
 
-def moot(findings: Findings) -> str | None:
-    return None if findings.loss.takes_beta else "the loss takes no coefficient"
+moot = no_coefficient
 
 
 def squared_coefficient(logp, ref_logp, mask, kl_coef):

@@ -11,8 +11,7 @@ def explains(row: Row, findings: Findings) -> bool:
     return not findings.measure.probes.sampler_has_influence(row.environment)
 
 
-def moot(findings: Findings) -> str | None:
-    return findings.why_not_stale()
+moot = Findings.why_not_stale
 
 
 def without_ratio(logp, ref_logp, mask):

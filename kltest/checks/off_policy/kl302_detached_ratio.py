@@ -11,8 +11,7 @@ def explains(row: Row, findings: Findings) -> bool:
     return findings.measure.probes.mended_by_reattaching(row.environment)
 
 
-def moot(findings: Findings) -> str | None:
-    return findings.why_not_stale()
+moot = Findings.why_not_stale
 
 
 def ratio_detached(logp, ref_logp, old_logp, mask):

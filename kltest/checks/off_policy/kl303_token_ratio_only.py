@@ -11,7 +11,7 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     if any(name.endswith("@sampler") for name in findings.expect):
-        return "prefixes weighted by the sampler are what was declared"
+        return "prefixes weighted by the sampler were declared"
     return findings.why_not_stale()
 
 

@@ -11,8 +11,7 @@ def explains(row: Row, findings: Findings) -> bool:
     return findings.measure.probes.only_through_the_sum(row.environment)
 
 
-def moot(findings: Findings) -> str | None:
-    return findings.why_not_stale()
+moot = Findings.why_not_stale
 
 
 def one_mean_ratio(logp, ref_logp, old_logp, mask):

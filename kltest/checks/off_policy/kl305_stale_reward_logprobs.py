@@ -9,8 +9,7 @@ def explains(row: Row, findings: Findings) -> bool:
     return row.identified is not None and row.identified.get("to_sampler_kl", 0.0) < 0
 
 
-def moot(findings: Findings) -> str | None:
-    return findings.why_not_stale()
+moot = Findings.why_not_stale
 
 
 def from_stale_logprobs(logp, ref_logp, old_logp, mask):

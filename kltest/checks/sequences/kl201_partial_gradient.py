@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kltest.checks.sequences.lengths import only_one_token
 from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
 
 
@@ -16,7 +17,7 @@ def moot(findings: Findings) -> str | None:
     plain = {name.removesuffix("@sampler"): coefficient for name, coefficient in findings.expect.items()}
     if local_form(plain) == plain:
         return "the declared target holds the prefixes fixed itself"
-    return "only environments of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+    return only_one_token(findings)
 
 
 def token_by_token(logp, ref_logp):

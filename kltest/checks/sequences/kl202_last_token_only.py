@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kltest.checks.sequences.lengths import only_one_token
 from kltest.identify.findings import Findings, Row
 
 
@@ -11,8 +12,8 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     if "last_token_reverse_kl" in findings.expect:
-        return "the last token is what was declared"
-    return "only environments of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+        return "the last token was declared"
+    return only_one_token(findings)
 
 
 def at_the_end(logp, ref_logp, mask):

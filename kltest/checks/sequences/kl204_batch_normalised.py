@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.checks.sequences.kl203_length_normalised import divided_by_length
+from kltest.checks.sequences.lengths import divided_by_length, only_one_token
 from kltest.identify.findings import Findings, Row
 
 
@@ -14,8 +14,7 @@ def explains(row: Row, findings: Findings) -> bool:
     return divided_by_length(row, findings)
 
 
-def moot(findings: Findings) -> str | None:
-    return "only environments of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+moot = only_one_token
 
 
 def mean_over_tokens(logp, ref_logp, mask):

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from kltest.checks.sequences.lengths import only_one_token
 from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve
@@ -36,7 +37,7 @@ def tells(row: Row, findings: Findings) -> str:
 def moot(findings: Findings) -> str | None:
     if "reverse_kl" not in findings.expect:
         return "the declared target is not the sum over all later log-ratios"
-    return "only environments of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+    return only_one_token(findings)
 
 
 def credit(row: Row, findings: Findings) -> str | None:
