@@ -5,6 +5,7 @@ What each setting follows is held against its derivation in test_libraries_recor
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import kltest
-from kltest.adapters import find
+from kltest.adapters import NAMES, find
 from kltest.adapters.installed import part, taken
 from kltest.adapters.liger.recipes import charged
 from kltest.adapters.openrlhf.recipes import sequence_kl
@@ -78,6 +79,22 @@ def test_functions_of_the_libraries_own_have_programs_too():
             module, _, function = setting.target.partition(":")
             call = f'found("{module}", "{function}")(' if name == "openrlhf" else f"from {module} import {function}\n"
             assert call in code, setting.name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "trl"])
+def test_no_name_of_a_program_hides_a_function_of_the_library(name):
+    """What the program's own functions and tables are called is no name of the lines that it takes over."""
+    for setting in find(name).settings:
+        tree = ast.parse(find(name).standalone(setting))
+        start = next(number for number, node in enumerate(tree.body) if ast.unparse(node).startswith("V, T ="))
+        taken_over = {node.name for node in tree.body[:start] if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        stored = {
+            inner.id if isinstance(inner, ast.Name) else inner.name
+            for node in tree.body[start:]
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.FunctionDef) or (isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store))
+        }
+        assert not taken_over & stored, setting.name
 
 
 @pytest.mark.parametrize("target", EXAMPLES)

@@ -76,9 +76,9 @@ reward = torch.tensor([float(i % 3) for i in range(len(tokens))], dtype=torch.fl
 
 
 def loss(rows, beta):
-    found = fused(logits=policy[at[rows]], old_logp=old_logp[rows], ref_logits=reference[at[rows]], tokens=tokens[rows], mask=torch.ones(len(rows), T, dtype=torch.float64), advantage=reward[rows] - probability @ reward, beta=beta, loss_type='dapo')
-    found = found[0] if isinstance(found, tuple) else found
-    return found.sum()
+    value = fused(logits=policy[at[rows]], old_logp=old_logp[rows], ref_logits=reference[at[rows]], tokens=tokens[rows], mask=torch.ones(len(rows), T, dtype=torch.float64), advantage=reward[rows] - probability @ reward, beta=beta, loss_type='dapo')
+    value = value[0] if isinstance(value, tuple) else value
+    return value.sum()
 
 
 def summed(size):
@@ -86,9 +86,9 @@ def summed(size):
     total = torch.zeros_like(logits)
     for chosen in itertools.product(range(len(tokens)), repeat=size):
         rows = list(chosen)
-        part = loss(rows, 1.0) - loss(rows, 0.0)
-        if part.requires_grad:
-            total += probability[rows].prod() * torch.autograd.grad(part, logits, retain_graph=True)[0]
+        term = loss(rows, 1.0) - loss(rows, 0.0)
+        if term.requires_grad:
+            total += probability[rows].prod() * torch.autograd.grad(term, logits, retain_graph=True)[0]
     return total
 
 

@@ -27,8 +27,8 @@ reward = jnp.arange(len(tokens)) % 3.0
 def loss(logits, rows, beta):
     policy = jax.nn.log_softmax(logits)
     logp = policy[at, tokens]
-    found = compute_kl_divergence(per_token_logps=logp[rows], ref_per_token_logps=ref_logp[rows], method='low_var_kl')
-    return (found[0] if isinstance(found, tuple) else found).sum()
+    value = compute_kl_divergence(per_token_logps=logp[rows], ref_per_token_logps=ref_logp[rows], method='low_var_kl')
+    return (value[0] if isinstance(value, tuple) else value).sum()
 
 
 def summed(logits):

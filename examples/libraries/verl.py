@@ -24,9 +24,9 @@ reward = torch.tensor([float(i % 3) for i in range(len(tokens))], dtype=torch.fl
 
 
 def loss(rows, beta):
-    found = kl_penalty(logprob=logp[rows], ref_logprob=ref_logp[rows], kl_penalty='low_var_kl')
-    found = found[0] if isinstance(found, tuple) else found
-    return found.sum()
+    value = kl_penalty(logprob=logp[rows], ref_logprob=ref_logp[rows], kl_penalty='low_var_kl')
+    value = value[0] if isinstance(value, tuple) else value
+    return value.sum()
 
 
 def summed(size):
@@ -34,9 +34,9 @@ def summed(size):
     total = torch.zeros_like(logits)
     for chosen in itertools.product(range(len(tokens)), repeat=size):
         rows = list(chosen)
-        part = loss(rows, 1.0)
-        if part.requires_grad:
-            total += probability[rows].prod() * torch.autograd.grad(part, logits, retain_graph=True)[0]
+        term = loss(rows, 1.0)
+        if term.requires_grad:
+            total += probability[rows].prod() * torch.autograd.grad(term, logits, retain_graph=True)[0]
     return total
 
 

@@ -19,7 +19,7 @@ GRADIENT = ("environment", "sampler", "batch", "identified", "relative_bias", "c
 VALUE = ("environment", "sampler", "matches")
 DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note")
 """Fields of a setting that a row repeats."""
-COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error")
+COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error", "program_of_adapter")
 """Fields in which two versions of a library are compared."""
 
 PACKAGES = re.compile(r"/[^\s:'\"]*/(?:site|dist)-packages/")
