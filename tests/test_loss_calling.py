@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kltest.environments import Instance, bandit, ragged, sequence
@@ -819,6 +819,7 @@ def test_the_leaf_is_the_rollouts_own(rollout):
     torch.testing.assert_close(found, by_hand(rollout, u(rollout)))
 
 
+@settings(deadline=None)
 @given(
     names=st.permutations([name for name in FIELDS if name not in ("logits", "ref_logits", "old_logits")]),
     cuts=st.tuples(st.integers(0, 10), st.integers(0, 10)),
