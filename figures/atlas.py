@@ -5,19 +5,18 @@ Reads atlas/atlas.json among the results.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT, RIGHT_INK, ink_on
+from kltest.reproduce.frames import Row, records
 
-Row = dict[str, Any]
+from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT, RIGHT_INK, ink_on, rows_of
+
 Cells = dict[tuple[str, str, str], Row]
 
 WORLDS = ("bandit", "sequence", "ragged", "mdp")
@@ -59,7 +58,7 @@ LEGEND = (
 
 def draw(results: Path) -> Figure:
     """The figure; its height follows the number of estimators."""
-    rows = json.loads((results / "atlas" / "atlas.json").read_text())
+    rows = records(rows_of(results, "atlas"))
     cells = _worst(rows)
     groups = _grouped(rows, cells)
     lines = sum(len(names) for names in groups.values()) + 1.3 * len(groups)

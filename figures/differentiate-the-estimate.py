@@ -5,17 +5,18 @@ Reads differentiate-the-estimate/differentiate-the-estimate.json among the resul
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .style import FAINT, INK, PAGE_WIDTH, look, tidy
+from kltest.reproduce.frames import select
 
-Row = dict[str, Any]
+from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+
 NAMES = {
     "k3-reward": "$k_3$ in reward",
     "abs-loss": "|u| in loss",
@@ -27,13 +28,13 @@ BINARY_RANGE = (-7, 7)
 
 def draw(results: Path) -> Figure:
     """Exact throughout; bands are from the 10th to the 90th of 100 pairs of policies, lines are medians."""
-    rows = json.loads((results / "differentiate-the-estimate" / "differentiate-the-estimate.json").read_text())
-    distances = [row for row in rows if row["part"] == "distance" and row["seed"] == 0]
+    rows = rows_of(results, "differentiate-the-estimate")
+    distances = select(rows, "distance", seed=0)
     figure = Figure(figsize=(PAGE_WIDTH, 4.75))
     grid = figure.subplots(2, 3)
     figure.subplots_adjust(left=0.078, right=0.985, top=0.94, bottom=0.085, hspace=0.42, wspace=0.4)
-    _binary(grid[0, 0], [row for row in rows if row["part"] == "binary"])
-    _four(grid[0, 1], [row for row in rows if row["part"] == "examples" and row["example"] == "four actions"])
+    _binary(grid[0, 0], select(rows, "binary"))
+    _four(grid[0, 1], select(rows, "examples", example="four actions").set_index("estimator"))
     _error(grid[0, 2], distances)
     _direction(grid[1, 0], distances)
     _size(grid[1, 1], distances)
@@ -41,18 +42,15 @@ def draw(results: Path) -> Figure:
     return figure
 
 
-def _binary(axes: Axes, rows: list[Row]) -> None:
+def _binary(axes: Axes, rows: pd.DataFrame) -> None:
     axes.axvline(0.5, color=FAINT, lw=0.6, ls=":")
     axes.text(0.5, 6.9, "ref ", ha="right", va="top", size=6, color=FAINT)
     for name in ("k1-loss", "k3-loss", "k3-reward", "k2-loss"):
-        mine = [row for row in rows if row["estimator"] == name]
-        if not mine:
-            continue
-        x, y = ([row[column] for row in mine] for column in ("probability", "derivative"))
-        axes.plot(x, y, **look(name).plot(marker="", linewidth=1.8 if name == "k2-loss" else 1.1))
-        at = next((row for row in mine if row["probability"] == 0.8), None)
-        if at:
-            axes.plot([0.8], [at["derivative"]], **look(name).plot(linestyle=""))
+        mine = select(rows, estimator=name)
+        style = look(name).plot(marker="", linewidth=1.8 if name == "k2-loss" else 1.1)
+        axes.plot(mine["probability"], mine["derivative"], **style)
+        for derivative in select(mine, probability=0.8)["derivative"]:
+            axes.plot([0.8], [derivative], **look(name).plot(linestyle=""))
     texts = {
         "k1-loss": (0.02, -0.85, "left", "$k_1$ in loss"),
         "k2-loss": (0.47, -4.4, "left", "truth = $k_2$\nin loss"),
@@ -65,11 +63,8 @@ def _binary(axes: Axes, rows: list[Row]) -> None:
     tidy(axes, title="a  Two actions", x="probability p of the first action", y="expected gradient, d/dp")
 
 
-def _four(axes: Axes, rows: list[Row]) -> None:
-    found = {row["estimator"]: row for row in rows}
-    if "k3-loss" not in found:
-        return
-    truth, wrong = found["k3-loss"]["truth"], found["k3-loss"]["gradient"]
+def _four(axes: Axes, rows: pd.DataFrame) -> None:
+    truth, wrong = rows.loc["k3-loss", ["truth", "gradient"]]
     across = np.arange(len(truth))
     axes.bar(across - 0.19, truth, 0.36, color=INK)
     axes.bar(across + 0.19, wrong, 0.36, color=look("k3-loss").colour, hatch="////", edgecolor="white", linewidth=0)
@@ -84,38 +79,21 @@ def _four(axes: Axes, rows: list[Row]) -> None:
     tidy(axes, title="b  Four actions", y="expected gradient, by logit")
 
 
-def _error(axes: Axes, rows: list[Row]) -> None:
+def _error(axes: Axes, rows: pd.DataFrame) -> None:
     x, _ = _line(axes, rows, "k3-loss", "relative_error", 128, scale="log")
     axes.plot(x, np.sqrt(x), color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
     mine = _of(rows, "k3-reward", 128)
-    axes.plot(
-        [row["kl"] for row in mine],
-        [row["size"] for row in mine],
-        **look("k3-reward").plot(linestyle="", mfc="none", markersize=4.5),
-    )
-    axes.text(
-        1e-3,
-        2.6e-3,
-        "$k_3$ in loss:\nerror / ‖∇KL‖",
-        color=look("k3-loss").colour,
-        size=6.4,
-        weight="bold",
-        va="center",
-    )
-    axes.text(
-        1.4e-6,
-        0.22,
-        "$k_3$ in reward:\nsize / ‖∇KL‖",
-        color=look("k3-reward").colour,
-        size=6.4,
-        weight="bold",
-        va="center",
-    )
+    axes.plot(mine["kl"], mine["size"], **look("k3-reward").plot(linestyle="", mfc="none", markersize=4.5))
+    for name, x, y, text in (
+        ("k3-loss", 1e-3, 2.6e-3, "$k_3$ in loss:\nerror / ‖∇KL‖"),
+        ("k3-reward", 1.4e-6, 0.22, "$k_3$ in reward:\nsize / ‖∇KL‖"),
+    ):
+        axes.text(x, y, text, color=look(name).colour, size=6.4, weight="bold", va="center")
     axes.annotate("$\\sqrt{KL}$", (0.9, 1.0), (-3, 0), textcoords="offset points", size=6.4, color=FAINT, ha="right")
     tidy(axes, title="c  Error, V = 128", x=DISTANCE, y="relative to the truth")
 
 
-def _direction(axes: Axes, rows: list[Row]) -> None:
+def _direction(axes: Axes, rows: pd.DataFrame) -> None:
     axes.axhline(1, color=INK, lw=0.8)
     texts = {
         "k3-loss": (2e-4, 0.94, "$k_3$ in loss"),
@@ -131,7 +109,7 @@ def _direction(axes: Axes, rows: list[Row]) -> None:
     tidy(axes, title="d  Direction, V = 128", x=DISTANCE, y="cosine with ∇KL")
 
 
-def _size(axes: Axes, rows: list[Row]) -> None:
+def _size(axes: Axes, rows: pd.DataFrame) -> None:
     axes.axhline(1, color=INK, lw=0.8)
     axes.text(1e-6, 1.06, "truth", size=6.4, weight="bold", va="bottom")
     styles = {
@@ -153,7 +131,7 @@ def _size(axes: Axes, rows: list[Row]) -> None:
     tidy(axes, title="e  Size of $\\mathbf{k_3}$ in loss, V = 128", x=DISTANCE, y="‖E[ĝ]‖ / ‖∇KL‖")
 
 
-def _signs(axes: Axes, rows: list[Row]) -> None:
+def _signs(axes: Axes, rows: pd.DataFrame) -> None:
     # Grey levels of one colour: they are the same estimator, at growing vocabularies.
     for size, line, marker, (x, y) in (
         (2, ":", "o", (0.9, 0.0)),
@@ -161,15 +139,9 @@ def _signs(axes: Axes, rows: list[Row]) -> None:
         (32, "--", "D", (0.035, 0.7)),
         (128, "-", "^", (1.2e-6, 0.62)),
     ):
-        mine = _of(rows, "k3-loss", size)
-        mine = [row for row in mine if row["reached"] >= 0.5 * row["pairs"]]
-        if not mine:
-            continue
-        axes.plot(
-            [row["kl"] for row in mine],
-            [row["any_flipped"] for row in mine],
-            **look("k3-loss").plot(linestyle=line, marker=marker, mfc="white"),
-        )
+        mine = _reached(_of(rows, "k3-loss", size))
+        style = look("k3-loss").plot(linestyle=line, marker=marker, mfc="white")
+        axes.plot(mine["kl"], mine["any_flipped"], **style)
         axes.text(x, y, f"V = {size}", size=6.4, color=look("k3-loss").colour, weight="bold")
     axes.set(xscale="log", ylim=(-0.03, 1.05))
     tidy(axes, title="f  $\\mathbf{k_3}$ in loss turns a sign", x=DISTANCE, y="share of policies")
@@ -177,7 +149,7 @@ def _signs(axes: Axes, rows: list[Row]) -> None:
 
 def _line(
     axes: Axes,
-    rows: list[Row],
+    rows: pd.DataFrame,
     estimator: str,
     quantity: str,
     size: int,
@@ -187,11 +159,9 @@ def _line(
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The median with its band, where at least half of the pairs get so far."""
-    mine = [row for row in _of(rows, estimator, size, path) if row["reached"] >= 0.5 * row["pairs"]]
-    mine = [row for row in mine if row[quantity] is not None]
-    x, y, low, high = (
-        np.array([row[name] for row in mine]) for name in ("kl", quantity, f"{quantity}_low", f"{quantity}_high")
-    )
+    mine = _reached(_of(rows, estimator, size, path)).dropna(subset=[quantity])
+    columns = ("kl", quantity, f"{quantity}_low", f"{quantity}_high")
+    x, y, low, high = (mine[name].to_numpy(float) for name in columns)
     style = look(estimator).plot(marker="", **options)
     axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
     axes.plot(x, y, **style)
@@ -199,5 +169,9 @@ def _line(
     return x, y
 
 
-def _of(rows: list[Row], estimator: str, size: int, path: str = "random") -> list[Row]:
-    return [row for row in rows if (row["estimator"], row["vocabulary"], row["path"]) == (estimator, size, path)]
+def _of(rows: pd.DataFrame, estimator: str, size: int, path: str = "random") -> pd.DataFrame:
+    return select(rows, estimator=estimator, vocabulary=size, path=path)
+
+
+def _reached(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["reached"] >= 0.5 * rows["pairs"]]

@@ -5,20 +5,22 @@ Reads finetune/finetune.json among the results, of which the committed sweep alo
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from scipy.stats import t
 
-from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, look, tidy
+from kltest.reproduce.frames import select
 
-Row = dict[str, Any]
+from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, look, rows_of, tidy
+
+# The runs that have ended, by term and coefficient: a row a seed.
+Ended = dict[tuple[str, float], pd.DataFrame]
 # By arm: what it is called here.
 WORDS = {
     "none": "no KL term",
@@ -57,17 +59,13 @@ SMALL = {"textcoords": "offset points", "size": 6.2}
 
 
 def draw(results: Path) -> Figure:
-    rows = json.loads((results / "finetune" / "finetune.json").read_text())
-    rows = [row for row in rows if row["part"] == "committed"]
+    rows = select(rows_of(results, "finetune"), "committed")
     figure = Figure(figsize=(PAGE_WIDTH, 7.4), layout="constrained")
     (frontier, realised), (every, elsewhere), (followed, key) = figure.subplots(3, 2)
-    start = {(row["arm"], row["beta"], row["seed"]): row["reward_held_out"] for row in rows if row["update"] == 0}
-    last: dict[tuple[str, float], list[Row]] = defaultdict(list)
-    final = max((row["update"] for row in rows), default=None)
-    for row in rows:
-        if row["update"] == final:
-            gain = row["reward_held_out"] - start[row["arm"], row["beta"], row["seed"]]
-            last[row["arm"], row["beta"]].append({**row, "gain": gain})
+    run = ["arm", "beta", "seed"]
+    start, end = (select(rows, update=update).set_index(run) for update in (0, rows["update"].max()))
+    end["gain"] = end["reward_held_out"] - start["reward_held_out"]
+    last: Ended = dict(iter(end.reset_index().groupby(run[:2], sort=False)))
     _frontier(frontier, last)
     _realised(realised, last)
     _every(every, last)
@@ -80,7 +78,7 @@ def draw(results: Path) -> Figure:
     return figure
 
 
-def _interval(values: list[float], *, positive: bool = False) -> tuple[float, float, float]:
+def _interval(values: pd.Series, *, positive: bool = False) -> tuple[float, float, float]:
     """A mean over seeds (geometric, if asked), and how far its 95 % interval (Student's t) reaches below and above."""
     known = np.log(values) if positive else np.array(values)
     mean = float(known.mean())
@@ -92,14 +90,14 @@ def _interval(values: list[float], *, positive: bool = False) -> tuple[float, fl
     return middle, middle - float(np.exp(mean - reach)), float(np.exp(mean + reach)) - middle
 
 
-def _curve(last: dict[tuple[str, float], list[Row]], arm: str, name: str) -> tuple[list[float], Any, Any]:
+def _curve(last: Ended, arm: str, name: str) -> tuple[list[float], Any, Any]:
     """The coefficients of an arm, a metric's mean over seeds, and how far its interval reaches."""
     betas = sorted(beta for one, beta in last if one == arm)
-    found = [_interval([row[name] for row in last[arm, beta]], positive=name == "kl") for beta in betas]
+    found = [_interval(last[arm, beta][name], positive=name == "kl") for beta in betas]
     return betas, [mean for mean, _, _ in found], np.array([reach for _, *reach in found]).T
 
 
-def _frontier(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
+def _frontier(axes: Axes, last: Ended) -> None:
     tidy(axes, title="a  What a KL earns", x="KL(π‖ref) at the end, nats", y="held-out reward gained")
     _nats(axes.xaxis)
     axes.axhline(0, color=INK, linewidth=0.6)
@@ -122,7 +120,7 @@ def _frontier(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
             axes.annotate(f"π*, β = {beta:g}", at, (5, -2), **SMALL)
 
 
-def _realised(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
+def _realised(axes: Axes, last: Ended) -> None:
     tidy(axes, title="b  The KL that a coefficient buys", x="coefficient β", y="KL(π‖ref) at the end, nats")
     axes.set_xscale("log")
     _nats(axes.yaxis)
@@ -159,7 +157,7 @@ def _nats(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _every(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
+def _every(axes: Axes, last: Ended) -> None:
     tidy(axes, title="c  Every run: a mark a seed, β growing to the right", y="held-out reward gained")
     names = list(WORDS)
     for (arm, beta), rows in last.items():
@@ -167,34 +165,33 @@ def _every(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
             continue
         betas = sorted(one for name, one in last if name == arm)
         place = names.index(arm) + (betas.index(beta) - (len(betas) - 1) / 2) * 0.2
-        axes.plot([place] * len(rows), [row["gain"] for row in rows], **{**_style(arm), "linestyle": ""})
+        axes.plot([place] * len(rows), rows["gain"], **{**_style(arm), "linestyle": ""})
     axes.axhline(0, color=INK, linewidth=0.6)
     axes.set_xticks(range(len(names)), [SHORT[name] for name in names])
     axes.tick_params(axis="x", labelsize=6, length=0)
 
 
-def _elsewhere(axes: Axes, last: dict[tuple[str, float], list[Row]]) -> None:
+def _elsewhere(axes: Axes, last: Ended) -> None:
     name = "kl_out_of_distribution"
     tidy(axes, title="d  Every run on longer numbers, never trained on", x="KL(π‖ref), nats", y="KL there, nats")
     for (arm, _), rows in last.items():
-        known = [row for row in rows if row.get(name, 0) > 0]
-        if known:
-            x, y = ([row[one] for row in known] for one in ("kl", name))
-            axes.plot(x, y, **{**_style(arm), "linestyle": "", "markersize": 2.6})
+        known = rows[rows[name] > 0]
+        if len(known):
+            axes.plot(known["kl"], known[name], **{**_style(arm), "linestyle": "", "markersize": 2.6})
     for axis in (axes.xaxis, axes.yaxis):
         _nats(axis)
     axes.axline((0.1, 0.1), (1, 1), color=INK, linewidth=0.6)
 
 
-def _followed(axes: Axes, rows: list[Row]) -> None:
+def _followed(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="e  The direction that is followed", x="updates", y="cosine of E[gradient] and ∇KL(π‖ref)")
     axes.axhline(1, color=INK, linewidth=0.7)
-    updates = sorted({row["update"] for row in rows if "kl_gradient_size" in row})
+    updates = sorted(rows.dropna(subset=["kl_gradient_size"])["update"].unique())
     for shift, arm in enumerate(TERMS):
         x, y, high = [], [], []
+        name = "stale_gradient_cosine" if "stale" in arm else "kl_gradient_cosine"
         for update in updates:
-            name = "stale_gradient_cosine" if "stale" in arm else "kl_gradient_cosine"
-            values = [row[name] for row in rows if (row["arm"], row["update"]) == (arm, update) and name in row]
+            values = select(rows, arm=arm, update=update)[name].dropna()
             # What is not told from zero has no direction, and two seeds have no interval that could be seen.
             if len(values) > 2:
                 mean, reach, _ = _interval(values)

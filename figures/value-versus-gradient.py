@@ -5,18 +5,18 @@ Reads value-versus-gradient/value-versus-gradient.json among the results.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .style import FAINT, INK, PAGE_WIDTH, look, tidy
+from kltest.reproduce.frames import select
 
-Row = dict[str, Any]
+from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+
 # Each level of KL with the sample sizes that show its crossing.
 LEVELS = {0.005: (1.0, 1e11), 0.5: (1.0, 1e4)}
 VALUES = {"k1-loss": "$k_1$", "k2-loss": "$k_2$", "k3-loss": "$k_3$"}
@@ -50,44 +50,35 @@ GRADIENT_LABELS: dict[float, dict[tuple[str, str], Spot]] = {
 
 def draw(results: Path) -> Figure:
     """Exact lines; the dots of the value were sampled, their bars are two standard errors."""
-    rows = json.loads((results / "value-versus-gradient" / "value-versus-gradient.json").read_text())
-    rows = [row for row in rows if row["width"] in (1.0, None)]
+    rows = select(rows_of(results, "value-versus-gradient"), width=1.0)
     figure = Figure(figsize=(PAGE_WIDTH, 4.7))
     grid = figure.subplots(2, 2, gridspec_kw={"left": 0.075, "right": 0.985, "top": 0.93, "bottom": 0.085})
     figure.subplots_adjust(hspace=0.36, wspace=0.2)
     for column, (kl, sizes) in enumerate(LEVELS.items()):
-        _values(grid[0, column], [row for row in rows if row["kl"] == kl], kl, sizes, "ab"[column])
-        _gradients(grid[1, column], [row for row in rows if row["kl"] == kl], kl, sizes, "cd"[column])
+        _values(grid[0, column], select(rows, kl=kl), kl, sizes, "ab"[column])
+        _gradients(grid[1, column], select(rows, kl=kl), kl, sizes, "cd"[column])
     return figure
 
 
-def _values(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float], letter: str) -> None:
+def _values(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, float], letter: str) -> None:
     across = np.geomspace(*sizes, 200)
-    found = {row["estimator"]: row for row in rows if row["kind"] == "value"}
+    found = select(rows, kind="value").drop_duplicates("estimator", keep="last").set_index("estimator")
     for name, label in VALUES.items():
-        if name not in found:
-            continue
-        variance, bias = found[name]["variance"] / kl**2, found[name]["mean"] / kl - 1
-        line = variance / across + bias**2
+        variance, mean = found.loc[name, ["variance", "mean"]]
+        line = variance / kl**2 / across + (mean / kl - 1) ** 2
         axes.plot(across, line, **look(name).plot(marker=""))
-        sampled = [row for row in rows if row["kind"] == "error" and row["estimator"] == name and row["seed"] == 0]
-        axes.errorbar(
-            [row["size"] for row in sampled],
-            [row["sampled"] / kl**2 for row in sampled],
-            yerr=[2 * row["standard_error"] / kl**2 for row in sampled],
-            **look(name).plot(linestyle="", elinewidth=0.8),
-        )
+        sampled = select(rows, kind="error", estimator=name, seed=0)
+        errors, style = 2 * sampled["standard_error"] / kl**2, look(name).plot(linestyle="", elinewidth=0.8)
+        axes.errorbar(sampled["size"], sampled["sampled"] / kl**2, yerr=errors, **style)
         _label(axes, label, across, line, look(name).colour, VALUE_LABELS[kl][name])
     _crossing(axes, found, kl)
     axes.set(xscale="log", yscale="log", xlim=sizes)
     tidy(axes, title=f"{letter}  The value, KL = {kl:g}", x="samples n", y="mean squared error / KL²")
 
 
-def _crossing(axes: Axes, found: dict[str, Row], kl: float) -> None:
-    """Where k2's bias makes it as bad as k1."""
-    if not {"k1-loss", "k2-loss"} <= found.keys():
-        return
-    one, two = found["k1-loss"], found["k2-loss"]
+def _crossing(axes: Axes, found: pd.DataFrame, kl: float) -> None:
+    """Mark the size at which k2's bias makes it as bad as k1."""
+    one, two = found.loc["k1-loss"], found.loc["k2-loss"]
     size = (one["variance"] - two["variance"]) / (two["mean"] - kl) ** 2
     axes.plot([size], [one["variance"] / size / kl**2], "o", mfc="none", mec=INK, ms=7, mew=0.8)
     text = (
@@ -106,42 +97,24 @@ def _crossing(axes: Axes, found: dict[str, Row], kl: float) -> None:
     )
 
 
-def _gradients(axes: Axes, rows: list[Row], kl: float, sizes: tuple[float, float], letter: str) -> None:
+def _gradients(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, float], letter: str) -> None:
     across = np.geomspace(*sizes, 200)
     axes.axhline(1.0, color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
-    axes.annotate(
-        "no gradient at all",
-        (sizes[1], 1.0),
-        (-2, -3),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        size=6,
-        color=FAINT,
-    )
+    place = {"textcoords": "offset points", "ha": "right", "va": "top", "size": 6, "color": FAINT}
+    axes.annotate("no gradient at all", (sizes[1], 1.0), (-2, -3), **place)
     for (estimator, placement), label in GRADIENTS.items():
-        parts = {
-            row["part"]: row
-            for row in rows
-            if row["kind"] == "gradient" and (row["estimator"], row["placement"]) == (estimator, placement)
-        }
-        if not parts:
-            continue
-        size = sum(row["truth"] ** 2 for row in parts.values())
-        variance = sum(row["variance"] for row in parts.values()) / size
-        bias = sum((row["mean"] - row["truth"]) ** 2 for row in parts.values()) / size
+        parts = select(rows, kind="gradient", estimator=estimator, placement=placement)
+        parts = parts.drop_duplicates("part", keep="last")
+        size = (parts["truth"] ** 2).sum()
+        variance, bias = parts["variance"].sum() / size, ((parts["mean"] - parts["truth"]) ** 2).sum() / size
         # Rounding would draw a floor under an estimator that has none.
         line = variance / across + (bias if bias > 1e-20 else 0.0)
         name = estimator if placement == "loss" else estimator.replace("loss", placement)
         axes.plot(across, line, **look(name).plot(marker="", linewidth=1.8 if bias < 1e-20 else 1.1))
         _label(axes, label, across, line, look(name).colour, GRADIENT_LABELS[kl][estimator, placement])
     axes.set(xscale="log", yscale="log", xlim=sizes)
-    tidy(
-        axes,
-        title=f"{letter}  Its gradient (mean and width), KL = {kl:g}",
-        x="samples n",
-        y="mean squared error / ‖∇KL‖²",
-    )
+    title = f"{letter}  Its gradient (mean and width), KL = {kl:g}"
+    tidy(axes, title=title, x="samples n", y="mean squared error / ‖∇KL‖²")
 
 
 def _label(axes: Axes, text: str, x: np.ndarray, y: np.ndarray, colour: str, spot: Spot) -> None:
