@@ -9,8 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kltest.finetune.settings import Settings, changes_of, read, settings_of
-
 FOLDER = "results/finetune"
 INTERRUPTED = 130
 
@@ -24,6 +22,8 @@ def finetune(
     again: bool = False,
 ) -> int:
     """Run with the settings of a file; `given` options win over it, and changes such as "beta=0.1" over both."""
+    from kltest.finetune.settings import changes_of, read, settings_of
+
     values: dict[str, Any] = {} if file is None else read(Path(file))
     values |= {name: value for name, value in given.items() if value is not None}
     changed = changes_of(changes)
@@ -56,7 +56,7 @@ def listing() -> int:
     from dataclasses import fields
 
     from kltest.finetune.metrics import METRICS
-    from kltest.finetune.settings import CHOICES
+    from kltest.finetune.settings import CHOICES, Settings
 
     print("Settings (--set NAME=VALUE):")
     for one in fields(Settings):

@@ -24,8 +24,8 @@ from kltest.identify import transformers
 from kltest.identify.case import Case, relative_bias, worst_cosine
 from kltest.identify.findings import Combination
 from kltest.identify.findings import Row as GradedRow
-from kltest.identify.identification import HELD_OUT, Identification, independent, tolerance
-from kltest.identify.instances import with_ties
+from kltest.identify.identification import Identification, independent, tolerance
+from kltest.identify.instances import HELD_OUT, with_ties
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.uses import fields_used
 from kltest.language_models.networks import Network, network

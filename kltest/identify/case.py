@@ -11,8 +11,8 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.identify import transformers
 from kltest.identify.findings import Combination
-from kltest.identify.identification import HELD_OUT, Identification, identify
-from kltest.identify.instances import NETWORKS, instances, seeds
+from kltest.identify.identification import Identification, identify
+from kltest.identify.instances import HELD_OUT, NETWORKS, instances, seeds
 from kltest.truth import ATLAS, combine, gradient
 
 # A target that is smaller than this share of its terms is zero up to rounding.

@@ -12,9 +12,9 @@ from itertools import combinations
 
 import numpy as np
 
+from kltest.identify.instances import HELD_OUT
 from kltest.moments.tolerances import TOLERANCES
 
-HELD_OUT = 1
 # A candidate is dependent on earlier ones when less than this share of it is left after projecting them out: far above
 # rounding (1e-15 times a condition number below 1e4 here), far below what independent random instances leave.
 DEPENDENT = 1e-9

@@ -17,9 +17,9 @@ import numpy as np
 
 from kltest.environments import END, Environment, Instance, bandit, mdp, ragged, sequence, tabular
 from kltest.identify import transformers as networks
-from kltest.identify.identification import HELD_OUT
 
 FITTED = 3
+HELD_OUT = 1
 DEFAULT_ENVIRONMENTS = ("bandit", "sequence", "ragged")
 # Groups are called one by one where a loss bears no more, about half a millisecond each.
 MOST_GROUPS = 1_000

@@ -1,0 +1,158 @@
+"""The table of options: what is made from it agrees, old names are read, mistakes are refused before torch loads."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import kltest
+from kltest import parametrize_with_checks
+from kltest.cli import app
+from kltest.estimators import registry
+from kltest.grading.options import KEYS, OPTIONS, RENAMED, Options, documented
+from kltest.grading.pytest_items import GradedCheck
+
+LOSS = "def right(logp, ref_logp, mask):\n    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2\n"
+
+
+def right(logp, ref_logp, mask):
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "losses.py").write_text(LOSS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_grades_signature_is_the_table():
+    parameters = dict(list(inspect.signature(kltest.grade).parameters.items())[1:])
+    assert list(parameters) == [*OPTIONS, *RENAMED]
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters.values())
+    assert {name: parameters[name].default for name in OPTIONS} == {o.name: o.default for o in OPTIONS.values()}
+    assert Options.of(**{name: parameter.default for name, parameter in parameters.items()}) == Options()
+
+
+def test_grades_documentation_explains_every_option():
+    text = inspect.getdoc(kltest.grade)
+    assert "{options}" not in text
+    for option in OPTIONS.values():
+        assert re.search(rf"^    {option.name}: \S", text, re.MULTILINE), option.name
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_documented_leaves_a_function_without_a_place_for_options_alone():
+    def plain():
+        """Nothing to fill in."""
+
+    assert documented(plain).__doc__ == "Nothing to fill in."
+
+
+def test_the_command_line_has_every_flag_with_its_help():
+    parameters = {flag: each for each in get_command(app).commands["grade"].params for flag in each.opts}
+    for option in OPTIONS.values():
+        if option.flag:
+            assert parameters[option.flag].help.startswith(option.help.rstrip("."))
+            assert parameters[option.flag].name == option.name
+    assert parameters["--allow-stale-excuses"].hidden
+
+
+def test_every_flag_but_those_of_python_may_stand_in_the_configuration():
+    assert {option.name for option in OPTIONS.values()} - {option.name for option in KEYS.values()} == {"beta", "name"}
+
+
+def test_the_old_name_is_read_in_python_with_a_warning():
+    options = {"expected_failures": {"KL201": "was so once"}, "select": "KL2", "environment": "bandit,sequence"}
+    with pytest.warns(DeprecationWarning, match="write allow_unexpected_passes") as told:
+        assert kltest.grade(right, allow_stale_excuses=True, **options).verdict == "confirmed"
+    assert told[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="write allow_unexpected_passes") as told:
+        mark = parametrize_with_checks([right], allow_stale_excuses=True, select="KL201").mark
+    assert told[0].filename == __file__
+    check = next(part for part in mark.args[1][0].values if isinstance(part, GradedCheck))
+    assert check.grading.options["allow_unexpected_passes"] is True
+
+
+def test_the_old_name_is_read_by_the_command_line_and_in_the_configuration(project):
+    arguments = ["losses.py:right", "--expect-failure", "KL201=was so once", "--environment", "bandit,sequence"]
+    assert CliRunner().invoke(app, ["grade", *arguments]).exit_code == 1
+    found = CliRunner().invoke(app, ["grade", *arguments, "--allow-stale-excuses"])
+    assert found.exit_code == 0
+    assert "--allow-stale-excuses is deprecated; write --allow-unexpected-passes" in found.stderr
+    (project / "pyproject.toml").write_text("[tool.kltest]\nseed = 1\nallow_stale_excuses = true\n")
+    found = CliRunner().invoke(app, ["grade", *arguments])
+    assert found.exit_code == 0
+    assert "line 3: allow-stale-excuses is deprecated; write allow-unexpected-passes" in found.stderr
+    (project / "pyproject.toml").write_text("[tool.kltest]\nseed = 1\nallow_stale_excuses = 'yes'\n")
+    found = CliRunner().invoke(app, ["grade", *arguments])
+    assert (found.exit_code, "line 3: allow-stale-excuses: give true or false" in found.stderr) == (2, True)
+
+
+def test_a_configured_default_of_zero_is_overridden_by_a_zero(project):
+    (project / "pyproject.toml").write_text("[tool.kltest]\nseed = 5\n")
+    arguments = ["grade", "losses.py:right", "--environment", "bandit", "--output", "json"]
+    assert json.loads(CliRunner().invoke(app, arguments).stdout)["seed"] == 5
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--seed", "0"]).stdout)["seed"] == 0
+
+
+WRONG = [
+    ["k3-los"],
+    ["k3-loss", "--expect", "revers_kl"],
+    ["k3-loss", "--placement", "los"],
+    ["k3-loss", "--environment", "bandits"],
+    ["k3-loss", "--sampler", "stael"],
+    ["k3-loss", "--select", "KL999"],
+    ["k3-loss", "--arg", "novalue"],
+    ["k3-loss", "--expect-failure", "KL999=x"],
+    ["k3-loss", "--seed", "-1"],
+    ["k3-loss", "--diff", "missing.json"],
+    ["k3-loss", "--output", "jsn"],
+]
+
+
+def test_usage_errors_come_without_torch(project):
+    """All in one process: the first that loads torch is told by its number."""
+    script = f"""
+import sys
+from typer.testing import CliRunner
+from kltest.cli import app
+for arguments in {WRONG!r}:
+    found = CliRunner().invoke(app, ["grade", *arguments])
+    assert found.exit_code == 2, (arguments, found.output)
+    assert "torch" not in sys.modules, arguments
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=project)
+
+
+@pytest.mark.parametrize("words", ["kltest grade k3-", "kltest gra", "kltest grade --allow-un"])
+def test_a_shell_completes_commands_options_and_registered_names(words):
+    environment = {**os.environ, "_KLTEST_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    environment["COMP_CWORD"] = str(len(words.split()) - 1)
+    script = "import sys; sys.argv[0] = 'kltest'; from kltest.cli import main; main()"
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    wanted = {
+        "kltest grade k3-": [name for name in registry() if name.startswith("k3-")],
+        "kltest gra": ["grade"],
+        "kltest grade --allow-un": ["--allow-unexpected-passes"],
+    }[words]
+    assert run.stdout.split() == wanted, run.stderr
+
+
+@pytest.mark.parametrize("module", ["kltest", "kltest.cli"])
+def test_python_dash_m_is_the_program(module):
+    run = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout == f"kltest {kltest.__version__}\n"
+
+
+def test_the_list_fits_into_a_hundred_columns():
+    text = CliRunner().invoke(app, ["list"]).stdout
+    assert max(map(len, text.splitlines())) <= 100
+    for entry in registry().values():
+        assert "".join(entry.spec.formula.split()) in "".join(text.split())
