@@ -7,7 +7,6 @@ from functools import cache
 from importlib import resources
 
 from jinja2 import Environment
-from markupsafe import Markup
 
 from kltest.render.pictures import bars, differ, tree
 from kltest.render.tables import PLAIN, Terminal
@@ -31,11 +30,7 @@ def fragment(report: Report) -> str:
 @cache
 def _templates() -> Environment:
     made = environment(visible, autoescape=True)
-    made.filters |= {
-        "bars": lambda example: Markup(bars(example)),
-        "tree": lambda example: Markup(tree(example)),
-        "differs": _differs,
-    }
+    made.filters |= {"bars": bars, "tree": tree, "differs": _differs}
     return made
 
 

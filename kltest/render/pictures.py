@@ -9,9 +9,12 @@ import html
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from kltest.render.words import visible
 from kltest.report import CounterExample, Prefix, format_cell
 
+END = 'text-anchor="end"'
 WIDTH = 380
 """Width in the units of the pictures, pixels at full size."""
 LONGEST = 2.5
@@ -35,7 +38,7 @@ class Node:
         return sum(child.leaves for child in self.children) or 1
 
 
-def tree(example: CounterExample) -> str:
+def tree(example: CounterExample) -> Markup:
     """Return the tree of all rollouts, from left to right, with the probabilities of each choice on its branch."""
     root = _grown(example, 0, 0, None, 1.0)
     tables = 3 if example.drawn_from_sampler else 2
@@ -44,11 +47,7 @@ def tree(example: CounterExample) -> str:
     step = (WIDTH - 96) / example.length
     body = [f'<text class="faint" x="14" y="14">start</text><text class="faint" x="{WIDTH}" y="14" {END}>chance</text>']
     body += _branches(example, root, 20.0, margin - spacing / 2, step, spacing)
-    words = f"The environment as a tree: {example.setting}"
-    return _svg(height, words, body)
-
-
-END = 'text-anchor="end"'
+    return _svg(height, f"The environment as a tree: {example.setting}", body)
 
 
 def _grown(example: CounterExample, context: int, depth: int, action: int | None, chance: float) -> Node:
@@ -57,8 +56,7 @@ def _grown(example: CounterExample, context: int, depth: int, action: int | None
     children = []
     for choice in range(example.actions):
         reached = chance * drawn[choice]
-        ends = depth + 1 == example.length or (example.ends and choice == example.actions - 1)
-        if ends:
+        if depth + 1 == example.length or (example.ends and choice == example.actions - 1):
             children.append(Node(depth + 1, None, choice, reached))
         else:
             children.append(_grown(example, _child(example, context, depth, choice), depth + 1, choice, reached))
@@ -104,7 +102,7 @@ def _labels(place: Prefix, action: int, x: float, y: float) -> Iterator[str]:
         yield f'<text class="faint" x="{x:.1f}" y="{y + 14 + 14 * line:.1f}">{name} {table[action]:g}</text>'
 
 
-def bars(example: CounterExample) -> str:
+def bars(example: CounterExample) -> Markup:
     """Return bars for each prefix and action: the true derivative above the expected one, with its spread."""
     left, right = 64, WIDTH - 74
     values = [abs(v) for place in example.contexts for v in (*place.truth, *place.found)]
@@ -159,9 +157,9 @@ def _short(value: float) -> str:
     return f"{value:.4f}".replace("-", "−") if "e" not in text else text
 
 
-def _svg(height: float, words: str, body: list[str]) -> str:
+def _svg(height: float, words: str, body: list[str]) -> Markup:
     inner = "".join(body)
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{_text(words)}">{inner}</svg>'
+    return Markup(f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{_text(words)}">{inner}</svg>')
 
 
 def _text(text: str) -> str:
