@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
-from jinja2 import Environment
 from markupsafe import Markup
 
 from kltest.render.changes import Changes
 from kltest.render.tables import PLAIN, Terminal
-from kltest.render.templating import environment
 from kltest.render.words import Row, one_line, visible
 from kltest.report import Report
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
@@ -33,6 +35,9 @@ def escape(text: str) -> str:
 
 @cache
 def _templates() -> Environment:
+    # Jinja2 is loaded when something is rendered: the command line imports this module for `escape`.
+    from kltest.render.templating import environment
+
     made = environment(lambda text: escape(one_line(text)))
     made.filters |= {"agreement": _agreement, "code": _code, "fenced": _fenced, "row": _row}
     return made
