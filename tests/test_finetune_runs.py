@@ -314,7 +314,7 @@ def test_models_that_there_are_not(tmp_path):
 
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match=r"pip install 'kltest\[finetune\]'"):
+    with pytest.raises(UsageError, match=r"pip install -e '\.\[finetune\]'"):
         run(SMALL, quiet=True)
 
 

@@ -17,7 +17,7 @@ from kltest.loss.calling import bind
 from kltest.loss.jax import jax_loss
 from kltest.loss.jax.recognition import is_for_jax
 
-jax = pytest.importorskip("jax", reason="JAX is not installed (pip install kltest[jax])")
+jax = pytest.importorskip("jax", reason="JAX is not installed (pip install jax)")
 jnp = pytest.importorskip("jax.numpy")
 
 CALLED = "called with JAX arrays"

@@ -262,7 +262,7 @@ def test_a_cluster_that_does_not_answer_is_a_usage_error(monkeypatch):
 
 def test_without_dask_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "dask.distributed", None)
-    with pytest.raises(UsageError, match=r"pip install 'kltest\[cluster\]'"):
+    with pytest.raises(UsageError, match=r"pip install -e '\.\[cluster\]'"):
         spreading.connect("tcp://127.0.0.1:8786")
 
 

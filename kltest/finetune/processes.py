@@ -34,7 +34,7 @@ class Processes:
             from accelerate import PartialState
         except ImportError:
             raise UsageError(
-                "several processes need accelerate; install it with: python -m pip install 'kltest[finetune]'"
+                "several processes need accelerate; in a checkout of kltest: python -m pip install -e '.[finetune]'"
             ) from None
         state = PartialState(cpu=device == "cpu")
         return cls(state.process_index, state.num_processes, state.device)

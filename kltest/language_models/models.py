@@ -13,7 +13,7 @@ import torch
 
 from kltest.errors import KltestError, UsageError
 
-MISSING = "language models need transformers; install it with: python -m pip install 'kltest[finetune]'"
+MISSING = "language models need transformers; in a checkout of kltest: python -m pip install -e '.[finetune]'"
 
 
 def in_double(model: Any) -> Any:

@@ -33,7 +33,7 @@ def typeset(checkout: Checkout, output: Path) -> Path:
     try:
         import typst
     except ImportError as error:
-        raise UsageError("the paper needs Typst: pip install 'kltest[paper]', or pip install typst") from error
+        raise UsageError("the paper needs Typst: python -m pip install typst") from error
     text = written(checkout)
     for experiment in sorted({experiment for experiment, _ in cited(text)}):
         if not (output / experiment / "numbers.json").is_file():
