@@ -120,7 +120,7 @@ def connect(address: str) -> Any:
     try:
         from dask.distributed import Client
     except ImportError as error:
-        raise UsageError("--cluster needs Dask; in a checkout of kltest: python -m pip install -e '.[cluster]'") from error
+        raise UsageError("--cluster needs Dask; in a checkout: python -m pip install -e '.[cluster]'") from error
     try:
         client = Client(address, timeout=SECONDS_TO_ANSWER)
         if not client.scheduler_info()["workers"]:
