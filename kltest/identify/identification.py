@@ -1,7 +1,9 @@
-"""Which named gradient is this? Polynomial-identity testing over independent instances, not curve fitting on one.
+"""Identification of a gradient as a combination of named gradients.
 
-A gradient is *identified* when one short linear combination of named gradients, with the same coefficients, equals it
-on every instance, and on one more that the coefficients have not seen.
+A gradient is *identified* if one short linear combination of named gradients, with the same coefficients, equals it on
+every instance, and on one more that the coefficients were not fitted to. Entries of gradients are analytic functions
+of the logits. Two that agree at a few random instances agree everywhere with probability 1, as in the
+Schwartz-Zippel test of polynomial identities: so few instances suffice, and agreement is no matter of curve fitting.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import numpy as np
 from kltest.identify.instances import HELD_OUT
 from kltest.moments.tolerances import TOLERANCES
 
-# A candidate is dependent on earlier ones when less than this share of it is left after projecting them out: far above
+# A candidate depends on earlier ones if less than this share of it is left after they are projected out: far above
 # rounding (1e-15 times a condition number below 1e4 here), far below what independent random instances leave.
 DEPENDENT = 1e-9
-# Spelt with reverse_kl and local_reverse_kl as well, it would give three names to one gradient: alone only.
+# future_reverse_kl is a combination of reverse_kl and local_reverse_kl. Beside them one gradient would have several
+# spellings, so that it counts alone only.
 ALONE = frozenset({"future_reverse_kl"})
 # The held-out instance may miss the tolerance by this factor: a gradient that is nearly zero there has fewer digits.
 # Not in half precision, whose tolerances are wide already.
@@ -32,7 +35,11 @@ def tolerance(dtype: str) -> float:
 
 @dataclass(frozen=True)
 class Identification:
-    """`combination` is None where nothing was identified; `residual` is ‖g − fit‖/‖g‖ of the fit, or of the best."""
+    """Result of `identify`: `combination` is None if nothing was identified; `residual` is ‖g − fit‖/‖g‖.
+
+    The residual is that of the identified combination on the worse of fitted and held-out instances, else that of the
+    best fit.
+    """
 
     combination: dict[str, float] | None
     residual: float
@@ -50,10 +57,19 @@ def identify(
 ) -> Identification:
     """The fewest named gradients, at most three, that together equal `gradients` on all instances; ties go to order.
 
-    `gradients` (C, V) one an instance, the last `held_out` of them for confirmation; `candidates[name]` likewise, in
-    the order of preference; `magnitudes` the root mean square norm of the per-rollout gradient and `units` the size of
-    ∇KL(π‖ref), by which zero is told. Gradients may be given by their coordinates in any orthonormal basis, and then
-    `freedom` says how many numbers of the fitted ones are free.
+    Args:
+        gradients: (C, V) with respect to logits, one an instance, or coordinates in any orthonormal basis.
+        candidates: By name, gradients of the same shapes, in the order of preference.
+        magnitudes: Root mean square norm of one rollout's gradient, an instance each. A gradient far below it is zero.
+            None: the norms of `gradients`.
+        units: ‖∇KL(π‖ref)‖, an instance each. A gradient far below it is zero as well.
+        held_out: How many instances, the last ones, only confirm.
+        dtype: The precision in which the gradients were computed; it sets the tolerances.
+        freedom: Free numbers of the fitted gradients. None: V − 1 a context, since logits have a free constant. A fit
+            of k terms needs at least 2k of them.
+
+    Returns:
+        The combination, `{"zero": 1.0}` for zero, or None with the residual of the best fit.
     """
     norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
     scales = norms if magnitudes is None else magnitudes
@@ -62,6 +78,8 @@ def identify(
     if all(n <= max(limits.zero * scale, floor) for n, scale, floor in zip(norms, scales, floors, strict=True)):
         return Identification({"zero": 1.0}, 0.0)
 
+    # A column holds a candidate's entries on all fitted instances, so that equal coefficients on every instance are one
+    # least-squares problem.
     fitted = len(gradients) - held_out
     target = np.concatenate([gradient.ravel() for gradient in gradients[:fitted]])
     unseen = np.concatenate([gradient.ravel() for gradient in gradients[fitted:]])
@@ -81,6 +99,7 @@ def identify(
         subsets = [(name,) for name in singles] if terms == 1 else list(combinations(basis, terms))
         if freedom < 2 * terms or not subsets:
             break
+        # All subsets at once, roughly; those that may fit are then solved and confirmed one by one.
         residuals = _residuals(target, columns, subsets)
         best = min(best, float(residuals.min()))
         for index in np.flatnonzero(residuals < 100 * limits.gradient):
@@ -91,6 +110,7 @@ def identify(
             worst = max(error, confirmed / (1 if limits.terms == 1 else NEARLY_ZERO))
             combination = dict(zip(names, map(float, coefficients), strict=True))
             fits.append((worst, Identification(combination, max(error, confirmed))))
+    # A fit to rounding by more terms wins over one by fewer terms that only holds up to a small constant.
     for limit in limits.identified:
         for worst, identification in fits:
             if worst < limit:
@@ -107,7 +127,15 @@ def solve(
 ) -> dict[str, float] | None:
     """The coefficients of all `columns` that together equal `gradients` on all instances, the held-out ones included.
 
-    None where there are none, or where it cannot be told: columns that depend on each other, too few or rough numbers.
+    Args:
+        gradients: (C, V), one an instance.
+        columns: By name, gradients of the same shapes.
+        held_out: How many instances, the last ones, only confirm.
+        dtype: The precision in which the gradients were computed.
+
+    Returns:
+        A coefficient for each column. None if there are none, if columns depend on each other, or if the numbers are
+        too few or too rough.
     """
     given = {name: np.concatenate([column.ravel() for column in parts[:-held_out]]) for name, parts in columns.items()}
     later = {name: np.concatenate([column.ravel() for column in parts[-held_out:]]) for name, parts in columns.items()}

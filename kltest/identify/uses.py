@@ -1,4 +1,4 @@
-"""What a loss makes use of: the fields that it takes or reads, and whether the sampler's log-probs change anything."""
+"""Uses of a rollout by a loss: the fields that it reads, and the influence of the sampler's log-probs."""
 
 from __future__ import annotations
 
@@ -18,45 +18,52 @@ from kltest.loss.outcome import Loss
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import LEAVES, SAMPLER_FIELDS, Rollout
 
-WORLD = "ragged"
+# Lengths differ there, so that masks matter.
+ENVIRONMENT = "ragged"
 # Far, and nearer than the tightest clip in use: a clipped ratio may be saturated at one of the two.
 DISTANCES = (0.3, 1e-6)
-# Relative to the largest entry: above rounding in float64, and below what the smaller of the two distances changes.
+# Relative to the largest entry: above rounding in float64, below the effect of the smaller of the two distances. A loss
+# in lower precision may count as influenced for its rounding alone: then both samplers are graded.
 SAME = 1e-10
-# As many rollouts as groups of two, three, four or six divide.
+# Groups of two, three, four and six divide this number of rollouts.
 ROWS = 12
 
 
 def fields_used(loss: Loss, seed: int) -> frozenset[str]:
-    """The fields that a loss takes by a parameter or reads from the rollout, seen on a batch of several."""
-    rollout = Rollout.of(instances(WORLD, seed)[0], padding=seed).take([0, 3, 7, 11])
-    with suppress(KltestError):  # whatever is wrong with the loss comes out when it is measured
+    """The fields that a loss takes by a parameter or reads from the rollout, in one call with four rollouts."""
+    rollout = Rollout.of(instances(ENVIRONMENT, seed)[0], padding=seed).take([0, 3, 7, 11])
+    with suppress(KltestError):  # a loss that fails is reported when it is measured
         loss(rollout)
     return frozenset(loss.takes) | frozenset(rollout.accessed)
 
 
 def sampler_matters(loss: Loss, used: frozenset[str], seed: int) -> bool:
-    """Whether gradient, value or logged value change with the sampler's log-probs; yes where that cannot be seen.
+    """True if gradient, value or logged value change with the sampler's log-probs, or if that cannot be tried.
 
-    The whole loss is meant, not its KL part: a policy loss with a ratio knows of the sampler though its KL does not.
+    The whole loss counts, not its KL part: a policy loss with a ratio depends on the sampler even if its KL does not.
+
+    Args:
+        loss: The loss.
+        used: The fields that it uses, from `fields_used`.
+        seed: Seed of the instance, its padding and the changes.
     """
     if not used & SAMPLER_FIELDS:
         return False
-    instance = instances(WORLD, seed)[0]
+    instance = instances(ENVIRONMENT, seed)[0]
     generator = np.random.default_rng(seed)
     try:
         for start, distance in zip((instance.sampler, instance.policy), DISTANCES, strict=True):
             moved = table(start + distance * generator.standard_normal(start.shape))
-            one, other = (_answers(loss, replace(instance, sampler=sampler), seed) for sampler in (start, moved))
+            one, other = (_results(loss, replace(instance, sampler=sampler), seed) for sampler in (start, moved))
             if not all(_same(*pair) for pair in zip(one, other, strict=True)):
                 return True
-    except (KltestError, ValueError):  # what cannot be called, or logs a KL in one call only, is looked at both ways
+    except (KltestError, ValueError):  # it fails, or logs a KL in one call only: graded under both samplers
         return True
     return False
 
 
-def _answers(loss: Loss, instance: Instance, seed: int) -> list[Tensor]:
-    """What a batch returns and logs, and the gradients that it gives."""
+def _results(loss: Loss, instance: Instance, seed: int) -> list[Tensor]:
+    """Returned value, logged value if there is one, and gradients of one batch."""
     lengths = instance.paths.lengths
     rollout = Rollout.of(instance, sampler="stale", padding=seed, centre="batch").take(np.argsort(lengths)[:ROWS])
     with preserved(seed):
