@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kltest.checks.call_once import CallResult, call_once
 from kltest.counterexample.demonstration import Demonstration
 from kltest.loss.calling import bind
+from kltest.moments.differentiate import CallResult, Experiment
 from kltest.rollout import Rollout
 
 Losses = dict[str, Callable[..., Any]]
@@ -31,10 +31,10 @@ def one_row(numbers: Sequence[float]) -> Tensor:
 
 def of_calls(setting: str, losses: Losses, rows: Mapping[str, tuple[Rollout, Reading]]) -> Demonstration:
     """One row of numbers for each rollout and reading, one column for each loss."""
-    ready = [bind(function, name=name).for_experiments() for name, function in losses.items()]
+    ready = [Experiment(bind(function, name=name)) for name, function in losses.items()]
     cells: list[tuple[str | float, ...]] = []
     for question, (batch, read) in rows.items():
-        cells.append((question, *(float(read(call_once(loss, batch.replace()))) for loss in ready)))
+        cells.append((question, *(float(read(experiment.call(batch.replace()))) for experiment in ready)))
     return Demonstration(setting, ("", *losses), tuple(cells))
 
 

@@ -12,9 +12,9 @@ from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
-from kltest.loss.outcome import Loss
+from kltest.identify.measure import Measure
 from kltest.moments.batch_calls import centred
-from kltest.moments.differentiate import RowGradients, differentiate, live_positions
+from kltest.moments.differentiate import RowGradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
@@ -23,9 +23,9 @@ SIZES = (4, 3, 2)
 
 @dataclass(frozen=True)
 class GroupFixture:
-    """Groups of `size` rollouts of one instance, and the loss that is called with them."""
+    """Groups of `size` rollouts of one instance, and the service that calls the loss with them."""
 
-    loss: Loss
+    measure: Measure
     instance: Instance
     size: int
     padding: int = 0
@@ -57,11 +57,11 @@ class GroupFixture:
         For a loss that takes β it is the part that β multiplies. For any other it is the change of the gradient from a
         reference that equals the policy to the actual one.
         """
-        own = gradient(self.loss, rollout)
-        if self.loss.takes_beta:
+        own = gradient(self.measure, rollout)
+        if self.measure.loss.takes_beta:
             return own
         equal = {f"ref_{name}": rollout.peek(name).detach() for name in ("logp", "logits")}
-        return own - gradient(self.loss, rollout.replace(**equal))
+        return own - gradient(self.measure, rollout.replace(**equal))
 
 
 def group_fixture(findings: Findings) -> GroupFixture:
@@ -73,9 +73,9 @@ def _group_fixture(findings: Findings) -> GroupFixture:
     sizes, failure = findings.measure.sizes, None
     for size in sizes.each if sizes.grouped else SIZES:
         instance = instances(findings.environments[0], findings.seed, size)[0]
-        fixture = GroupFixture(findings.loss, instance, size, findings.seed)
+        fixture = GroupFixture(findings.measure, instance, size, findings.seed)
         try:
-            gradient(findings.loss, fixture.rollout(fixture.different, fixture.untied))
+            gradient(findings.measure, fixture.rollout(fixture.different, fixture.untied))
         except KltestError as error:
             failure = failure or error
             continue
@@ -84,14 +84,9 @@ def _group_fixture(findings: Findings) -> GroupFixture:
     raise failure
 
 
-def called(loss: Loss, rollout: Rollout) -> RowGradients:
-    """Outcome of a loss on a batch, with its gradients."""
-    return differentiate(loss, rollout.replace(), live_positions(rollout))
-
-
-def gradient(loss: Loss, rollout: Rollout) -> np.ndarray:
+def gradient(measure: Measure, rollout: Rollout) -> np.ndarray:
     """(B, T, 1 + V) gradient at logp and logits, zero at padded positions and for leaves that are not used."""
-    return as_array(called(loss, rollout), rollout)
+    return as_array(measure.differentiate(rollout), rollout)
 
 
 def as_array(found: RowGradients, rollout: Rollout) -> np.ndarray:

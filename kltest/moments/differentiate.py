@@ -145,15 +145,15 @@ class Experiment:
     def __init__(self, loss: Loss, floats: torch.dtype | None = None) -> None:
         self._loss = loss.for_experiments(floats)
 
+    def outcome(self, rollout: Rollout) -> Outcome:
+        """Call the loss; TargetError if it raises."""
+        return self._loss(rollout)
+
     def call(self, rollout: Rollout) -> CallResult:
         """Call the loss and differentiate what it returned; TargetError if it raises."""
         live = rollout.peek("mask") != 0
         outcome = self._loss(rollout)
         return CallResult(outcome, leaf_gradients(self._loss, outcome.objective, rollout), live)
-
-    @property
-    def takes(self) -> frozenset[str]:
-        return self._loss.takes
 
     @property
     def writes(self) -> dict[str, str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from kltest.checks.group_fixture import GroupFixture, as_array, called, group_fixture, norm
+from kltest.checks.group_fixture import GroupFixture, as_array, group_fixture, norm
 from kltest.identify.findings import Findings
-from kltest.loss.outcome import Loss
+from kltest.identify.measure import Measure
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
@@ -47,13 +47,13 @@ def coefficient(findings: Findings) -> Coefficient:
 
 
 def _coefficient(findings: Findings) -> Coefficient:
-    loss: Any = findings.loss
+    measure = findings.measure
     fixture, dtype = group_fixture(findings), findings.observed.dtype
     untied = fixture.rollout(fixture.different, fixture.untied)
-    base = loss.beta(untied)
+    base = measure.loss.beta(untied)
     parts, moves = {}, False
     for factor in FACTORS.get(dtype, FEW_FACTORS):
-        parts[factor * base], value = _push(loss.at(factor * base), untied)
+        parts[factor * base], value = _push(measure, untied, factor * base)
         moves |= value != 0.0
     own = parts[base]
     strength = {beta: float((part * own).sum() / max(norm(own) ** 2, 1e-300)) for beta, part in parts.items()}
@@ -63,19 +63,19 @@ def _coefficient(findings: Findings) -> Coefficient:
     allowed = TOLERANCES[dtype].proportional
     if all(norm(part - share) <= allowed * norm(share) for part, share in shares):
         return Coefficient("proportional", strength)
-    cancels = _same_for_all(loss, fixture, [1.0] * fixture.size) and not _same_for_all(loss, fixture, fixture.untied)
+    tied = _same_for_all(measure, fixture, [1.0] * fixture.size)
+    cancels = tied and not _same_for_all(measure, fixture, fixture.untied)
     return Coefficient("cancels" if cancels else "other", strength)
 
 
-def _same_for_all(loss: Any, fixture: GroupFixture, rewards: list[float]) -> bool:
+def _same_for_all(measure: Measure, fixture: GroupFixture, rewards: list[float]) -> bool:
     rollout = fixture.rollout(fixture.different, rewards)
-    pushes = [_push(loss.at(beta), rollout)[0] for beta in OVER]
+    pushes = [_push(measure, rollout, beta)[0] for beta in OVER]
     size = max(map(norm, pushes))
     return size > 0 and all(norm(push - pushes[-1]) <= ALIKE * size for push in pushes)
 
 
-def _push(loss: Loss, rollout: Rollout) -> tuple[np.ndarray, float]:
+def _push(measure: Measure, rollout: Rollout, beta: float) -> tuple[np.ndarray, float]:
     """(B, T, 1 + V) contribution of β to the gradient, β times the KL part, and its contribution to the value."""
-    found = called(loss, rollout)
-    beta = loss.beta(rollout)  # type: ignore[attr-defined]
+    found = measure.differentiate(rollout, beta)
     return beta * as_array(found, rollout), beta * float(found.outcome.objective.detach())

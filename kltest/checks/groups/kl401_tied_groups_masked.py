@@ -66,7 +66,7 @@ def _lost_to_ties(row: Row, findings: Findings) -> tuple[float, float | None]:
     every = list(groups_of(instance, case.sampler, row.batch))
     groups, chances = np.array([rows for rows, _ in every]), np.array([chance for _, chance in every])
     tied = np.ptp(rewards[groups], axis=1) == 0
-    fixture = GroupFixture(findings.loss, instance, row.batch, findings.seed, case.sampler)
+    fixture = GroupFixture(findings.measure, instance, row.batch, findings.seed, case.sampler)
     parts = _parts(fixture, groups, limit(findings))
     if parts is None:
         return float(chances[tied].sum()), None

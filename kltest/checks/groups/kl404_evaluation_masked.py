@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kltest.checks.check import Found
-from kltest.checks.group_fixture import called, group_fixture, limit, norm, sees_rewards
+from kltest.checks.group_fixture import group_fixture, limit, norm, sees_rewards
 from kltest.checks.groups.kl401_tied_groups_masked import kept_where_tied, masked_where_tied
 from kltest.counterexample.demonstration import Demonstration, of_gradients
 from kltest.counterexample.environment import SmallEnvironment
@@ -40,7 +40,7 @@ def _silent_alone(findings: Findings) -> str | None:
             alone = [fixture.rollout([row], [reward]) for reward in (0.0, 1.0)]
             together = fixture.rollout([row] * fixture.size, fixture.untied)
             parts.append((max(norm(fixture.kl_part(one)) for one in alone), norm(fixture.kl_part(together))))
-            metrics = [called(findings.loss, one).outcome.metric for one in (*alone, together)]
+            metrics = [findings.measure.differentiate(one).outcome.metric for one in (*alone, together)]
         except KltestError:  # a loss that fails on one rollout, or on equal ones, is not silent
             return None
         sizes = [float(metric.abs().max()) for metric in metrics if metric is not None]

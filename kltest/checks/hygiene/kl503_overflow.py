@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kltest.checks.call_once import call_once
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Reading, gradient, of_calls, rollout, value
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
@@ -20,11 +19,11 @@ moot = not_comparable
 
 
 def examine(findings: Findings) -> Found | None:
-    loss = findings.loss.for_experiments()
+    experiment = findings.measure.experiment()
     words = []
     for size in SIZES:
         for u in (size, -size):
-            result = call_once(loss, batch_of([u], companions(findings), length=1))
+            result = experiment.call(batch_of([u], companions(findings), length=1))
             total, parts = float(result.value.sum()), [g[result.live].flatten() for g in result.gradients.values()]
             bad = [f"the value is {total}"] if not np.isfinite(total) else []
             flat = torch.cat(parts) if parts else torch.zeros(1)

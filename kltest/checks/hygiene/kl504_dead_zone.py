@@ -17,7 +17,6 @@ from typing import Literal
 
 import numpy as np
 
-from kltest.checks.call_once import call_once
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import gradient, of_calls, rollout
 from kltest.checks.far_apart import differs
@@ -27,7 +26,7 @@ from kltest.checks.losses import squared_sum
 from kltest.counterexample.demonstration import Demonstration
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
-from kltest.loss.outcome import Loss
+from kltest.moments.differentiate import Experiment
 from kltest.moments.tolerances import TOLERANCES
 
 # |u| from a thousandth to a thousand, each a quarter larger than the one before: zones that are open to one side are
@@ -55,7 +54,7 @@ def dead_zones(findings: Findings) -> Found | None:
     what: Level = "gradient" if findings.placement == "loss" else "value"
     # Log-ratios that rounding of the log-probs loses are KL508's.
     finest = TOLERANCES[findings.observed.dtype].log_ratio
-    scan = Scan(findings.loss.for_experiments(), what, companions(findings), finest)
+    scan = Scan(findings.measure.experiment(), what, companions(findings), finest)
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
     if zones := scan.zones():
         return Found(scan.words(zones, happens))
@@ -83,8 +82,8 @@ class Zone:
 class Scan:
     """Levels (gradient size or value) of one rollout of one token whose log-ratio goes through the grid."""
 
-    def __init__(self, loss: Loss, what: Level, companions: int, finest: float = 0.0) -> None:
-        self.loss, self.what, self.companions = loss, what, companions
+    def __init__(self, experiment: Experiment, what: Level, companions: int, finest: float = 0.0) -> None:
+        self.experiment, self.what, self.companions = experiment, what, companions
         steps = STEPS[finest <= STEPS]
         self.grid = np.concatenate([-steps[::-1], [0.0], steps])
 
@@ -133,7 +132,7 @@ class Scan:
         return float(self._levels(np.array([u]), length)[0])
 
     def _levels(self, log_ratios: np.ndarray, length: int = 1) -> np.ndarray:
-        result = call_once(self.loss, batch_of(log_ratios.tolist(), self.companions, length=length))
+        result = self.experiment.call(batch_of(log_ratios.tolist(), self.companions, length=length))
         if self.what == "gradient":
             return result.row_sizes[: len(log_ratios)].numpy()
         value = result.value

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from math import log
 
-from kltest.checks.call_once import usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import one_row
 from kltest.checks.losses import squared_sum
+from kltest.checks.usual_batch import usual_batch
 from kltest.counterexample.demonstration import Demonstration
 from kltest.identify.findings import Findings
 
 
 def examine(findings: Findings) -> Found | None:
     """Compare the inputs bit for bit with what they were before the call."""
-    loss = findings.loss.for_experiments()
+    experiment = findings.measure.experiment()
     for sampler in findings.samplers:
-        loss(usual_batch(findings, sampler))
-    changed = {**findings.loss.writes, **loss.writes}
+        experiment.outcome(usual_batch(findings, sampler))
+    changed = {**findings.loss.writes, **experiment.writes}
     if not changed:
         return None
     return Found(" ".join(f"After the call {name} has changed: {what}." for name, what in sorted(changed.items())))

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.call_once import call_once, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import one_row
+from kltest.checks.usual_batch import usual_batch
 from kltest.counterexample.demonstration import Demonstration
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.identification import tolerance
@@ -43,14 +43,14 @@ SIDES = {"ref_": "the reference", "old_": "the sampler"}
 
 def examine(findings: Findings) -> Found | None:
     """Look for gradients that the reference or the sampler receives."""
-    loss = findings.loss.for_experiments()
-    call_once(loss, usual_batch(findings))
-    if trainable := sorted(findings.loss.made_trainable | loss.made_trainable):
+    experiment = findings.measure.experiment()
+    experiment.call(usual_batch(findings))
+    if trainable := sorted(findings.loss.made_trainable | experiment.made_trainable):
         return Found(f"It switched on the gradient of constants: {', '.join(trainable)}.")
     if findings.placement == "reward":
         return None
     for prefix, whose in SIDES.items():
-        received = _received(loss, usual_batch(findings), prefix)
+        received = _received(findings.loss.for_experiments(), usual_batch(findings), prefix)
         if not any(part.any() for part in received.values()):
             continue
         size = max(float(part.abs().max()) for part in received.values())

@@ -9,14 +9,15 @@ from math import log
 
 from torch import Tensor
 
-from kltest.checks.call_once import CallResult, call_once, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import gradient, of_calls, rollout
 from kltest.checks.losses import squared_sum
+from kltest.checks.usual_batch import usual_batch
 from kltest.counterexample.demonstration import Demonstration
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.loss.global_state import preserved
+from kltest.moments.differentiate import CallResult
 from kltest.moments.tolerances import TOLERANCES
 
 # Calls of one batch; a coefficient that is adapted every tenth call or so shows as well.
@@ -40,12 +41,12 @@ def not_comparable(findings: Findings) -> str | None:
 
 def _differs(findings: Findings) -> Found | None:
     """Call one batch again and again; the random state goes on from call to call."""
-    loss = findings.loss.for_experiments()
+    experiment = findings.measure.experiment()
     batch = usual_batch(findings)
     with preserved():
-        first = call_once(loss, batch.replace())
+        first = experiment.call(batch.replace())
         for call in range(2, CALLS + 1):
-            if words := _difference(first, call_once(loss, batch.replace())):
+            if words := _difference(first, experiment.call(batch.replace())):
                 return Found(f"The same batch of {len(batch)} rollouts gives {words} in call {call}.")
     if noticed := findings.observed.nondeterministic:
         return Found(f"{noticed}.")

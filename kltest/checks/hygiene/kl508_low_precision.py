@@ -10,7 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-from kltest.checks.call_once import CallResult, call_once
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import gradient, of_calls, rollout
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
@@ -18,7 +17,8 @@ from kltest.checks.losses import squared_sum
 from kltest.counterexample.demonstration import Demonstration
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
-from kltest.loss.outcome import Loss
+from kltest.identify.measure import Measure
+from kltest.moments.differentiate import CallResult, Experiment
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
@@ -69,23 +69,23 @@ def examine(findings: Findings) -> Found | None:
             f"Given float64, it computes in {dtype}, whose numbers have {DIGITS[dtype]} significant bits: log-probs "
             f"near −10 are rounded to multiples of {GRID[dtype]:g}, and so are log-ratios."
         )
-    return _narrow_inputs(findings.loss)
+    return _narrow_inputs(findings.measure)
 
 
-def _narrow_inputs(loss: Loss) -> Found | None:
+def _narrow_inputs(measure: Measure) -> Found | None:
     """Compare the gradient on bfloat16 and float16 inputs with that in float64.
 
     A coefficient is set to one: the KL part is a difference over β, and a small β would magnify rounding.
     """
-    loss = loss.at(1.0) if loss.takes_beta else loss
+    beta = 1.0 if measure.loss.takes_beta else None
     wrong, not_called = [], []
     for name, kind in NARROW.items():
         batch = mild_batch(kind, SEED)
-        exact = call_once(loss.for_experiments(), batch)
+        exact = measure.experiment(beta=beta).call(batch)
         if not any(part.any() for part in exact.gradients.values()):
             continue
         try:
-            found = call_once(loss.for_experiments(kind), batch.replace())
+            found = measure.experiment(kind, beta=beta).call(batch.replace())
         except KltestError as error:
             not_called.append(f"with {name} it raises: {str(error).splitlines()[-1].strip()}")
             continue
@@ -93,7 +93,7 @@ def _narrow_inputs(loss: Loss) -> Found | None:
         allowed = TOLERANCES[name].narrow
         assert allowed is not None
         if math.isfinite(off) and off > allowed:
-            off = _relative_error(exact, found, exact.live & ~_jumps(loss, batch, name))
+            off = _relative_error(exact, found, exact.live & ~_jumps(measure.experiment(beta=beta), batch, name))
         if not math.isfinite(off):
             wrong.append(f"with {name} its gradient is not finite")
         elif off > allowed:
@@ -108,7 +108,7 @@ def _narrow_inputs(loss: Loss) -> Found | None:
     return None
 
 
-def _jumps(loss: Loss, batch: Rollout, name: str) -> Tensor:
+def _jumps(experiment: Experiment, batch: Rollout, name: str) -> Tensor:
     """(B, T) bool, True if the gradient in float64 jumps within the rounding of the log-probs.
 
     No arithmetic of so few digits can tell on which side of a jump a number lies, as the sign of π − ref in total
@@ -129,7 +129,7 @@ def _jumps(loss: Loss, batch: Rollout, name: str) -> Tensor:
         for share in torch.linspace(-1.0, 1.0, STEPS + 1).tolist():
             by = share * 2.0 ** -DIGITS[name]
             fields = {field: (log + by * path[field]).clamp(max=0.0) for field, log in logs.items()}
-            gradients = call_once(loss.for_experiments(), batch.replace(**fields)).gradients
+            gradients = experiment.call(batch.replace(**fields)).gradients
             seen.append(torch.cat([part.reshape(*moved.shape, -1) for part in gradients.values()], dim=-1))
         steps = torch.stack(seen).diff(dim=0).norm(dim=-1)
         largest, together = steps.amax(dim=0), steps.sum(dim=0)

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kltest.checks.call_once import CallResult, call_once, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
+from kltest.checks.usual_batch import usual_batch
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.moments.agreement import near
+from kltest.moments.differentiate import CallResult
 from kltest.rollout import Rollout
 
 LOG_PROBS = tuple(f"{whose}{what}" for whose in ("", "ref_", "old_") for what in ("logp", "logits"))
@@ -39,14 +40,14 @@ def exchange(findings: Findings, fills: dict[str, Fill]) -> Found | None:
         findings: of the loss.
         fills: by its name in the message, a function of a field's name and its entries at padded positions.
     """
-    loss = findings.loss.for_experiments()
+    experiment = findings.measure.experiment()
     base = usual_batch(findings)
-    before = call_once(loss, base)
-    takes_mask = "mask" in loss.takes | base.accessed
+    before = experiment.call(base)
+    takes_mask = "mask" in findings.loss.takes | base.accessed
     if before.outcome.returned == "tokens" and not takes_mask:
         return Found("it returns one number per token and takes no mask, so its caller cuts padding out", "skip")
     for name, fill in fills.items():
-        after = call_once(loss, _filled(base, fill))
+        after = experiment.call(_filled(base, fill))
         if words := _moved(before, after):
             return Found(f"With {name} at padded positions, {words}.")
     return None

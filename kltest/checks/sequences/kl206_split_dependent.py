@@ -66,7 +66,7 @@ class Split:
 def _split(findings: Findings) -> Split:
     reads_groups = "group" in findings.observed.uses
     size = group_fixture(findings).size
-    fixture = GroupFixture(findings.loss, instances(VARYING, findings.seed, size)[0], size, findings.seed)
+    fixture = GroupFixture(findings.measure, instances(VARYING, findings.seed, size)[0], size, findings.seed)
     lengths = fixture.instance.paths.lengths
     if reads_groups:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, GROUPS * size), size), size)
@@ -111,14 +111,14 @@ def _batch(fixture: GroupFixture, rows: np.ndarray, group: int) -> Rollout:
 
 def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:
     """The cut that moves the gradient most, parts accumulated as a mean over rollouts or, if closer, as a sum."""
-    whole = gradient(findings.loss, rollout)
+    whole = gradient(findings.measure, rollout)
     size, rows = norm(whole), len(rollout)
     if size == 0:
         return Split(0.0)
     worst = {False: Split(0.0), True: Split(0.0)}
     for cut in _cuts(rows // unit):
         parts = [(np.arange(rows).reshape(-1, unit)[part].reshape(-1)) for part in cut]
-        found = [gradient(findings.loss, rollout.take(part)) for part in parts]
+        found = [gradient(findings.measure, rollout.take(part)) for part in parts]
         for as_sum in worst:
             together = np.zeros_like(whole)
             for part, own in zip(parts, found, strict=True):

@@ -20,6 +20,7 @@ from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
+from kltest.identify.measure import Measure
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Loss
 from kltest.moments import exact
@@ -94,13 +95,13 @@ def tails(findings: Findings) -> list[Tail]:
     """Directions in which a rollout's gradient grows exponentially, and faster than the rollout becomes rare."""
     uses = findings.observed.uses & SAMPLER_FIELDS and "stale" in findings.samplers
     rollout = Rollout.of(_instance(findings), padding=findings.seed).take(range(BATCH))
-    mild = _size(findings.loss, rollout)
+    mild = _size(findings.measure, rollout)
     found = []
     for direction in DIRECTIONS:
         if direction.off_policy and not uses:
             continue
         moved = [_lowered(rollout, direction, distance) for distance in DISTANCES]
-        sizes = [_size(findings.loss, one) for one in moved]
+        sizes = [_size(findings.measure, one) for one in moved]
         if mild <= 0 or min(sizes) <= 0 or not np.isfinite(sizes).all():
             continue
         rates = [log(b / a) / (y - x) for a, b, x, y in zip(sizes, sizes[1:], DISTANCES, DISTANCES[1:], strict=False)]
@@ -132,10 +133,9 @@ def _lowered(rollout: Rollout, direction: Direction, distance: float) -> Rollout
     return rollout.replace(**changed)
 
 
-def _size(loss: Loss, rollout: Rollout) -> float:
+def _size(measure: Measure, rollout: Rollout) -> float:
     """Norm of the first rollout's gradient with respect to the logits of its tokens."""
-    fresh = rollout.replace()
-    called = differentiate(loss, fresh, live_positions(rollout))
+    called = measure.differentiate(rollout)
     chances = rollout.peek("logits").detach().exp().numpy()[0]
     full = np.zeros(chances.shape) if called.logits is None else called.logits[0].copy()
     if called.logp is not None:

@@ -1,0 +1,17 @@
+"""The batch on which checks try a loss: rollouts of every length, with padding and different rewards."""
+
+from __future__ import annotations
+
+from kltest.identify.findings import Findings
+from kltest.identify.instances import instances
+from kltest.rollout import Rollout
+
+ROWS = 12
+
+
+def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:
+    """Rollouts of every length with different rewards; groups of two, three, four or six divide their number."""
+    instance = instances("ragged", findings.seed)[0]
+    lengths = instance.paths.mask.sum(axis=1)
+    rows = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))[:ROWS]
+    return Rollout.of(instance, sampler=sampler, padding=findings.seed, centre="batch").take(sorted(rows))
