@@ -143,25 +143,25 @@ class Experiment:
     """
 
     def __init__(self, loss: Loss, floats: torch.dtype | None = None) -> None:
-        self._loss = loss.for_experiments(floats)
+        self.loss = loss.for_experiments(floats)
 
     def outcome(self, rollout: Rollout) -> Outcome:
         """Call the loss; TargetError if it raises."""
-        return self._loss(rollout)
+        return self.loss(rollout)
 
     def call(self, rollout: Rollout) -> CallResult:
         """Call the loss and differentiate what it returned; TargetError if it raises."""
         live = rollout.peek("mask") != 0
-        outcome = self._loss(rollout)
-        return CallResult(outcome, leaf_gradients(self._loss, outcome.objective, rollout), live)
+        outcome = self.loss(rollout)
+        return CallResult(outcome, leaf_gradients(self.loss, outcome.objective, rollout), live)
 
     @property
     def writes(self) -> dict[str, str]:
-        return self._loss.writes
+        return self.loss.writes
 
     @property
     def made_trainable(self) -> set[str]:
-        return self._loss.made_trainable
+        return self.loss.made_trainable
 
 
 def live_positions(rollout: Rollout) -> np.ndarray | None:

@@ -32,9 +32,9 @@ from kltest.counterexample.demonstration import Demonstration
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.identification import tolerance
 from kltest.identify.instances import instances
-from kltest.loss.outcome import Loss, Outcome
+from kltest.loss.outcome import Outcome
 from kltest.moments import exact
-from kltest.moments.differentiate import backward
+from kltest.moments.differentiate import Experiment, backward
 from kltest.rollout import LEAVES, Rollout
 from kltest.truth import combine, gradient
 
@@ -50,7 +50,7 @@ def examine(findings: Findings) -> Found | None:
     if findings.placement == "reward":
         return None
     for prefix, whose in SIDES.items():
-        received = _received(findings.loss.for_experiments(), usual_batch(findings), prefix)
+        received = _received(experiment, usual_batch(findings), prefix)
         if not any(part.any() for part in received.values()):
             continue
         size = max(float(part.abs().max()) for part in received.values())
@@ -70,30 +70,31 @@ def examine(findings: Findings) -> Found | None:
 class _Moved:
     """A loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
 
-    def __init__(self, loss: Loss, prefix: str) -> None:
-        self.loss, self.prefix = loss, prefix
+    def __init__(self, experiment: Experiment, prefix: str) -> None:
+        self.experiment, self.prefix = experiment, prefix
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loss, name)
+        return getattr(self.experiment.loss, name)
 
     def __call__(self, rollout: Rollout) -> Outcome:
-        outcome = self.loss(rollout)
-        received = _received(self.loss, rollout, self.prefix)
+        outcome = self.experiment.outcome(rollout)
+        received = _received(self.experiment, rollout, self.prefix)
         extra = [(rollout.peek(name) * -part).sum() for name, part in received.items()]
         return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
 
 
-def _received(loss: Loss, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
+def _received(experiment: Experiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
     """Gradient at the live tokens of a constant that is made trainable, under the policy's name for it."""
     constants = {name: rollout.peek(prefix + name).detach().clone().requires_grad_() for name in LEAVES}
     with warnings.catch_warnings():
         # torch warns if a number is read from a tensor that requires grad; the caller's tensor does not.
         warnings.simplefilter("ignore", UserWarning)
-        objective = loss(rollout.replace(**{prefix + name: field for name, field in constants.items()})).objective
+        changed = rollout.replace(**{prefix + name: field for name, field in constants.items()})
+        objective = experiment.outcome(changed).objective
     if not objective.requires_grad:
         return {}
     live = rollout.peek("mask") != 0
-    found = backward(loss, objective, list(constants.values()))
+    found = backward(experiment.loss, objective, list(constants.values()))
     return {
         name: part.where(live if part.dim() == 2 else live[..., None], 0.0)
         for name, part in zip(constants, found, strict=True)
@@ -116,7 +117,7 @@ def _wrong_rows(findings: Findings) -> list[Row]:
 
 def _right_once_moved(findings: Findings, row: Row, prefix: str) -> bool:
     instance = instances(row.environment, findings.seed)[0]
-    found = exact(_Moved(findings.loss.for_experiments(), prefix), instance, row.sampler, padding=findings.seed)
+    found = exact(_Moved(findings.measure.experiment(), prefix), instance, row.sampler, padding=findings.seed)
     target = combine(findings.expect, instance)
     unit = max(float(np.linalg.norm(part)) for part in (target, gradient("reverse_kl", instance)))
     return float(np.linalg.norm(found.gradient - target)) <= tolerance(found.dtype) * unit
