@@ -1,6 +1,6 @@
-"""The worlds that a loss is graded in: small, mild, drawn from the seed, three to fit on and one held out.
+"""Environments in which a loss is graded: small, mild, drawn from the seed, three instances to fit on, one held out.
 
-Losses that couple the rollouts of a group have worlds of their own, under the same names: few enough rollouts for every
+Losses that couple the rollouts of a group have environments of their own, under the same names: few enough rollouts for every
 group to be counted, and a reward of 0 or 1 for the whole rollout, about as often the one as the other, so that groups
 tie.
 """

@@ -1,7 +1,6 @@
-"""Experiments on a loss that tell why it is wrong under a stale sampler: what does it do with the sampler's log-probs?
+"""Experiments on a loss that is wrong under a stale sampler: its use of the sampler's log-probs.
 
-Each asks one question of one world, by changing one thing and looking at the gradient; none compares numbers that the
-loss was not called for.
+Each experiment changes one thing in one environment and compares gradients.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ class Probes:
     _answers: dict[tuple[str, str], bool] = field(default_factory=dict)
 
     def sampler_has_influence(self, environment: str) -> bool:
-        """Whether the loss's gradient changes when the sampler's log-probs do."""
+        """True if the loss's gradient changes with the sampler's log-probs."""
         return self._once("influence", environment, self._sampler_has_influence)
 
     def only_through_the_sum(self, environment: str) -> bool:
-        """Whether the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
+        """True if the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
         return self._once("sum", environment, self._only_through_the_sum)
 
     def right_without_clip(self, environment: str) -> bool:
-        """Whether the gradient is the declared one where no clip bites: nearly on-policy, or with clips lifted."""
+        """True if the gradient is the declared one when no clip bites: nearly on-policy, or with clips lifted."""
         return self._once("clip", environment, self._right_without_clip)
 
-    def mended_by_reattaching(self, environment: str) -> bool:
-        """Whether letting the gradient through where the sampler's ratio was detached gives the declared one."""
-        return self._once("reattach", environment, self._mended_by_reattaching)
+    def fixed_by_reattaching(self, environment: str) -> bool:
+        """True if the gradient is the declared one once it passes through a detached sampler's ratio."""
+        return self._once("reattach", environment, self._fixed_by_reattaching)
 
     def _once(self, question: str, environment: str, ask: Callable[[Instance], bool]) -> bool:
         key = (question, environment)
@@ -114,10 +113,10 @@ class Probes:
         near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
         return self.agrees(Lifted(self.loss), instance) or self.agrees(self.loss, replace(instance, sampler=near))
 
-    def _mended_by_reattaching(self, instance: Instance) -> bool:
+    def _fixed_by_reattaching(self, instance: Instance) -> bool:
         rollout = self._rollout(instance)
-        mended = (Reattached(self.loss), Reattached(self.loss, one_sided=True))
-        return any(not loss.changes_nothing(rollout) and self.agrees(loss, instance) for loss in mended)
+        variants = (Reattached(self.loss), Reattached(self.loss, one_sided=True))
+        return any(not loss.changes_nothing(rollout) and self.agrees(loss, instance) for loss in variants)
 
     def _rollout(self, instance: Instance) -> Rollout:
         return Rollout.of(instance, sampler="stale", padding=self.padding)
@@ -160,7 +159,7 @@ class Reattached:
         return outcome
 
     def changes_nothing(self, rollout: Rollout) -> bool:
-        """Whether no gradient was stopped on its way through the sampler's ratio."""
+        """True if no gradient was stopped on its way through the sampler's ratio."""
         return not self._missing(rollout)[1].abs().max() > TOLERANCES["float32"].influence
 
     def _missing(self, rollout: Rollout) -> tuple[Outcome, Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of what is not enumerated: the relative bias in a confidence sequence, confirmed, refuted or left open.
+"""Rows from samples, for what is not enumerated: the relative bias is confirmed, refuted or inconclusive.
 
 In each instance d = ‖E[ĝ] − t‖/‖t‖ lies in an interval that holds at all times at once (kltest.moments.confidence), so
 that sampling stops as soon as the interval lies on one side of the margin m. The target is confirmed if d ≤ m in every

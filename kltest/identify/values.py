@@ -1,4 +1,4 @@
-"""Is the logged value an estimate of the KL, and which one?
+"""Logged values, compared with the numbers that are called "the KL".
 
 Three numbers are called "the KL" in logs: E[Σu], E[Σu]/E[L] and E[Σu/L]. What a loss reports for a rollout is compared
 with each in expectation. A mean over tokens divides by a length that depends on the tokens drawn, so that a per-token
@@ -32,10 +32,9 @@ NOTHING = 1e-9
 
 @dataclass(frozen=True)
 class Reported:
-    """What a loss reports in one world, an instance each: exact means, and the numbers that it may be meant to be.
+    """Reported value of a loss in one case: exact means, an instance each, and the true numbers beside them.
 
-    `is_metric` says that it is a logged KL and not just what the loss returned; `judged`, that nothing stands in the
-    way of telling whether it is a KL.
+    `is_metric`: it is a logged KL, not what the loss returned. `judged`: it can be told whether it is a KL.
     """
 
     row: ValueRow
@@ -46,7 +45,7 @@ class Reported:
 
     @property
     def factors(self) -> dict[str, float]:
-        """The names of which it is the same multiple on every instance, and that multiple; none of nothing."""
+        """Names of which the value is the same multiple on every instance, with that multiple; empty for a value of zero."""
         found = {}
         for name in self.truths[0]:
             ratios = [mean / truth[name] for mean, truth in zip(self.means, self.truths, strict=True)]

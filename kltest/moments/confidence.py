@@ -1,12 +1,13 @@
 """Confidence sequences for the mean of a stream of vectors: spheres that hold at all times at once.
 
 A sphere around an estimate contains the mean μ at every time, with probability at least 1 − α for the whole sequence,
-so that one may look after every sample and stop when one likes. One dimension gives the usual intervals, leading axes
+so that sampling may stop after any look. One dimension gives the usual intervals, leading axes
 many streams side by side. Samples are a martingale difference sequence around μ: each is drawn in a way that may
 depend on earlier ones, as long as its mean, given these, is μ.
 
-`EmpiricalBernstein` holds as it stands, and needs to be told how long a sample can be. `Asymptotic` needs no such
-bound: its error rate is right in the limit of many samples only, as that of a central limit theorem.
+`EmpiricalBernstein` holds at every sample size, and needs a bound on the norm of a sample. `Asymptotic` needs none: its
+error rate is right in the limit of many samples only, as that of a central limit theorem. Both are written out here,
+since scipy has intervals for one fixed sample size and one dimension, and none that hold at all times for vectors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exact expected gradient and the exact per-rollout variance of any loss, over every rollout of a world."""
+"""The exact expected gradient and the exact per-rollout variance of any loss, over every rollout of an environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known exactly of a loss's gradient in one world: its expectation, its variance and how rows combine."""
+"""Exact moments of a loss's gradient in one environment: expectation, variance, and how rows combine."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from kltest.identify.findings import Findings, Row
 def explains(row: Row, findings: Findings) -> bool:
     if row.sampler != "stale" or findings.placement != "loss":
         return False
-    return findings.measure.probes.mended_by_reattaching(row.environment)
+    return findings.measure.probes.fixed_by_reattaching(row.environment)
 
 
 moot = Findings.why_not_stale
