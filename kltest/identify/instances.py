@@ -1,8 +1,7 @@
 """Environments in which a loss is graded: small, mild, drawn from the seed, three instances to fit on, one held out.
 
-Losses that couple the rollouts of a group have environments of their own, under the same names: few enough rollouts for every
-group to be counted, and a reward of 0 or 1 for the whole rollout, about as often the one as the other, so that groups
-tie.
+Losses that couple the rollouts of a group have environments of their own, under the same names: few enough
+rollouts to enumerate every group, and a reward of 0 or 1 for the whole rollout, equally often, so that groups tie.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Reported:
 
     @property
     def factors(self) -> dict[str, float]:
-        """Names of which the value is the same multiple on every instance, with that multiple; empty for a value of zero."""
+        """Names of which the value is the same multiple on every instance, with that multiple; none for zero."""
         found = {}
         for name in self.truths[0]:
             ratios = [mean / truth[name] for mean, truth in zip(self.means, self.truths, strict=True)]
