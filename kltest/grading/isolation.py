@@ -1,7 +1,10 @@
-"""Somebody else's code in a child process, so that whatever it does there cannot hurt this one.
+"""User code in a child process, so that nothing it does there can harm this one.
 
-A child runs a generator function and hands over what it yields, one step at a time. It may loop for ever, leave the
+A child runs a generator function and sends what it yields, one step at a time. It may loop for ever, leave the
 process, crash the interpreter, exhaust memory or print without end: the parent gets a `Step` that says so.
+
+Our own, since no process pool reports the frame in which a child hangs or crashed, keeps the end of
+its output below Python's level, or ends the processes that it started.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ ORPHAN_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Step:
-    """What came of one step of a child: a value; a usage error; a failure that was told; an end of the process without
-    a word; a crash of our own.
+    """Result of one step of the child process.
 
-    `message` is for people (of an end, what comes after its subject), `trace` the traceback of a crash.
+    `kind` is value; usage (a usage error); failed (an error that kltest raised on purpose); ended (the process ended,
+    or was ended, without a result); or crashed (a bug of kltest). `message` is for people; that of an end is a
+    predicate, to follow its subject. `trace` is the traceback of a crash.
     """
 
     kind: Kind
@@ -52,7 +56,7 @@ class Step:
 
 @dataclass
 class Output:
-    """What a child printed: how many lines, and the end of it."""
+    """Output of a child: the number of its lines, and its last bytes."""
 
     newlines: int = 0
     tail: bytes = b""
@@ -67,7 +71,7 @@ class Output:
         return self.newlines + bool(self.tail and not self.tail.endswith(b"\n"))
 
     def cut(self, mark: bytes) -> None:
-        """Forget what comes from `mark` on."""
+        """Drop everything from `mark` on."""
         kept, _, cut = self.tail.partition(mark)
         self.newlines -= cut.count(b"\n")
         self.tail = kept
@@ -77,9 +81,9 @@ class Output:
 
 
 class Child:
-    """A process that runs the generator `function(*arguments)` step by step; a context manager that never leaves it.
+    """A process that runs the generator `function(*arguments)` step by step; as a context manager it ends with it.
 
-    The function must be importable and its arguments and values plain data: they cross the process boundary by pickle.
+    The function must be importable. Its arguments and values are pickled.
     """
 
     def __init__(self, function: Work, *arguments: Any) -> None:
@@ -108,7 +112,7 @@ class Child:
         self.close()
 
     def step(self, timeout: float | None = None) -> Step:
-        """Let the child run to its next value; it is ended after `timeout` seconds, or if it fails."""
+        """Run the child to its next value; end it after `timeout` seconds, or if it fails."""
         if timeout is not None and timeout > LONGEST:
             timeout = None
         with contextlib.suppress(OSError):
@@ -119,7 +123,7 @@ class Child:
         return step
 
     def close(self) -> None:
-        """End the child and everything that it started."""
+        """End the child and every process that it started."""
         if self._connection.closed:
             return
         self._kill()
@@ -150,13 +154,13 @@ class Child:
         return Step("ended", message=f"did not return within {timeout:g} s (--timeout){self._stack()}")
 
     def _stack(self) -> str:
-        """Where the child is at this moment, as it says itself, by a way of its own, when it is sent SIGUSR1."""
+        """Return the innermost line that the child is executing; it dumps its stack when it gets SIGUSR1."""
         if self._stacks is None or self._process.pid is None:
             return ""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
         dumped = b""
-        # Nothing marks a dump's end, so the first line of the target's own code ends the wait.
+        # Nothing marks the end of a dump, so the first line of the user's code ends the wait.
         until = time.monotonic() + GRACE
         while not (found := _innermost(dumped)) and wait([self._stacks], max(0.0, until - time.monotonic())):
             if not (chunk := os.read(self._stacks.fileno(), 1 << 16)):
@@ -196,7 +200,7 @@ class Child:
                 return
 
     def _kill(self) -> None:
-        """Kill the child's process group (it outlives its leader where the code under test started processes)."""
+        """Kill the child's process group, which outlives its leader if the user's code started processes."""
         if self._killed or self._process.pid is None:
             return
         self._killed = True
@@ -213,11 +217,11 @@ def _serve(
     printing: Connection | None,
     stacking: Connection | None,
 ) -> None:
-    """The child's whole life: a step for every timeout received, until the parent hangs up."""
+    """Run in the child: a step for every timeout received, until the parent closes the connection."""
     if POSIX:
         os.setsid()
     with contextlib.suppress(OSError):
-        # Where memory runs out, the kernel is to end this process rather than the parent.
+        # If memory runs out, the kernel should end this process and not the parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -232,7 +236,7 @@ def _serve(
         except (EOFError, OSError):
             os._exit(0)
         if timeout is not None:
-            # A parent that was killed cannot end this process, so it ends itself some time after it should have been.
+            # A parent that was killed cannot end this process, so it ends itself some time after the limit.
             faulthandler.dump_traceback_later(timeout + ORPHAN_SECONDS, exit=True, file=2)
         try:
             if not started:
@@ -258,12 +262,12 @@ def _serve(
 
 
 def describe(error: BaseException) -> str:
-    """An exception on one line."""
+    """Return an exception on one line."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _capture(printing: Connection | None) -> None:
-    """Everything written to standard output and error, by Python or below it, goes to the parent."""
+    """Send everything written to standard output and error, by Python or below it, to the parent."""
     target = printing.fileno() if printing is not None else os.open(os.devnull, os.O_WRONLY)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(target, number)
@@ -277,7 +281,7 @@ def _capture(printing: Connection | None) -> None:
 
 
 def _innermost(output: bytes) -> str:
-    """`, in f at file:line`: the innermost frame of a dumped stack that is not Python's, torch's or kltest's."""
+    """Return `, in f at file:line` for the innermost frame of a dumped stack outside Python, torch and kltest."""
     _, found, dump = output.partition(DUMP)
     text = dump.decode("utf-8", "backslashreplace") if found else ""
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)\n', text)
