@@ -1,10 +1,36 @@
-"""One thread a process, and what is no test of kltest's own.
+"""One thread a process, how tests are shared between processes, and what is no test of kltest's own.
 
-The worlds are small: threads cost more than they gain, most of all where several processes test at once. The example
+The environments are small: threads cost more than they gain, most of all if several processes test at once. The example
 project is tried as its own user would, by test_doors_example.py.
 """
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 collect_ignore = ["example_project"]
+
+# The main job takes minutes, so it starts first; nothing waits for it at the end.
+FIRST = "test_main_job.py"
+# Each test grades a loss of its own and shares nothing: they fill the gaps at the end, one by one.
+APART = "test_zoo.py"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: {FIRST: 0, APART: 2}.get(item.path.name, 1))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n`, a file's tests run in one process, so that what they share is computed once, and in this order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return nodeid if file.endswith(APART) else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)

@@ -331,7 +331,7 @@ def test_the_summary_tells_functions_that_grade_one_loss_apart(pytester):
 def test_several_processes_give_the_same_outcomes_and_one_summary(project, pytester):
     project('[right, forward], environment="bandit", select="KL1"')
     done = pytester.runpytest_subprocess("-n", "2", "--strict-markers", "-W", "ignore")
-    alone = pytester.runpytest_subprocess("--strict-markers", "-W", "ignore")
+    alone = pytester.runpytest_inprocess("--strict-markers", "-W", "ignore")
     assert done.parseoutcomes() == alone.parseoutcomes()
     assert done.stdout.str().count("refuted    forward  KL102") == 1
     assert done.stdout.str().count("confirmed  right") == 1

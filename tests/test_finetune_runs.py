@@ -128,6 +128,7 @@ def test_prompts_in_a_chat_template(finished, tmp_path):
         replace(SMALL, chat=True)
 
 
+@pytest.mark.scheduled
 def test_killed_and_gone_on_with_it_writes_the_same_bytes(finished, tmp_path):
     """Killed for good (SIGKILL) once after a checkpoint and once between two, by what its metrics say."""
     folder = tmp_path / "run"

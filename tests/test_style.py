@@ -9,7 +9,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
+MYPY = pytest.param(["mypy"], marks=pytest.mark.scheduled)  # on every push it is a job of its own
+
+
+@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], MYPY], ids=" ".join)
 def test_nothing_to_say(command):
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
