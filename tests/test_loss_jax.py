@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import kltest
-from kltest.identify.probes import _LiftLimits, _LiftStops
 from kltest.loss.calling import bind
 from kltest.loss.jax import jax_loss
 from kltest.loss.jax.recognition import is_for_jax
@@ -247,18 +246,6 @@ def test_what_changes_from_call_to_call_is_not_taken_from_an_earlier_one():
     logp = torch.ones(2, dtype=torch.float64, requires_grad=True)
     loss = jax_loss(counting)
     assert [loss(logp)[0].item() for _ in range(3)] == [1.0, 2.0, 3.0]
-
-
-def test_experiments_lift_stops_and_limits_in_jax_too():
-    rows = [torch.full((2, 3), value, dtype=torch.float64) for value in (-1.0, -1.2, -2.0, 1.0)]
-    rows[0].requires_grad_()
-    ratio, u = torch.tensor(3.0).exp().double(), 0.6
-    assert jax_loss(clipped_ratio)(*rows)[0].item() == pytest.approx(1.2 * u)
-    with _LiftLimits():
-        assert jax_loss(clipped_ratio)(*rows)[0].item() == pytest.approx(ratio.item() * u, rel=1e-6)
-    with _LiftStops():
-        (gradient,) = torch.autograd.grad(jax_loss(detached_ratio)(*rows).sum(), rows[:1])
-    assert gradient[0, 0].item() == pytest.approx(ratio.item() * (1 + u), rel=1e-6)
 
 
 def test_jax_settings_are_left_as_they_were():

@@ -67,19 +67,17 @@ LIBRARY = """
     WEIGHTS["kl"] = 1.0
     WEIGHTS.update(other=2.0)
     ESTIMATORS = {}
+    ESTIMATORS["k2"] = lambda u: squared(u)
 
-    def register(name):
-        def decorate(function):
-            ESTIMATORS[name] = function
-            return function
-        return decorate
+    def same(function):
+        return function
 
     def unrelated():
         raise AssertionError("must not run")
 
     CRASH = unrelated
 
-    @register("k2")
+    @same
     def squared(u: "Model", scale: no_such_accelerator.Tensor = HALF) -> no_such_accelerator.Tensor:
         return scale * u ** 2
 
@@ -192,7 +190,7 @@ def test_decorators_that_are_left_out_are_named_and_the_others_kept(write):
     write("library.py", LIBRARY)
     loss = resolve("library.py:never_differentiated")
     assert any("@no_such_accelerator.jit(fast=True) of never_differentiated" in note for note in loss.notes)
-    assert not loss(ROLLOUT).reaches_policy
+    assert not loss(ROLLOUT).objective.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -322,19 +320,25 @@ def test_names_of_conditional_imports(write):
     follows(resolve("library.py:loss"), K2)
 
 
-def test_a_block_that_fails_as_a_whole_still_gives_what_it_can(write):
+def test_a_block_that_fails_leaves_what_it_bound_before(write):
     write(
         "library.py",
         """
         if True:
-            import no_such_accelerator.fused
             half = 0.5
+            import no_such_accelerator.fused
+            whole = 1.0
 
         def loss(logp, ref_logp):
             return half * (logp - ref_logp) ** 2
+
+        def other(logp, ref_logp):
+            return whole * loss(logp, ref_logp)
         """,
     )
     follows(resolve("library.py:loss"), K2)
+    with pytest.raises(TargetError, match=r"whole is not available to the lifted function: line 3 of library"):
+        resolve("library.py:other")(ROLLOUT)
 
 
 def test_lifting_is_not_used_where_the_import_works(write):

@@ -1,10 +1,10 @@
-"""Kinds of callable: the parameters of those that can be called with a rollout, and why others are refused."""
+"""Parameters of the callables that can be called with a rollout, and the reason why others are refused."""
 
 from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,16 +31,9 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
     if not (inspect.isroutine(inner) or inspect.isclass(inner)):
         inner = type(inner).__call__
     inner = inspect.unwrap(inner)
-    kinds: Mapping[str, Callable[[Any], bool]] = {
-        "an async function": inspect.iscoroutinefunction,
-        "an async generator": inspect.isasyncgenfunction,
-        "a generator": inspect.isgeneratorfunction,
-    }
-    for kind, holds in kinds.items():
-        if holds(inner):
-            raise UsageError(f"{name} is {kind}; a loss is a plain function that returns its value")
-    if (schema := _schema(described_by)) is not None:
-        return function, schema
+    if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
+        kind = "a generator" if inspect.isgeneratorfunction(inner) else "an async function"
+        raise UsageError(f"{name} is {kind}; a loss is a plain function that returns its value")
     try:
         return function, inspect.signature(described_by)
     except (ValueError, TypeError):
@@ -48,26 +41,6 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
             f"{name} is built in and does not say what its parameters are called; "
             "wrap it in a Python function: def loss(logp, ref_logp): return …"
         ) from None
-
-
-def _schema(function: Any) -> inspect.Signature | None:
-    """Parameters of a function compiled by `torch.jit`, which Python knows nothing of."""
-    if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
-        return None
-    schema: Any = function.schema
-    arguments = schema.arguments
-    if isinstance(function, torch._C.ScriptMethod):
-        arguments = arguments[1:]
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                argument.name,
-                inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
-            )
-            for argument in arguments
-        ]
-    )
 
 
 def _instance(kind: type, name: str) -> Any:
@@ -114,8 +87,7 @@ def name_of(function: Any) -> str:
     """Return the name of a callable: of a partial that of its function, of an object that of its class."""
     while isinstance(function, partial):
         function = function.func
-    name = function.name if isinstance(function, torch.jit.ScriptFunction) else getattr(function, "__qualname__", None)
-    return name if isinstance(name, str) and name else type(function).__qualname__
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def kind_of(thing: Any) -> str:

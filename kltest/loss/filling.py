@@ -33,7 +33,13 @@ def arguments(
     parameters: list[inspect.Parameter], fillings: Mapping[str, Filling], receiver: Stub | None, view: RolloutView
 ) -> tuple[list[Any], dict[str, Any], list[Any]]:
     """Return the positional and the named arguments of one call, and the objects among them that may keep metrics."""
-    values = {key: _value_of(filling, view) for key, filling in fillings.items()}
+
+    def value_of(filling: Filling) -> Any:
+        if isinstance(filling, FieldOf):
+            return view.listed(filling.name) if filling.listed else getattr(view, filling.name)
+        return filling.at(view) if isinstance(filling, Stub) else filling
+
+    values = {key: value_of(filling) for key, filling in fillings.items()}
     holders = [values[key] for key, filling in fillings.items() if isinstance(filling, Stub | Mapping)]
     positional: list[Any] = []
     if receiver is not None:
@@ -45,12 +51,6 @@ def arguments(
             # One that keeps its default is passed all the same, since a filled one may follow it.
             positional.append(named.pop(parameter.name, parameter.default))
     return positional, named, holders
-
-
-def _value_of(filling: Filling, view: RolloutView) -> Any:
-    if isinstance(filling, FieldOf):
-        return view.listed(filling.name) if filling.listed else getattr(view, filling.name)
-    return filling.at(view) if isinstance(filling, Stub) else filling
 
 
 def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str, Filling]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy
 import torch
@@ -20,9 +17,9 @@ from kltest.errors import TargetError
 _LONGEST_TEXT = 2000
 _FOREIGN = tuple(str(Path(str(file)).resolve().parent) + os.sep for file in (torch.__file__, numpy.__file__, __file__))
 _CALLS = str(Path(__file__).resolve().parents[1] / "adapters") + os.sep
-"""Calls of libraries are nobody's own code: what they raise is a sentence that needs no line."""
+"""Code that calls libraries raises complete sentences, which need no line."""
 _STDLIB = tuple(str(Path(sysconfig.get_path(kind)).resolve()) + os.sep for kind in ("stdlib", "platstdlib"))
-_PACKAGES = ("site-packages", "dist-packages")
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True)
@@ -50,10 +47,9 @@ class FailedError(TargetError):
 
 def failure(what: str, error: BaseException, home: str | None = None) -> FailedError:
     """Return the error to raise for an exception out of a loss's code; `home` is the loss's own file, if known."""
-    if isinstance(error, SystemExit):
-        frame = own_frame(error, home)
-        return FailedError(f"{what} left the process (SystemExit with code {error.code!r}).", frame)
     frame = own_frame(error, home)
+    if isinstance(error, SystemExit):
+        return FailedError(f"{what} left the process (SystemExit with code {error.code!r}).", frame)
     return FailedError(f"{what} raised {type(error).__name__}:" if frame else f"{what} raised {describe(error)}", frame)
 
 
@@ -68,42 +64,30 @@ def own_frame(error: BaseException, home: str | None = None) -> Frame | None:
     if isinstance(error, SyntaxError) and error.filename:
         source = (error.text or "").strip()
         return Frame(error.filename, error.lineno or 0, "<module>", source, describe(error).splitlines()[-1])
-    steps = list(_steps(error.__traceback__))
-    for belongs in (lambda file: _beside(file, home), lambda file: not _foreign(file)):
-        for file, line, function in reversed(steps):
-            if belongs(file):
-                return Frame(file, line, function, linecache.getline(file, line).strip(), describe(error))
-    return None
-
-
-def _steps(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        yield code.co_filename, trace.tb_lineno, code.co_name
-        trace = trace.tb_next
+    steps = traceback.extract_tb(error.__traceback__)[::-1]
+    own = [step for step in steps if _beside(step.filename, home)] or [s for s in steps if not _foreign(s.filename)]
+    if not own:
+        return None
+    return Frame(own[0].filename, own[0].lineno or 0, own[0].name, own[0].line or "", describe(error))
 
 
 def _beside(file: str, home: str | None) -> bool:
     """Return True for the loss's own file and for files of the same package or folder."""
-    if home is None or file.startswith("<") or _resolved(home).startswith(_CALLS):
+    if home is None or file.startswith("<") or str(Path(home).resolve()).startswith(_CALLS):
         return False
-    if _resolved(file) == _resolved(home):
-        return True
-    folder = Path(_resolved(home)).parent
+    path, own = Path(file).resolve(), Path(home).resolve()
+    folder = own.parent
     while (folder.parent / "__init__.py").exists():
         folder = folder.parent
-    inside = _resolved(file).startswith(str(folder) + os.sep)
-    installed = any(part in Path(_resolved(file)).relative_to(folder).parts for part in _PACKAGES) if inside else True
-    return inside and not installed and not _foreign(file)
+    inside = folder in path.parents and not _PACKAGES & {*path.relative_to(folder).parts}
+    return path == own or (inside and not _foreign(file))
 
 
 def _foreign(file: str) -> bool:
-    if file.startswith("<"):
-        return True
-    path = _resolved(file)
-    installed = any(part in Path(path).parts for part in _PACKAGES)
-    return path.startswith((*_FOREIGN, _CALLS)) or (path.startswith(_STDLIB) and not installed)
-
-
-def _resolved(file: str) -> str:
-    return str(Path(file).resolve())
+    path = Path(file).resolve()
+    installed = bool(_PACKAGES & {*path.parts})
+    return (
+        file.startswith("<")
+        or str(path).startswith((*_FOREIGN, _CALLS))
+        or (str(path).startswith(_STDLIB) and not installed)
+    )

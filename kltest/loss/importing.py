@@ -1,4 +1,4 @@
-"""Importing the function of `package.module:function` and `path/to/file.py:function`, or saying why not."""
+"""Import the function that `package.module:function` or `path/to/file.py:function` names, or say why not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,7 @@ class Found:
 
     function: Any
     owner: type | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 class ImportFailedError(Exception):
@@ -110,9 +111,10 @@ def attribute(holder: Any, names: str, where: str) -> Found:
         try:
             thing = getattr(parent, name)
         except AttributeError:
-            known = [key for key in dir(parent) if not key.startswith("__")]
-            hint = did_you_mean(name, known).strip() or _offers(parent)
-            raise UsageError(f"{where} has no {name!r}; {hint}") from None
+            near = did_you_mean(name, (key for key in dir(parent) if not key.startswith("__"))).strip()
+            defined = [key for key, value in getattr(parent, "__dict__", {}).items() if callable(value)]
+            listed = ", ".join(key for key in defined if not key.startswith("_")) or "no functions"
+            raise UsageError(f"{where} has no {name!r}; {near or f'it defines {listed[:500]}'}") from None
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -127,7 +129,7 @@ def attribute(holder: Any, names: str, where: str) -> Found:
 
 @contextmanager
 def searching(folder: Path) -> Iterator[None]:
-    """`folder` first on the module search path, and last from then on, so that late imports still find it."""
+    """Put `folder` first on the module search path, and leave it last there, so that late imports still find it."""
     entry = str(folder)
     sys.path.insert(0, entry)
     importlib.invalidate_caches()
@@ -142,32 +144,10 @@ def searching(folder: Path) -> Iterator[None]:
 def _no_such_module(module: str, missing: str) -> str:
     parent, _, last = missing.rpartition(".")
     text = f"there is no module {module!r}" + (f": {parent} has no submodule {last!r}" if parent else "")
-    if hint := did_you_mean(last, _submodules(parent)):
+    folders = getattr(sys.modules.get(parent), "__path__", []) if parent else [os.getcwd()]
+    if hint := did_you_mean(last, (found.name for found in pkgutil.iter_modules(folders))):
         return f"{text}; {hint.strip()}"
     return (
         f"{text} here ({os.getcwd()}) or among the installed packages of {sys.executable}. "
         "Install it there, or name a file: path/to/file.py:function"
     )
-
-
-def _submodules(parent: str) -> list[str]:
-    if not parent:
-        here = [path.stem for path in Path.cwd().glob("*.py")]
-        return here + [path.parent.name for path in Path.cwd().glob("*/__init__.py")]
-    locations = getattr(sys.modules.get(parent), "__path__", [])
-    found = [path for folder in locations for path in Path(folder).iterdir()]
-    return [path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").exists()]
-
-
-def _offers(parent: Any) -> str:
-    own = getattr(parent, "__name__", None)
-    names = (
-        [
-            key
-            for key, value in vars(parent).items()
-            if not key.startswith("_") and callable(value) and getattr(value, "__module__", own) == own
-        ]
-        if hasattr(parent, "__dict__")
-        else []
-    )
-    return f"it defines {', '.join(names[:20])}" if names else "it defines no functions"

@@ -1,8 +1,8 @@
 """Lifting: a function out of a file that cannot be imported, with the helpers, constants and imports that it uses.
 
-The file is parsed, not executed. Of its module-level statements, those run that the function needs, directly or
-through what it uses; each import is tried by itself, and follows into the package's other files if it fails.
-Annotations are not evaluated. What cannot be had is replaced by an object that says so when it is used.
+The file is parsed, not executed. Those of its module-level statements run that the function needs, directly or
+through what it uses. Each import is tried by itself; if it fails, the name is lifted out of the package's other file.
+Annotations are not evaluated. A name without a value is replaced by an object that says why when it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from kltest.loss.frames import describe, failure
 from kltest.loss.importing import Found, attribute, package_of, searching, source_of
-from kltest.loss.syntax import compiled, is_plain, is_table, names_bound, names_read, parse, root
+from kltest.loss.syntax import compiled, is_plain, names_bound, names_read, parse
 
 _PREFIX = "kltest_lifted_"
 
@@ -26,8 +26,14 @@ _PREFIX = "kltest_lifted_"
 def lift(path: Path, names: str, *, because: BaseException) -> Found:
     """Take the function (or `Class.method`) of that name out of a file, without importing the file.
 
-    `because` is what importing it raised. Raises UsageError if the file has no such name, FailedError if the
-    statements that it needs fail.
+    Args:
+        path: the file.
+        names: the function, or `Class.method`.
+        because: the exception that importing the file raised.
+
+    Raises:
+        UsageError: the file has no such name.
+        FailedError: the statements that it needs fail.
     """
     lifter = _Lifter(path)
     head = names.split(".")[0]
@@ -44,11 +50,11 @@ def lift(path: Path, names: str, *, because: BaseException) -> Found:
 
 
 class MissingNameError(NameError):
-    """Lifted code used something that could not be had."""
+    """Lifted code used a name that has no value."""
 
 
 class _Absent:
-    """Stands for a module-level name that could not be had; any use of it raises MissingNameError."""
+    """Stand-in for a module-level name without a value; any use of it raises MissingNameError."""
 
     def __init__(self, name: str, why: str) -> None:
         vars(self).update(_name=name, _why=why)
@@ -67,7 +73,7 @@ class _Absent:
 
 
 class _LiftedModule:
-    """Another file of the package, as `from . import utils` names it: its names are lifted when they are asked for."""
+    """Another file of the package, as `from . import utils` names it: its names are lifted when they are read."""
 
     def __init__(self, lifter: _Lifter) -> None:
         self._lifter = lifter
@@ -80,7 +86,7 @@ class _LiftedModule:
             return thing
         submodule = self._lifter.path.parent / f"{name}.py"
         if self._lifter.path.name == "__init__.py" and submodule.is_file():
-            return _LiftedModule(self._lifter._sibling(submodule))
+            return _LiftedModule(self._lifter.sibling(submodule))
         raise AttributeError(f"{self._lifter.path} defines no {name!r}")
 
 
@@ -93,18 +99,17 @@ class _Lifter:
         self.family = {} if family is None else family
         self.family[path] = self
         self.notes: list[str] = []
-        tree = parse(path)
         self.units: dict[str, list[ast.stmt]] = {}
         self.stars: list[ast.ImportFrom] = []
-        for statement in tree.body:
-            self._index(statement)
-        for statement in tree.body:
-            self._index_registration(statement)
-        own = {**vars(builtins), "__import__": self._import_or_lift}
+        for statement in parse(path).body:
+            if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+                self.stars.append(statement)
+            for bound in dict.fromkeys(names_bound(statement)):
+                self.units.setdefault(bound, []).append(statement)
         module = ModuleType(_PREFIX + name)
         sys.modules[module.__name__] = module  # dataclasses look their module up there
         self.namespace: dict[str, Any] = vars(module)
-        self.namespace.update(__file__=str(path), __builtins__=own)
+        self.namespace.update(__file__=str(path), __builtins__={**vars(builtins), "__import__": self._import_or_lift})
         self._done: set[int] = set()
         self._asked: set[str] = set()
 
@@ -116,7 +121,7 @@ class _Lifter:
         return [note for lifter in self.family.values() for note in lifter.notes]
 
     def get(self, name: str) -> Any:
-        """The value of a module-level name, after executing what it takes."""
+        """Return the value of a module-level name, after executing the statements that it needs."""
         self.define(name)
         return self.namespace[name]
 
@@ -126,7 +131,9 @@ class _Lifter:
             return
         self._asked.add(name)
         for unit in self.units.get(name, ()):
-            if id(unit) not in self._done:
+            if isinstance(unit, ast.Import | ast.ImportFrom):
+                self._import(name, unit)
+            elif id(unit) not in self._done:
                 self._done.add(id(unit))
                 self._execute(name, unit)
         if name in self.namespace or hasattr(builtins, name):
@@ -136,102 +143,66 @@ class _Lifter:
         else:
             self._from_stars(name)
 
-    def _index(self, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
-            self.stars.append(statement)
-        for name in dict.fromkeys(names_bound(statement)):
-            self.units.setdefault(name, []).append(statement)
-
-    def _index_registration(self, statement: ast.stmt) -> None:
-        """A decorated function changes the tables that its decorator, defined in this file, writes it into."""
-        for decorator in getattr(statement, "decorator_list", ()):
-            for name in root(decorator.func if isinstance(decorator, ast.Call) else decorator):
-                for unit in self.units.get(name, ()):
-                    for used in names_read(unit, self.path) if isinstance(unit, ast.FunctionDef) else ():
-                        if any(is_table(binding) for binding in self.units.get(used, ())):
-                            self.units[used].append(statement)
-
     def _execute(self, name: str, unit: ast.stmt) -> None:
-        if isinstance(unit, ast.Import | ast.ImportFrom):
-            self._done.discard(id(unit))
-            self._import(name, unit)
-            return
         for needed in names_read(unit, self.path):
             self.define(needed)
-        try:
-            if isinstance(unit, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                self._define_function_or_class(unit)
-            else:
-                self._run(unit)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            if isinstance(unit, ast.If | ast.Try | ast.With):
-                self._inside(name, unit)
-            if name not in self.namespace:
-                why = f"line {unit.lineno} of {self.path.name} raised {describe(error)}"
-                self.namespace[name] = _Absent(name, why)
+        defines = isinstance(unit, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        error = self._define(unit) if defines else self._run(unit)
+        if error is not None and name not in self.namespace:
+            self._leave_absent(name, unit, error)
 
-    def _inside(self, name: str, unit: ast.stmt) -> None:
-        """Take a name out of a block that failed as a whole: whichever of its statements can bind it."""
-        for inner in ast.iter_child_nodes(unit):
-            statements: list[ast.AST] = [*inner.body] if isinstance(inner, ast.ExceptHandler) else [inner]
-            for statement in statements:
-                if isinstance(statement, ast.stmt) and name in names_bound(statement):
-                    self._execute(name, statement)
-                    if not isinstance(self.namespace.get(name), _Absent):
-                        return
-
-    def _define_function_or_class(self, unit: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    def _define(self, unit: Any) -> BaseException | None:
+        """Define a function or a class: without what is absent, then bare."""
         unit = copy.copy(unit)
-        kept = [node for node in unit.decorator_list if not self._lacks(node)]
-        for node in unit.decorator_list:
-            if node not in kept:
-                self.notes.append(
-                    f"the decorator @{ast.unparse(node)} of {unit.name} was left out: it is not available"
-                )
-        unit.decorator_list = kept
-        if isinstance(unit, ast.ClassDef):
-            for base in (*unit.bases, *(keyword.value for keyword in unit.keywords)):
-                if self._lacks(base):
-                    self.notes.append(f"{unit.name} was lifted without {ast.unparse(base)}, which is not available")
+        for node in filter(self._lacks, unit.decorator_list):
+            self.notes.append(f"the decorator @{ast.unparse(node)} of {unit.name} was left out: it is not available")
+        unit.decorator_list = [node for node in unit.decorator_list if not self._lacks(node)]
+        is_class = isinstance(unit, ast.ClassDef)
+        if is_class:
+            for base in filter(self._lacks, (*unit.bases, *(keyword.value for keyword in unit.keywords))):
+                self.notes.append(f"{unit.name} was lifted without {ast.unparse(base)}, which is not available")
             unit.bases = [base for base in unit.bases if not self._lacks(base)]
             unit.keywords = [keyword for keyword in unit.keywords if not self._lacks(keyword.value)]
-        try:
-            self._run(unit)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            if not (unit.decorator_list or isinstance(unit, ast.ClassDef)):
-                raise
-            self.notes.append(
-                f"{unit.name} was lifted bare, since as written line {unit.lineno} raised {describe(error)}"
-            )
-            unit.decorator_list = []
-            if isinstance(unit, ast.ClassDef):
-                unit.bases, unit.keywords = [], []
-                unit.body = [node for node in unit.body if is_plain(node)] or [
-                    ast.Pass(lineno=unit.lineno, col_offset=0)
-                ]
-            self._run(unit)
+        error = self._run(unit)
+        if error is None or not (unit.decorator_list or is_class):
+            return error
+        self.notes.append(f"{unit.name} was lifted bare, since as written line {unit.lineno} raised {describe(error)}")
+        unit.decorator_list = []
+        if is_class:
+            unit.bases, unit.keywords = [], []
+            unit.body = list(filter(is_plain, unit.body)) or [ast.Pass(lineno=unit.lineno, col_offset=0)]
+        return self._run(unit)
 
     def _lacks(self, node: ast.expr) -> bool:
         names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
         return any(isinstance(self.namespace.get(name), _Absent) for name in names)
 
-    def _run(self, statement: ast.stmt) -> None:
-        exec(compiled(statement, self.path), self.namespace)
-
-    def _import(self, name: str, unit: ast.Import | ast.ImportFrom) -> None:
-        """One name of an import statement, by itself."""
-        single = copy.copy(unit)
-        single.names = [alias for alias in unit.names if (alias.asname or alias.name.split(".")[0]) == name]
+    def _run(self, statement: ast.stmt) -> BaseException | None:
+        """Execute a statement; return what it raised."""
         try:
-            self._run(single)
+            exec(compiled(statement, self.path), self.namespace)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self.namespace[name] = _Absent(name, f"line {unit.lineno} of {self.path.name} raised {describe(error)}")
+            return error
+        return None
+
+    def _leave_absent(self, name: str, unit: ast.stmt, error: BaseException) -> None:
+        self.namespace[name] = _Absent(name, f"line {unit.lineno} of {self.path.name} raised {describe(error)}")
+
+    def _import(self, name: str, unit: ast.Import | ast.ImportFrom) -> None:
+        """Import one name of an import statement by itself."""
+        single = copy.copy(unit)
+        single.names = [alias for alias in unit.names if (alias.asname or alias.name.split(".")[0]) == name]
+        if error := self._run(single):
+            self._leave_absent(name, unit, error)
+
+    def _from_stars(self, name: str) -> None:
+        for statement in self.stars:
+            single = copy.copy(statement)
+            single.names = [ast.alias(name=name, lineno=statement.lineno, col_offset=0)]
+            if self._run(single) is None:
+                return
 
     def _import_or_lift(
         self,
@@ -241,9 +212,9 @@ class _Lifter:
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> Any:
-        """`__import__` of the lifted code: what cannot be imported is lifted too, if its source is found."""
+        """Stand for `__import__` in the lifted code: lift what cannot be imported, if its source is found."""
         if level:
-            return _LiftedModule(self._sibling(self._relative(name, level)))
+            return _LiftedModule(self.sibling(self._relative(name, level)))
         try:
             with searching(self.root):
                 return builtins.__import__(name, globals, locals, fromlist, 0)
@@ -253,25 +224,15 @@ class _Lifter:
             source = source_of(name) if fromlist else None
             if source is None:
                 raise
-            return _LiftedModule(self._sibling(source))
+            return _LiftedModule(self.sibling(source))
 
-    def _sibling(self, path: Path) -> _Lifter:
+    def sibling(self, path: Path) -> _Lifter:
+        """Return the lifter of another file of the same package."""
         return self.family.get(path) or _Lifter(path, self.family)
 
     def _relative(self, name: str, level: int) -> Path:
-        folder = self.path.parents[level - 1]
-        target = folder.joinpath(*name.split(".")) if name else folder
+        target = self.path.parents[level - 1].joinpath(*filter(None, name.split(".")))
         for candidate in (target.with_suffix(".py"), target / "__init__.py"):
             if candidate.is_file():
                 return candidate
         raise ModuleNotFoundError(f"there is no module {'.' * level}{name} beside {self.path}")
-
-    def _from_stars(self, name: str) -> None:
-        for statement in self.stars:
-            single = copy.copy(statement)
-            single.names = [ast.alias(name=name, lineno=statement.lineno, col_offset=0)]
-            self._import(name, single)
-            if isinstance(self.namespace.get(name), _Absent):
-                del self.namespace[name]
-            else:
-                return

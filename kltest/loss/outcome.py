@@ -28,7 +28,6 @@ class Outcome:
 
     No gradient at all is not an error here: the objective then does not require grad, or its gradient with respect to
     the leaves (`rollout.built("logp")`, `rollout.built("logits")`) is None, since nothing connects the two.
-    `reaches_policy` is the first half of that question.
     """
 
     objective: Tensor
@@ -37,11 +36,6 @@ class Outcome:
     value: Tensor | None = None
     metric: Tensor | None = None
     dtype: str = "float64"
-
-    @property
-    def reaches_policy(self) -> bool:
-        """True if the objective can be differentiated at all."""
-        return self.objective.requires_grad
 
 
 class Loss(Protocol):

@@ -1,14 +1,16 @@
-"""Turning the text that a user gives into a Loss: a registered name, a module's function, or a file's."""
+"""Resolve the text that a user gives into a loss: a registered name, a module's function, or a file's."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators import find
-from kltest.loss.arguments import Stub, split_dotted
+from kltest.loss.arguments import Stub
 from kltest.loss.calling import BoundLoss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Found, ImportFailedError, attribute, import_by_name, import_file, source_of
@@ -36,11 +38,11 @@ def resolve(text: str, call: Call | None = None) -> BoundLoss:
     if file:
         return _ready(text, _in_file(Path(file["path"]), file["names"] or ""), call)
     if "/" in text or "\\" in text or (re.match(r"[A-Za-z]:", text) and not re.fullmatch(r"[A-Za-z]:[\w.]+", text)):
-        raise UsageError(f"{text!r} looks like a path; a target in a file is path/to/file.py:function, a .py file")
+        raise UsageError(f"{text!r} looks like a path; a loss in a file is path/to/file.py:function, a .py file")
     if ":" in text:
         module, _, names = text.partition(":")
         if not (_dotted(module) and _dotted(names)):
-            raise UsageError(f"{text!r} is no target; give {FORMS}")
+            raise UsageError(f"{text!r} is no loss; give {FORMS}")
         return _ready(text, _in_module(module, names), call)
     if "." in text and _dotted(text):
         module, _, name = text.rpartition(".")
@@ -52,21 +54,17 @@ def resolve(text: str, call: Call | None = None) -> BoundLoss:
 def _ready(text: str, found: Found, call: Call) -> BoundLoss:
     receiver = None
     if found.owner is not None:
-        plain, dotted = split_dotted(call.arguments)
-        attributes = dotted.pop("self", {})
+        attributes = {key[5:]: value for key, value in call.arguments.items() if key.startswith("self.")}
         receiver = Stub("self", attributes, found.owner)
-        left = {f"{head}.{name}": value for head, inner in dotted.items() for name, value in inner.items()}
-        call = Call(call.placement, call.credit, call.beta, {**plain, **left})
+        call = replace(call, arguments={k: v for k, v in call.arguments.items() if not k.startswith("self.")})
     return bind(found.function, call, text, receiver=receiver, notes=found.notes)
 
 
 def _in_module(module: str, names: str) -> Found:
     try:
-        holder = import_by_name(module)
+        return attribute(import_by_name(module), names, module)
     except ImportFailedError as error:
-        path = source_of(module)
-        return _lifted(path, names, error, f"importing {module}")
-    return attribute(holder, names, module)
+        return _lifted(source_of(module), names, error, f"importing {module}")
 
 
 def _in_file(path: Path, names: str) -> Found:
@@ -77,15 +75,13 @@ def _in_file(path: Path, names: str) -> Found:
     if not there:
         raise UsageError(_no_such_file(path))
     path = path.resolve()
-    functions = _functions(path)
     if not _dotted(names):
-        listed = ", ".join(functions) or "it defines none"
+        listed = ", ".join(_functions(path)) or "it defines none"
         raise UsageError(f"{path.name}: name a function of it, {path.name}:FUNCTION; {listed}")
     try:
-        holder = import_file(path)
+        return attribute(import_file(path), names, str(path))
     except ImportFailedError as error:
         return _lifted(path, names, error, f"importing {path.name}")
-    return attribute(holder, names, str(path))
 
 
 def _lifted(path: Path | None, names: str, error: ImportFailedError, what: str) -> Found:
@@ -99,15 +95,13 @@ def _lifted(path: Path | None, names: str, error: ImportFailedError, what: str) 
         raise UsageError(f"{problem} (importing it failed: {error})") from error.__cause__
 
 
-def _functions(path: Path) -> list[str]:
-    """The functions and methods that a file defines; FailedError if it is no Python."""
-    found = []
+def _functions(path: Path) -> Iterator[str]:
+    """Yield the functions and methods that a file defines; FailedError if it is no Python."""
     for node in parse(path).body:
-        if isinstance(node, ast.FunctionDef):
-            found.append(node.name)
-        elif isinstance(node, ast.ClassDef):
-            found += [f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)]
-    return [name for name in found if "__" not in name]
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        for function in inner:
+            if isinstance(function, ast.FunctionDef) and "__" not in function.name:
+                yield function.name if function is node else f"{getattr(node, 'name', '')}.{function.name}"
 
 
 def _no_such_file(path: Path) -> str:
@@ -116,11 +110,8 @@ def _no_such_file(path: Path) -> str:
         return f"{path} is a folder; name a .py file in it, {path}/FILE.py:FUNCTION"
     if not folder.is_dir():
         return f"there is no file {path}: the folder {folder} does not exist (seen from {Path.cwd()})"
-    hint = (
-        did_you_mean(path.name, (entry.name for entry in folder.glob("*.py"))).strip()
-        or f"looked in {folder.resolve()}"
-    )
-    return f"there is no file {path}; {hint}"
+    near = did_you_mean(path.name, (entry.name for entry in folder.glob("*.py"))).strip()
+    return f"there is no file {path}; {near or f'looked in {folder.resolve()}'}"
 
 
 def _dotted(text: str) -> bool:

@@ -1,11 +1,13 @@
-"""Reading what a loss returned: a tensor of a known shape, alone or beside its metrics."""
+"""Read what a loss returned: a tensor of a known shape, alone or beside its metrics."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,9 +98,9 @@ def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str,
 
 
 def _joined(answer: Any, live: Tensor, lists: bool) -> Any:
-    """(B, T) of a list with the live tokens of each rollout, (B,) of one with a number a rollout; others as they are.
+    """Return (B, T) for a list of each rollout's live tokens, (B,) for a list of numbers, other answers unchanged.
 
-    A tuple of as many tensors is a loss with its metrics, unless the loss works with lists.
+    A tuple of B tensors is a loss with its metrics, unless the loss works with lists.
     """
     if not isinstance(answer, list | tuple if lists else list) or len(answer) != len(live):
         return answer
@@ -113,10 +115,12 @@ def _joined(answer: Any, live: Tensor, lists: bool) -> Any:
 
 
 def _split(name: str, answer: Any, shape: tuple[int, ...]) -> tuple[Any, Any, str | None]:
-    """The loss, its metrics, and a sentence for the report."""
+    """Return the loss, its metrics, and a sentence for the report."""
     if not isinstance(answer, list | tuple):
         return answer, None, None
-    kinds = ", ".join(_described(item) for item in answer)
+    kinds = ", ".join(
+        f"tensor of shape {tuple(i.shape)}" if isinstance(i, Tensor) else type(i).__name__ for i in answer
+    )
     if answer and isinstance(answer[0], Tensor):
         if len(answer) == 2 and isinstance(answer[1], Mapping | list | tuple):
             return answer[0], answer[1], None
@@ -127,25 +131,25 @@ def _split(name: str, answer: Any, shape: tuple[int, ...]) -> tuple[Any, Any, st
 
 
 def _could_be_the_loss(item: Any, shape: tuple[int, ...]) -> bool:
-    """True if an item could be the loss as well: a scalar is one more metric, a number a rollout may be more."""
+    """Return True if an item could be the loss as well; a scalar is one more metric."""
     return isinstance(item, Tensor) and item.requires_grad and tuple(item.shape) in (shape[:1], shape)
 
 
 def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Any]:
-    """The logged KL as float64, and as it was logged; metrics without names (a list) and other metrics are ignored."""
+    """Return the logged KL as float64, and as it was logged; a list of metrics and other metrics are ignored."""
     if not isinstance(metrics, Mapping) or metrics.get("kl") is None:
         return None, None
     metric = _as_metric(metrics["kl"], shape)
     if metric is None:
         raise TargetError(
-            f'{name} logged {_described(metrics["kl"])} as metrics["kl"]; it must be a number or a tensor of shape (), '
+            f'{name} logged {kind_of(metrics["kl"])} as metrics["kl"]; it must be a number or a tensor of shape (), '
             f"{(shape[0],)} or {shape}"
         )
     return metric, metrics["kl"]
 
 
 def _as_metric(logged: Any, shape: tuple[int, ...]) -> Tensor | None:
-    """A copy as float64, since what the loss logged may share memory with what it goes on to use."""
+    """Return a copy as float64: what the loss logged may share memory with tensors that it uses again."""
     try:
         metric = torch.as_tensor(logged, dtype=torch.float64).detach().cpu().to_dense().clone()
     except (TypeError, ValueError, RuntimeError):
@@ -154,18 +158,12 @@ def _as_metric(logged: Any, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _kind(found: tuple[int, ...], shape: tuple[int, ...]) -> Returned | None:
-    kinds = {(): "scalar", shape[:1]: "rows", shape: "tokens"}
-    return cast(Returned | None, kinds.get(found))
-
-
-def _described(item: Any) -> str:
-    if isinstance(item, Tensor):
-        return f"tensor of shape {tuple(item.shape)}"
-    return type(item).__name__
+    kinds: dict[tuple[int, ...], Returned] = {(): "scalar", shape[:1]: "rows", shape: "tokens"}
+    return kinds.get(found)
 
 
 def _given(name: str, rollout: Rollout, place: tuple[int, ...]) -> str:
-    """The values of a (B, T) or (B,) field at a place, as text; empty for any other."""
+    """Return the value of a (B, T) or (B,) field at a place, as text; empty for any other field."""
     field = rollout.built(name)
     if not isinstance(field, Tensor) or not 0 < field.dim() <= 2:
         return ""
@@ -173,20 +171,14 @@ def _given(name: str, rollout: Rollout, place: tuple[int, ...]) -> str:
 
 
 def _refuse(name: str, answer: Any) -> None:
-    if hasattr(answer, "close") and hasattr(answer, "cr_frame"):
+    what, why = kind_of(answer), ""
+    if inspect.iscoroutine(answer):
         answer.close()
         why = "It is asynchronous: give kltest the synchronous function."
     elif answer is None:
-        why = "Does it lack a return statement?"
-    elif isinstance(answer, int | float):
-        why = "The loss left torch (`.item()`, `float(…)`), so there is nothing to differentiate."
-    elif type(answer).__module__.partition(".")[0] == "numpy":
-        why = "The loss left torch for numpy, so there is nothing to differentiate."
+        what, why = "nothing (None)", "Does it lack a return statement?"
+    elif isinstance(answer, int | float | np.ndarray | np.generic):
+        why = "The loss left torch (`.item()`, `float(…)`, NumPy), so there is nothing to differentiate."
     elif isinstance(answer, Mapping):
-        keys = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}" if answer else "It is empty"
-        why = f"{keys}; return the loss itself, or (loss, metrics)."
-    else:
-        why = ""
-    shown = f" ({answer!r})" if isinstance(answer, int | float) else ""
-    what = "nothing (None)" if answer is None else f"{kind_of(answer)}{shown}"
+        why = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}; return the loss itself, or (loss, metrics)."
     raise TargetError(f"{name} returned {what}; accepted are {ACCEPTED}. {why}".strip())

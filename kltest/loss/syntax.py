@@ -25,7 +25,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def compiled(statement: ast.stmt, path: Path) -> CodeType:
-    """One statement as code of the file it came from, its annotations left as text."""
+    """Return one statement as code of the file that it came from, its annotations left as text."""
     tree = ast.fix_missing_locations(ast.Module(body=[statement], type_ignores=[]))
     return compile(tree, str(path), "exec", flags=_FLAGS, dont_inherit=True)
 
@@ -44,17 +44,20 @@ def names_read(statement: ast.stmt, path: Path) -> list[str]:
 
 
 def names_bound(statement: ast.stmt) -> Iterator[str]:
-    """Return the module-level names that a statement binds, or changes in place."""
+    """Yield the module-level names that a statement binds, or changes in place."""
     if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
         yield statement.name
         return
     if isinstance(statement, ast.Import | ast.ImportFrom):
         yield from (alias.asname or alias.name.split(".")[0] for alias in statement.names if alias.name != "*")
         return
-    if isinstance(statement, ast.If) and _type_checking(statement.test):
+    if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
         return
     if isinstance(statement, ast.Expr):
-        yield from _receivers(statement.value)
+        # `TABLE.update(…)` changes TABLE.
+        call = statement.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            yield from _root(call.func)
         return
     for node in ast.iter_child_nodes(statement):
         if isinstance(node, ast.stmt):
@@ -64,36 +67,16 @@ def names_bound(statement: ast.stmt) -> Iterator[str]:
                 yield from names_bound(handled)
         elif isinstance(node, ast.expr | ast.withitem):
             for inner in ast.walk(node):
-                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-                    yield inner.id
-                elif isinstance(inner, ast.Subscript | ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                    yield from root(inner)
+                if isinstance(inner, ast.Name | ast.Subscript | ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                    yield from _root(inner)
 
 
-def _receivers(call: ast.expr) -> Iterator[str]:
-    """`TABLE.update(…)` changes TABLE."""
-    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        yield from root(call.func)
-
-
-def root(node: ast.AST) -> Iterator[str]:
-    """`TABLE` of `TABLE[key].attribute`; nothing for any other expression."""
+def _root(node: ast.AST) -> Iterator[str]:
+    """Yield `TABLE` of `TABLE[key].attribute`; nothing for any other expression."""
     while isinstance(node, ast.Subscript | ast.Attribute):
         node = node.value
     if isinstance(node, ast.Name):
         yield node.id
-
-
-def is_table(statement: ast.stmt) -> bool:
-    """`NAME = {}` and the like: something that decorators fill."""
-    value = getattr(statement, "value", None) if isinstance(statement, ast.Assign | ast.AnnAssign) else None
-    if isinstance(value, ast.Call):
-        return ast.unparse(value.func).rpartition(".")[2] in ("dict", "list", "set", "defaultdict", "OrderedDict")
-    return isinstance(value, ast.Dict | ast.List | ast.Set)
-
-
-def _type_checking(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def is_plain(node: ast.stmt) -> bool:

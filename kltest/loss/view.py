@@ -121,11 +121,11 @@ class RolloutView(Rollout):
     def _converted(self, name: str, original: Tensor) -> Tensor:
         given = original
         if name in ROW_FIELDS and self._form.per_token:
-            given = original[:, None].repeat(1, self._base.peek("mask").shape[1]).to(self._form.floats)
-        elif name == "mask":
-            given = original.to(self._form.mask)
+            given = original[:, None].repeat(1, self._base.peek("mask").shape[1])
+        if name == "mask":
+            given = given.to(self._form.mask)
         elif original.dtype.is_floating_point:
-            given = original.to(self._form.floats)
+            given = given.to(self._form.floats)
         copied = given is original and (self._always_copy or original.numel() <= SMALL)
         return given.clone() if copied else given
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub
-from kltest.loss.jax.program import Lift, Steps, followed, lifted
+from kltest.loss.jax.program import Steps, followed
 from kltest.rollout import Rollout
 
 CALLED = (
@@ -116,11 +116,10 @@ class _Call:
             floats, pull, others = jax.vjp(self._run, *values, has_aux=True)
             self.steps = Steps(reached=(True,) * len(floats) + (False,) * len(others))
         else:
-            lift, count = lifting(), self._floats
+            count = self._floats
 
             def run(*leaves: Any) -> tuple[list[Any], list[Any]]:
-                plain = jax.extend.core.jaxpr_as_fun(written)
-                outputs = lifted(written, leaves, lift) if any(lift) else plain(*leaves)
+                outputs = jax.extend.core.jaxpr_as_fun(written)(*leaves)
                 return outputs[:count], outputs[count:]
 
             floats, pull, others = jax.vjp(run, *values, has_aux=True)
@@ -267,9 +266,3 @@ def _trained(things: Any) -> list[Tensor]:
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def lifting() -> Lift:
-    """The steps that an experiment has switched off in torch, found by trying: they are left out in JAX as well."""
-    one = torch.ones((), dtype=torch.float64, requires_grad=True)
-    return Lift(stops=one.detach().requires_grad, limits=bool(one.clamp(max=0.5) > 0.5))

@@ -1,14 +1,14 @@
-"""The steps of a JAX function: in which precision they compute, how far gradients reach, and how to leave some out.
+"""The steps of a JAX function: in which precision they compute, and how far gradients reach.
 
-JAX writes a function down as a jaxpr, a list of primitive steps. Neither question can be answered from outside: the
-arrays that a function returns do not tell that an intermediate one was float32 or that a gradient was stopped.
+JAX writes a function down as a jaxpr, a list of primitive steps. The arrays that a function returns do not tell that
+an intermediate one was float32 or that a gradient was stopped; its jaxpr does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +20,6 @@ _WHOLE_STAYS_WHOLE = frozenset(
 )
 # Calls that only stand for the steps inside them; functions with derivatives of their own do more than that.
 _INLINED = frozenset({"pjit", "jit", "closed_call", "core_call", "remat", "checkpoint"})
-
-
-class Lift(NamedTuple):
-    """Steps to leave out: stop-gradients; clamps, and minima and maxima with a constant."""
-
-    stops: bool = False
-    limits: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,51 +87,6 @@ def _constant(value: Any) -> _Known:
     numbers = np.asarray(value, dtype=np.float64)
     whole = bool(np.all(numbers == np.round(numbers)))
     return _Known(52 if whole else _BITS[kind], whole=whole)
-
-
-class _Value(NamedTuple):
-    """An intermediate array; `depends` is False if it is made of numbers that stand in the function alone."""
-
-    array: Any
-    depends: bool
-
-
-def lifted(written: Any, values: Sequence[Any], lift: Lift) -> list[Any]:
-    """Return the outputs of a closed jaxpr for some inputs, computed without the steps that `lift` leaves out."""
-    constants = [_Value(one, True) for one in written.consts]
-    return [value.array for value in _values(written.jaxpr, constants, [_Value(one, True) for one in values], lift)]
-
-
-def _values(jaxpr: Any, constants: Sequence[_Value], inputs: Sequence[_Value], lift: Lift) -> list[_Value]:
-    known: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
-
-    def of(atom: Any) -> _Value:
-        return _Value(atom.val, False) if hasattr(atom, "val") else known[atom]
-
-    for step in jaxpr.eqns:
-        known.update(zip(step.outvars, _done(step, [of(atom) for atom in step.invars], lift), strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
-
-
-def _done(step: Any, inputs: list[_Value], lift: Lift) -> list[_Value]:
-    name = step.primitive.name
-    if name in _INLINED:
-        (part,) = _parts(step)
-        return _values(part.jaxpr, [_Value(one, True) for one in part.consts], inputs, lift)
-    if lift.stops and name == "stop_gradient":
-        return inputs
-    if lift.limits and name == "clamp":
-        return [inputs[1]]
-    if lift.limits and name in ("min", "max") and inputs[0].depends != inputs[1].depends:
-        import jax.numpy as jnp
-
-        kept = next(value for value in inputs if value.depends)
-        return [_Value(jnp.broadcast_to(kept.array, step.outvars[0].aval.shape), True)]
-    bound = step.primitive.get_bind_params(step.params)
-    functions, parameters = bound if isinstance(bound, tuple) else ((), bound)
-    found = step.primitive.bind(*functions, *(value.array for value in inputs), **parameters)
-    depends = any(value.depends for value in inputs)
-    return [_Value(one, depends) for one in (found if step.primitive.multiple_results else [found])]
 
 
 def _parts(step: Any) -> Iterator[Any]:
