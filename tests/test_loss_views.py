@@ -276,3 +276,19 @@ def test_counts_of_an_integer_mask_do_select():
     rollout = BATCHES["ragged"]
     position = torch.arange(3) == rollout.peek("mask").sum(1, keepdim=True) - 1
     torch.testing.assert_close(gradient(bind(last), rollout), by_hand(rollout, position.double()))
+
+
+# --- two conversions at once
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_loss_that_needs_two_conversions_at_once_is_a_usage_error(as_list):
+    def per_token(logp, advantages):
+        return logp.sum(1) @ torch.ones(len(logp)) * advantages[:, 0].sum()
+
+    def listed(logp):
+        return torch.cat(logp) @ torch.ones(30)
+
+    loss, words = (listed, "a list of one tensor") if as_list else (per_token, "float32 fields")
+    with pytest.raises(UsageError, match=rf"cannot be given its fields.*{words}.*one of the three at a time"):
+        bind(loss)(BATCHES["ragged"])

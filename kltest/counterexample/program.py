@@ -22,7 +22,7 @@ from kltest.counterexample.sources import FROM_FILE, FUTURE, NoSourceError, Sour
 from kltest.environments import Instance
 from kltest.identify.findings import Combination
 from kltest.loss.arguments import Stub, field_asked, given_to
-from kltest.loss.calling import BoundLoss, Recipe
+from kltest.loss.calling import BoundLoss
 from kltest.loss.filling import FieldOf, Filling
 from kltest.loss.global_state import preserved
 from kltest.loss.jax.bridge import JaxLoss
@@ -44,11 +44,10 @@ def with_program(loss: Any, declared: Combination, example: CounterExample, dtyp
     if not isinstance(loss, BoundLoss):
         return example
     try:
-        recipe = loss.recipe
-        if isinstance(recipe.function, JaxLoss):
+        if isinstance(loss.function, JaxLoss):
             raise NoSourceError("the loss is written for JAX, and these programs are for torch")
-        source = source_of(recipe.function, loss.name, NAMES)
-        program = _Program(loss, recipe, declared, example, source)
+        source = source_of(loss.function, loss.name, NAMES)
+        program = _Program(loss, declared, example, source)
         for code in program.variants():
             if _agrees(code, example, TOLERANCES.get(dtype, LOW_PRECISION)):
                 return replace(example, code=code)
@@ -62,13 +61,12 @@ class _Program:
     """Writes the program for an environment, the parameters of a loss and its placement."""
 
     loss: BoundLoss
-    recipe: Recipe
     declared: Combination
     example: CounterExample
     source: Source
 
     def __post_init__(self) -> None:
-        form = self.recipe.form
+        form = self.loss.form
         if form is not None and form.lists:
             raise NoSourceError("it takes lists of tensors")
         self.instance: Instance = SmallEnvironment.of(self.example).instance()
@@ -98,7 +96,7 @@ class _Program:
         yield "for of in (true, expected): print(torch.autograd.grad(of, logits, retain_graph=True)[0].tolist())"
 
     def _stubs(self) -> bool:
-        return self.recipe.receiver is not None or any(isinstance(f, Stub) for f in self.recipe.fillings.values())
+        return self.loss.receiver is not None or any(isinstance(f, Stub) for f in self.loss.fillings.values())
 
     def _environment(self) -> Iterator[str]:
         paths, contexts = self.instance.paths, self.example.contexts
@@ -143,7 +141,7 @@ class _Program:
         loops = " ".join(f"for {row} in range({len(self.instance.paths)})" for row in rows)
         start = "0 * logits.sum() + " if blocked else ""
         if self.loss.takes_beta or self.loss.placement == "both":
-            beta = self.recipe.beta or 1.0
+            beta = self.loss.fixed_beta or 1.0
             yield f"call = lambda {', '.join(rows)}, beta: {self._call(batch)}{first}"
             arguments = ", ".join(rows)
             cost = f"call({arguments}, {beta!r})"
@@ -188,17 +186,17 @@ class _Program:
 
     def _call(self, batch: str) -> str:
         """The call with its arguments: by position until a parameter is left out, then by name."""
-        parts = [] if self.recipe.receiver is None else [self._stub(self.recipe.receiver, batch)]
+        parts = [] if self.loss.receiver is None else [self._stub(self.loss.receiver, batch)]
         gap = False
         known = set()
-        for parameter in self.recipe.parameters:
+        for parameter in self.loss.parameters:
             known.add(parameter.name)
-            if parameter.name not in self.recipe.fillings or parameter.kind is parameter.KEYWORD_ONLY:
+            if parameter.name not in self.loss.fillings or parameter.kind is parameter.KEYWORD_ONLY:
                 gap = True
-            if parameter.name in self.recipe.fillings:
-                value = self._value(self.recipe.fillings[parameter.name], batch)
+            if parameter.name in self.loss.fillings:
+                value = self._value(self.loss.fillings[parameter.name], batch)
                 parts.append(f"{parameter.name}={value}" if gap else value)
-        for name, filling in self.recipe.fillings.items():
+        for name, filling in self.loss.fillings.items():
             if name not in known:
                 parts.append(f"{name}={self._value(filling, batch)}")
         return f"{self.source.name}({', '.join(parts)})"
@@ -244,7 +242,7 @@ class _Program:
         return f"torch.where(mask{batch}[..., None] > 0, {rows}, {rows}.detach())"
 
     def _of_mask(self) -> str:
-        form = self.recipe.form
+        form = self.loss.form
         return "" if form is None or form.mask == torch.float64 else f".to({form.mask})"
 
     def _per_rollout(self, name: str, batch: str) -> str:
@@ -253,7 +251,7 @@ class _Program:
         paid = any(any(place.reward or ()) for place in self.example.contexts)
         if name == "advantage" and paid:
             value = f"(reward{batch} - {f'{chance} @ reward' if self.example.batch == 1 else f'reward{batch}.mean()'})"
-        if self.recipe.form is not None and self.recipe.form.per_token:
+        if self.loss.form is not None and self.loss.form.per_token:
             value += f"[:, None].repeat(1, {self.instance.paths.shape[1]})"
         return value + self.float
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from kltest.loss.outcome import Call, Outcome
 from kltest.loss.placement import place
 from kltest.loss.precision import PrecisionTrace, lowest_precision
 from kltest.loss.results import Result, check_finite
-from kltest.loss.view import INPUT_FORMS, ROW_FIELDS, InputForm, made_unambiguous, unambiguous
+from kltest.loss.view import INPUT_FORMS, ROW_FIELDS, made_unambiguous, unambiguous
 from kltest.rollout import Rollout
 
 _TRACED_ROWS = 4096
@@ -72,24 +72,11 @@ def bind(
     return BoundLoss(name, function, fill(name, parameters, call), parameters, call, receiver, spec, notes)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """All that is needed to call a function by hand as a BoundLoss calls it.
-
-    `form` is the one in which it last took its fields, None before the first call; `beta` the coefficient at which the
-    KL part is taken, None for the rollout's own.
-    """
-
-    function: Callable[..., Any]
-    parameters: tuple[inspect.Parameter, ...]
-    fillings: Mapping[str, Filling]
-    receiver: Stub | None
-    form: InputForm | None
-    beta: float | None
-
-
 class BoundLoss(Invocation):
-    """A callable with its parameters filled (see kltest.loss.outcome.Loss)."""
+    """A callable with its parameters filled (see kltest.loss.outcome.Loss).
+
+    `fixed_beta` is the coefficient at which the KL part is taken, None for the rollout's own.
+    """
 
     def __init__(
         self,
@@ -103,7 +90,7 @@ class BoundLoss(Invocation):
         notes: tuple[str, ...],
     ) -> None:
         # First, since a number given for β makes a filling of it.
-        self._beta = fixed_beta(fillings, call)
+        self.fixed_beta = fixed_beta(fillings, call)
         super().__init__(name, function, fillings, parameters, receiver, notes)
         self.spec = spec
         self.placement: Placement = call.placement or (spec.placement if spec else "loss")
@@ -122,24 +109,20 @@ class BoundLoss(Invocation):
         other.notes, other.writes, other.made_trainable = [], {}, set()
         other._must_be_finite = False
         if floats is not None:
-            found = self._form or INPUT_FORMS[0]
+            found = self.form or INPUT_FORMS[0]
             same = replace(found, floats=floats, mask=floats if found.mask.is_floating_point else found.mask)
             others = (replace(same, mask=mask) for mask in (floats, torch.bool, torch.int64) if mask != same.mask)
-            other._forms, other._form, other._traced = (same, *others), None, None
+            other._forms, other.form, other._traced = (same, *others), None, None
         return other
 
     def at(self, beta: float) -> BoundLoss:
         """Return the same loss with another β."""
         other = copy.copy(self)
-        other._beta = beta
+        other.fixed_beta = beta
         return other
 
     def __repr__(self) -> str:
         return f"<loss {self.name}({', '.join(f'{key}={value}' for key, value in self.fields.items())})>"
-
-    @property
-    def recipe(self) -> Recipe:
-        return Recipe(self._function, tuple(self._parameters), self._fillings, self._receiver, self._form, self._beta)
 
     @torch.enable_grad()
     def __call__(self, rollout: Rollout) -> Outcome:
@@ -202,7 +185,7 @@ class BoundLoss(Invocation):
 
     def beta(self, rollout: Rollout) -> float:
         """Return the coefficient at which it is graded: the one that was asked for, or the rollout's."""
-        return rollout.peek("beta") if self._beta is None else self._beta
+        return rollout.peek("beta") if self.fixed_beta is None else self.fixed_beta
 
     def returned(self, rollout: Rollout, beta: float | None = None) -> Result:
         """Return what one call at β (default: that of `__call__`) returned and logged, before it is placed."""

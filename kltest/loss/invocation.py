@@ -29,7 +29,10 @@ from kltest.rollout import LEAVES, NotGivenError, Rollout
 
 
 class Invocation:
-    """A function with its parameters filled; the input form that it accepted, and what it did, are remembered."""
+    """A function with its parameters filled, and a record of what it did to its inputs.
+
+    `form` is the one in which it last took its fields, None before the first call.
+    """
 
     def __init__(
         self,
@@ -49,9 +52,9 @@ class Invocation:
         self.takes = frozenset(self.fields.values()).union(*(stub.fields() for stub in stubs))
         self.takes_beta = "beta" in self.takes
         self.home = source_file(function)
-        self._function, self._fillings, self._parameters, self._receiver = function, fillings, parameters, receiver
+        self.function, self.fillings, self.parameters, self.receiver = function, fillings, parameters, receiver
         self._forms: tuple[InputForm, ...] = INPUT_FORMS
-        self._form: InputForm | None = None
+        self.form: InputForm | None = None
         self._per_token: bool | None = None
         self._must_be_finite = True
         self._as_arrays = False
@@ -61,15 +64,15 @@ class Invocation:
         self._stored = StoredMetrics(function)
 
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, RolloutView]:
-        """One call; if it fails with tensors and the loss may be written for JAX, with JAX arrays from then on."""
+        """Call once; if that fails with tensors and the loss may be written for JAX, use JAX arrays from then on."""
         try:
             return self._run_in_some_form(rollout, beta)
         except TargetError:
-            if isinstance(self._function, JaxLoss) or not may_be_for_jax(self._function):
+            if isinstance(self.function, JaxLoss) or not may_be_for_jax(self.function):
                 raise
             other = copy.copy(self)
             other.notes, other.writes, other.made_trainable = [], {}, set()
-            other._function = jax_loss(self._function)
+            other.function = jax_loss(self.function)
             with suppress(KltestError):
                 found = other._run_in_some_form(rollout, beta)
                 self.__dict__.update(other.__dict__, notes=[*self.notes, *other.notes, CALLED_WITH_JAX])
@@ -77,10 +80,11 @@ class Invocation:
             raise
 
     def _run_in_some_form(self, rollout: Rollout, beta: float) -> tuple[Result, RolloutView]:
-        """One call, with the first form of fields that the loss accepts; later calls begin with that form."""
+        """Call once in the first form of fields that the loss accepts; later calls begin with that form."""
         first: BaseException | None = None
+        halfway: tuple[InputForm, BaseException] | None = None
         forms = [form for form in self._forms if self._per_token in (None, form.per_token)]
-        forms.sort(key=lambda form: form is not self._form)
+        forms.sort(key=lambda form: form is not self.form)
         for form in forms:
             if first is not None and not form.may_fix(first, rollout.accessed):
                 continue
@@ -90,6 +94,8 @@ class Invocation:
             try:
                 answer = self._call(view)
             except self._refusals as error:
+                if first is not None and form.goes_on(forms[0], first, error):
+                    halfway = halfway or (form, error)
                 first = first or error
                 continue
             except (KeyboardInterrupt, KltestError):
@@ -103,7 +109,7 @@ class Invocation:
             if first is not None:
                 used, refused = form.unlike(forms[0]), forms[0].unlike(form)
                 self.notes.append(f"It was given {used}: with {refused} it raised {describe(first)}")
-            self._form = form
+            self.form = form
             if unambiguous(rollout):
                 self._per_token = form.per_token
             self._check_inputs(rollout, view, clean)
@@ -115,16 +121,28 @@ class Invocation:
                 self.notes.append(result.note)
             return result, view
         assert first is not None
+        if halfway is not None:
+            raise UsageError(self._needs_two_conversions(forms[0], first, *halfway)) from first
         raise self._failure(first, beta) from first
+
+    def _needs_two_conversions(
+        self, form: InputForm, first: BaseException, other: InputForm, second: BaseException
+    ) -> str:
+        return (
+            f"{self.name} cannot be given its fields as it wants them: with {form.unlike(other)} it raised "
+            f"{describe(first)}; with {other.unlike(form)}, {describe(second)}. kltest gives float32 fields, rewards "
+            "per token, or lists of tensors, one of the three at a time. Convert the others in a function of your own: "
+            "def loss(logp, advantage): return f(logp.float(), advantage[:, None].expand_as(logp).float())"
+        )
 
     @property
     def _refusals(self) -> tuple[type[Exception], ...]:
-        """Exceptions of a loss that wants its fields in another form; JAX raises ValueError for shapes."""
+        """Exceptions that a loss raises if it needs its fields in another form; JAX raises ValueError for shapes."""
         usual = (TypeError, IndexError, RuntimeError, AssertionError)
-        return (*usual, ValueError) if isinstance(self._function, JaxLoss) else usual
+        return (*usual, ValueError) if isinstance(self.function, JaxLoss) else usual
 
     def _call(self, view: RolloutView) -> Any:
-        """One call; if an experiment's input cannot become a NumPy array, another in which it can."""
+        """Call once; if an experiment's input cannot become a NumPy array, once more so that it can."""
         if self._must_be_finite:
             return self._call_once(view)
         with np.errstate(all="ignore"):
@@ -139,10 +157,10 @@ class Invocation:
                 return self._call_once(view)
 
     def _call_once(self, view: RolloutView) -> Any:
-        positional, named, self._holders = arguments(self._parameters, self._fillings, self._receiver, view)
+        positional, named, self._holders = arguments(self.parameters, self.fillings, self.receiver, view)
         mask = view.peek("mask") if self.takes & {"mask", "rollout"} else None
         with settings_preserved(), torch.enable_grad(), eagerly(), no_index_by(mask):
-            return self._function(*positional, **named)
+            return self.function(*positional, **named)
 
     def _call_again(self, view: RolloutView) -> list[Any]:
         self._call_once(view)
@@ -174,6 +192,6 @@ class Invocation:
 
 
 def _zero_as_tensor(answer: Any, beta: float) -> Any:
-    """Without its KL term a loss may be the number 0 and no tensor at all."""
+    """Turn a number into a tensor at β = 0: a loss without its KL term may be the number 0."""
     plain = isinstance(answer, int | float) and not isinstance(answer, bool)
     return torch.tensor(float(answer), dtype=torch.float64) if beta == 0 and plain else answer

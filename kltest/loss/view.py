@@ -12,7 +12,6 @@ from torch import Tensor
 from kltest.loss.tracked import SMALL, TrackedTensor
 from kltest.rollout import FIELDS, Rollout
 
-_ABOUT_TYPES = ("dtype", "float", "double", "scalar type")
 ROW_FIELDS = frozenset({"reward", "advantage"})
 """Fields of one number a rollout, which many trainers repeat for every token."""
 
@@ -31,13 +30,20 @@ class InputForm:
 
     def may_fix(self, error: BaseException, accessed: Set[str]) -> bool:
         """Return True if this form may help a loss that read the fields `accessed` of another one and raised this."""
-        if self.floats == torch.float32 and not any(word in str(error).lower() for word in _ABOUT_TYPES):
+        if self.floats == torch.float32 and not _about_types(error):
             return False
         if self.per_token and not accessed & ROW_FIELDS:
             return False
         if isinstance(error, AssertionError) and not self.lists:
             return False
         return "mask" in accessed or self.mask.is_floating_point
+
+    def goes_on(self, other: InputForm, first: BaseException, error: BaseException) -> bool:
+        """Return True if a loss that raised `first` in another form gets further in this one, to an error unlike it."""
+        types = self.floats != other.floats
+        shapes = (self.per_token, self.lists) != (other.per_token, other.lists)
+        wanted = types if _about_types(first) else shapes
+        return wanted and self.mask.is_floating_point and _about_types(error) != _about_types(first)
 
     def unlike(self, other: InputForm) -> str:
         """Return in words how this form differs from another one."""
@@ -57,6 +63,10 @@ INPUT_FORMS = (
     InputForm(lists=True),
 )
 """In the order in which they are tried: what says less about the loss, and costs it fewer digits, first."""
+
+
+def _about_types(error: BaseException) -> bool:
+    return any(word in str(error).lower() for word in ("dtype", "float", "double", "scalar type"))
 
 
 class RolloutView(Rollout):

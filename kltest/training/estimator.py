@@ -55,7 +55,7 @@ def made_ready(run: Run) -> BoundLoss:
 
 def is_ours(loss: BoundLoss) -> bool:
     """Whether the estimator is one of this package's own, tested to be what its SPEC says."""
-    function = loss.recipe.function
+    function = loss.function
     function = function.function if isinstance(function, Held) else function
     return loss.spec is not None and getattr(function, "__module__", "").startswith("kltest.estimators.")
 

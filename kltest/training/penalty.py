@@ -57,8 +57,8 @@ class Penalty:
 
     def _probed(self) -> bool:
         """Whether the function was seen to couple rows, or returns one number for a batch."""
-        if isinstance(self.loss.recipe.function, Held):
-            self.loss.recipe.function.columns = {name: torch.tensor(0.5, dtype=torch.float64) for name in self.own}
+        if isinstance(self.loss.function, Held):
+            self.loss.function.columns = {name: torch.tensor(0.5, dtype=torch.float64) for name in self.own}
         instance = Instance.draw(self.world.environment, 0)
         generator = np.random.default_rng(0)
         paths = instance.environment.sample(instance.policy, PROBED, generator)
@@ -155,21 +155,20 @@ class Penalty:
 
     def _returned(self, rollout: Rollout, columns: dict[str, Tensor], beta: float) -> tuple[Tensor, Tensor | None]:
         """What the estimator returns, float64, and the KL that it logs beside that."""
-        recipe = self.loss.recipe
-        if isinstance(recipe.function, Held):
-            recipe.function.columns = columns
+        if isinstance(self.loss.function, Held):
+            self.loss.function.columns = columns
         if not self.trusted:
             result = self.loss.returned(rollout, beta)
             return result.loss.to(torch.float64), result.metric
         values: dict[str, Any] = {}
-        for parameter in recipe.parameters:
+        for parameter in self.loss.parameters:
             if parameter.name in self.loss.fields:
                 name = self.loss.fields[parameter.name]
                 values[parameter.name] = beta if name == "beta" else rollout.peek(name)
             elif parameter.name in self.loss.settings:
                 values[parameter.name] = self.loss.settings[parameter.name]
         with torch.enable_grad():
-            answer = recipe.function(**values)
+            answer = self.loss.function(**values)
         return (answer[0], answer[1]["kl"]) if isinstance(answer, tuple) else (answer, None)
 
     def _columns(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Tensor]:

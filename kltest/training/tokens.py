@@ -46,11 +46,11 @@ class TokenPenalty(Penalty):
         for parameter, name in self.loss.fields.items():
             arguments[parameter] = fields[name]
         if self.loss.placement == "reward" or "logp" not in fields:
-            return self.loss.recipe.function(**arguments).numpy(), None
+            return self.loss.function(**arguments).numpy(), None
         leaf = fields["logp"].requires_grad_()
         arguments.update({parameter: leaf for parameter, name in self.loss.fields.items() if name == "logp"})
         with torch.enable_grad():
-            value = self.loss.recipe.function(**arguments)
+            value = self.loss.function(**arguments)
             objective = value.sum()
         gradient = backward(self.loss, objective, [leaf])[0] if objective.requires_grad else None
         return value.detach().numpy(), None if gradient is None else gradient.numpy()
