@@ -256,7 +256,7 @@ run(settings_of(changes_of(sys.argv[2:])), Path(sys.argv[1]), quiet=True)
 """
 
 
-@pytest.mark.parametrize("kl", ["k1-reward", "rao-blackwell"])
+@pytest.mark.parametrize("kl", ["k1-reward", pytest.param("rao-blackwell", marks=pytest.mark.scheduled)])
 def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, models_folder):
     """As `accelerate launch` starts them; after a step of plain gradient the weights are those of one process."""
     program = tmp_path / "program.py"
@@ -481,6 +481,7 @@ def test_the_last_inner_epoch_is_measured_with_the_sampler_of_the_step(monkeypat
     assert not torch.equal(stale[1], stale[2])
 
 
+@pytest.mark.scheduled
 def test_a_compiled_forward_pass_changes_no_more_than_rounding(monkeypatch):
     """Traced as for the compiler, which is left out here: it takes a minute, and not every machine has one."""
     double = replace(SMALL, steps=3, dtype="float64")

@@ -23,8 +23,10 @@ def labels(rows):
 
 def weekly(rows):
     """Rows by their names; those that take ten seconds each are scheduled: their codes have quicker mutants."""
-    for row, name in zip(rows, labels(rows), strict=True):
-        yield pytest.param(row, id=name, marks=[pytest.mark.scheduled] if name in SLOW else [])
+    return [
+        pytest.param(row, id=name, marks=[pytest.mark.scheduled] if name in SLOW else [])
+        for row, name in zip(rows, labels(rows), strict=True)
+    ]
 
 
 def warns_only(code):
@@ -48,7 +50,7 @@ def test_a_mutant_fails_its_codes_and_no_others(mutant):
         assert report.verdict == "refuted"
 
 
-@pytest.mark.parametrize("correct", CLEAN, ids=labels(CLEAN))
+@pytest.mark.parametrize("correct", CLEAN, ids=list(labels(CLEAN)))
 def test_a_correct_loss_fails_nothing(correct):
     report = kltest.grade(correct.loss, **correct.options)
     assert report.verdict == "confirmed", report.error or [(check.code, check.message) for check in report.failed]
