@@ -8,8 +8,8 @@ import pytest
 from kltest.environments import bandit, mdp, ragged, sequence
 from kltest.estimators import find, registry
 from kltest.training import PerRun, Problem, Run, train
+from kltest.training.problems import Runs
 from kltest.training.tokens import TokenPenalty, penalty_of
-from kltest.training.world import World
 
 tokens = sys.modules["kltest.training.tokens"]
 WORLDS = {"bandit": bandit(4), "sequence": sequence(3, 3), "ragged": ragged(3, 3), "mdp": mdp(4, 2, 3)}
@@ -19,7 +19,7 @@ SETTINGS = {
     "grouped": {"batch_size": 8, "group_size": 4},
 }
 SHORT = [
-    name for name in registry() if isinstance(penalty_of(World([Run(Problem.draw(bandit(4), 0), name)])), TokenPenalty)
+    name for name in registry() if isinstance(penalty_of(Runs([Run(Problem.draw(bandit(4), 0), name)])), TokenPenalty)
 ]
 
 
@@ -31,7 +31,7 @@ def runs_of(name, world, **options):
 def assert_same_end(monkeypatch, runs, settings):
     """Up to rounding of 1e-16 an update at each of a few dozen rows."""
     short = train(runs, steps=5, record=1, **settings)
-    monkeypatch.setattr(tokens, "apart", lambda penalty: False)
+    monkeypatch.setattr(tokens, "per_token", lambda penalty: False)
     long = train(runs, steps=5, record=1, **settings)
     assert np.abs(short.logits - long.logits).max() < 1e-11
     assert np.abs(short.logits - short.logits[0]).max() > 1e-3
@@ -74,4 +74,4 @@ def test_who_goes_the_short_way():
     own = Run(problem, lambda logp, ref_logp: (logp - ref_logp).square() / 2)
     each = Run(problem, "lambda-baseline", options={"lam": PerRun(0.3)})
     for run in (own, each):
-        assert not isinstance(penalty_of(World([run])), TokenPenalty)
+        assert not isinstance(penalty_of(Runs([run])), TokenPenalty)

@@ -111,6 +111,16 @@ class Environment:
         """(C,) probability of each context at the first time step."""
         return np.bincount(self.start, weights=self.prompts, minlength=self.n_contexts).astype(float)
 
+    def reachable(self) -> Iterator[np.ndarray]:
+        """Contexts (C,) bool that can be met at time 0, 1, … up to the horizon."""
+        here, settled = self.start_distribution() > 0, False
+        for _ in range(self.horizon - 1):
+            yield here
+            if not settled:
+                following = self.transition.T @ np.repeat(here.astype(float), self.vocabulary) > 0
+                here, settled = following, np.array_equal(following, here)
+        yield here
+
     def count(self) -> float:
         """How many rollouts enumeration would give (a float, since it may exceed any integer type)."""
         reachable = self.probabilities > 0

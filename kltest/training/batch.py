@@ -1,4 +1,4 @@
-"""The rollouts of one update: M rows for each of R runs, and the sums that are taken over them."""
+"""Rollouts of one update, M rows for each of R runs, and the sums over them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from kltest.training.sums import total
 
 @dataclass(frozen=True)
 class Batch:
-    """M rows of up to T tokens for each of R runs; `shape` is (T, M, R), so that T and M add up plane by plane.
+    """M rows of up to T tokens for each of R runs.
 
-    `cells` (T·M·R,) int says where in a flat (V, C, R) table each token stands, at some place of its run where dead;
-    `live` (T, M, R) bool, None where all are. `weights` (M, R) are the rows' shares in the gradient and `prompt`
-    (M, R) or (M, 1) their prompts, None where there is one. Rows of one group stand together, `group_size` of them;
-    None where a group is all the rows of a prompt. `rollouts` is how many were drawn, `exact` says that rows are
-    enumerated. `planes`: the rows are the tokens of the only context, so that a table is its own list of entries.
+    `shape` is (T, M, R): sums over T or M add whole planes. `cells` (T·M·R,) int are positions of the tokens in a flat
+    (V, C, R) table; the cell of a dead token is an arbitrary one of the same run. `live` (T, M, R) bool is None if all
+    tokens are live. `weights` (M, R) are the rows' shares in the gradient. `prompt` (M, R) or (M, 1) is None if there
+    is one prompt. The rows of a group are adjacent, `group_size` of them; if that is None, a group is all rows of a
+    prompt. `rollouts` is the number drawn; `exact` means that rows are enumerated. `planes` means that the rows are
+    the tokens of a single context, so that a table already lists the entries of all rows in order.
     """
 
     shape: tuple[int, int, int]
@@ -32,44 +33,44 @@ class Batch:
     planes: bool = False
 
     def chosen(self, table: np.ndarray) -> np.ndarray:
-        """(T, M, R) entries of a table at the tokens taken; anything where dead."""
+        """Entries (T, M, R) of a table at the tokens taken; arbitrary at dead ones."""
         return (table if self.planes else table.reshape(-1).take(self.cells)).reshape(self.shape)
 
     def rows(self, values: np.ndarray) -> np.ndarray:
-        """(M·R, T) of (T, M, R), as estimators see rollouts: contiguous, so that sums over tokens have one order."""
+        """Return (T, M, R) as (M·R, T), as estimators see rollouts; contiguous, so that sums over T have one order."""
         return np.ascontiguousarray(values.reshape(len(values), -1).T)
 
     def steps(self, values: np.ndarray) -> np.ndarray:
-        """(T, M, R) of (M·R, T)."""
+        """Return (M·R, T) as (T, M, R)."""
         return np.ascontiguousarray(values.T).reshape(self.shape)
 
     def next_tokens(self, table: np.ndarray) -> np.ndarray:
-        """(M·R, T, V) rows of a table at the contexts visited; anything where dead."""
+        """Rows (M·R, T, V) of a table at the contexts visited; arbitrary at dead tokens."""
         contexts = self.rows(self.cells.reshape(self.shape)) % table[0].size
         taken = table.reshape(len(table), -1).take(contexts.reshape(-1), axis=1)
         return np.ascontiguousarray(taken.T).reshape(*contexts.shape, -1)
 
     def collect(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """A table of the sums of values (T or 1, M, R), zero where dead, by cell."""
+        """Add up values (T or 1, M, R), zero at dead tokens, by cell into a table shaped as `like`."""
         if self.planes:
             return values.reshape(like.shape)
         return _summed(self.cells, np.broadcast_to(values, self.shape), like)
 
     def collect_next(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """A table of the sums of values (M·R, T, V) of all next tokens, zero where dead, by cell."""
+        """Add up values (M·R, T, V) of all next tokens, zero at dead ones, by cell into a table shaped as `like`."""
         size = like[0].size
         contexts = self.rows(self.cells.reshape(self.shape)) % size
         return _summed(contexts[:, :, None] + np.arange(len(like)) * size, values, like)
 
     def along(self, values: np.ndarray) -> np.ndarray:
-        """(M, R) sums of values (T, M, R) over live tokens."""
+        """Sums (M, R) of values (T, M, R) over live tokens."""
         if self.live is not None:
             values = np.where(self.live, values, 0.0)
         return values[0] if len(values) == 1 else total(values)
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """(M, R) int: a number for each group, different for each run."""
+        """Group numbers (M, R) int, different for each run."""
         _, rows, runs = self.shape
         if self.group_size is not None:
             group = (np.arange(rows) // self.group_size)[:, None]
@@ -78,7 +79,7 @@ class Batch:
         return group * runs + np.arange(runs)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
-        """Mean of values (M, R) over each row's group, as (M, R) or (1, R); in exact mode the expectation."""
+        """Mean of values (M, R) over each row's group, (M, R) or (1, R); the expectation if rows are enumerated."""
         if self.group_size is not None and not (self.exact and self.group_size == 1):
             grouped = values.reshape(-1, self.group_size, values.shape[1])
             return (total(grouped, 1) / self.group_size).repeat(self.group_size, axis=0)
@@ -93,7 +94,7 @@ class Batch:
 
     @property
     def sizes(self) -> np.ndarray | int:
-        """How many rollouts there are in each row's group; (M, R) float where that differs."""
+        """Number of rollouts in each row's group; (M, R) float if that differs."""
         if self.group_size is None and self.prompt is not None:
             same = np.broadcast_to(self.prompt, self.shape[1:])
             return total((same[None] == same[:, None]).astype(float))

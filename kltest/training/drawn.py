@@ -1,8 +1,10 @@
-"""Rollouts drawn from each run's own stream of uniforms."""
+"""Sampled rollouts, from each run's own stream of uniforms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 import numpy as np
 import torch
@@ -10,17 +12,19 @@ import torch
 from kltest.environments import END, Environment
 from kltest.training.batch import Batch
 from kltest.training.sums import FEW, Policy
-from kltest.training.uniforms import Uniforms
+
+AHEAD = 2**20
+"""Uniforms of all runs together that are drawn ahead at once."""
 
 
 class Drawn:
     """`batch_size` rollouts of each run for every update, all of the same weight.
 
-    For an update a run takes `batch_size` uniforms for the prompts, where there are several (a group takes that of its
-    first rollout), then as many for the tokens of each time step and, between two steps, for where they lead, where
-    dynamics are stochastic. A choice is how many of the cumulative chances, the last left out, the uniform has reached.
-    With `counted`, where a rollout is one token of the only context, rows are the tokens, weighted by how often each
-    was drawn.
+    For an update a run takes `batch_size` uniforms for the prompts, if there are several (all rollouts of a group use
+    that of the first), then as many for the tokens of each time step and, if dynamics are stochastic, for the
+    transition between two steps. The choice is the number of cumulative probabilities, without the last, that the
+    uniform reaches. If rollouts are single tokens of one context, `counted` makes a row of each token instead of each
+    rollout, weighted by how often the token was drawn.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class Drawn:
         draws = self._several + self.horizon + (self.horizon - 1) * self._stochastic
         self._uniforms = Uniforms(seeds, draws, batch_size, steps + 1)
         self._ends = _may_end(environment)
-        # Contexts of all runs are numbered through, c·R + r: runs that stand at one place are neighbours in memory.
+        # Contexts of all runs are numbered c·R + r, so that runs in the same context are neighbours in memory.
         self._own = np.arange(self.runs)
         self._starts = environment.start[:, None] * self.runs + self._own
         successors = environment.successors.transpose(2, 1, 0)[..., None]
@@ -52,45 +56,40 @@ class Drawn:
         few = vocabulary <= min(batch_size, FEW)
         self._counted = counted and self.horizon == 1 and contexts == 1 and few and group_size is None
         self._shares = np.full((batch_size, self.runs), 1.0 / batch_size)
-        self._arms = np.arange(vocabulary * self.runs if self._counted else 0)
+        self._tokens = np.arange(vocabulary * self.runs if self._counted else 0)
 
     def draw(self, sampler: Policy, step: int) -> Batch:
-        """The rollouts of an update; updates are asked for in order."""
+        """Rollouts of update number `step`; call it for each update in order."""
         uniforms = self._uniforms.take()
         if self._counted:
             return self._counts(sampler, uniforms[0])
         left = iter(uniforms)
         vocabulary, contexts, runs = sampler.chances.shape
         prompt = self._prompt(next(left)) if self._several else None
-        # (1, R) until rollouts part, then (B, R).
+        # (1, R) while all rollouts of a run share a context, then (B, R).
         row = self._starts[:1] if prompt is None else np.take_along_axis(self._starts, prompt, axis=0)
         chances = sampler.chances.reshape(vocabulary, -1)
-        choose, chances = (_tokens, chances) if vocabulary <= FEW else (_tokens_of_many, _cumulative(chances))
+        choose, chances = (_choose, chances) if vocabulary <= FEW else (_choose_of_many, _cumulative(chances))
         cells = np.empty((self.horizon, self.batch_size, runs), dtype=np.int64)
         alive = np.empty(cells.shape, dtype=bool) if self._ends else None
-        for step_, cell in enumerate(cells):
+        for time, cell in enumerate(cells):
             if alive is not None:
-                alive[step_] = row != END
-                row = np.where(alive[step_], row, self._own)
+                alive[time] = row != END
+                # An ended rollout stays in a context of its own run, so that tables can be read without a condition.
+                row = np.where(alive[time], row, self._own)
             token = choose(row, chances, next(left))
             np.add(np.multiply(token, runs * contexts, dtype=np.int64), row, out=cell)
-            if step_ < self.horizon - 1:
+            if time < self.horizon - 1:
                 row = self._follow(cell, next(left) if self._stochastic else None)
                 if alive is not None:
-                    row = np.where(alive[step_], row, END)
+                    row = np.where(alive[time], row, END)
         return Batch(
-            cells.shape,
-            cells.reshape(-1),
-            alive,
-            self._shares,
-            prompt,
-            self.group_size,
-            self.batch_size,
-            False,
+            cells.shape, cells.reshape(-1), alive, self._shares, prompt, self.group_size, self.batch_size, exact=False
         )
 
     def _counts(self, sampler: Policy, uniform: np.ndarray) -> Batch:
         vocabulary, _, runs = sampler.chances.shape
+        # Counts of up to 255 fit into a byte, which is faster to add up.
         kind = np.uint8 if self.batch_size < 256 else np.int64
         passed = np.full((vocabulary + 1, runs), self.batch_size, dtype=kind)
         passed[-1] = 0
@@ -98,7 +97,7 @@ class Drawn:
         np.add.reduce(reached.view(np.uint8), axis=1, dtype=kind, out=passed[1:-1])
         weights = np.divide(passed[:-1] - passed[1:], self.batch_size, dtype=float)
         shape = (1, vocabulary, runs)
-        return Batch(shape, self._arms, None, weights, None, None, self.batch_size, False, planes=True)
+        return Batch(shape, self._tokens, None, weights, None, None, self.batch_size, exact=False, planes=True)
 
     def _prompt(self, uniform: np.ndarray) -> np.ndarray:
         if self.group_size is not None:
@@ -106,7 +105,7 @@ class Drawn:
         return (uniform >= self._prompts[:, None, None]).sum(axis=0)
 
     def _follow(self, cell: np.ndarray, uniform: np.ndarray | None) -> np.ndarray:
-        """Where the tokens at these cells lead: a context's number, or −1."""
+        """Numbers of the contexts to which the tokens at these cells lead, −1 where the rollout ends."""
         if uniform is None:
             return self._following[0].take(cell)
         here = cell // self.runs
@@ -117,20 +116,13 @@ class Drawn:
 
 
 def _may_end(environment: Environment) -> bool:
-    """Whether a rollout can end before the horizon."""
-    here = environment.start_distribution() > 0
-    for _ in range(environment.horizon - 1):
-        if ((environment.successors == END) & (environment.probabilities > 0))[here].any():
-            return True
-        following = environment.transition.T @ np.repeat(here.astype(float), environment.vocabulary) > 0
-        if np.array_equal(following, here):
-            break
-        here = following
-    return False
+    """Return whether a rollout can end before the horizon."""
+    ends = ((environment.successors == END) & (environment.probabilities > 0)).any(axis=(1, 2))
+    return any(ends[here].any() for here in islice(environment.reachable(), environment.horizon - 1))
 
 
 def _cumulative(chances: np.ndarray) -> np.ndarray:
-    """Cumulative chances (V, N), the last left out: (V − 1, N) of few tokens, (N, V − 1) of many."""
+    """Cumulative probabilities of (V, N), without the last: (V − 1, N) for few tokens, (N, V − 1) for many."""
     if len(chances) <= FEW:
         cumulative = chances[:-1].copy()
         for token in range(1, len(cumulative)):
@@ -139,18 +131,57 @@ def _cumulative(chances: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.ascontiguousarray(chances.T).cumsum(axis=1)[:, :-1])
 
 
-def _tokens(row: np.ndarray, chances: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """(B, R) which of few tokens uniforms choose in the contexts `row` (B or 1, R), of chances (V, N)."""
+def _choose(row: np.ndarray, chances: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Tokens (B, R) that uniforms choose in the contexts `row` (B or 1, R), from few probabilities (V, N)."""
     reached = chances[0].take(row)
     token = (uniform >= reached).view(np.int8)
-    # Added up where rollouts stand: a deep tree has many more contexts than are visited.
+    # Cumulated only in the contexts visited: a deep tree has many more.
     for plane in chances[1:-1]:
         reached += plane.take(row)
         token += (uniform >= reached).view(np.int8)
     return token
 
 
-def _tokens_of_many(row: np.ndarray, cumulative: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """As `_tokens`, of cumulative chances (N, V − 1)."""
+def _choose_of_many(row: np.ndarray, cumulative: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """As `_choose`, from many cumulative probabilities (N, V − 1)."""
     rows = torch.from_numpy(cumulative[np.broadcast_to(row, uniform.shape)])
     return torch.searchsorted(rows, torch.from_numpy(uniform).unsqueeze(-1), right=True).squeeze(-1).numpy()
+
+
+class Uniforms:
+    """Uniforms from each run's own stream: `draws` times B of them for every update, in order.
+
+    A thread draws the next stretch while training goes on; NumPy releases the interpreter lock meanwhile. Results do
+    not depend on it.
+    """
+
+    def __init__(self, seeds: Sequence[int], draws: int, batch_size: int, updates: int) -> None:
+        self._generators = [np.random.default_rng(seed) for seed in seeds]
+        self._each, self._left = draws * batch_size, updates
+        self._ahead = max(1, min(AHEAD // (len(seeds) * self._each), updates))
+        self._shape = (draws, batch_size, len(seeds))
+        self._raw = np.empty((len(seeds), self._ahead * self._each))
+        self._spare = np.empty((self._ahead, *self._shape))
+        self._thread = ThreadPoolExecutor(1)
+        self._coming: Future[int] = self._thread.submit(self._fill, min(self._ahead, updates))
+        self._stretch = np.empty_like(self._spare)
+        self._taken = self._filled = 0
+
+    def take(self) -> np.ndarray:
+        """Uniforms (draws, B, R) of the next update, a view that is overwritten once the next stretch is begun."""
+        if self._taken == self._filled:
+            self._filled, self._taken = self._coming.result(), 0
+            self._left -= self._filled
+            self._stretch, self._spare = self._spare, self._stretch
+            if self._left > 0:
+                self._coming = self._thread.submit(self._fill, min(self._ahead, self._left))
+        self._taken += 1
+        return self._stretch[self._taken - 1]
+
+    def _fill(self, updates: int) -> int:
+        """Fill the spare stretch with uniforms for so many updates."""
+        raw = self._raw[:, : updates * self._each]
+        for own, generator in zip(raw, self._generators, strict=True):
+            generator.random(out=own)
+        np.copyto(self._spare[:updates].reshape(-1, self._shape[-1]), raw.T)
+        return updates

@@ -1,7 +1,8 @@
-"""Every rollout of a world with its chance under the sampler, or every group of rollouts of one prompt."""
+"""All rollouts of an environment with their probabilities under the sampler, or all groups of rollouts of a prompt."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement
 from math import comb, factorial, prod
 
@@ -13,14 +14,14 @@ from kltest.training.batch import Batch
 from kltest.training.sums import Policy
 
 MOST_ROWS = 2**20
-"""Rows of all groups together that are enumerated for every update."""
+"""Largest number of rows, over all groups, that is enumerated for an update."""
 
 
 class Enumerated:
-    """All rollouts as rows, each weighted by its chance.
+    """All rollouts as rows, weighted by probability.
 
-    With groups of n > 1 the rows are those of every multiset of n rollouts of a prompt: the weight of a row is the
-    chance that its group is drawn, in any order, over n.
+    With groups of n > 1 the rows are those of every multiset of n rollouts of a prompt. The weight of a row is the
+    probability that its group is drawn, in any order, divided by n.
     """
 
     def __init__(self, environment: Environment, runs: int, group_size: int | None) -> None:
@@ -34,7 +35,7 @@ class Enumerated:
         self._rollouts = _batch(cells, live, np.arange(len(paths)), None)
         self._batch = _batch(cells, live, rows, paths.prompt if several else None, self.group_size)
         if contexts == 1 and self._batch.shape == (1, vocabulary, runs):
-            self._batch = Batch(**{**vars(self._batch), "planes": True})
+            self._batch = replace(self._batch, planes=True)
         self._log_weight = paths.log_weight[:, None]
         self._rows = rows
         chance = environment.prompts[paths.prompt]
@@ -42,7 +43,7 @@ class Enumerated:
         self._prompt_chance = chance[:, None]
 
     def draw(self, sampler: Policy, step: int) -> Batch:
-        """All rows under a sampler; `step` is of no account."""
+        """All rows with their weights under a sampler, whatever the `step`."""
         chances = np.exp(self._rollouts.along(self._rollouts.chosen(sampler.log_probs)) + self._log_weight)
         if self.group_size > 1:
             members = (chances / self._prompt_chance).take(self._rows, axis=0)
@@ -50,13 +51,13 @@ class Enumerated:
             for place in range(self.group_size):
                 group = group * members[place :: self.group_size]
             chances = group.repeat(self.group_size, axis=0)
-        return Batch(**{**vars(self._batch), "weights": chances})
+        return replace(self._batch, weights=chances)
 
 
 def _batch(
     cells: np.ndarray, live: np.ndarray | None, rows: np.ndarray, prompt: np.ndarray | None, group_size: int = 1
 ) -> Batch:
-    """The given rows of all rollouts, their weights to be filled in."""
+    """Batch of the given rows of all rollouts; the weights are filled in later."""
     taken = np.ascontiguousarray(cells[:, rows])
     return Batch(
         (taken.shape[0], taken.shape[1], taken.shape[2]),
@@ -71,7 +72,7 @@ def _batch(
 
 
 def _groups(prompt: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(G·size,) the rollouts of all groups, and (G,) in how many orders each group can be drawn."""
+    """Rollouts (G·size,) of all groups, and the number of orders (G,) in which each group can be drawn."""
     if size == 1:
         return np.arange(len(prompt)), np.ones(len(prompt))
     pools = [np.flatnonzero(prompt == each) for each in np.unique(prompt)]
@@ -79,7 +80,7 @@ def _groups(prompt: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     if count * size > MOST_ROWS:
         raise InvalidEnvironmentError(
             f"there are {count:,} groups of {size} rollouts, {count * size:,} rows, and at most {MOST_ROWS:,} are "
-            "enumerated for every update. Use smaller groups, a smaller world, or sampled training (batch_size)"
+            "enumerated for every update. Use smaller groups, a smaller environment, or sampled training (batch_size)"
         )
     members = [group for pool in pools for group in combinations_with_replacement(pool.tolist(), size)]
     orders = [factorial(size) / prod(factorial(group.count(row)) for row in set(group)) for group in members]

@@ -1,7 +1,7 @@
-"""The KL part: an estimator called on the rows of many runs, and its gradient at every row's log-probs.
+"""The KL part of the gradient: an estimator called on the rows of many runs, differentiated at their log-probs.
 
-Autograd runs through the estimator alone, from the log-probs of tokens; softmax and sums over rows are done by hand.
-Rows of different runs share a call where the estimator keeps rows apart, or couples them through `group`; any other is
+Autograd covers the estimator alone; the gradients of softmax and of sums over rows are written out by hand. Rows of
+different runs share a call if the estimator treats rows separately or couples them by `group`. Any other estimator is
 called once for each batch of each run.
 """
 
@@ -22,19 +22,20 @@ from kltest.moments.differentiate import backward
 from kltest.moments.reduction import BatchOfOneError, probe
 from kltest.rollout import LEAVES, Rollout
 from kltest.training.batch import Batch
-from kltest.training.estimator import Held, is_ours, made_ready
-from kltest.training.problems import PerRun, State
-from kltest.training.sums import by_run, total
-from kltest.training.world import World
+from kltest.training.estimator import WithColumns, bound, is_built_in
+from kltest.training.problems import PerRun, Runs, State
+from kltest.training.sums import total, transposed
 
 PROBED = 12
-"""Rollouts on which a stranger's function is tried, to see whether it couples the rows of a batch."""
+"""Rollouts on which a user-defined function is tested for coupling between the rows of a batch."""
 
 
 @dataclass(frozen=True)
-class Pull:
-    """The gradient of the KL part: `logp` (T, M, R) at the sampled tokens and `logits` (M·R, T, V) at all next ones,
-    weighted by the rows' weights, None where none arrives; `logged` (R,) the KL that the estimator logs, if asked.
+class PenaltyGradient:
+    """Gradient of the KL part, weighted by the rows' weights, None if it is zero.
+
+    `logp` (T, M, R) is with respect to the sampled tokens' log-probs, `logits` (M·R, T, V) to those of all next tokens;
+    `logged` (R,) is the KL that the estimator logs, None if not recorded.
     """
 
     logp: np.ndarray | None = None
@@ -43,23 +44,23 @@ class Pull:
 
 
 class Penalty:
-    """The estimator that the runs of a world share."""
+    """The estimator of several runs, and its gradient on a batch."""
 
-    def __init__(self, world: World) -> None:
-        run = world.runs[0]
-        self.loss, self.world, self.whole = made_ready(run), world, run.whole
+    def __init__(self, runs: Runs) -> None:
+        run = runs.each[0]
+        self.loss, self.runs, self.whole = bound(run), runs, run.whole
         self.own = [name for name, value in run.options.items() if isinstance(value, PerRun)]
         self._ones: Tensor | None = None
-        # Our own estimators are called directly; a stranger's function gets copies, in the types that it wants.
-        self.trusted = is_ours(self.loss)
-        self.couples = self.loss.spec.couples if self.trusted and self.loss.spec is not None else self._probed()
-        self.alone = self.couples and not (self.trusted and "group" in self.loss.takes)
+        # Built-in estimators are called directly. A user-defined function gets copies, converted to the types it needs.
+        self.built_in = is_built_in(self.loss)
+        self.couples = self.loss.spec.couples if self.built_in and self.loss.spec is not None else self._tested()
+        self.alone = self.couples and not (self.built_in and "group" in self.loss.takes)
 
-    def _probed(self) -> bool:
-        """Whether the function was seen to couple rows, or returns one number for a batch."""
-        if isinstance(self.loss.function, Held):
+    def _tested(self) -> bool:
+        """Call the function on a few rollouts; return whether it couples rows or returns one number for a batch."""
+        if isinstance(self.loss.function, WithColumns):
             self.loss.function.columns = {name: torch.tensor(0.5, dtype=torch.float64) for name in self.own}
-        instance = Instance.draw(self.world.environment, 0)
+        instance = Instance.draw(self.runs.environment, 0)
         generator = np.random.default_rng(0)
         paths = instance.environment.sample(instance.policy, PROBED, generator)
         pool = Rollout.of(instance, paths)
@@ -72,14 +73,15 @@ class Penalty:
             for single in witness.singles.values()
         )
 
-    def pull(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> Pull:
-        """The gradient of β times the KL part, or of the whole loss, on a batch; tables of log-probs are (V, C, R)."""
+    def gradient(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> PenaltyGradient:
+        """Gradient of β times the KL part, or of the whole loss, on a batch; log-probs are (V, C, R) tables."""
         fields, columns = self._fields(batch, policy, sampler), self._columns(batch, policy, sampler)
         call = self._one_by_one if self.alone else self._together
         found, logged = call(fields, columns, batch, log)
+        # Calls of single batches are weighted already, one weight a call.
         shares = np.ones_like(batch.weights) if self.alone else batch.weights
         if not (self.whole or self.loss.takes_beta):
-            shares = shares * self.world.beta
+            shares = shares * self.runs.beta
         weights = np.broadcast_to(shares, batch.shape)
         weights = weights if batch.live is None else np.where(batch.live, weights, 0.0)
         parts: dict[str, np.ndarray | None] = dict.fromkeys(LEAVES)
@@ -88,13 +90,13 @@ class Penalty:
                 parts[leaf] = weighted(batch.steps(part.numpy()), weights)
             else:
                 parts[leaf] = weighted(part.numpy(), batch.rows(weights)[:, :, None])
-        return Pull(parts["logp"], parts["logits"], logged)
+        return PenaltyGradient(parts["logp"], parts["logits"], logged)
 
     def _together(
         self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
     ) -> tuple[dict[str, Tensor], np.ndarray | None]:
-        """One call for the rows of all runs."""
-        rollout = Rollout(fields, beta=float(self.world.runs[0].beta))
+        """Make one call for the rows of all runs."""
+        rollout = Rollout(fields, beta=float(self.runs.each[0].beta))
         objective, logged = self._call(rollout, columns, placed=batch.live is not None)
         gradients = self._gradients(rollout, objective.sum())
         if not log:
@@ -106,11 +108,11 @@ class Penalty:
     def _one_by_one(
         self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
     ) -> tuple[dict[str, Tensor], np.ndarray | None]:
-        """Each batch, or in exact mode each group, as a call of its own."""
+        """Make a call for each batch or, if rows are enumerated, for each group."""
         _, rows, runs = batch.shape
         size = (batch.group_size or 1) if batch.exact else rows
         base = Rollout(fields)
-        if not self.trusted:
+        if not self.built_in:
             self.loss.settle(base)
         found: dict[str, Tensor] = {}
         logged = np.zeros(runs)
@@ -119,7 +121,7 @@ class Penalty:
             if weight == 0:
                 continue
             part = torch.arange(first, first + size) * runs + run
-            rollout = base.take(part, beta=float(self.world.runs[run].beta))
+            rollout = base.take(part, beta=float(self.runs.each[run].beta))
             objective, metric = self._call(rollout, {name: column[part] for name, column in columns.items()})
             objective = objective if objective.dim() == 0 else objective.mean()
             for leaf, gradient in self._gradients(rollout, objective * weight).items():
@@ -139,13 +141,14 @@ class Penalty:
         return {name: part for name, part in zip(leaves, gradients, strict=True) if part is not None}
 
     def _call(self, rollout: Rollout, columns: dict[str, Tensor], *, placed: bool = True) -> tuple[Tensor, Tensor]:
-        """The placed loss, (B,) or a scalar, and what is logged, detached.
+        """Return the placed loss, (B,) or a scalar, and the logged KL, detached.
 
-        Without `placed` a loss of tokens may be left as it is: where all are live, its sum is the same.
+        Without `placed` a per-token loss may keep its shape: if all tokens are live, its sum is the same.
         """
         beta = rollout.peek("beta")
         value, metric = self._returned(rollout, columns, beta)
         if self.loss.takes_beta and not self.whole:
+            # Of a loss that takes β, the KL term is the difference that β makes.
             value = value - self._returned(rollout, columns, 0.0)[0]
         logged = value.detach() if metric is None else metric
         if self.loss.placement == "loss" and not placed:
@@ -154,10 +157,10 @@ class Penalty:
         return place(value, logp, rollout.peek("mask"), self.loss.placement, self.loss.credit), logged
 
     def _returned(self, rollout: Rollout, columns: dict[str, Tensor], beta: float) -> tuple[Tensor, Tensor | None]:
-        """What the estimator returns, float64, and the KL that it logs beside that."""
-        if isinstance(self.loss.function, Held):
+        """Return the estimator's value in float64 and the KL among its metrics."""
+        if isinstance(self.loss.function, WithColumns):
             self.loss.function.columns = columns
-        if not self.trusted:
+        if not self.built_in:
             result = self.loss.returned(rollout, beta)
             return result.loss.to(torch.float64), result.metric
         values: dict[str, Any] = {}
@@ -172,13 +175,13 @@ class Penalty:
         return (answer[0], answer[1]["kl"]) if isinstance(answer, tuple) else (answer, None)
 
     def _columns(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Tensor]:
-        """(M·R, 1) the numbers of each run's own, by parameter."""
+        """Columns (M·R, 1) of the PerRun options, by parameter."""
         columns = {}
         for name in self.own:
-            values = [run.options[name].value for run in self.world.runs]
+            values = [run.options[name].value for run in self.runs.each]
             if callable(values[0]):
-                tables = (policy, self.world.log_reference, sampler)
-                state = State(*(torch.from_numpy(by_run(table)) for table in tables))
+                tables = (policy, self.runs.log_reference, sampler)
+                state = State(*(torch.from_numpy(transposed(table)) for table in tables))
                 column = torch.as_tensor(values[0](state), dtype=torch.float64)
             else:
                 column = torch.tensor(values, dtype=torch.float64)
@@ -186,13 +189,12 @@ class Penalty:
         return columns
 
     def _fields(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Any]:
-        """Everything that a rollout has, (M·R, …), built when it is asked for."""
+        """All fields of a rollout, (M·R, …), built when they are read."""
         steps, rows, runs = batch.shape
         flat = (rows * runs, steps)
-        world = self.world
 
         def reward() -> np.ndarray:
-            return batch.along(batch.chosen(world.reward))
+            return batch.along(batch.chosen(self.runs.reward))
 
         def advantage() -> Tensor:
             earned = reward()
@@ -209,19 +211,19 @@ class Penalty:
             "advantage": advantage,
             "group": lambda: torch.from_numpy(batch.groups.reshape(-1)),
         }
-        for prefix, table in {"": policy, "ref_": world.log_reference, "old_": sampler}.items():
+        for prefix, table in {"": policy, "ref_": self.runs.log_reference, "old_": sampler}.items():
             fields[f"{prefix}logp"] = lambda table=table: torch.from_numpy(batch.rows(batch.chosen(table)))
             fields[f"{prefix}logits"] = lambda table=table: torch.from_numpy(batch.next_tokens(table))
         return fields
 
     def _all_live(self, shape: tuple[int, int]) -> Tensor:
-        """A mask of ones, kept for the next update unless a stranger may write into it."""
-        if not self.trusted or self._ones is None or self._ones.shape != shape:
+        """A mask of ones, kept for the next update unless a user-defined function may have written into it."""
+        if not self.built_in or self._ones is None or self._ones.shape != shape:
             self._ones = torch.ones(shape, dtype=torch.float64)
         return self._ones
 
 
 def weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Their product, without what a row that was never drawn, or that counts for nothing, would add, however steep."""
+    """Product of values and weights, 0 wherever the weight is 0, even if the value is infinite or NaN."""
     product = values * weights
     return product if isfinite(np.add.reduce(product, axis=None)) else np.where(weights != 0, product, 0.0)

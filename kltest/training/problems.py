@@ -1,8 +1,8 @@
-"""What is trained: a world with a start and a reference, and one run of training in it."""
+"""Problems (an environment with a start and a reference), single runs, and the tables of many runs at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,15 +13,16 @@ from kltest.environments import Environment, Instance
 from kltest.environments.policies import table
 from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators.spec import Credit, Placement
+from kltest.training.sums import transposed
 
 STRUCTURE = ("start", "prompts", "successors", "probabilities")
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A world whose reward is to be earned, with logits (C, V) where training starts and of the reference.
+    """An environment with the (C, V) logits of the initial policy (`start`) and of the reference.
 
-    Raises InvalidEnvironmentError for logits of another shape, or that are not finite.
+    Raises InvalidEnvironmentError if logits have another shape or are not finite.
     """
 
     environment: Environment
@@ -40,10 +41,10 @@ class Problem:
         distance: float = 2.0,
         reward: Literal["kept", "normal", "binary"] = "kept",
     ) -> Problem:
-        """A random start and reference, |Σ log π/ref| < `distance` along every rollout, and a reward.
+        """Draw start and reference, with |Σ log π/ref| < `distance` along every rollout, and perhaps a reward.
 
-        The reward is the world's own ("kept"), or drawn for every context and token: standard "normal", or "binary",
-        1 or 0 with equal chances. With `distance=0` training starts at the reference.
+        `reward` keeps that of the environment ("kept") or draws one for every context and token: standard "normal", or
+        "binary" (0 or 1 with equal probability). With `distance=0` training starts at the reference.
         """
         drawn = Instance.draw(environment, seed, distance=distance or 1.0)
         generator = np.random.default_rng([seed, 1])
@@ -58,13 +59,13 @@ class Problem:
 
     @property
     def log_reference(self) -> np.ndarray:
-        """(C, V) the reference's log-probs."""
+        """Log-probs (C, V) of the reference."""
         return table(self.reference, what="reference")
 
 
 @dataclass(frozen=True)
 class State:
-    """Where the runs of one call stand: log-probs (R, C, V) of the policy, the reference and the sampler."""
+    """Log-probs (R, C, V) of policy, reference and sampler, for the runs of one call."""
 
     log_policy: Tensor
     log_reference: Tensor
@@ -73,9 +74,9 @@ class State:
 
 @dataclass(frozen=True)
 class PerRun:
-    """An argument of an estimator that is a number of each run's own, handed over as a (rows, 1) tensor.
+    """An estimator's argument whose value differs between runs; the estimator receives a (rows, 1) tensor.
 
-    `value` is that number, or a function of the State that gives (R,) of them at every update.
+    `value` is the number of this run, or a function of the State that returns (R,) numbers at every update.
     """
 
     value: float | Callable[[State], Tensor]
@@ -85,11 +86,12 @@ class PerRun:
 class Run:
     """One run: ascent on E[R] − β·(the estimator's KL term).
 
-    `estimator` is a registered name, anything else that `kltest grade` takes as a target, a callable with the same
-    calling convention, or None. `placement` and `credit` default to what a registered estimator says of itself, else
-    to loss and return. `options` fill its other parameters by name; runs whose plain options differ are separate calls,
-    a `PerRun` lets them share one. `whole`: the estimator is the entire loss, the reward included.
-    Raises UsageError for a β or a learning rate that is negative or not finite.
+    `estimator` is a registered name, any other target of `kltest grade`, a callable with the same calling convention,
+    or None. `placement` and `credit` default to those of a registered estimator's SPEC, else to loss and return.
+    `options` fill its other parameters by name: runs whose plain options differ need separate calls, runs that differ
+    in a `PerRun` share one. With `whole` the estimator is the entire loss, the reward included.
+
+    Raises UsageError if β, the learning rate or the seed is negative, or one of the first two is not finite.
     """
 
     problem: Problem
@@ -112,24 +114,48 @@ class Run:
             raise UsageError("a run whose whole loss is an estimator needs one: there is nothing to train on")
 
 
-def check_alike(problems: list[Problem]) -> Environment:
-    """The world that all problems share, apart from its reward; UsageError where they differ."""
+def check_alike(problems: Sequence[Problem]) -> Environment:
+    """Return the environment that all problems share, apart from its reward."""
     if not problems:
         raise UsageError("there is no run to train")
     first = problems[0].environment
     seen = {id(first)}
     for problem in problems:
-        world = problem.environment
-        if id(world) in seen:
+        other = problem.environment
+        if id(other) in seen:
             continue
-        seen.add(id(world))
-        same = world.horizon == first.horizon and all(
-            getattr(world, name) is getattr(first, name) or np.array_equal(getattr(world, name), getattr(first, name))
-            for name in STRUCTURE
-        )
-        if not same:
+        seen.add(id(other))
+        pairs = [(getattr(other, name), getattr(first, name)) for name in STRUCTURE]
+        if other.horizon != first.horizon or not all(a is b or np.array_equal(a, b) for a, b in pairs):
             raise InvalidEnvironmentError(
-                f"environments {first.name!r} and {world.name!r} differ in more than their reward: runs of one call "
+                f"environments {first.name!r} and {other.name!r} differ in more than their reward: runs of one call "
                 "share contexts, tokens, dynamics and horizon. Train them in two calls"
             )
     return first
+
+
+class Runs:
+    """R runs in one environment, as arrays.
+
+    Tables are (V, C, R), tokens first: a sum over a few tokens is then a sum of long contiguous vectors. `start` holds
+    logits; `log_reference` and `reward` are tables; `beta` and `rate` are (R,). All runs share the dynamics.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        problems = [run.problem for run in runs]
+        self.environment = check_alike(problems)
+        self.each = runs
+        self.start = _stacked(problems, lambda problem: np.asarray(problem.start, dtype=float))
+        self.log_reference = _stacked(problems, lambda problem: problem.log_reference)
+        self.reward = _stacked(problems, lambda problem: problem.environment.reward)
+        self.beta = np.array([run.beta for run in runs], dtype=float)
+        self.rate = np.array([run.learning_rate for run in runs], dtype=float)
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+
+def _stacked(problems: Sequence[Problem], read: Callable[[Problem], np.ndarray]) -> np.ndarray:
+    """Stack a (C, V) table of each problem to (V, C, R); runs that share a problem share one read."""
+    tables = {key: read(problem) for key, problem in {id(problem): problem for problem in problems}.items()}
+    return transposed(np.stack([tables[id(problem)] for problem in problems]))

@@ -1,13 +1,13 @@
 """The reward part: the score-function gradient of E[R], with a baseline and an importance ratio.
 
-With A = R − b and sampled rows, the ascent direction is the mean over rows of A·Σ_t c_t·g_t, where the ratio gives
+With A = R − b, the ascent direction is the mean over rows of A·Σ_t c_t·g_t. The ratio determines c_t:
 
     none: c_t = 1      token: c_t = ρ_t      sequence: c_t = ρ_1·…·ρ_L
-    clipped: c_t = ρ_t, or 0 where ρ_t > 1 + ε and A > 0, or ρ_t < 1 − ε and A < 0 (PPO's, differentiated).
+    clipped: c_t = ρ_t, or 0 if ρ_t > 1 + ε and A > 0, or if ρ_t < 1 − ε and A < 0 (the derivative of PPO's clip).
 
-The baseline b is 0 ("none"), the mean reward of the row's group ("mean"), the rollout itself included, which shortens
-the gradient by 1 − 1/n, or the mean of the others ("leave-one-out"; 0 for a rollout alone). In exact mode without
-groups "mean" and "leave-one-out" are both the expected reward of the prompt under the sampler.
+The baseline b is 0 ("none"), the mean reward of the row's group ("mean"), or the mean of the group's other rollouts
+("leave-one-out"; 0 for a single rollout). "mean" includes the rollout itself, which scales the gradient by 1 − 1/n. In
+exact mode without groups both means are the expected reward of the prompt under the sampler.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Baseline = Literal["none", "mean", "leave-one-out"]
 Ratio = Literal["none", "token", "sequence", "clipped"]
 
 
-def push(
+def score_weights(
     batch: Batch, earned: np.ndarray, log_ratio: np.ndarray | None, baseline: Baseline, ratio: Ratio, clip: float
 ) -> np.ndarray:
-    """(T, M, R) weights on g_t, zero where dead; (1, M, R) where every token has the same.
+    """Weights (T, M, R) on g_t, zero at dead tokens; (1, M, R) if all tokens of a row have the same.
 
-    `earned` (M, R); `log_ratio` (T, M, R) is None where ρ = 1.
+    `earned` (M, R) is each row's reward; `log_ratio` (T, M, R) is log ρ_t, None if ρ = 1.
     """
     advantage = _less_baseline(batch, earned, baseline)
     weight = batch.weights * advantage

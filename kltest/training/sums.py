@@ -1,8 +1,8 @@
-"""Sums and softmax whose bits do not depend on what else is in the tensor.
+"""Sums and softmax of a run that do not depend, to the last bit, on the other runs in the tensor.
 
-NumPy adds planes one by one, but what lies along contiguous memory in another order, and the same axis is now the one,
-now the other: a run would end at other bits in another company. Here few terms are always added one by one, and many
-along contiguous memory.
+NumPy's order of addition depends on the memory layout: planes are added one by one, contiguous memory pairwise. The
+number of runs changes the layout, and with it the rounding of every run. Here up to `FEW` terms are always added one
+by one, and more always along contiguous memory.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from dataclasses import dataclass
 import numpy as np
 
 FEW = 16
-"""So many planes are added one by one."""
+"""Largest number of terms that are added one by one."""
 
 
 def total(values: np.ndarray, axis: int = 0) -> np.ndarray:
-    """The sum over one axis."""
+    """Sum over one axis."""
     if values.shape[axis] > FEW:
         return np.add.reduce(np.ascontiguousarray(np.moveaxis(values, axis, -1)), axis=-1)
     values = np.ascontiguousarray(values)
     if values[0].size > 1 and values.shape[-1] > 1:
         return np.add.reduce(values, axis=axis)
+    # One run, or one number a plane: NumPy would add these pairwise, so that they are accumulated instead.
     return np.add.accumulate(values, axis=axis).take(-1, axis=axis)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Softmax tables (V, C, R): `log_probs` and `chances`."""
+    """Softmax tables (V, C, R): log-probs, and probabilities as `chances`."""
 
     log_probs: np.ndarray
     chances: np.ndarray
 
 
 def softmax(logits: np.ndarray, into: Policy | None = None) -> Policy:
-    """Of logits (V, C, R), over tokens; written over a policy that nobody needs any more, if one is given."""
+    """Return the policy of logits (V, C, R); `into` is a policy that is no longer needed, whose memory is reused."""
     policy = into or Policy(np.empty_like(logits), np.empty_like(logits))
     shifted, powers = policy.log_probs, policy.chances
     np.subtract(logits, np.maximum.reduce(logits), out=shifted)
@@ -46,16 +47,11 @@ def softmax(logits: np.ndarray, into: Policy | None = None) -> Policy:
 
 
 def softmax_gradient(weights: np.ndarray, policy: Policy) -> np.ndarray:
-    """(V, C, R) gradient with respect to logits of what has the gradient `weights` at the log-probs."""
+    """Gradient (V, C, R) at the logits of a function whose gradient at the log-probs is `weights`."""
     gradient = policy.chances * total(weights)
     return np.subtract(weights, gradient, out=gradient)
 
 
-def by_run(table: np.ndarray) -> np.ndarray:
-    """(R, C, V) of a (V, C, R) table."""
-    return np.ascontiguousarray(table.transpose(2, 1, 0))
-
-
-def by_token(table: np.ndarray) -> np.ndarray:
-    """(V, C, R) of an (R, C, V) table."""
+def transposed(table: np.ndarray) -> np.ndarray:
+    """Return a (V, C, R) table as (R, C, V), or the other way round."""
     return np.ascontiguousarray(table.transpose(2, 1, 0))

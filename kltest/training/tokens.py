@@ -1,8 +1,7 @@
-"""The KL part of an estimator that values every token by itself: no rollouts are built, and costs are added by hand.
+"""The KL part for estimators whose term of a token depends on that token's log-probs alone.
 
-Where the term of a token depends on that token's log-probs alone, the gradient of all terms together is, token by
-token, the derivative of its own; and what is charged to a token for a cost in the reward is a sum over the rollout.
-This is what `Penalty` finds by autograd through whole rollouts, in a fraction of the time.
+The gradient of the summed terms is then each term's own derivative, and a cost in the reward is credited by plain sums
+over the rollout. The result is that of `Penalty`, up to rounding, in a fraction of the time: no rollouts are built.
 """
 
 from __future__ import annotations
@@ -15,33 +14,32 @@ from torch import Tensor
 
 from kltest.moments.differentiate import backward
 from kltest.training.batch import Batch
-from kltest.training.penalty import Penalty, Pull, weighted
-from kltest.training.problems import PerRun
+from kltest.training.penalty import Penalty, PenaltyGradient, weighted
+from kltest.training.problems import Runs
 from kltest.training.sums import total
-from kltest.training.world import World
 
 FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
 
 
 class TokenPenalty(Penalty):
-    """A `Penalty` for which `apart(penalty)` holds."""
+    """A `Penalty` of which `per_token(penalty)` holds."""
 
-    def pull(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> Pull:
-        """As `Penalty.pull`."""
-        tables = {"logp": policy, "ref_logp": self.world.log_reference, "old_logp": sampler}
+    def gradient(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> PenaltyGradient:
+        """As `Penalty.gradient`."""
+        tables = {"logp": policy, "ref_logp": self.runs.log_reference, "old_logp": sampler}
         value, gradient = self._valued({name: torch.from_numpy(batch.chosen(tables[name])) for name in self.loss.takes})
         if self.loss.placement != "loss":
             charged = self._charged(batch, value)
             gradient = charged if self.loss.placement == "reward" or gradient is None else gradient + charged
         logged = total(weighted(batch.along(value), batch.weights)) if log else None
         if gradient is None:
-            return Pull(logged=logged)
-        weights = batch.weights if self.whole else batch.weights * self.world.beta
+            return PenaltyGradient(logged=logged)
+        weights = batch.weights if self.whole else batch.weights * self.runs.beta
         weights = weights if batch.live is None else np.where(batch.live, weights, 0.0)
-        return Pull(weighted(gradient, weights), None, logged)
+        return PenaltyGradient(weighted(gradient, weights), None, logged)
 
     def _valued(self, fields: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray | None]:
-        """(T, M, R) the terms of all tokens, and their derivatives if they stand in the loss."""
+        """Return the terms (T, M, R) of all tokens and, if placed in the loss, their derivatives."""
         arguments: dict[str, Any] = dict(self.loss.settings)
         for parameter, name in self.loss.fields.items():
             arguments[parameter] = fields[name]
@@ -56,7 +54,7 @@ class TokenPenalty(Penalty):
         return value.detach().numpy(), None if gradient is None else gradient.numpy()
 
     def _charged(self, batch: Batch, cost: np.ndarray) -> np.ndarray:
-        """(T, M, R) the cost that each token is held to account for."""
+        """Cost (T, M, R) that the credit assigns to each token."""
         if batch.live is not None:
             cost = np.where(batch.live, cost, 0.0)
         if self.loss.credit == "immediate" or len(cost) == 1:
@@ -69,14 +67,13 @@ class TokenPenalty(Penalty):
         return left
 
 
-def apart(penalty: Penalty) -> bool:
-    """Whether the estimator is one of ours that values each token by that token's log-probs."""
-    spec, options = penalty.loss.spec, penalty.world.runs[0].options.values()
-    ours = penalty.trusted and spec is not None and spec.per_token
-    return ours and penalty.loss.takes <= FIELDS and not any(isinstance(value, PerRun) for value in options)
+def per_token(penalty: Penalty) -> bool:
+    """Return whether the estimator is a built-in one whose term of a token reads that token's log-probs alone."""
+    spec = penalty.loss.spec
+    return penalty.built_in and spec is not None and spec.per_token and penalty.loss.takes <= FIELDS and not penalty.own
 
 
-def penalty_of(world: World) -> Penalty:
-    """The KL part of the runs of a world, by the shortest way."""
-    penalty = Penalty(world)
-    return TokenPenalty(world) if apart(penalty) else penalty
+def penalty_of(runs: Runs) -> Penalty:
+    """Return the faster kind of penalty that the estimator of the runs allows."""
+    penalty = Penalty(runs)
+    return TokenPenalty(runs) if per_token(penalty) else penalty

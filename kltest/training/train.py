@@ -1,28 +1,72 @@
-"""The loop: rollouts, the two parts of the gradient, one step on the logits, for many runs at once."""
+"""The training loop for many runs at once: rollouts, both parts of the gradient, one step on the logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
+from kltest.errors import UsageError
 from kltest.training.drawn import Drawn
 from kltest.training.enumerated import Enumerated
 from kltest.training.estimator import sharing
-from kltest.training.history import MEASURED, History
-from kltest.training.measure import Measure
-from kltest.training.penalty import Pull
-from kltest.training.problems import Run, check_alike
-from kltest.training.reward import Baseline, Ratio, push
-from kltest.training.settings import Settings
-from kltest.training.sums import by_run, softmax, softmax_gradient, total
+from kltest.training.measure import MEASURED, History, Measure
+from kltest.training.penalty import PenaltyGradient
+from kltest.training.problems import Run, Runs, check_alike
+from kltest.training.reward import Baseline, Ratio, score_weights
+from kltest.training.sums import softmax, softmax_gradient, total, transposed
 from kltest.training.tokens import penalty_of
-from kltest.training.world import World
 
 EXPLODED = 1e6
-"""A logit further from zero than this counts as diverged."""
+"""Largest absolute logit; a run beyond it counts as diverged."""
 CHUNK = 2**18
-"""Numbers in one field of a chunk of runs: more of them share the cost of a call, fewer stay in the cache."""
+"""Numbers in one field of a chunk of runs: more share the overhead of a call, fewer stay in the cache."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that all runs of a call share; see `train`. Raises UsageError if one is out of range."""
+
+    steps: int
+    batch_size: int | None
+    group_size: int | None
+    inner_steps: int
+    baseline: Baseline
+    ratio: Ratio
+    clip: float
+    max_norm: float | None
+    optima: bool
+
+    def __post_init__(self) -> None:
+        least = {"steps": 0, "batch_size": 1, "group_size": 1, "inner_steps": 1}
+        for name, smallest in least.items():
+            number = getattr(self, name)
+            if number is not None and not (isinstance(number, int) and number >= smallest):
+                raise UsageError(f"{name} must be a whole number of at least {smallest}, not {number!r}")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise UsageError(f"max_norm must be positive, or None, not {self.max_norm}")
+        for name, kind in (("baseline", Baseline), ("ratio", Ratio)):
+            if getattr(self, name) not in get_args(kind):
+                raise UsageError(f"the {name} {getattr(self, name)!r} is none of {', '.join(get_args(kind))}")
+        if not 0 < self.clip < 1:
+            raise UsageError(f"the clip ε lies between 0 and 1, not at {self.clip}")
+        if self.batch_size is not None and self.group_size is not None and self.batch_size % self.group_size:
+            raise UsageError(f"a batch of {self.batch_size} rollouts cannot be cut into groups of {self.group_size}")
+
+    def recorded(self, record: int | Sequence[int] | None) -> list[int]:
+        """Numbers of updates after which to measure: every `record`-th or those listed, and always 0 and the last."""
+        if record is None:
+            return sorted({0, self.steps})
+        if isinstance(record, int):
+            if record < 1:
+                raise UsageError(f"records are made every 1 update or more, not every {record}")
+            return sorted({*range(0, self.steps + 1, record), self.steps})
+        outside = [step for step in record if not 0 <= step <= self.steps]
+        if outside:
+            raise UsageError(f"there is nothing to record after update {outside[0]}: training has {self.steps}")
+        return sorted({0, self.steps, *record})
 
 
 def train(
@@ -40,18 +84,28 @@ def train(
     optima: bool = True,
     chunk: int | None = None,
 ) -> History:
-    """Train R runs for `steps` updates each, and measure them exactly on the way (conventions: `kltest.training`).
+    """Train R runs for `steps` updates each and measure them exactly on the way (conventions: `kltest.training`).
 
-    The worlds of the runs may differ in reward alone. `batch_size` rollouts are drawn for each update, in groups of
-    `group_size` of one prompt if given; with None gradients are exact expectations. The sampler is renewed every
-    `inner_steps` updates. `baseline`, `ratio` and `clip` are those of the reward part (kltest.training.reward).
-    Gradients longer than `max_norm` are shortened to it. `record`: every so many updates, or after which numbers of
-    updates, to measure; the start and the end always are. Without `optima` no π* is solved for. `chunk` runs
-    are worked on at a time, by default as many as fit into the cache; results do not depend on it.
+    Args:
+        runs: Runs whose environments differ in nothing but the reward.
+        steps: Number of updates.
+        batch_size: Rollouts drawn for each update; None for exact expectations.
+        group_size: Rollouts of one prompt that form a group; it divides `batch_size`.
+        inner_steps: Updates between two renewals of the sampler.
+        baseline: Baseline of the reward part, see `kltest.training.reward`.
+        ratio: Importance ratio of the reward part, see there.
+        clip: The ε of the "clipped" ratio, between 0 and 1.
+        max_norm: Largest Euclidean norm of a gradient; longer ones are scaled down to it.
+        record: Measure after every so many updates, or after the listed numbers of updates; always at start and end.
+        optima: Solve for π*, as `kl_to_optimum` and `gap` need it.
+        chunk: Runs that are trained at a time, by default as many as fit into the cache; results do not depend on it.
 
-    Raises UsageError for settings out of range and for estimators that cannot be called so, InvalidEnvironmentError for
-    environments that differ in more than their reward or cannot be enumerated. A run that diverges is stopped and
-    marked, never raised.
+    Returns:
+        Measurements, final logits and the update at which a run diverged. A diverged run is stopped, never raised.
+
+    Raises:
+        UsageError: A setting is out of range, or an estimator cannot be called.
+        InvalidEnvironmentError: Environments differ in more than their reward, or cannot be enumerated.
     """
     settings = Settings(steps, batch_size, group_size, inner_steps, baseline, ratio, clip, max_norm, optima)
     recorded = settings.recorded(record)
@@ -63,8 +117,8 @@ def train(
         size = chunk or max(1, CHUNK // _numbers(runs[0], settings))
         for first in range(0, len(rows), size):
             part = rows[first : first + size]
-            world = World([runs[row] for row in part])
-            measured, last, since = _train_together(world, settings, recorded)
+            together = Runs([runs[row] for row in part])
+            measured, last, since = _train_together(together, settings, recorded)
             for name in MEASURED:
                 columns[name][:, part] = measured[name]
             logits[part], diverged[part] = last, since
@@ -73,31 +127,34 @@ def train(
 
 @np.errstate(all="ignore")
 def _train_together(
-    world: World, settings: Settings, recorded: Sequence[int]
+    runs: Runs, settings: Settings, recorded: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Measurements (K, R), last logits (R, C, V) and the update at which each run diverged (R,)."""
-    runs = len(world.runs)
-    penalty = penalty_of(world) if world.runs[0].estimator is not None else None
-    source = _source(world, settings, apart=penalty is None or not penalty.couples)
-    measure = Measure(world, optima=settings.optima)
+    """Return measurements (K, R), final logits (R, C, V) and the update at which each run diverged (R,)."""
+    penalty = penalty_of(runs) if runs.each[0].estimator is not None else None
+    source = _source(runs, settings, coupled=penalty is not None and penalty.couples)
+    measure = Measure(runs, optima=settings.optima)
     found: dict[str, list[np.ndarray]] = {name: [] for name in MEASURED}
-    logits = world.start.copy()
-    diverged = np.full(runs, -1)
+    logits = runs.start.copy()
+    diverged = np.full(len(runs), -1)
     policy = sampler = softmax(logits)
     for step in range(settings.steps + 1):
         recording = step in recorded
         if step % settings.inner_steps == 0:
             sampler = policy
         batch = source.draw(sampler, step)
-        signal = np.zeros(batch.shape) if penalty is not None and penalty.whole else None
-        if signal is None:
-            earned = batch.along(batch.chosen(world.reward))
+        if penalty is not None and penalty.whole:
+            ascent = np.zeros(batch.shape)
+        else:
+            earned = batch.along(batch.chosen(runs.reward))
             log_ratio = None if sampler is policy else batch.chosen(policy.log_probs - sampler.log_probs)
-            signal = push(batch, earned, log_ratio, settings.baseline, settings.ratio, settings.clip)
-        pull = Pull() if penalty is None else penalty.pull(batch, policy.log_probs, sampler.log_probs, log=recording)
-        table = batch.collect(signal if pull.logp is None else signal - pull.logp, logits)
-        if pull.logits is not None:
-            table = table - batch.collect_next(pull.logits, logits)
+            ascent = score_weights(batch, earned, log_ratio, settings.baseline, settings.ratio, settings.clip)
+        if penalty is None:
+            descent = PenaltyGradient()
+        else:
+            descent = penalty.gradient(batch, policy.log_probs, sampler.log_probs, log=recording)
+        table = batch.collect(ascent if descent.logp is None else ascent - descent.logp, logits)
+        if descent.logits is not None:
+            table = table - batch.collect_next(descent.logits, logits)
         gradient = softmax_gradient(table, policy)
         if recording or settings.max_norm is not None:
             norm = np.sqrt(total(total(np.square(gradient))))
@@ -105,36 +162,37 @@ def _train_together(
             for name, values in measure(policy).items():
                 found[name].append(values)
             found["gradient_norm"].append(norm)
-            found["logged"].append(np.full_like(norm, np.nan) if pull.logged is None else pull.logged)
+            found["logged"].append(np.full_like(norm, np.nan) if descent.logged is None else descent.logged)
         if step == settings.steps:
             break
         if settings.max_norm is not None:
             gradient = gradient * (settings.max_norm / np.maximum(norm, settings.max_norm))
-        gradient *= world.rate
+        gradient *= runs.rate
         moved = np.add(logits, gradient, out=gradient)
-        # Said so that NaN counts as unsound.
+        # Both comparisons are false for NaN, which therefore counts as diverged.
         if not (moved.min() >= -EXPLODED and moved.max() <= EXPLODED) or (diverged >= 0).any():
             unsound = ~(np.abs(moved).max(axis=(0, 1)) <= EXPLODED)
             diverged = np.where(unsound & (diverged < 0), step + 1, diverged)
             moved = np.where(diverged >= 0, logits, moved)
         logits = moved
+        # The policy's memory is reused unless the sampler still refers to it.
         spent = sampler is not policy or (step + 1) % settings.inner_steps == 0
         policy = softmax(logits, policy if spent else None)
     measured = {name: np.stack(values) for name, values in found.items()}
-    return measured, by_run(logits), diverged
+    return measured, transposed(logits), diverged
 
 
-def _source(world: World, settings: Settings, *, apart: bool) -> Enumerated | Drawn:
-    """Where rollouts come from; `apart` says that the estimator does not couple them."""
+def _source(runs: Runs, settings: Settings, *, coupled: bool) -> Enumerated | Drawn:
+    """The source of rollouts; `coupled` means that the estimator couples them."""
     if settings.batch_size is None:
-        return Enumerated(world.environment, len(world.runs), settings.group_size)
-    seeds = [run.seed for run in world.runs]
+        return Enumerated(runs.environment, len(runs), settings.group_size)
+    seeds = [run.seed for run in runs.each]
     size, group, steps = settings.batch_size, settings.group_size, settings.steps
-    return Drawn(world.environment, seeds, size, group, steps, counted=apart)
+    return Drawn(runs.environment, seeds, size, group, steps, counted=not coupled)
 
 
 def _numbers(run: Run, settings: Settings) -> int:
-    """About how many numbers one run has in its largest field."""
+    """Approximate number of numbers in the largest field of one run."""
     environment = run.problem.environment
     rows = environment.count() * (settings.group_size or 1) if settings.batch_size is None else settings.batch_size
     return int(max(rows * environment.horizon, run.problem.start.size))

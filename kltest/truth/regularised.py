@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,14 +69,6 @@ def solve_backwards(
     if not environment.tree:
         return np.stack(policies), values
     merged = reference.copy()
-    for reached, policy in zip(_reached(environment), policies, strict=True):
+    for reached, policy in zip(environment.reachable(), policies, strict=True):
         merged[reached] = policy[reached]
     return merged, values
-
-
-def _reached(environment: Environment) -> Iterator[np.ndarray]:
-    """(C,) bool: the contexts that can be met at time 0, 1, …"""
-    here = environment.start_distribution() > 0
-    for _ in range(environment.horizon):
-        yield here
-        here = environment.transition.T @ np.repeat(here.astype(float), environment.vocabulary) > 0
