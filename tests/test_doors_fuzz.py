@@ -19,6 +19,8 @@ from kltest.report import Report
 
 # Of design.md §5, without those that only a grading can end with: these gradings are canned.
 CONFIRMED, USAGE, NOTHING = 0, 2, 5
+# A quarter of the examples on every push, all of them weekly.
+SHARE = 1 if os.environ.get("KLTEST_EXAMPLES") == "all" else 4
 FUZZ = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -68,7 +70,7 @@ PART = st.one_of(
 )
 
 
-@settings(FUZZ, max_examples=400)
+@settings(FUZZ, max_examples=400 // SHARE)
 @given(st.lists(PART, max_size=5))
 def test_no_options_of_grade_give_a_traceback_or_an_unknown_exit_code(parts):
     arguments = ["grade", *(word for part in parts for word in part)]
@@ -79,7 +81,7 @@ def test_no_options_of_grade_give_a_traceback_or_an_unknown_exit_code(parts):
         assert result.stderr.strip()
 
 
-@settings(FUZZ, max_examples=150)
+@settings(FUZZ, max_examples=150 // SHARE)
 @given(st.lists(st.sampled_from(OPTIONS), min_size=1, max_size=3), st.data())
 def test_options_that_are_right_are_taken(names, data):
     arguments = ["grade", "k3-loss"]
@@ -169,7 +171,7 @@ def configured(folder, text):
     return found, result
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=300 // SHARE)
 @given(TABLE)
 def test_no_settings_give_a_traceback_or_an_unknown_exit_code(folder, table):
     text = toml(table)
@@ -177,7 +179,7 @@ def test_no_settings_give_a_traceback_or_an_unknown_exit_code(folder, table):
     configured(folder, f"[tool]\nkltest = {text}\n")
 
 
-@settings(FUZZ, max_examples=100)
+@settings(FUZZ, max_examples=100 // SHARE)
 @given(VALUE)
 def test_no_other_kind_of_table_does(folder, value):
     text = toml(value)
@@ -206,7 +208,7 @@ KL104 = "for all"
 """
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=300 // SHARE)
 @given(st.data())
 def test_no_damage_to_a_good_file_does(folder, data):
     text = GOOD
