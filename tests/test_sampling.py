@@ -16,7 +16,7 @@ from kltest.environments import Instance, ngram, sequence
 from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators import registry
 from kltest.identify.instances import instances
-from kltest.identify.sampling import Sampling, identify_sampled
+from kltest.identify.sampling import identify_sampled
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import bind, resolve
 from kltest.moments import NonDeterministicError, Sampled, drawing, dynamic, exact, exact_batches, sampled
@@ -293,7 +293,7 @@ def coupled_in_large_batches(logp, ref_logp, mask):
 def test_rows_that_touch_in_large_batches_are_called_one_by_one():
     found, _, verdict = compared(bind(coupled_in_large_batches), first("bandit"), samples=3000, margin=0.2)
     assert found.reduction == "coupled"
-    assert "a row has not the gradient that it has alone" in found.coupling
+    assert "the gradient of a row is not the one that it has alone" in found.coupling
     assert verdict == "confirmed"
 
 
@@ -379,7 +379,7 @@ def test_named_is_what_alone_is_possible(gradients, radius, combination):
 )
 def test_numbers_that_mean_nothing_are_refused(option, value):
     with pytest.raises(UsageError, match=str(value).split(".")[0]):
-        Sampling(**{option: value})
+        kltest.grade("k3-loss", method="sampled", **{option: value})
 
 
 def test_the_command_line_takes_the_same_options(tmp_path, monkeypatch):

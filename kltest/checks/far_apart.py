@@ -20,7 +20,7 @@ from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings
-from kltest.identify.identification import tolerance
+from kltest.moments.tolerances import TOLERANCES
 
 Shifts = tuple[tuple[float, ...], tuple[float, ...]]
 ENVIRONMENT = "bandit"
@@ -73,7 +73,7 @@ def _worst(findings: Findings, shifts: Shifts, least: float) -> FarApart | None:
             with suppress(KltestError):  # overflows and failing calls are reported by other checks
                 moments = findings.measure.expected(row, instance)
                 bias = relative_bias(moments.gradient, target(findings.expect, instance), size(instance))
-                if bias > max(least, tolerance(moments.dtype)):
+                if bias > max(least, TOLERANCES[moments.dtype].gradient):
                     ratios = np.sort(instance.policy[0] - instance.reference[0])
                     found.append(FarApart(bias, tuple(map(float, ratios))))
     return max(found, key=lambda one: one.bias, default=None)

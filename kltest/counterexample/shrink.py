@@ -23,7 +23,7 @@ from kltest.counterexample.program import with_program
 from kltest.counterexample.small_environments import adds_up, at_once, counter_example, differs, measure
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row
-from kltest.identify.identification import tolerance
+from kltest.moments.tolerances import TOLERANCES
 from kltest.report import CounterExample
 from kltest.truth import combine
 
@@ -168,7 +168,7 @@ class Search:
             measured = measure(loss, instance, sampler, batch, summed=self._adds_up(environment, batch))
             found, dtype = measured.expected, measured.dtype
         target = combine(self.findings.expect, instance)
-        return differs(found, target, instance, max(tolerance(dtype), self.limit))
+        return differs(found, target, instance, max(TOLERANCES[dtype].gradient, self.limit))
 
     def _adds_up(self, environment: SmallEnvironment, batch: int) -> bool:
         """Tried once for each size, in the first environment: no gradients are equal by chance there."""

@@ -11,11 +11,11 @@ import torch
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance, Paths
 from kltest.identify.findings import Combination
-from kltest.identify.identification import tolerance
 from kltest.loss.outcome import Loss, Returned
 from kltest.moments import exact_batches
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.projection import each_gradient
+from kltest.moments.tolerances import TOLERANCES
 from kltest.report import CounterExample, Prefix
 from kltest.rollout import Rollout
 from kltest.truth import combine, gradient, gradient_again
@@ -80,7 +80,7 @@ def adds_up(loss: Loss, environment: SmallEnvironment, sampler: str, batch: int)
 
 def differs(found: np.ndarray, target: np.ndarray, instance: Instance, limit: float) -> bool:
     """True if a gradient is off by more than `limit` times the larger of ‖target‖ and ‖∇KL(π‖ref)‖."""
-    rounding = tolerance("float64")
+    rounding = TOLERANCES["float64"].gradient
     scale = max(float(np.linalg.norm(target)), float(np.linalg.norm(gradient("reverse_kl", instance))))
     # Both are zero if the policy is the reference; then the gradient itself is the scale.
     scale = scale if scale > rounding else float(np.linalg.norm(found))
@@ -121,7 +121,7 @@ def counter_example(
         for context in range(len(environment.policy))
     ]
     size = (environment.length, len(environment.policy[0]), environment.ends, batch)
-    differ = differs(measured.expected, truth, instance, max(limit, tolerance(measured.dtype)))
+    differ = differs(measured.expected, truth, instance, max(limit, TOLERANCES[measured.dtype].gradient))
     return CounterExample(environment.kind, sampler, *size, measured.returned, summed, contexts), measured.dtype, differ
 
 

@@ -24,13 +24,14 @@ from kltest.identify import transformers
 from kltest.identify.case import Case, relative_bias, worst_cosine
 from kltest.identify.findings import Combination
 from kltest.identify.findings import Row as GradedRow
-from kltest.identify.identification import Identification, independent, tolerance
+from kltest.identify.identification import Identification, independent
 from kltest.identify.instances import HELD_OUT, with_ties
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.uses import fields_used
 from kltest.language_models.networks import Network, network
 from kltest.loss.outcome import Loss
 from kltest.loss.resolve import resolve
+from kltest.moments.tolerances import TOLERANCES
 from kltest.sweeps.progress import Progress
 
 BUILD: dict[str, Callable[..., Environment]] = {"sequence": sequence, "ragged": ragged}
@@ -192,7 +193,7 @@ def row_of(case: NetworkCase, loss: Loss, estimator: Estimator) -> Row:
     declared = dict(expected or REVERSE_KL)
     measure, found = _measured(case, loss, declared, twice=expected is not None)
     distance = None if expected is None else found.relative_bias
-    agrees = found.identified is None if distance is None else distance <= tolerance(measure.observed.dtype)
+    agrees = found.identified is None if distance is None else distance <= TOLERANCES[measure.observed.dtype].gradient
     place = measure.case(found)
     candidates = place.candidates_at_parameters
     bias, cosine = found.relative_bias, found.cosine

@@ -8,9 +8,9 @@ import numpy as np
 
 from kltest.identify.case import Case, relative_bias, size, target, worst_cosine
 from kltest.identify.findings import Combination, Row
-from kltest.identify.identification import identify, tolerance
+from kltest.identify.identification import identify
 from kltest.moments import Moments, Sampled
-from kltest.moments.tolerances import LOWEST_FIRST
+from kltest.moments.tolerances import LOWEST_FIRST, TOLERANCES
 
 # A bias beyond this is more than rounding in float64, even if it is within the tolerance.
 ALMOST = 1e-9
@@ -54,7 +54,7 @@ def evaluate(
         at_parameters[0], candidates, magnitudes=magnitudes, units=units, dtype=dtype, freedom=case.freedom
     )
     bias = max(relative_bias(*triple) for triple in zip(*at_parameters, units, strict=True))
-    agrees: bool | None = bias <= tolerance(dtype)
+    agrees: bool | None = bias <= TOLERANCES[dtype].gradient
     if off_policy_only and case.sampler == "current":
         agrees, note = None, STALE_ONLY
     elif agrees and dtype == "float64" and bias > ALMOST:

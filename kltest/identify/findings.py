@@ -93,7 +93,7 @@ class Observed:
 
 @dataclass
 class Findings:
-    """What checks look at: the rows of one target, and `measure`, which they may ask for one more case."""
+    """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it."""
 
     expect: Combination
     placement: str

@@ -28,11 +28,6 @@ ALONE = frozenset({"future_reverse_kl"})
 NEARLY_ZERO = 10
 
 
-def tolerance(dtype: str) -> float:
-    """Largest relative distance of a gradient from what it should be, for a loss that computes in this precision."""
-    return TOLERANCES[dtype].gradient
-
-
 @dataclass(frozen=True)
 class Identification:
     """Result of `identify`: `combination` is None if nothing was identified; `residual` is ‖g − fit‖/‖g‖.
@@ -149,7 +144,7 @@ def solve(
     error = max(
         _relative(target, given, names, coefficients), _relative(unseen, later, names, coefficients) / NEARLY_ZERO
     )
-    return dict(zip(names, map(float, coefficients), strict=True)) if error <= tolerance(dtype) else None
+    return dict(zip(names, map(float, coefficients), strict=True)) if error <= TOLERANCES[dtype].gradient else None
 
 
 def independent(columns: Mapping[str, np.ndarray]) -> list[str]:

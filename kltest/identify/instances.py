@@ -1,7 +1,7 @@
 """Environments in which a loss is graded: small, mild, drawn from the seed, three instances to fit on, one held out.
 
 Losses that couple the rollouts of a group have environments of their own, under the same names: few enough
-rollouts to enumerate every group, and a reward of 0 or 1 for the whole rollout, equally often, so that groups tie.
+rollouts to enumerate every group, and a reward of 0 or 1 a rollout, equally often, so that some groups are tied.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from kltest.identify import transformers as networks
 
 FITTED = 3
 HELD_OUT = 1
-DEFAULT_ENVIRONMENTS = ("bandit", "sequence", "ragged")
-# Groups are called one by one where a loss bears no more, about half a millisecond each.
+# Groups are called one by one if a loss takes one group a call, about half a millisecond each.
 MOST_GROUPS = 1_000
-# Rewards are assigned at random so often, and the most even assignment is taken.
+# Random assignments of rewards, of which the most even one is taken.
 ASSIGNMENTS = 200
 
 
@@ -60,8 +59,8 @@ def _layered(horizon: int, seed: int) -> Environment:
     return tabular(successors, chances, np.zeros((states, 2)), horizon, start=start)
 
 
-# From the largest: that is taken of which all groups can be counted. With pairs a third token keeps (B,) and (B, T)
-# apart.
+# In order of size, the largest first: the first one of which all groups can be enumerated is taken. For pairs, a third
+# token makes T differ from B, so that (B,) and (B, T) are not confused.
 _OF_GROUPS: dict[str, tuple[Callable[[int], Environment], ...]] = {
     "bandit": (lambda seed: bandit(4), lambda seed: bandit(3)),
     "sequence": (lambda seed: sequence(3, 2), lambda seed: sequence(2, 2)),
@@ -80,25 +79,31 @@ _OF_PAIRS: dict[str, tuple[Callable[[int], Environment], ...]] = {
 
 @lru_cache(maxsize=128)
 def instances(environment: str, seed: int, group: int | None = None) -> tuple[Instance, ...]:
-    """The instances of a world that grading looks at, the held-out one last; with `group` the world for groups of it.
+    """Instances of an environment that a loss is graded on, the held-out one last.
 
-    Mild (|Σ log π/ref| < 2 and |Σ log π/μ| < 1 along every rollout), so that clamps and overflows stay silent here.
+    Log-ratios are small (|Σ log π/ref| < 2 and |Σ log π/μ| < 1 along every rollout), so that clamps do not act and
+    nothing overflows.
+
+    Args:
+        environment: A name of ENVIRONMENTS.
+        seed: Seed of environments and policies.
+        group: Rollouts in a group, for a loss that couples the rollouts of a prompt; None for single rollouts.
     """
     build = ENVIRONMENTS[environment] if group is None else _of_groups(environment, group)
     draw = networks.drawn if environment in NETWORKS else Instance.draw
     drawn = []
-    for world_seed, policy_seed in seeds(environment, seed):
-        instance = draw(replace(build(world_seed), name=environment), policy_seed)
-        drawn.append(instance if group is None else with_ties(instance, world_seed))
+    for own_seed, policy_seed in seeds(environment, seed):
+        instance = draw(replace(build(own_seed), name=environment), policy_seed)
+        drawn.append(instance if group is None else with_ties(instance, own_seed))
     return tuple(drawn)
 
 
 def seeds(environment: str, seed: int) -> list[tuple[int, int]]:
-    """What the environments and the policies of a world's instances are drawn from."""
+    """Seeds of the environment and of the policies, a pair for each instance."""
     salt = zlib.crc32(environment.encode())
     children = np.random.SeedSequence([seed, salt]).spawn(FITTED + HELD_OUT)
     states = (child.generate_state(2) for child in children)
-    return [(int(world), int(policy)) for world, policy in states]
+    return [(int(own), int(policy)) for own, policy in states]
 
 
 def _of_groups(environment: str, size: int) -> Callable[[int], Environment]:
@@ -107,7 +112,7 @@ def _of_groups(environment: str, size: int) -> Callable[[int], Environment]:
 
 
 def _groups(environment: Environment, size: int) -> int:
-    """How many groups of rollouts of one prompt there are, their order aside."""
+    """Number of groups of rollouts of one prompt, as multisets."""
     prompts = len(environment.prompts)
     return prompts * math.comb(int(environment.count()) // prompts + size - 1, size)
 

@@ -15,7 +15,6 @@ from kltest.identify import second_route
 from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
 from kltest.identify.findings import Combination, Observed, Row
-from kltest.identify.identification import tolerance
 from kltest.identify.instances import instances
 from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
@@ -23,6 +22,7 @@ from kltest.identify.values import reported
 from kltest.loss.outcome import Loss, Outcome
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches
 from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
+from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Measure:
         """True if a variant of the loss follows the declared gradient under the instance's stale sampler."""
         found = exact(loss, instance, "stale", padding=self.seed)
         wanted = target(self.declared, instance)
-        return relative_bias(found.gradient, wanted, size(instance)) <= tolerance(found.dtype)
+        return relative_bias(found.gradient, wanted, size(instance)) <= TOLERANCES[found.dtype].gradient
 
     def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> Experiment:
         """Calls of a copy of the loss on any input; `floats` is the type of its fields, `beta` its coefficient."""
@@ -257,7 +257,7 @@ class Measure:
         self._measured[case.environment, case.sampler, found[0].batch] = case, [each.gradient for each in found]
         row = evaluate(case, self.declared, found, off_policy_only=self._off_policy_only, note=note)
         dtype = lowest_precision(found)
-        if self.twice and row.relative_bias > tolerance(dtype) and row.batch == 1:
+        if self.twice and row.relative_bias > TOLERANCES[dtype].gradient and row.batch == 1:
             second_route.compare(self.loss, case, found[0], self.declared)
         shown = reported(case, found, dtype, self.call)
         return replace(row, value=shown.row if shown else None, reported=shown)

@@ -1,9 +1,9 @@
 """Rows from samples, for what is not enumerated: the relative bias is confirmed, refuted or inconclusive.
 
-In each instance d = ‖E[ĝ] − t‖/‖t‖ lies in an interval that holds at all times at once (kltest.moments.confidence), so
-that sampling stops as soon as the interval lies on one side of the margin m. The target is confirmed if d ≤ m in every
-instance and refuted if d > m in one; else nothing is said, and never that the gradient is unbiased. The error rate is
-shared out among all rows and instances of a grading: that any of their intervals misses is no likelier than that.
+In each instance d = ‖E[ĝ] − t‖/‖t‖ lies in an interval that holds at all times at once (kltest.moments.confidence).
+Sampling stops as soon as the interval lies on one side of the margin m. The declared gradient t is confirmed if d ≤ m
+in every instance, refuted if d > m in one, and else the row is inconclusive; d = 0 is never claimed. All rows and
+instances of a grading share the error rate: it bounds the probability that any of their intervals misses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kltest.errors import UsageError
 from kltest.identify.case import Case, size, target, worst_cosine
 from kltest.identify.evaluate import STALE_ONLY
 from kltest.identify.findings import Combination, Row
@@ -25,39 +24,26 @@ from kltest.moments import Sampled, sampled
 if TYPE_CHECKING:
     from kltest.loss.outcome import Loss
 
-METHODS = ("exact", "sampled")
-ERROR_RATE, MARGIN = 1e-6, 0.05
-
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: whether it was asked for, and what is to be known how surely.
+    """Settings of sampling; grading's options check them.
 
-    `samples` is the most batches drawn in an instance (None: what kltest.moments.sampled takes), `bound` a number that
-    no gradient of a batch exceeds in norm, where one is known. `rows` share the error rate. Raises UsageError for
-    numbers that are none of that.
+    Attributes:
+        asked: True if everything is sampled, and not only what cannot be enumerated.
+        error_rate: Highest probability that an interval misses, shared by all rows.
+        margin: Largest relative bias that is confirmed.
+        samples: Most batches drawn in an instance; None for the default of kltest.moments.sampled.
+        bound: Largest norm of a batch's gradient, if one is known.
+        rows: Rows that share the error rate.
     """
 
     asked: bool = False
-    error_rate: float = ERROR_RATE
-    margin: float = MARGIN
+    error_rate: float = 1e-6
+    margin: float = 0.05
     samples: int | None = None
     bound: float | None = None
     rows: int = 1
-
-    def __post_init__(self) -> None:
-        if not (_is_number(self.error_rate) and 0 < self.error_rate < 1):
-            raise UsageError(f"the error rate must lie between 0 and 1, as 1e-6 does; it is {self.error_rate!r}")
-        if not (_is_number(self.margin) and 0 < self.margin < np.inf):
-            raise UsageError(f"the margin must be a positive relative bias, as 0.05; it is {self.margin!r}")
-        if self.samples is not None and not (isinstance(self.samples, int) and self.samples >= 1):
-            raise UsageError(f"the number of samples must be a whole one of at least 1; it is {self.samples!r}")
-        if self.bound is not None and not (_is_number(self.bound) and 0 < self.bound < np.inf):
-            raise UsageError(f"the bound on a gradient's norm must be a positive number; it is {self.bound!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def sample(
@@ -70,7 +56,7 @@ def sample(
     grouped: bool = False,
     noisy: bool = False,
 ) -> list[Sampled]:
-    """The gradient of batches of `batch` rollouts on each instance; raises what kltest.moments.sampled raises."""
+    """Sample the gradient of batches of `batch` rollouts on each instance; exceptions are those of `sampled`."""
     drawn = case.instances
     name = f"{case.environment}/{case.sampler}/{batch}"
     seeds = np.random.SeedSequence([case.seed, zlib.crc32(name.encode())]).generate_state(len(drawn))
@@ -103,7 +89,7 @@ def sampled_row(
     *,
     off_policy_only: bool = False,
 ) -> Row:
-    """The row of a case from samples, one set an instance; `why` says what stood in the way of enumeration."""
+    """The row of a case from samples, one set an instance; `why` is the reason that nothing was enumerated."""
     drawn = case.instances
     targets = [target(declared, instance) for instance in drawn]
     units = [float(np.linalg.norm(wanted)) or size(i) for wanted, i in zip(targets, drawn, strict=True)]
@@ -155,10 +141,11 @@ def _words(
 
 
 def identify_sampled(found: Sequence[Sampled], candidates: Mapping[str, Sequence[np.ndarray]]) -> Identification:
-    """The one named gradient that every instance's sphere contains, with coefficient 1, else with a fitted one.
+    """Identify the one named gradient that every instance's sphere contains.
 
-    None where several are in all spheres, or none is; zero is named where it is in all of them and nothing else is.
-    The residual is that of the best single multiple of a named gradient, from the estimates.
+    A gradient with coefficient 1 is preferred; if none is in all spheres, a fitted multiple of one counts. The
+    combination is None if several are possible or none is. Zero counts as a named gradient. The residual is that of
+    the best single multiple of a named gradient, from the estimates.
     """
     columns = {name: np.concatenate([g.ravel() for g in given]) for name, given in candidates.items()}
     names = independent(columns)
@@ -190,7 +177,7 @@ def _contains(sphere: Sampled, gradient: np.ndarray) -> bool:
 
 
 def _multiples(found: Sequence[Sampled], named: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The coefficients c for which c·named lies in every sphere: from the first to the second, none if that is less."""
+    """The smallest and largest c for which c·named lies in every sphere; there is none if the largest is less."""
     low, high = -np.inf, np.inf
     for sphere, gradient in zip(found, named, strict=True):
         square, along = float((gradient**2).sum()), float((gradient * sphere.gradient).sum())

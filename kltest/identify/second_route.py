@@ -9,10 +9,10 @@ from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.case import Case, size, target
 from kltest.identify.findings import Combination
-from kltest.identify.identification import tolerance
 from kltest.loss.outcome import Loss
 from kltest.moments import Moments
 from kltest.moments.differentiate import leaf_gradients
+from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 from kltest.truth import gradient_again
 
@@ -38,7 +38,10 @@ def compare(loss: Loss, case: Case, moments: Moments, declared: Combination) -> 
         raise DisagreementError("the declared gradient comes out differently by dynamic programming and by autograd")
     gradient_of_table = through_table(loss, instance, case.sampler, case.seed)
     scale = max(float(np.sqrt(moments.second_moment)), size(instance))
-    if np.linalg.norm(moments.gradient - gradient_of_table) > max(ROUTES_AGREE, tolerance(moments.dtype)) * scale:
+    if (
+        np.linalg.norm(moments.gradient - gradient_of_table)
+        > max(ROUTES_AGREE, TOLERANCES[moments.dtype].gradient) * scale
+    ):
         raise DisagreementError(
             f"the expected gradient of {loss.name} comes out differently through a table of logits: does it "
             "give different results for the same input?"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kltest.errors import KltestError
 from kltest.loss.outcome import Loss
-from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.reduction import NonDeterministicError
+from kltest.moments.tolerances import close
 from kltest.rollout import Rollout
 
 # Groups of a joint call that are called alone again, beside the one of the largest gradient for each total length.

@@ -124,7 +124,6 @@ def _exact(
         dtype=calls.dtype,
         batch=size,
         leaves=leaves,
-        takes=frozenset(loss.takes),
         metric=Expectation.of(np.concatenate(known), np.concatenate(weights)) if len(known) == len(metrics) else None,
         added_up=calls.adds_up(pools[0][0], size, generator),
     )

@@ -1,9 +1,9 @@
 """Confidence sequences for the mean of a stream of vectors: spheres that hold at all times at once.
 
 A sphere around an estimate contains the mean μ at every time, with probability at least 1 − α for the whole sequence,
-so that sampling may stop after any look. One dimension gives the usual intervals, leading axes
-many streams side by side. Samples are a martingale difference sequence around μ: each is drawn in a way that may
-depend on earlier ones, as long as its mean, given these, is μ.
+so that sampling may stop at any time. In one dimension spheres are intervals; leading axes are independent streams.
+Samples are a martingale difference sequence around μ: a sample may depend on earlier ones, as long as its mean, given
+these, is μ.
 
 `EmpiricalBernstein` holds at every sample size, and needs a bound on the norm of a sample. `Asymptotic` needs none: its
 error rate is right in the limit of many samples only, as that of a central limit theorem. Both are written out here,
@@ -20,14 +20,14 @@ from kltest.errors import UsageError
 
 # Above 0.8 the vector-valued inequality is not proven.
 LARGEST_BET = 0.8
-# Beyond so many dimensions eigenvalues cost more than the bounds on them lose.
+# In more dimensions than this, eigenvalues are replaced by bounds on them.
 FEW_DIMENSIONS = 256
-# Mixtures that are tried when one is tuned, as multiples of the largest eigenvalue.
+# Candidates of `tuned`, as multiples of the largest eigenvalue.
 MIXTURES = np.logspace(-4, 2, 61)
 
 
 class Sphere(NamedTuple):
-    """`centre` (…, D) and `radius` (…): infinite before anything can be said."""
+    """A sphere with `centre` (…, D) and `radius` (…), which is infinite until there are enough samples."""
 
     centre: np.ndarray
     radius: np.ndarray
@@ -60,16 +60,21 @@ class EmpiricalBernstein:
         self._squares: np.ndarray | float = 0.0
 
     def update(self, samples: np.ndarray, *, bound: float | None = None) -> None:
-        """Take in samples (n, …, D); `bound` is what holds for these, known before they were drawn.
+        """Add samples; bets and centre are those from before the call.
 
-        Bets and centre are those of the time before the call. Raises UsageError for a sample beyond the bound.
+        Args:
+            samples: (n, …, D).
+            bound: Largest norm of these samples, known before they were drawn; None for the usual one.
+
+        Raises:
+            UsageError: A sample has a larger norm than the bound.
         """
         bound = self.bound if bound is None else bound
         if (longest := float(np.sqrt(np.einsum("...d,...d->...", samples, samples).max()))) > bound * (1 + 1e-9):
             raise UsageError(f"a sample has norm {longest:.6g}, beyond the bound of {bound:.6g} that was stated")
         diameter, size = 2 * bound, len(samples)
         later = self.count + size
-        # Mean and variance begin at the middle and at their largest value, 1/4, as if these had been seen once.
+        # One imagined sample at the middle, with the largest variance 1/4, starts the mean and the variance.
         centre = _within(np.asarray(self._total) / (self.count + 1), bound)
         variance = (0.25 + self._squares) / (self.count + 1)
         bet = np.sqrt(2 * np.log(2 / self.error_rate) / (variance * later * np.log1p(later))).clip(max=LARGEST_BET)
@@ -90,7 +95,7 @@ class EmpiricalBernstein:
 
 
 def _within(point: np.ndarray, bound: float) -> np.ndarray:
-    """(…, D) the nearest point of the ball of that radius, which is no farther from any of its points."""
+    """(…, D) the nearest point of the ball of radius `bound`, which is no farther from any point of the ball."""
     distance = np.linalg.norm(point, axis=-1, keepdims=True) if point.ndim else np.zeros(1)
     return point * np.minimum(1.0, bound / np.maximum(distance, bound))
 
@@ -133,9 +138,9 @@ class Asymptotic:
         self._outer: np.ndarray | float = 0.0
 
     def update(self, samples: np.ndarray, *, longest: np.ndarray | float | None = None) -> None:
-        """Take in samples (n, …, D); `longest` is the length to reckon with where it is not that of these samples."""
+        """Add samples (n, …, D); `longest` (…) is a norm for the second term if it is not the largest of these."""
         if self.count == 0:
-            # Sums are kept of differences from the first mean, so that little cancels in the covariance.
+            # Sums are of differences from the first mean, so that little cancels in the covariance.
             self._origin = samples.mean(axis=0)
         if longest is None:
             longest = np.sqrt((samples**2).sum(axis=-1)).max(axis=0)
@@ -178,9 +183,15 @@ def squared_radius(scatter: np.ndarray, mixture: np.ndarray, error_rate: float) 
 
 
 def tuned(covariance: np.ndarray, accuracy: float, error_rate: float) -> tuple[float, float]:
-    """The mixture κ whose sphere is smallest when its radius is `accuracy`, and how many samples that takes.
+    """Choose the mixture κ whose sphere reaches a radius with the fewest samples.
 
-    `covariance` (D, D) is a guess from samples that are not used again; a wrong one costs samples, not validity.
+    Args:
+        covariance: (D, D) an estimate from samples that are not used again; a wrong one costs samples, not validity.
+        accuracy: The radius.
+        error_rate: Highest probability that the sphere ever misses the mean.
+
+    Returns:
+        κ, and the number of samples that it takes.
     """
     largest = max(float(np.linalg.norm(covariance, 2)), 1e-12 * accuracy**2)
     squared = [float(squared_radius(covariance, np.asarray(k * largest), error_rate)) for k in MIXTURES]

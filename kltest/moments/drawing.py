@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from kltest.environments import Environment, Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.loss.outcome import Loss
-from kltest.moments.agreement import close
 from kltest.moments.batch_calls import BatchCalls
 from kltest.moments.batches import joint_paths
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Reduction
 from kltest.moments.projection import each_gradient
 from kltest.moments.reduction import probe
+from kltest.moments.tolerances import close
 from kltest.rollout import Centre, Rollout
 
-# Batches on which it is seen how a loss combines rows.
+# Batches on which is tried how a loss combines rows.
 PROBED = 16
-# Batches of two sizes of which mean gradients are compared, from so many of each to so many, and how many standard
-# errors they have to be apart: six are exceeded by chance less than once in a hundred million times.
+# Fewest and most batches of each of two sizes whose mean gradients are compared.
 COMPARED, MOST_COMPARED = 128, 4096
+# Standard errors between these means that count as a difference: chance exceeds six less than once in 10⁸ times.
 SURE = 6.0
 
 
 class CoupledError(KltestError):
-    """Rows that had seemed to be apart turn out to touch each other."""
+    """Rows that had seemed independent are coupled."""
 
 
 @dataclass
 class Drawing:
-    """Draws the rollouts of batches."""
+    """Draws batches of `size` rollouts and calls the loss on them; `grouped` batches are rollouts of one prompt."""
 
     loss: Loss
     instance: Instance
@@ -51,19 +51,18 @@ class Drawing:
             self._each = [replace(self.instance.environment, prompts=one) for one in np.eye(len(prompts))]
 
     def paths(self, count: int) -> Paths:
-        """`count` batches, one after the other."""
+        """Rollouts of `count` batches, one batch after the other."""
         if len(self._each) == 1:
             return self._sample(self._each[0], count)
         groups = self.generator.multinomial(count, self.instance.environment.prompts)
-        parts = [self._sample(world, n) for world, n in zip(self._each, groups.tolist(), strict=True) if n]
+        parts = [self._sample(each, n) for each, n in zip(self._each, groups.tolist(), strict=True) if n]
 
-        def joined(column: str) -> np.ndarray:
-            return np.concatenate([getattr(part, column) for part in parts])
+        columns = ("contexts", "tokens", "mask", "prompt", "log_weight")
+        joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
+        return Paths(**joined)
 
-        return Paths(joined("contexts"), joined("tokens"), joined("mask"), joined("prompt"), joined("log_weight"))
-
-    def _sample(self, world: Environment, count: int) -> Paths:
-        return world.sample(self.instance.behaviour(self.sampler), count * self.size, self.generator)
+    def _sample(self, environment: Environment, count: int) -> Paths:
+        return environment.sample(self.instance.behaviour(self.sampler), count * self.size, self.generator)
 
     def rollout(self, paths: Paths) -> Rollout:
         centre: Centre = "batch" if self.size > 1 else "world"
@@ -74,7 +73,7 @@ class Drawing:
         return differentiate(self.loss, rollout or self.rollout(paths), live, factor)
 
     def project(self, paths: Paths, leaves: Mapping[str, np.ndarray]) -> np.ndarray:
-        """(n, C·V) gradients with respect to logits."""
+        """(n, C·V) gradients with respect to logits, from gradients by leaf."""
         policy = self.instance.policy
         if not leaves:
             return np.zeros((len(paths), policy.size))
@@ -82,7 +81,7 @@ class Drawing:
 
 
 class Source(Protocol):
-    """Where samples come from: `take` gives the rollouts of n batches and the gradient (n, C·V) of each."""
+    """Source of samples: `take` returns the rollouts of n batches and the gradient (n, C·V) of each."""
 
     drawn: Drawing
     together: bool
@@ -97,20 +96,20 @@ class Source(Protocol):
 
 
 def source_of(drawn: Drawing, noisy: bool) -> Source:
-    """The way of sampling that asks the least calls; `noisy` says that the loss draws random numbers of its own."""
+    """The source that needs the fewest calls; `noisy` says that the loss draws random numbers of its own."""
     if drawn.size > 1:
         return Batches(drawn, noisy=noisy)
     if noisy:
         return Singles(drawn, "mean")
     witness = probe(drawn.loss, drawn.rollout(drawn.paths(PROBED)), drawn.generator)
     if witness.reduction == "coupled" or (witness.mean and witness.sum):
-        # Where every gradient was zero a mean cannot be told from a sum.
+        # If every gradient was zero, a mean cannot be told from a sum.
         return Singles(drawn, witness.reduction, witness.coupling)
     return Rows(drawn, witness.reduction)
 
 
 class Rows:
-    """Rows that do not touch each other are called together, and each is a sample; one of a chunk is called again."""
+    """Independent rows, called together; each is a sample, and one of each call is compared with a call of it alone."""
 
     together = True
     coupling = ""
@@ -128,12 +127,12 @@ class Rows:
         row = int(self.drawn.generator.integers(count))
         alone = self.drawn.call(paths.take(np.array([row])), 1.0, rollout.take([row]))
         if not close(alone.row(0), called.row(row), called.dtype):
-            raise CoupledError(f"in a batch of {count} rollouts a row has not the gradient that it has alone")
+            raise CoupledError(f"in a batch of {count} rollouts the gradient of a row is not the one that it has alone")
         return paths, self.drawn.project(paths, called.by_leaf)
 
 
 class Singles:
-    """Each rollout is a call."""
+    """Rollouts called one by one."""
 
     together = False
 
@@ -155,9 +154,10 @@ class Singles:
 
 
 class Batches:
-    """Each batch is a call, or many groups are one where the loss tells them apart; what adds up rows is divided.
+    """Batches called one by one, or many groups in one call if the loss keeps them apart.
 
-    Whether rows are added up is found out unless it is said; InvalidEnvironmentError where samples do not tell.
+    The gradient of a loss that sums over rows is divided by their number. `added_up` says if it does; None: it is
+    measured, and InvalidEnvironmentError raised if samples do not decide it.
     """
 
     together = False
@@ -200,9 +200,9 @@ class Batches:
         return paths, gradients * self.factor
 
     def _grows(self, noisy: bool) -> bool:
-        """Whether the mean gradient of batches of twice as many rollouts is twice as large, and not the same.
+        """True if the mean gradient doubles with the batch size, False if it stays the same.
 
-        What a batch with every row twice does is no proof: (Σ_i u_i)²/2n has cross terms, which vanish on average.
+        Doubling every row of a batch proves nothing: (Σ_i u_i)²/2n has cross terms, which vanish on average.
         """
         size, name = self.drawn.size, self.drawn.loss.name
         try:
@@ -217,24 +217,24 @@ class Batches:
                 for place, source in enumerate((self, double)):
                     along[place] = np.append(along[place], source.take(fresh)[1] @ direction / length)
                 one, two = along
-                # As large as twice for a sum and as once for a mean: √2 times lies between.
+                # A sum doubles, a mean stays the same: the bound between them is √2.
                 away, together = two.mean() - np.sqrt(2) * one.mean(), two.mean() + one.mean()
                 unsure = SURE * np.sqrt((two.var() + 2 * one.var()) / len(one))
                 if together > unsure and abs(away) > unsure:
                     return bool(away > 0)
-        except KltestError:  # made for batches of one size
+        except KltestError:  # the loss takes batches of one size only
             return True
         raise InvalidEnvironmentError(
             f"{MOST_COMPARED} batches of {size} rollouts of environment {self.drawn.instance.environment.name!r}, and "
             f"as many of {2 * size}, do not tell whether {name} adds the gradients of its rows up or averages them: "
-            "they are too noisy, or about zero. Return a mean over rollouts, or grade it in a world that is enumerated"
+            "they are too noisy, or about zero. Return a mean over rollouts, or use a smaller environment"
         )
 
     def _noise_adds_up(self, pool: np.ndarray) -> bool:
-        """Whether a loss that draws random numbers adds rows up: noise does not hide a factor of the batch's size.
+        """True if a loss that draws random numbers adds rows up: noise does not hide a factor of the batch's size.
 
-        The gradients of a batch's rows come, in absolute value, to what one row has alone on average, or to as many
-        times that as there are rows.
+        The absolute entries of a batch's gradient sum to the average of one row alone for a mean, and to n times that
+        for a sum over n rows.
         """
         size, generator = self.drawn.size, self.drawn.generator
 
@@ -244,5 +244,5 @@ class Batches:
 
         try:
             return total(size) > total(1) * np.sqrt(size)
-        except KltestError:  # it does not take one row
+        except KltestError:  # the loss does not take one row
             return False

@@ -1,14 +1,13 @@
-"""Expected gradients by dynamic programming: exact where rollouts are too many or too long to be enumerated.
+"""Expected gradients by dynamic programming: exact even if rollouts are too many or too long to be enumerated.
 
-For a loss whose term for a token depends on that token's fields alone, every (context, token) pair is a rollout of
-length 1, and one call of the loss on all pairs gives the whole table of what it does: h(c, v), the derivative of the
-term at the token's log-probs, and the detached cost k(c, v) where it is placed in the reward. With visits d_t and
-chances of the policy that draws the rollouts, E[A(c, v)] is then
+This is for losses whose term for a token depends on that token's fields alone. Every (context, token) pair is a rollout
+of length 1. One call of the loss on all pairs gives two tables: h(c, v), the derivative of the term at the token's
+log-probs, and, for a term placed in the reward, the detached cost k(c, v). With the visits d_t of the policy that draws
+the rollouts, E[A(c, v)]/π(v|c) is
 
-    loss: Σ_t d_t·h    immediate: Σ_t d_t·k    to-go: Σ_t d_t·E[Σ_{s≥t} k_s]    return: to-go, and what was paid before,
+    loss: Σ_t d_t·h    immediate: Σ_t d_t·k    to-go: Σ_t d_t·E[Σ_{s≥t} k_s]    return: to-go plus earlier costs.
 
-the last of which vanishes in the gradient where rollouts are the policy's own. The formula of the estimator is written
-once, in the estimator.
+Earlier costs vanish in the gradient if rollouts are drawn from the policy itself.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from kltest.environments.paths import Level
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import UsageError
 from kltest.loss.outcome import Loss
-from kltest.moments.agreement import near
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Reduction
 from kltest.moments.reduction import probe
+from kltest.moments.tolerances import near
 from kltest.rollout import Rollout
 
 # Numbers in the largest field of one call, few enough to stay in the processor's cache.
@@ -37,9 +36,14 @@ WITNESSES = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """`gradient` (C, V) = E[ĝ] with respect to logits; `value` = E[Σ_t of what the loss returned per token].
+    """Expected gradient of a batch of one rollout.
 
-    `second_moment` = E‖ĝ‖², where it was asked for.
+    Attributes:
+        gradient: (C, V) E[ĝ] with respect to logits.
+        value: E[Σ_t ℓ_t] of the returned values ℓ_t a token.
+        reduction: How the loss combines the rows of a batch.
+        dtype: The precision in which the loss computes.
+        second_moment: E‖ĝ‖², None if it was not requested.
     """
 
     gradient: np.ndarray
@@ -50,7 +54,7 @@ class Expected:
 
     @property
     def variance(self) -> float | None:
-        """Trace of the covariance of the gradient of one rollout, where it was asked for."""
+        """Trace of the covariance of the gradient of one rollout, None if it was not requested."""
         if self.second_moment is None:
             return None
         return max(self.second_moment - float((self.gradient**2).sum()), 0.0)
@@ -58,7 +62,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a loss does to each context and token: `sampled` (C, V), `full` (C, V) in expectation over the sampled."""
+    """Tables (C, V) of a loss over contexts and tokens: gradients (`full`: at all next tokens) and cost."""
 
     sampled: np.ndarray
     full: np.ndarray | None
@@ -71,11 +75,25 @@ class Pairs:
 def dynamic(
     loss: Loss, instance: Instance, sampler: str = "current", *, variance: bool = False, padding: int = 0, seed: int = 0
 ) -> Expected:
-    """The expected gradient of a batch of one rollout, and with `variance` its variance too.
+    """Exact E[ĝ] of a batch of one rollout, without enumerating rollouts.
 
-    The variance is for losses of log-probs alone that are placed in the loss: a cost in the reward ties a token to all
-    those that it is held to account for. No rollouts are enumerated.
-    Raises UsageError for a loss that is seen to depend on more than each token's own fields.
+    Args:
+        loss: A loss that depends on each token's own fields only.
+        instance: Environment with policy, reference and sampler, C contexts and V tokens.
+        sampler: "current" draws rollouts from the policy, "stale" from the sampler.
+        variance: True for E‖ĝ‖² as well. The loss must read log-probs of sampled tokens only, and be placed in the
+            loss: a cost in the reward ties a token to other tokens.
+        padding: Seed of what stands at padded positions.
+        seed: Seed of the rollouts on which the loss is tried.
+
+    Returns:
+        The expected gradient with respect to logits (C, V), and the expected value in nats.
+
+    Raises:
+        UsageError: The loss was seen to depend on more than each token's own fields, couples or sums rows, or returns
+            no number a token; or its variance cannot be computed in this way.
+        TargetError: The loss fails, or its gradient is not finite.
+        InvalidEnvironmentError: `variance` needs visits between too many contexts.
     """
     chances = np.exp(instance.behaviour(sampler))
     pairs = call_on_pairs(loss, instance, sampler, padding, seed)
@@ -96,7 +114,7 @@ def dynamic(
     second = None
     if variance:
         if loss.placement != "loss" or pairs.full is not None:
-            raise UsageError(f"the variance of {loss.name} is not to be had by dynamic programming: enumerate rollouts")
+            raise UsageError(f"dynamic programming cannot compute the variance of {loss.name}: enumerate rollouts")
         second = horizon.second_moment(pairs.sampled, instance.policy)
     return Expected(softmax_gradient(table, instance.policy), value, pairs.reduction, pairs.dtype, second)
 
@@ -111,6 +129,7 @@ def _pairs(instance: Instance, contexts: slice) -> Tree:
 
 
 def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Pairs:
+    """Call a loss on every pair of context and token; UsageError if it couples or sums the rows of a batch."""
     contexts, vocabulary = instance.policy.shape
     generator = np.random.default_rng([seed, contexts])
     everywhere = _pairs(instance, slice(0, contexts))
@@ -120,8 +139,8 @@ def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, se
         raise UsageError(f"{loss.name} couples the rows of a batch ({witness.coupling}): enumerate its batches instead")
     if witness.reduction == "sum":
         raise UsageError(
-            f"{loss.name} sums over the rows of a batch, so that what it says of a token grows with their number: "
-            "enumerate rollouts instead"
+            f"{loss.name} sums over the rows of a batch, so that a token's value grows with their number: enumerate "
+            "rollouts instead"
         )
     wide = any("logits" in single.leaves for single in witness.singles.values()) or "ref_logits" in loss.takes
     step = max(1, CHUNK // (vocabulary * (vocabulary if wide else 1)))
@@ -158,7 +177,7 @@ def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndar
 
 
 def compare(loss: Loss, instance: Instance, sampler: str, pairs: Pairs, padding: int, seed: int) -> None:
-    """Raise UsageError if whole rollouts, drawn at random, are not treated as their tokens are one by one."""
+    """Raise UsageError if whole rollouts, drawn at random, give other gradients than their tokens one by one."""
     generator = np.random.default_rng([seed, WITNESSES])
     paths = instance.environment.sample(instance.behaviour(sampler), WITNESSES, generator)
     mask = paths.mask
@@ -193,13 +212,13 @@ def compare(loss: Loss, instance: Instance, sampler: str, pairs: Pairs, padding:
             agrees &= near(whole.logits[mask], single.logits[:, 0], whole.dtype)
     if not agrees:
         raise UsageError(
-            f"{loss.name} depends on more than each token's own log-probs: on whole rollouts it gives something else "
-            "than on their tokens one by one, so that dynamic programming does not apply. Enumerate the rollouts"
+            f"{loss.name} depends on more than each token's own log-probs: on whole rollouts its gradient differs "
+            "from that on their tokens one by one, so that dynamic programming does not apply. Enumerate the rollouts"
         )
 
 
 def _charged(cost: np.ndarray, credit: str) -> np.ndarray:
-    """(B, T) the costs that each token is held to account for."""
+    """(B, T) the costs that each token is credited with."""
     if credit == "immediate":
         return cost
     to_go = cost[:, ::-1].cumsum(axis=1)[:, ::-1]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 from torch import Tensor
 
@@ -12,11 +9,11 @@ from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
 from kltest.loss.outcome import Loss
 from kltest.moments import token_by_token
-from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
 from kltest.moments.reduction import Witness, probe
+from kltest.moments.tolerances import close
 from kltest.rollout import LEAVES, Rollout
 
 ONE_BY_ONE = 300
@@ -34,38 +31,47 @@ def exact(
     *,
     padding: int = 0,
     seed: int = 0,
-    projection: Callable[[], Projection] | None = None,
 ) -> Moments:
-    """E[ĝ], E‖ĝ‖² of a batch of one rollout drawn from the policy ("current") or the sampler ("stale").
+    """Exact E[ĝ] and E‖ĝ‖² of a batch of one rollout: the sum over all rollouts of p(i)·ĝ(i) and p(i)·‖ĝ(i)‖².
 
-    The loss is called on single rollouts, on pairs and on larger batches first, to learn how it combines rows. Where
-    there are few rollouts every one is then called on its own, which is the definition; where there are many and the
-    loss was seen to treat rows apart, they are called in large batches, with single ones compared again; a registered
-    estimator that works token by token is called on contexts and tokens alone (token_by_token). `padding`
-    seeds what stands at padded positions, `seed` the choice of probes; `projection` makes what adds up the
-    rollouts, where gradients with respect to something else are wanted as well.
+    First the loss is called on single rollouts, pairs and larger batches, to learn how it combines rows. Then each
+    rollout is called alone, which is the definition. More than ONE_BY_ONE rollouts are called in large batches instead,
+    if the loss was seen to treat rows apart; single ones are compared again. A registered estimator that works token
+    by token is called once for each context and token (kltest.moments.token_by_token).
 
-    Raises BatchOfOneError for a loss that cannot be called with one rollout, TargetError where its gradient is not
-    finite or not reproducible, UsageError if it couples rows and there are too many to call it on each,
-    InvalidEnvironmentError if the environment cannot be enumerated.
+    Args:
+        loss: The loss, bound to a rollout's fields.
+        instance: Environment with policy, reference and sampler, C contexts and V tokens.
+        sampler: "current" draws rollouts from the policy, "stale" from the sampler.
+        padding: Seed of what stands at padded positions.
+        seed: Seed of the rows on which the loss is tried.
+
+    Returns:
+        Moments of the gradient with respect to logits (C, V).
+
+    Raises:
+        BatchOfOneError: The loss cannot be called with one rollout.
+        NonDeterministicError: The loss gives one batch two gradients.
+        TargetError: The loss fails, or its gradient is not finite.
+        UsageError: The loss couples rows, and there are more than MOST_SINGLES rollouts.
+        InvalidEnvironmentError: The environment cannot be enumerated.
     """
     paths = instance.paths
-    if len(paths) > ONE_BY_ONE and projection is None and token_by_token.applies(loss, instance):
+    if len(paths) > ONE_BY_ONE and token_by_token.applies(loss, instance):
         return token_by_token.from_tables(loss, instance, sampler, padding, seed)
-    projection = projection or partial(Projection, instance.policy, distinct=instance.environment.tree)
     generator = np.random.default_rng([seed, len(paths)])
     if len(paths) > ONE_BY_ONE:
         pool = Rollout.of(instance, paths.take(_pool(paths, generator)), sampler=sampler, padding=padding)
         witness = probe(loss, pool, generator, few=True)
         if witness.reduction != "coupled":
-            moments = _in_chunks(witness, instance, sampler, padding, generator, projection)
+            moments = _in_chunks(witness, instance, sampler, padding, generator)
             if moments is not None:
                 return moments
         if len(paths) > MOST_SINGLES:
             raise UsageError(
                 f"{loss.name} couples the rows of a batch ({witness.coupling}), so that each rollout must be called "
                 f"alone; environment {instance.environment.name!r} has {len(paths)} and at most {MOST_SINGLES} are. "
-                "Use a smaller world"
+                "Use a smaller environment"
             )
         coupling = witness.coupling
         witness = Witness(loss, Rollout.of(instance, sampler=sampler, padding=padding), coupling=coupling)
@@ -73,7 +79,7 @@ def exact(
     else:
         witness = probe(loss, Rollout.of(instance, sampler=sampler, padding=padding), generator, few=loss.costly)
         witness.look(list(range(len(paths))))
-    return _one_by_one(witness, instance, sampler, projection())
+    return _one_by_one(witness, instance, sampler)
 
 
 def _pool(paths: Paths, generator: np.random.Generator) -> np.ndarray:
@@ -88,16 +94,11 @@ def _pool(paths: Paths, generator: np.random.Generator) -> np.ndarray:
 
 
 def _in_chunks(
-    witness: Witness,
-    instance: Instance,
-    sampler: str,
-    padding: int,
-    generator: np.random.Generator,
-    make: Callable[[], Projection],
+    witness: Witness, instance: Instance, sampler: str, padding: int, generator: np.random.Generator
 ) -> Moments | None:
     """Large batches, each row's gradient scaled to what it gives alone; None if the rows turn out to be coupled."""
     paths, weights = instance.paths, instance.rollout_weights(sampler)
-    projection = make()
+    projection = Projection(instance.policy, distinct=instance.environment.tree)
     wide = any("logits" in single.leaves for single in witness.singles.values())
     width = paths.shape[1] * (instance.environment.vocabulary if wide else 1)
     size = max(1, CHUNK // width)
@@ -121,7 +122,7 @@ def _in_chunks(
                 if witness.mean and witness.sum and close(alone.row(0), called.row(spot), called.dtype, 1 / factor):
                     # Until now every gradient was zero, and a sum could not be told from a mean.
                     witness.mean = False
-                    return _in_chunks(witness, instance, sampler, padding, generator, make)
+                    return _in_chunks(witness, instance, sampler, padding, generator)
                 witness.found_coupled(f"a batch of {len(part)} rollouts")
                 return None
             if any(part_.any() for part_ in called.parts):
@@ -131,39 +132,44 @@ def _in_chunks(
         values.append(_per_row(called.outcome.value, part))
         metrics.append(_per_row(called.outcome.metric, part))
     assert called is not None
-    return Moments(
-        gradient=projection.gradient,
-        second_moment=projection.second_moment,
-        rollouts=len(paths),
-        reduction=witness.reduction,
-        dtype=called.outcome.dtype,
-        leaves=leaves,
-        takes=frozenset(witness.loss.takes),
-        value=_expectation(values, weights),
-        metric=_expectation(metrics, weights),
-    )
+    return _moments(witness, projection, weights, called.dtype, leaves, values, metrics)
 
 
-def _one_by_one(witness: Witness, instance: Instance, sampler: str, projection: Projection) -> Moments:
+def _one_by_one(witness: Witness, instance: Instance, sampler: str) -> Moments:
     """Every rollout as a batch of its own: the definition."""
     paths, weights = instance.paths, instance.rollout_weights(sampler)
+    projection = Projection(instance.policy, distinct=instance.environment.tree)
     singles = [witness.single(row) for row in range(len(paths))]
-    for leaves in ({"logp"}, {"logits"}, {"logp", "logits"}):
-        index = [row for row, single in enumerate(singles) if single.leaves == leaves]
+    for used in ({"logp"}, {"logits"}, {"logp", "logits"}):
+        index = [row for row, single in enumerate(singles) if single.leaves == used]
         if index:
-            stacked = [_stack(singles, index, leaf) if leaf in leaves else None for leaf in LEAVES]
+            chosen = [singles[row].by_leaf for row in index]
+            stacked = [np.concatenate([one[leaf] for one in chosen]) if leaf in used else None for leaf in LEAVES]
             projection.add(paths.take(np.array(index)), weights[index], *stacked)
-    one = [paths.take(np.array([row])) for row in range(len(paths))]
+    leaves = frozenset[str]().union(*(single.leaves for single in singles))
+    pairs = [(single.outcome, paths.take(np.array([row]))) for row, single in enumerate(singles)]
+    values, metrics = ([_per_row(getattr(o, name), path) for o, path in pairs] for name in ("value", "metric"))
+    return _moments(witness, projection, weights, singles[0].dtype, leaves, values, metrics)
+
+
+def _moments(
+    witness: Witness,
+    projection: Projection,
+    weights: np.ndarray,
+    dtype: str,
+    leaves: frozenset[str],
+    values: list[np.ndarray | None],
+    metrics: list[np.ndarray | None],
+) -> Moments:
     return Moments(
         gradient=projection.gradient,
         second_moment=projection.second_moment,
-        rollouts=len(paths),
+        rollouts=len(weights),
         reduction=witness.reduction,
-        dtype=singles[0].outcome.dtype,
-        leaves=frozenset().union(*(single.leaves for single in singles)),
-        takes=frozenset(witness.loss.takes),
-        value=_expectation([_per_row(s.outcome.value, p) for s, p in zip(singles, one, strict=True)], weights),
-        metric=_expectation([_per_row(s.outcome.metric, p) for s, p in zip(singles, one, strict=True)], weights),
+        dtype=dtype,
+        leaves=leaves,
+        value=_expectation(values, weights),
+        metric=_expectation(metrics, weights),
         coupling=witness.coupling,
     )
 
@@ -181,10 +187,6 @@ def _most_moved(called: RowGradients) -> int:
         return 0
     part = max((np.abs(part) for part in called.parts), key=np.max)
     return int(part.argmax()) // part[0].size
-
-
-def _stack(singles: list[RowGradients], rows: list[int], leaf: str) -> np.ndarray:
-    return np.concatenate([getattr(singles[row], leaf) for row in rows])
 
 
 def _per_row(value: Tensor | None, paths: Paths) -> np.ndarray | None:

@@ -1,7 +1,7 @@
-"""What a stationary policy's visits add up to over a horizon: sums over time by products with sparse matrices.
+"""Sums over the visits of a stationary policy up to a horizon, by products with sparse matrices.
 
-With d_t(c) the chance of standing in context c at time t and M(c, c') = Σ_v π(v|c)·P(c'|c, v), the sums below need M
-once a step, in one direction or in both, and (C, V) tables once in all; nothing is kept per time step but d_t itself.
+d_t(c) is the probability of context c at time t, and M(c, c') = Σ_v π(v|c)·P(c'|c, v). The sums below multiply by M
+once a step, forward, backward or both, and need (C, V) tables once in all. Only d_t is kept for each time step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kltest.environments import Environment
 from kltest.environments.policies import score_norms, softmax_gradient
 from kltest.errors import InvalidEnvironmentError
 
-# Visits of all time steps are kept up to this many bytes; beyond it, every √T-th, and the others are worked out again.
+# Visits of all time steps are kept up to this many bytes; beyond it only every √T-th, and the others are recomputed.
 MEMORY = 2**28
 
 
 class Horizon:
-    """The visits of a policy, given by its (C, V) chances, in an environment."""
+    """Visits of a policy with probabilities `chances` (C, V) in an environment."""
 
     def __init__(self, environment: Environment, chances: np.ndarray) -> None:
         self.environment = environment
@@ -38,7 +38,7 @@ class Horizon:
         return total
 
     def following(self, cost: np.ndarray) -> np.ndarray:
-        """(C, V) Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v]: what a token leads to."""
+        """(C, V) Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v]: the later costs of a token."""
         mean = (self.chances * cost) @ np.ones(cost.shape[1])
         total = np.zeros(cost.size)
         value = np.zeros(len(mean))
@@ -51,7 +51,7 @@ class Horizon:
         return total.reshape(cost.shape)
 
     def preceding(self, cost: np.ndarray) -> np.ndarray:
-        """(C,) Σ_t E[1{c_t = c}·Σ_{s<t} cost_s]: what was paid before a context was reached."""
+        """(C,) Σ_t E[1{c_t = c}·Σ_{s<t} cost_s]: the costs before a context."""
         paying = self._mixed(self.chances * cost).T
         total = paid = np.zeros(len(self.chances))
         for visit in self._forward():
@@ -62,9 +62,15 @@ class Horizon:
     def second_moment(self, moved: np.ndarray, policy: np.ndarray) -> float:
         """E‖Σ_t moved(c_t, v_t)·∇log π(v_t|c_t)‖² with respect to the logits of `policy`, log-probs (C, V).
 
-        Two tokens meet only in a shared context c: the later one then moves, in expectation, by the mean m(c) of what
-        is moved there, as often as c is visited after the earlier one.
-        Raises InvalidEnvironmentError where the visits from every context to every other do not fit into memory.
+        Two tokens have an inner product only in a shared context c. The expected gradient of the later one is the mean
+        m(c) there, times the number of visits to c after the earlier one.
+
+        Args:
+            moved: (C, V) weight of each token's score.
+            policy: (C, V) log-probs.
+
+        Raises:
+            InvalidEnvironmentError: The visits from every context to every other do not fit into MEMORY.
         """
         environment, (contexts, vocabulary) = self.environment, policy.shape
         own = float((self.visits()[:, None] * self.chances * moved**2 * score_norms(policy)).sum())
@@ -74,7 +80,7 @@ class Horizon:
             raise InvalidEnvironmentError(
                 f"environment {environment.name!r} has {contexts} contexts; the variance by dynamic programming needs "
                 f"the visits between all pairs of them, and at most {isqrt(MEMORY // 8)} contexts fit. Use a smaller "
-                "world, or sampling"
+                "environment, or sampling"
             )
         mean = softmax_gradient(self.chances * moved, policy)
         inner = self.chances * moved * (mean - (np.exp(policy) * mean).sum(axis=1, keepdims=True))
@@ -90,7 +96,7 @@ class Horizon:
         return own + 2 * crossed
 
     def _mixed(self, weights: np.ndarray) -> sparse.csr_array:
-        """(C, C) Σ_v weights(c, v)·P(·|c, v), entries of one context side by side and not yet added up."""
+        """(C, C) Σ_v weights(c, v)·P(·|c, v); duplicate entries of a context are not added up yet."""
         onward = self._onward
         rows = np.repeat(weights.ravel(), np.diff(onward.indptr))
         contexts, vocabulary = weights.shape

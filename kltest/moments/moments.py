@@ -29,12 +29,19 @@ class Expectation:
 class Moments:
     """Exact moments of the gradient ĝ of a batch with respect to the policy's logits.
 
-    `gradient` (C, V) = E[ĝ]; `second_moment` = E‖ĝ‖²; `variance` = E‖ĝ‖² − ‖E[ĝ]‖², the trace of the covariance. A
-    batch is `batch` rollouts: one, unless the loss was graded over larger ones. `rollouts` is how many were enumerated.
-    `leaves` names the fields that the gradient reached (empty: nothing can be learnt from this loss).
-    `value` and `metric` are the expectations of what the loss returned per rollout and of its logged KL, where it has
-    them. `coupling` says what gave a coupled loss away. `added_up`: a coupled loss was seen to sum over rows
-    instead of averaging.
+    Attributes:
+        gradient: (C, V) E[ĝ].
+        second_moment: E‖ĝ‖².
+        rollouts: Number of rollouts that were enumerated.
+        reduction: How the loss combines the rows of a batch.
+        dtype: The lowest precision in which the loss computes.
+        method: "exact" by enumeration, "dynamic" by dynamic programming.
+        batch: Rollouts in a batch.
+        leaves: Fields that the gradient reached; empty if nothing can be learnt from this loss.
+        value: Expectation of what the loss returned per rollout, None if it returned no such number.
+        metric: Expectation of the logged KL, None if there is none.
+        coupling: The observation that showed a coupling of rows, else empty.
+        added_up: True if a coupled loss was seen to sum over rows instead of averaging.
     """
 
     gradient: np.ndarray
@@ -45,7 +52,6 @@ class Moments:
     method: Literal["exact", "dynamic"] = "exact"
     batch: int = 1
     leaves: frozenset[str] = frozenset()
-    takes: frozenset[str] = frozenset()
     value: Expectation | None = None
     metric: Expectation | None = None
     coupling: str = ""

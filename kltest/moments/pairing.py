@@ -1,8 +1,9 @@
 """Estimators of known expectation that are sampled beside a loss, to take away the noise that both share.
 
-From each sample x of a gradient Σ_k c_k·(z_k − E[z_k]) is subtracted, where z_k is what a well-known estimator gives on
-the same rollouts. Whatever the coefficients, the expectation stays that of x as long as they come from earlier samples
-alone; they are those of least squares. A loss that is one of these estimators, or a sum of some, is left without noise.
+Control variates: Σ_k c_k·(z_k − E[z_k]) is subtracted from each sample x of a gradient, where z_k is the gradient of a
+well-known estimator on the same rollouts. The expectation stays that of x, whatever the coefficients, as long as they
+come from earlier samples only; they are fitted by least squares. No noise is left of a loss that is one of these
+estimators, or a sum of some.
 """
 
 from __future__ import annotations
@@ -14,20 +15,27 @@ import numpy as np
 
 from kltest.environments import Instance, Paths
 from kltest.errors import InvalidEnvironmentError
+from kltest.moments.batches import joint_paths
 from kltest.moments.projection import each_gradient
 from kltest.truth import combine
 
-# Directions in which the known estimators vary less than this share of their largest variance are rounding.
+# Directions in which the known estimators vary less than this share of their largest variance count as rounding.
 RANK = 1e-10
 
 
 @dataclass(frozen=True)
 class Along:
-    """What known estimators are made of, (N, T) and zero where padded.
+    """Ingredients of known estimators, (N, T) and zero at padded positions.
 
-    `live` = 1 on tokens; `u` = log π/ref; π/μ of the token is `ratio`, of the tokens up to it `prefix_ratio`, of those
-    before it `before`, of them all `whole_ratio`; `kl` = KL(π‖ref) of the next token, and `moves` (N, T, V) = π·u, by
-    which ∇KL of the next token weights its log-probs.
+    Attributes:
+        live: 1 on tokens.
+        u: log π/ref of the token, in nats.
+        ratio: π/μ of the token.
+        prefix_ratio: π/μ of the tokens up to it, itself included.
+        before: π/μ of the tokens before it.
+        whole_ratio: π/μ of all tokens of the rollout.
+        kl: KL(π‖ref) of the next token, in nats.
+        moves: (N, T, V) π·u, the weights of next-token log-probs in the gradient of `kl`.
     """
 
     live: np.ndarray
@@ -61,12 +69,12 @@ class Along:
 
 
 def from_here(cost: np.ndarray) -> np.ndarray:
-    """Σ_{s ≥ t} of (N, T)."""
+    """(N, T) Σ_{s ≥ t} cost_s."""
     return cost[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
 def before(cost: np.ndarray) -> np.ndarray:
-    """Σ_{s < t} of (N, T)."""
+    """(N, T) Σ_{s < t} cost_s."""
     return cost.cumsum(axis=1) - cost
 
 
@@ -75,9 +83,9 @@ Names = dict[str, float]
 
 @dataclass(frozen=True)
 class Known:
-    """Σ_t g_t·weight_t, or with a (N, T, V) weight that of all next tokens; its expectation under each sampler.
+    """Estimator Σ_t g_t·weight_t (with a weight (N, T, V): over all next tokens), and its expectation by sampler.
 
-    None where it is left out: where ratios are 1 some are others once more.
+    `current` is None if ratios of 1 make it equal to another estimator.
     """
 
     weight: Callable[[Along], np.ndarray]
@@ -115,8 +123,8 @@ KNOWN: dict[str, Known] = {
 }
 
 
-# What baselines are made of: in a batch the mean of a cost times the mean score, of expectation E[cost·score]/B where
-# rollouts are drawn from the policy, since a rollout's cost tells nothing of another's score.
+# Costs (N,) of a rollout, as in baselines. The mean cost of a batch times its mean score has expectation
+# E[cost·score]/B if rollouts are drawn from the policy: one rollout's cost is independent of another's score.
 COSTS: dict[str, tuple[Callable[[Along], np.ndarray], Names]] = {
     "mean log-ratio": (lambda a: a.u.sum(axis=1), REVERSE),
     "mean square": (lambda a: (a.u**2).sum(axis=1) / 2, SQUARES),
@@ -124,7 +132,7 @@ COSTS: dict[str, tuple[Callable[[Along], np.ndarray], Names]] = {
 
 
 class Pairing:
-    """Known estimators on given rollouts, in batches of `size`, and the coefficients that suit what was seen."""
+    """Known estimators on batches of `size` rollouts, and the coefficients fitted to the samples so far."""
 
     def __init__(self, instance: Instance, sampler: str, size: int = 1) -> None:
         self.instance = instance
@@ -154,28 +162,26 @@ class Pairing:
     def samples(self, paths: Paths) -> np.ndarray:
         """(n, K, C·V) each estimator minus its expectation, for every `size` consecutive rollouts."""
         along = Along.of(self.instance, paths, self.sampler)
-        drawn = np.empty((len(paths) // self.size, len(self), self.instance.policy.size))
+        rows = np.arange(len(paths)).reshape(-1, self.size)
+        batches = joint_paths(paths, rows, np.zeros(len(rows)))
+        drawn = np.empty((len(rows), len(self), self.instance.policy.size))
         for index, (name, mean) in enumerate(self.means.items()):
-            drawn[:, index] = self._of_batches(paths, KNOWN[name].weight(along)) - mean
+            drawn[:, index] = self._gradients(batches, KNOWN[name].weight(along)) - mean
         if self.products:
-            score = self._of_batches(paths, along.live)
+            score = self._gradients(batches, along.live)
         for index, (name, mean) in enumerate(self.products.items(), len(self.means)):
             cost = COSTS[name][0](along).reshape(-1, self.size).mean(axis=1)
             drawn[:, index] = cost[:, None] * score - mean
         return drawn
 
-    def _of_batches(self, paths: Paths, weight: np.ndarray) -> np.ndarray:
-        """(n, C·V) the mean over a batch of each rollout's gradient, of weights (N, T) or (N, T, V)."""
-        # A batch is one long rollout whose tokens share contexts.
-        count = len(paths) // self.size
-        contexts, tokens, mask = (part.reshape(count, -1) for part in (paths.contexts, paths.tokens, paths.mask))
-        long = Paths(contexts, tokens, mask, paths.prompt[:: self.size], np.zeros(count))
-        each = weight.reshape(count, -1, *weight.shape[2:]) / self.size
+    def _gradients(self, batches: Paths, weight: np.ndarray) -> np.ndarray:
+        """(n, C·V) the mean over each batch of its rollouts' gradients, of weights (N, T) or (N, T, V)."""
+        each = weight.reshape(len(batches), -1, *weight.shape[2:]) / self.size
         leaves = (each, None) if weight.ndim == 2 else (None, each)
-        return each_gradient(long, self.instance.policy, *leaves).reshape(count, -1)
+        return each_gradient(batches, self.instance.policy, *leaves).reshape(len(batches), -1)
 
     def learn(self, gradients: np.ndarray, known: np.ndarray) -> None:
-        """Take in gradients (n, C·V) and the known estimators (n, K, C·V) on the same rollouts."""
+        """Add gradients (n, C·V) and the known estimators (n, K, C·V) on the same rollouts to the fit."""
         both = np.concatenate([known, gradients[:, None]], axis=1)
         self._count += len(both)
         self._sums = self._sums + both.sum(axis=0)
@@ -184,7 +190,7 @@ class Pairing:
 
     @property
     def coefficients(self) -> np.ndarray:
-        """(K,) of least squares, from what was learnt so far."""
+        """(K,) least-squares coefficients from all samples so far."""
         sums = np.asarray(self._sums)
         covariance = self._gram - sums @ sums.T / self._count
         scale = np.sqrt(np.diag(covariance)[:-1].clip(min=0.0))

@@ -1,9 +1,9 @@
 """From gradients at the log-probs of tokens to gradients with respect to the policy's logits.
 
-With A_t the gradient of a rollout at its token t's next-token log-probs (the sampled one's share included), the
-gradient with respect to the logits of context c is Σ_{t: c_t = c} (A_t − π(c)·ΣA_t). The map is linear for each
-context, so an expectation is taken of A first and projected once. A squared norm needs each rollout's own sum over the
-tokens that share a context; where no two do, it is a sum over tokens as well:
+A_t (V,) is the gradient of a rollout at the next-token log-probs of its token t, that at the sampled token included.
+The gradient with respect to the logits of context c is Σ_{t: c_t = c} (A_t − π(c)·ΣA_t). This is linear in A, so that
+E[A] is taken first and projected once. A squared norm needs each rollout's own sum over the tokens that share a
+context. If no two do, it is a sum over tokens too:
 
     ‖a·e_y − a·π(c)‖² = a²·(1 − 2π(y|c) + ‖π(c)‖²).
 """
@@ -18,14 +18,16 @@ import numpy as np
 from kltest.environments import Paths
 from kltest.environments.policies import score_norms, softmax_gradient
 
-# Entries of a table that are worked on at a time.
+# Table entries in one block.
 BLOCK = 2**14
 
 
 class Projection:
-    """Adds up weighted rollouts: `table` (C, V) = E[A], and `second_moment` = E‖ĝ‖².
+    """Sum over weighted rollouts: `table` (C, V) = E[A], `gradient` (C, V) = E[ĝ] and `second_moment` = E‖ĝ‖².
 
-    `distinct` says that no context occurs twice in a rollout.
+    Args:
+        policy: (C, V) log-probs.
+        distinct: True if no context occurs twice in a rollout.
     """
 
     def __init__(self, policy: np.ndarray, *, distinct: bool) -> None:
@@ -59,14 +61,21 @@ class Projection:
         return np.exp(self.policy)
 
     def add(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
-        """Rollouts of probability `weights` (N,) and their gradients (N, T) and (N, T, V), zero where padded."""
+        """Add rollouts.
+
+        Args:
+            paths: N rollouts of up to T tokens.
+            weights: (N,) their probabilities.
+            logp: (N, T) gradients at sampled log-probs, zero at padded positions; None if the loss did not use them.
+            logits: (N, T, V) gradients at all next-token log-probs, likewise.
+        """
         if logits is not None:
             self._add_full(paths, weights, logits if logp is None else _with_sampled(paths, logits, logp))
         elif logp is not None:
             self._add_sampled(paths, weights, logp)
 
     def _in_full(self, steps: int) -> bool:
-        """Whether tables of each rollout's whole gradient are less work than all pairs of its tokens."""
+        """True if tables of each rollout's whole gradient are less work than all pairs of its tokens."""
         return not self.distinct and self.policy.size <= steps**2
 
     def _add_sampled(self, paths: Paths, weights: np.ndarray, logp: np.ndarray) -> None:
@@ -124,14 +133,24 @@ class Projection:
 
 
 def _with_sampled(paths: Paths, logits: np.ndarray, logp: np.ndarray) -> np.ndarray:
-    """(N, T, V) gradients at all next tokens, the sampled one's share included."""
+    """(N, T, V) gradients at all next-token log-probs, that at the sampled token included."""
     full = logits.copy()
     full[np.arange(len(paths))[:, None], np.arange(paths.shape[1]), paths.tokens] += logp
     return full
 
 
 def each_gradient(paths: Paths, policy: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> np.ndarray:
-    """(N, C, V) each rollout's gradient with respect to logits; either leaf may be None."""
+    """Project each rollout's gradient to logits.
+
+    Args:
+        paths: N rollouts of up to T tokens.
+        policy: (C, V) log-probs.
+        logp: (N, T) gradients at sampled log-probs, zero at padded positions, or None.
+        logits: (N, T, V) gradients at all next-token log-probs, or None.
+
+    Returns:
+        (N, C, V) gradients with respect to logits.
+    """
     contexts, vocabulary = policy.shape
     row = np.arange(len(paths))[:, None]
     each: np.ndarray = np.zeros((len(paths), contexts, vocabulary))

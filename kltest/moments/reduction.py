@@ -1,8 +1,8 @@
-"""How a loss combines the rows of a batch, found out by calling it: mean, sum, or not a sum over rows at all.
+"""Reduction of a loss over the rows of a batch, found by calling it: mean, sum, or neither of them.
 
 Let g_i be the gradient at row i's log-probs when the row is a batch of its own, and g_i(S) within a batch S. A mean has
 g_i(S) = g_i/|S| and a sum g_i(S) = g_i, for every batch and row. Anything else couples rows, however small the effect:
-the gradient of a batch is then not the average of what its rows would give, and must be graded by batches.
+the gradient of a batch is then not the average of its rows' own gradients, and is graded by batches.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import numpy as np
 from kltest.errors import KltestError, TargetError
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Loss
-from kltest.moments.agreement import close
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
+from kltest.moments.tolerances import close
 from kltest.rollout import Rollout
 
 SEVERAL = 8
 
 
 class BatchOfOneError(TargetError):
-    """The loss cannot be called with one rollout, but can with more: it is to be graded by batches or groups."""
+    """The loss fails on one rollout and runs on more: grade it by batches or groups."""
 
 
 class NonDeterministicError(TargetError):
-    """The loss gives different gradients for one batch, so that no expectation over rollouts alone is its own.
+    """The loss gives different gradients for one batch, so that an expectation over rollouts is not defined.
 
-    `keeps_state`: it does so with the same random numbers too, so that its calls are no independent draws either.
+    `keeps_state`: they differ with equal random numbers too, so that calls are not independent draws.
     """
 
     def __init__(self, name: str, *, keeps_state: bool) -> None:
         why = "it keeps state between calls" if keeps_state else "it draws random numbers"
-        mend = "pass in what changes from step to step" if keeps_state else "dropout off, seeds fixed"
+        fix = "pass in what changes from step to step" if keeps_state else "dropout off, seeds fixed"
         super().__init__(
-            f"{name} gives different gradients for the same batch: {why}. Make it deterministic ({mend}) to have it "
+            f"{name} gives different gradients for the same batch: {why}. Make it deterministic ({fix}) to have it "
             "graded exactly"
         )
         self.keeps_state = keeps_state
 
     @classmethod
     def of(cls, loss: Loss, call: Callable[[], RowGradients]) -> NonDeterministicError:
-        """The error of a loss that was seen not to repeat a call."""
+        """The error of a loss that did not repeat a call; two more calls find out why."""
         with preserved():
             once = call()
         again = call()
@@ -53,7 +53,7 @@ class NonDeterministicError(TargetError):
 
 @dataclass
 class Witness:
-    """Collects calls of a loss on batches of known rows and says which reduction is consistent with all of them."""
+    """Calls of a loss on batches of known rows, and the reductions that are consistent with all of them."""
 
     loss: Loss
     base: Rollout
@@ -100,7 +100,7 @@ class Witness:
             self.found_coupled("the same rollout twice" if twice else f"a batch of {len(rows)} rollouts")
 
     def found_coupled(self, words: str) -> None:
-        """Note what first gave the coupling away."""
+        """Record a coupling; only the first observation is kept."""
         self.mean = self.sum = False
         self.coupling = self.coupling or f"in {words} the gradient of a row is not a fixed share of what it gives alone"
 
@@ -114,9 +114,17 @@ class Witness:
 
 
 def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: bool = False) -> Witness:
-    """Call a loss on single rows, on pairs of every kind and on larger batches; `few` makes each of them count.
+    """Call a loss on single rows, on pairs of every kind and on larger batches.
 
-    Raises BatchOfOneError if it fails on one rollout and not on more, NonDeterministicError if it is not deterministic.
+    Args:
+        loss: The loss, bound to a rollout's fields.
+        base: Rollouts from which batches are taken.
+        generator: Chooses the batches.
+        few: True to try three batches instead of about a dozen.
+
+    Raises:
+        BatchOfOneError: The loss fails on one rollout and runs on more.
+        NonDeterministicError: The loss gives one batch two gradients.
     """
     witness = Witness(loss, base)
     batches = list(_few(base, generator) if few else _batches(base, generator))
@@ -127,7 +135,7 @@ def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: boo
 
 
 def _batches(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
-    """Batches that tell couplings apart: equal rows, unequal lengths, the same and different prompts, more than two."""
+    """Batches that show couplings: equal rows, unequal lengths, equal and different prompts, more than two rows."""
     n = len(base)
     lengths = base.peek("mask").sum(dim=1).numpy()
     group = base.peek("group").numpy()
@@ -149,7 +157,7 @@ def _batches(base: Rollout, generator: np.random.Generator) -> Iterator[list[int
 
 
 def _few(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
-    """Fewer batches for the same purpose: a pair, a row twice beside all others, and all rows once."""
+    """Three batches for the same purpose: a pair, all rows with one of them twice, and one row twice."""
     order = generator.permutation(len(base)).tolist()
     yield order[:2]
     yield [order[0], *order]
@@ -157,7 +165,7 @@ def _few(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
 
 
 def _explain_failure(witness: Witness, row: int, error: KltestError) -> None:
-    """Raise BatchOfOneError if a row that fails alone does not among others."""
+    """Raise BatchOfOneError if a row that fails alone does not fail among others."""
     for size in (2, 4, 8):
         try:
             witness.call([each % len(witness.base) for each in range(row, row + size)])

@@ -1,8 +1,8 @@
 """The expected gradient of any loss from samples, with a sphere around the estimate that holds whenever one stops.
 
-For what cannot be enumerated: worlds with too many rollouts, losses that couple the rows of large batches or groups,
-losses that draw random numbers of their own. A sample is the gradient of one batch with respect to the policy's logits,
-less the noise that it shares with estimators of known expectation on the same rollouts (kltest.moments.pairing).
+This is for what cannot be enumerated: environments with too many rollouts, losses that couple the rows of large batches
+or groups, losses that draw random numbers. A sample is the gradient of one batch with respect to the policy's logits,
+minus the noise that it shares with estimators of known expectation on the same rollouts (kltest.moments.pairing).
 """
 
 from __future__ import annotations
@@ -20,31 +20,40 @@ from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, sourc
 from kltest.moments.moments import Reduction
 from kltest.moments.pairing import Pairing
 
-# How many samples are drawn unless it is said: where rows can be called together, and where each batch is a call.
+# Most samples by default: if rows can be called together, and if each batch needs a call of its own.
 ROWS, BATCHES = 200_000, 10_000
-# Samples that only set coefficients and the mixture, and as many again before anything is claimed.
+# Pilot samples, which only set coefficients and the mixture; as many again are drawn before anything is claimed.
 PILOT_ROWS, PILOT_BATCHES = 512, 128
-# Samples of one chunk: between two looks at the sphere the coefficients stand still.
+# Most rollouts of one chunk; the coefficients are fixed within a chunk.
 MOST_ROWS = 2**14
-# Numbers in a chunk of samples of all known estimators.
+# Most numbers in one chunk of samples of all known estimators.
 CHUNK = 2**22
 # A sample's gradient is a vector, and its covariance a matrix, over all contexts and tokens.
 MOST_LOGITS = 2048
-# Rollouts and entries of a table of all known estimators on all of them, for their largest norms.
+# Most entries of a table of all known estimators on all rollouts, from which their largest norms are taken.
 MOST_KNOWN = 2**24
-# A gradient that is as long as it can be may be longer by rounding.
+# A norm may exceed its bound by this share, from rounding.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What samples say of the expected gradient of a batch of `batch` rollouts, compared with a target.
+    """Estimate of the expected gradient of a batch from samples, compared with a target.
 
-    `gradient` (C, V) is the estimate; E[ĝ] lies within `radius` of it, at the error rate asked for, whenever sampling
-    was stopped: surely if not `asymptotic`, in the limit of many samples if so. `distance` is ‖gradient − target‖.
-    `samples` gradients of batches were drawn. `second_moment` is E‖ĝ‖² and `variance` the trace of the covariance of
-    a batch's gradient, as far as samples tell; `left` is the share of it that pairing left over.
-    `coupling` says what gave a loss away that couples the rows of a batch.
+    Attributes:
+        gradient: (C, V) the estimate, with respect to logits.
+        radius: ‖E[ĝ] − gradient‖ is at most this, at the error rate, whenever sampling was stopped.
+        distance: ‖gradient − target‖.
+        samples: Number of batches drawn.
+        batch: Rollouts in a batch.
+        reduction: How the loss combines the rows of a batch.
+        dtype: The lowest precision in which the loss computes.
+        leaves: Fields that the gradient reached.
+        second_moment: Estimate of E‖ĝ‖².
+        variance: Estimate of the trace of the covariance of a batch's gradient.
+        left: Share of the variance that pairing leaves.
+        asymptotic: True if the error rate holds in the limit of many samples only.
+        coupling: The observation that showed a coupling of rows, else empty.
     """
 
     gradient: np.ndarray
@@ -63,7 +72,7 @@ class Sampled:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The distance ‖E[ĝ] − target‖ lies between these two."""
+        """Lower and upper bound of ‖E[ĝ] − target‖."""
         return max(0.0, self.distance - self.radius), self.distance + self.radius
 
 
@@ -84,25 +93,44 @@ def sampled(
     padding: int = 0,
     seed: int = 0,
 ) -> Sampled:
-    """Estimate E[ĝ] of a batch of `size` rollouts, until it is within `accuracy` of `target` or not, for sure.
+    """Estimate E[ĝ] of a batch until ‖E[ĝ] − target‖ is known to be at most `accuracy`, or above it.
 
-    Rollouts are drawn from the policy ("current") or the sampler ("stale"); `grouped` batches are rollouts of one
-    prompt, and `advantage` is then, as in any batch, centred among the rows of the same prompt. Stops after `samples`
-    batches (default ROWS, or BATCHES where each is a call of its own). A `noisy` loss draws random numbers of its own:
-    they are averaged over, whole batches are called, and a sum over rows is divided by their number. `bound` is a
-    number that no gradient of a batch exceeds in norm, if one is known: then the sphere is an empirical Bernstein one,
-    which holds at any number of samples, and else asymptotic (kltest.moments.confidence says why each is valid).
-    Without `pair` nothing is subtracted. The same `seed` gives the same samples, of the loss's own randomness as well
-    as far as it comes from torch, numpy's global generator or `random`.
+    The same `seed` gives the same samples, of the loss's own randomness too if it comes from torch, numpy's global
+    generator or `random`.
 
-    Raises BatchOfOneError for a loss that cannot be called with one rollout, NonDeterministicError for one that draws
-    random numbers and is not `noisy`, TargetError where its gradient is not finite, UsageError where a gradient is
-    longer than `bound`, InvalidEnvironmentError for worlds of more than MOST_LOGITS logits.
+    Args:
+        loss: The loss, bound to a rollout's fields.
+        instance: Environment with policy, reference and sampler, C contexts and V tokens.
+        sampler: "current" draws rollouts from the policy, "stale" from the sampler.
+        target: (C, V) gradient with respect to logits to compare with.
+        accuracy: Distance from `target` to decide about, in the same unit.
+        error_rate: Highest probability that the sphere ever misses E[ĝ].
+        samples: Most batches to draw; None: ROWS or BATCHES.
+        size: Rollouts in a batch. Batches of several are called whole, and a sum over rows is divided by their number.
+        grouped: A batch is a group, rollouts of one prompt; else its rows are independent. `advantage` is the reward
+            minus its mean over the batch's rows of the same prompt.
+        noisy: The loss draws random numbers.
+        bound: Largest norm of a batch's gradient, if one is known. The sphere is then an empirical Bernstein one, valid
+            at any number of samples; without it, asymptotic (kltest.moments.confidence).
+        pair: False to subtract no known estimators.
+        padding: Seed of what stands at padded positions.
+        seed: Seed of rollouts.
+
+    Returns:
+        The estimate with its sphere; neither side of `accuracy` is certain if `samples` were spent.
+
+    Raises:
+        BatchOfOneError: The loss cannot be called with one rollout.
+        NonDeterministicError: The loss draws random numbers and is not `noisy`.
+        TargetError: The loss fails, or its gradient is not finite.
+        UsageError: A gradient has a norm above `bound`.
+        InvalidEnvironmentError: The environment has more than MOST_LOGITS logits.
     """
     if target.size > MOST_LOGITS:
         raise InvalidEnvironmentError(
             f"environment {instance.environment.name!r} has {target.size} logits, and gradients are sampled for at "
-            f"most {MOST_LOGITS}. Use a smaller vocabulary, or an n-gram world, whose contexts do not grow with length"
+            f"most {MOST_LOGITS}. Use a smaller vocabulary, or an n-gram environment, whose contexts do not grow with "
+            "length"
         )
     drawn = Drawing(loss, instance, sampler, size, grouped, padding, np.random.default_rng([seed, size, padding]))
 
@@ -156,7 +184,7 @@ class _Run:
             self.spheres = Asymptotic(error_rate, mixture, start=self.first)
 
     def follow(self) -> None:
-        """Draw until the question is decided."""
+        """Draw until the sphere decides, or `samples` are spent."""
         while self.drawn < self.samples and not self._decided():
             size = min(max(self.first, self.drawn // 4), self.samples - self.drawn, self._most)
             gradients, known = self._draw(size)
@@ -235,7 +263,7 @@ class _Run:
 
 
 def _largest_known(pairing: Pairing) -> np.ndarray | None:
-    """(K,) the largest norm of each known estimator on any rollout; None where there are too many to look at."""
+    """(K,) the largest norm of each known estimator on any rollout; None if there are too many rollouts."""
     instance = pairing.instance
     alone = Pairing(instance, pairing.sampler)
     if pairing.products or instance.environment.count() * len(alone) * instance.policy.size > MOST_KNOWN:

@@ -1,13 +1,12 @@
 """Exact moments of a token-by-token loss over every rollout, from one call for each context and token.
 
-Such a loss has the gradient h(c, v) at each token of a rollout. Where no two tokens share a context, with P(c, v) the
-chance of passing through a context and token,
+Such a loss has the gradient h(c, v) at each token of a rollout. P(c, v) is the probability that a rollout passes
+through a context and token. If no two tokens of a rollout share a context,
 
-    E[A(c, v)] = P·h    and    E‖ĝ‖² = Σ_(c,v) P·h²·‖∇log π(v|c)‖²;
+    E[A(c, v)] = P·h    and    E‖ĝ‖² = Σ_(c,v) P·h²·‖∇log π(v|c)‖².
 
-where they do, dynamic programming adds what they have in common. What is reported is summed along every rollout. Only
-an estimator that is registered as token by token is taken at its word, and then whole rollouts, drawn at random, are
-compared.
+If some do, dynamic programming adds their inner products. Reported values are summed along every rollout. Only
+estimators that are registered as token by token come here, and whole rollouts, drawn at random, are compared.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from kltest.moments.dynamic_programming import Pairs, call_on_pairs, compare
 from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Expectation, Moments
 
-# Entries of a table that are worked on at a time, few enough for the processor's cache.
+# Table entries in one block, few enough for the processor's cache.
 BLOCK = 2**14
-# Contexts that may be shared, whose visits among each other are a table.
+# Contexts of an environment in which rollouts may come back to one: the visits between all pairs are a table.
 FEW_CONTEXTS = 200
 
 
 def applies(loss: Loss, instance: Instance) -> bool:
-    """Whether the loss is declared token by token, is placed in the loss, and its tables are small."""
+    """True if the loss is declared token by token, is placed in the loss, and its tables are small."""
     declared = getattr(loss, "spec", None)
     return (
         declared is not None
@@ -40,7 +39,11 @@ def applies(loss: Loss, instance: Instance) -> bool:
 
 
 def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Moments:
-    """E[ĝ], E‖ĝ‖² of a batch of one rollout. Raises UsageError for a loss that looks beyond its tokens after all."""
+    """E[ĝ] and E‖ĝ‖² of a batch of one rollout; arguments as for `exact`.
+
+    Raises:
+        UsageError: The loss depends on more than each token's own fields.
+    """
     pairs = call_on_pairs(loss, instance, sampler, padding, seed)
     compare(loss, instance, sampler, pairs, padding, seed)
     paths, weights = instance.paths, instance.rollout_weights(sampler)
@@ -52,7 +55,6 @@ def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed
         reduction=pairs.reduction,
         dtype=pairs.dtype,
         leaves=pairs.leaves,
-        takes=frozenset(loss.takes),
         value=Expectation.of(paths.along(pairs.cost), weights),
     )
 

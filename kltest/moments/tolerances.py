@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Tolerances:
@@ -131,3 +133,17 @@ TOLERANCES: dict[str, Tolerances] = {
 }
 LOWEST_FIRST = ("float16", "bfloat16", "float32", "float64")
 """In the order of precision of a result; float16 underflows where bfloat16 does not."""
+
+
+def near(found: np.ndarray, expected: np.ndarray, dtype: str) -> bool:
+    """True if two arrays agree up to rounding, relative to the largest entry."""
+    scale = max(np.abs(found).max(initial=0.0), np.abs(expected).max(initial=0.0))
+    allowed = TOLERANCES[dtype]
+    return bool(np.abs(found - expected).max(initial=0.0) <= allowed.rows * scale + allowed.rows_absolute)
+
+
+def close(own: tuple[np.ndarray, ...], part: tuple[np.ndarray, ...], dtype: str, factor: float = 1.0) -> bool:
+    """True if two gradients agree, leaf by leaf, once the second is multiplied by `factor`."""
+    if len(own) != len(part):
+        return not any(array.any() for array in (*own, *part))
+    return all(near(factor * b, a, dtype) for a, b in zip(own, part, strict=True))

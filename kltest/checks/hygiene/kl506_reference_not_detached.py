@@ -30,11 +30,11 @@ from kltest.checks.demonstrations import one_row
 from kltest.checks.usual_batch import usual_batch
 from kltest.counterexample.demonstration import Demonstration
 from kltest.identify.findings import Findings, Row, proportion
-from kltest.identify.identification import tolerance
 from kltest.identify.instances import instances
 from kltest.loss.outcome import Outcome
 from kltest.moments import exact
 from kltest.moments.differentiate import Experiment, backward
+from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 from kltest.truth import combine, gradient
 
@@ -120,7 +120,7 @@ def _right_once_moved(findings: Findings, row: Row, prefix: str) -> bool:
     found = exact(_Moved(findings.measure.experiment(), prefix), instance, row.sampler, padding=findings.seed)
     target = combine(findings.expect, instance)
     unit = max(float(np.linalg.norm(part)) for part in (target, gradient("reverse_kl", instance)))
-    return float(np.linalg.norm(found.gradient - target)) <= tolerance(found.dtype) * unit
+    return float(np.linalg.norm(found.gradient - target)) <= TOLERANCES[found.dtype].gradient * unit
 
 
 def wrong_side(logp, ref_logp, mask):

@@ -18,8 +18,8 @@ from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.checks.usual_batch import usual_batch
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
-from kltest.moments.agreement import near
 from kltest.moments.differentiate import CallResult
+from kltest.moments.tolerances import near
 from kltest.rollout import Rollout
 
 LOG_PROBS = tuple(f"{whose}{what}" for whose in ("", "ref_", "old_") for what in ("logp", "logits"))
