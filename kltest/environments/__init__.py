@@ -1,4 +1,4 @@
-"""The worlds: each enumerates its rollouts with their exact probabilities, samples them, and never sees a loss."""
+"""Environments: finite token processes that enumerate and sample their rollouts. They never see a loss."""
 
 from kltest.environments.bandit import bandit
 from kltest.environments.environment import END, Environment

@@ -9,8 +9,14 @@ from kltest.environments.sequence import sequence
 
 
 def bandit(vocabulary: int = 4, *, prompts: np.ndarray | None = None, reward: np.ndarray | None = None) -> Environment:
-    """`vocabulary` arms, pulled once: a token sequence of length 1.
+    """Build a bandit: a token sequence of length 1.
 
-    `prompts` (P,) are the probabilities of P separate bandits (default one); `reward` (P, V) pays each arm (default 0).
+    Args:
+        vocabulary: Number V of arms.
+        prompts: Probabilities (P,) of P separate bandits (default: one bandit).
+        reward: Reward (P, V) of each arm (default: 0).
+
+    Raises:
+        InvalidEnvironmentError: A shape is wrong, a number is not finite, or probabilities do not sum to 1.
     """
     return sequence(vocabulary, 1, prompts=prompts, reward=reward, name="bandit")

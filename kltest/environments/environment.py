@@ -1,9 +1,9 @@
-"""The one kind of world: contexts, tokens, and where a token leads. Everything else is a way to build it.
+"""The environment class: contexts, tokens and transitions. All environments are instances of it.
 
-A *context* is what the policy conditions on: a row of its table of logits. Choosing token `v` in context `c` leads
-to `successors[c, v, k]` with probability `probabilities[c, v, k]`, or ends the rollout where the successor is −1; a
-rollout also ends at the horizon. A bandit has one context; a token sequence has one context per prefix; an n-gram
-world shares contexts between prefixes; in a Markov decision process the contexts are the states.
+A *context* is what the policy conditions on: a row of its table of logits. Token `v` in context `c` leads to
+`successors[c, v, k]` with probability `probabilities[c, v, k]`; a successor of −1 ends the rollout, and so does the
+horizon. A bandit has one context; a token sequence has one context per prefix; an n-gram shares contexts between
+prefixes; in a Markov decision process the contexts are the states.
 """
 
 from __future__ import annotations
@@ -21,22 +21,31 @@ from kltest.environments.paths import Level, Paths, Tree
 from kltest.errors import InvalidEnvironmentError
 
 END = -1
-# Prefixes that so many rollouts share, on average, are kept together with the steps before them.
+# Steps whose prefixes are shared by at least this many rollouts, on average, form one level of the tree.
 FEW_ROWS = 32
 
 
 def memory_limit() -> float:
-    """Half of the machine's memory, in bytes: what a world may take unless it is told otherwise."""
+    """Return the default limit for an environment, in bytes: half of the machine's memory."""
     return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, eq=False)
 class Environment:
-    """A finite-horizon world with C contexts and V tokens (see the module's first lines).
+    """A finite-horizon environment with C contexts and V tokens.
 
-    `start` (P,) int is each prompt's first context and `prompts` (P,) its probability; `successors` and
-    `probabilities` are (C, V, K); `reward` (C, V) is paid for a token in a context and summed over the rollout.
-    `tree` says that a context occurs at most once in a rollout and always at the same time step.
+    Attributes:
+        name: Name for messages.
+        horizon: Largest number T of tokens in a rollout.
+        start: First context (P,) int of each prompt.
+        prompts: Probability (P,) of each prompt.
+        successors: Contexts (C, V, K) int to which a token may lead; −1 ends the rollout.
+        probabilities: Probabilities (C, V, K) of the successors.
+        reward: Reward (C, V) of a token in a context; a rollout earns the sum.
+        tree: A context occurs at most once in a rollout, and always at the same time step.
+
+    Raises:
+        InvalidEnvironmentError: Shapes disagree, numbers are not finite, or probabilities do not sum to 1.
     """
 
     name: str
@@ -53,7 +62,7 @@ class Environment:
             raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}")
 
     def _problem(self) -> str | None:
-        """What is wrong with the numbers that describe this world, if anything."""
+        """Return the first fault of the arrays that describe this environment, or None."""
         if self.successors.ndim != 3 or 0 in self.successors.shape:
             return f"successors must be (contexts, tokens, branches), none of them 0, not {self.successors.shape}"
         contexts, vocabulary, _ = self.successors.shape
@@ -65,7 +74,7 @@ class Environment:
             return f"the reward must have shape {(contexts, vocabulary)}, not {self.reward.shape}"
         if not np.isfinite(self.reward).all():
             return "the reward must be finite; it contains NaN or infinity"
-        # Comparisons are put so that NaN fails them.
+        # Each comparison is false for NaN, so that NaN is refused.
         if self.start.shape != self.prompts.shape or not abs(float(self.prompts.sum()) - 1) <= 1e-12:
             return "every prompt needs one start context and one probability, and the probabilities must sum to 1"
         if not ((self.prompts >= 0).all() and (self.probabilities >= 0).all()):
@@ -95,7 +104,7 @@ class Environment:
 
     @cached_property
     def transition(self) -> sparse.csr_array:
-        """(C·V, C) matrix of the probabilities of going on, row c·V + v; what is missing from 1 ends the rollout."""
+        """Transition matrix (C·V, C), row c·V + v; the rest of a row's sum to 1 is the probability of ending."""
         contexts, vocabulary, branches = self.successors.shape
         successors = self.successors.reshape(contexts * vocabulary, branches)
         live = successors != END
@@ -108,11 +117,11 @@ class Environment:
         return matrix
 
     def start_distribution(self) -> np.ndarray:
-        """(C,) probability of each context at the first time step."""
+        """Return the probability (C,) of each context at the first time step."""
         return np.bincount(self.start, weights=self.prompts, minlength=self.n_contexts).astype(float)
 
     def reachable(self) -> Iterator[np.ndarray]:
-        """Contexts (C,) bool that can be met at time 0, 1, … up to the horizon."""
+        """Yield the contexts (C,) bool that can be reached at time 0, 1, …, horizon − 1."""
         here, settled = self.start_distribution() > 0, False
         for _ in range(self.horizon - 1):
             yield here
@@ -122,7 +131,7 @@ class Environment:
         yield here
 
     def count(self) -> float:
-        """How many rollouts enumeration would give (a float, since it may exceed any integer type)."""
+        """Return the number of rollouts as a float, since it may exceed any integer type."""
         reachable = self.probabilities > 0
         ends = (reachable & (self.successors == END)).sum(axis=(1, 2)).astype(float)
         goes_on = reachable & (self.successors != END)
@@ -137,10 +146,13 @@ class Environment:
         return float(counts[self.start[self.prompts > 0]].sum())
 
     def enumerate(self, *, memory: float | None = None) -> Paths:
-        """Every rollout once, in prefix order.
+        """Enumerate every rollout once, in prefix order.
 
-        Raises InvalidEnvironmentError, with the number of rollouts, when they would need more than `memory` bytes
-        (default: half of the machine's).
+        Args:
+            memory: Limit in bytes (default: half of the machine's memory).
+
+        Raises:
+            InvalidEnvironmentError: The rollouts would need more memory; the message names their number.
         """
         count = self.count()
         memory = memory_limit() if memory is None else memory
@@ -160,7 +172,7 @@ class Environment:
         return Tree(_levels(grown), self.vocabulary, prompt, log_weight)
 
     def _expand(self, current: np.ndarray, log_weight: np.ndarray) -> Iterator[tuple[Any, ...]]:
-        """One step of all partial rollouts at a time; a finished one stays as it is, with a dead token."""
+        """Extend all partial rollouts by one step at a time; a finished one is kept, with a dead token."""
         _, vocabulary, branches = self.successors.shape
         successors = self.successors.reshape(-1, branches)
         probabilities = self.probabilities.reshape(-1, branches)
@@ -197,7 +209,13 @@ class Environment:
             yield parent, cell, live, weight
 
     def sample(self, log_probs: np.ndarray, n: int, generator: np.random.Generator) -> Paths:
-        """`n` rollouts drawn with a (C, V) table of the sampler's log-probs."""
+        """Draw rollouts.
+
+        Args:
+            log_probs: Log-probs (C, V) of the sampler.
+            n: Number of rollouts.
+            generator: Source of randomness.
+        """
         prompt = generator.choice(len(self.prompts), size=n, p=self.prompts)
         current = self.start[prompt].astype(np.int64)
         log_weight = np.log(self.prompts[prompt])
@@ -223,11 +241,11 @@ class Environment:
         return Paths(contexts, tokens, mask, prompt, log_weight)
 
     def returns(self, paths: Paths) -> np.ndarray:
-        """(N,) total reward of each rollout."""
+        """Return the total reward (N,) of each rollout."""
         return paths.along(self.reward)
 
     def expected_returns(self, log_probs: np.ndarray) -> np.ndarray:
-        """(P,) expected total reward of each prompt's rollouts, under a (C, V) table of log-probs."""
+        """Return the expected total reward (P,) of each prompt's rollouts under log-probs (C, V)."""
         chances = np.exp(log_probs)
         value = np.zeros(self.n_contexts)
         for _ in range(self.horizon):
@@ -240,7 +258,7 @@ class Environment:
 
 
 def _levels(grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]]) -> tuple[Level, ...]:
-    """Levels from each step's (cells, live, parents), counting from the leaves up how many rows a node has."""
+    """Build levels from each step's (cells, live, parents); rows of a node are counted from the leaves up."""
     levels: list[Level] = []
     rows: np.ndarray | int = 1
     leaves = len(grown[-1][0])
@@ -258,7 +276,7 @@ def _levels(grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]]) -> tu
 
 
 def _stem(grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]], rows: np.ndarray | int) -> Level:
-    """The first steps as one level, whose nodes are those of the last of them."""
+    """Merge the first steps into one level, whose nodes are those of the last of them."""
     node = np.arange(len(grown[-1][0]))
     cells: list[np.ndarray] = []
     live: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""A world with its three policies: everything about which an exact question can be asked."""
+"""Instances: an environment with a policy, a reference and a sampler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kltest.errors import InvalidEnvironmentError
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """`policy`, `reference` and `sampler` are (C, V) tables of log-probs (`Instance.of` takes logits)."""
+    """An environment with (C, V) tables of log-probs of policy, reference and sampler (`Instance.of` takes logits)."""
 
     environment: Environment
     policy: np.ndarray
@@ -30,7 +30,17 @@ class Instance:
         reference: np.ndarray,
         sampler: np.ndarray | None = None,
     ) -> Instance:
-        """From tables of logits; without a sampler, rollouts come from the policy."""
+        """Build an instance from logits.
+
+        Args:
+            environment: Environment with C contexts and V tokens.
+            policy: Logits (C, V) of the policy.
+            reference: Logits (C, V) of the reference.
+            sampler: Logits (C, V) of the sampler (default: the policy's).
+
+        Raises:
+            InvalidEnvironmentError: Logits have another shape or are not finite.
+        """
         shape = (environment.n_contexts, environment.vocabulary)
         named = {"policy": policy, "reference": reference, "sampler": policy if sampler is None else sampler}
         for what, logits in named.items():
@@ -50,7 +60,14 @@ class Instance:
         distance: float = 2.0,
         staleness: float = 1.0,
     ) -> Instance:
-        """Random policies, mild: along every rollout |Σ log π/ref| < `distance` and |Σ log π/μ| < `staleness`."""
+        """Draw three random policies that are close to each other.
+
+        Args:
+            environment: Environment of the instance.
+            seed: Seed of all three policies.
+            distance: Bound on |Σ log π/ref| along every rollout, in nats.
+            staleness: Bound on |Σ log π/μ| along every rollout, in nats, with μ the sampler.
+        """
         generator = np.random.default_rng(seed)
         shape = (environment.n_contexts, environment.vocabulary)
         policy = table(0.7 * generator.standard_normal(shape))
@@ -64,17 +81,17 @@ class Instance:
         return self.environment.enumerate()
 
     def rollout_weights(self, sampler: str, paths: Paths | None = None) -> np.ndarray:
-        """(N,) probability of each rollout under the policy ("current") or the sampler ("stale")."""
+        """Return the probability (N,) of each rollout under the policy ("current") or the sampler ("stale")."""
         paths = self.paths if paths is None else paths
         return np.exp(paths.log_probability(self.behaviour(sampler)))
 
     def behaviour(self, sampler: str) -> np.ndarray:
-        """(C, V) log-probs from which rollouts are drawn: the policy's ("current") or the sampler's ("stale")."""
+        """Return the log-probs (C, V) that rollouts are drawn from: the policy's ("current") or sampler's ("stale")."""
         return {"current": self.policy, "stale": self.sampler}[sampler]
 
 
 def _near(environment: Environment, policy: np.ndarray, direction: np.ndarray, bound: float) -> np.ndarray:
-    """A policy off in a random direction, by 0.5 to 0.9 of the bound on the summed log-ratio of any rollout."""
+    """Move the policy in a direction until the largest |Σ log-ratio| of a rollout is 0.5 to 0.9 of the bound."""
     low, high = 0.0, 4.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -87,7 +104,7 @@ def _near(environment: Environment, policy: np.ndarray, direction: np.ndarray, b
 
 
 def largest_sum(environment: Environment, cost: np.ndarray) -> float:
-    """The largest sum of a (C, V) cost along any rollout."""
+    """Return the largest sum of a cost (C, V) along any rollout."""
     goes_on = (environment.successors != END) & (environment.probabilities > 0)
     best = np.zeros(environment.n_contexts)
     for _ in range(environment.horizon):

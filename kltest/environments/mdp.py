@@ -18,9 +18,19 @@ def mdp(
     start: np.ndarray | None = None,
     name: str = "mdp",
 ) -> Environment:
-    """A random process in which every action leads to `branches` states, with probabilities drawn from a Dirichlet(1).
+    """Draw a random decision process; transition probabilities are Dirichlet(1), rewards standard normal.
 
-    Rewards are standard normal. `start` (states,) is the distribution of the first state (default: uniform over two).
+    Args:
+        states: Number S of states (contexts).
+        actions: Number of actions (tokens).
+        horizon: Number of steps.
+        branches: Number of states that an action may lead to.
+        seed: Seed of dynamics and rewards.
+        start: Distribution (S,) of the first state (default: uniform over the first two).
+        name: Name for messages.
+
+    Raises:
+        InvalidEnvironmentError: There is no action, or `branches` is not between 1 and `states`.
     """
     if not 1 <= branches <= states or actions < 1:
         raise InvalidEnvironmentError(
@@ -48,9 +58,15 @@ def tabular(
     start: np.ndarray,
     name: str = "mdp",
 ) -> Environment:
-    """The process with the given sparse dynamics: successors and probabilities (S, A, K), reward (S, A), start (S,).
+    """Build a decision process from sparse dynamics.
 
-    A successor of −1 ends the rollout; one with probability 0 is not there.
+    Args:
+        successors: States (S, A, K) int to which an action may lead; −1 ends the rollout.
+        probabilities: Probabilities (S, A, K) of the successors; entries of probability 0 are ignored.
+        reward: Reward (S, A) of an action in a state.
+        horizon: Number of steps.
+        start: Distribution (S,) of the first state.
+        name: Name for messages.
 
     Raises:
         InvalidEnvironmentError: Probabilities do not sum to 1, shapes disagree, or a successor is listed twice.

@@ -1,8 +1,8 @@
-"""Rollouts as integers, without any policy: any rows, or every rollout of a world as the tree that it is.
+"""Rollout tables, as integers without any policy: arbitrary rows, or every rollout of an environment as a tree.
 
-In prefix order the rows that share their first t + 1 tokens stand together, as one *node* of level t. What depends on
-a prefix alone is computed once a node and spread over its rows, and a sum over the rows of a node is a reshape; the
-(N, T) arrays of contexts and tokens are then only built for those who ask for them.
+In prefix order the rows that share their first t + 1 tokens are adjacent and form a *node* of level t. A quantity that
+depends on a prefix alone is computed once per node and spread over its rows, and a sum over the rows of a node is a
+reshape. The (N, T) arrays of contexts and tokens are built only when they are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Paths:
 
     `contexts`, `tokens` (N, T) int64, zero where `mask` (N, T) bool is false; `prompt` (N,) int64;
     `log_weight` (N,) float64 is the log-probability of everything that is not the policy's choice: the prompt and the
-    dynamics. `complete` says that the rows are every rollout of the world, once each, in prefix order.
+    dynamics. `complete` says that the rows are every rollout of the environment, once each, in prefix order.
     """
 
     contexts: np.ndarray
@@ -40,30 +40,30 @@ class Paths:
 
     @cached_property
     def padded(self) -> bool:
-        """Whether any position is dead."""
+        """Return whether any position is dead."""
         return not self.mask.all()
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """(N,) live tokens of each rollout."""
+        """Number (N,) of live tokens of each rollout."""
         return self.mask.sum(axis=1)
 
     def take(self, rows: np.ndarray | slice) -> Paths:
-        """The given rows, in the given order, repeats allowed."""
+        """Return the given rows, in the given order, repeats allowed."""
         return Paths(self.contexts[rows], self.tokens[rows], self.mask[rows], self.prompt[rows], self.log_weight[rows])
 
     def split(self, size: int) -> Iterator[tuple[slice, Paths]]:
-        """Consecutive parts of at most `size` rows."""
+        """Yield consecutive parts of at most `size` rows."""
         for first in range(0, len(self), size):
             rows = slice(first, min(first + size, len(self)))
             yield rows, self.take(rows)
 
     def chosen(self, table: np.ndarray) -> np.ndarray:
-        """(N, T) entries of a (C, V) table at the tokens taken; anything at dead positions."""
+        """Return the entries (N, T) of a (C, V) table at the tokens taken; arbitrary at dead positions."""
         return table[self.contexts, self.tokens]
 
     def everything(self, table: np.ndarray) -> np.ndarray:
-        """(N, T, V) rows of a (C, V) table at the contexts visited; anything at dead positions."""
+        """Return the rows (N, T, V) of a (C, V) table at the contexts visited; arbitrary at dead positions."""
         return table[self.contexts]
 
     def collect(self, values: np.ndarray, into: np.ndarray) -> None:
@@ -77,11 +77,11 @@ class Paths:
             np.add.at(into, self.contexts, values)
 
     def along(self, table: np.ndarray) -> np.ndarray:
-        """(N,) sum over live tokens of the entries of a (C, V) table."""
+        """Return the sum (N,) of a (C, V) table's entries over live tokens."""
         return np.where(self.mask, self.chosen(table), 0.0).sum(axis=1)
 
     def log_probability(self, log_probs: np.ndarray) -> np.ndarray:
-        """(N,) log-probability of each rollout, prompt and dynamics included, under a (C, V) table of log-probs."""
+        """Return the log-probability (N,) of each rollout under log-probs (C, V), prompt and dynamics included."""
         return self.log_weight + self.along(log_probs)
 
 
@@ -158,9 +158,9 @@ class Level:
 
 
 class Tree(Paths):
-    """Every rollout of a world, or a run of consecutive ones, in prefix order, kept level by level.
+    """Every rollout of an environment, or consecutive ones, in prefix order, stored level by level.
 
-    The first steps, where nodes are few, share one level, so that the cost of a part does not grow with their number.
+    The first steps, which have few nodes, share one level, so that the cost of a part does not grow with their number.
     """
 
     levels: tuple[Level, ...]
@@ -256,7 +256,7 @@ class Tree(Paths):
         return self._add_up([v if n.live is None else v * n.live for v, n in zip(values, self.levels, strict=True)])
 
     def _add_up(self, values: list[np.ndarray]) -> np.ndarray:
-        """(N,) what the nodes on the way of each rollout have, (n, steps) a level, added up."""
+        """Add up (N,) along each rollout the values of its nodes, (n, steps) per level."""
         total = np.zeros(len(self))
         for level, nodes in zip(self.levels, values, strict=True):
             sums = nodes[:, 0] if nodes.shape[1] == 1 else nodes.sum(axis=1)

@@ -1,4 +1,4 @@
-"""Softmax tables: the policies for which everything is exact."""
+"""Tabular softmax policies: log-probs from logits, and gradients with respect to logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from kltest.errors import InvalidEnvironmentError
 
 
 def table(logits: np.ndarray, *, what: str = "policy") -> np.ndarray:
-    """(C, V) log-probabilities of a table of logits, each row normalised; −∞ and NaN are refused."""
+    """Return the log-probs (C, V) of logits (C, V), each row normalised.
+
+    Raises:
+        InvalidEnvironmentError: Logits are not a table or not finite; the message calls it that of `what`.
+    """
     logits = np.asarray(logits, dtype=np.float64)
     if logits.ndim != 2:
         raise InvalidEnvironmentError(
@@ -29,27 +33,27 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def softmax_gradient(weights: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """Gradient with respect to logits of a function whose gradient with respect to the log-probs is `weights`.
+    """Return the gradient (C, V) at the logits of a function whose gradient (C, V) at the log-probs is `weights`.
 
-    Both (C, V). log π = logits − logsumexp(logits), so the gradient is weights − π·Σ_v weights.
+    log π = logits − logsumexp(logits), so the gradient is weights − π·Σ_v weights.
     """
     # weights·(1 − π) − π·Σ_others weights: the same, without cancelling where one token is all but certain.
     return remainder(log_probs) * weights - np.exp(log_probs) * sum_of_others(weights)
 
 
 def score_norms(log_probs: np.ndarray) -> np.ndarray:
-    """(C, V) ‖∇_logits log π(v|c)‖² = (1 − π_v)² + Σ_{u≠v} π_u²."""
+    """Return ‖∇_logits log π(v|c)‖² (C, V) = (1 − π_v)² + Σ_{u≠v} π_u²."""
     return remainder(log_probs) ** 2 + sum_of_others(np.exp(log_probs) ** 2)
 
 
 def remainder(log_probs: np.ndarray) -> np.ndarray:
-    """(C, V) 1 − π, to full relative accuracy where π is all but 1."""
+    """Return 1 − π (C, V), to full relative accuracy even if π is close to 1."""
     return -np.expm1(log_probs)
 
 
 def sum_of_others(values: np.ndarray) -> np.ndarray:
-    """(C, V) Σ_{u≠v} values[c, u], added up from both ends and never subtracted, so that nothing cancels."""
-    # Running sums go along the longer axis of memory: a column at a time where rows are short.
+    """Return Σ_{u≠v} values[c, u] (C, V), added up from both ends and never subtracted, so that nothing cancels."""
+    # Running sums go along the longer axis of memory: if rows are short, a column at a time.
     columns = np.ascontiguousarray(values.T)
     if len(columns) > columns.shape[1]:
         zero = np.zeros((1, columns.shape[1]))

@@ -19,17 +19,26 @@ def sequence(
     reward: np.ndarray | None = None,
     name: str | None = None,
 ) -> Environment:
-    """Every sequence of up to `length` tokens, with a context of its own for every prompt and prefix.
+    """Build all sequences of up to `length` tokens, with a context for every prompt and prefix.
 
-    Without `end_token` all have the same length (`sequence`); with it a rollout ends there, or at `length` (`ragged`).
     Contexts are numbered prompt by prompt, within a prompt by the prefix's length and then in lexicographic order.
-    `prompts` (P,) are probabilities (default: one prompt); `reward` (C, V), default 0.
+
+    Args:
+        vocabulary: Number V of tokens.
+        length: Largest number of tokens in a rollout.
+        end_token: Token that ends a rollout (default: none, so that all have the same length).
+        prompts: Probabilities (P,) of the prompts (default: one prompt).
+        reward: Reward (C, V) of a token in a context (default: 0).
+        name: Name for messages (default: "sequence", or "ragged" with an end token).
+
+    Raises:
+        InvalidEnvironmentError: A number is out of range, or the contexts do not fit into memory.
     """
     name = name or ("sequence" if end_token is None else "ragged")
     _check(name, vocabulary, length, end_token)
     prompts = np.ones(1) if prompts is None else np.asarray(prompts, dtype=float)
     continuing = np.array([token for token in range(vocabulary) if token != end_token], dtype=np.int64)
-    remedy = "Use fewer tokens, a shorter length, or an n-gram world."
+    remedy = "Use fewer tokens, a shorter length, or an n-gram."
     _check_size(name, vocabulary, len(continuing), length, len(prompts), remedy)
     widths = [len(continuing) ** depth for depth in range(length)]
     offsets = np.concatenate([[0], np.cumsum(widths)])
@@ -54,7 +63,7 @@ def sequence(
 
 
 def ragged(vocabulary: int = 3, length: int = 3, **options: Any) -> Environment:
-    """Sequences of different lengths: the last token of the vocabulary ends the rollout. Options as for `sequence`."""
+    """Build sequences of different lengths, ended by the vocabulary's last token; `options` as for `sequence`."""
     return sequence(vocabulary, length, end_token=vocabulary - 1, **options)
 
 
@@ -67,10 +76,21 @@ def ngram(
     reward: np.ndarray | None = None,
     name: str = "ngram",
 ) -> Environment:
-    """Sequences whose policies see the last `order` − 1 tokens only, so that prefixes share contexts.
+    """Build sequences whose policies see the last `order` − 1 tokens only, so that prefixes share contexts.
 
-    The number of contexts does not depend on `length`, which may therefore be 10,000: dynamic programming stays exact
-    where enumeration cannot. Contexts are all histories of fewer than `order` tokens, shorter ones first.
+    The number of contexts does not depend on `length`, so that dynamic programming is exact for 10,000 tokens, too many
+    to enumerate. Contexts are all histories of fewer than `order` tokens, shorter ones first.
+
+    Args:
+        vocabulary: Number V of tokens.
+        length: Largest number of tokens in a rollout.
+        order: Order of the n-gram, at least 1.
+        end_token: Token that ends a rollout (default: none).
+        reward: Reward (C, V) of a token in a context (default: 0).
+        name: Name for messages.
+
+    Raises:
+        InvalidEnvironmentError: A number is out of range, or the contexts do not fit into memory.
     """
     _check(name, vocabulary, length, end_token)
     if order < 1:
@@ -112,7 +132,7 @@ def _check(name: str, vocabulary: int, length: int, end_token: int | None) -> No
 
 
 def _check_size(name: str, vocabulary: int, fan: int, depths: int, prompts: int, remedy: str) -> None:
-    """Refuse fanʰ contexts for every history length h < depths before anything is built."""
+    """Refuse, before anything is built, more contexts than fit into memory: fanʰ for each history length h < depths."""
     with np.errstate(over="ignore"):
         trees = (np.float64(fan) ** depths - 1) / (fan - 1) if fan > 1 else depths
     contexts = float(trees) * prompts
