@@ -1,6 +1,6 @@
-"""What is true of a world: the named gradients, KL values and the regularised optimum. Never sees an estimator.
+"""Exact results of an environment: named gradients, KL values and the regularised optimum. Never sees an estimator.
 
-Names are listed, parsed and rendered without numpy or torch; what computes is loaded when it is first asked for.
+Names are listed, parsed and rendered without numpy or torch; functions that compute are imported on first use.
 """
 
 from __future__ import annotations

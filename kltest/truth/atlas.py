@@ -1,4 +1,4 @@
-"""The atlas: every gradient that has a name, in the order in which identification prefers them.
+"""The atlas: all named gradients, in the order in which identification prefers them.
 
 Notation: u_t = log π − log ref of the token at position t, g_t its score ∇log π, E_t the expectation over the next
 token given the prefix, KL_t a divergence between next-token distributions. A gradient is *local* when the prefixes are
@@ -16,9 +16,13 @@ from kltest.errors import UsageError, did_you_mean
 class NamedGradient:
     """One row of the atlas.
 
-    `formula` in unicode mathematics, `meaning` in one line. `stale`: it needs a sampler other than the policy to mean
-    anything of its own. `local`: prefixes are held fixed. `field`: it is the gradient of a function, so that its
-    Jacobian is symmetric in every world.
+    Attributes:
+        name: Name, as used in `--expect`.
+        formula: Formula in unicode mathematics.
+        meaning: Meaning in one line.
+        stale: It differs from the other rows only if the sampler is not the policy.
+        local: Prefixes are held fixed.
+        field: It is the gradient of a function: its Jacobian is symmetric in every environment.
     """
 
     name: str
@@ -113,7 +117,7 @@ ATLAS: dict[str, NamedGradient] = {row.name: row for row in (*_WHOLE, *_AT_SAMPL
 
 
 def named(name: str) -> NamedGradient:
-    """The row of that name; UsageError with the nearest names otherwise."""
+    """Return the row of a name. Raises UsageError, with the nearest names, if there is none."""
     if name not in ATLAS:
         hint = did_you_mean(name, ATLAS) or f"the named gradients are {', '.join(ATLAS)}"
         raise UsageError(f"there is no named gradient {name!r}; {hint.strip()}")

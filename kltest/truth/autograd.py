@@ -1,4 +1,4 @@
-"""The named gradients a second time: torch differentiates the definition, written over all enumerated rollouts."""
+"""Named gradients by a second route: autograd of their definitions, as sums over all enumerated rollouts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from kltest.truth.atlas import named
 
 
 def gradient_again(name: str, instance: Instance) -> np.ndarray:
-    """(C, V) the named gradient with respect to the policy's logits; a route that shares nothing with `gradient`.
+    """Return the named gradient by autograd over enumerated rollouts; shares no code with `gradient`.
 
-    Raises UsageError for an unknown name and InvalidEnvironmentError where the rollouts are too many to enumerate.
+    Args:
+        name: A name of the atlas.
+        instance: Environment and policies.
+
+    Returns:
+        Gradient (C, V) with respect to the policy's logits.
+
+    Raises:
+        UsageError: The name is unknown.
+        InvalidEnvironmentError: There are too many rollouts to enumerate.
     """
     row = named(name)
     logits = torch.from_numpy(instance.policy.copy()).requires_grad_()
@@ -47,15 +56,15 @@ class _Enumerated:
         self.last = self._mask.sum(dim=1) - 1
 
     def along(self, log_probs: Tensor) -> Tensor:
-        """(N, T) what a table says of each token."""
+        """Log-probs (N, T) of the tokens, 0 at padding."""
         return torch.where(self._mask, log_probs[self._contexts, self._tokens], 0.0)
 
     def probability(self, logp: Tensor) -> Tensor:
-        """(N,) probability of each rollout."""
+        """Probability (N,) of each rollout."""
         return (self._log_weight + logp.sum(dim=1)).exp()
 
     def local(self, per_context: Tensor, prefixes: Tensor) -> Tensor:
-        """Σ_t E[x(c_t)] of a (C,) quantity x, contexts as visited under a fixed table."""
+        """Return Σ_t E[x(c_t)] of a quantity x (C,), contexts distributed as under fixed log-probs `prefixes`."""
         visited = torch.where(self._mask, per_context[self._contexts], 0.0)
         return (self.probability(self.along(prefixes)) * visited.sum(dim=1)).sum()
 
@@ -65,7 +74,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _score(rollouts: _Enumerated, weights: Tensor) -> Tensor:
-    """E_π[Σ_t g_t·weights_t] as something to differentiate; weights (N, T) are held fixed."""
+    """Return a function whose gradient is E_π[Σ_t g_t·weights_t], weights (N, T) held fixed."""
     return (rollouts.probability(rollouts.logp).detach() * (rollouts.logp * weights.detach()).sum(dim=1)).sum()
 
 

@@ -1,4 +1,4 @@
-"""Combinations of named gradients: from text, to text, to mathematical words, to numbers."""
+"""Combinations of named gradients: parsing, rendering as names or formulas, and evaluation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ _FORM = "write [c*]NAME[±[c*]NAME]…, as in reverse_kl-0.5*forward_kl"
 
 
 def parse(text: str) -> dict[str, float]:
-    """`reverse_kl-0.5*forward_kl` → {"reverse_kl": 1.0, "forward_kl": -0.5}, in the order of the atlas.
+    """Parse a combination: `reverse_kl-0.5*forward_kl` → {"reverse_kl": 1.0, "forward_kl": -0.5}.
 
-    Terms of one name are added; what adds up to nothing is {"zero": 1.0}. Raises UsageError for anything that is not
-    such a combination, with the nearest names for an unknown one.
+    Returns:
+        Coefficients by name, in the order of the atlas. Terms of one name are added; an empty sum is {"zero": 1.0}.
+
+    Raises:
+        UsageError: The text is not a combination, or a name is unknown; the message proposes the nearest names.
     """
     terms: dict[str, float] = {}
     position = 0
@@ -46,9 +49,10 @@ def parse(text: str) -> dict[str, float]:
 
 
 def canonical(combination: Mapping[str, float]) -> dict[str, float]:
-    """In the order of the atlas, without vanishing terms; {"zero": 1.0} where nothing is left.
+    """Return the non-zero terms in the order of the atlas, {"zero": 1.0} if there are none.
 
-    Raises UsageError for an unknown name or a coefficient that is not finite.
+    Raises:
+        UsageError: A name is unknown or a coefficient is not finite.
     """
     for name, coefficient in combination.items():
         named(name)
@@ -59,24 +63,29 @@ def canonical(combination: Mapping[str, float]) -> dict[str, float]:
 
 
 def render(combination: Mapping[str, float]) -> str:
-    """In mathematical words: {"reverse_kl": 1, "forward_kl": -1} → ∇KL(π‖ref) − ∇KL(ref‖π)."""
+    """Render as a formula: {"reverse_kl": 1, "forward_kl": -1} → ∇KL(π‖ref) − ∇KL(ref‖π)."""
     return _join([(coefficient, ATLAS[name].formula) for name, coefficient in canonical(combination).items()], "·", "−")
 
 
 def plain(combination: Mapping[str, float]) -> str:
-    """In names, read by `parse` as the same: {"reverse_kl": 1, "forward_kl": -0.5} → reverse_kl - 0.5*forward_kl."""
+    """Render as names, the inverse of `parse`: {"reverse_kl": 1, "forward_kl": -0.5} → reverse_kl - 0.5*forward_kl."""
     return _join([(coefficient, name) for name, coefficient in canonical(combination).items()], "*", "-", exact=True)
 
 
 def combine(combination: Mapping[str, float], instance: Instance) -> np.ndarray:
-    """(C, V) Σ c·gradient(name, instance), with respect to the policy's logits."""
+    """Return Σ c·gradient(name, instance) (C, V) with respect to the policy's logits.
+
+    Raises:
+        UsageError: A name is unknown or a coefficient is not finite.
+        InvalidEnvironmentError: As `gradient`.
+    """
     from kltest.truth.gradients import gradient
 
     return sum(coefficient * gradient(name, instance) for name, coefficient in canonical(combination).items())  # type: ignore[return-value]
 
 
 def _join(terms: list[tuple[float, str]], times: str, minus: str, *, exact: bool = False) -> str:
-    """Coefficients to 4 significant digits, or where they are to be `exact` to as many as that takes; none for 1."""
+    """Join terms; coefficients have 4 significant digits, or as many as needed if `exact`, and 1 is omitted."""
     words = ""
     for coefficient, what in terms:
         size = f"{abs(coefficient):.4g}"

@@ -1,7 +1,7 @@
-"""Divergences of next-token distributions, row by row, without the cancellation that the textbook forms suffer.
+"""Divergences of next-token distributions, row by row, without the cancellation of the textbook forms.
 
 Tables of log-probabilities are (…, V); sums run over the last axis. Every sum is of terms of one sign, so it keeps its
-relative accuracy where the two distributions nearly agree, or where one token has nearly all the probability.
+relative accuracy if the distributions nearly agree or one token has nearly all the probability.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _SMALL = 0.5
 
 
 def difference(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """p − q, elementwise."""
+    """Return p − q, elementwise."""
     u = log_p - log_q
     close = np.exp(log_q) * np.expm1(np.where(np.abs(u) < _SMALL, u, 0.0))
     return np.where(np.abs(u) < _SMALL, close, np.exp(log_p) - np.exp(log_q))
 
 
 def kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """KL(p‖q) = Σ p·(e^(−u) − 1 + u), u = log p − log q: the same as Σ p·u, of terms that are never negative."""
+    """Return KL(p‖q) = Σ p·(e^(−u) − 1 + u), u = log p − log q: equal to Σ p·u, but with no negative term."""
     u = log_p - log_q
     p = np.exp(log_p)
     small = np.abs(u) < _SMALL
@@ -27,14 +27,14 @@ def kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 
 
 def chi_square(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """χ²(p‖q) = Σ (p − q)²/q, inf where that exceeds float64."""
+    """Return χ²(p‖q) = Σ (p − q)²/q, inf if that exceeds float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         # As (p − q)·(p/q − 1): q may be too small for its inverse.
         return (difference(log_p, log_q) * np.expm1(log_p - log_q)).sum(axis=-1)
 
 
 def total_variation(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """½ Σ |p − q|."""
+    """Return ½ Σ |p − q|."""
     return 0.5 * np.abs(difference(log_p, log_q)).sum(axis=-1)
 
 

@@ -1,7 +1,7 @@
-"""Where gradient ascent on E[R] − β·(a KL estimator) comes to rest when the estimator's gradient is not the true one.
+"""Fixed points of gradient ascent on E[R] − β·(a KL estimator) whose gradient is not that of the KL.
 
-Tabular policies; each is solved exactly, and is a stationary point: the expected gradient that the estimator follows
-vanishes there. The true gradient's own is `kltest.truth.optimum`.
+Each is solved exactly for tabular policies: the expected gradient that the estimator follows vanishes there. The fixed
+point of the true gradient is `kltest.truth.optimum`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,21 @@ from kltest.truth.regularised import check, solve_backwards
 
 
 def token_k2_fixed_point(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
-    """π ∝ ref·exp(Q_R/β), Q_R the reward-only value of that same policy, solved backwards.
+    """Return π ∝ ref·exp(Q_R/β), with Q_R the action values of π for the reward alone, solved backwards.
 
-    For token k2 or the exact next-token KL as a loss: ∇E[R] = β·`local_reverse_kl`. `reference` (C, V) are logits;
-    log-probs (C, V) in a tree, else (T, C, V).
+    It is the fixed point of token-level k2 or the exact next-token KL as a loss: ∇E[R] = β·`local_reverse_kl`.
+
+    Args:
+        environment: Environment with C contexts, V tokens and horizon T.
+        reference: Logits (C, V) of the reference.
+        beta: Coefficient β of the KL term.
+
+    Returns:
+        Log-probs (C, V) in a tree, else (T, C, V).
+
+    Raises:
+        UsageError: β is not positive and finite.
+        InvalidEnvironmentError: The reference has another shape or is not finite.
     """
     reference = check(environment, reference, beta)
 
@@ -30,10 +41,10 @@ def token_k2_fixed_point(environment: Environment, reference: np.ndarray, beta: 
 
 
 def token_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
-    """π = β·ref/(β + V_R − Q_R), V_R and Q_R the reward-only values of that same policy, solved backwards.
+    """Return π = β·ref/(β + V_R − Q_R), with V_R and Q_R the values of π for the reward alone, solved backwards.
 
-    For token k3 as a loss: ∇E[R] = β·`local_forward_kl`. Exactly one such policy is positive everywhere. Shapes as
-    for `token_k2_fixed_point`.
+    It is the fixed point of token-level k3 as a loss: ∇E[R] = β·`local_forward_kl`. Exactly one such policy is positive
+    everywhere. Arguments, result and errors are those of `token_k2_fixed_point`.
     """
     reference = check(environment, reference, beta)
 
@@ -45,13 +56,15 @@ def token_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: 
 
 
 def sequence_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
-    """π(y) = ref(y)/(1 − (R(y) − E_π[R])/β) for the rollouts y of each prompt, as (C, V) log-probs.
+    """Return π(y) = ref(y)/(1 − (R(y) − E_π[R])/β) for the rollouts y of each prompt, as log-probs (C, V).
 
-    For k3 of whole rollouts as a loss: ∇E[R] = β·`forward_kl`.
+    It is the fixed point of sequence-level k3 as a loss: ∇E[R] = β·`forward_kl`. Arguments are those of
+    `token_k2_fixed_point`.
 
     Raises:
-        InvalidEnvironmentError: Not every distribution over rollouts is a policy: contexts are shared, or chance
-            decides where tokens lead.
+        UsageError: β is not positive and finite.
+        InvalidEnvironmentError: Some distribution over rollouts is no policy, since contexts are shared or dynamics
+            are stochastic; or there are too many rollouts to enumerate.
     """
     reference = check(environment, reference, beta)
     deterministic = bool((environment.probabilities.max(axis=2) == 1.0).all())
@@ -77,7 +90,7 @@ def sequence_k3_fixed_point(environment: Environment, reference: np.ndarray, bet
 
 
 def _hyperbolic(log_reference: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Log of the distribution ref/(λ − scores), row by row, with the λ above all scores for which it sums to 1.
+    """Log of the distribution ref/(λ − scores), row by row, with λ above all scores such that it sums to 1.
 
     With V = Σ π·scores it follows that λ = 1 + V: the sum falls from ∞ to 0 as λ grows, so there is exactly one.
     """

@@ -1,8 +1,8 @@
-"""The named gradients by dynamic programming: no autograd, no enumeration but for the total variation of rollouts.
+"""Named gradients by dynamic programming: no autograd, and no enumeration except for the total variation of rollouts.
 
-By the score-function theorem each is Σ_t E[g_t·(what the token at t brings)]. A *signal* S(c, v) sums, over time, the
-visitation of c times what token v brings there, up to anything that does not depend on v; the gradient with respect to
-the logits is then π·(S − Σ_v π·S), row by row. All are sums over time of one shared (C, V) table.
+By the score-function theorem each is Σ_t E[g_t·Q_t], with Q_t(c, v) the expected cost that token v incurs. A *signal*
+S(c, v) sums over time the visitation of c times Q_t(c, v), up to terms that do not depend on v. The gradient with
+respect to the logits is then π·(S − Σ_v π·S), row by row: all time steps share one (C, V) table.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ from kltest.truth.recursions import backwards, ending, forward, onward, start, t
 
 
 def gradient(name: str, instance: Instance) -> np.ndarray:
-    """(C, V) the named gradient with respect to the policy's logits.
+    """Return the named gradient by dynamic programming.
 
-    Raises UsageError for an unknown name, InvalidEnvironmentError if the result exceeds float64 or, for
-    `total_variation`, if the rollouts are too many to enumerate.
+    Args:
+        name: A name of the atlas.
+        instance: Environment and policies.
+
+    Returns:
+        Gradient (C, V) with respect to the policy's logits.
+
+    Raises:
+        UsageError: The name is unknown.
+        InvalidEnvironmentError: The result exceeds float64 or, for `total_variation`, there are too many rollouts to
+            enumerate.
     """
     row = named(name)
     base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
@@ -43,8 +52,8 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
 
 
 def from_signal(signal: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """(C, V) π·(S − Σ_v π·S)."""
-    # Relative to the likeliest token, so that nothing cancels in a policy that is all but deterministic.
+    """Return the gradient (C, V) at the logits, π·(S − Σ_v π·S), of a signal S (C, V)."""
+    # Relative to the likeliest token, so that nothing cancels if the policy is nearly deterministic.
     likeliest = np.argmax(log_probs, axis=1)[:, None]
     signal = signal - np.take_along_axis(signal, likeliest, axis=1)
     chances = np.exp(log_probs)
@@ -54,9 +63,16 @@ def from_signal(signal: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
 def future(
     environment: Environment, policy: np.ndarray, cost: np.ndarray, mean_cost: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(C, V) Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v], what tokens bring later; and (C, 1) the expected visits Σ_t d_t.
+    """Return the signal of later costs, Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v], and the expected visits Σ_t d_t.
 
-    `cost` (C, V); `mean_cost` (C,) is Σ_v π·cost, where it is known more exactly than by that sum.
+    Args:
+        environment: Environment with C contexts and V tokens.
+        policy: Log-probs (C, V).
+        cost: Cost (C, V) of a token in a context.
+        mean_cost: Σ_v π·cost (C,), if it is known more exactly than by that sum.
+
+    Returns:
+        Signal (C, V) and visits (C, 1).
     """
     chances = np.exp(policy)
     mean_cost = np.einsum("cv,cv->c", chances, cost) if mean_cost is None else mean_cost

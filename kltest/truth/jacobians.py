@@ -1,11 +1,11 @@
-"""How a named gradient itself changes with the logits: where that matrix is not symmetric, no function is followed.
+"""Jacobians of named gradients. If one is not symmetric, the gradient is not that of any function.
 
-With d_t(c) the chance of standing in context c at time t, and r_t(c, v) the row of the gradient that one visit there
-brings, a gradient is Σ_t d_t·r_t. The rows' own derivatives are symmetric blocks; the rest is
+With d_t(c) the probability of context c at time t, and r_t(c, ·) the row that one visit adds, a gradient is
+Σ_t d_t·r_t. The rows' own derivatives are symmetric blocks; the rest is
 
     X = Σ_t ∂d_t(c)/∂θ ⊗ r_t(c, ·),    whole rollouts: X + Xᵀ,    prefixes held fixed: X alone,
 
-since a local gradient does not answer for where it sends the policy. No autograd, no differences: ∂d_t is a recursion.
+since a local gradient ignores its effect on later contexts. ∂d_t is a recursion, without autograd or differences.
 """
 
 from __future__ import annotations
@@ -28,10 +28,18 @@ KNOWN = ("reverse_kl", "local_reverse_kl", "expected_reward")
 
 
 def jacobian(name: str, instance: Instance) -> np.ndarray:
-    """(C·V, C·V) derivatives of the named gradient at c·V + v (rows) by the logit at c'·V + v' (columns).
+    """Return the derivatives of a named gradient with respect to the policy's logits.
 
-    For `reverse_kl`, `local_reverse_kl` and `expected_reward`. Raises UsageError for other names,
-    InvalidEnvironmentError if the matrix does not fit into memory.
+    Args:
+        name: `reverse_kl`, `local_reverse_kl` or `expected_reward`.
+        instance: Environment and policies.
+
+    Returns:
+        Matrix (C·V, C·V), gradient entry c·V + v by rows and logit c'·V + v' by columns.
+
+    Raises:
+        UsageError: The name is another.
+        InvalidEnvironmentError: The matrix does not fit into memory.
     """
     if name not in KNOWN:
         raise UsageError(f"the Jacobian of {name!r} is not known; those of {', '.join(KNOWN)} are")
@@ -40,12 +48,12 @@ def jacobian(name: str, instance: Instance) -> np.ndarray:
     if 8 * policy.size**2 > MEMORY:
         raise InvalidEnvironmentError(
             f"environment {environment.name!r} has {contexts} contexts of {vocabulary} tokens; a Jacobian needs their "
-            f"product squared, and at most {isqrt(MEMORY // 8)} logits fit. Use a smaller world"
+            f"product squared, and at most {isqrt(MEMORY // 8)} logits fit. Use a smaller environment"
         )
     chances = np.exp(policy)
     own, crossed = np.zeros(policy.shape), np.zeros((contexts, vocabulary, policy.size))
     total = np.zeros(contexts)
-    # Where every rollout has ended there are no visits left, and their rows are not needed.
+    # Visits stop once every rollout has ended; the remaining rows are not needed.
     for row, (visit, sensitivity) in zip(_rows(name, instance, chances), _visits(environment, chances), strict=False):
         own += visit[:, None] * row
         crossed += sensitivity[:, None, :] * row[:, :, None]
@@ -59,12 +67,12 @@ def jacobian(name: str, instance: Instance) -> np.ndarray:
 
 
 def asymmetry(matrix: np.ndarray) -> float:
-    """‖J − Jᵀ‖ / ‖J + Jᵀ‖: 0 for the derivatives of a gradient, 1 for those that vanish on one side of the diagonal."""
+    """Return ‖J − Jᵀ‖ / ‖J + Jᵀ‖: 0 for the gradient of a function, 1 if one side of the diagonal vanishes."""
     return float(np.linalg.norm(matrix - matrix.T) / np.linalg.norm(matrix + matrix.T))
 
 
 def _rows(name: str, instance: Instance, chances: np.ndarray) -> Iterable[np.ndarray]:
-    """r_0, r_1, …: π·(Q_t − V_t), of the token alone where prefixes are held fixed."""
+    """Rows r_0, r_1, …: π·(Q_t − V_t), with the token's own cost as Q_t if prefixes are held fixed."""
     environment, policy = instance.environment, instance.policy
     if name == "expected_reward":
         cost = environment.reward

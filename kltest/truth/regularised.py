@@ -16,17 +16,26 @@ from kltest.truth.recursions import onward
 
 @dataclass(frozen=True)
 class Optimum:
-    """`policy`: log-probs (C, V) where a context belongs to one time step, else (T, C, V); `value`: J there."""
+    """Log-probs of the optimal `policy`, (C, V) in a tree and else (T, C, V), and its `value` J*."""
 
     policy: np.ndarray
     value: float
 
 
 def optimum(environment: Environment, reference: np.ndarray, beta: float) -> Optimum:
-    """π* ∝ ref·exp(Q*/β) and J* = E[V*(first context)], V* = β·log E_ref[e^(Q*/β)], Q* = R + E[V*(next)].
+    """Return π* ∝ ref·exp(Q*/β) and J* = E[V*(first context)], V* = β·log E_ref[e^(Q*/β)], Q* = R + E[V*(next)].
 
-    `reference` (C, V) are logits. π* depends on time wherever contexts are shared between time steps. For one step
-    this is π* ∝ ref·e^(R/β), J* = β log E_ref[e^(R/β)]. Raises UsageError unless β is positive and finite.
+    For one step this is π* ∝ ref·e^(R/β) and J* = β·log E_ref[e^(R/β)]. π* depends on time if contexts are shared
+    between time steps.
+
+    Args:
+        environment: Environment with C contexts and V tokens.
+        reference: Logits (C, V) of the reference.
+        beta: Coefficient β of the KL.
+
+    Raises:
+        UsageError: β is not positive and finite.
+        InvalidEnvironmentError: The reference has another shape or is not finite.
     """
     reference = check(environment, reference, beta)
 
@@ -39,7 +48,7 @@ def optimum(environment: Environment, reference: np.ndarray, beta: float) -> Opt
 
 
 def check(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
-    """(C, V) the reference's log-probs; UsageError for a bad β or a table of the wrong shape."""
+    """Return the reference's log-probs (C, V); raise as `optimum` for a bad β or reference."""
     if not (np.isfinite(beta) and beta > 0):
         raise UsageError(f"the coefficient β of the regularised objective must be positive and finite, not {beta}")
     shape = (environment.n_contexts, environment.vocabulary)
@@ -56,9 +65,9 @@ def solve_backwards(
     reference: np.ndarray,
     solve: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Policies and first values of a recursion Q_t = R + E[V_{t+1}], (policy_t, V_t) = solve(Q_t).
+    """Solve the recursion Q_t = R + E[V_{t+1}], (policy_t, V_t) = solve(Q_t); return the policies and V_0 (C,).
 
-    The policies are (T, C, V), or (C, V) in a tree, where each context has one time step; contexts that are never
+    Policies are (T, C, V), or (C, V) in a tree, in which each context has one time step; contexts that are never
     reached keep the reference there.
     """
     values, policies = np.zeros(environment.n_contexts), []

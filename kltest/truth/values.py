@@ -1,6 +1,6 @@
-"""The numbers that the named gradients are gradients of, and those that a loss may log as its KL.
+"""Values of which the named gradients are gradients, and values that a loss may log as its KL.
 
-Each has two routes: `value` by dynamic programming over contexts, `value_again` as a plain sum over all rollouts.
+Each is computed in two ways: `value` by dynamic programming, `value_again` as a plain sum over all rollouts.
 """
 
 from __future__ import annotations
@@ -27,19 +27,34 @@ VALUES: Mapping[str, str] = _LOGGED | {
     for row in ATLAS.values()
     if row.name not in ("future_reverse_kl", "last_token_reverse_kl")
 }
-"""Every value by name, with its formula: those that the atlas differentiates, and those that are logged."""
+"""Formula of every value by name: those that the atlas differentiates, and those that losses log."""
 
 
 def value(name: str, instance: Instance) -> float:
-    """The value, by recursion over contexts; only `total_variation` enumerates.
+    """Return a value, in nats for a KL or entropy, by dynamic programming; only `total_variation` enumerates.
 
-    Raises UsageError for an unknown name and InvalidEnvironmentError where the result exceeds float64.
+    Args:
+        name: A name of `VALUES`.
+        instance: Environment and policies.
+
+    Raises:
+        UsageError: The name is unknown.
+        InvalidEnvironmentError: The result exceeds float64.
     """
     return _answer(name, instance, _BY_RECURSION, _local)
 
 
 def value_again(name: str, instance: Instance) -> float:
-    """The value, as a sum over all rollouts; InvalidEnvironmentError where they are too many to enumerate."""
+    """Return a value as a sum over all rollouts; shares no recursion with `value`.
+
+    Args:
+        name: A name of `VALUES`.
+        instance: Environment and policies.
+
+    Raises:
+        UsageError: The name is unknown.
+        InvalidEnvironmentError: The result exceeds float64, or there are too many rollouts to enumerate.
+    """
     return _answer(name, instance, _BY_ENUMERATION, _local_again)
 
 
@@ -82,7 +97,7 @@ def _local(name: str, instance: Instance, prefixes: np.ndarray) -> float:
 
 
 def _kl(instance: Instance, p: np.ndarray, q: np.ndarray) -> float:
-    """Chain rule: KL of whole rollouts is the sum of next-token KLs over the contexts that p visits."""
+    """KL of whole rollouts by the chain rule: next-token KLs, summed over the contexts that p visits."""
     return float(total_visits(instance.environment, p) @ divergences.kl(p, q))
 
 
@@ -113,7 +128,7 @@ def _chi_square(instance: Instance) -> float:
 
 
 def _mean_of_token_means(instance: Instance) -> float:
-    """Carries the visitation and the log-ratio so far, and divides by the length where rollouts end."""
+    """E_π[Σ_t u_t/L]: the recursion carries visitation and summed log-ratio, divided by L where a rollout ends."""
     environment, chances = instance.environment, np.exp(instance.policy)
     u, ends, total = instance.policy - instance.reference, ending(instance.environment), 0.0
     state = start(environment, moments=2)
@@ -150,13 +165,13 @@ _BY_RECURSION: dict[str, Callable[[Instance], float]] = {
 
 
 def _both(instance: Instance) -> tuple[np.ndarray, np.ndarray]:
-    """(N,) probabilities of all rollouts under the policy and under the reference."""
+    """Probabilities (N,) of all rollouts under the policy and under the reference."""
     paths = instance.paths
     return np.exp(paths.log_probability(instance.policy)), np.exp(paths.log_probability(instance.reference))
 
 
 def _sums(instance: Instance, per_token: np.ndarray) -> np.ndarray:
-    """(N,) a (C, V) table summed along each rollout."""
+    """Sums (N,) of a (C, V) table along each rollout."""
     paths = instance.paths
     return np.where(paths.mask, per_token[paths.contexts, paths.tokens], 0.0).sum(axis=1)
 
@@ -174,7 +189,7 @@ def _per_rollout(instance: Instance, per_token: np.ndarray) -> float:
 
 
 def _local_again(name: str, instance: Instance, prefixes: np.ndarray) -> float:
-    """As a mean over sampled tokens, each corrected by its ratio to the distribution that it is drawn from."""
+    """Mean over the tokens of rollouts drawn with log-probs `prefixes`, each weighted by its importance ratio."""
     policy, reference = instance.policy, instance.reference
     u, ratio = policy - reference, np.exp(policy - prefixes)
     per_token = {
