@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ def write(path: Path, content: str | bytes) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+@lru_cache
+def template(path: Path) -> Any:
+    """Return a Jinja2 template for text that is not escaped, as a program; it may include others of its folder."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(path.parent)
+    plain = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    return plain.get_template(path.name)
 
 
 def as_json(value: Any) -> str:

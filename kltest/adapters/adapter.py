@@ -52,6 +52,11 @@ class Setting:
         return {**self.options, **others, **({"arguments": arguments} if arguments else {})}
 
 
+def label(*words: str, **settings: object) -> str:
+    """Return the words and settings as a part of a setting's name: `dapo,beta=0.1`."""
+    return ",".join([*words, *(f"{name}={value}" for name, value in settings.items())])
+
+
 @dataclass(frozen=True)
 class Adapter:
     """A library and its settings.

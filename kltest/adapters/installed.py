@@ -1,5 +1,6 @@
 """Access to an installed library: its parts by name, and the arguments that they take."""
 
+import dataclasses
 import importlib
 import inspect
 
@@ -37,6 +38,20 @@ def taken(function, offered, settings):
         if named and parameter.default is parameter.empty and name not in values:
             raise LookupError(f"in the installed version {what} wants {name!r}, which is not known here")
     return values
+
+
+def configured(kind, usual, settings):
+    """Return a configuration (a dataclass) with the settings, and with the usual values that this version knows.
+
+    Raises LookupError for a setting that it does not have.
+    """
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name in settings:
+        if name not in known:
+            raise LookupError(
+                f"in the installed version {kind.__qualname__} has no {name!r}, which this setting is about"
+            )
+    return kind(**{**{name: value for name, value in usual.items() if name in known}, **settings})
 
 
 def costly(*functions):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from kltest.adapters.adapter import Setting
+from kltest.files import template
 
 Backend = Literal["torch", "jax"]
 FOLDER = Path(__file__).parent
@@ -73,7 +73,7 @@ def program(
     values |= {parameter: _written(value, known) for parameter, value in setting.arguments.items()}
     imports, definitions = _parts(lines, setting.recipe)
     needed = {*imports, "import itertools", "import json", "import warnings", *IMPORTS[backend]}
-    text = _template(backend).render(
+    text = template(FOLDER / "templates" / f"{backend}.py.j2").render(
         title=setting.name,
         imports="\n".join(sorted(needed, key=lambda line: (line.startswith("from "), line))),
         stale=setting.recipe,
@@ -99,16 +99,3 @@ def _parts(lines: tuple[str, ...], recipe: bool) -> tuple[list[str], str]:
     recipes = sorted({found[1] for found in RECIPE.finditer(own)}) if recipe else []
     texts = [(FOLDER / library / "recipes.py").read_text(encoding="utf-8") for library in recipes]
     return imports, "\n\n".join([*texts, RECIPE.sub(r"\2", own)])
-
-
-@lru_cache(maxsize=2)
-def _template(backend: Backend) -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER / "templates"),
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template(f"{backend}.py.j2")

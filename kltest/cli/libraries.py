@@ -172,7 +172,7 @@ def _installed(asked: Sequence[Asked]) -> Iterator[tuple[Asked, str, Installed |
 
 
 def _takes_long(asked: Asked) -> bool:
-    """If a library is installed with its dependencies: others are measured meanwhile."""
+    """Return True if a library is installed with its dependencies: others are measured meanwhile."""
     return not all(ALONE in call for call in find(asked[0]).installs)
 
 

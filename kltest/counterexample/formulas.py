@@ -15,14 +15,14 @@ def as_torch(combination: Mapping[str, float], *, masked: bool) -> str:
     return " + ".join(term if coefficient == 1 else f"{coefficient!r} * {term}" for coefficient, term in terms)
 
 
-def summed(of: str, masked: bool) -> str:
-    """Return the sum of a tensor over live tokens, as an expression."""
-    return f"({of} * mask).sum(-1)" if masked else f"{of}.sum(-1)"
+def summed(of: str, mask: str) -> str:
+    """Return the sum of a tensor over live tokens as an expression; `mask` is "" if all tokens are live."""
+    return f"({of} * {mask}).sum(-1)" if mask else f"{of}.sum(-1)"
 
 
 def _term(name: str, masked: bool) -> str:
     u = "u" if masked else "(logp - ref_logp)"
-    total, total_ref, total_old = (summed(part, masked) for part in ("logp", "ref_logp", "old_logp"))
+    total, total_ref, total_old = (summed(part, "mask" if masked else "") for part in ("logp", "ref_logp", "old_logp"))
     whole = {
         "reverse_kl": f"(p * {u}.sum(-1)).sum()",
         "forward_kl": f"({total_ref}.exp() * -{u}.sum(-1)).sum()",

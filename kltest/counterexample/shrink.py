@@ -9,12 +9,12 @@ so that a rerun finds the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -94,8 +94,8 @@ def example(findings: Findings) -> CounterExample | None:
         with suppress(KltestError):
             summed = adds_up(loss, environment, sampler, batch)
             answer = counter_example(loss, findings.expect, environment, sampler, batch, 0.0, summed=summed)
-            if answer is not None and not answer[2]:
-                return answer[0]
+            if answer is not None and not answer.differs:
+                return answer.example
     return None
 
 
@@ -123,14 +123,12 @@ class Search:
 
     def _written(self, environment: SmallEnvironment, batch: int) -> CounterExample | None:
         loss, expect = self.findings.loss, self.findings.expect
-        try:
+        with suppress(KltestError):
             summed = self._adds_up(environment, batch)
             answer = counter_example(loss, expect, environment, self.row.sampler, batch, self.limit, summed=summed)
-        except KltestError:
-            return None
-        if answer is None or not answer[2]:
-            return None
-        return with_program(loss, expect, answer[0], answer[1])
+            if answer is not None and answer.differs:
+                return with_program(loss, expect, answer.example, answer.dtype)
+        return None
 
     def shapes(self) -> Iterator[Shape]:
         """Shapes to try, smallest first, without the kinds of environment in which the gradient agreed."""
@@ -150,10 +148,9 @@ class Search:
     def fails(self, environment: SmallEnvironment, batch: int) -> bool:
         """True if the expected gradient visibly differs from the declared one."""
         if (environment, batch) not in self._failing:
-            try:
+            self._failing[environment, batch] = False
+            with suppress(KltestError):
                 self._failing[environment, batch] = self.calls <= MOST_CALLS and self._fails(environment, batch)
-            except KltestError:
-                self._failing[environment, batch] = False
         return self._failing[environment, batch]
 
     def _fails(self, environment: SmallEnvironment, batch: int) -> bool:
@@ -179,7 +176,7 @@ class Search:
     def simplified(self, environment: SmallEnvironment, shape: Shape) -> SmallEnvironment:
         """Give each context, the last first, the simplest probabilities with which the loss fails, repeatedly."""
         options = list(_options(shape))
-        before: SmallEnvironment | None = None
+        before = None
         while environment != before:
             before = environment
             for context in reversed(range(shape.contexts)):
@@ -203,10 +200,10 @@ def unrelated(shape: Shape, variant: int, *, rewarded: bool) -> SmallEnvironment
         listed = list(choices)
         return listed[generator.integers(len(listed))]
 
-    policy = [one_of(p for p in near if p in ratios or not shape.moved) for _ in range(shape.contexts)]
+    policy = tuple(one_of(p for p in near if p in ratios or not shape.moved) for _ in range(shape.contexts))
     reward = tuple(tuple(float(c % shape.actions == a) for a in range(shape.actions)) for c in range(shape.contexts))
     return SmallEnvironment(
-        policy=tuple(policy),
+        policy=policy,
         reference=tuple(one_of(near[p]) for p in policy),
         sampler=tuple(one_of(ratios[p]) for p in policy) if shape.moved else None,
         length=shape.length,
@@ -228,13 +225,11 @@ def _options(shape: Shape) -> Iterator[Rows]:
 
 
 def _with_rows(environment: SmallEnvironment, context: int, rows: Rows) -> SmallEnvironment:
-    tables: list[Sequence[Sequence[float]] | None] = []
-    for table, row in zip((environment.policy, environment.reference, environment.sampler), rows, strict=True):
-        tables.append(None if table is None or row is None else (*table[:context], row, *table[context + 1 :]))
-    policy, reference, sampler = tables
-    assert policy is not None
-    assert reference is not None
-    return replace(environment, policy=policy, reference=reference, sampler=sampler)
+    tables: dict[str, Any] = {}
+    for name, row in zip(("policy", "reference", "sampler"), rows, strict=True):
+        table = getattr(environment, name)
+        tables[name] = None if row is None else (*table[:context], row, *table[context + 1 :])
+    return replace(environment, **tables)
 
 
 def _with_rewards(environment: SmallEnvironment, shape: Shape) -> Iterator[SmallEnvironment]:
@@ -248,7 +243,7 @@ def _with_rewards(environment: SmallEnvironment, shape: Shape) -> Iterator[Small
 
 @lru_cache(maxsize=32)
 def _near(actions: int, bound: float) -> dict[Probabilities, list[Probabilities]]:
-    """For each simple distribution the others whose log-ratios to it stay below a bound."""
+    """Return for each simple distribution the others whose log-ratios to it stay below a bound."""
     simple = SIMPLE[actions]
     near = {p: [q for q in simple if q != p and np.abs(np.log(np.divide(p, q))).max() < bound] for p in simple}
     return {p: others for p, others in near.items() if others}

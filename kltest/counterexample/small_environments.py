@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,14 @@ class Measured:
     std: np.ndarray
     dtype: str
     returned: Returned
+
+
+class Shown(NamedTuple):
+    """A counter-example, the dtype of the loss, and True if its gradient differs from the declared one."""
+
+    example: CounterExample
+    dtype: str
+    differs: bool
 
 
 def measure(loss: Loss, instance: Instance, sampler: str, batch: int = 1, *, summed: bool = False) -> Measured:
@@ -96,11 +105,8 @@ def counter_example(
     limit: float,
     *,
     summed: bool = False,
-) -> tuple[CounterExample, str, bool] | None:
-    """Return the environment with both gradients, the dtype of the loss, and True if the gradients differ.
-
-    Returns None if the two routes to the truth disagree.
-    """
+) -> Shown | None:
+    """Return the environment with both gradients, None if the two routes to the truth disagree."""
     instance = environment.instance()
     measured = measure(loss, instance, sampler, batch, summed=summed)
     truth = combine(declared, instance)
@@ -122,7 +128,8 @@ def counter_example(
     ]
     size = (environment.length, len(environment.policy[0]), environment.ends, batch)
     differ = differs(measured.expected, truth, instance, max(limit, TOLERANCES[measured.dtype].gradient))
-    return CounterExample(environment.kind, sampler, *size, measured.returned, summed, contexts), measured.dtype, differ
+    example = CounterExample(environment.kind, sampler, *size, measured.returned, summed, contexts)
+    return Shown(example, measured.dtype, differ)
 
 
 def _plain(values: np.ndarray) -> list[float]:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
+
+from kltest.loss.syntax import names_read
 
 # Modules that exist only while kltest runs, or that the program must not need.
 OURS = frozenset({"kltest", "__main__", "__mp_main__"})
@@ -110,58 +112,64 @@ def _imports_first(lines: list[str]) -> Iterator[str]:
 
 def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
     """Lines of everything that a function uses from its module, then its own."""
-    if function.__annotations__:
-        # With this, the names in annotations need no definition.
-        yield FUTURE
-    for name, value in _used(function):
-        if name not in seen:
-            seen.add(name)
-            yield from _definition(name, value, seen)
-    yield from _own_lines(function)
-
-
-def _used(function: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function reads from its module and from the functions around it."""
+    names, lines = _parsed(function)
     try:
         closed = inspect.getclosurevars(function).nonlocals
     except ValueError:
-        closed = {}
-    yield from closed.items()
-    for name in sorted({*_names(function.__code__), *_names_in_defaults(function)} - set(closed)):
-        if name == "__name__" or not name.isidentifier():
-            # The body of a class reads `__name__`; names that are no identifiers are put into asserts by pytest.
+        raise NoSourceError("a variable around it has no value") from None
+    for name in sorted(names, key=lambda name: (name not in closed, name)):
+        if name in seen or name == "__name__":
+            # The body of a class reads `__name__`.
             continue
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-        elif not hasattr(builtins, name) and name in _global_names(function.__code__):
+        if name in closed:
+            value = closed[name]
+        elif name in function.__globals__:
+            value = function.__globals__[name]
+        elif hasattr(builtins, name):
+            continue
+        else:
             raise NoSourceError(f"it uses {name}, which is not defined")
+        seen.add(name)
+        yield from _definition(name, value, seen)
+    yield from lines
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _names_in_defaults(function: Any) -> Iterator[str]:
-    """Names that the default values of a function read."""
+def _parsed(function: Any) -> tuple[list[str], list[str]]:
+    """Names that a function reads, and the lines of its definition without docstring and decorator of kltest."""
+    kind = ast.Lambda if function.__name__ == "<lambda>" else ast.FunctionDef
     try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        text = inspect.findsource(function)[0]
+        found = [node for node in ast.walk(ast.parse("".join(text))) if isinstance(node, kind)]
     except (OSError, TypeError, SyntaxError):
-        return
-    if isinstance(node, ast.FunctionDef):
-        defaults = [one for one in (*node.args.defaults, *node.args.kw_defaults) if one is not None]
-        yield from (inner.id for one in defaults for inner in ast.walk(one) if isinstance(inner, ast.Name))
-
-
-def _global_names(code: CodeType) -> set[str]:
-    """Global variables that code reads; `co_names` lists attributes as well."""
-    import dis
-
-    found = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return found.union(*map(_global_names, inner))
+        found = []
+    first = function.__code__.co_firstlineno
+    found = [node for node in found if first in (node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ())))]
+    if len(found) > 1:
+        raise NoSourceError("it is one of several lambdas on a line")
+    if not found:
+        raise NoSourceError("its source cannot be read by itself")
+    node: Any = found[0]
+    if isinstance(node, ast.Lambda):
+        lines = [f"graded = {ast.unparse(node)}"]
+        (node,) = ast.parse(lines[0]).body
+    else:
+        decorators = map(ast.unparse, node.decorator_list)
+        if other := next((one for one in decorators if not one.startswith("register(")), None):
+            raise NoSourceError(f"it is decorated with {other}")
+        node.decorator_list = []
+        start, doc = node.lineno - 1, node.body[0]
+        lines = text[start : node.end_lineno]
+        if ast.get_docstring(node) is not None and len(node.body) > 1:
+            del lines[doc.lineno - 1 - start : (doc.end_lineno or 0) - start]
+        lines = textwrap.dedent("".join(lines)).splitlines()
+    if any(getattr(part, "annotation", None) or getattr(part, "returns", None) for part in ast.walk(node)):
+        # With this, the names in annotations need no definition.
+        lines.insert(0, FUTURE)
+    try:
+        return names_read(node, Path("<loss>")), lines
+    except SyntaxError:
+        # It changes a variable of the function around it.
+        raise NoSourceError("its source cannot be read by itself") from None
 
 
 def _definition(name: str, value: Any, seen: set[str]) -> Iterator[str]:
@@ -188,43 +196,3 @@ def is_literal(value: Any) -> bool:
         return bool(ast.literal_eval(repr(value)) == value) and type(ast.literal_eval(repr(value))) is type(value)
     except (ValueError, SyntaxError, TypeError, RecursionError):
         return False
-
-
-def _own_lines(function: Any) -> Iterator[str]:
-    """Lines of the definition in its file, without its docstring and without the decorator of kltest."""
-    if function.__name__ == "<lambda>":
-        yield f"graded = {ast.unparse(_lambda(function))}"
-        return
-    try:
-        text = textwrap.dedent(inspect.getsource(function))
-        tree = ast.parse(text)
-    except (OSError, TypeError, SyntaxError):
-        raise NoSourceError("its source cannot be read by itself") from None
-    node = tree.body[0]
-    if not isinstance(node, ast.FunctionDef):
-        raise NoSourceError("its source cannot be read by itself")
-    kept = [item for item in node.decorator_list if not ast.unparse(item).startswith("register(")]
-    if kept:
-        raise NoSourceError(f"it is decorated with {ast.unparse(kept[0])}")
-    lines = text.splitlines()
-    first = node.body[0]
-    documented = ast.get_docstring(node) is not None and len(node.body) > 1
-    dropped = range(first.lineno - 1, first.end_lineno or first.lineno) if documented else range(0)
-    yield from (
-        line
-        for number, line in enumerate(lines)
-        if node.lineno - 1 <= number < (node.end_lineno or 0) and number not in dropped
-    )
-
-
-def _lambda(function: Any) -> ast.Lambda:
-    """The only lambda on the line of a function."""
-    try:
-        tree = ast.parse("".join(inspect.findsource(function)[0]))
-    except (OSError, TypeError, SyntaxError):
-        raise NoSourceError("its source cannot be read by itself") from None
-    line = function.__code__.co_firstlineno
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and node.lineno == line]
-    if len(found) != 1:
-        raise NoSourceError("it is one of several lambdas on a line")
-    return found[0]

@@ -108,7 +108,7 @@ def _program(library: Adapter, setting: Setting, report: Report) -> Program:
 
 
 def _claimed(file: Path) -> bool:
-    """If no other process has taken this setting."""
+    """Take a setting; return False if another process has it."""
     try:
         file.touch(exist_ok=False)
     except FileExistsError:

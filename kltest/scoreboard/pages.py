@@ -90,7 +90,7 @@ def _rendered(template: str, table: DataFrame, **values: Any) -> str:
 
 
 def explained() -> Mapping[str, str]:
-    """What each check finds, by its code, for rows of which no message was kept."""
+    """Return the finding of each check by its code, for rows of which no message was kept."""
     from kltest.checks import CHECKS
 
     return {code: check.title for code, check in CHECKS.items()}

@@ -88,7 +88,7 @@ def _by_forking(file: Path) -> str:
 
 
 def _run(file: str) -> Iterator[str]:
-    """What a program prints, run as a main module that cannot import kltest."""
+    """Yield the output of a program, run as a main module that cannot import kltest."""
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kltest"}
     printed = io.StringIO()
     os.chdir(Path(file).parent)
@@ -124,7 +124,7 @@ def _anew(file: Path) -> str:
 
 
 def compared(printed: dict[str, Any], report: Report) -> str:
-    """Compare the gradient that a program printed with the identified one; return a note if that has no name.
+    """Compare the gradient that a program printed with the identified one; return a note if that is unnamed.
 
     Raises:
         ProgramError: they differ.

@@ -1,4 +1,4 @@
-"""The results that kltest ships with: what each library was last found to do, readable without installing any.
+"""The results that kltest ships with: the last measurement of each library, readable without installing any.
 
 `recorded.jsonl` has a line for each library and version, with the versions of the packages beside it, and below it a
 line for each setting, with numbers and codes alone. How a setting is called stands in its adapter, what a check means
@@ -69,15 +69,12 @@ def _lines(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _shortened(row: Row, head: Row) -> Row:
-    """What cannot be filled in again."""
+    """The fields of a row that cannot be filled in again."""
     usual = _usual(row["library"], row["setting"]) | {"versions": head["versions"], "known": True}
     usual["program_of_adapter"] = bool(row["gradients"])
     rest = {name: row[name] for name in (*DESCRIBED, *usual) if name not in usual or row[name] != usual[name]}
     return {
-        "setting": row["setting"],
-        "verdict": row["verdict"],
-        "reduction": row["reduction"],
-        "dtype": row["dtype"],
+        **{name: row[name] for name in ("setting", "verdict", "reduction", "dtype")},
         "gradients": [
             [each[name] for name in GRADIENT if (name, each[name]) != ("method", METHOD)] for each in row["gradients"]
         ],
@@ -100,7 +97,7 @@ def _expanded(line: Row, head: Row) -> Row:
 
 
 def _usual(library: str, setting: str) -> Row:
-    """What a row says if nothing else is written; for a setting that its adapter knows, how it is called as well."""
+    """Defaults of a row; if the adapter knows the setting, they say how it is called as well."""
     known = find(library).setting(setting) if library in NAMES else None
     return {**USUAL, **(described(known) if known else {})}
 

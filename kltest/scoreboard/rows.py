@@ -1,4 +1,4 @@
-"""Rows: what is kept of one setting's grading, as plain data; the same findings give the same row but for `seconds`."""
+"""Rows: the results of grading one setting, as plain data. The same findings give the same row but for `seconds`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ GRADIENT = ("environment", "sampler", "batch", "identified", "relative_bias", "c
 VALUE = ("environment", "sampler", "matches")
 DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note")
 """Fields of a setting that a row repeats."""
+REPORTED = ("expect", "placement", "credit", "verdict", "reduction", "dtype")
+"""Fields of a report that a row repeats."""
 COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error", "program_of_adapter")
 """Fields in which two versions of a library are compared."""
 
@@ -27,7 +29,7 @@ Row = dict[str, Any]
 
 
 def described(setting: Setting) -> Row:
-    """How a setting is called and what the library says of it, as JSON knows it."""
+    """Return the call of a setting and the library's own words on it, as JSON knows them."""
     return {key: _rounded(getattr(setting, key)) for key in DESCRIBED}
 
 
@@ -42,7 +44,7 @@ def row(
     known: bool,
     seconds: float,
 ) -> Row:
-    """One setting of one version: how it was called, what was found, and the program that shows it."""
+    """Return the row of one setting of one version: its call, the findings, and the program that shows them."""
     found = report.to_dict()
     return _rounded(
         {
@@ -53,12 +55,7 @@ def row(
             "known": known,
             "versions": dict(versions),
             "seconds": round(seconds, 1),
-            "expect": report.expect,
-            "placement": report.placement,
-            "credit": report.credit,
-            "verdict": report.verdict,
-            "reduction": report.reduction,
-            "dtype": report.dtype,
+            **{name: found[name] for name in REPORTED},
             "gradients": [{key: each[key] for key in GRADIENT} for each in found["gradients"]],
             "value": [{key: each[key] for key in VALUE} for each in found["value"]],
             "failed": [{"code": check.code, "message": check.message} for check in report.failed],
@@ -73,7 +70,7 @@ def row(
 
 
 def absent(library: Adapter, version: str, reason: str) -> Row:
-    """The row of a library that could not be installed or took its process down."""
+    """Return the row of a library that could not be installed or took its process down."""
     return {
         "library": library.name,
         "version": version,
@@ -87,17 +84,17 @@ def absent(library: Adapter, version: str, reason: str) -> Row:
 
 
 def key(each: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Library, version and setting."""
+    """Return library, version and setting."""
     return each["library"], each["version"], each["setting"]
 
 
 def matches(setting: str, patterns: Sequence[str]) -> bool:
-    """If a setting's name is one of the patterns or fits one, as `grpo/*`; any name fits no patterns at all."""
+    """Return True if a setting's name is one of the patterns or fits one, such as `grpo/*`, or if there are none."""
     return not patterns or any(setting == pattern or fnmatchcase(setting, pattern) for pattern in patterns)
 
 
 def changes(old: Sequence[Row], new: Sequence[Row], only: Sequence[str] = ()) -> list[str]:
-    """Differences between rows of two versions, a sentence each; none for libraries that `old` does not have.
+    """Return the differences between rows of two versions, a sentence each; none for libraries that `old` lacks.
 
     Rows are compared by library and setting. If `old` has several versions of a library, the first one counts.
 
@@ -135,7 +132,7 @@ def changes(old: Sequence[Row], new: Sequence[Row], only: Sequence[str] = ()) ->
 
 
 def summary(each: Mapping[str, Any]) -> str:
-    """A row in a few words: environments with the gradients found there, and the codes of failed checks."""
+    """Return a row in a few words: environments with the gradients found there, and the codes of failed checks."""
     if each["error"]:
         return f"not graded: {each['error']}"
     found = "; ".join(
@@ -148,7 +145,7 @@ def summary(each: Mapping[str, Any]) -> str:
 
 
 def named(identified: Mapping[str, float] | None) -> str:
-    """A combination as text that `--expect` takes."""
+    """Return a combination as text that `--expect` takes."""
     from kltest.truth import plain
 
     return "unnamed" if identified is None else plain({name: float(f"{c:.3g}") for name, c in identified.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Adapter, Depth, Setting
+from kltest.adapters.adapter import Adapter, Depth, Setting, label
 from kltest.adapters.standalone import program
 
 MODULE = "liger_kernel.chunked_loss.grpo_loss"
@@ -17,9 +17,8 @@ PAIRS = {"group_size": 2, "timeout": 300}
 def whole(loss_type: str, call: str = "ppo_loss_fn", depth: Depth = "loss", **settings: object) -> Setting:
     """The whole loss with a loss type and other settings."""
     constant = {"max_completion_length": 3} if loss_type == "dr_grpo" else {}
-    label = ",".join([f"loss_type={loss_type}", *(f"{key}={value}" for key, value in settings.items())])
     return Setting(
-        f"{call}/{label}",
+        f"{call}/{label(loss_type=loss_type, **settings)}",
         f"{CALLS}:{call}",
         {"loss_type": loss_type, **constant, **settings},
         PAIRS,

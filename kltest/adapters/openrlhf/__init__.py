@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.adapter import Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 UTILS = "openrlhf.models.utils"
@@ -17,9 +17,8 @@ PAIRS = {"group_size": 2, "timeout": 300}
 def approximate(kind: str, unbiased: bool | None = None) -> Setting:
     """`compute_approx_kl` alone, per token, as a loss; `unbiased` for versions that have that switch."""
     more = {} if unbiased is None else {"unbiased_gradient": unbiased}
-    label = ",unbiased_gradient" if unbiased else ""
     return Setting(
-        f"compute_approx_kl/{kind}{label}",
+        f"compute_approx_kl/{kind}" + (",unbiased_gradient" if unbiased else ""),
         f"{UTILS}:compute_approx_kl",
         {"kl_estimator": kind, **more},
         source=DOCUMENTED,
@@ -29,9 +28,8 @@ def approximate(kind: str, unbiased: bool | None = None) -> Setting:
 
 def loss(kind: str, **settings: object) -> Setting:
     """The KL loss of a training step."""
-    label = ",".join([kind, *(f"{key}={value}" for key, value in settings.items())])
-    arguments = {"kl_estimator": kind, **settings}
-    return Setting(f"kl_loss/{label}", f"{CALLS}:kl_loss", arguments, depth="loss", source=DOCUMENTED, note=ALONE)
+    name, arguments = f"kl_loss/{label(kind, **settings)}", {"kl_estimator": kind, **settings}
+    return Setting(name, f"{CALLS}:kl_loss", arguments, depth="loss", source=DOCUMENTED, note=ALONE)
 
 
 def charged(estimator: str, kind: str = "k1", *, both: bool = False) -> Setting:

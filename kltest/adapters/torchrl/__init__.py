@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.adapter import Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 LOSSES = "torchrl.objectives.llm.grpo"
@@ -20,14 +20,14 @@ KNOWN = ("GRPOLoss", "DAPO", "CISPOLoss")
 
 def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
     """A whole loss, with `kl_to_ref_coeff`."""
-    label = ",".join([loss, *(f"{name}={value}" for name, value in settings.items())])
+    name = label(loss, **settings)
     return Setting(
-        f"loss/{label}",
+        f"loss/{name}",
         f"{CALLS}:grpo",
         {"loss": loss, **settings},
         {"sampler": "both", "group_size": 2, "timeout": 300},
         depth="loss",
-        default=label == "GRPOLoss",
+        default=name == "GRPOLoss",
         source=DOCUMENTED,
         note=ACTOR,
     )

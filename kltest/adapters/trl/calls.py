@@ -18,7 +18,6 @@ import shutil
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -39,19 +38,19 @@ RECIPES = "kltest.adapters.trl.recipes"
 
 
 def grpo(
-    logits: Tensor,
-    ref_logits: Tensor,
-    old_logp: Tensor,
-    old_logits: Tensor,
-    tokens: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    beta: float,
+    logits,
+    ref_logits,
+    old_logp,
+    old_logits,
+    tokens,
+    mask,
+    advantages,
+    beta,
     *,
-    evaluation: bool = False,
-    recipe: str | None = None,
-    **settings: Any,
-) -> tuple[Tensor, dict[str, float]]:
+    evaluation=False,
+    recipe=None,
+    **settings,
+):
     """`GRPOTrainer._compute_loss` on given rollouts, and the KL that it logs; `settings` are those of GRPOConfig.
 
     The sampler's log-probs are among the inputs if the trainer itself would pass them. Rollouts count as drawn at the
@@ -70,18 +69,7 @@ def grpo(
         return _loss(trainer, inputs, logits)
 
 
-def grpo_from_logprobs(
-    logp: Tensor,
-    ref_logp: Tensor,
-    old_logp: Tensor,
-    tokens: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    beta: float,
-    *,
-    evaluation: bool = False,
-    **settings: Any,
-) -> tuple[Tensor, dict[str, float]]:
+def grpo_from_logprobs(logp, ref_logp, old_logp, tokens, mask, advantages, beta, *, evaluation=False, **settings):
     """`grpo` with the forward pass replaced by log-probs; some versions compute those in float32 only."""
     trainer = trainer_with("GRPO", beta, settings)
     with _mode(trainer, evaluation), _in_place_of_the_forward_pass(trainer, logp):
@@ -92,20 +80,20 @@ def grpo_from_logprobs(
 
 
 def grouped(
-    logits: Tensor,
-    ref_logits: Tensor,
-    old_logits: Tensor,
-    tokens: Tensor,
-    mask: Tensor,
-    reward: Tensor,
-    group: Tensor,
-    beta: float,
+    logits,
+    ref_logits,
+    old_logits,
+    tokens,
+    mask,
+    reward,
+    group,
+    beta,
     *,
-    trainer: str,
-    evaluation: bool = False,
-    recipe: str | None = None,
-    **settings: Any,
-) -> tuple[Tensor, dict[str, float]]:
+    trainer,
+    evaluation=False,
+    recipe=None,
+    **settings,
+):
     """`_generate_and_score_completions` and `_compute_loss` of `trainer` ("GRPO", "RLOO") on whole groups of a prompt.
 
     The model holds the sampler's table while it scores, and the policy's table when the loss is computed.
@@ -126,14 +114,7 @@ def grouped(
         return _loss(built, inputs, logits)
 
 
-def trainer_with(
-    kind: str,
-    beta: float,
-    settings: Mapping[str, Any],
-    usual: Mapping[str, Any] | None = None,
-    *,
-    recipe: str | None = None,
-) -> Any:
+def trainer_with(kind, beta, settings, usual=None, *, recipe=None):
     """A trainer of TRL with these settings, built once; `usual` settings are left out if this version lacks them.
 
     Raises UsageError, naming argument and version, for a setting that its configuration does not have.

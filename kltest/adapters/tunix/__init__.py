@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.adapter import Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 COMMON = "tunix.rl.common"
@@ -38,9 +38,8 @@ def divergence(method: str) -> Setting:
 
 def whole(**settings: object) -> Setting:
     """`grpo_loss_fn` with settings over the defaults of GRPOConfig."""
-    label = ",".join(f"{name}={value}" for name, value in settings.items()) or "GRPOConfig"
     return Setting(
-        f"grpo_loss_fn/{label}",
+        f"grpo_loss_fn/{label(**settings) or 'GRPOConfig'}",
         f"{CALLS}:grpo",
         settings,
         {**OPTIONS, **FINITE},

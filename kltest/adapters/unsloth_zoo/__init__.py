@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.adapter import Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 MODULE = "unsloth_zoo.rl_replacements"
@@ -17,9 +17,8 @@ TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
 
 def setting(*, default: bool = False, **settings: object) -> Setting:
     """The loss with settings over its own defaults."""
-    label = ",".join(f"{name}={value}" for name, value in settings.items())
     return Setting(
-        f"grpo_compute_loss/{label or 'alone'}",
+        f"grpo_compute_loss/{label(**settings) or 'alone'}",
         f"{CALLS}:grpo",
         settings,
         {"sampler": "both", "group_size": 2, "timeout": 300},

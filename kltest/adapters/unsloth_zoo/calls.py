@@ -3,7 +3,7 @@
 import inspect
 import os
 
-from kltest.adapters.installed import part
+from kltest.adapters.installed import part, taken
 from kltest.adapters.unsloth_zoo.recipes import SETTINGS, charged
 
 
@@ -34,13 +34,5 @@ def called(offered, settings):
             raise LookupError(
                 f"in the installed version grpo_compute_loss has no {name!r}, which this setting is about"
             )
-    offered = {**offered, "sampling_per_token_logps": None}
-    arguments = {}
-    for parameter in inspect.signature(whole).parameters.values():
-        if parameter.name in offered:
-            arguments[parameter.name] = offered[parameter.name]
-        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
-            raise LookupError(
-                f"in the installed version grpo_compute_loss wants {parameter.name!r}, which is not known here"
-            )
+    arguments = taken(whole, {**offered, "sampling_per_token_logps": None}, {})
     return whole(**arguments, num_items_in_batch=offered["mask"].sum(), **settings)

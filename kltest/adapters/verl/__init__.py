@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters.adapter import Adapter, Setting, label
 from kltest.adapters.standalone import program
 from kltest.adapters.verl.recipes import OVERRIDES
 
@@ -58,10 +58,9 @@ def aggregated(mode: str) -> Setting:
 
 def charged(name: str, *, both: bool = False, **settings: object) -> Setting:
     """The KL in the reward under an advantage estimator; `both` measures stale rollouts as well."""
-    label = ",".join([name, *(f"{key}={value}" for key, value in settings.items())])
     with_probabilities = "_with_probabilities" if name.endswith("token_baseline") else ""
     return Setting(
-        f"kl_in_reward/{label}",
+        f"kl_in_reward/{label(name, **settings)}",
         f"{CALLS}:kl_in_reward{with_probabilities}",
         {"adv_estimator": name, **settings},
         {**PAIRS, "sampler": "both" if both else "current"},

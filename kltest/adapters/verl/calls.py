@@ -4,20 +4,9 @@ import dataclasses
 import importlib
 import inspect
 
-from kltest.adapters.installed import costly, part, taken
+from kltest.adapters.installed import configured, costly, part, taken
 
 CORE = "verl.trainer.ppo.core_algos"
-
-
-def configured(kind, usual, settings):
-    """A configuration with the settings, and with the usual values that this version knows."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    for name in settings:
-        if name not in known:
-            raise LookupError(
-                f"in the installed version {kind.__qualname__} has no {name!r}, which this setting is about"
-            )
-    return kind(**{**{name: value for name, value in usual.items() if name in known}, **settings})
 
 
 def actor(settings):
