@@ -64,12 +64,10 @@ class Measuring:
                     listening.remove(number)
                     continue
                 answer = json.loads(line)
-                if "settings" in answer:
-                    if not named:
-                        yield answer
-                    named = True
-                else:
+                # Every process names the settings.
+                if not (named and "settings" in answer):
                     yield answer
+                named = named or "settings" in answer
             codes = [process.wait() for process in processes]
         for number, code in enumerate(codes):
             if code:
