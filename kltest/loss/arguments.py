@@ -46,14 +46,14 @@ class Stub:
             value = given[attribute]
             asked = field_asked(value)
             return value if asked is None else getattr(vars(self)["_stub_rollout"], asked)
-        found = inspect.getattr_static(kind, attribute, None) if kind is not None else None
         if attribute.startswith("__") and attribute.endswith("__"):
             raise AttributeError(attribute)
-        if found is None:
-            if attribute in _OF_A_DICTIONARY:
-                return partial(_OF_A_DICTIONARY[attribute], self)
-            raise self._not_given(attribute)
-        return found.__get__(self, kind) if hasattr(found, "__get__") else found
+        found = inspect.getattr_static(kind, attribute, None) if kind is not None else None
+        if found is not None:
+            return found.__get__(self, kind) if hasattr(found, "__get__") else found
+        if attribute in _OF_A_DICTIONARY:
+            return partial(_OF_A_DICTIONARY[attribute], self)
+        raise self._not_given(attribute)
 
     def __setattr__(self, attribute: str, value: object) -> None:
         vars(self)["_stub_given"][attribute] = value
@@ -80,20 +80,16 @@ class Stub:
 
     def fields(self) -> set[str]:
         """Return the rollout fields among its attributes, at any depth."""
-        found = set()
-        for value in vars(self)["_stub_given"].values():
-            if isinstance(value, Stub):
-                found |= value.fields()
-            elif (asked := field_asked(value)) is not None:
-                found.add(asked)
-        return found
+        inner = [
+            value.fields() if isinstance(value, Stub) else {field_asked(value)} for value in given_to(self).values()
+        ]
+        return {name for names in inner for name in names if name is not None}
 
     def at(self, rollout: Rollout) -> Stub:
         """Return a copy that reads its fields from `rollout`; what a loss writes on it ends with the call."""
         copy = object.__new__(Stub)
         given = {
-            name: value.at(rollout) if isinstance(value, Stub) else value
-            for name, value in vars(self)["_stub_given"].items()
+            name: value.at(rollout) if isinstance(value, Stub) else value for name, value in given_to(self).items()
         }
         vars(copy).update(vars(self), _stub_given=given, _stub_rollout=rollout)
         return copy
@@ -105,18 +101,15 @@ def given_to(stub: Stub) -> dict[str, object]:
 
 
 def _get(stub: Stub, key: object, default: Any = None) -> Any:
-    try:
-        return stub[key]
-    except NotGivenError:
-        return default
+    return stub[key] if key in stub else default  # noqa: SIM401
 
 
 _OF_A_DICTIONARY: dict[str, Callable[..., Any]] = {"get": _get, "keys": list}
-"""No methods, since an object that is no dictionary may have its own of these names."""
+"""These are no methods, since the class of an object may have its own of these names."""
 
 
 def split_dotted(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-    """Plain arguments, and for each head of a dotted name the attributes given for it."""
+    """Return the plain arguments, and for each head of a dotted name the attributes given for it."""
     plain: dict[str, object] = {}
     dotted: dict[str, dict[str, object]] = {}
     for name, value in arguments.items():

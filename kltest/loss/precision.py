@@ -62,15 +62,13 @@ class PrecisionTrace(TorchFunctionMode):
 
 def _in_graph(result: Tensor) -> Iterator[torch.dtype]:
     yield result.dtype
-    nodes = [] if result.grad_fn is None else [result.grad_fn]
-    seen = set(nodes)
+    nodes, seen = [result.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        yield from (entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry.dtype.is_floating_point)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield from (entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry.dtype.is_floating_point)
+            nodes += [following for following, _ in node.next_functions]
 
 
 def _rounded(func: Any, exact: tuple[tuple, dict], output: Tensor) -> bool:

@@ -7,11 +7,11 @@ adds to it; anything else that depends on earlier calls is not read at all.
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ Place = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a place held at one moment: the newest item itself, a copy of it, and how many entries a list had.
+    """Content of a place at one moment: the newest item itself, a copy of it, and the number of entries of a list.
 
     `version` counts the writes into a tensor, which may leave the same number.
     """
@@ -103,21 +103,22 @@ def holds(owner: Any, item: Any) -> bool:
 
 
 def _owners(function: Callable[..., Any]) -> list[Any]:
-    """The objects of a callable's own in which it may keep something from call to call."""
+    """Return the objects of a callable in which it may keep something from call to call."""
     found: list[Any] = []
     while isinstance(function, partial):
         found += [*function.args, *function.keywords.values()]
         function = function.func
     found += [function, getattr(function, "__self__", None)]
-    return [thing for thing in found if isinstance(thing, Mapping | Stub) or _may_keep(thing)]
-
-
-def _may_keep(thing: Any) -> bool:
-    return hasattr(thing, "__dict__") and not (inspect.ismodule(thing) or isinstance(thing, type))
+    shared = (ModuleType, type)
+    return [
+        thing
+        for thing in found
+        if isinstance(thing, Mapping) or (hasattr(thing, "__dict__") and not isinstance(thing, shared))
+    ]
 
 
 def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Entry]]:
-    """Every mapping with a "kl" in or under an object, by the keys that lead to it."""
+    """Yield every mapping with a "kl" in or under an object, with the keys that lead to it."""
     try:
         held = given_to(owner) if isinstance(owner, Stub) else owner
         entries = dict(held if isinstance(held, Mapping) else getattr(held, "__dict__", {}))
@@ -134,7 +135,7 @@ def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Entry]]:
 
 
 def _way(first: Entry | None, second: Entry, third: Entry | None) -> Literal["assigned", "added", "unreadable"]:
-    """How a place is written, from what it held before, after one call and after the same call once more."""
+    """Return how a place is written, from its content before, after one call and after the same call once more."""
     if third is None:
         return "unreadable"
     if _equal(second.copy, third.copy):

@@ -63,15 +63,8 @@ class TrackedTensor:
             return None if untouched else "it was written into"
         if untouched and self.tensor.numel() > SMALL:
             return None
-        if found := difference(self.tensor.detach(), self.before):
+        if (found := difference(self.tensor.detach(), self.before)) or self.items is None:
             return found
-        if self.items is None:
-            return None
-        return self._other_items()
-
-    def _other_items(self) -> str | None:
-        assert self.items is not None
-        assert self.before is not None
         if len(self.items) != len(self.lengths):
             return f"its list has {len(self.items)} items where it had {len(self.lengths)}"
         parts = self.before.split(self.lengths)

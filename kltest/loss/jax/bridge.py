@@ -62,11 +62,13 @@ class JaxLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _ready():
-            leaves = _trained((args, kwargs))
-            if any(isinstance(item, Rollout | Stub) for item in tree_leaves((args, kwargs))):
+            items = tree_leaves((args, kwargs))
+            leaves = [item for item in items if isinstance(item, Tensor) and item.requires_grad]
+            if any(isinstance(item, Rollout | Stub) for item in items):
                 first = _Arrays()
                 self.called(first, args, kwargs)
-                leaves = _distinct([*leaves, *first.trained])
+                leaves += first.trained
+            leaves = list({id(leaf): leaf for leaf in leaves}.values())
             call = _Call(self, args, kwargs, leaves)
             return call.answer(_Bridge.apply(call, *leaves))
 
@@ -257,12 +259,3 @@ def _ready() -> Iterator[None]:
     finally:
         if before is False:
             jax.config.update(name, before)
-
-
-def _trained(things: Any) -> list[Tensor]:
-    """The tensors that require grad, each once."""
-    return _distinct([item for item in tree_leaves(things) if isinstance(item, Tensor) and item.requires_grad])
-
-
-def _distinct(tensors: list[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -51,7 +51,11 @@ def _named(function: Any, deep: int = DEEPEST, seen: set[int] | None = None) -> 
         function = None if inspect.isclass(function) else inspect.getattr_static(type(function), "__call__", None)
     if not inspect.isfunction(function):
         return
-    known = {**function.__globals__, **_closed_over(function)}
+    try:
+        closed = inspect.getclosurevars(function).nonlocals
+    except ValueError:  # a variable of the closure has no value yet
+        closed = {}
+    known = {**function.__globals__, **closed}
     for name in _names(function.__code__):
         if name not in known:
             # An attribute, a built-in, or a package that the body imports.
@@ -64,16 +68,6 @@ def _named(function: Any, deep: int = DEEPEST, seen: set[int] | None = None) -> 
             helper = home == _root(function.__module__) or home.startswith("kltest_")
             if deep and helper and home not in JAX | TORCH and callable(thing) and not inspect.isclass(thing):
                 yield from _named(thing, deep - 1, seen)
-
-
-def _closed_over(function: Any) -> dict[str, Any]:
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # a variable of the closure that has no value yet
-            continue
-    return found
 
 
 def _names(code: CodeType) -> Iterator[str]:
