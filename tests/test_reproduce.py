@@ -693,7 +693,7 @@ def test_a_claim_without_its_rows_is_not_run():
     def judge(rows):
         """a claim
         of two lines"""
-        return at_most(need(rows, "a"), "x", 1.0)
+        return at_most(need(rows, "a")["x"], 1.0)
 
     agrees, missing = claims(ROWS), claims([])
     assert agrees == [

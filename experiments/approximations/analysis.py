@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
 from kltest.reproduce.claims import Answer, Claims, at_most
-from kltest.reproduce.frames import Missing, Row, known, need, ordered, records, select
+from kltest.reproduce.frames import Row, known, need, ordered, records, require, select
 from kltest.reproduce.numbers import Numbers, extremes, melted, number
 
 from .settings import EXACT, LOG_RATIOS, PARTS, TOKENS
@@ -28,17 +29,14 @@ SUMS = f"{EXACT:g}: sums of float64"
 
 claims = Claims("approximations")
 numbers = Numbers()
-
-
-def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Rows as computed, part by part."""
-    return ordered(rows, PARTS)
+# Rows as computed, part by part.
+tidy = partial(ordered, parts=PARTS)
 
 
 def _heads(rows: pd.DataFrame, form: str) -> Answer:
     """Judge the formula on one step and on prefixes: what is claimed is claimed of both."""
     both = [need(rows, part, form=form) for part in ("head", "prefixes")]
-    return at_most(pd.concat(both), "theory_error", EXACT)
+    return at_most(pd.concat(both)["theory_error"], EXACT)
 
 
 @claims.add(f"{EMA_PG}; theory", "∇π(S), and Σ d(s)∇π(S|s) on prefixes", SUMS)
@@ -48,8 +46,7 @@ def _top_k(rows: pd.DataFrame) -> Answer:
 
 
 def _pushes_at_the_reference(rows: pd.DataFrame) -> pd.Series:
-    found = need(rows, "head", form="top-k", distance=0.0)
-    return known(found[found["k"] < TOKENS])["bias"]
+    return need(rows, "head", form="top-k", distance=0.0, k=lambda x: x < TOKENS)["bias"]
 
 
 @claims.add(f"{EMA_PG}; theory", "a gradient where there should be none", "above 0.001, rounding is 1e-16")
@@ -75,8 +72,8 @@ def _head_alone(rows: pd.DataFrame) -> Answer:
 def _drifted(rows: pd.DataFrame) -> Answer:
     """training without a reward, from the reference, top-k leaves it: a stable head ends at
     π ∝ ref·e^(−1{v ∈ S}), whatever β"""
-    found = need(rows, "drift", form="top-k").dropna(subset=["predicted_kl"])
-    found = known(found[found["mass"] < 1 - EXACT]).astype({"predicted_kl": float, "predicted_mass": float})
+    found = need(rows, "drift", form="top-k", mass=lambda x: x < 1 - EXACT).dropna(subset=["predicted_kl"])
+    found = known(found).astype({"predicted_kl": float, "predicted_mass": float})
     row = found.iloc[0]
     said = (
         f"head {row['mass']:.2f} → {row['mass_after']:.4f}, KL {row['kl']:.4f}; predicted {row['predicted_mass']:.4f}"
@@ -90,17 +87,14 @@ def _drifted(rows: pd.DataFrame) -> Answer:
 @claims.add(OWN, "gradient and KL(π‖ref) above 0.001 at the end", "settled runs: below 1e-10")
 def _unsettled(rows: pd.DataFrame) -> Answer:
     """a head that does not stay the likeliest does not settle at a constant rate"""
-    found = need(rows, "drift", form="top-k")
-    found = known(found[found["predicted_kl"].isna()])
+    found = need(rows, "drift", form="top-k", predicted_kl=lambda x: x.isna())
     norm, kl = found["gradient_norm"], found["kl"]
     said = f"‖gradient‖ {norm.min():.2g} … {norm.max():.2g}, KL {kl.min():.2g} … {kl.max():.2g}"
     return said, norm.min() > 1e-3 and kl.min() > 1e-3
 
 
-@claims.add(OWN, "KL(π‖ref) = 0", SUMS)
-def _stays(rows: pd.DataFrame) -> Answer:
-    """with the head detached such training stays at the reference"""
-    return at_most(rows, need(rows, "drift", form="top-k-detached")["kl"].abs(), EXACT)
+claims.bound("with the head detached such training stays at the reference", OWN, "KL(π‖ref) = 0", SUMS, "kl", EXACT,
+    "drift", form="top-k-detached")  # fmt: skip
 
 
 def root_of_k3(value: float, sign: float) -> float:
@@ -121,10 +115,8 @@ def _dead(rows: pd.DataFrame) -> Answer:
     return f"at {row['bound']:g}: dead below {row['low']:.4f} and above {row['high']:.4f}", max(off) < 1e-9
 
 
-@claims.add(VERL, "∇KL(ref‖π)", SUMS)
-def _alive(rows: pd.DataFrame) -> Answer:
-    """where no token is in the dead zone it is k3"""
-    return at_most(need(rows, "lead", dead_mass=0), "relative_bias", EXACT)
+claims.bound("where no token is in the dead zone it is k3", VERL, "∇KL(ref‖π)", SUMS, "relative_bias", EXACT,
+    "lead", dead_mass=0)  # fmt: skip
 
 
 @claims.add(
@@ -134,8 +126,7 @@ def _alive(rows: pd.DataFrame) -> Answer:
 )
 def _silenced(rows: pd.DataFrame) -> Answer:
     """once the tokens that the policy has left are in it, hardly any of the pull remains"""
-    found = need(rows, "lead", bound=10.0)
-    found = known(found[found["dead_mass"] > 0.5])
+    found = need(rows, "lead", bound=10.0, dead_mass=lambda x: x > 0.5)
     left = found["pull"] / found["pull of k3-loss"]
     said = f"{left.min():.1e} … {left.max():.1e} of the pull left"
     return said, left.max() < 0.1 and found["theory_error"].max() < EXACT
@@ -147,8 +138,7 @@ def _way_back(rows: pd.DataFrame) -> Answer:
     steps = need(rows, "return", step=0).set_index(["penalty", "start"])["returned"]
     start = steps.index.get_level_values("start").max()
     plain, clamped = (steps.get((name, start), 0) for name in ("k3-loss", "k3-clamped"))
-    if not plain or pd.isna(plain) or clamped == 0:
-        raise Missing
+    require(plain and not pd.isna(plain) and clamped != 0)
     never = pd.isna(clamped)
     said = f"{plain:.0f} updates without, {'never' if never else f'{clamped:.0f}'} with the clamp"
     return f"{said}, from a lead of {start:g}", never or clamped > 10 * plain
@@ -161,16 +151,15 @@ def _way_back(rows: pd.DataFrame) -> Answer:
 )
 def _read(rows: pd.DataFrame) -> Answer:
     """log-probs rounded before they are subtracted: the error of the gradient is that of differences on a grid"""
-    found = need(rows, "precision", rounded="log-probs", estimator="k2-loss")
-    found = known(found[found["misread"].astype(float) > MANY])
+    misread = {"misread": lambda x: x.astype(float) > MANY}
+    found = need(rows, "precision", rounded="log-probs", estimator="k2-loss", **misread)
     times = found["relative_error"] / found["predicted_error"]
     return f"{times.min():.3f} … {times.max():.3f} of it", times.min() > 0.85 and times.max() < 1.15
 
 
 def _large(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     """Where there are enough tokens for rounding errors to be averages."""
-    found = need(rows, "precision", **wanted)
-    return known(found[found["vocabulary"] >= 4096])
+    return need(rows, "precision", vocabulary=lambda x: x >= 4096, **wanted)
 
 
 @claims.add(OWN, "ratio 1", "15 %, for |log-ratios| up to 0.1")
@@ -189,18 +178,15 @@ def _sixteen(rows: pd.DataFrame) -> Answer:
     """float16 keeps eight times as much of a log-prob as bfloat16"""
     found = _large(rows, rounded="log-probs", estimator="k2-loss")
     by = found[found["log_ratio"] >= 0.1].groupby(["kind", "log_ratio"])["relative_error"].last().unstack("kind")
-    if not {"bfloat16", "float16"} <= set(by):
-        raise Missing
-    ratios = known((by["bfloat16"] / by["float16"]).dropna().to_frame())[0]
+    require({"bfloat16", "float16"} <= set(by))
+    ratios = known((by["bfloat16"] / by["float16"]).dropna())
     return f"{ratios.min():.2f} … {ratios.max():.2f}", ratios.between(7, 9, inclusive="neither").all()
 
 
-@claims.add(OWN, f"below {2 * HALF_UNIT:.4f} in bfloat16", "twice 2^−9")
-def _digits_kept(rows: pd.DataFrame) -> Answer:
-    """a rounded log-ratio costs k1 in the reward and k2 half a unit in the last place, at any distance"""
-    found = need(rows, "precision", rounded="arithmetic", kind="bfloat16")
-    # π²-weighted, and centred: the error may exceed that of a single product.
-    return at_most(found[found["estimator"] != "k3-loss"], "relative_error", 2 * HALF_UNIT)
+# π²-weighted, and centred: the error may exceed that of a single product.
+claims.bound("a rounded log-ratio costs k1 in the reward and k2 half a unit in the last place, at any distance", OWN,
+    f"below {2 * HALF_UNIT:.4f} in bfloat16", "twice 2^−9", "relative_error", 2 * HALF_UNIT, "precision",
+    rounded="arithmetic", kind="bfloat16", estimator=lambda x: x != "k3-loss")  # fmt: skip
 
 
 @claims.add(OWN, "bfloat16, log-ratios of 3e-4: all of it", "more than 99 %")
@@ -211,22 +197,17 @@ def _nothing_left(rows: pd.DataFrame) -> Answer:
         .groupby("estimator")["relative_error"]
         .last()
     )
-    if not {"k2-loss", "k3-loss"} <= set(lost.index):
-        raise Missing
+    require({"k2-loss", "k3-loss"} <= set(lost.index))
     said = f"k3: {lost['k3-loss']:.3f} of the gradient lost; k2: {lost['k2-loss']:.4f}"
     return said, lost["k3-loss"] > 0.99 and lost["k2-loss"] < HALF_UNIT
 
 
-@claims.add(OWN, "below 1 %", "log-ratios from 1e-4")
-def _single(rows: pd.DataFrame) -> Answer:
-    """float32 is enough everywhere here"""
-    return at_most(need(rows, "precision", kind="float32"), "relative_error", 0.01)
+claims.bound("float32 is enough everywhere here", OWN, "below 1 %", "log-ratios from 1e-4", "relative_error", 0.01,
+    "precision", kind="float32")  # fmt: skip
 
 
-@claims.add("theory", "equal", SUMS)
-def _one_by_one(rows: pd.DataFrame) -> Answer:
-    """one mean over a batch's tokens: the closed form is the sum over all batches"""
-    return at_most(need(rows, "batch"), "enumeration_error", EXACT)
+claims.bound("one mean over a batch's tokens: the closed form is the sum over all batches", "theory", "equal", SUMS,
+    "enumeration_error", EXACT, "batch")  # fmt: skip
 
 
 @claims.add("theory", "distance ∝ 1/B", "exponents within 3 %, B from 64")
@@ -236,15 +217,12 @@ def _falls(rows: pd.DataFrame) -> Answer:
     found = known(found[found["batch_size"] >= 64]).sort_values("batch_size").groupby(["normalised", "seed"])
     slopes = [-np.diff(np.log(mine["relative_distance"])) / np.diff(np.log(mine["batch_size"])) for _, mine in found]
     slopes = np.concatenate(slopes)
-    if not len(slopes):
-        raise Missing
+    require(len(slopes))
     return f"B^(−{min(slopes):.3f}) … B^(−{max(slopes):.3f})", min(slopes) > 0.97 and max(slopes) < 1.03
 
 
-@claims.add("theory", "equal", SUMS)
-def _objective(rows: pd.DataFrame) -> Answer:
-    """each rollout over its own length: the gradient of E[(Σu − 1)/L]"""
-    return at_most(need(rows, "lengths", field="whole return"), "objective_error", EXACT)
+claims.bound("each rollout over its own length: the gradient of E[(Σu − 1)/L]", "theory", "equal", SUMS,
+    "objective_error", EXACT, "lengths", field="whole return")  # fmt: skip
 
 
 def _asymmetries(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -268,11 +246,9 @@ def _k1(rows: pd.DataFrame) -> Answer:
     return f"{found.min():.2f} … {found.max():.2f} times as long", found.min() > 1e-2
 
 
-@claims.add(OWN, "this, and π* for k2 of the sequence", "1e-7, where the gradient is below 1e-9")
-def _end(rows: pd.DataFrame) -> Answer:
-    """training with the length-normalised penalty ends at ref·e^(L(R − c)/β), and not at π*"""
-    found = need(rows, "optimum")
-    return at_most(found[found["gradient_norm"] < 1e-9], "end_error", 1e-7)
+claims.bound("training with the length-normalised penalty ends at ref·e^(L(R − c)/β), and not at π*", OWN,
+    "this, and π* for k2 of the sequence", "1e-7, where the gradient is below 1e-9", "end_error", 1e-7, "optimum",
+    gradient_norm=lambda x: x < 1e-9)  # fmt: skip
 
 
 @claims.add(OWN, "mean length of right ones up, of wrong ones down", "more than 1e-6: it fades like 1/β")
@@ -291,7 +267,7 @@ def _keeps(rows: pd.DataFrame) -> Answer:
     found = need(rows, "optimum", penalty="k2-loss-sequence")
     kinds = ("right", "wrong")
     off = pd.concat([(found[f"length_of_{kind}"] - found[f"reference_length_of_{kind}"]).abs() for kind in kinds])
-    return at_most(found, off, 1e-9)
+    return at_most(off, 1e-9)
 
 
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
@@ -333,9 +309,7 @@ def _of_clamps(rows: pd.DataFrame) -> Iterator[Row]:
     yield from melted(lead, {"left": "pull left", "dead_mass": "dead mass"}, ["lead", "bound"])
 
 
-@numbers.add
-def _of_the_way_back(rows: pd.DataFrame) -> Iterator[Row]:
-    yield from melted(need(rows, "return", step=0), {"returned": "updates"}, ["penalty", "start"])
+numbers.melt("return", {"returned": "updates"}, ["penalty", "start"], step=0)
 
 
 @numbers.add

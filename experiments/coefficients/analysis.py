@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims
-from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, records, select
+from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Numbers, extremes, melted, number
 
 from .ends import EXACT, LOCAL
@@ -162,8 +162,7 @@ for _words, _names in (
 def _all_of(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
     """The last row of each estimator; Missing unless all are there."""
     found = rows.drop_duplicates("estimator", keep="last").set_index("estimator")
-    if not set(names) <= set(found.index):
-        raise Missing
+    require(set(names) <= set(found.index))
     return found.loc[list(names)]
 
 
@@ -197,8 +196,7 @@ def _do_not_reach(rows: pd.DataFrame) -> Answer:
 @claims.add("theory", "KL(π‖predicted) < 1 % of KL(predicted‖ref)", "1 %: rare contexts are slow")
 def _ends_as_predicted(rows: pd.DataFrame) -> Answer:
     """exact training ends at the predicted fixed point, in every world, for every β from 3 on"""
-    ends = need(rows, "exact").dropna(subset=["kl_to_predicted"])
-    ends = known(ends[ends["beta"] >= CERTAIN])
+    ends = known(need(rows, "exact", beta=lambda x: x >= CERTAIN).dropna(subset=["kl_to_predicted"]))
     share = ends["kl_to_predicted"] / ends["predicted_kl"]
     worst = ends.loc[share.idxmax()]
     return f"{share.max():.1e} at most, {worst['estimator']} in {worst['world']}", share.max() < 0.01
@@ -211,8 +209,7 @@ def _kinds(rows: pd.DataFrame, names: Iterable[str], worlds: Iterable[str]) -> d
     """How each holds the policy; Missing unless β goes from well below the rewards to well above them."""
     betas = need(rows, "exact")["beta"]
     found = {(name, world): held(rows, world, name) for name in names for world in worlds}
-    if betas.min() > 0.1 or betas.max() < 300 or any(one is None for one in found.values()):
-        raise Missing
+    require(betas.min() <= 0.1 and betas.max() >= 300 and all(found.values()))
     return {which: one for which, one in found.items() if one is not None}
 
 
@@ -297,8 +294,7 @@ def _loose(rows: pd.DataFrame) -> Answer:
     cells.remove(("last-token", "bandit"))
     _kinds(rows, (), ())
     found = [one for name, world in cells if (one := held(rows, world, name)) is not None]
-    if not found:
-        raise Missing
+    require(found)
     said = "; ".join(dict.fromkeys(KINDS[one.kind] for one in found))
     return said, all(one.kind == "loose" for one in found)
 
@@ -306,8 +302,7 @@ def _loose(rows: pd.DataFrame) -> Answer:
 @claims.add(OURS, "every run", "none: its push is β·ref however rare the answer")
 def _collapses(rows: pd.DataFrame) -> Answer:
     """k3 in the reward collapses: exact training drives an answer to probability 0, at every β up to 3"""
-    found = need(rows, "exact", estimator="k3-reward")
-    collapsed = known(found[found["beta"] <= 3])["collapsed"]
+    collapsed = need(rows, "exact", estimator="k3-reward", beta=lambda x: x <= 3)["collapsed"]
     return f"{collapsed.sum()} of {len(collapsed)} runs", collapsed.all()
 
 
@@ -333,8 +328,7 @@ def _worse_than_nothing(rows: pd.DataFrame) -> Answer:
     found = need(rows, "sampled")
     most = found["beta"].max()
     free, noisy = (need(found, beta=most, estimator=name)["kl"].to_numpy() for name in ("none", "k1-loss"))
-    if most < 1000 or len(free) != len(noisy):
-        raise Missing
+    require(most >= 1000 and len(free) == len(noisy))
     times = (noisy / free).min()
     return f"{times:.0f} times or more, by the medians in each world", times > 100
 
@@ -344,8 +338,7 @@ def _worse_than_nothing(rows: pd.DataFrame) -> Answer:
 
 def _budget(rows: pd.DataFrame, names: tuple[str, ...], least: int) -> pd.DataFrame:
     """Runs in batches of this size or more, with KL(π‖π*) as foreseen."""
-    found = need(rows, "budget", estimator=names)
-    found = known(found[found["batch_size"] >= least])
+    found = need(rows, "budget", estimator=names, batch_size=lambda x: x >= least)
     return found.assign(foreseen=foreseen(found))
 
 
@@ -415,8 +408,7 @@ def _nearer(rows: pd.DataFrame) -> Answer:
             continue
     found = pd.concat(pairs) if pairs else pd.DataFrame({"foreseen": [], "kl_to_optimum": []})
     clear = found[np.log(found["foreseen"]).abs() > CLEAR] > 1
-    if clear["foreseen"].nunique() < 2:
-        raise Missing
+    require(clear["foreseen"].nunique() >= 2)
     hits = (clear["kl_to_optimum"] == clear["foreseen"]).sum()
     return f"{hits} of {len(clear)} pairs of ends", hits == len(clear)
 
@@ -505,9 +497,7 @@ def _of_theory(rows: pd.DataFrame) -> Iterator[Row]:
     yield from melted(need(rows, "fixed-points"), {"kl_to_predicted": "KL to its fixed point"}, ["estimator"])
 
 
-@numbers.add
-def _of_samples(rows: pd.DataFrame) -> Iterator[Row]:
-    yield from melted(need(rows, "sampled"), {"kl": "sampled KL"}, ["estimator", "world", "beta"])
+numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "world", "beta"])
 
 
 @numbers.add

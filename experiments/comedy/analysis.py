@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims, at_most
-from kltest.reproduce.frames import Missing, Row, known, need, ordered, select
+from kltest.reproduce.frames import Missing, Row, known, need, ordered, require, select
 from kltest.reproduce.numbers import Numbers, extremes, melted, number
 
 from .settings import ANCHOR, ESTIMATORS, EXACT, PARTS, PLACEMENTS, PUBLISHED
@@ -32,11 +33,8 @@ K3_REWARD, K3_BOTH = ("k3-loss", "reward"), ("k3-loss", "both")
 
 claims = Claims("comedy")
 numbers = Numbers()
-
-
-def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Rows as computed, part by part."""
-    return ordered(rows, PARTS)
+# Rows as computed, part by part.
+tidy = partial(ordered, parts=PARTS)
 
 
 def _cells(rows: pd.DataFrame, column: str, **wanted: object) -> pd.DataFrame:
@@ -48,7 +46,7 @@ def _cells(rows: pd.DataFrame, column: str, **wanted: object) -> pd.DataFrame:
 def _unbiased(rows: pd.DataFrame, *which: tuple[str, str]) -> Answer:
     found = need(rows, "length")
     mine = [name in which for name in zip(found["estimator"], found["placement"], strict=True)]
-    return at_most(known(found[mine]), "bias", EXACT)
+    return at_most(found[mine]["bias"], EXACT)
 
 
 @claims.add(SHAH, "0", ROUNDING)
@@ -62,8 +60,7 @@ def _biased(rows: pd.DataFrame) -> Answer:
     """k1 in the loss, k3 in the loss and k3 in the reward are biased at every length"""
     bias = _cells(rows, "bias")
     wrong = [which for which in PUBLISHED if which != K1_REWARD]
-    if not set(wrong) <= set(bias):
-        raise Missing
+    require(set(wrong) <= set(bias))
     said = ", ".join(f"{_name(which)} {bias[which].min():.2f} to {bias[which].max():.2f}" for which in wrong)
     return said, (bias[K1_LOSS] - 1).abs().max() < EXACT and bias[wrong].min(axis=None) > CLEAR
 
@@ -117,10 +114,9 @@ def _equal(rows: pd.DataFrame) -> Answer:
 @claims.add(OWN, "k1 in the loss noisier when short, less noisy when long", "an order")
 def _one_pair(rows: pd.DataFrame) -> Answer:
     """of one pair the order changes with length alone"""
-    lengths = need(rows, "length", hold="pair", estimator=K1_LOSS[0], placement=K1_LOSS[1])
-    lengths = known(lengths[lengths["kl"] >= FAR])["length"]
-    if lengths.min() > SHORT or lengths.max() < ANCHOR:
-        raise Missing
+    where = {"hold": "pair", "kl": lambda x: x >= FAR}
+    lengths = need(rows, "length", estimator=K1_LOSS[0], placement=K1_LOSS[1], **where)["length"]
+    require(lengths.min() <= SHORT and lengths.max() >= ANCHOR)
     found = _changes(rows)
     return "; ".join(f"between T = {short} and {long}" for short, long in found) or "it does not", bool(found)
 
@@ -169,8 +165,7 @@ def _gain(rows: pd.DataFrame, least: float, most: float, **wanted: object) -> pd
 def _share(rows: pd.DataFrame, column: str, least: float, most: float) -> Answer:
     found = need(rows, "random")
     hits, pairs = found[column].sum(), found["pairs"].sum()
-    if pairs < FEW:
-        raise Missing
+    require(pairs >= FEW)
     return f"in {hits} of {pairs} random pairs", least < hits / pairs < most
 
 
@@ -203,10 +198,8 @@ def _samples(rows: pd.DataFrame) -> Answer:
     return said, max(off, std) < ERRORS
 
 
-@claims.add("two routes", "0", f"{EXACT:g} of the gradient and of its square")
-def _again(rows: pd.DataFrame) -> Answer:
-    """counting types agrees with enumeration of all sequences and with dynamic programming"""
-    return at_most(need(rows, "length"), "off_again", EXACT)
+claims.bound("counting types agrees with enumeration of all sequences and with dynamic programming", "two routes", "0",
+    f"{EXACT:g} of the gradient and of its square", "off_again", EXACT, "length")  # fmt: skip
 
 
 def _name(which: tuple[str, str]) -> str:

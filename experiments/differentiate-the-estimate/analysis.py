@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims
-from kltest.reproduce.frames import Missing, Row, frame, known, need, records, select
+from kltest.reproduce.frames import Missing, Row, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Numbers, melted, number
 
 from .settings import EXAMPLES
@@ -44,8 +44,7 @@ def tidy(rows: Sequence[Row]) -> pd.DataFrame:
 def _example(rows: pd.DataFrame, example: str, *names: str) -> list[Row]:
     """The rows of these estimators; Missing unless all are there."""
     found = need(rows, "examples", example=example, estimator=names).drop_duplicates("estimator").set_index("estimator")
-    if len(found) < len(names):
-        raise Missing
+    require(len(found) >= len(names))
     return [found.loc[name].to_dict() for name in names]
 
 
@@ -149,8 +148,7 @@ def _slopes(rows: pd.DataFrame, estimator: str, quantity: str) -> dict[int, floa
         for size, mine in near
         if len(mine) > 1
     }
-    if not slopes:
-        raise Missing
+    require(slopes)
     return slopes
 
 
@@ -169,8 +167,7 @@ def _linear(rows: pd.DataFrame) -> Answer:
 def _leading(rows: pd.DataFrame) -> Answer:
     """k3 in loss: near the reference the error is that of the next order, E[g u²/2]"""
     # 1 − w = u − u²/2 + …: what k3 adds to the truth is −E[g u²/2], which is also what k2 in the reward follows.
-    found = need(rows, "distance", estimator="k3-loss", path="random")
-    found = known(found[found["kl"] <= 1e-5])
+    found = need(rows, "distance", estimator="k3-loss", path="random", kl=lambda x: x <= 1e-5)
     off = (found["relative_error"] / found["second_order"] - 1).abs()
     return f"{len(off)} distances, the worst off by {off.max():.1%}", off.max() < 0.01
 
@@ -200,8 +197,7 @@ def _turned(rows: pd.DataFrame) -> Answer:
     found = found[found["vocabulary"] > 2]
     off, turned = int(found["flips_off"].sum()), found["flipped"] > 0
     # Few policies of few actions may have no such action at all.
-    if not turned.any() and not off:
-        raise Missing
+    require(turned.any() or off)
     said = f"{off} otherwise; some turned at {turned.sum()} of {len(found)} distances, paths and vocabularies"
     return said, off == 0
 
@@ -217,8 +213,8 @@ def _never_with_two(rows: pd.DataFrame) -> Answer:
 def _how_often(rows: pd.DataFrame) -> Answer:
     """k3 in loss pulls a share of about √(KL/4π) of all actions the wrong way, for random log-ratios"""
     # u of N(·, 2 KL): the density at 0 is 1/√(4π KL), the window KL.
-    found = need(rows, "distance", estimator="k3-loss", path="random", kl=(0.001, 0.00316, 0.01))
-    found = known(found[(found["vocabulary"] >= 100) & (found["pairs"] >= ENOUGH)])
+    enough = {"vocabulary": lambda x: x >= 100, "pairs": lambda x: x >= ENOUGH}
+    found = need(rows, "distance", estimator="k3-loss", path="random", kl=(0.001, 0.00316, 0.01), **enough)
     ratio = found["flipped"] / (found["kl"] / (4 * math.pi)) ** 0.5
     said = ", ".join(f"{row['flipped']:.4f} at KL {row['kl']:g}" for row in records(found))
     return said, (ratio - 1).abs().max() < 0.2
@@ -242,8 +238,8 @@ def _one_action(rows: pd.DataFrame, path: str, strongest: str) -> tuple[str, pd.
 
     ‖π − ref‖/‖π(u − KL)‖ = (b − r)/(b(1 − b)(logit b − logit r)) = x(1 − x)/(b(1 − b)) for some x between.
     """
-    found = need(rows, "distance", estimator="k3-loss", path=path)
-    found = known(found[(found["vocabulary"] >= 32) & (found["kl"] <= 1)])
+    near = {"vocabulary": lambda x: x >= 32, "kl": lambda x: x <= 1}
+    found = need(rows, "distance", estimator="k3-loss", path=path, **near)
     row = found.loc[getattr(found["size"], strongest)()]
     cosine = 1 - found["cosine_low"].min()
     return f"cosine 1 to {cosine:.0e}; size {row['size']:.2f} at KL {row['kl']:g}, V = {row['vocabulary']}", found
@@ -267,16 +263,15 @@ def _dropped(rows: pd.DataFrame) -> Answer:
 def _repels_dropped(rows: pd.DataFrame) -> Answer:
     """one likely action dropped: k3 in reward pushes straight away from the reference, at every distance"""
     # k3 in the reward is the truth less k3 in the loss, and there is one direction: 1 − size of it is left.
-    found = need(rows, "distance", estimator="k3-reward", path="dropped")
-    cosine = known(found[found["vocabulary"] >= 32])["cosine_high"]
+    found = need(rows, "distance", estimator="k3-reward", path="dropped", vocabulary=lambda x: x >= 32)
+    cosine = found["cosine_high"]
     return f"{cosine.max():.6f} at most, {len(cosine)} distances and vocabularies", cosine.max() < -1 + ROUNDED
 
 
 @claims.add(THIS, "log(p/(1 − p)) − (p − ½)/(p(1 − p)), of the other sign than the truth", "rows keep eight figures")
 def _repels_binary(rows: pd.DataFrame) -> Answer:
     """two actions, ref = (½, ½): k3 in reward pushes away from the reference wherever the policy is"""
-    found = need(rows, "binary", estimator="k3-reward")
-    found = known(found[found["probability"] != 0.5])
+    found = need(rows, "binary", estimator="k3-reward", probability=lambda x: x != 0.5)
     p, derivative = found["probability"], found["derivative"]
     width = p * (1 - p)
     away = (derivative * found["true_derivative"] < 0).sum()

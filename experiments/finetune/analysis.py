@@ -16,7 +16,7 @@ import pandas as pd
 from scipy.stats import t
 
 from kltest.reproduce.claims import Answer, Claim, Claims
-from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, records, select
+from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Numbers, number
 
 from .optimum import ROLLOUTS
@@ -109,8 +109,7 @@ class Sweep:
         """
         size = f"{name.rpartition('_')[0]}_size_low"
         found = need(self.rows, arm=arm)
-        if name not in found or size not in found:
-            raise Missing
+        require(name in found and size in found)
         found = found[found[name].notna() & (found[size] > 0)]
         return _interval(found.groupby("seed", sort=False)[name].mean())
 
@@ -143,8 +142,7 @@ class Sweep:
         """Return the slope of log KL against log β, over seeds."""
         betas = self.betas(arm)
         ended = [self.ends(arm, beta) for beta in betas]
-        if len(betas) < 3:
-            raise Missing
+        require(len(betas) >= 3)
         x = np.log(betas)
         return _interval(
             float(np.polyfit(x, np.log([one[seed] for one in ended]), 1)[0])
@@ -159,15 +157,13 @@ class Sweep:
 
 def _interval(values: Iterable[float]) -> Interval:
     found = list(values)
-    if len(found) < 2:
-        raise Missing
+    require(len(found) >= 2)
     return interval(found)
 
 
 def _paired(ones: Mapping[int, float], others: Mapping[int, float], level: float = 0.95) -> Interval:
     found = paired(ones, others, level)
-    if found is None:
-        raise Missing
+    require(found is not None)
     return found
 
 
@@ -182,8 +178,7 @@ def _each(found: Mapping[str, Interval]) -> str:
 def _leaves(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """without a KL term the policy leaves its reference"""
     kl = geometric(list(sweep.ends("none", 0.0).values())) if len(sweep.ends("none", 0.0)) > 1 else None
-    if kl is None:
-        raise Missing
+    require(kl is not None)
     return f"{kl.text()} nats", kl.low > 0.5
 
 
@@ -229,8 +224,7 @@ def _unregularised(rows: pd.DataFrame, sweep: Sweep, name: str = "kl") -> Answer
             ratios[f"β {beta:g}"] = sweep.against_none("k1-loss", beta, 1 - 0.05 / len(betas), name)
         except Missing:
             continue
-    if len(ratios) < 2:
-        raise Missing
+    require(len(ratios) >= 2)
     return _each(ratios), all(one.high >= 1 for one in ratios.values())
 
 
@@ -255,8 +249,7 @@ def _carries_off(rows: pd.DataFrame, sweep: Sweep) -> Answer:
 def _vanishes(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """the expected gradient of k1 in the loss is not told from zero where that of k1 in the reward is"""
     (zero, measured), (missed, of) = (sweep.vanishing(arm) for arm in ("k1-loss", "k1-reward"))
-    if not measured or not of:
-        raise Missing
+    require(measured and of)
     said = f"{zero} of {measured}; of k1 in the reward {missed} of {of}"
     return said, zero >= 0.8 * measured and missed < 0.5 * of
 
@@ -308,8 +301,7 @@ def _below_optimum(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """no run does better than π* of its coefficient"""
     betas = sweep.betas(OPTIMUM)
     found = {f"{arm}, β {beta:g}": sweep.shortfall(arm, beta) for arm in PENALTIES for beta in betas}
-    if not found:
-        raise Missing
+    require(found)
     return _each(found), all(one.high > 0 for one in found.values())
 
 
@@ -363,8 +355,7 @@ def _as_committed(rows: pd.DataFrame) -> Answer:
             same += 1
         elif not all(_near(own[-1][name], list(sweep.ends(arm, beta, name).values())) for name in MEASURES):
             outside.append(f"{arm}, β {beta:g}, seed {seed}")
-    if not off:
-        raise Missing
+    require(off)
     said = f"{same} of {len(off)} identical, KLs at most {max(off):.1%} apart"
     return said + (f"; outside: {'; '.join(outside)}" if outside else ""), len(outside) <= 0.02 * len(off)
 
@@ -385,8 +376,7 @@ def _now(rows: pd.DataFrame) -> Answer:
     ended = Sweep(rows, "run").ended.reset_index()
     ended = need(ended, seed=ended["seed"].min()).sort_values("beta").groupby("arm").tail(1).set_index("arm")
     names = ("none", "k1-reward", "k1-loss")
-    if not set(names) <= set(ended.index):
-        raise Missing
+    require(set(names) <= set(ended.index))
     low = ended["kl_low"]
     said = ", ".join(f"{name} {ended['kl'][name]:.2f}" for name in names)
     return said, ended["kl_high"]["k1-reward"] < min(low["none"], low["k1-loss"])

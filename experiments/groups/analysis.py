@@ -65,13 +65,11 @@ def _exact(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _settled(rows: pd.DataFrame) -> pd.DataFrame:
-    found = _exact(rows)
-    return known(found[found["gradient_norm"] < SETTLED])
+    return need(_exact(rows), gradient_norm=lambda x: x < SETTLED)
 
 
 def _drawn(rows: pd.DataFrame) -> pd.DataFrame:
-    found = select(rows, "training")
-    return found if found.empty else found[found["batch_size"] > 0]
+    return select(rows, "training", batch_size=lambda x: x > 0)
 
 
 @claims.add(MASKS, "the closed form, in every group size and difficulty", f"{LIMIT}: sums over all groups")
@@ -147,7 +145,7 @@ def _push(rows: pd.DataFrame, kind: str) -> pd.Series:
 def _cancels(rows: pd.DataFrame) -> Answer:
     """in tied groups std-normalisation cancels β: the push is the same for every β well above ε = 1e-4"""
     large = _push(rows, "normalised").loc[1e-2:]
-    known(large[1:].to_frame())
+    known(large[1:])
     least = large.min() / large.max()
     return f"{least:.3f} from the smallest to the largest", least > 0.95
 
@@ -156,7 +154,7 @@ def _cancels(rows: pd.DataFrame) -> Answer:
 def _fades(rows: pd.DataFrame) -> Answer:
     """and fades like the plain one once β is of the order of ε"""
     small = _push(rows, "normalised").loc[:1e-5]
-    known(small[1:].to_frame())
+    known(small[1:])
     ratio, times = small.iloc[1] / small.iloc[0], small.index[1] / small.index[0]
     return f"ratio {ratio:.2f} where β has {times:.0f} times the size", 0.85 < ratio / times <= 1.0
 
@@ -181,9 +179,8 @@ def _unsettled(rows: pd.DataFrame) -> Answer:
     """with the KL in a std-normalised reward even exact training at a constant step does not settle: near π* all
     regularised rewards are equal, and the division blows up what is left
     """
-    exact = need(_exact(rows), estimator="group-std")
     # Below, π* is all but certain, and there is nothing left to blow up.
-    norm = known(exact[exact["beta"] >= 0.3])["gradient_norm"]
+    norm = need(_exact(rows), estimator="group-std", beta=lambda x: x >= 0.3)["gradient_norm"]
     return f"{norm.min():.2g} … {norm.max():.2g}", norm.min() > 1e-3
 
 

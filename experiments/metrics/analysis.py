@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -23,35 +24,23 @@ SUMS = f"{EXACT:g}: sums of float64"
 
 claims = Claims("metrics")
 numbers = Numbers()
-
-
-def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Rows as computed, part by part."""
-    return ordered(rows, PARTS)
-
-
-def _off(differences: pd.Series, limit: float = EXACT) -> Answer:
-    """Judge if differences stay below a limit in size."""
-    return at_most(differences.to_frame(), differences.abs(), limit)
+# Rows as computed, part by part.
+tidy = partial(ordered, parts=PARTS)
 
 
 def _mutated(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     return need(rows, "mutation", copied=False, **wanted)
 
 
-@claims.add(f"{SLIME}; {OWN}", "J_β at every step", SUMS)
-def _reads_the_objective(rows: pd.DataFrame) -> Answer:
-    """k1 in the reward made in place: what was recorded as the KL reads, per rollout, as the objective
-    E[R] − β·KL itself"""
-    found = _mutated(rows)
-    return _off(found["read"] - found["objective"])
+claims.bound(
+    "k1 in the reward made in place: what was recorded as the KL reads, per rollout, as the objective "
+    "E[R] − β·KL itself",
+    f"{SLIME}; {OWN}", "J_β at every step", SUMS, lambda found: found["read"] - found["objective"], EXACT,
+    "mutation", copied=False)  # fmt: skip
 
 
-@claims.add(SLIME, "KL(π‖ref)", SUMS)
-def _recorded(rows: pd.DataFrame) -> Answer:
-    """what was recorded before was right"""
-    found = need(rows, "mutation")
-    return _off(found["recorded"] - found["kl"])
+claims.bound("what was recorded before was right", SLIME, "KL(π‖ref)", SUMS,
+    lambda found: found["recorded"] - found["kl"], EXACT, "mutation")  # fmt: skip
 
 
 @claims.add(f"{SLIME}; {OWN}", "the reward", SUMS)
@@ -87,18 +76,17 @@ def _ends(rows: pd.DataFrame, read: str) -> pd.DataFrame:
     return need(rows, "controller", read=read, round=CONTROLLER["rounds"])
 
 
-@claims.add("Ziegler et al. 2019, §2.2", f"KL = {TARGET:g}", "1e-6 of it")
-def _met(rows: pd.DataFrame) -> Answer:
-    """an adaptive β that goes by the true KL meets its target"""
-    return _off(_ends(rows, "kl")["kl"] / TARGET - 1, 1e-6)
+claims.bound("an adaptive β that goes by the true KL meets its target", "Ziegler et al. 2019, §2.2", f"KL = {TARGET:g}",
+    "1e-6 of it", lambda ends: ends["kl"] / TARGET - 1, 1e-6, "controller", read="kl",
+    round=CONTROLLER["rounds"])  # fmt: skip
 
 
 @claims.add(OWN, "KL far below the target with rewards raised, far above it with them lowered", "a hundredth; twice")
 def _thrown(rows: pd.DataFrame) -> Answer:
     """by the mutated one it runs away, upwards or downwards by a constant in the reward"""
-    ends = _ends(rows, "mutated")
     # Closer to zero the objective can be the target for some β, which is then met.
-    high, low = known(ends[ends["offset"] >= 1]), known(ends[ends["offset"] <= -1])
+    ends = _ends(rows, "mutated")
+    high, low = need(ends, offset=lambda x: x >= 1), need(ends, offset=lambda x: x <= -1)
     said = "; ".join(
         f"rewards {row['offset']:+g}: β = {row['controller_beta']:.2g}, KL = {row['kl']:.2g}"
         for row in records(pd.concat([high, low]))
@@ -122,18 +110,15 @@ def _scaled(rows: pd.DataFrame) -> Answer:
     return f"β = {beta:.1e}, KL = {kl:.3f} for a target of {TARGET:g}", (ends["kl"] / TARGET - 1).abs().min() > 0.1
 
 
-@claims.add("theory", "KL(π‖ref)", SUMS)
-def _right_ratios(rows: pd.DataFrame) -> Answer:
-    """off-policy a metric with the ratio of the sequence, or of prefixes, is the KL"""
-    found = need(rows, "reweighted")
-    return _off(found[["sequence ratio", "prefix ratio"]].sub(found["kl"], axis=0).abs().sum(axis=1))
+claims.bound("off-policy a metric with the ratio of the sequence, or of prefixes, is the KL", "theory", "KL(π‖ref)",
+    SUMS, lambda found: found[["sequence ratio", "prefix ratio"]].sub(found["kl"], axis=0).abs().sum(axis=1), EXACT,
+    "reweighted")  # fmt: skip
 
 
-@claims.add(TRL, "local reverse KL at the sampler's prefixes", SUMS)
-def _token_ratios(rows: pd.DataFrame) -> Answer:
-    """with the token's ratio, k1 or k3, it is the next-token KL at the sampler's prefixes"""
-    found = need(rows, "reweighted")
-    return _off(found[["token ratio", "token ratio, k3"]].sub(found["local@sampler"], axis=0).abs().sum(axis=1))
+claims.bound("with the token's ratio, k1 or k3, it is the next-token KL at the sampler's prefixes", TRL,
+    "local reverse KL at the sampler's prefixes", SUMS,
+    lambda found: found[["token ratio", "token ratio, k3"]].sub(found["local@sampler"], axis=0).abs().sum(axis=1),
+    EXACT, "reweighted")  # fmt: skip
 
 
 @claims.add(TRL, "off the KL", "more than 0.1 %")
@@ -157,33 +142,25 @@ def _advantage(rows: pd.DataFrame) -> Answer:
     return f"down to {lowest:.1f} times the KL", exact and (one * other < 0).all() and (found["kl"] > 0).all()
 
 
-@claims.add(MASKS, "the closed form", SUMS)
-def _masked(rows: pd.DataFrame) -> Answer:
-    """masked where rewards tie it reads Σ π·u·(1 − P(the others earn the same))"""
-    return at_most(need(rows, "masked"), "closed_form_error", EXACT)
+claims.bound("masked where rewards tie it reads Σ π·u·(1 − P(the others earn the same))", MASKS, "the closed form",
+    SUMS, "closed_form_error", EXACT, "masked")  # fmt: skip
 
 
-@claims.add(MASKS, "0", SUMS)
-def _alone(rows: pd.DataFrame) -> Answer:
-    """in evaluation groups of one it reads zero"""
-    return _off(need(rows, "masked", group_size=1)["read"])
+claims.bound("in evaluation groups of one it reads zero", MASKS, "0", SUMS, "read", EXACT, "masked", group_size=1)
 
 
 @claims.add(OWN, "below zero", "below −0.001 at a KL above 0.3")
 def _negative(rows: pd.DataFrame) -> Answer:
     """in groups of two and of four it reads negative once the policy is far"""
-    found = need(rows, "masked", group_size=(2, 4))
-    found = known(found[found["kl"] > 0.3])
+    found = need(rows, "masked", group_size=(2, 4), kl=lambda x: x > 0.3)
     low = found.loc[found["read"].idxmin()]
     said = f"down to {low['read']:.4f}, where the KL is {low['kl']:.4f}"
     return f"{said} (groups of {low['group_size']}, right {low['success']:g})", found["read"].max() < -1e-3
 
 
-@claims.add(PADDED, "E[Σu]/(padded length)", SUMS)
-def _over_zeros(rows: pd.DataFrame) -> Answer:
-    """averaged over padded positions it falls as the batch is padded more"""
-    found = need(rows, "padding")
-    return _off(found["mean over zeros"] - found["kl"] / found["padded_length"].clip(lower=4))
+claims.bound("averaged over padded positions it falls as the batch is padded more", PADDED, "E[Σu]/(padded length)",
+    SUMS, lambda found: found["mean over zeros"] - found["kl"] / found["padded_length"].clip(lower=4), EXACT,
+    "padding")  # fmt: skip
 
 
 @claims.add(PADDED, "E[Σu]/T + c·(1 − E[L]/T), c the log-ratio there", SUMS)
@@ -191,15 +168,11 @@ def _over_garbage(rows: pd.DataFrame) -> Answer:
     """and reads the padding where that is not zero"""
     found = need(rows, "padding")
     padding = GARBAGE * (1 - found["length"] / found["padded_length"].clip(lower=4))
-    return _off(found["mean over garbage"] - found["mean over zeros"] - padding)
+    return at_most(found["mean over garbage"] - found["mean over zeros"] - padding, EXACT)
 
 
-@claims.add("Schulman 2020", "KL(π‖ref)", SUMS)
-def _unbiased(rows: pd.DataFrame) -> Answer:
-    """along a run k1 and k3 have the KL as their mean"""
-    found = need(rows, "logged")
-    found = found[found["estimator"] != "k2-loss"]
-    return _off(found["mean"] - found["kl"])
+claims.bound("along a run k1 and k3 have the KL as their mean", "Schulman 2020", "KL(π‖ref)", SUMS,
+    lambda found: found["mean"] - found["kl"], EXACT, "logged", estimator=("k1-loss", "k3-loss"))  # fmt: skip
 
 
 @claims.add(
@@ -211,7 +184,7 @@ def _biased(rows: pd.DataFrame) -> Answer:
     """k2 has not: its bias grows with the distance"""
     found = need(rows, "logged", estimator="k2-loss")
     bias = (found["mean"] / found["kl"] - 1).abs()
-    far, near = known(bias[found["kl"] > 1].to_frame())[0], known(bias[found["kl"] < 0.05].to_frame())[0]
+    far, near = known(bias[found["kl"] > 1]), known(bias[found["kl"] < 0.05])
     said = f"at most {near.max():.1%} at a KL below 0.05, up to {far.max():.0%} beyond 1"
     return said, (near < found["kl"].loc[near.index] ** 0.5).all() and far.max() > 0.1
 
@@ -219,8 +192,7 @@ def _biased(rows: pd.DataFrame) -> Answer:
 @claims.add("Schulman 2020", "√(2·KL)", "10 %, KL below 0.05")
 def _near(rows: pd.DataFrame) -> Answer:
     """near the reference k1's standard deviation is √(2·KL), far more than the KL"""
-    found = need(rows, "logged", estimator="k1-loss")
-    found = known(found[found["kl"] < 0.05])
+    found = need(rows, "logged", estimator="k1-loss", kl=lambda x: x < 0.05)
     # Close to the reference u has variance 2·KL.
     ratio = found["std"] / (2 * found["kl"]) ** 0.5
     return f"{ratio.min():.3f} … {ratio.max():.3f} of it", ratio.min() > 0.9 and ratio.max() < 1.1
@@ -232,7 +204,7 @@ def _crossing(rows: pd.DataFrame) -> Answer:
     one, three = (need(rows, "logged", estimator=name) for name in ("k1-loss", "k3-loss"))
     pairs = one.merge(three, on=["beta", "seed", "step"], suffixes=("", "_k3"))
     ratio = pairs["std_k3"] / pairs["std"]
-    near, far = (known(ratio[where].to_frame())[0] for where in (pairs["kl"] < 0.1, pairs["kl"] > 3))
+    near, far = (known(ratio[where]) for where in (pairs["kl"] < 0.1, pairs["kl"] > 3))
     return f"less than half near, up to {far.max():.0f} times far", near.max() < 0.5 and far.min() > 1
 
 
@@ -247,11 +219,9 @@ def _none_of_three(rows: pd.DataFrame) -> Answer:
     return f"{apart:.0%} of {len(off)} are, by {off.median():.0%} in the median", apart > 0.9
 
 
-@claims.add(OWN, "equal", SUMS)
-def _corrected(rows: pd.DataFrame) -> Answer:
-    """it is E[Σu/L] + E[Σ(w − 1)/L]"""
-    found = need(rows, "logged", estimator="k3-loss")
-    return _off(found["over_own_length"] - found["mean_of_token_means"] - found["correction"])
+claims.bound("it is E[Σu/L] + E[Σ(w − 1)/L]", OWN, "equal", SUMS,
+    lambda found: found["over_own_length"] - found["mean_of_token_means"] - found["correction"], EXACT,
+    "logged", estimator="k3-loss")  # fmt: skip
 
 
 @claims.add(OWN, "below zero", "below −0.001")

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims, at_most
-from kltest.reproduce.frames import Missing, Row, frame, known, mean, need, select
+from kltest.reproduce.frames import Missing, Row, frame, known, mean, need, require, select
 from kltest.reproduce.numbers import Numbers, melted, number
 
 from .closed_forms import EXACT_RECIPES, most_updates, multiplier, ratio_free_settles
@@ -64,26 +64,22 @@ def _path(rows: pd.DataFrame, *names: str, **wanted: Any) -> pd.DataFrame:
 
 
 def _sequences(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-    found = _path(rows, name)
-    return known(found[found["length"] > 1])
+    return _path(rows, name, length=lambda x: x > 1)
 
 
 @claims.add("theory; an estimate that Shah et al. 2025, §3, leave for future work", "no bias", LIMIT)
 def _whole(rows: pd.DataFrame) -> Answer:
     """full-sequence ratios, and prefix ratios on the cost to go, follow the whole KL at every staleness"""
-    return at_most(_path(rows, *WHOLE), "bias", EXACT)
+    return at_most(_path(rows, *WHOLE)["bias"], EXACT)
 
 
-@claims.add("theory", f"{sum(name is not None for name in FOLLOWED.values())} combinations of named gradients", LIMIT)
-def _as_named(rows: pd.DataFrame) -> Answer:
-    """every estimator with a name for what it follows off-policy follows that"""
-    return at_most(need(rows, "path"), "off_followed", EXACT)
+claims.bound("every estimator with a name for what it follows off-policy follows that", "theory",
+    f"{sum(name is not None for name in FOLLOWED.values())} combinations of named gradients", LIMIT, "off_followed",
+    EXACT, "path")  # fmt: skip
 
 
-@claims.add(OWN, "equal", LIMIT)
-def _truth_again(rows: pd.DataFrame) -> Answer:
-    """the truth by recursion is the truth by automatic differentiation"""
-    return at_most(need(rows, "path"), "truth_again", EXACT)
+claims.bound("the truth by recursion is the truth by automatic differentiation", OWN, "equal", LIMIT, "truth_again",
+    EXACT, "path")  # fmt: skip
 
 
 @claims.add(f"DeepSeek-V3.2, §3.1, Eq. 7; {TRL}", "exact at every staleness", LIMIT)
@@ -103,8 +99,7 @@ def _token_on_sequences(rows: pd.DataFrame) -> Answer:
     """on sequences it is not: what it lacks on-policy stays, and prefixes weighted by the sampler come to that"""
     found = _sequences(rows, "k3-ratio").sort_values("staleness")
     series = [one for _, one in found.groupby(["length", "seed"]) if one["staleness"].iloc[0] == 0 and len(one) > 2]
-    if not series:
-        raise Missing
+    require(series)
     grows = all(_rises(one["drift"]) for one in series)
     least, last = min(one["bias"].min() for one in series), mean(one["drift"].iloc[-1] for one in series)
     said = f"bias never below {least:.3f}; {last:.2f} added at the stalest"
@@ -118,8 +113,7 @@ def _rises(values: pd.Series) -> bool:
 @claims.add("theory", "equal to the former", LIMIT)
 def _token_value(rows: pd.DataFrame) -> Answer:
     """its value is the KL with prefixes weighted by the sampler, not KL(π‖ref)"""
-    found = _sequences(rows, "k3-ratio")
-    found = known(found[found["staleness"] > 0])
+    found = need(_sequences(rows, "k3-ratio"), staleness=lambda x: x > 0)
     off, furthest = found["value_off_sampler"].abs().max(), found["value_bias"].abs().max()
     said = f"the former within {off:.1e}; up to {100 * furthest:.0f} % from the latter"
     return said, off < EXACT and furthest > SEEN
@@ -157,8 +151,7 @@ def _broadcast(rows: pd.DataFrame) -> Answer:
 @claims.add("theory", "reverse_kl − to_sampler_kl", LIMIT)
 def _stale(rows: pd.DataFrame) -> Answer:
     """rewards from the sampler's log-probs lack ∇KL(π‖μ), however exact the ratio"""
-    found = _path(rows, "k1-reward-stale")
-    found = known(found[found["staleness"] > 0])
+    found = _path(rows, "k1-reward-stale", staleness=lambda x: x > 0)
     off, bias = found["off_followed"].max(), found["bias"]
     return f"within {off:.1e}; bias {bias.min():.3f} to {bias.max():.2f}", off < EXACT and bias.min() > SEEN
 
@@ -171,7 +164,7 @@ def _first_order(rows: pd.DataFrame) -> Answer:
     one, four = (
         _path(rows, *UNCORRECTED, staleness=step).set_index(["estimator", "length", "seed"])["drift"] for step in (1, 4)
     )
-    ratios = known((four / one).dropna().to_frame())["drift"]
+    ratios = known((four / one).dropna())
     return f"{ratios.min():.2f} to {ratios.max():.2f} times", 3.4 < ratios.min() <= ratios.max() < 4.6
 
 
@@ -185,10 +178,8 @@ def _clip(rows: pd.DataFrame) -> Answer:
     return f"at most {inside:.1e} inside, up to {outside:.2f} beyond", inside < EXACT and outside > SEEN
 
 
-@claims.add(OWN, "equal", LIMIT)
-def _shares_again(rows: pd.DataFrame) -> Answer:
-    """effective sample sizes by recursion are those of all rollouts"""
-    return at_most(need(rows, "weights"), "off_enumerated", EXACT)
+claims.bound("effective sample sizes by recursion are those of all rollouts", OWN, "equal", LIMIT, "off_enumerated",
+    EXACT, "weights")  # fmt: skip
 
 
 @claims.add(
@@ -198,8 +189,7 @@ def _shares_again(rows: pd.DataFrame) -> Answer:
 )
 def _exponential(rows: pd.DataFrame) -> Answer:
     """the effective share of full-sequence weights falls as e^(−2·KL(π‖μ)): exponentially in length"""
-    found = need(rows, "weights")
-    found = known(found[found["at"] >= LONG])
+    found = need(rows, "weights", at=lambda x: x >= LONG)
     rate = -found["log_sequence_share"] / found["kl_to_sampler"]
     off, least = ((rate - 2).abs() / found["noise"]).max(), rate.min()
     said = f"2 within {off:.2f} times the noise of the sampler's logits; at least {least:.2f} times KL(π‖μ)"
@@ -231,15 +221,13 @@ def _tokens_flat(rows: pd.DataFrame) -> Answer:
 def _prices(rows: pd.DataFrame) -> Answer:
     """prefix ratios on the cost to go are less noisy than the full-sequence ratio, once rollouts are long"""
     whole, prefix = (need(rows, "length", compared=name).set_index(["tokens", "seed"])["variance"] for name in WHOLE)
-    times = (whole / prefix).dropna().rename("times").reset_index()
-    times = known(times[times["tokens"] >= LONG])["times"]
+    times = need((whole / prefix).dropna().rename("times").reset_index(), tokens=lambda x: x >= LONG)["times"]
     return f"{times.min():.2f} to {times.max():.1f} times", times.min() > 1
 
 
-@claims.add(OWN, "the rest point does not move", "1e-9: updates of rounding's size, 64 times")
-def _rests(rows: pd.DataFrame) -> Answer:
-    """where training rests on-policy it rests for every number of updates to one sampler"""
-    return at_most(need(rows, "stability"), "moved", 1e-9)
+claims.bound("where training rests on-policy it rests for every number of updates to one sampler", OWN,
+    "the rest point does not move", "1e-9: updates of rounding's size, 64 times", "moved", 1e-9,
+    "stability")  # fmt: skip
 
 
 @claims.add(OWN, "the largest eigenvalue as predicted", f"{DIFFERENCES:g}: central differences")
@@ -247,7 +235,7 @@ def _closed_form(rows: pd.DataFrame) -> Answer:
     """what a cycle of updates does to a small step off π* has closed forms, with and without ratios"""
     found = need(rows, "stability")
     predicted = found["predicted"].astype(float)
-    off = known((found["multiplier"] / predicted - 1).abs()[predicted < SMALL].to_frame())[0]
+    off = known((found["multiplier"] / predicted - 1).abs()[predicted < SMALL])
     return f"within {off.max():.1e} in {len(off)} cycles", off.max() < DIFFERENCES
 
 
@@ -266,8 +254,7 @@ def _stale_threshold(rows: pd.DataFrame) -> Answer:
         sides |= set(below)
         stable, unstable = one[settles]["updates"], one[~settles]["updates"]
         said.append(f"settles to {max(stable, default=0)}, not from {min(unstable, default='–')} on ({limit:.2f})")
-    if len(sides) < 2:
-        raise Missing
+    require(len(sides) >= 2)
     return "; ".join(said), agrees
 
 
@@ -281,17 +268,13 @@ def _none_threshold(rows: pd.DataFrame) -> Answer:
         if expected is not None:
             said.append(f"K = {last['kl']:.2f}: {'settles' if settles else 'does not'}")
             agrees &= settles == expected
-    if not said:
-        raise Missing
+    require(said)
     return "; ".join(said), agrees
 
 
-@claims.add(
-    "Flet-Berliac et al. 2024 (CoPG)", "−∇Var_μ(R − β·Σu)/(2β)", "1e-9: a difference of logits over a learning rate"
-)
-def _regression(rows: pd.DataFrame) -> Answer:
-    """without ratios, with a baseline, the update is that of a regression whose least value is at π*"""
-    return at_most(need(rows, "stability"), "off_regression", 1e-9)
+claims.bound("without ratios, with a baseline, the update is that of a regression whose least value is at π*",
+    "Flet-Berliac et al. 2024 (CoPG)", "−∇Var_μ(R − β·Σu)/(2β)", "1e-9: a difference of logits over a learning rate",
+    "off_regression", 1e-9, "stability")  # fmt: skip
 
 
 @claims.add(
@@ -304,9 +287,9 @@ def _as_stable(rows: pd.DataFrame) -> Answer:
     # Cycles that multiply a small step until it is large leave a tenfold gap; those that shrink it leave none: no more
     # than one update a sampler, or than the factor squared has left of the early gap, quadratic in a small step.
     which = ["recipe", "learning_rate", "seed"]
-    exact, cycles = need(rows, "training", batch_size=0), need(rows, "stability")
+    there = tuple(name for name, recipe in RECIPES.items() if recipe[2] == "optimum")
+    exact, cycles = need(rows, "training", batch_size=0, recipe=there), need(rows, "stability")
     exact = exact[[*which, "inner_steps", "steps", "gap", "early_gap"]]
-    exact = known(exact[exact["recipe"].map(lambda recipe: RECIPES[recipe][2] == "optimum")])
     first = need(exact, inner_steps=1).set_index(which)["gap"].clip(lower=ROUNDING).rename("first").reset_index()
     cycles = cycles[[*which, "updates", "multiplier"]].rename(columns={"updates": "inner_steps"})
     both = exact[exact["inner_steps"] > 1].merge(first, on=which).merge(cycles, on=[*which, "inner_steps"])
@@ -314,8 +297,7 @@ def _as_stable(rows: pd.DataFrame) -> Answer:
     left = both["early_gap"] * both["multiplier"] ** (2 * turns)
     settled = (both["gap"] / both["first"].where(both["first"] > left, left))[shrinks]
     grown = (both["gap"] / both["first"])[~shrinks & (turns * both["multiplier"].map(math.log) > math.log(GROWN))]
-    if settled.empty or grown.empty:
-        raise Missing
+    require(not settled.empty and not grown.empty)
     said = f"at most {settled.max():.2f} times as much where it shrinks, from {grown.min():.3g} times else"
     return said, settled.max() < 10 < grown.min()
 
@@ -337,8 +319,7 @@ def _ratio_free(rows: pd.DataFrame) -> Answer:
     found = found[(found["batch_size"] >= FEW) & (found["steps"] * found["learning_rate"] > THERE)]
     gaps = found.sort_values("inner_steps").groupby(["batch_size", "seed"])["gap"]
     times = [gap.iloc[1:].max() / max(gap.iloc[0], ROUNDING) for _, gap in gaps if len(gap) > 1]
-    if not times:
-        raise Missing
+    require(times)
     return f"at most {max(times):.2f} times the gap of one update", max(times) < 1.25
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims
-from kltest.reproduce.frames import Missing, Row, known, mean, need, ordered, select
+from kltest.reproduce.frames import Row, known, mean, need, ordered, require, select
 from kltest.reproduce.numbers import Numbers, melted, number
 
 from .settings import CONDITIONS, DISCOUNTS, EXACT, PARTS
@@ -25,11 +26,8 @@ SUMS = f"{EXACT:g}: sums of 10,000 terms in float64"
 
 claims = Claims("sequence")
 numbers = Numbers()
-
-
-def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Rows as computed, part by part."""
-    return ordered(rows, PARTS)
+# Rows as computed, part by part.
+tidy = partial(ordered, parts=PARTS)
 
 
 def _followed(rows: pd.DataFrame, names: tuple[str, ...], column: str) -> Answer:
@@ -88,8 +86,7 @@ def _steered(rows: pd.DataFrame) -> Answer:
     found = _at_longest(rows)
     longest, share = found["length"].iloc[0], found["missed"] / found["kept"]
     by = share.groupby([found["steering"], found["seed"]]).mean().unstack("steering")
-    if by.shape[1] < 2 or longest < 1000:
-        raise Missing
+    require(by.shape[1] >= 2 and longest >= 1000)
     rises = all(draw.dropna().is_monotonic_increasing and draw.dropna().is_unique for _, draw in by.iterrows())
     text = ", ".join(f"{mean(found):.2g} at κ = {level:g}" for level, found in by.items())
     return f"T = {longest:,}: {text}", rises
@@ -108,8 +105,7 @@ def _levels_off(rows: pd.DataFrame) -> Answer:
         last = draws[beyond[-1]]
         growth.append((last - draws[2]).mean())
         change.append((last - draws[beyond[0]]).abs().max())
-    if not growth:
-        raise Missing
+    require(growth)
     least, most = min(growth), max(change)
     said = f"from T = 2 on it grows by {least:.2f} or more; beyond ten memories it changes by {most:.3f} at most"
     return said, least > 0.1 and most < 0.05
@@ -126,8 +122,7 @@ def _formula(rows: pd.DataFrame) -> Answer:
 @claims.add("theory", "about 1/T of the gradient", "1.1/T: tokens differ in context")
 def _last(rows: pd.DataFrame) -> Answer:
     """the last token alone"""
-    found = need(rows, "length")
-    long = known(found[found["length"] >= 100])
+    long = need(rows, "length", length=lambda x: x >= 100)
     most = (long["last"] * long["length"]).max()
     return f"at most {most:.2f}/T for T ≥ 100", most < 1.1
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims
-from kltest.reproduce.frames import Missing, Row, known, mean, need, ordered, select
+from kltest.reproduce.frames import Row, known, mean, need, ordered, require, select
 from kltest.reproduce.numbers import Numbers, melted, number
 
 from .settings import EXACT, PARTS
@@ -26,11 +27,8 @@ FOLLOWED = {"local_reverse_kl": "token-level", "reverse_kl": "true"}
 
 claims = Claims("tabular-mdp")
 numbers = Numbers()
-
-
-def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Rows as computed, part by part."""
-    return ordered(rows, PARTS)
+# Rows as computed, part by part.
+tidy = partial(ordered, parts=PARTS)
 
 
 @claims.add("theory", "0", f"{EXACT:g}: sums of thousands of rollouts in float64")
@@ -66,7 +64,7 @@ def _one_step(rows: pd.DataFrame) -> Answer:
     """the part of the state distribution is missed for more than one step"""
     found = need(rows, "worlds")
     one = need(found, horizon=1)["missed"].max()
-    several = known(found[(found["horizon"] > 1) & (found["slip"] < 1)])["missed"]
+    several = need(found, horizon=lambda x: x > 1, slip=lambda x: x < 1)["missed"]
     said = f"one step {one:.0e}; more {several.min():.2g} to {several.max():.2f}"
     return said, one < EXACT and several.min() > VISIBLE
 
@@ -76,12 +74,10 @@ def _one_step(rows: pd.DataFrame) -> Answer:
 )
 def _slip(rows: pd.DataFrame) -> Answer:
     """what is missed falls as actions slip, and is nothing where they decide nothing"""
-    found = need(rows, "worlds")
-    found = known(found[found["horizon"] > 1])
+    found = need(rows, "worlds", horizon=lambda x: x > 1)
     means = found.groupby("slip")["missed"].mean()
     none = need(found, slip=1.0)[["missed", "asymmetry"]].max(axis=None)
-    if len(means) < 2:
-        raise Missing
+    require(len(means) >= 2)
     text = ", ".join(f"{one:.2f}" for one in means)
     said = f"means {text} at slip {', '.join(f'{one:g}' for one in means.index)}; at 1 at most {none:.0e}"
     return said, means.is_monotonic_decreasing and means.is_unique and none < EXACT
@@ -112,8 +108,7 @@ def _ends(rows: pd.DataFrame, followed: str) -> pd.Series:
 def _many_betas(rows: pd.DataFrame) -> pd.Series:
     """The local gradient's ends; Missing if there are too few coefficients to see bands of them."""
     local = _ends(rows, "local_reverse_kl")
-    if len(local.index.unique("beta")) < 10:
-        raise Missing
+    require(len(local.index.unique("beta")) >= 10)
     return local
 
 
@@ -164,8 +159,7 @@ def _spirals(rows: pd.DataFrame) -> Answer:
     found = need(rows, "rotation")
     turn = found.groupby("followed")["turn"]
     local, whole = turn.get_group("local_reverse_kl"), turn.get_group("reverse_kl").max()
-    if len(local) < 30:
-        raise Missing
+    require(len(local) >= 30)
     turning, rest = (local > TURNS).sum(), found["off_rest"].max()
     said = f"{turning} of {len(local)} spiral, imaginary/real up to {local.max():.2f}; ∇KL: {whole:.0e}"
     return f"{said}; at rest to {rest:.0e}", turning > 0 and whole < 1e-7 and rest < EXACT

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims
-from kltest.reproduce.frames import Missing, Row, frame, known, need, records, select
+from kltest.reproduce.frames import Missing, Row, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Numbers, melted, number
 
 from .gaussians import Gaussians, gradient_terms, moments, value_terms
@@ -71,8 +71,7 @@ def _values(rows: pd.DataFrame, kl: float | None = None) -> pd.DataFrame:
     found = found[["mean", "variance", "truth"]].astype(float)
     if kl is None:
         return found
-    if not {(kl, name) for name in ESTIMATORS} <= set(found.index):
-        raise Missing
+    require({(kl, name) for name in ESTIMATORS} <= set(found.index))
     return found.loc[kl].loc[list(ESTIMATORS)]
 
 
@@ -127,9 +126,8 @@ def _sampled(rows: pd.DataFrame) -> Answer:
 @claims.add(TANG, f"within {SIGMAS:g} standard errors", f"{SIGMAS:g} standard errors")
 def _sampled_errors(rows: pd.DataFrame) -> Answer:
     """the squared error of averages of n samples is variance/n + bias²"""
-    found = need(rows, kind="error")
     # Only where a quarter of a million samples can tell: the square of a heavy tail has no useful standard error.
-    found = known(found[(found["kl"] <= 0.5) & (found["width"] >= 1)])
+    found = need(rows, kind="error", kl=lambda x: x <= 0.5, width=lambda x: x >= 1)
     gaps = (found["sampled"] - found["error"]).abs() / found["standard_error"]
     said = f"{len(gaps)} sizes, levels and estimators, the worst {gaps.max():.1f} standard errors off"
     return said, gaps.max() < SIGMAS
@@ -218,8 +216,7 @@ def _never_best(rows: pd.DataFrame) -> Answer:
     values = _values(rows)
     bias = (values["mean"] - values.index.get_level_values("kl")).unstack("estimator").dropna()
     error = (values["variance"].unstack("estimator") + bias**2).dropna()
-    if bias.empty or set(bias) != set(ESTIMATORS):
-        raise Missing
+    require(not bias.empty and set(bias) == set(ESTIMATORS))
     # variance/n + bias² is linear in 1/n: who is better with one sample and with infinitely many always is.
     two, others = "k2-loss", ["k1-loss", "k3-loss"]
     beaten = error[others].lt(error[two], axis=0) & bias[others].abs().lt(bias[two].abs(), axis=0)
@@ -283,8 +280,7 @@ def _noise(rows: pd.DataFrame) -> Answer:
         for row in records(need(rows, kind="gradient", width=1.0, part="mean"))
         if (row["estimator"], row["placement"]) in NOISE
     ]
-    if not judged:
-        raise Missing
+    require(judged)
     return f"{len(judged)} variances, the worst off by {max(judged):.0e}", max(judged) < EXACT
 
 
@@ -306,8 +302,7 @@ def _reversed(rows: pd.DataFrame) -> Answer:
     """the best value is not the best gradient: k3 is the better value, k2 the better loss"""
     said, judged, wholes = [], [], _wholes(rows)
     for kl in PRINTED:
-        if not {(name, "loss", kl) for name in ESTIMATORS} <= set(wholes.index):
-            raise Missing
+        require({(name, "loss", kl) for name in ESTIMATORS} <= set(wholes.index))
         values = _values(rows, kl)
         bias = values["mean"] / values["truth"] - 1
         one, two, three = (wholes.loc[(name, "loss", kl)] for name in ESTIMATORS)
@@ -368,8 +363,7 @@ def _variance(width: float, estimator: str) -> float:
 def _infinite(rows: pd.DataFrame) -> Answer:
     """a policy at most 0.71 times as wide as its reference gives k3 an infinite variance"""
     finite = need(rows, kind="value", kl=0.5, width=0.8).groupby("estimator")["variance"].first()
-    if not {"k1-loss", "k3-loss"} <= set(finite.index):
-        raise Missing
+    require({"k1-loss", "k3-loss"} <= set(finite.index))
     at, beyond = _variance(EDGE, "k3-loss"), [_variance(EDGE * (1 + by), "k3-loss") for by in (1e-2, 1e-4, 1e-6, 1e-8)]
     said = f"at KL {Gaussians(0.0, EDGE).kl:.4f} {at}, just before {beyond[-1]:.3g}"
     said += f"; at a width of 0.8 and KL 0.5 {finite['k3-loss']:.4g} against {finite['k1-loss']:.4g}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims, at_most
-from kltest.reproduce.frames import Missing, Row, known, need, ordered, records, select
+from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.frames import Row, need, ordered, records, require, select
 from kltest.reproduce.numbers import Numbers, melted, number
 
 from .settings import EXACT, MEDIAN_TOLERANCE, PARTS, PUBLISHED, PUBLISHED_RATE
@@ -52,11 +52,8 @@ SEES = {
 
 claims = Claims("variance")
 numbers = Numbers()
-
-
-def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Rows as computed, part by part."""
-    return ordered(rows, PARTS)
+# Rows as computed, part by part.
+tidy = partial(ordered, parts=PARTS)
 
 
 # ------------------------------------------------------------------------------------------------------ the inequality
@@ -85,11 +82,11 @@ def _drawn(rows: pd.DataFrame) -> Answer:
     return said, max(map(abs, off)) < ERRORS and row["monte_carlo_drawn"] < row["rao_blackwell_drawn"]
 
 
-@claims.add(OWN, "equal in every random world", f"{EXACT:g} of the variances: recursions in float64")
-def _identity(rows: pd.DataFrame) -> Answer:
-    """the two variances differ by Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t): Rao–Blackwell loses where
-    costly tokens lead to cheaper prefixes"""
-    return at_most(need(rows, "rates"), "off_identity", EXACT)
+claims.bound(
+    "the two variances differ by Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t): Rao–Blackwell loses where "
+    "costly tokens lead to cheaper prefixes",
+    OWN, "equal in every random world", f"{EXACT:g} of the variances: recursions in float64", "off_identity", EXACT,
+    "rates")  # fmt: skip
 
 
 @claims.add("theory", "at most 1 times the better one", "exact")
@@ -105,23 +102,20 @@ def _by_distance(rows: pd.DataFrame) -> Answer:
     """at random the inequality never fails near the reference, and does far from it"""
     found = need(rows, "rates")
     near, far = (found[where] for where in (found["distance"] <= NEAR, found["distance"] >= FAR))
-    if near["worlds"].sum() < MANY or far["worlds"].sum() < MANY:
-        raise Missing
+    require(near["worlds"].sum() >= MANY and far["worlds"].sum() >= MANY)
     (few, of), (many, of_far) = (one[["value_fails", "worlds"]].sum() for one in (near, far))
     return f"near: {few} of {of}; far: {many} of {of_far}", few == 0 and many > 0
 
 
 def _fails_by(rows: pd.DataFrame, name: str, spread: float = math.inf) -> tuple[str, int, int]:
     """The failures at the smallest and the largest value of a setting, all else equal."""
-    found = need(rows, "rates")
-    found = known(found[(found["distance"] >= FAR) & (found["spread"] <= spread)])
+    found = need(rows, "rates", distance=lambda x: x >= FAR, spread=lambda x: x <= spread)
     others = [one for one in ("vocabulary", "length", "distance", "spread", "seed") if one != name]
     ends = sorted({found[name].min(), found[name].max()})
     cells = found.pivot_table(["value_fails", "worlds"], others, name, aggfunc="last")
     cells = cells.dropna(subset=[(of, end) for of in ("value_fails", "worlds") for end in ends]).astype("Int64")
     worlds = cells["worlds"][ends[0]].sum()
-    if len(ends) < 2 or worlds < MANY:
-        raise Missing
+    require(len(ends) >= 2 and worlds >= MANY)
     few, many = (cells["value_fails"][end].sum() for end in ends)
     said = f"{name} {ends[0]:g}: {few / worlds:.1%}; {ends[1]:g}: {many / worlds:.1%} of {worlds}"
     return said, few, many
@@ -146,18 +140,15 @@ def _gradients(rows: pd.DataFrame) -> Answer:
     """Rao–Blackwell's gradient, too, can be noisier than k1 to go, but less often than its value"""
     found = need(rows, "rates")
     value, gradient, worlds = found[["value_fails", "gradient_fails", "worlds"]].sum()
-    if worlds < MANY or not value:
-        raise Missing
+    require(worlds >= MANY and value)
     said = (
         f"value {value}, gradient {gradient} of {worlds}; at worst {found['gradient_worst'].max():.0f} times as noisy"
     )
     return said, 0 < gradient < value
 
 
-@claims.add(OWN, "equal", f"{EXACT:g} of the second moment")
-def _recursions(rows: pd.DataFrame) -> Answer:
-    """recursions over prefixes give what enumeration of the registered estimators does"""
-    return at_most(need(rows, part=("rates", "ladder")), "off_again", EXACT)
+claims.bound("recursions over prefixes give what enumeration of the registered estimators does", OWN, "equal",
+    f"{EXACT:g} of the second moment", "off_again", EXACT, ("rates", "ladder"))  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------- what can be gained
@@ -184,16 +175,15 @@ def _freedom(rows: pd.DataFrame) -> Answer:
 @claims.add(OWN, "below 1.2 times at logit noise 0.1", "medians over worlds")
 def _near_floor(rows: pd.DataFrame) -> Answer:
     """near the reference Rao–Blackwell alone has all but reached the floor"""
-    found = need(rows, "ladder", estimator="rao-blackwell")
-    most = known(found[found["distance"] <= 0.1])["over_floor"].max()
+    most = need(rows, "ladder", estimator="rao-blackwell", distance=lambda x: x <= 0.1)["over_floor"].max()
     return f"up to {most:.2f} times the floor", most < 1.2
 
 
 @claims.add(OWN, "above 5 times the floor from six tokens on, below 2 with a critic", "medians over worlds")
 def _far_floor(rows: pd.DataFrame) -> Answer:
     """far from it Rao–Blackwell needs a critic: without one most of its variance is avoidable"""
-    found = need(rows, "ladder", estimator="rao-blackwell")
-    least = known(found[(found["distance"] >= FAR) & (found["length"] >= 6)])["over_floor"].min()
+    alone = need(rows, "ladder", estimator="rao-blackwell", distance=lambda x: x >= FAR, length=lambda x: x >= 6)
+    least = alone["over_floor"].min()
     most = need(rows, "ladder", estimator="rao-blackwell, critic")["over_floor"].max()
     said = f"without, {least:.0f} times the floor and more; with, at most {most:.2f}"
     return said, least > 5 and most < 2
@@ -214,8 +204,8 @@ def _critic_or_exact(rows: pd.DataFrame) -> Answer:
     """a critic is worth less than exact next-token terms near the reference, and more far from it"""
     over = _cells(rows, "over_floor")
     ratio = (over["to go, critic"] / over["rao-blackwell, one baseline"]).reset_index(name="ratio")
-    near = known(ratio[ratio["distance"] <= NEAR])["ratio"].min()
-    far = known(ratio[(ratio["distance"] >= FAR) & (ratio["length"] >= 6)])["ratio"].max()
+    near = need(ratio, distance=lambda x: x <= NEAR)["ratio"].min()
+    far = need(ratio, distance=lambda x: x >= FAR, length=lambda x: x >= 6)["ratio"].max()
     said = f"k1 with a critic over Rao–Blackwell with one number: near {near:.1f} and more, far {far:.1f} and less"
     return said, near > 1 > far
 
@@ -288,15 +278,13 @@ def _said(medians: pd.Series) -> str:
 def _as_published(rows: pd.DataFrame) -> Answer:
     """on the bandit at learning rate 5 λ_value is no better than λ = 0, and λ = 1 as good as λ_grad"""
     found = _medians(rows, PUBLISHED_RATE)
-    if set(found.index) != set(MEDIANS):
-        raise Missing
+    require(set(found.index) == set(MEDIANS))
     return _said(found), (found - pd.Series(MEDIANS)).abs().max() <= MEDIAN_TOLERANCE
 
 
 def _collapse(rows: pd.DataFrame, rate: float, harmed: list[str], well: list[str]) -> Answer:
     found = _medians(rows, rate)
-    if not {*harmed, *well} <= set(found.index):
-        raise Missing
+    require({*harmed, *well} <= set(found.index))
     return _said(found), (found[harmed] > START).all() and found[well].between(*UNHARMED).all()
 
 
@@ -318,8 +306,7 @@ for _claim, _expected, _how in (
 def _formulas(rows: pd.DataFrame) -> Answer:
     """the λ of the least noisy value is −Cov(u, w)/Var w, that of the least noisy gradient 1 + E[u‖g‖²]/E‖g‖²"""
     found = need(rows, "noise").sort_values("lam")
-    if len(found) < 3:
-        raise Missing
+    require(len(found) >= 3)
     three, off = found.iloc[[0, len(found) // 2, -1]], []
     value, gradient = found.iloc[0][["least_noisy_value", "least_noisy_gradient"]]
     for column, formula in (("value_variance", value), ("gradient_variance", gradient)):
@@ -332,8 +319,7 @@ def _formulas(rows: pd.DataFrame) -> Answer:
 def _opposed(rows: pd.DataFrame) -> Answer:
     """k3's λ = 1 makes the bandit's value noisier and its gradient less noisy"""
     at = need(rows, "noise").groupby("lam")[["value_variance", "gradient_variance"]].last()
-    if not {0.0, 1.0} <= set(at.index):
-        raise Missing
+    require({0.0, 1.0} <= set(at.index))
     value, gradient = at.loc[1.0] / at.loc[0.0]
     return f"value {value:.0f} times as noisy, gradient {gradient:.2f} times", value > 1 > gradient
 

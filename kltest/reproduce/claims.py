@@ -11,7 +11,9 @@ claim; the decorator has the source, what is expected and the tolerance::
         return f"at most {most:.2f}/T", most < 1.1
 
 It returns what was found, in words, and whether that is as expected. `need` raises Missing if rows are not there: the
-claim was then not run.
+claim was then not run. If all that is claimed is that a column stays below a limit, `bound` says so in one call::
+
+    claims.bound("two routes agree", "theory", "equal", "1e-9: float64", "off_again", 1e-9, "length")
 '''
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 import pandas as pd
 
-from kltest.reproduce.frames import Missing, Rows, frame, known
+from kltest.reproduce.frames import Missing, Rows, frame, known, need
 
 Answer = tuple[str, Any]
 Judge = Callable[..., Answer]
@@ -70,6 +72,25 @@ class Claims:
 
         return added
 
+    def bound(
+        self,
+        claim: str,
+        source: str,
+        expected: str,
+        tolerance: str,
+        of: str | Callable[[pd.DataFrame], pd.Series],
+        limit: float,
+        part: Any = None,
+        **wanted: Any,
+    ) -> None:
+        """Claim that a column of the rows wanted, or what is worked out from them, stays below a limit in size."""
+
+        def judge(rows: pd.DataFrame) -> Answer:
+            found = need(rows, part, **wanted)
+            return at_most(of(found) if callable(of) else found[of], limit)
+
+        self.add(source, expected, tolerance, claim=claim)(judge)
+
     def __call__(self, rows: Rows, *which: Any, suffix: str = "") -> list[Claim]:
         """Judge every claim. `which` is handed on to the judges; `suffix` is added to the claims' sentences."""
         whole, found = frame(rows), []
@@ -85,10 +106,9 @@ class Claims:
         return found
 
 
-def at_most(rows: pd.DataFrame, column: str | pd.Series, limit: float) -> Answer:
-    """Judge if the largest value of a column stays below a limit; Missing if nothing is known of it."""
-    values = rows[column] if isinstance(column, str) else column
-    found = known(values.dropna().to_frame()).iloc[:, 0]
+def at_most(values: pd.Series, limit: float) -> Answer:
+    """Judge if values stay below a limit in size; Missing if none is known."""
+    found = known(values.dropna()).abs()
     return f"at most {found.max():.1e}, of {len(found)}", found.max() < limit
 
 

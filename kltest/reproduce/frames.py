@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -17,6 +17,7 @@ from kltest.errors import UsageError
 
 Row = dict[str, Any]
 Rows = pd.DataFrame | Sequence[Mapping[str, Any]]
+Known = TypeVar("Known", pd.DataFrame, pd.Series)
 
 
 class Missing(Exception):
@@ -71,14 +72,22 @@ def records(rows: Rows) -> list[Row]:
 
 
 def select(rows: Rows, part: str | None = None, **wanted: Any) -> pd.DataFrame:
-    """Return the rows of a part in which columns have these values, or one of a tuple of values; perhaps none."""
+    """Return the rows of a part in which columns are as wanted; perhaps none.
+
+    Wanted is a value, one of a tuple of values, or what a function of the column says: `beta=lambda beta: beta <= 3`.
+    """
     found = frame(rows)
-    for name, value in ({"part": part} if part is not None else {}).items() | wanted.items():
+    tests = {name: value for name, value in wanted.items() if callable(value)}
+    values = {name: value for name, value in wanted.items() if name not in tests}
+    for name, value in ({"part": part} if part is not None else {}).items() | values.items():
         if name not in found:
             return found.iloc[:0]
         column = found[name]
         found = found[column.isin(value) if isinstance(value, tuple | list | set) else column == value]
-    return found.infer_objects()
+    found = found.infer_objects()
+    for name, holds in tests.items():
+        found = found[holds(found[name])] if len(found) else found
+    return found
 
 
 def need(rows: Rows, part: str | None = None, **wanted: Any) -> pd.DataFrame:
@@ -86,18 +95,22 @@ def need(rows: Rows, part: str | None = None, **wanted: Any) -> pd.DataFrame:
     return known(select(rows, part, **wanted))
 
 
-def known(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows; raise Missing if there are none."""
-    if rows.empty:
-        raise Missing
+def known(rows: Known) -> Known:
+    """Return the rows or values; raise Missing if there are none."""
+    require(not rows.empty)
     return rows
+
+
+def require(there: Any) -> None:
+    """Raise Missing unless what a claim needs is there."""
+    if not there:
+        raise Missing
 
 
 def mean(values: Iterable[float]) -> float:
     """Return the mean of what is known, added in order; Missing if nothing is."""
     found = [value for value in values if value is not None and value == value]
-    if not found:
-        raise Missing
+    require(found)
     return float(sum(found) / len(found))
 
 

@@ -8,7 +8,8 @@ An analysis has `numbers = Numbers()` and a generator for each part of its resul
         yield number("longest", long["length"].max())
         yield from melted(long, ["bias", "std"], ["estimator", "kl"])
 
-A generator whose rows are missing ends there. The paper looks them up by all columns:
+A generator whose rows are missing ends there. If all that is cited are columns as they are, `numbers.melt("length",
+["bias", "std"], ["estimator", "kl"])` says so. The paper looks them up by all columns:
 #n("comedy", "bias", estimator: "k1-loss", kl: 0.05).
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 
-from kltest.reproduce.frames import Missing, Row, Rows, frame, records
+from kltest.reproduce.frames import Missing, Row, Rows, frame, need, records
 
 Source = Callable[[pd.DataFrame], Iterable[Row]]
 
@@ -34,6 +35,10 @@ class Numbers:
     def add(self, source: Source) -> Source:
         self.sources.append(source)
         return source
+
+    def melt(self, part: Any, quantities: Sequence[str] | Mapping[str, str], by: Sequence[str], **wanted: Any) -> None:
+        """Add the columns of a part, as they are in its rows."""
+        self.add(lambda rows: melted(need(rows, part, **wanted), quantities, by))
 
     def __call__(self, rows: Rows) -> pd.DataFrame:
         whole, found = frame(rows), {}
@@ -52,8 +57,13 @@ def number(quantity: str, value: Any, **where: Any) -> Row:
     return {"quantity": quantity, **where, "value": None if value != value else value}
 
 
-def melted(rows: pd.DataFrame, quantities: Sequence[str] | Mapping[str, str], by: Sequence[str]) -> Iterator[Row]:
-    """Yield a number for each row and quantity; a mapping gives columns other names."""
+def melted(rows: pd.DataFrame, quantities: Sequence[str] | Mapping[str, str], by: Sequence[str] = ()) -> Iterator[Row]:
+    """Yield a number for each row and quantity; a mapping gives columns other names.
+
+    The columns that tell values apart are `by`; without any, the levels of the frame's index.
+    """
+    if not by:
+        by, rows = [str(name) for name in rows.index.names], rows.reset_index()
     names = quantities if isinstance(quantities, Mapping) else {name: name for name in quantities}
     for row in records(rows):
         for column, quantity in names.items():
