@@ -1,7 +1,4 @@
-"""Six approximations of a KL penalty: top-k heads, their drift, clamps, the way back, low precision, lengths.
-
-Reads approximations/approximations.json among the results.
-"""
+"""Six approximations of a KL penalty: top-k heads, their drift, clamps, the way back, low precision, lengths."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, note, rows_of, tidy
 
 HEADS = {2: ("#e08214", "s"), 8: ("#b35806", "^"), 16: ("#7f3b08", "D")}
 CLAMPED = {"color": look("k3-loss").colour, "linestyle": "--", "linewidth": 1.3}
 K2, K3 = (look(name).plot(marker="") for name in ("k2-loss", "k3-loss"))
-SMALL = {"textcoords": "offset points", "size": 6.2}
 
 
 def draw(results: Path) -> Figure:
@@ -46,11 +42,11 @@ def _heads(axes: Axes, rows: pd.DataFrame) -> None:
             style = {"color": colour, "linestyle": line, "marker": marker if form == "top-k" else ""}
             axes.loglog(y.index, y, markersize=3, linewidth=1.1, **style)
             if form == "top-k" and len(y):
-                axes.annotate(f"k = {k}", (y.index[0], y.iloc[0]), (-4, -2), color=colour, ha="right", **SMALL)
+                label(axes, f"k = {k}", (y.index[0], y.iloc[0]), (-4, -2), colour, ha="right")
     axes.axhline(1, color=FAINT, linewidth=0.6)
     axes.set_xlim(rows["distance"].min() / 2.6, 1.3 * rows["distance"].max())
-    axes.text(0.03, 0.03, "solid: head and sampled tail\ndotted: the head alone\nhead detached, with tail: no bias",
-              transform=axes.transAxes, size=6, va="bottom")  # fmt: skip
+    words = "solid: head and sampled tail\ndotted: the head alone\nhead detached, with tail: no bias"
+    note(axes, 0.03, 0.03, words, size=6, va="bottom")
 
 
 def _drift(axes: Axes, rows: pd.DataFrame) -> None:
@@ -77,9 +73,9 @@ def _clamp(axes: Axes, rows: pd.DataFrame) -> None:
     axes.plot(u, rows["k3-loss"], color=look("k3-loss").colour, linewidth=1.1)
     axes.plot(u, rows["k3-clamped"], **CLAMPED)
     axes.plot(u, rows["k2-loss"], color=look("k2-loss").colour, linewidth=1.1)
-    axes.annotate("k2: u", (8, 8), (-22, 2), color=look("k2-loss").colour, **SMALL)
-    axes.annotate("k3: 1 − e⁻ᵘ", (2.2, 1), (0, -9), color=look("k3-loss").colour, **SMALL)
-    axes.annotate("k3 clamped", (-2.6, -9), (7, -3), color=look("k3-loss").colour, **SMALL)
+    label(axes, "k2: u", (8, 8), (-22, 2), look("k2-loss").colour)
+    label(axes, "k3: 1 − e⁻ᵘ", (2.2, 1), (0, -9), look("k3-loss").colour)
+    label(axes, "k3 clamped", (-2.6, -9), (7, -3), look("k3-loss").colour)
     axes.set(ylim=(-14, 14), xlim=(u[0], u[-1]))
 
 
@@ -99,7 +95,7 @@ def _back(axes: Axes, rows: pd.DataFrame) -> None:
         style = CLAMPED if name == "k3-clamped" else {**look(name).plot(marker="")}
         steps, kl = mine["step"].clip(lower=1), mine["kl"]
         axes.plot(steps, kl, **style)
-        axes.annotate(words, (at, float(np.interp(at, steps, kl))), offset, color=style["color"], **SMALL)
+        label(axes, words, (at, float(np.interp(at, steps, kl))), offset, style["color"])
     axes.set(xscale="log", ylim=(-0.03, 1.35))
 
 
@@ -119,7 +115,7 @@ def _precision(axes: Axes, rows: pd.DataFrame) -> None:
         axes.loglog(mine["log_ratio"], mine["relative_error"], **{"linewidth": 1.1, **style})
         if at < len(mine):
             end = tuple(mine.iloc[at][["log_ratio", "relative_error"]])
-            axes.annotate(words, end, offset, color=style["color"], **SMALL)
+            label(axes, words, end, offset, style["color"])
         if rounded == "log-probs":
             known = mine[mine["misread"] > 500]
             axes.plot(known["log_ratio"], known["predicted_error"], ".", color=style["color"], markersize=3.5)
@@ -137,6 +133,5 @@ def _lengths(axes: Axes, rows: pd.DataFrame) -> None:
             axes.loglog(mine["batch_size"], mine["relative_distance"], **{**style, "alpha": 0.35 if at else 1})
             if not at:
                 middle = tuple(mine.iloc[len(mine) // 2][["batch_size", "relative_distance"]])
-                axes.annotate(words, middle, offset, color=style["color"], **SMALL)
-    place = {"transform": axes.transAxes, "size": 6.2, "ha": "right", "va": "top"}
-    axes.text(0.97, 0.95, "falls like 1/B\n(pale: another world)", **place)
+                label(axes, words, middle, offset, style["color"])
+    note(axes, 0.97, 0.95, "falls like 1/B\n(pale: another world)", ha="right", va="top")

@@ -1,7 +1,4 @@
-"""The atlas: estimators down, worlds across; a cell says which gradient is followed, how biased and how noisy.
-
-Reads atlas/atlas.json among the results.
-"""
+"""The atlas: estimators down, worlds across; a cell says which gradient is followed, how biased and how noisy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where noisy training settles against the batch size: bias from the fixed point, and noise that may cancel.
-
-Reads coefficients/coefficients.json among the results.
-"""
+"""Where noisy training settles against the batch size: bias from the fixed point, and noise that may cancel."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import PAGE_WIDTH, look, rows_of, tidy
+from .style import PAGE_WIDTH, label, look, note, rows_of, tidy
 
 READS = ("coefficients",)
 PANELS = {
@@ -43,7 +40,7 @@ def draw(results: Path) -> Figure:
     notes = ((0.3, "lines: η·tr Cov/(4βB), no fit; zero for the lowest\nbars: two standard errors"),
              (0.04, "lines: the fixed point's\nKL(π‖π*), and noise"))  # fmt: skip
     for axes, (height, words) in zip(panels, notes, strict=True):
-        axes.text(0.03, height, words, size=6.2, transform=axes.transAxes)
+        note(axes, 0.03, height, words)
     return figure
 
 
@@ -62,8 +59,7 @@ def _panel(axes: Axes, rows: pd.DataFrame, title: str, names: dict[str, str]) ->
         foreseen = mine["predicted_bias"] + mine["learning_rate"] * mine["noise"] / (4 * x)
         if foreseen.min() > SILENT:
             axes.plot(x, foreseen, color=look(name).colour, linestyle=look(name).line, linewidth=1.0)
-        place = {"textcoords": "offset points", "size": 6.4, "color": look(name).colour}
-        axes.annotate(words, (x.iloc[-1], y.iloc[-1]), (6, -11 if name in BELOW else -2), **place)
+        label(axes, words, (x.iloc[-1], y.iloc[-1]), (6, -11 if name in BELOW else -2), look(name).colour, size=6.4)
     axes.set(xscale="log", yscale="log")
     if sizes:
         axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 2.9)

@@ -1,7 +1,4 @@
-"""What a coefficient buys: reward against KL beside all optima, the distance from π*, and the effective coefficient.
-
-Reads coefficients/coefficients.json among the results.
-"""
+"""What a coefficient buys: reward against KL beside all optima, the distance from π*, and the effective coefficient."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Bias and noise of KL gradients by length, near the reference and away from it; where the order changes.
-
-Reads comedy/comedy.json among the results.
-"""
+"""Bias and noise of KL gradients by length, near the reference and away from it; where the order changes."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, look, note, rows_of, tidy
 
 # Estimator and placement as computed, and the registered name whose look they share.
 SHOWN = (
@@ -62,8 +59,8 @@ def _lines(axes: Axes, rows: pd.DataFrame, quantity: str, title: str, y: str) ->
     if quantity == "bias":
         axes.axhline(0, color=INK, lw=0.6)
         if (select(rows, batches=200, samples=1000)["z_mean"].notna()).any():
-            note = "lines: exact\nmarks: 200 × 1,000 rollouts,\n± 2 standard errors"
-            axes.text(0.97, 0.98, note, transform=axes.transAxes, ha="right", va="top", size=6, color=FAINT)
+            words = "lines: exact\nmarks: 200 × 1,000 rollouts,\n± 2 standard errors"
+            note(axes, 0.97, 0.98, words, ha="right", va="top", size=6, color=FAINT)
     else:
         axes.set(yscale="log", ylim=(0.2, 8), yticks=(0.2, 0.5, 1, 2, 5))
         axes.set_yticklabels(["0.2", "0.5", "1", "2", "5"])
@@ -87,7 +84,7 @@ def _one_pair(axes: Axes, rows: pd.DataFrame) -> None:
         )
     ends = furthest.groupby("length")["rollout_kl"].last()
     said = "\nto ".join(f"{ends.loc[length]:.2f} at T = {length}" for length in (ends.index[0], ends.index[-1]))
-    axes.text(0.98, 0.8, f"KL grows from {said}", transform=axes.transAxes, ha="right", va="top", size=6, color=FAINT)
+    note(axes, 0.98, 0.8, f"KL grows from {said}", ha="right", va="top", size=6, color=FAINT)
 
 
 def _equal(axes: Axes, rows: pd.DataFrame) -> None:

@@ -1,7 +1,4 @@
-"""Two worked examples, and bias, direction, size and sign against distance from the reference.
-
-Reads differentiate-the-estimate/differentiate-the-estimate.json among the results.
-"""
+"""Two worked examples, and bias, direction, size and sign against distance from the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, rows_of, tidy
 
 NAMES = {
     "k3-reward": "$k_3$ in reward",
@@ -71,7 +68,7 @@ def _four(axes: Axes, rows: pd.DataFrame) -> None:
     axes.axhline(0, color=INK, lw=0.6)
     axes.text(0.5, 0.335, "truth", color=INK, size=6.4, weight="bold", va="center")
     axes.text(0.5, 0.275, "$k_3$ in loss", color=look("k3-loss").colour, size=6.4, weight="bold", va="center")
-    axes.annotate("another sign", (1.19, wrong[1]), (0, 4), textcoords="offset points", ha="left", size=6.4)
+    label(axes, "another sign", (1.19, wrong[1]), (0, 4), ha="left", size=6.4)
     labels = [f"{p:.1f}\n{r:.1f}" for p, r in zip((0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4), strict=True)]
     axes.set_xticks(across, labels)
     axes.text(-0.62, -0.362, "π\nref", ha="right", va="top", size=7)
@@ -89,7 +86,7 @@ def _error(axes: Axes, rows: pd.DataFrame) -> None:
         ("k3-reward", 1.4e-6, 0.22, "$k_3$ in reward:\nsize / ‖∇KL‖"),
     ):
         axes.text(x, y, text, color=look(name).colour, size=6.4, weight="bold", va="center")
-    axes.annotate("$\\sqrt{KL}$", (0.9, 1.0), (-3, 0), textcoords="offset points", size=6.4, color=FAINT, ha="right")
+    label(axes, "$\\sqrt{KL}$", (0.9, 1.0), (-3, 0), FAINT, size=6.4, ha="right")
     tidy(axes, title="c  Error, V = 128", x=DISTANCE, y="relative to the truth")
 
 

@@ -17,7 +17,7 @@ from scipy.stats import t
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, look, rows_of, tidy
+from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, label, look, note, rows_of, tidy
 
 # The runs that have ended, by term and coefficient: a row a seed.
 Ended = dict[tuple[str, float], pd.DataFrame]
@@ -110,14 +110,14 @@ def _frontier(axes: Axes, last: Ended) -> None:
         axes.errorbar(x, y, high, wide, **style, elinewidth=0.5)
         if arm in ENDS:
             for at, (words, shift) in zip((-1, 0), ENDS[arm], strict=False):
-                axes.annotate(words, (x[at], y[at]), shift, color=style["color"], **SMALL)
+                label(axes, words, (x[at], y[at]), shift, style["color"])
 
     betas, x, _ = _curve(last, OPTIMUM, "kl")
     if betas:
         _, y, _ = _curve(last, OPTIMUM, "gain")
         axes.plot(x, y, **_style(OPTIMUM))
         for beta, *at in zip(betas, x, y, strict=True):
-            axes.annotate(f"π*, β = {beta:g}", at, (5, -2), **SMALL)
+            label(axes, f"π*, β = {beta:g}", at, (5, -2))
 
 
 def _realised(axes: Axes, last: Ended) -> None:
@@ -201,7 +201,7 @@ def _followed(axes: Axes, rows: pd.DataFrame) -> None:
         if x:
             axes.errorbar(x, y, high, **_style(arm), elinewidth=0.6)
     axes.set_xticks(updates)
-    axes.text(0.02, 0.04, "$k_1$ in loss has none: not told from zero", transform=axes.transAxes, size=6.2, color=FAINT)
+    note(axes, 0.02, 0.04, "$k_1$ in loss has none: not told from zero", color=FAINT)
 
 
 def _style(arm: str) -> dict[str, Any]:

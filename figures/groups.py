@@ -1,7 +1,4 @@
-"""What masks of ties and std-normalisation do to the penalty: the gradient lost, the push of a tied group, the end.
-
-Reads groups/groups.json among the results.
-"""
+"""What masks of ties and std-normalisation do to the penalty: the gradient lost, the push of a tied group, the end."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, PAGE_WIDTH, band, look, rows_of, tidy
+from .style import FAINT, PAGE_WIDTH, band, label, look, rows_of, tidy
 
 SHADES = {1: "#fdbb84", 2: "#fc8d59", 3: "#ef6548", 4: "#d7301f", 8: "#990000", 16: "#4d0000"}
 MARKERS = {1: "x", 2: "s", 3: "<", 4: "^", 8: "o", 16: "D"}
@@ -40,8 +37,7 @@ def _lost(axes: Axes, rows: pd.DataFrame) -> None:
         line = {"color": SHADES.get(size, FAINT), "marker": MARKERS.get(size, ".")}
         lost = band(axes, mine, "success", "lost", alpha=0.18, markersize=3, linewidth=1.1, **line)["mean"]
         middle = (lost.index[len(lost) // 2], lost.iloc[len(lost) // 2])
-        place = {"textcoords": "offset points", "size": 6.2, "color": line["color"]}
-        axes.annotate(f"groups of {size}", middle, (3, 4), **place)
+        label(axes, f"groups of {size}", middle, (3, 4), line["color"])
     axes.set(xlim=(0, 1), ylim=(-0.03, 1.12))
 
 
@@ -53,10 +49,9 @@ def _push(axes: Axes, rows: pd.DataFrame) -> None:
     ):
         size = rows.groupby("push")[name].mean()
         axes.loglog(size.index, size, **look(estimator).plot())
-        place = {"textcoords": "offset points", "size": 6.2, "color": look(estimator).colour, "ha": "center"}
-        axes.annotate(words, (size.index[at], size.iloc[at]), offset, **place)
+        label(axes, words, (size.index[at], size.iloc[at]), offset, look(estimator).colour, ha="center")
     axes.axvline(1e-4, color=FAINT, linewidth=0.6, linestyle=":")
-    axes.annotate("ε in the\ndivision", (1e-4, axes.get_ylim()[0]), (4, 5), textcoords="offset points", size=6)
+    label(axes, "ε in the\ndivision", (1e-4, axes.get_ylim()[0]), (4, 5), size=6)
 
 
 def _end(axes: Axes, rows: pd.DataFrame) -> None:

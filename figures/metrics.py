@@ -1,7 +1,4 @@
-"""Six ways in which a logged KL is none: changed in place, steered by, reweighted, masked, noisy, divided by lengths.
-
-Reads metrics/metrics.json among the results.
-"""
+"""Six ways in which a logged KL is none: changed in place, steered by, reweighted, masked, noisy, averaged."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, note, rows_of, tidy
 
 WRONG = look("k3-loss").colour
 RIGHT = look("k1-reward").colour
-SMALL = {"textcoords": "offset points", "size": 6.2}
 SHADES = {1: "#fdae6b", 2: "#ef6548", 4: "#b30000", 8: "#4d0000"}
 
 
@@ -47,7 +43,7 @@ def _mutation(axes: Axes, rows: pd.DataFrame) -> None:
         ("kl", "KL(π‖ref), and what\nis recorded (dots)", (-2, -42), INK),
         ("read", "what is read afterwards:\nthe objective E[R] − β·KL", (-2, 5), WRONG),
     ):
-        axes.annotate(words, (last["step"], last[row_of]), offset, ha="right", color=colour, **SMALL)
+        label(axes, words, (last["step"], last[row_of]), offset, colour, ha="right")
     axes.set_ylim(-0.08, 1.25 * last["read"])
 
 
@@ -65,7 +61,7 @@ def _controller(axes: Axes, rows: pd.DataFrame) -> None:
             continue
         axes.semilogy(mine["round"], mine["kl"], linewidth=1.2, **style)
         at = tuple(mine.iloc[round(place * (len(mine) - 1))][["round", "kl"]])
-        axes.annotate(words, at, shift, color=style["color"], ha="right" if place > 0.9 else "left", **SMALL)
+        label(axes, words, at, shift, style["color"], ha="right" if place > 0.9 else "left")
     axes.set_ylim(2e-3, 1.5)
 
 
@@ -81,10 +77,10 @@ def _reweighted(axes: Axes, rows: pd.DataFrame) -> None:
     ):
         y = (rows[name] / rows["kl"]).to_numpy()
         axes.plot(x, y, **style)
-        axes.annotate(words, (x[at], y[at]), offset, color=style["color"], **SMALL)
+        label(axes, words, (x[at], y[at]), offset, style["color"])
     advantage = rows["advantage"] / rows["kl"]
     words = f"times the advantage: {min(advantage):.1f} to {max(advantage):.1f}\n(off this scale)".replace("-", "−")
-    axes.text(0.03, 0.04, words, transform=axes.transAxes, size=6.2)
+    note(axes, 0.03, 0.04, words)
     axes.set_ylim(0.2, 1.3)
 
 
@@ -111,11 +107,11 @@ def _noise(axes: Axes, rows: pd.DataFrame) -> None:
         mine, style = select(rows, estimator=name).sort_values("kl"), look(name).plot()
         x, y = mine["kl"].to_numpy(), (mine["std"] / mine["kl"]).to_numpy()
         axes.loglog(x, y, **style)
-        axes.annotate(words, (x[at], y[at]), offset, color=style["color"], **SMALL)
+        label(axes, words, (x[at], y[at]), offset, style["color"])
         if name == "k2-loss":
             bias = ((mine["mean"] - mine["kl"]).abs() / mine["kl"]).to_numpy()
             axes.loglog(x, bias, color=style["color"], linestyle=":", linewidth=1.1)
-            axes.annotate("bias of k2 (others: 0)", (x[2], bias[2]), (0, -11), color=style["color"], **SMALL)
+            label(axes, "bias of k2 (others: 0)", (x[2], bias[2]), (0, -11), style["color"])
     x = rows["kl"].sort_values().unique()
     axes.loglog(x, (2 / x) ** 0.5, color=INK, linewidth=0.7)
 
@@ -130,8 +126,8 @@ def _means(axes: Axes, rows: pd.DataFrame) -> None:
         (k1["over_own_length"], "E[Σu/L]", {"color": RIGHT, "linestyle": "--"}, 5, (7, -8)),
     ):
         axes.semilogx(x, values, linewidth=1.2, marker=".", markersize=3, **style)
-        axes.annotate(words, (x[at], values.iloc[at]), offset, color=style["color"], **SMALL)
+        label(axes, words, (x[at], values.iloc[at]), offset, style["color"])
     below = k1["over_own_length"]
-    axes.annotate("below zero", (below.idxmin(), below.min()), (14, -5), color=RIGHT, **SMALL)
+    label(axes, "below zero", (below.idxmin(), below.min()), (14, -5), RIGHT)
     axes.axhline(0, color=FAINT, linewidth=0.5)
     axes.set_ylim(-0.2, 1.7)

@@ -1,7 +1,4 @@
-"""What staleness costs: drift of the gradient, effective samples, noise, stability and where training ends.
-
-Reads off-policy/off-policy.json among the results.
-"""
+"""What staleness costs: drift of the gradient, effective samples, noise, stability and where training ends."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, Look, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Look, label, look, note, rows_of, tidy
 
 DRIFT = {
     "k1-reward": "no ratio",
@@ -71,10 +68,6 @@ def _means(rows: pd.DataFrame, along: str, column: str) -> tuple[np.ndarray, np.
     return found.index.to_numpy(), found.to_numpy()
 
 
-def _label(axes: Axes, x: float, y: float, words: str, colour: str, offset: tuple[int, int] = (4, 0)) -> None:
-    axes.annotate(words, (x, y), offset, textcoords="offset points", size=6.2, color=colour, va="center")
-
-
 def _updates(axes: Axes, ticks: list[float], label: str) -> None:
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -96,13 +89,12 @@ def _drift(axes: Axes, rows: pd.DataFrame) -> None:
         style = LOOKS.get(name, look(name))
         axes.plot(x, y, **style.plot())
         if len(x):
-            _label(axes, x[-1], y[-1], words, style.colour, offsets.get(name, (4, 0)))
+            label(axes, words, (x[-1], y[-1]), offsets.get(name, (4, 0)), style.colour, va="center")
     ticks = sorted(rows["staleness"].unique())
     _updates(axes, ticks, "updates that the sampler is behind")
     axes.set_xlim(0.85, max(ticks) * 6)
-    place = {"ha": "right", "va": "bottom", "color": look("k1-reward-sequence-ratio").colour}
     words = "prefix and sequence ratios:\nnone, at any staleness"
-    axes.text(0.97, 0.03, words, transform=axes.transAxes, size=6.2, **place)
+    note(axes, 0.97, 0.03, words, ha="right", va="bottom", color=look("k1-reward-sequence-ratio").colour)
 
 
 def _shares(axes: Axes, rows: pd.DataFrame) -> None:
@@ -118,11 +110,11 @@ def _shares(axes: Axes, rows: pd.DataFrame) -> None:
         y = np.exp(y) if column.startswith("log") else y
         axes.plot(x, y, **look(name).plot(markersize=2.6))
         if len(x) > 5:
-            _label(axes, x[at], y[at], words, look(name).colour, offset)
+            label(axes, words, (x[at], y[at]), offset, look(name).colour, va="center")
     axes.set(xscale="log", ylim=(-0.03, 1.05))
     longest = mine["at"].max()
     each = (select(mine, at=longest)["kl_to_sampler"] / longest).mean()
-    axes.text(0.03, 0.05, f"KL(π‖μ) = {each:.4f} nats a token", transform=axes.transAxes, size=6.2, color=INK)
+    note(axes, 0.03, 0.05, f"KL(π‖μ) = {each:.4f} nats a token", color=INK)
 
 
 def _price(axes: Axes, rows: pd.DataFrame) -> None:
@@ -131,7 +123,7 @@ def _price(axes: Axes, rows: pd.DataFrame) -> None:
         x, y = _means(select(rows, compared=name), "tokens", "price")
         axes.plot(x, y, **look(name).plot())
         if len(x):
-            _label(axes, x[-1], y[-1], words, look(name).colour)
+            label(axes, words, (x[-1], y[-1]), (4, 0), look(name).colour, va="center")
     axes.axhline(1, color=FAINT, linewidth=0.6, linestyle=":")
     axes.set(xlim=(0.6, rows["tokens"].max() * 1.5), ylim=(0, None))
     axes.set_xticks(sorted(rows["tokens"].unique()))
@@ -147,11 +139,12 @@ def _cycle(axes: Axes, rows: pd.DataFrame) -> None:
         axes.plot(x, y, **style.plot(linestyle="none"))
         axes.plot(x, mine["predicted"], color=style.colour, linewidth=0.9)
         if len(x) and name in ("stale", "none"):
-            _label(axes, x[-1], y[-1], words.replace(", ", ",\n"), style.colour)
+            label(axes, words.replace(", ", ",\n"), (x[-1], y[-1]), (4, 0), style.colour, va="center")
     axes.axhline(1, color=INK, linewidth=0.6, linestyle=":")
     _updates(axes, [1, 4, 16, 64], "updates to one sampler")
     axes.set(xlim=(0.85, 400), ylim=(0.5, 900))
-    _label(axes, 1, 0.78, "sequence ratio; no ratio, baseline", look("k1-reward-sequence-ratio").colour, (0, -3))
+    words, colour = "sequence ratio; no ratio, baseline", look("k1-reward-sequence-ratio").colour
+    label(axes, words, (1, 0.78), (0, -3), colour, va="center")
 
 
 def _ends(axes: Axes, rows: pd.DataFrame, title: str, letter: str) -> None:

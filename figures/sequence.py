@@ -1,7 +1,4 @@
-"""What a token-level loss misses on sequences, by length, steering and discount; and that no function has its gradient.
-
-Reads sequence/sequence.json among the results.
-"""
+"""What a token-level loss misses on sequences, by length, steering and discount; and whose gradient it is not."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import BIAS, FAINT, INK, PAGE_WIDTH, band, look, rows_of, tidy
+from .style import BIAS, FAINT, INK, PAGE_WIDTH, band, label, look, note, rows_of, tidy
 
 
 def draw(results: Path) -> Figure:
@@ -52,7 +49,7 @@ def _band(axes: Axes, rows: pd.DataFrame, by: str, quantity: str, *, named: str 
     for value, x_at, steering in sorted(ends):
         y = max(y + apart, value)
         offset, text = ((4, 0), f"{steering:g}") if named == "end" else ((2, 4), f"κ = {steering:g}")
-        axes.annotate(text, (x_at, y), offset, textcoords="offset points", va="center", size=6, color=_shade(steering))
+        label(axes, text, (x_at, y), offset, _shade(steering), va="center", size=6)
     if named == "end":
         axes.annotate(
             "κ", (1, 1), (-3, -8), xycoords="axes fraction", textcoords="offset points", size=7, style="italic"
@@ -63,7 +60,7 @@ def _length(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="a  What is missed, by length", x="length T (tokens)", y="‖missed part‖ / ‖∇KL‖")
     _band(axes, rows, "length", "missed", apart=0.075)
     axes.set(xscale="log", ylim=(-0.06, 1.45))
-    axes.text(0.03, 0.97, "band: all draws", transform=axes.transAxes, size=6, va="top", color=FAINT)
+    note(axes, 0.03, 0.97, "band: all draws", size=6, va="top", color=FAINT)
 
 
 def _steering(axes: Axes, rows: pd.DataFrame) -> None:
@@ -86,31 +83,22 @@ def _discount(axes: Axes, rows: pd.DataFrame) -> None:
     alone = select(rows, what="discount", critic=0.0)
     _band(axes, alone[alone["steering"] > 0], "discount", "bias", named="start")
     axes.set(ylim=(-0.04, 1.5))
-    axes.text(
-        0.98,
-        0.97,
-        "γ = 0: token-level\nγ = 1: ∇KL\na critic that knows a share α\nof it: 1 − α times this",
-        transform=axes.transAxes,
-        ha="right",
-        va="top",
-        size=6,
-    )
+    words = "γ = 0: token-level\nγ = 1: ∇KL\na critic that knows a share α\nof it: 1 − α times this"
+    note(axes, 0.98, 0.97, words, ha="right", va="top", size=6)
 
 
 def _root(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="d  The blind root", x="chance p of the token before the KL", y="∂/∂logit at the root, in d")
     chances = [step / 100 for step in range(101)]
     axes.plot(chances, [p * (1 - p) for p in chances], color=INK, lw=0.9)
-    axes.annotate("truth: p(1 − p)·d", (0.5, 0.25), (0, 4), textcoords="offset points", size=6, ha="center")
+    label(axes, "truth: p(1 − p)·d", (0.5, 0.25), (0, 4), size=6, ha="center")
     names = list(rows["estimator"].unique())
     for name in names:
         mine = select(rows, estimator=name, departure=rows["departure"].max())
         style = look(name).plot(linestyle="", markersize=4, markerfacecolor="none")
         axes.plot(mine["chance"], mine["found"] / mine["kl"], **style)
         if name == "k1-reward-to-go":
-            axes.annotate(
-                name, (0.5, 0.17), (0, 0), textcoords="offset points", size=6, ha="center", color=style["color"]
-            )
+            label(axes, name, (0.5, 0.17), (0, 0), style["color"], size=6, ha="center")
     blind = [name for name in names if name != "k1-reward-to-go"]
     axes.text(0.5, 0.022, ", ".join(blind[:2]) + ",\n" + ", ".join(blind[2:]) + ": 0", ha="center", va="bottom", size=6)
     axes.set_ylim(-0.02, 0.3)
@@ -122,7 +110,7 @@ def _asymmetry(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set(xscale="log", ylim=(-0.03, 0.75))
     axes.axhline(0, color=look("k1-reward").colour, lw=1.0)
     axes.text(4, 0.015, "∇KL: 0, as of any gradient", size=6, color=look("k1-reward").colour)
-    axes.text(0.03, 0.97, "J: derivatives of the\ntoken-level gradient", transform=axes.transAxes, size=6, va="top")
+    note(axes, 0.03, 0.97, "J: derivatives of the\ntoken-level gradient", size=6, va="top")
 
 
 def _circulation(axes: Axes, rows: pd.DataFrame) -> None:
@@ -142,18 +130,11 @@ def _circulation(axes: Axes, rows: pd.DataFrame) -> None:
         for row, name, shift in ((local, "k2-loss", 0.045), (whole, "k1-reward", -0.045)):
             text = f"{row['edges'][edge]:+.3f}".replace("-", "−")
             axes.text(x, y + shift, text, ha=side, va="center", size=6, color=look(name).colour)
-    sums = f"token-level: {local['circulation']:+.3f} = Δp·ΔKL"
-    axes.text(0.5, 1.33, sums, ha="center", va="top", size=6.2, color=look("k2-loss").colour, weight="bold")
-    axes.text(
-        0.5,
-        1.21,
-        f"∇KL: {_zero(whole['circulation'])}",
-        ha="center",
-        va="top",
-        size=6.2,
-        color=look("k1-reward").colour,
-        weight="bold",
-    )
+    for y, words, name in (
+        (1.33, f"token-level: {local['circulation']:+.3f} = Δp·ΔKL", "k2-loss"),
+        (1.21, f"∇KL: {_zero(whole['circulation'])}", "k1-reward"),
+    ):
+        axes.text(0.5, y, words, ha="center", va="top", size=6.2, color=look(name).colour, weight="bold")
     axes.text(0.5, 0.5, "∫ of the gradient\nalong each edge", ha="center", va="center", size=6, color=FAINT)
 
 

@@ -134,6 +134,25 @@ def band(axes: Axes, rows: pd.DataFrame, x: str, y: str, *, alpha: float, **line
     return found
 
 
+def label(
+    axes: Axes,
+    words: str,
+    at: tuple[float, float],
+    offset: tuple[float, float],
+    colour: Any = INK,
+    *,
+    size: float = 6.2,
+    **options: Any,
+) -> None:
+    """Write words beside a point, `offset` in points away from it."""
+    axes.annotate(words, at, offset, textcoords="offset points", size=size, color=colour, **options)
+
+
+def note(axes: Axes, x: float, y: float, words: str, *, size: float = 6.2, **options: Any) -> None:
+    """Write words at a place given in shares of the axes."""
+    axes.text(x, y, words, transform=axes.transAxes, size=size, **options)
+
+
 def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "") -> None:
     """Labels on, frame off: only the two axes that are read; a light grid behind."""
     axes.set_title(title, loc="left", size=7.5, weight="bold")

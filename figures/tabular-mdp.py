@@ -1,7 +1,4 @@
-"""What a token-level loss misses in decision processes: cell by cell on a grid, and where training then ends.
-
-Reads tabular-mdp/tabular-mdp.json among the results.
-"""
+"""What a token-level loss misses in decision processes: cell by cell on a grid, and where training then ends."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from matplotlib.patches import Circle, Rectangle
 
 from kltest.reproduce.frames import Row, records, select
 
-from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT_INK, band, look, rows_of, tidy
+from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT_INK, band, label, look, note, rows_of, tidy
 
 SHOWN = 0.02  # references whose ends are drawn
 
@@ -102,9 +99,9 @@ def _slip(axes: Axes, rows: pd.DataFrame) -> None:
         style = {"color": look("k2-loss").colour, "ls": line, "marker": marker, "ms": 3, "lw": 1.1}
         mean = band(axes, mine, "slip", "missed", alpha=0.13, **style)["mean"]
         start = (mean.index[0], mean.iloc[0])
-        axes.annotate(world, start, (5, -9 if world == "chain" else 5), textcoords="offset points", size=6)
+        label(axes, world, start, (5, -9 if world == "chain" else 5), size=6)
     axes.set_ylim(-0.02, 0.8)
-    axes.text(0.98, 0.95, f"{steps} steps\nband: all draws", transform=axes.transAxes, size=6, ha="right", va="top")
+    note(axes, 0.98, 0.95, f"{steps} steps\nband: all draws", size=6, ha="right", va="top")
 
 
 def _ends(axes: Axes, rows: pd.DataFrame) -> None:
@@ -134,5 +131,5 @@ def _eigenvalues(axes: Axes, rows: pd.DataFrame) -> None:
         mine = select(rows, followed=followed)
         for sign in (1, -1):
             axes.plot(mine["real"], sign * mine["imaginary"], **options)
-    axes.text(0.03, 0.96, "token-level", transform=axes.transAxes, size=6, va="top", color=look("k2-loss").colour)
-    axes.text(0.03, 0.06, "∇KL: all on the axis", transform=axes.transAxes, size=6, color=look("k1-reward").colour)
+    note(axes, 0.03, 0.96, "token-level", size=6, va="top", color=look("k2-loss").colour)
+    note(axes, 0.03, 0.06, "∇KL: all on the axis", size=6, color=look("k1-reward").colour)

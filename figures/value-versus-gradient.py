@@ -1,7 +1,4 @@
-"""Error against sample size: above that of the value, below that of the gradient, at two distances from the reference.
-
-Reads value-versus-gradient/value-versus-gradient.json among the results.
-"""
+"""Error against sample size: above that of the value, below that of the gradient, near and far."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, rows_of, tidy
 
 # Each level of KL with the sample sizes that show its crossing.
 LEVELS = {0.005: (1.0, 1e11), 0.5: (1.0, 1e4)}
@@ -63,14 +60,14 @@ def draw(results: Path) -> Figure:
 def _values(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, float], letter: str) -> None:
     across = np.geomspace(*sizes, 200)
     found = select(rows, kind="value").drop_duplicates("estimator", keep="last").set_index("estimator")
-    for name, label in VALUES.items():
+    for name, words in VALUES.items():
         variance, mean = found.loc[name, ["variance", "mean"]]
         line = variance / kl**2 / across + (mean / kl - 1) ** 2
         axes.plot(across, line, **look(name).plot(marker=""))
         sampled = select(rows, kind="error", estimator=name, seed=0)
         errors, style = 2 * sampled["standard_error"] / kl**2, look(name).plot(linestyle="", elinewidth=0.8)
         axes.errorbar(sampled["size"], sampled["sampled"] / kl**2, yerr=errors, **style)
-        _label(axes, label, across, line, look(name).colour, VALUE_LABELS[kl][name])
+        _label(axes, words, across, line, look(name).colour, VALUE_LABELS[kl][name])
     _crossing(axes, found, kl)
     axes.set(xscale="log", yscale="log", xlim=sizes)
     tidy(axes, title=f"{letter}  The value, KL = {kl:g}", x="samples n", y="mean squared error / KL²")
@@ -86,23 +83,15 @@ def _crossing(axes: Axes, found: pd.DataFrame, kl: float) -> None:
         if size < 1e4
         else rf"$n^* = {size / 10 ** int(math.log10(size)):.2f} \cdot 10^{int(math.log10(size))}$"
     )
-    axes.annotate(
-        text + "\n$k_2$'s bias outweighs\n$k_1$'s noise",
-        (size, one["variance"] / size / kl**2),
-        (-4, 11) if kl < 0.1 else (9, 9),
-        textcoords="offset points",
-        ha="left",
-        va="bottom",
-        size=6.4,
-    )
+    at, offset = (size, one["variance"] / size / kl**2), (-4, 11) if kl < 0.1 else (9, 9)
+    label(axes, f"{text}\n$k_2$'s bias outweighs\n$k_1$'s noise", at, offset, ha="left", va="bottom", size=6.4)
 
 
 def _gradients(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, float], letter: str) -> None:
     across = np.geomspace(*sizes, 200)
     axes.axhline(1.0, color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
-    place = {"textcoords": "offset points", "ha": "right", "va": "top", "size": 6, "color": FAINT}
-    axes.annotate("no gradient at all", (sizes[1], 1.0), (-2, -3), **place)
-    for (estimator, placement), label in GRADIENTS.items():
+    label(axes, "no gradient at all", (sizes[1], 1.0), (-2, -3), FAINT, ha="right", va="top", size=6)
+    for (estimator, placement), words in GRADIENTS.items():
         parts = select(rows, kind="gradient", estimator=estimator, placement=placement)
         parts = parts.drop_duplicates("part", keep="last")
         size = (parts["truth"] ** 2).sum()
@@ -111,7 +100,7 @@ def _gradients(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, fl
         line = variance / across + (bias if bias > 1e-20 else 0.0)
         name = estimator if placement == "loss" else estimator.replace("loss", placement)
         axes.plot(across, line, **look(name).plot(marker="", linewidth=1.8 if bias < 1e-20 else 1.1))
-        _label(axes, label, across, line, look(name).colour, GRADIENT_LABELS[kl][estimator, placement])
+        _label(axes, words, across, line, look(name).colour, GRADIENT_LABELS[kl][estimator, placement])
     axes.set(xscale="log", yscale="log", xlim=sizes)
     title = f"{letter}  Its gradient (mean and width), KL = {kl:g}"
     tidy(axes, title=title, x="samples n", y="mean squared error / ‖∇KL‖²")
@@ -120,4 +109,4 @@ def _gradients(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, fl
 def _label(axes: Axes, text: str, x: np.ndarray, y: np.ndarray, colour: str, spot: Spot) -> None:
     share, off, side = spot
     at = round(share * (len(x) - 1))
-    axes.annotate(text, (x[at], y[at]), off, textcoords="offset points", ha=side, color=colour, size=7, weight="bold")
+    label(axes, text, (x[at], y[at]), off, colour, ha=side, size=7, weight="bold")

@@ -1,7 +1,4 @@
-"""Noise of unbiased KL gradients: where Rao–Blackwell loses, how often, what a baseline does, what is left to gain.
-
-Reads variance/variance.json among the results.
-"""
+"""Noise of unbiased KL gradients: where Rao–Blackwell loses, how often, what a baseline does, what is left to gain."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import records, select
 
-from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, rows_of, tidy
 
 PUBLISHED, RATE, NOISE = 0.25, 10.0, 1.0
 # Of the estimators computed: the look of a registered one, and how it is called here.
@@ -63,8 +60,8 @@ def _pair(axes: Axes, rows: pd.DataFrame) -> None:
         axes.plot(rows["reference"], rows[name], **style)
         for value in select(rows, reference=PUBLISHED)[name] if name != "mixture" else ():
             axes.plot([PUBLISHED], [value], "o", color=style["color"], ms=4)
-            place = {"textcoords": "offset points", "size": 6.5, "color": style["color"], "ha": "right"}
-            axes.annotate(f"{value:.2f}", (PUBLISHED, value), (-3, 5 if name == "rao_blackwell" else 4), **place)
+            offset = (-3, 5 if name == "rao_blackwell" else 4)
+            label(axes, f"{value:.2f}", (PUBLISHED, value), offset, style["color"], size=6.5, ha="right")
     axes.set(ylim=(0, 12), xlim=(0, 1))
     axes.text(0.84, 10.9, "sampled (k1)", ha="right", size=6.5, color=look("k1-reward").colour)
     axes.text(0.9, 5.35, "RB", size=6.5, color=look("rao-blackwell").colour)
@@ -100,7 +97,7 @@ def _noise(axes: Axes, rows: pd.DataFrame) -> None:
     axes.axhline(1, color=INK, lw=0.5)
     axes.set(yscale="log", ylim=(0.1, 2e4))
     k3 = select(rows, lam=1.0)["value_variance"].iloc[0] / start["value_variance"]
-    axes.annotate("k3", (1, k3), (0, 4), textcoords="offset points", size=6.5, ha="center", color=FAINT)
+    label(axes, "k3", (1, k3), (0, 4), FAINT, size=6.5, ha="center")
 
 
 def _bandit(axes: Axes, rows: pd.DataFrame) -> None:
@@ -122,8 +119,8 @@ def _ladder(axes: Axes, rows: pd.DataFrame) -> None:
         if mine.empty:
             continue
         axes.plot(mine["length"], mine["over_floor"], **look(like).plot())
-        place = {"textcoords": "offset points", "va": "center", "size": 6, "color": look(like).colour}
-        axes.annotate(words, tuple(mine.iloc[-1][["length", "over_floor"]]), (5, 0), **place)
+        end = tuple(mine.iloc[-1][["length", "over_floor"]])
+        label(axes, words, end, (5, 0), look(like).colour, va="center", size=6)
     axes.axhline(1, color=INK, lw=0.8)
     axes.set(yscale="log", xlim=(1.7, 12.6), xticks=(2, 4, 6, 8), yticks=(1, 2, 5, 10, 20), ylim=(0.9, 40))
     axes.set_yticklabels(["1", "2", "5", "10", "20"])

@@ -221,10 +221,7 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     return {"table": table, "lost": shares}
 
 
-@numbers.add
-def _of_masks(rows: pd.DataFrame) -> Iterator[Row]:
-    cells = need(rows, "masking").groupby(["group_size", "success"])[["lost", "ties"]].mean().reset_index()
-    yield from melted(cells, {"lost": "lost", "ties": "tied"}, ["group_size", "success"])
+numbers.melt("masking", {"lost": "lost", "ties": "tied"}, ["group_size", "success"], means=True)
 
 
 @numbers.add

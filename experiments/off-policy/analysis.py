@@ -352,38 +352,30 @@ def _of_settings(rows: pd.DataFrame) -> Iterator[Row]:
     yield number("recipes with a closed form", len(EXACT_RECIPES) + 2)
 
 
-def _means(rows: pd.DataFrame, by: list[str], columns: list[str]) -> pd.DataFrame:
-    """Means over environments."""
-    return rows.groupby(by)[columns].mean().reset_index()
-
-
 @numbers.add
 def _of_the_path(rows: pd.DataFrame) -> Iterator[Row]:
     found, where = need(rows, "path"), ["estimator", "length", "staleness"]
     what = ["bias", "drift", "variance"]
-    yield from melted(_means(found, where, what), what, where)
+    yield from melted(found.groupby(where)[what].mean(), what)
     token = need(found, estimator="k3-ratio").astype({"value_bias": float})
     what = ["value_bias", "token_share", "prefix_share", "sequence_share", "kl_to_sampler"]
-    yield from melted(_means(token, where, what), what, where)
+    yield from melted(token.groupby(where)[what].mean(), what)
     yield number("largest off followed", found["off_followed"].astype(float).max())
     yield number("largest bias of whole ratios", _path(rows, *WHOLE)["bias"].max())
 
 
-@numbers.add
-def _of_lengths(rows: pd.DataFrame) -> Iterator[Row]:
-    where, what = ["compared", "tokens"], ["price", "variance"]
-    yield from melted(_means(need(rows, "length"), where, what), what, where)
+numbers.melt("length", ["price", "variance"], ["compared", "tokens"], means=True)
 
 
 @numbers.add
 def _of_weights(rows: pd.DataFrame) -> Iterator[Row]:
-    found, where = need(rows, "weights"), ["at", "noise"]
-    found = found.assign(each=found["kl_to_sampler"] / found["at"])
-    means = _means(found, where, ["token_share", "prefix_share", "log_sequence_share", "each"])
+    found = need(rows, "weights")
+    shares = ["token_share", "prefix_share", "log_sequence_share", "each"]
+    means = found.assign(each=found["kl_to_sampler"] / found["at"]).groupby(["at", "noise"])[shares].mean()
     # Exponential in the KL, which differs between environments: a plain mean would be the share of the nearest one.
     means["sequence_share"] = means["log_sequence_share"].map(math.exp)
-    shares = ["token_share", "prefix_share", "sequence_share"]
-    yield from melted(means, {name: name for name in shares} | {"each": "KL a token"}, where)
+    names = {name: name for name in ("token_share", "prefix_share", "sequence_share")} | {"each": "KL a token"}
+    yield from melted(means, names)
 
 
 @numbers.add
@@ -395,11 +387,8 @@ def _of_stability(rows: pd.DataFrame) -> Iterator[Row]:
         yield number("most updates", most_updates(one.iloc[-1]), seed=seed)
 
 
-@numbers.add
-def _of_training(rows: pd.DataFrame) -> Iterator[Row]:
-    found, where = need(rows, "training"), ["recipe", "batch_size", "inner_steps"]
-    yield from melted(_means(found, where, ["gap"]), ["gap"], where)
-    yield number("batch size", found["batch_size"].max())
+numbers.melt("training", ["gap"], ["recipe", "batch_size", "inner_steps"], means=True)
+numbers.add(lambda rows: [number("batch size", need(rows, "training")["batch_size"].max())])
 
 
 def _short(values: Any) -> str:

@@ -223,26 +223,17 @@ def _of_lengths(rows: pd.DataFrame) -> Iterator[Row]:
     longest = _at_longest(rows)
     yield number("longest", longest["length"].max())
     share = longest.assign(relative=longest["missed"] / longest["kept"]).groupby("steering")
-    means = share[["missed", "relative", "cosine"]].mean().reset_index()
-    yield from melted(means, {"missed": "missed", "relative": "missed against kept", "cosine": "cosine"}, ["steering"])
-    for which in ("min", "max"):
-        extreme = share["cosine"].agg(which).reset_index()
-        yield from melted(extreme, {"cosine": {"min": "lowest", "max": "highest"}[which] + " cosine"}, ["steering"])
-    short = need(rows, "length", length=2).groupby("steering")["missed"].mean().reset_index()
-    yield from melted(short, {"missed": "missed by two tokens"}, ["steering"])
+    means = share[["missed", "relative", "cosine"]].mean()
+    yield from melted(means, {"missed": "missed", "relative": "missed against kept", "cosine": "cosine"})
+    for which, words in (("min", "lowest cosine"), ("max", "highest cosine")):
+        yield from melted(share[["cosine"]].agg(which), {"cosine": words})
+    short = need(rows, "length", length=2).groupby("steering")[["missed"]].mean()
+    yield from melted(short, {"missed": "missed by two tokens"})
     yield number("last token, T = 100", need(rows, "length", length=100)["last"].max())
 
 
-@numbers.add
-def _of_credit(rows: pd.DataFrame) -> Iterator[Row]:
-    means = need(rows, "credit", what="discount", critic=0.0).groupby(["discount", "steering"])["bias"].mean()
-    yield from melted(means.reset_index(), ["bias"], ["discount", "steering"])
-
-
-@numbers.add
-def _of_conditions(rows: pd.DataFrame) -> Iterator[Row]:
-    means = need(rows, "conditions").groupby("condition")[["missed", "asymmetry"]].mean().reset_index()
-    yield from melted(means, ["missed", "asymmetry"], ["condition"])
+numbers.melt("credit", ["bias"], ["discount", "steering"], means=True, what="discount", critic=0.0)
+numbers.melt("conditions", ["missed", "asymmetry"], ["condition"], means=True)
 
 
 @numbers.add

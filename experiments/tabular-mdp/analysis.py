@@ -182,8 +182,7 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 @numbers.add
 def _of_worlds(rows: pd.DataFrame) -> Iterator[Row]:
     worlds = need(rows, "worlds")
-    means = worlds.groupby(["world", "horizon", "slip"])["missed"].mean().reset_index()
-    yield from melted(means, ["missed"], ["world", "horizon", "slip"])
+    yield from melted(worlds.groupby(["world", "horizon", "slip"])[["missed"]].mean(), ["missed"])
     yield number("largest share missed", worlds["missed"].max())
     yield number("largest asymmetry", worlds["asymmetry"].max())
     yield number("routes apart", worlds["off_again"].max())

@@ -354,10 +354,10 @@ def _of_the_pair(rows: pd.DataFrame) -> Iterator[Row]:
 @numbers.add
 def _of_rates(rows: pd.DataFrame) -> Iterator[Row]:
     found = need(rows, "rates")
-    counts = found.groupby(["spread", "distance"]).sum(numeric_only=True).reset_index()
+    counts = found.groupby(["spread", "distance"]).sum(numeric_only=True)
     for column in ("value", "gradient", "baselines"):
-        share = counts.assign(share=counts[f"{column}_fails"] / counts["worlds"])
-        yield from melted(share, {"share": f"{column} fails"}, ["spread", "distance"])
+        share = (counts[f"{column}_fails"] / counts["worlds"]).to_frame("share")
+        yield from melted(share, {"share": f"{column} fails"})
         yield number(f"{column} failures", found[f"{column}_fails"].sum())
         yield number(f"{column} worst", found[f"{column}_worst"].max())
     yield number("random worlds", found["worlds"].sum())
@@ -389,8 +389,7 @@ def _of_noise(rows: pd.DataFrame) -> Iterator[Row]:
 
 @numbers.add
 def _of_the_bandit(rows: pd.DataFrame) -> Iterator[Row]:
-    ends = need(rows, "bandit", what="end").groupby(["rate", "rule"])["kl"]
-    yield from melted(ends.median().reset_index(), {"kl": "KL at the end"}, ["rate", "rule"])
-    collapses = ends.agg(lambda kl: int((kl > START).sum())).reset_index()
-    yield from melted(collapses, {"kl": "collapses"}, ["rate", "rule"])
+    ends = need(rows, "bandit", what="end").groupby(["rate", "rule"])[["kl"]]
+    yield from melted(ends.median(), {"kl": "KL at the end"})
+    yield from melted(ends.agg(lambda kl: int((kl > START).sum())), {"kl": "collapses"})
     yield number("bandit start", need(rows, "bandit", what="path", step=0)["kl"].iloc[0])

@@ -36,9 +36,24 @@ class Numbers:
         self.sources.append(source)
         return source
 
-    def melt(self, part: Any, quantities: Sequence[str] | Mapping[str, str], by: Sequence[str], **wanted: Any) -> None:
-        """Add the columns of a part, as they are in its rows."""
-        self.add(lambda rows: melted(need(rows, part, **wanted), quantities, by))
+    def melt(
+        self,
+        part: Any,
+        quantities: Sequence[str] | Mapping[str, str],
+        by: Sequence[str],
+        *,
+        means: bool = False,
+        **wanted: Any,
+    ) -> None:
+        """Add columns of a part, as they are in its rows or as means over rows that are alike in `by`."""
+
+        def source(rows: pd.DataFrame) -> Iterator[Row]:
+            found = need(rows, part, **wanted)
+            if means:
+                return melted(found.groupby(list(by))[list(quantities)].mean(), quantities)
+            return melted(found, quantities, by)
+
+        self.add(source)
 
     def __call__(self, rows: Rows) -> pd.DataFrame:
         whole, found = frame(rows), {}
