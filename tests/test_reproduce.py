@@ -678,6 +678,8 @@ def test_rows_come_back_as_they_were_and_parts_have_their_own_types():
     assert part["none"].dtype == part["x"].dtype == "float64"
     assert select(ROWS, "a", n=2)["x"].tolist() == [1.5]
     assert select(ROWS, n=(1, 3))["n"].tolist() == [1, 3]
+    assert select(ROWS, "a", x=lambda x: x > 1)["n"].tolist() == [2]
+    assert select([], "a", x=lambda x: x > 1).empty
     assert select([], "a").empty
     assert select(ROWS, nothing=1).empty
     with pytest.raises(Missing):
@@ -700,6 +702,28 @@ def test_a_claim_without_its_rows_is_not_run():
         Claim("e", "a claim of two lines", "source", "expected", "at most 1.5e+00, of 2", False, "tolerance")
     ]
     assert missing == [Claim("e", "a claim of two lines", "source", "expected", "not run", None, "tolerance")]
+
+
+def test_a_bound_on_a_column_or_on_what_is_worked_out_from_rows():
+    claims = Claims("e")
+    claims.bound("a column", "source", "expected", "tolerance", "x", 1.0, "a", n=1)
+    claims.bound("in size", "source", "expected", "tolerance", lambda found: -found["x"], 1.0, "a")
+    claims.bound("no rows", "source", "expected", "tolerance", "x", 1.0, "c")
+    assert [(one.claim, one.found, one.agrees) for one in claims(ROWS)] == [
+        ("a column", "at most 5.0e-01, of 1", True),
+        ("in size", "at most 1.5e+00, of 2", False),
+        ("no rows", "not run", None),
+    ]
+
+
+def test_numbers_of_a_part_as_they_are_or_as_means():
+    numbers, rows = Numbers(), [{"part": "a", "n": n, "x": x} for n, x in ((1, 1.0), (1, 2.0), (2, 5.0))]
+    numbers.melt("a", {"x": "as it is"}, ["n"], n=2)
+    numbers.melt("a", ["x"], ["n"], means=True)
+    numbers.melt("c", ["x"], ["n"])
+    found = numbers(rows)
+    assert [look_up(found, "as it is", n=2), look_up(found, "x", n=1), look_up(found, "x", n=2)] == [5.0, 1.5, 5.0]
+    assert len(found) == 3
 
 
 def test_numbers_are_looked_up_by_all_of_their_columns():
