@@ -1,4 +1,4 @@
-"""The one thing that a loss sees: a batch of rollouts, each field built when it is first asked for.
+"""A batch of rollouts as a loss sees it; each field is built when it is first read.
 
 Fields, shapes and the names of parameters they fill are the calling convention: see FIELDS.
 """
@@ -69,19 +69,19 @@ FIELDS: dict[str, Field] = {
 
 
 def field_named(name: object) -> str | None:
-    """The field of that name or alias."""
+    """Return the field with this name or alias, or None."""
     if name in FIELDS:
         return str(name)
     return next((key for key, entry in FIELDS.items() if name in entry.aliases), None)
 
 
 class NotGivenError(AttributeError, KeyError):
-    """A loss asked a rollout, or an object that stands in for another, for something that it does not have."""
+    """A loss read a field that a rollout, or an object that stands in for another, does not have."""
 
     __str__ = Exception.__str__
 
 
-Centre = Literal["world", "batch"]
+Centre = Literal["environment", "batch"]
 LEAVES = ("logp", "logits")
 SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
 
@@ -89,9 +89,9 @@ SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
 class Rollout:
     """A batch of B rollouts of up to T tokens over a vocabulary of V; every field of FIELDS is an attribute.
 
-    It reads as a dictionary too, by field or alias (`batch["log_probs"]`, `in`, `get`); `keys` are those of tensors.
-    Values are tensors or functions that build them. `accessed` collects the names that were asked for, so that the
-    grader knows what a loss uses. `logp` and `logits` are leaves that require grad.
+    It is also a mapping from fields or aliases (`batch["log_probs"]`, `in`, `get`); its `keys` are the tensor fields.
+    `fields` are tensors or functions that build them. `accessed` collects the names that were read, so that the grader
+    knows what a loss uses. `logp` and `logits` are leaves that require grad.
     """
 
     def __init__(self, fields: Mapping[str, Any], *, beta: float = 1.0) -> None:
@@ -123,14 +123,14 @@ class Rollout:
             return default
 
     def keys(self) -> list[str]:
-        """The fields that are tensors: a loss that copies a batch has not asked for β."""
+        """Return the tensor fields; β is not among them, so that copying a batch does not count as reading β."""
         return [name for name in self.names() if name not in ("beta", "rollout")]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def peek(self, name: str) -> Any:
-        """A field, without counting as an access by the loss."""
+        """Return a field without recording an access by the loss."""
         if name not in self._built:
             if name not in self._builders:
                 raise NotGivenError(f"this rollout was made without the field {name!r}")
@@ -149,21 +149,21 @@ class Rollout:
         return len(self.peek("mask"))
 
     def names(self) -> Iterator[str]:
-        """The fields that this rollout can give."""
+        """Yield the names of the fields that this rollout has."""
         return (name for name in FIELDS if name in self)
 
     def built(self, name: str) -> Tensor | None:
-        """A field if it was built already, else None: how the grader finds the leaves that a loss touched."""
+        """Return a field if it was built already, else None; the grader so finds the leaves that a loss used."""
         return self._built.get(name)
 
     def take(self, rows: Any, *, beta: float | None = None) -> Rollout:
-        """A new batch of the given rows (repeats allowed), with fresh leaves."""
+        """Return a new batch of the given rows (repeats allowed), with fresh leaves."""
         index = torch.as_tensor(rows)
         fields = {name: _row_picker(self, name, index) for name in self._builders}
         return Rollout(fields, beta=self.peek("beta") if beta is None else beta)
 
     def replace(self, **fields: Any) -> Rollout:
-        """The same batch with some fields exchanged and fresh leaves; `beta` may be among them."""
+        """Return the same batch with some fields exchanged, `beta` perhaps among them, and fresh leaves."""
         beta = fields.pop("beta", self._built["beta"])
         kept = {name: (lambda name=name: self.peek(name)) for name in self._builders}
         return Rollout({**kept, **fields}, beta=beta)
@@ -177,13 +177,18 @@ class Rollout:
         sampler: str = "current",
         padding: int = 0,
         beta: float = 1.0,
-        centre: Centre = "world",
+        centre: Centre = "environment",
     ) -> Rollout:
-        """The rollouts `paths` of an instance (default: all of them), as a loss sees them under the given sampler.
+        """Build the rollouts of an instance as a loss sees them.
 
-        `sampler` is "current" (old_logp equals logp in value) or "stale". What stands at padded positions is
-        arbitrary on purpose, finite and legal, drawn with the seed `padding`. `advantage` is the reward minus its
-        expectation for the prompt ("world"), or minus the mean of the batch's rows of that prompt ("batch").
+        Args:
+            instance: Environment and policies.
+            paths: Rollouts (default: all of them).
+            sampler: "current" (old_logp equals logp in value) or "stale".
+            padding: Seed of the values at padded positions, arbitrary on purpose, but finite and legal.
+            beta: Coefficient β.
+            centre: `advantage` is the reward minus its expectation for the prompt ("environment"), or minus the mean of
+                the batch's rows of that prompt ("batch").
         """
         paths = instance.paths if paths is None else paths
         return cls(_builders(instance, paths, sampler, padding, centre), beta=beta)
@@ -234,7 +239,7 @@ def _builders(
 
     def advantage() -> Tensor:
         reward = instance.environment.returns(paths)
-        if centre == "world":
+        if centre == "environment":
             mean = instance.environment.expected_returns(instance.behaviour(sampler))
         else:
             prompts = len(instance.environment.prompts)

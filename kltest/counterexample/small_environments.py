@@ -73,7 +73,7 @@ def at_once(loss: Loss, instance: Instance, sampler: str, *, summed: bool) -> tu
 
 def rollouts(instance: Instance, paths: Paths, sampler: str, batch: int) -> Rollout:
     """Return a batch of rollouts; padded positions hold the log-probs of the root's first action."""
-    base = Rollout.of(instance, paths, sampler=sampler, centre="world" if batch == 1 else "batch")
+    base = Rollout.of(instance, paths, sampler=sampler, centre="environment" if batch == 1 else "batch")
     if not paths.padded:
         return base
     tables = {"": instance.policy, "ref_": instance.reference, "old_": instance.behaviour(sampler)}

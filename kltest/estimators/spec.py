@@ -1,4 +1,4 @@
-"""What an estimator says of itself, and the table of all of them.
+"""Descriptions of estimators (SPEC) and the registry of all of them.
 
 A user's own estimator joins the table when its module is imported: by hand, or because an installed distribution
 names that module as an entry point in the group `kltest.estimators`:
@@ -21,21 +21,22 @@ from kltest.errors import UsageError, did_you_mean
 Placement = Literal["loss", "reward", "both"]
 Credit = Literal["return", "to-go", "immediate"]
 Combination = Mapping[str, float]
-WORLDS = ("bandit", "sequence", "ragged", "mdp")
+ENVIRONMENTS = ("bandit", "sequence", "ragged", "mdp")
 SAMPLERS = ("current", "stale")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """An estimator's description; everything that is listed, documented or tested about it renders from here.
+    """Description of an estimator, from which its listing, documentation and tests are made.
 
-    `identified[sampler][world]` is the combination of named gradients that its expected gradient equals, or None where
-    nothing is to be named; worlds are bandit, sequence, ragged and mdp, and "tokens" stands for the last three.
-    Coefficients that depend on the length are those of T = 3. Left out, nothing is said.
-    `per_token` says that its term for a token depends on that token's fields alone, so that dynamic programming can
-    take its expectation. `off_policy_only`: it means something only when the sampler is not the policy. `couples`: it
-    is one number for a batch that is not a mean over its rows.
-    Raises UsageError for a name, placement, credit, sampler or world that there is not.
+    `identified[sampler][environment]` is the combination of named gradients that its expected gradient equals, or None
+    if it is unnamed. Environments are bandit, sequence, ragged and mdp; "tokens" stands for the last three.
+    Coefficients that depend on the length are those of T = 3. An entry left out is unspecified.
+    `per_token` means that its term for a token depends on that token's fields alone, so that dynamic programming gives
+    its expectation. `off_policy_only` means that it differs from others only if the sampler is not the policy.
+    `couples` means that it is one number for a batch that is not a mean over its rows.
+
+    Raises UsageError if the name, placement, credit, a sampler or an environment is invalid.
     """
 
     name: str
@@ -52,8 +53,8 @@ class Spec:
     couples: bool = False
 
     def __post_init__(self) -> None:
-        worlds = {world for row in self.identified.values() for world in row}
-        empty = [world for row in self.identified.values() for world, names in row.items() if names == {}]
+        environments = {environment for row in self.identified.values() for environment in row}
+        empty = [name for row in self.identified.values() for name, named in row.items() if named == {}]
         problem = None
         if not self.name or _normal(self.name) != self.name or any(character.isspace() for character in self.name):
             problem = "a name is in lower case, with hyphens and without spaces"
@@ -63,8 +64,8 @@ class Spec:
             problem = f"credit {self.credit!r} is none of {', '.join(get_args(Credit))}"
         elif unknown := set(self.identified) - set(SAMPLERS):
             problem = f"identified[{sorted(unknown)[0]!r}]: samplers are {', '.join(SAMPLERS)}"
-        elif unknown := worlds - {*WORLDS, "tokens"}:
-            problem = f"identified[…][{sorted(unknown)[0]!r}]: worlds are {', '.join(WORLDS)}, or tokens"
+        elif unknown := environments - {*ENVIRONMENTS, "tokens"}:
+            problem = f"identified[…][{sorted(unknown)[0]!r}]: environments are {', '.join(ENVIRONMENTS)}, or tokens"
         elif empty:
             problem = (
                 f"identified[…][{empty[0]!r}] is empty: say {{'zero': 1.0}} for no gradient, None for none to name"
@@ -72,10 +73,10 @@ class Spec:
         if problem:
             raise UsageError(f"the SPEC of estimator {self.name!r}: {problem}")
 
-    def expectation(self, world: str, sampler: str) -> Combination | None:
-        """The combination that this estimator is to be identified as, or None."""
+    def expectation(self, environment: str, sampler: str) -> Combination | None:
+        """Return the combination that this estimator must be identified as, or None."""
         row = self.identified.get(sampler, {})
-        return row[world] if world in row else row.get("tokens" if world != "bandit" else "bandit")
+        return row[environment] if environment in row else row.get("tokens" if environment != "bandit" else "bandit")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ ENTRY_POINT_GROUP = "kltest.estimators"
 
 
 def register(spec: Spec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that puts a function into the table under `spec.name` and its aliases.
+    """Return a decorator that registers a function under `spec.name` and its aliases.
 
     Raises UsageError if a name is taken by another estimator.
     """
@@ -111,7 +112,7 @@ def register(spec: Spec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def registry() -> dict[str, Estimator]:
-    """All estimators by name, in alphabetical order: this package's, installed entry points', and what was imported.
+    """Return all estimators by name, alphabetically: of this package, of entry points, and of imported modules.
 
     An entry point that cannot be loaded is left out with a warning.
     """
@@ -121,7 +122,7 @@ def registry() -> dict[str, Estimator]:
 
 
 def find(name: str) -> Estimator:
-    """The estimator of that name or alias; UsageError with the nearest names otherwise."""
+    """Return the estimator with a name or alias. Raises UsageError, with the nearest names, if there is none."""
     known = registry()
     owner = _owner(name)
     if owner is not None:
@@ -167,5 +168,5 @@ def _normal(name: str) -> str:
 
 
 def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Whether one is the other again, its module executed anew."""
+    """Return whether both are the same function, its module perhaps executed twice."""
     return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)

@@ -65,7 +65,7 @@ class Drawing:
         return environment.sample(self.instance.behaviour(self.sampler), count * self.size, self.generator)
 
     def rollout(self, paths: Paths) -> Rollout:
-        centre: Centre = "batch" if self.size > 1 else "world"
+        centre: Centre = "batch" if self.size > 1 else "environment"
         return Rollout.of(self.instance, paths, sampler=self.sampler, padding=self.padding, centre=centre)
 
     def call(self, paths: Paths, factor: float = 1.0, rollout: Rollout | None = None) -> RowGradients:
