@@ -24,16 +24,23 @@ from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
-# Near enough to the policy that no usual clip (0.2) bites, far enough that a missing ratio shows (its bias is about
-# this size, and the tolerance is 1e-9 or 1e-4).
+# Share of the way from policy to sampler: no usual clip (0.2) acts there, and a missing ratio still shows (its bias is
+# about this size, and the tolerance is 1e-9 or 1e-4).
 NEAR = 0.01
-# Far below the tightest clip in use (3e-4), far above rounding.
+# Change of log-probs, in nats: far below the tightest clip in use (3e-4), far above rounding.
 CLOSE = 1e-6
 
 
 @dataclass
 class Probes:
-    """Questions about one loss; `agrees(loss, instance)`: its gradient under the sampler is the declared one."""
+    """Experiments on one loss, each run once an environment.
+
+    Attributes:
+        loss: The loss.
+        instance: Returns the instance of an environment to experiment in.
+        agrees: True if the gradient of a loss on an instance, under the stale sampler, is the declared one.
+        padding: Seed of what stands at padded positions.
+    """
 
     loss: Loss
     instance: Callable[[str], Instance]
@@ -50,7 +57,7 @@ class Probes:
         return self._once("sum", environment, self._only_through_the_sum)
 
     def right_without_clip(self, environment: str) -> bool:
-        """True if the gradient is the declared one when no clip bites: nearly on-policy, or with clips lifted."""
+        """True if the gradient is the declared one when no clip acts: nearly on-policy, or with clips lifted."""
         return self._once("clip", environment, self._right_without_clip)
 
     def fixed_by_reattaching(self, environment: str) -> bool:
@@ -62,7 +69,7 @@ class Probes:
         if key not in self._answers:
             try:
                 self._answers[key] = ask(self.instance(environment))
-            except KltestError:  # the loss does not bear the experiment: then it tells nothing
+            except KltestError:  # the loss fails in the experiment, which then has no result
                 self._answers[key] = question == "influence"
         return self._answers[key]
 
@@ -95,7 +102,7 @@ class Probes:
         return bool(factors) and any(abs(factor - math.exp(-0.3)) > 1e-4 for factor in factors)
 
     def _factors(self, one: Rollout, other: Rollout) -> list[float]:
-        """The factor by which the gradients of sequences of each length shrink; nothing if it is not one a length."""
+        """The factor by which gradients shrink, for each length; empty if sequences of one length differ in it."""
         before, after, limit = self._gradients(one, other)
         lengths = one.peek("mask").sum(dim=1)
         factors = []
@@ -138,10 +145,10 @@ class Probes:
 class Reattached:
     """A loss in which the gradient flows through the sampler's ratio, wherever the original stopped it.
 
-    A ratio depends on logp − old_logp, so what a stop-gradient cuts off is minus the derivative with respect to
-    old_logp: that is measured with all stops lifted, less what flowed there anyway, and added to the loss's own
-    gradient. Stops on anything that the sampler does not enter, such as a reward, stay as they are. What flows to
-    old_logp need not flow to logp: with `one_sided`, none of it does, as in exp(logp.detach() − old_logp).
+    A ratio depends on logp − old_logp, so that a stop-gradient removes minus the derivative with respect to old_logp.
+    This derivative is measured with all stops lifted, minus the derivative without lifting, and added to the loss's own
+    gradient. Stops on what does not depend on the sampler, such as a reward, stay. With `one_sided`, the derivative
+    without lifting is not subtracted: for exp(logp.detach() − old_logp), which differentiates only old_logp.
     """
 
     def __init__(self, loss: Loss, *, one_sided: bool = False) -> None:
@@ -171,7 +178,7 @@ class Reattached:
         old = rollout.peek("old_logp").detach().clone().requires_grad_()
         changed = rollout.replace(old_logp=old)
         with _LiftStops() if lifted else nullcontext(), warnings.catch_warnings():
-            # A number that was detached to be read is attached now, which torch remarks on.
+            # torch warns about reading a number from a tensor that is no longer detached.
             warnings.simplefilter("ignore", UserWarning)
             objective = self.loss.for_experiments()(changed).objective
         if not objective.requires_grad:
@@ -181,7 +188,7 @@ class Reattached:
 
 
 class Lifted:
-    """A loss in which clamps and limits by a constant do nothing."""
+    """A loss in which clamps, and minima and maxima with a constant, have no effect."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -195,7 +202,7 @@ class Lifted:
 
 
 class _LiftLimits(TorchFunctionMode):
-    """Inside, clamp and clip do nothing, and the smaller or larger of something and a constant is that something."""
+    """Mode in which clamp and clip return their input, and a minimum or maximum with a constant the other argument."""
 
     CLAMPS = frozenset(
         getattr(home, name + ending)
@@ -235,7 +242,7 @@ class _LiftLimits(TorchFunctionMode):
 
 
 class _LiftStops(TorchFunctionMode):
-    """Inside, detach, .data and no_grad do nothing."""
+    """Mode in which detach, .data and no_grad have no effect."""
 
     STOPS = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.detach_})
 
@@ -248,7 +255,7 @@ class _LiftStops(TorchFunctionMode):
 
 
 def _at_leaves(loss: Loss, outcome: Outcome, rollout: Rollout) -> list[Tensor]:
-    """The gradient at every leaf, zero where the loss did not use it; at padded positions too."""
+    """The gradient at every leaf, padded positions included; zeros for a leaf that the loss did not use."""
     found = leaf_gradients(loss, outcome.objective, rollout)
     return [found[name] if name in found else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
 

@@ -137,7 +137,7 @@ def _words(
     between = (
         f"between {100 * interval[0]:.3g}% and {100 * interval[1]:.3g}%" if np.isfinite(interval[1]) else "unknown"
     )
-    return f"open after {samples} samples: the relative bias is {between}, and asked was {margin}, {surely}"
+    return f"inconclusive after {samples} samples: the relative bias is {between}, the margin {margin}, {surely}"
 
 
 def identify_sampled(found: Sequence[Sampled], candidates: Mapping[str, Sequence[np.ndarray]]) -> Identification:

@@ -108,29 +108,6 @@ def source_of(drawn: Drawing, noisy: bool) -> Source:
     return Rows(drawn, witness.reduction)
 
 
-class Rows:
-    """Independent rows, called together; each is a sample, and one of each call is compared with a call of it alone."""
-
-    together = True
-    coupling = ""
-
-    def __init__(self, drawn: Drawing, reduction: Reduction) -> None:
-        self.drawn, self.reduction = drawn, reduction
-        self.dtype = "float64"
-        self.leaves: frozenset[str] = frozenset()
-
-    def take(self, count: int) -> tuple[Paths, np.ndarray]:
-        paths = self.drawn.paths(count)
-        rollout = self.drawn.rollout(paths)
-        called = self.drawn.call(paths, 1.0 if self.reduction == "sum" else float(count), rollout)
-        self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
-        row = int(self.drawn.generator.integers(count))
-        alone = self.drawn.call(paths.take(np.array([row])), 1.0, rollout.take([row]))
-        if not close(alone.row(0), called.row(row), called.dtype):
-            raise CoupledError(f"in a batch of {count} rollouts the gradient of a row is not the one that it has alone")
-        return paths, self.drawn.project(paths, called.by_leaf)
-
-
 class Singles:
     """Rollouts called one by one."""
 
@@ -151,6 +128,23 @@ class Singles:
             gradients[row] = self.drawn.project(part, called.by_leaf)
             self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
         return paths, gradients
+
+
+class Rows(Singles):
+    """Independent rows, called together; each is a sample, and one of each call is compared with a call of it alone."""
+
+    together = True
+
+    def take(self, count: int) -> tuple[Paths, np.ndarray]:
+        paths = self.drawn.paths(count)
+        rollout = self.drawn.rollout(paths)
+        called = self.drawn.call(paths, 1.0 if self.reduction == "sum" else float(count), rollout)
+        self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
+        row = int(self.drawn.generator.integers(count))
+        alone = self.drawn.call(paths.take(np.array([row])), 1.0, rollout.take([row]))
+        if not close(alone.row(0), called.row(row), called.dtype):
+            raise CoupledError(f"in a batch of {count} rollouts the gradient of a row is not the one that it has alone")
+        return paths, self.drawn.project(paths, called.by_leaf)
 
 
 class Batches:
