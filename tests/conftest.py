@@ -1,7 +1,7 @@
 """One thread a process, how tests are shared between processes, and what is no test of kltest's own.
 
 The environments are small: threads cost more than they gain, most of all if several processes test at once. The example
-project is tried as its own user would, by test_doors_example.py.
+project is tried as its own user would, by test_example_project.py.
 """
 
 import os

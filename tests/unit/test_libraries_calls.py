@@ -22,7 +22,7 @@ from kltest.cli.libraries import program
 
 LIBRARIES = ("verl", "openrlhf", "liger")
 EXAMPLES = ("verl:kl_penalty/low_var_kl", "liger:fused/loss_type=dapo", "tunix:compute_kl_divergence/low_var_kl")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''
 def step(logp, mask):
     """Cannot be called with one live token, as whitening cannot."""

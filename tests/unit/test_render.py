@@ -21,7 +21,7 @@ from kltest.render import FORMATS, Terminal, render
 from kltest.render.json import schema
 from kltest.report import CheckResult, GradientRow, Report, ValueRow
 
-JUNIT = Path(__file__).parent / "junit.xsd"
+JUNIT = Path(__file__).parents[1] / "junit.xsd"
 NASTY = "a<b>&\"'`|\n\r%:,\x1b[31m\x00\ud800\u2028\u202e]]>--*_[x](http://y)@me-->é∇\ufffe"
 
 

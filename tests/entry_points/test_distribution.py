@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 build = pytest.importorskip("hatchling.build", reason="hatchling, which builds kltest, is not installed here")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

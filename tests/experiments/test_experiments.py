@@ -15,7 +15,7 @@ from kltest.reproduce.typesetting import cited, written
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Settings, representative
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
+CHECKOUT = Checkout(Path(__file__).parents[2])
 EXPERIMENTS = CHECKOUT.experiments()
 every = pytest.mark.parametrize("name", EXPERIMENTS)
 

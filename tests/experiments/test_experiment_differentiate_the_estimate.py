@@ -14,7 +14,7 @@ from kltest.estimators import find as estimator_named
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.frames import records
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
+CHECKOUT = Checkout(Path(__file__).parents[2])
 NAME = "differentiate-the-estimate"
 
 

@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
+CHECKOUT = Checkout(Path(__file__).parents[2])
 MODULE, ANALYSIS, ENDS, SETTINGS, WORLDS = (
     CHECKOUT.load("experiments", "coefficients", part)
     for part in ("experiment", "analysis", "ends", "settings", "worlds")

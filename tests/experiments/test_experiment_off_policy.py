@@ -11,7 +11,7 @@ from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 from kltest.reproduce.frames import records
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
+CHECKOUT = Checkout(Path(__file__).parents[2])
 MODULE, ANALYSIS, GRADIENTS, WEIGHTS, TRAINED = (
     CHECKOUT.load("experiments", "off-policy", part)
     for part in ("experiment", "analysis", "gradients", "weights", "trained")

@@ -24,7 +24,7 @@ from kltest.scoreboard.installation import NEEDED, InstallError, UnreachableErro
 from kltest.scoreboard.rows import absent, changes
 from kltest.scoreboard.table import frame
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LOSSES = """
 import os, time
 from kltest_made_up import settings
@@ -221,7 +221,7 @@ def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
         (["trll"], "did you mean trl"),
         (["trl==one"], "'one' is no version"),
         (["nothing.py"], "nothing.py does not exist"),
-        ([__file__.replace("test_libraries.py", "trial.py")], "has no ADAPTER"),
+        ([str(ROOT / "tests" / "trial.py")], "has no ADAPTER"),
     ],
 )
 def test_a_question_wrongly_put_is_answered_before_any_work(names, words, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.frames import records
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
+CHECKOUT = Checkout(Path(__file__).parents[2])
 NAME = "value-versus-gradient"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 PAGE = (ROOT / "docs" / "guides" / "continuous-integration.md").read_text(encoding="utf-8")
 # A token's own log-ratio in place of its answer's, and the other direction's gradient: what a pull request may do.

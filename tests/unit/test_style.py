@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 MYPY = pytest.param(["mypy"], marks=pytest.mark.scheduled)  # on every push it is a job of its own

@@ -30,7 +30,7 @@ from kltest.render import render
 from kltest.report import CounterExample, Prefix
 from kltest.truth import ATLAS
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 STALE = {"sampler": "stale"}
 
 

@@ -24,7 +24,7 @@ from kltest.checks import CHECKS
 from kltest.cli import app
 from kltest.estimators import registry
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PICTURE = next(line for line in README.split("\n\n") if line.startswith("!["))
 

@@ -19,7 +19,7 @@ from kltest.estimators import registry
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.typesetting import CITATION, cited, uncovered, written
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAPER = written(Checkout(ROOT))
 
 

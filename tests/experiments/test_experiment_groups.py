@@ -12,7 +12,7 @@ from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 from kltest.reproduce.frames import records
 
-CHECKOUT = Checkout(Path(__file__).parent.parent)
+CHECKOUT = Checkout(Path(__file__).parents[2])
 MODULE, ANALYSIS = (CHECKOUT.load("experiments", "groups", part) for part in ("experiment", "analysis"))
 MASKING = [{"part": "masking", "group_size": size, "success": 0.2, "seed": 0} for size in (1, 2, 3)]
 PUSH = [{"part": "std", "push": push, "seed": 0} for push in (1e-6, 1e-5, 1e-2, 1.0)]

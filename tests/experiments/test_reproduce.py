@@ -93,8 +93,8 @@ def draw(results):
     return figure
 """
 
-RESULTS = (Path(__file__).parent.parent / "paper" / "results.typ").read_text()
-STYLE = (Path(__file__).parent.parent / "figures" / "style.py").read_text()
+RESULTS = (Path(__file__).parents[2] / "paper" / "results.typ").read_text()
+STYLE = (Path(__file__).parents[2] / "figures" / "style.py").read_text()
 PAPER = '#import "results.typ": *\nThe largest root is #n("roots", "root", which: "largest", digits: 2).'
 
 
