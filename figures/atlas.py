@@ -155,7 +155,7 @@ def _head(figure: Figure, axes: Axes, height: float) -> None:
 
 
 def _key(figure: Figure, height: float) -> None:
-    """What the colour, the bar and the symbols mean."""
+    """Explain the colour, the bar and the symbols."""
     axes = figure.add_axes((0, 0, 1, 0.95 / height))
     axes.set(xlim=(0, PAGE_WIDTH), ylim=(0, 0.95))
     axes.axis("off")

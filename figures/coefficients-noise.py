@@ -1,4 +1,4 @@
-"""Where noisy training settles against the batch size: bias from the fixed point, and noise that may cancel."""
+"""Distance from π* at which noisy training settles, by batch size: bias of the fixed point, and noise that cancels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coefficient buys: reward against KL beside all optima, the distance from π*, and the effective coefficient."""
+"""Effects of a coefficient: reward against KL beside all optima, distance from π*, and the effective coefficient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What masks of ties and std-normalisation do to the penalty: the gradient lost, the push of a tied group, the end."""
+"""Effects of masks of ties and std-normalisation: the gradient lost, the push of a tied group, the end."""
 
 from __future__ import annotations
 

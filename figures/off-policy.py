@@ -1,4 +1,4 @@
-"""What staleness costs: drift of the gradient, effective samples, noise, stability and where training ends."""
+"""Costs of staleness: drift of the gradient, effective samples, noise, stability and where training ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token-level loss misses on sequences, by length, steering and discount; and whose gradient it is not."""
+"""The part that a token-level loss misses on sequences, and that no function has its gradient."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def ink_on(colour: tuple[float, ...]) -> str:
 
 @dataclass(frozen=True)
 class Look:
-    """How an estimator is drawn wherever it appears. Line and marker tell it apart where colour does not."""
+    """Look of an estimator in every figure. Line and marker tell it apart if colour does not."""
 
     colour: str
     line: str = "-"

@@ -1,4 +1,4 @@
-"""What a token-level loss misses in decision processes: cell by cell on a grid, and where training then ends."""
+"""The part that a token-level loss misses in decision processes: cells of a grid, and ends of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What approximations do to the gradient: claims, tables and the numbers that the paper cites."""
+"""Effects of approximations on the gradient: claims, tables and the numbers that the paper cites."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _read(rows: pd.DataFrame) -> Answer:
 
 
 def _large(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
-    """Where there are enough tokens for rounding errors to be averages."""
+    """Rows with enough tokens for rounding errors to be averages."""
     return need(rows, "precision", vocabulary=lambda x: x >= 4096, **wanted)
 
 
@@ -271,7 +271,7 @@ def _keeps(rows: pd.DataFrame) -> Answer:
 
 
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """Where training with either penalty ends, and errors in low precision."""
+    """Ends of training with either penalty, and errors in low precision."""
     ends = [
         {
             "β": f"{row['beta']:g}",

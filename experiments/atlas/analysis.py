@@ -1,4 +1,4 @@
-"""What the rows say: a claim an estimator, one table, and the numbers that the paper cites."""
+"""The atlas: a claim for each estimator, one table, and the numbers that the paper cites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which estimators regularise as asked, at another coefficient, or not at all: claims, tables and numbers."""
+"""Estimators that regularise as asked, at another coefficient, or not at all: claims, tables and numbers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _short(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Held:
-    """How one estimator holds the policy in one world: the coefficients β' of optima as far from the reference.
+    """Hold of one estimator on the policy in one environment: the coefficients β' of optima as far from the reference.
 
     `factor` is the geometric mean of β'/β over the ends that have settled, `spread` the factor that one standard
     deviation is, `low` and `high` the extremes, `last` that at the largest β; `by_reward` is the geometric mean of β'/β
@@ -206,7 +206,7 @@ def _ends_as_predicted(rows: pd.DataFrame) -> Answer:
 
 
 def _kinds(rows: pd.DataFrame, names: Iterable[str], worlds: Iterable[str]) -> dict[tuple[str, str], Held]:
-    """How each holds the policy; Missing unless β goes from well below the rewards to well above them."""
+    """The hold of each; Missing unless β goes from well below the rewards to well above them."""
     betas = need(rows, "exact")["beta"]
     found = {(name, world): held(rows, world, name) for name in names for world in worlds}
     require(betas.min() <= 0.1 and betas.max() >= 300 and all(found.values()))
@@ -348,7 +348,7 @@ def foreseen(row: Any) -> Any:
 
 
 def _beside(rows: pd.DataFrame, one: str, other: str, least: int = 0) -> pd.DataFrame:
-    """How many times as far from π* the other ends at the same batch size in the same draw; as found, as foreseen."""
+    """Ratio of the distances from π* of the other and the one, by draw and batch size; found and foreseen."""
     where, what = ["seed", "batch_size"], ["kl_to_optimum", "foreseen"]
     mine, others = (_budget(rows, (name,), least).set_index(where)[what] for name in (one, other))
     return known((others / mine).dropna().reindex(mine.index.intersection(others.index)))
@@ -437,7 +437,7 @@ def crossing(rows: Rows, biased: str, unbiased: str, seed: int = 0) -> tuple[flo
 
 
 def tables(rows: Rows) -> dict[str, list[Row]]:
-    """How each estimator holds the policy in each environment, and where noisy training settles."""
+    """The hold of each estimator in each environment, and the ends of noisy training."""
     exact, budget = select(rows, "exact"), records(select(rows, "budget"))
     names = list(exact["estimator"].unique()) if len(exact) else []
     cells = {name: {world: held(rows, world, name) for world in WORLDS} for name in names}

@@ -1,4 +1,4 @@
-"""What the rows say: claims, a table by placement, and the numbers that the paper cites."""
+"""Bias and noise by placement: claims, a table by placement, and the numbers that the paper cites."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _both(rows: pd.DataFrame) -> Answer:
 
 
 def _gain(rows: pd.DataFrame, least: float, most: float, **wanted: object) -> pd.Series:
-    """How many times fewer rollouts k3 in both places needs than k1 in the reward at distances, both unbiased."""
+    """Ratio of the rollouts that k1 in the reward and k3 in both places need at distances, both unbiased."""
     std = _std(rows, least, most + 1e-9, **wanted)
     return (std[K1_REWARD] / std[K3_BOTH]) ** 2
 

@@ -1,4 +1,4 @@
-"""What the rows say: the worked examples, how bias and size go with distance, and whose signs turn."""
+"""Claims, a table and numbers: the worked examples, how bias and size go with distance, and whose signs turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a language model under each KL term: claims, tables and the numbers that the paper cites.
+"""A language model trained under each KL term: claims, tables and the numbers that the paper cites.
 
 Findings are asked of the committed sweep, and of a sweep made now where there is a whole one; runs made now are
 compared with the committed ones one by one.
@@ -77,7 +77,7 @@ class Sweep:
 
     @cached_property
     def settings(self) -> dict[tuple[str, float], pd.DataFrame]:
-        """What has ended, by arm and coefficient: a row a seed."""
+        """Ended runs, by arm and coefficient: a row a seed."""
         by = self.ended.reset_index().groupby(["arm", "beta"], sort=False)
         return {setting: found.set_index("seed") for setting, found in by}
 
@@ -327,7 +327,7 @@ def _with_baseline(rows: pd.DataFrame, sweep: Sweep) -> Answer:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Whether runs made now are as the committed ones, then the findings."""
+    """Judge if runs made now are as the committed ones, then the findings."""
     date = f", {COMMITTED['date']}" if COMMITTED else ""
     found = of_now(rows) + findings(rows, Sweep(rows, "committed"), suffix=f" (committed results{date})")
     # Whether the sweep was run again as it was committed.

@@ -1,4 +1,4 @@
-"""What masks, baselines and normalisation do to the penalty: claims, tables and the numbers that the paper cites."""
+"""Effects of masks, baselines and normalisation on the penalty: claims, tables and the numbers that the paper cites."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _noise(rows: pd.DataFrame) -> Answer:
 
 
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """Where training in groups of four ended, exactly and with samples; the share of the gradient that masks lose."""
+    """Ends of training in groups of four, exactly and with samples; the share of the gradient that masks lose."""
     training, masking = select(rows, "training"), select(rows, "masking")
     table = []
     for (name, success, beta), same in training.groupby(RUN, sort=False) if len(training) else ():

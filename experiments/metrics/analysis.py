@@ -1,4 +1,4 @@
-"""What is logged as the KL and what it is: claims, tables and the numbers that the paper cites."""
+"""Metrics that are logged as the KL: claims, tables and the numbers that the paper cites."""
 
 from __future__ import annotations
 

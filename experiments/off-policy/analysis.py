@@ -1,4 +1,4 @@
-"""What staleness does to gradients, weights and training: claims, tables and the numbers that the paper cites."""
+"""Effects of staleness on gradients, weights and training: claims, tables and the numbers that the paper cites."""
 
 from __future__ import annotations
 

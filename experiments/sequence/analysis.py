@@ -1,4 +1,4 @@
-"""What the rows say: claims, a table by length and steering, and the numbers that the paper cites."""
+"""The part that a token-level loss misses on sequences: claims, a table by length and steering, and numbers."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _ends(rows: pd.DataFrame) -> Answer:
 
 
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """What is missed, by length and steering: the share, and the cosine of the local gradient, means over draws."""
+    """The missed part, by length and steering: the share, and the cosine of the local gradient, means over draws."""
     found = []
     for length, mine in select(rows, "length").groupby("length") if len(select(rows, "length")) else ():
         line: Row = {"T": f"{length:,}"}

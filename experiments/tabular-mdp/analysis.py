@@ -1,4 +1,4 @@
-"""What the rows say: claims, a table by environment, horizon and slip, and the numbers that the paper cites."""
+"""The part that a token-level loss misses in decision processes: claims, a table and numbers."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _spirals(rows: pd.DataFrame) -> Answer:
 
 
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """What is missed, by environment, horizon and slip: share and cosine, means over draws."""
+    """The missed part, by environment, horizon and slip: share and cosine, means over draws."""
     worlds, found = select(rows, "worlds"), []
     for (world, horizon), mine in worlds.groupby(["world", "horizon"], sort=False) if len(worlds) else ():
         if horizon == 1:

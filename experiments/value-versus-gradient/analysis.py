@@ -1,4 +1,4 @@
-"""What the rows say: values against formulas and samples, where the orders change, and the gradients beside them."""
+"""Claims, a table and numbers: values against formulas and samples, changes of order, and gradients."""
 
 from __future__ import annotations
 

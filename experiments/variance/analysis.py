@@ -1,4 +1,4 @@
-"""What the rows say: claims, the ladder as a table, and the numbers that the paper cites."""
+"""Noise of unbiased gradients: claims, the ladder as a table, and the numbers that the paper cites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the experiments, figures and the paper are: a checkout of kltest, found from any directory inside it."""
+"""Find the checkout of kltest that has the experiments, figures and the paper, from any directory inside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Checkout:
 
     @classmethod
     def find(cls, start: Path | None = None) -> Checkout:
-        """The checkout around a directory (default: the current one); UsageError where there is none."""
+        """Return the checkout around a directory (default: the current one); UsageError if there is none."""
         start = (start or Path.cwd()).resolve()
         for folder in (start, *start.parents):
             if (folder / "experiments").is_dir() and _project_name(folder / "pyproject.toml") == "kltest":

@@ -1,4 +1,4 @@
-'''What an experiment set out to show, and whether it did.
+'''Claims of an experiment: a sentence, what is expected, what was found, and the verdict.
 
 An analysis has `claims = Claims(NAME)` and a function for each claim, in the order of the summary. Its docstring is the
 claim; the decorator has the source, what is expected and the tolerance::

@@ -1,4 +1,4 @@
-"""What the commands `reproduce`, `run`, `figures` and `paper` do. Each returns the exit code.
+"""Carry out the commands `reproduce`, `run`, `figures` and `paper`. Each returns the exit code.
 
 0: everything was done and every claim agrees; 1: a claim disagrees; 3: an experiment, a figure or the paper failed
 (the others were still made); 130: interrupted, everything finished is kept. A question wrongly put raises UsageError.
@@ -188,7 +188,7 @@ def _width() -> int:
 
 
 def _say(text: str) -> None:
-    """What a terminal cannot show (∇ on an ASCII one) is a question mark there, never an error."""
+    """Replace what a terminal cannot show (∇ on an ASCII one) by a question mark, never an error."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)
 

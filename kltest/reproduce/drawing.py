@@ -1,6 +1,6 @@
 """Draws the figures: each script of figures/ has `draw(results) -> Figure` and reads nothing but results.
 
-`READS` names the experiments whose results it reads (where it is missing: the one that is called like the figure).
+`READS` names the experiments whose results it reads (if it is missing: the one that is called like the figure).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMATS = tuple(DATES)
 
 
 def sources(checkout: Checkout, name: str) -> tuple[str, ...]:
-    """The experiments that a figure reads."""
+    """Return the experiments that a figure reads."""
     return getattr(checkout.load("figures", name), "READS", (name,))
 
 
@@ -42,7 +42,7 @@ def draw(checkout: Checkout, name: str, output: Path) -> list[Path]:
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """The figure as a file's content: the same bytes every time, so without a date."""
+    """Return the figure as a file's content: the same bytes every time, so without a date."""
     content = io.BytesIO()
     figure.savefig(content, format=kind, metadata=dict.fromkeys(DATES[kind]))
     return content.getvalue()

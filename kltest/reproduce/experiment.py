@@ -1,7 +1,7 @@
 """One experiment: a folder with settings, what to compute for a configuration, and an analysis of all rows.
 
 `settings.py`     `SETTINGS`, a `kltest.sweeps.settings.Settings`; other plain data that the other two read
-`experiment.py`   `compute(configuration)` gives rows; or, where many configurations are one tensor program,
+`experiment.py`   `compute(configuration)` gives rows; or, if many configurations are one tensor program,
                   `BATCHING` (a `kltest.sweeps.run.Batching`) and `compute_batch(configurations)`, rows for each;
                   `tasks(configurations)`, if settings cannot say all, replaces the grid's configurations;
                   `ROOMS` and `LIBRARIES` name what rows depend on beside what those of every experiment do
@@ -37,7 +37,7 @@ SCALES = ("quick", "full")
 
 @dataclass(frozen=True)
 class Request:
-    """How an experiment is to be run: what of it, and where. UsageError for what cannot be."""
+    """Options of a run: which part, and on which machines. UsageError if a value is not possible."""
 
     scale: str = "quick"
     changes: Sequence[str] = ()
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def variation(self) -> str:
-        """What sets this run apart from the one that the figures and the paper read; nothing if nothing does."""
+        """Return the changes that set this run apart from the one that the figures and the paper read; perhaps none."""
         seeds = [] if self.seeds is None else [f"seeds={self.seeds}"]
         return ";".join(sorted(change.replace(" ", "") for change in self.changes) + seeds)
 
@@ -67,7 +67,7 @@ LIBRARIES = ("numpy", "scipy", "torch")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known after a run. `failures` are configurations without rows; their claims are not run."""
+    """Outcome of a run. `failures` are configurations without rows; their claims are not run."""
 
     claims: Sequence[Claim]
     failures: Sequence[Failure]
@@ -114,7 +114,7 @@ class Experiment:
         return self.checkout.load("experiments", self.name, "settings").SETTINGS
 
     def configurations(self, request: Request) -> list[Configuration]:
-        """What is to be computed; UsageError for settings that are not possible."""
+        """Return the configurations to compute; UsageError if settings are not possible."""
         configurations = self.settings.configurations(self._grid(request))
         module = self.checkout.load("experiments", self.name, "experiment")
         tasks = module.tasks(configurations) if hasattr(module, "tasks") else configurations
@@ -173,7 +173,7 @@ def compute_all(checkout: Checkout, name: str, batch: Sequence[Configuration]) -
 
 
 def _version(library: str) -> str | None:
-    """None where it is not installed: an experiment may do without."""
+    """None if it is not installed: an experiment may do without."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
