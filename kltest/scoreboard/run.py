@@ -1,0 +1,219 @@
+"""Measure libraries, each in an environment of its own, and write the scoreboard of what was found.
+
+A finished setting is stored at once, so that an interrupted measurement goes on from there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import kltest
+from kltest.adapters import NAMES, find
+from kltest.adapters.adapter import Adapter
+from kltest.errors import KltestError, UsageError
+from kltest.files import writable, write
+from kltest.render.markdown import escape
+from kltest.render.words import one_line
+from kltest.scoreboard import recorded
+from kltest.scoreboard.installation import ALONE, NEWEST, Installed, exact_version, install
+from kltest.scoreboard.measuring import Measuring
+from kltest.scoreboard.rows import Row, absent, changes, matches
+from kltest.sweeps.progress import Progress
+from kltest.sweeps.store import Store, digest
+
+INTERRUPTED = 130
+MEASURING = (
+    *("environments", "truth", "loss", "moments", "language_models", "identify", "counterexample", "checks"),
+    *("adapters", "grading", "scoreboard"),
+)
+"""Rooms that a measurement depends on."""
+SHOWING = ("table.py", "pages.py", "recorded.py")
+"""Files of these rooms that only show results."""
+FOLDER = "results/libraries"
+Asked = tuple[str, str | None]
+"""An adapter, by its name or file, and the version to measure, None for the one of the adapter."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Settings to measure (names or patterns, all if empty), seconds for each, and if finished ones are repeated."""
+
+    settings: tuple[str, ...] = ()
+    timeout: float | None = None
+    again: bool = False
+
+
+def libraries(
+    names: Sequence[str] = (),
+    *,
+    request: Request = Request(),
+    output: str | None = None,
+    diff: bool = False,
+    record: bool = False,
+) -> int:
+    """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, print what was found."""
+    asked = asked_for(names)
+    folder = writable(Path(output or FOLDER))
+    found: dict[Asked, list[Row]] = {}
+    with Store(folder / "runs.jsonl", _code()) as store:
+        try:
+            for each, version, there in _installed(sorted(asked, key=_takes_long)):
+                found[each] = _measured(each[0], version, there, store, request)
+        except KeyboardInterrupt:
+            print(
+                f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on", file=sys.stderr
+            )
+            return INTERRUPTED
+    rows = [row for each in asked for row in found[each]]
+    failed = [each for each in rows if not each["setting"]]
+    if not failed:
+        check_patterns(request.settings, [each["setting"] for each in rows])
+    _write([*store.all_rows(), *failed], folder)
+    _print(rows)
+    print(f"The scoreboard is in {folder}: libraries.md, libraries.html and the standalone programs in programs.")
+    changed = changes(recorded.read(), rows, request.settings) if diff else []
+    if diff:
+        _print_changes(changed, folder)
+    if record:
+        recorded.record(rows, whole=not request.settings)
+    return 3 if failed else int(bool(changed))
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    missing = [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in names)]
+    if missing:
+        raise UsageError(
+            f"{' and '.join(sorted(missing))}: none of these libraries has such a setting; --list shows them"
+        )
+
+
+def asked_for(names: Sequence[str]) -> list[Asked]:
+    """Adapters and versions, each checked before any work is done."""
+    pairs = [name.partition("==") for name in dict.fromkeys(names or NAMES)]
+    for name, equals, version in pairs:
+        library = find(name)
+        if equals and not version:
+            raise UsageError(f"{name}==: no version is given; write {name}=={library.version}")
+        if equals and version != NEWEST:
+            exact_version(library, version)
+    return [(name, version or None) for name, _, version in pairs]
+
+
+def _installed(asked: Sequence[Asked]) -> Iterator[tuple[Asked, str, Installed | KltestError]]:
+    """Adapter, version and environment or the error; the next are installed while one is measured."""
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            futures = [executor.submit(_environment, *each) for each in asked]
+            for each, future in zip(asked, futures, strict=True):
+                yield (each, *future.result())
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _takes_long(asked: Asked) -> bool:
+    """Return True if a library is installed with its dependencies: others are measured meanwhile."""
+    return not all(ALONE in call for call in find(asked[0]).installs)
+
+
+def _environment(name: str, asked: str | None) -> tuple[str, Installed | KltestError]:
+    library = find(name)
+    version = asked or library.version
+    try:
+        version = exact_version(library, asked)
+        _log(f"{library.name} {version}: installing, unless it is there already")
+        return version, install(library, version)
+    except KltestError as error:
+        return version, error
+
+
+def _measured(name: str, version: str, there: Installed | KltestError, store: Store, request: Request) -> list[Row]:
+    """The rows of a library; those that are in the store are not measured again."""
+    library = find(name)
+    if isinstance(there, KltestError):
+        _log(f"{library.name} {version}: {there}")
+        return [absent(library, version, str(there))]
+    finished = _finished(store, library, version, request)
+    arguments = [part for setting in request.settings for part in ("--setting", setting)]
+    arguments += [part for setting in finished for part in ("--done", setting)]
+    if request.timeout is not None:
+        arguments += ["--timeout", str(request.timeout)]
+    path = str(Path(name).resolve()) if name.endswith(".py") else name
+    return _rows(library, version, Measuring(path, there, arguments), store, finished)
+
+
+def _rows(library: Adapter, version: str, measuring: Measuring, store: Store, finished: Mapping[str, Row]) -> list[Row]:
+    """The rows of the settings to measure, and one with the error if a measuring process failed."""
+    names: list[str] = []
+    done: dict[str, Row] = {}
+    try:
+        answers = measuring.answers()
+        names = next(answers)["settings"]
+        done = {name: finished[name] for name in names if name in finished}
+        with Progress(f"{library.name} {version}", len(names), done=len(done)) as progress:
+            for each in answers:
+                store.add([(_configuration(library, version, each["setting"]), [each])])
+                done[each["setting"]] = each
+                progress.advance(each["setting"])
+    except KltestError as error:
+        _log(f"{library.name} {version}: {error}")
+        return [*(done[name] for name in names if name in done), absent(library, version, str(error))]
+    return [done[name] for name in names]
+
+
+def _configuration(library: Adapter, version: str, setting: str) -> dict[str, str]:
+    return {"library": library.name, "version": version, "setting": setting}
+
+
+def _finished(store: Store, library: Adapter, version: str, request: Request) -> dict[str, Row]:
+    """The rows that need not be measured again, by setting; those that could not be graded are tried once more."""
+    if request.again:
+        return {}
+    return {
+        each["setting"]: each
+        for each in store.all_rows()
+        if (each["library"], each["version"]) == (library.name, version) and not each["error"]
+    }
+
+
+def _code() -> str:
+    """A digest of all code that a measurement depends on, so that results of other code are not reused."""
+    root = Path(kltest.__file__).parent
+    sources = [*root.glob("*.py"), *(path for room in MEASURING for path in (root / room).rglob("*.py"))]
+    read = [(str(path.relative_to(root)), path.read_bytes()) for path in sources if path.name not in SHOWING]
+    return digest(sorted((name, sha256(content).hexdigest()) for name, content in read))
+
+
+def _write(rows: Sequence[Row], folder: Path) -> None:
+    from kltest.scoreboard.pages import files
+
+    for name, content in files(rows).items():
+        write(folder / name, content)
+
+
+def _print(rows: Sequence[Row]) -> None:
+    from kltest.scoreboard.table import COLUMNS, frame
+
+    for title, group in frame(rows).groupby("title", sort=False):
+        print(f"\n{title}")
+        for line in group.to_dict("records"):
+            print(f"  {line['setting']}" + (f" ({line['mark']})" if line["mark"] else ""))
+            for column in ("one_step", "sequences", "off_policy", "checks", "logged"):
+                if line[column]:
+                    print(f"    {COLUMNS[column] + ':':12}{line[column]}")
+    print()
+
+
+def _print_changes(changed: Sequence[str], folder: Path) -> None:
+    head = "What changed since the recorded results" if changed else "Nothing changed since the recorded results"
+    print("\n".join(["", head + ".", *changed]))
+    items = [f"- {escape(one_line(each))}" for each in changed]
+    write(folder / "changes.md", "\n".join([f"# {head}", *([""] if items else []), *items]) + "\n")
+
+
+def _log(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
