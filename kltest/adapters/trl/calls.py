@@ -7,31 +7,31 @@ then run the real forward pass. `grpo_from_logprobs` replaces that pass by a lea
 
 from __future__ import annotations
 
-import ast
-import atexit
 import dataclasses
 import importlib
 import inspect
 import json
-import logging
-import shutil
-import tempfile
-import textwrap
 import warnings
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kltest.adapters.installed import costly
+from kltest.adapters.trl.parts import (
+    class_of,
+    folder,
+    quietly,
+    returned_values,
+    reward_given,
+    saved_model,
+    tokenizer,
+    version,
+)
 from kltest.errors import UsageError
-from kltest.loss.global_state import preserved
 
-# Words of the tokenizer: tokens of the environments, and as many prompts as a batch may have rollouts.
-TOKENS, PROMPTS = 64, 8192
 # Prompts have one, two and three tokens in turn.
 LENGTHS = 3
 RECIPES = "kltest.adapters.trl.recipes"
@@ -119,10 +119,10 @@ def trainer_with(kind, beta, settings, usual=None, *, recipe=None):
 
     Raises UsageError, naming argument and version, for a setting that its configuration does not have.
     """
-    known = {field.name for field in dataclasses.fields(_class(f"{kind}Config")) if field.init}
+    known = {field.name for field in dataclasses.fields(class_of(f"{kind}Config")) if field.init}
     for name in settings:
         if name not in known:
-            raise UsageError(f"{kind}Config of TRL {_version()} has no argument {name!r}, which this setting is about")
+            raise UsageError(f"{kind}Config of TRL {version()} has no argument {name!r}, which this setting is about")
     passed = {name: value for name, value in (usual or {}).items() if name in known}
     return _built(kind, float(beta), json.dumps({**passed, **settings}, sort_keys=True), recipe)
 
@@ -132,7 +132,7 @@ def _built(kind: str, beta: float, settings: str, recipe: str | None) -> Any:
     for dtype in (torch.float64, torch.float32):
         trainer = _built_in(kind, beta, json.loads(settings), recipe, dtype)
         try:
-            with _quietly():
+            with quietly():
                 _tried(trainer)
         except RuntimeError:
             # The kernels of some versions have no float64.
@@ -144,30 +144,29 @@ def _built(kind: str, beta: float, settings: str, recipe: str | None) -> Any:
 
 
 def _built_in(kind: str, beta: float, settings: dict[str, Any], recipe: str | None, dtype: torch.dtype) -> Any:
-    config, trainer = _class(f"{kind}Config"), _class(f"{kind}Trainer")
+    config, trainer = class_of(f"{kind}Config"), class_of(f"{kind}Trainer")
     if recipe is not None:
         trainer = getattr(importlib.import_module(RECIPES), recipe)
     known = inspect.signature(config).parameters
-    folder = _folder()
-    usual = {"output_dir": f"{folder}/out", "report_to": "none", "use_cpu": True, "bf16": False, "fp16": False}
+    usual = {"output_dir": f"{folder()}/out", "report_to": "none", "use_cpu": True, "bf16": False, "fp16": False}
     usual = {name: value for name, value in usual.items() if name in known}
     dataset = importlib.import_module("datasets").Dataset.from_list([{"prompt": "p1", "reward": 0.0}] * 2)
-    with _quietly():
-        model = _class("AutoModelForCausalLM", "transformers").from_pretrained(_saved(dtype), dtype=dtype)
+    with quietly():
+        model = class_of("AutoModelForCausalLM", "transformers").from_pretrained(saved_model(dtype), dtype=dtype)
         try:
             arguments = config(**{**usual, "beta": beta, **settings})
             built = trainer(
                 model=model,
-                reward_funcs=_reward,
+                reward_funcs=reward_given,
                 args=arguments,
                 train_dataset=dataset,
-                processing_class=_tokenizer(),
+                processing_class=tokenizer(),
             )
         except (ValueError, TypeError) as error:
-            raise UsageError(f"TRL {_version()} does not take these settings: {error}") from error
+            raise UsageError(f"TRL {version()} does not take these settings: {error}") from error
     for name in ("_generate_single_turn", "_generate_and_score_completions", "_compute_loss"):
         if not hasattr(built, name):
-            raise UsageError(f"{kind}Trainer of TRL {_version()} has no {name}, through which it is graded")
+            raise UsageError(f"{kind}Trainer of TRL {version()} has no {name}, through which it is graded")
     built.current_gradient_accumulation_steps = 1
     # Beside the completions generation returns their log-probs, which only an inference engine gives.
     built._generate_single_turn = lambda *_, **__: (
@@ -289,83 +288,12 @@ def _in_place_of_the_forward_pass(trainer: Any, logp: Tensor) -> Any:
         return logp, torch.zeros_like(logp.detach()), None
 
     home = type(trainer)._get_per_token_logps_and_entropies
-    parts = _returned(home)
+    parts = returned_values(home)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: scored()[:parts]
     try:
         yield
     finally:
         del trainer._get_per_token_logps_and_entropies
-
-
-def _returned(method: Any) -> int:
-    """Number of values that a method returns: log-probs and entropies, in some versions an auxiliary loss as well."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
-    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return max((len(value.elts) for value in found if isinstance(value, ast.Tuple)), default=2)
-
-
-def _reward(prompts: Any = None, completions: Any = None, reward: Any = None, **others: Any) -> Any:
-    return reward
-
-
-@contextmanager
-def _quietly() -> Any:
-    """Silence, and random states that are restored: building a trainer seeds all generators."""
-    importlib.import_module("transformers.utils.logging").disable_progress_bar()
-    silent = logging.root.manager.disable
-    with warnings.catch_warnings(), preserved(), ExitStack() as unwatched:
-        # A model is built on the device "meta" first, which function modes that follow each step cannot handle.
-        for _ in range(torch._C._len_torch_function_stack()):
-            unwatched.enter_context(torch.overrides._pop_mode_temporarily())
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(silent)
-
-
-@lru_cache(maxsize=1)
-def _folder() -> str:
-    folder = tempfile.mkdtemp(prefix="kltest-trl-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-@lru_cache(maxsize=2)
-def _saved(dtype: torch.dtype) -> str:
-    """A folder with a tabular model, from which trainers reload their reference."""
-    from kltest.adapters.tabular import TabularConfig, TabularLM
-
-    path = Path(_folder()) / str(dtype)
-    with _quietly():
-        model: Any = TabularLM(TabularConfig(vocab_size=2))
-        model.to(dtype).save_pretrained(path)
-    return str(path)
-
-
-@lru_cache(maxsize=1)
-def _tokenizer() -> Any:
-    from kltest.adapters.tabular import PROMPT
-
-    library = importlib.import_module("tokenizers")
-    words = {f"t{token}": token for token in range(TOKENS)} | {f"p{row}": PROMPT + row for row in range(PROMPTS)}
-    model = library.Tokenizer(library.models.WordLevel(words, unk_token="t0"))
-    model.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
-    fast = _class("PreTrainedTokenizerFast", "transformers")
-    # Masks mark the padding, so it may be any token: 0 exists in every environment.
-    return fast(tokenizer_object=model, pad_token="t0", eos_token="t0", unk_token="t0", padding_side="left")
-
-
-def _class(name: str, module: str = "trl") -> Any:
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"the installed {module} has no {name} that can be used here: {error}") from error
-
-
-def _version() -> str:
-    return str(getattr(importlib.import_module("trl"), "__version__", "of unknown version"))
 
 
 costly(grpo, grouped)
