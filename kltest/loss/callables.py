@@ -34,6 +34,8 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
     if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
         kind = "a generator" if inspect.isgeneratorfunction(inner) else "an async function"
         raise UsageError(f"{name} is {kind}; a loss is a plain function that returns its value")
+    if (schema := _schema(described_by)) is not None:
+        return function, schema
     try:
         return function, inspect.signature(described_by)
     except (ValueError, TypeError):
@@ -41,6 +43,24 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
             f"{name} is built in and does not say what its parameters are called; "
             "wrap it in a Python function: def loss(logp, ref_logp): return …"
         ) from None
+
+
+def _schema(function: Any) -> inspect.Signature | None:
+    """Return the parameters of a function compiled by `torch.jit`, of which Python knows nothing."""
+    if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
+        return None
+    schema: Any = function.schema
+    arguments = schema.arguments[isinstance(function, torch._C.ScriptMethod) :]
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in arguments
+        ]
+    )
 
 
 def _instance(kind: type, name: str) -> Any:
@@ -87,7 +107,8 @@ def name_of(function: Any) -> str:
     """Return the name of a callable: of a partial that of its function, of an object that of its class."""
     while isinstance(function, partial):
         function = function.func
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
+    name = function.name if isinstance(function, torch.jit.ScriptFunction) else getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) and name else type(function).__qualname__
 
 
 def kind_of(thing: Any) -> str:

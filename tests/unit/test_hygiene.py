@@ -20,6 +20,7 @@ from kltest.errors import TargetError
 from kltest.estimators import registry
 from kltest.loss.calling import bind
 from kltest.moments import NonDeterministicError, exact
+from kltest.moments.differentiate import Experiment
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
@@ -107,7 +108,7 @@ def test_a_mask_that_serves_something_else_leaves_padding_to_the_caller():
 
 
 def zones(loss, what="gradient", **call):
-    return Scan(bind(loss).for_experiments(), what, 3).zones()
+    return Scan(Experiment(bind(loss)), what, 3).zones()
 
 
 def test_the_dead_zone_of_the_clamped_k3_is_where_its_bounds_are_met():
@@ -148,7 +149,7 @@ def test_a_gradient_that_stands_still_is_a_plateau_and_its_bound_is_told():
         live = [part.where(mask != 0, 0.0).sum(-1) for part in (logp, ref_logp)]
         return torch.nn.functional.huber_loss(*live, delta=6.5)
 
-    below, above = Scan(bind(huber).for_experiments(), "gradient", 3).plateaus()
+    below, above = Scan(Experiment(bind(huber)), "gradient", 3).plateaus()
     assert (below.high, above.low) == pytest.approx((-6.5, 6.5), abs=1e-9)
     message = result("KL504", huber).message
     assert "summed over the sequence" in message
@@ -160,7 +161,7 @@ def test_what_stands_still_as_declared_is_no_plateau():
     def absolute(logp, ref_logp, mask):
         return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).abs() / 2
 
-    assert len(Scan(bind(absolute).for_experiments(), "gradient", 3).plateaus()) == 2
+    assert len(Scan(Experiment(bind(absolute)), "gradient", 3).plateaus()) == 2
     assert result("KL504", absolute, expect="total_variation").status == "pass"
     assert result("KL504", absolute).status == "pass", "another gradient everywhere, which KL105 says"
 
@@ -462,7 +463,6 @@ def test_what_changes_in_the_twelfth_call_only_is_found(batch, monkeypatch):
 
     monkeypatch.setattr(repeat, "usual_batch", lambda findings: batch)
     loss = bind(adapted)
-    findings = SimpleNamespace(
-        loss=SimpleNamespace(for_experiments=lambda: loss), observed=SimpleNamespace(nondeterministic=None)
-    )
+    measure = SimpleNamespace(experiment=lambda: Experiment(loss))
+    findings = SimpleNamespace(measure=measure, observed=SimpleNamespace(nondeterministic=None))
     assert "in call 12" in repeat._differs(findings).message

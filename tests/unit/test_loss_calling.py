@@ -137,12 +137,22 @@ class Scripted(torch.nn.Module):
         return (log_probs - ref_log_probs) ** 2 / 2
 
 
-def test_a_scripted_function_has_to_be_wrapped_and_a_scripted_module_has_not(rollout):
+def test_what_torch_compiled_is_called_by_the_names_in_its_schema(rollout):
     expected = gradient(bind(k2), rollout)
-    with pytest.raises(UsageError, match="wrap it in a Python function"):
-        bind(scripted)
-    torch.testing.assert_close(gradient(bind(lambda logp, ref_logp: scripted(logp, ref_logp)), rollout), expected)
+    torch.testing.assert_close(gradient(bind(scripted), rollout), expected)
     torch.testing.assert_close(gradient(bind(torch.jit.script(Scripted())), rollout), expected)
+    doubled = bind(scripted, Call(arguments={"scale": 1.0}))
+    torch.testing.assert_close(gradient(doubled, rollout), 2 * expected)
+    assert bind(scripted).name == "scripted"
+
+
+def test_a_compiled_function_names_what_it_lacks():
+    @torch.jit.script
+    def temperature(logp: torch.Tensor, temperature: float):
+        return logp / temperature
+
+    with pytest.raises(UsageError, match="temperature"):
+        bind(temperature)
 
 
 def test_an_unknown_parameter_is_named_with_what_can_be_filled():
@@ -447,7 +457,6 @@ def test_a_value_that_is_not_finite_is_located(bad, short):
 
 def test_no_gradient_is_no_error(short):
     cut = bind(lambda logp, ref_logp: k2(logp.detach(), ref_logp))(short)
-    assert not cut.objective.requires_grad
     assert not cut.objective.requires_grad
     assert bind(k2)(short).objective.requires_grad
 

@@ -504,10 +504,10 @@ def test_a_frame_has_a_row_per_gradient_with_names_and_numbers():
     assert list(empty.columns) == list(frame.columns)
 
 
-def test_grading_and_showing_need_no_pandas_and_no_template_for_text():
+def test_grading_and_showing_need_no_pandas():
     code = (
         "import sys, kltest; report = kltest.grade('k3-loss', environment='bandit', select='KL101'); str(report); "
-        "repr(report); assert not {'pandas', 'jinja2'} & set(sys.modules) - before, sys.modules"
+        "repr(report); assert 'pandas' not in set(sys.modules) - before"
     )
     start = "import sys, torch; before = set(sys.modules); "
     subprocess.run([sys.executable, "-c", start + code], check=True)
