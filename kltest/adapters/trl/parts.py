@@ -33,6 +33,7 @@ def returned_values(method: Any) -> int:
 
 
 def reward_given(prompts: Any = None, completions: Any = None, reward: Any = None, **others: Any) -> Any:
+    """Reward function of a trainer: the column `reward` of its data."""
     return reward
 
 
@@ -55,6 +56,7 @@ def quietly() -> Any:
 
 @lru_cache(maxsize=1)
 def folder() -> str:
+    """Return a temporary folder for models and trainers, removed when Python exits."""
     folder = tempfile.mkdtemp(prefix="kltest-trl-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -74,6 +76,7 @@ def saved_model(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=1)
 def tokenizer() -> Any:
+    """Return a tokenizer whose words are the tokens of the environments and the prompts."""
     from kltest.adapters.tabular import PROMPT
 
     library = importlib.import_module("tokenizers")
@@ -86,6 +89,7 @@ def tokenizer() -> Any:
 
 
 def class_of(name: str, module: str = "trl") -> Any:
+    """Return a class of TRL or of another module; UsageError if this version does not have it."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -93,4 +97,5 @@ def class_of(name: str, module: str = "trl") -> Any:
 
 
 def version() -> str:
+    """Return the installed version of TRL."""
     return str(getattr(importlib.import_module("trl"), "__version__", "of unknown version"))
