@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,12 @@ def held(folder: Path, *, shared: bool = False) -> Iterator[None]:
 
 
 def write(path: Path, content: str | bytes) -> Path:
-    """Replace a file's content in one step."""
+    """Replace a file's content in one step, and remove what killed processes left of earlier attempts."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{escape(path.name)}.*"):
+        if left.suffix[1:].isdigit() and not _alive(int(left.suffix[1:])):
+            left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -65,6 +69,16 @@ def write(path: Path, content: str | bytes) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 @lru_cache

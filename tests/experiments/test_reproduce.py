@@ -753,3 +753,13 @@ def test_the_version_of_a_result_changes_with_the_settings(checkout):
     before = Experiment(Checkout.find(), "roots").version
     (checkout / "experiments/roots/settings.py").write_text(SETTINGS.replace("12", "13"))
     assert Experiment(Checkout.find(), "roots").version != before
+
+
+def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead, living, other = (tmp_path / f".a.csv.{name}" for name in (ended.pid, os.getppid(), "kept"))
+    for path in (dead, living, other):
+        path.write_text("half")
+    write(tmp_path / "a.csv", "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.csv", living.name, other.name}
