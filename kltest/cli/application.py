@@ -13,22 +13,27 @@ from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
+import typer.main
 
 from kltest import __version__
 from kltest.errors import KltestError
 
 COMMANDS = {
-    "grade": "grade",
-    "list": "listing",
-    "explain": "explain",
-    "libraries": "libraries",
-    "finetune": "finetune",
-    "reproduce": "reproduce",
-    "run": "run",
-    "figures": "figures",
-    "paper": "paper",
+    "grade": ("grade", "Identify the gradient of a loss and compare it with the claim."),
+    "list": ("listing", "List estimators, named gradients, environments and checks."),
+    "explain": ("explain", "Describe a check, an estimator or a named gradient."),
+    "libraries": ("libraries", "Install real libraries and grade all their settings."),
+    "finetune": ("finetune", "Fine-tune a language model under a KL term; unbiased by default."),
+    "reproduce": ("reproduce", "Run every experiment and make all figures and the paper (in a checkout)."),
+    "run": ("run", "Run one experiment (in a checkout)."),
+    "figures": ("figures", "Draw every figure from the results (in a checkout)."),
+    "paper": ("paper", "Typeset the paper from the results (in a checkout)."),
 }
-"""The module of each command, in the order of `--help`; its function is `command`, the end of its help `EPILOG`."""
+"""The module of each command and its help, in the order of `--help`; the function is `command`, the end `EPILOG`.
+
+A command's module is imported when the command is called: `kltest --help` imports none.
+"""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, a quota, and a limit on the size of a file."""
@@ -92,6 +97,23 @@ def program(
     """Identify the gradient that a KL penalty follows: exactly, over every rollout of a small environment."""
 
 
+class LoadedWhenCalled(typer.core.TyperCommand):
+    """A command that has a name and a help, and imports its module when it is asked for its parameters or run."""
+
+    @functools.cached_property
+    def loaded(self) -> Any:
+        """The command made of its module."""
+        found = import_module(f"kltest.cli.{COMMANDS[str(self.name)][0]}")
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(self.name, epilog=getattr(found, "EPILOG", None))(answered(found.command))
+        return typer.main.get_command(alone)
+
+    # Setters ignore what Typer read from a function without parameters.
+    params = property(lambda self: self.loaded.params, lambda self, value: None)  # type: ignore[assignment]
+    callback = property(lambda self: self.loaded.callback, lambda self, value: None)  # type: ignore[assignment]
+    epilog = property(lambda self: self.loaded.epilog, lambda self, value: None)  # type: ignore[assignment]
+
+
 def _application() -> typer.Typer:
     made = typer.Typer(
         name="kltest",
@@ -102,9 +124,8 @@ def _application() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for name, module in COMMANDS.items():
-        found = import_module(f"kltest.cli.{module}")
-        made.command(name, epilog=getattr(found, "EPILOG", None))(answered(found.command))
+    for name, (_, text) in COMMANDS.items():
+        made.command(name, cls=LoadedWhenCalled, help=text)(lambda: None)
     return made
 
 

@@ -28,7 +28,6 @@ def command(
         bool, typer.Option("--demo", help="Run a check's pitfall in the smallest environment that shows it.")
     ] = False,
 ) -> int:
-    """Describe a check, an estimator or a named gradient."""
     from kltest.cli.destinations import say
 
     say((demonstrate(name) if demo else explain(name)).encode("utf-8"))

@@ -126,7 +126,6 @@ def command(
     ] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Say all settings and metrics.")] = False,
 ) -> int:
-    """Fine-tune a language model under a KL term; unbiased by default."""
     if list_only:
         return listing()
     given = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}

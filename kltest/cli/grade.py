@@ -67,7 +67,6 @@ def command(
     ] = False,
     **options: Any,
 ) -> int:
-    """Identify the gradient of a loss and compare it with the claim."""
     if allow_stale_excuses:
         print("kltest: --allow-stale-excuses is deprecated; write --allow-unexpected-passes", file=sys.stderr)
         options["allow_unexpected_passes"] = True

@@ -108,7 +108,6 @@ def command(
         str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results/libraries]")
     ] = None,
 ) -> int:
-    """Install real libraries and grade all their settings."""
     if wanted_program is not None:
         return program(wanted_program)
     if list_only:

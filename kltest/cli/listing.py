@@ -17,7 +17,6 @@ SAMPLERS = ("current", "stale")
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> int:
-    """List estimators, named gradients, environments and checks."""
     from kltest.cli.destinations import say
 
     say((as_json() if json else as_text()).encode("utf-8"))

@@ -6,7 +6,6 @@ from kltest.cli.common import Folder
 
 
 def command(output: Folder = None) -> int:
-    """Typeset the paper from the results (in a checkout)."""
     from kltest.reproduce import commands
 
     return commands.paper(output=output)

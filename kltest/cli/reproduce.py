@@ -17,7 +17,6 @@ def command(
     retry_failed: Retry = False,
     output: Folder = None,
 ) -> int:
-    """Run every experiment and make all figures and the paper (in a checkout)."""
     from kltest.reproduce import Request, commands
 
     request = Request(scale=scale, workers=workers, cluster=cluster, retry_failed=retry_failed)

@@ -8,6 +8,8 @@ import typer
 
 from kltest.cli.common import Cluster, Folder, Retry, Scale, Workers
 
+EPILOG = "With --set or --seeds its results stand beside those that the figures and the paper read."
+
 
 def command(
     experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="The name of a folder in experiments/.")],
@@ -22,10 +24,6 @@ def command(
     retry_failed: Retry = False,
     output: Folder = None,
 ) -> int:
-    """Run one experiment (in a checkout).
-
-    With --set or --seeds its results stand beside those that the figures and the paper read.
-    """
     from kltest.reproduce import Request, commands
 
     request = Request(scale, tuple(changes or ()), seeds, workers, cluster, retry_failed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 import sys
 import threading
@@ -14,10 +13,10 @@ from typing import Any
 
 from kltest.adapters import named
 from kltest.errors import UsageError
-from kltest.estimators import find
 from kltest.grading.bugs import note_bug
 from kltest.grading.isolation import Child, Kind, Output, Step
 from kltest.grading.options import DEFAULT_TIMEOUT, Options, checked
+from kltest.loss.names import named as named_loss
 from kltest.report import Report
 
 WAITING = 8
@@ -62,8 +61,9 @@ def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
     A misuse that shows only when the target is called comes as a report, of the kind "usage".
     """
     for job in jobs:
-        if re.fullmatch(r"[\w-]+", job.target.strip()):
-            find(job.target.strip())  # an unknown name is refused before torch is imported
+        if job.folder is not None and job.folder not in sys.path:
+            sys.path.append(job.folder)
+        named_loss(job.target)  # refuses unknown names, missing files and modules before torch is imported
     # Imported before children are forked, so that each has torch already.
     import kltest.grading.grader  # noqa: F401
 
@@ -91,8 +91,6 @@ def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
 
 def steps(job: Job) -> Iterator[Report | None]:
     """Resolve the target and fill its parameters in the child, then grade it there."""
-    if job.folder is not None and job.folder not in sys.path:
-        sys.path.append(job.folder)
     import torch
 
     # Threads cost more than they gain in environments this small, and a forked process cannot use its parent's.

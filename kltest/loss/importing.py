@@ -5,11 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
-import pkgutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -19,6 +15,7 @@ from typing import Any
 from kltest.errors import UsageError, did_you_mean
 from kltest.loss.callables import kind_of
 from kltest.loss.frames import describe, failure
+from kltest.loss.names import no_such_module, searching
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ def import_by_name(module: str) -> ModuleType:
             raise
         except BaseException as error:
             if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-                raise UsageError(_no_such_module(module, error.name)) from None
+                raise UsageError(no_such_module(module, error.name)) from None
             raise ImportFailedError(describe(error)) from error
 
 
@@ -125,29 +122,3 @@ def attribute(holder: Any, names: str, where: str) -> Found:
     if not callable(thing):
         raise UsageError(f"{where} is {kind_of(thing)} and cannot be called; name a function")
     return Found(thing, owner)
-
-
-@contextmanager
-def searching(folder: Path) -> Iterator[None]:
-    """Put `folder` first on the module search path, and leave it last there, so that late imports still find it."""
-    entry = str(folder)
-    sys.path.insert(0, entry)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)
-        if entry not in sys.path:
-            sys.path.append(entry)
-
-
-def _no_such_module(module: str, missing: str) -> str:
-    parent, _, last = missing.rpartition(".")
-    text = f"there is no module {module!r}" + (f": {parent} has no submodule {last!r}" if parent else "")
-    folders = getattr(sys.modules.get(parent), "__path__", []) if parent else [os.getcwd()]
-    if hint := did_you_mean(last, (found.name for found in pkgutil.iter_modules(folders))):
-        return f"{text}; {hint.strip()}"
-    return (
-        f"{text} here ({os.getcwd()}) or among the installed packages of {sys.executable}. "
-        "Install it there, or name a file: path/to/file.py:function"
-    )

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kltest.errors import UsageError, did_you_mean
-from kltest.estimators import find
+from kltest.errors import UsageError
 from kltest.loss.arguments import Stub
 from kltest.loss.calling import BoundLoss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Found, ImportFailedError, attribute, import_by_name, import_file, source_of
 from kltest.loss.lifting import lift
+from kltest.loss.names import is_dotted, named
 from kltest.loss.outcome import Call
 from kltest.loss.syntax import parse
-
-FORMS = "a registered name (k3-loss), package.module:function, or path/to/file.py:function"
 
 
 def resolve(text: str, call: Call | None = None) -> BoundLoss:
@@ -33,22 +30,12 @@ def resolve(text: str, call: Call | None = None) -> BoundLoss:
         TargetError: it exists and importing it fails.
     """
     call = call or Call()
-    text = text.strip()
-    file = re.fullmatch(r"(?P<path>.+\.py)(?::(?P<names>[^:/\\]*))?", text)
-    if file:
-        return _ready(text, _in_file(Path(file["path"]), file["names"] or ""), call)
-    if "/" in text or "\\" in text or (re.match(r"[A-Za-z]:", text) and not re.fullmatch(r"[A-Za-z]:[\w.]+", text)):
-        raise UsageError(f"{text!r} looks like a path; a loss in a file is path/to/file.py:function, a .py file")
-    if ":" in text:
-        module, _, names = text.partition(":")
-        if not (_dotted(module) and _dotted(names)):
-            raise UsageError(f"{text!r} is no loss; give {FORMS}")
-        return _ready(text, _in_module(module, names), call)
-    if "." in text and _dotted(text):
-        module, _, name = text.rpartition(".")
-        raise UsageError(f"{text!r}: a function is named behind a colon, {module}:{name}")
-    estimator = find(text)
-    return bind(estimator.function, call, estimator.spec.name, spec=estimator.spec)
+    found = named(text)
+    if found.estimator is not None:
+        return bind(found.estimator.function, call, found.estimator.spec.name, spec=found.estimator.spec)
+    if found.path is not None:
+        return _ready(text.strip(), _in_file(found.path, found.names), call)
+    return _ready(text.strip(), _in_module(found.module, found.names), call)
 
 
 def _ready(text: str, found: Found, call: Call) -> BoundLoss:
@@ -68,14 +55,7 @@ def _in_module(module: str, names: str) -> Found:
 
 
 def _in_file(path: Path, names: str) -> Found:
-    try:
-        there = path.is_file()
-    except OSError as error:
-        raise UsageError(f"{str(path)[:80]} … cannot be looked for: {error.strerror}") from None
-    if not there:
-        raise UsageError(_no_such_file(path))
-    path = path.resolve()
-    if not _dotted(names):
+    if not is_dotted(names):
         listed = ", ".join(_functions(path)) or "it defines none"
         raise UsageError(f"{path.name}: name a function of it, {path.name}:FUNCTION; {listed}")
     try:
@@ -102,17 +82,3 @@ def _functions(path: Path) -> Iterator[str]:
         for function in inner:
             if isinstance(function, ast.FunctionDef) and "__" not in function.name:
                 yield function.name if function is node else f"{getattr(node, 'name', '')}.{function.name}"
-
-
-def _no_such_file(path: Path) -> str:
-    folder = path.parent
-    if path.is_dir():
-        return f"{path} is a folder; name a .py file in it, {path}/FILE.py:FUNCTION"
-    if not folder.is_dir():
-        return f"there is no file {path}: the folder {folder} does not exist (seen from {Path.cwd()})"
-    near = did_you_mean(path.name, (entry.name for entry in folder.glob("*.py"))).strip()
-    return f"there is no file {path}; {near or f'looked in {folder.resolve()}'}"
-
-
-def _dotted(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))

@@ -19,6 +19,7 @@ from kltest import __version__
 from kltest.checks import CHECKS
 from kltest.cli import app
 from kltest.cli import grade as grade_command
+from kltest.cli.application import COMMANDS
 from kltest.estimators import registry
 from kltest.render.json import schema
 from kltest.report import Report
@@ -483,7 +484,7 @@ HEAVY = {"torch", "numpy", "scipy", "pandas", "matplotlib"}
 @pytest.mark.parametrize(
     ("arguments", "forbidden"),
     [
-        (["--help"], HEAVY),
+        (["--help"], HEAVY | {f"kltest.cli.{module}" for module, _ in COMMANDS.values()}),
         (["grade", "--help"], HEAVY),
         (["--version"], HEAVY),
         (["explain", "KL102"], {"torch", "pandas", "matplotlib"}),

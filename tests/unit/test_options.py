@@ -104,6 +104,10 @@ def test_a_configured_default_of_zero_is_overridden_by_a_zero(project):
 
 WRONG = [
     ["k3-los"],
+    ["missing.py:right"],
+    ["no_such_module:right"],
+    ["losses.py:right", "missing.py:right"],
+    ["right.losses"],
     ["k3-loss", "--expect", "revers_kl"],
     ["k3-loss", "--placement", "los"],
     ["k3-loss", "--environment", "bandits"],
