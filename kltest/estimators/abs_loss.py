@@ -1,6 +1,6 @@
 """The absolute log-ratio as a per-token loss."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="abs-loss",
@@ -10,12 +10,12 @@ SPEC = Spec(
     placement="loss",
     claims="a symmetric, bounded-gradient penalty on the distance from the reference",
     known_false=(
-        "it is no estimate of a KL: its gradient is twice total variation's, token by token, and as strong "
-        "however near the reference"
+        "it is no estimate of a KL: its gradient is twice total variation's, token by token, and as strong however "
+        "near the reference"
     ),
     identified={
         "current": {"bandit": {"total_variation": 2.0}, "tokens": {"local_total_variation": 2.0}},
-        "stale": {"bandit": None, "tokens": None},
+        "stale": UNNAMED,
     },
     per_token=True,
 )

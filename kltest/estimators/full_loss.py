@@ -7,8 +7,8 @@ SPEC = Spec(
     aliases=("full",),
     formula="Σ_t KL(π(·|s_t)‖ref(·|s_t))",
     source=(
-        "verl, trainer/ppo/core_algos.py, kl_penalty 'full'; Tang & Munos 2025 (arXiv 2506.09477) on the "
-        "partial gradient"
+        "verl, trainer/ppo/core_algos.py, kl_penalty 'full'; Tang & Munos 2025 (arXiv 2506.09477) on the partial "
+        "gradient"
     ),
     placement="loss",
     claims="the exact KL(π‖ref) of the next token, without sampling noise in the action",

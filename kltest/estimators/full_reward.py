@@ -10,8 +10,8 @@ SPEC = Spec(
     credit="to-go",
     claims="the exact KL(π‖ref) as a cost, without sampling noise in the action",
     known_false=(
-        "a token is charged for where it leads, not for its own KL: zero on a bandit; it needs the exact KL "
-        "in the loss beside it"
+        "a token is charged for where it leads, not for its own KL: zero on a bandit; it needs the exact KL in the "
+        "loss beside it"
     ),
     identified={
         "current": {"bandit": {"zero": 1.0}, "tokens": {"future_reverse_kl": 1.0}},

@@ -1,7 +1,7 @@
 """k1 in the reward, less the mean over the group, the rollout itself included."""
 
 from kltest.estimators.grouping import group_sum
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
 
 SPEC = Spec(
     name="group-mean",
@@ -13,10 +13,7 @@ SPEC = Spec(
         "the baseline contains the rollout that it is subtracted from: 1 − 1/n of the gradient, three quarters of it "
         "in groups of four"
     ),
-    identified={
-        "current": {"bandit": {"reverse_kl": 0.75}, "tokens": {"reverse_kl": 0.75}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": everywhere({"reverse_kl": 0.75}), "stale": UNNAMED},
     couples=True,
 )
 

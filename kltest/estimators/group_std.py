@@ -1,7 +1,7 @@
 """k1 in the reward of advantages that are divided by their group's standard deviation."""
 
 from kltest.estimators.grouping import group_sum
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="group-std",
@@ -16,7 +16,7 @@ SPEC = Spec(
         "in a group of equal task rewards β cancels: the push is the same for every β > 0; elsewhere it is not "
         "proportional to β"
     ),
-    identified={"current": {"bandit": None, "tokens": None}, "stale": {"bandit": None, "tokens": None}},
+    identified={"current": UNNAMED, "stale": UNNAMED},
     couples=True,
 )
 

@@ -1,6 +1,6 @@
 """k1 in the reward, every token charged with the whole return."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
 
 SPEC = Spec(
     name="k1-reward",
@@ -9,10 +9,7 @@ SPEC = Spec(
     placement="reward",
     claims="the gradient of the sequence-level KL(π‖ref)",
     known_false="off-policy it is biased without the full-sequence ratio",
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
     per_token=True,
 )
 

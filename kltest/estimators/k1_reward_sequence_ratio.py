@@ -1,21 +1,18 @@
 """k1 in the reward with the full-sequence ratio."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k1-reward-sequence-ratio",
     formula="Σ_t log π_t · sg(ρ_(1:L) Σ_s u_s)",
     source=(
-        "importance sampling of k1 in the reward (Tang & Munos 2025, arXiv 2506.09477; Shah et al. 2025, "
-        "arXiv 2512.21852)"
+        "importance sampling of k1 in the reward (Tang & Munos 2025, arXiv 2506.09477; Shah et al. 2025, arXiv "
+        "2512.21852)"
     ),
     placement="reward",
     claims="the gradient of the sequence-level KL(π‖ref), whatever the sampler",
     known_false="nothing about its expectation; its variance grows exponentially with the length",
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-        "stale": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-    },
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": everywhere({"reverse_kl": 1.0})},
 )
 
 

@@ -1,26 +1,23 @@
 """k1 in the reward from the sampler's log-probs, with the full-sequence ratio."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k1-reward-stale",
     formula="Σ_t log π_t · sg(ρ_(1:L) Σ_s (log μ_s − log ref_s))",
     source=(
-        "verl, trainer/ppo/ray_trainer.py, apply_kl_penalty: the KL of the reward is taken once, from the "
-        "sampler's log-probs"
+        "verl, trainer/ppo/ray_trainer.py, apply_kl_penalty: the KL of the reward is taken once, from the sampler's "
+        "log-probs"
     ),
     placement="reward",
     claims="k1 in the reward",
     known_false=(
-        "the policy that is regularised is the sampler: off-policy the gradient lacks that of KL(π‖μ), "
-        "however exact the ratio"
+        "the policy that is regularised is the sampler: off-policy the gradient lacks that of KL(π‖μ), however exact "
+        "the ratio"
     ),
     identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-        "stale": {
-            "bandit": {"reverse_kl": 1.0, "to_sampler_kl": -1.0},
-            "tokens": {"reverse_kl": 1.0, "to_sampler_kl": -1.0},
-        },
+        "current": everywhere({"reverse_kl": 1.0}),
+        "stale": everywhere({"reverse_kl": 1.0, "to_sampler_kl": -1.0}),
     },
     off_policy_only=True,
 )

@@ -1,6 +1,6 @@
 """k1 in the reward, a token charged with its own and all later log-ratios."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
 
 SPEC = Spec(
     name="k1-reward-to-go",
@@ -9,11 +9,8 @@ SPEC = Spec(
     placement="reward",
     credit="to-go",
     claims="the gradient of the sequence-level KL(π‖ref), with less noise than the whole return",
-    known_false="off-policy it is biased without prefix ratios; in some worlds the whole return is the less noisy",
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    known_false="off-policy it is biased without prefix ratios; in some environments the whole return is less noisy",
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
     per_token=True,
 )
 

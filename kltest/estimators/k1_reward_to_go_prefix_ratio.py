@@ -1,28 +1,25 @@
 """k1 in the reward to go, each log-ratio weighted by its prefix ratio."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k1-reward-to-go-prefix-ratio",
     formula="Σ_t log π_t · sg(Σ_(s≥t) ρ_(1:s) u_s)",
     source=(
-        "per-decision importance weights after Precup, Sutton & Singh 2000 (Eligibility Traces for Off-Policy "
-        "Policy Evaluation), on k1 in the reward"
+        "per-decision importance weights after Precup, Sutton & Singh 2000 (Eligibility Traces for Off-Policy Policy "
+        "Evaluation), on k1 in the reward"
     ),
     placement="reward",
     credit="to-go",
     claims=(
-        "the gradient of the sequence-level KL(π‖ref), whatever the sampler, with less noise than the "
-        "full-sequence ratio"
+        "the gradient of the sequence-level KL(π‖ref), whatever the sampler, with less noise than the full-sequence "
+        "ratio"
     ),
     known_false=(
-        "nothing about its expectation; its variance still grows with the length, and in rollouts of a few tokens "
-        "it can be the noisier of the two"
+        "nothing about its expectation; its variance still grows with the length, and in rollouts of a few tokens it "
+        "can be the noisier of the two"
     ),
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-        "stale": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-    },
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": everywhere({"reverse_kl": 1.0})},
 )
 
 

@@ -1,25 +1,19 @@
 """k2 as a per-token loss: half the squared log-ratio."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="k2-loss",
-    aliases=(
-        "k2",
-        "mse",
-    ),
+    aliases=("k2", "mse"),
     formula="Σ_t u_t²/2",
     source="Schulman 2020 for the value; Liu et al. 2025 (arXiv 2510.01555) for the gradient",
     placement="loss",
     claims="the gradient of KL(π‖ref): as a loss, what k1 is in the reward",
     known_false=(
-        "the value is biased; on sequences no token answers for the KL of those after it; off-policy no ratio "
-        "corrects it"
+        "the value is biased; on sequences no token answers for the KL of those after it; off-policy no ratio corrects "
+        "it"
     ),
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}}, "stale": UNNAMED},
     per_token=True,
 )
 

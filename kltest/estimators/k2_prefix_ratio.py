@@ -6,14 +6,14 @@ SPEC = Spec(
     name="k2-prefix-ratio",
     formula="Σ_t sg(ρ_(1:t)) u_t²/2,  ρ_(1:t) = Π_(s≤t) ρ_s",
     source=(
-        "per-decision importance weights after Precup, Sutton & Singh 2000 (Eligibility Traces for Off-Policy "
-        "Policy Evaluation)"
+        "per-decision importance weights after Precup, Sutton & Singh 2000 (Eligibility Traces for Off-Policy Policy "
+        "Evaluation)"
     ),
     placement="loss",
     claims="k2 as if on-policy, whatever the sampler",
     known_false=(
-        "the sampler is corrected for in full, yet on sequences no token answers for the KL of those after "
-        "it; the weights' variance grows with the length"
+        "the sampler is corrected for in full, yet on sequences no token answers for the KL of those after it; the "
+        "weights' variance grows with the length"
     ),
     identified={
         "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}},

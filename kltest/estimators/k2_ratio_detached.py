@@ -10,8 +10,8 @@ SPEC = Spec(
     placement="loss",
     claims="the gradient of KL(π‖ref), corrected for the sampler",
     known_false=(
-        "on sequences the gradient leaves out what a token does to the KL of those after it; off-policy the "
-        "prefixes stay the sampler's"
+        "on sequences the gradient leaves out what a token does to the KL of those after it; off-policy the prefixes "
+        "stay the sampler's"
     ),
     identified={
         "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}},

@@ -1,6 +1,6 @@
 """k3 in the loss and in the reward."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
 
 SPEC = Spec(
     name="k3-both",
@@ -11,10 +11,7 @@ SPEC = Spec(
     known_false=(
         "only with the full coefficient in both places; off-policy it is biased without the full-sequence ratio"
     ),
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
     per_token=True,
 )
 

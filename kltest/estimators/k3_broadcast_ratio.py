@@ -9,8 +9,8 @@ SPEC = Spec(
     placement="loss",
     claims="k3 with its importance correction, at the level of the sequence",
     known_false=(
-        "on-policy at a fixed length T it follows the forward KL's token-by-token gradient, 1/T of the way "
-        "towards the reverse KL's; off-policy, for T > 1, it is biased further, about as much as without a ratio"
+        "on-policy at a fixed length T it follows the forward KL's token-by-token gradient, 1/T of the way towards the "
+        "reverse KL's; off-policy, for T > 1, it is biased further, about as much as without a ratio"
     ),
     identified={
         "current": {

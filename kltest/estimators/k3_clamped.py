@@ -1,6 +1,6 @@
 """k3 as a per-token loss, its log-ratio and its value clamped."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="k3-clamped",
@@ -10,13 +10,10 @@ SPEC = Spec(
     placement="loss",
     claims="k3, made safe against overflow",
     known_false=(
-        "where the clamp is silent it is k3 as a loss, the forward KL's gradient; at u below −2.6 or above 11 "
-        "it has no gradient at all, just where the policy is furthest from the reference"
+        "if the clamp is silent it is k3 as a loss, the forward KL's gradient; at u below −2.6 or above 11 it has "
+        "no gradient at all, just where the policy is furthest from the reference"
     ),
-    identified={
-        "current": {"bandit": {"forward_kl": 1.0}, "tokens": {"local_forward_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": {"bandit": {"forward_kl": 1.0}, "tokens": {"local_forward_kl": 1.0}}, "stale": UNNAMED},
     per_token=True,
 )
 

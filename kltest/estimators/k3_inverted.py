@@ -1,6 +1,6 @@
 """k3 with its ratio upside down, as a per-token loss."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="k3-inverted",
@@ -9,13 +9,10 @@ SPEC = Spec(
     placement="loss",
     claims="k3: non-negative and of low variance",
     known_false=(
-        "it would be k3 for samples from the reference; for samples from the policy its value is χ²(π‖ref) − "
-        "KL(π‖ref) and it follows ½χ²(π‖ref), token by token"
+        "it would be k3 for samples from the reference; for samples from the policy its value is χ²(π‖ref) − KL(π‖ref) "
+        "and it follows ½χ²(π‖ref), token by token"
     ),
-    identified={
-        "current": {"bandit": {"chi_square": 1.0}, "tokens": {"local_chi_square": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": {"bandit": {"chi_square": 1.0}, "tokens": {"local_chi_square": 1.0}}, "stale": UNNAMED},
     per_token=True,
 )
 

@@ -1,6 +1,6 @@
 """k3 as a per-token loss (GRPO)."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="k3-loss",
@@ -10,10 +10,7 @@ SPEC = Spec(
     placement="loss",
     claims="an unbiased, non-negative, low-variance estimate of KL(π‖ref)",
     known_false="the value is unbiased; its gradient is the forward KL's, token by token",
-    identified={
-        "current": {"bandit": {"forward_kl": 1.0}, "tokens": {"local_forward_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": {"bandit": {"forward_kl": 1.0}, "tokens": {"local_forward_kl": 1.0}}, "stale": UNNAMED},
     per_token=True,
 )
 

@@ -1,6 +1,6 @@
 """k3 of the whole sequence's log-ratio, as a loss."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
 
 SPEC = Spec(
     name="k3-loss-sequence",
@@ -11,10 +11,7 @@ SPEC = Spec(
     known_false=(
         "the value is unbiased; its gradient is that of KL(ref‖π), and the weight e^(−Σu) grows with the length"
     ),
-    identified={
-        "current": {"bandit": {"forward_kl": 1.0}, "tokens": {"forward_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": everywhere({"forward_kl": 1.0}), "stale": UNNAMED},
 )
 
 

@@ -6,8 +6,8 @@ SPEC = Spec(
     name="k3-ratio-detached",
     formula="Σ_t sg(ρ_t) (w_t − 1 + u_t)",
     source=(
-        "Zhang et al. 2025 (RPG, arXiv 2505.17508) on what the ratio must weight; DeepSeek-V3.2 (arXiv "
-        "2512.02556), Eq. 7, with the ratio detached"
+        "Zhang et al. 2025 (RPG, arXiv 2505.17508) on what the ratio must weight; DeepSeek-V3.2 (arXiv 2512.02556), "
+        "Eq. 7, with the ratio detached"
     ),
     placement="loss",
     claims="k3 with its importance correction",

@@ -1,6 +1,6 @@
 """k3 in the reward, every token charged with the whole return."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="k3-reward",
@@ -9,15 +9,15 @@ SPEC = Spec(
     placement="reward",
     claims="an unbiased, non-negative, low-variance KL penalty in the reward",
     known_false=(
-        "the value is unbiased; w depends on the policy, so the gradient lacks the forward KL's, token by "
-        "token, and vanishes to first order near the reference at T = 1"
+        "the value is unbiased; w depends on the policy, so the gradient lacks the forward KL's, token by token, and "
+        "vanishes to first order near the reference at T = 1"
     ),
     identified={
         "current": {
             "bandit": {"reverse_kl": 1.0, "forward_kl": -1.0},
             "tokens": {"reverse_kl": 1.0, "local_forward_kl": -1.0},
         },
-        "stale": {"bandit": None, "tokens": None},
+        "stale": UNNAMED,
     },
     per_token=True,
 )

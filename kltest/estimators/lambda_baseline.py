@@ -1,6 +1,6 @@
 """k1 plus λ of the control variate w − 1, in the loss and in the reward."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
 
 SPEC = Spec(
     name="lambda-baseline",
@@ -9,13 +9,10 @@ SPEC = Spec(
     placement="both",
     claims="the gradient of the sequence-level KL(π‖ref), its variance tuned by λ",
     known_false=(
-        "the λ of the least noisy value is not that of the least noisy gradient; off-policy it is biased "
-        "without the full-sequence ratio"
+        "the λ of the least noisy value is not that of the least noisy gradient; off-policy it is biased without the "
+        "full-sequence ratio"
     ),
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
     per_token=True,
 )
 

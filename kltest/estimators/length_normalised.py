@@ -1,20 +1,20 @@
 """Sequence-level k2 divided by each sequence's own length, as a loss."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="length-normalised",
     aliases=("length-normalized",),
     formula="(Σ_t u_t)²/(2L)",
     source=(
-        "Shao et al. 2024 (DeepSeekMath, GRPO) divides each response's loss by its length; Liu et al. 2025 "
-        "(Dr. GRPO, arXiv 2503.20783) on the bias"
+        "Shao et al. 2024 (DeepSeekMath, GRPO) divides each response's loss by its length; Liu et al. 2025 (Dr. GRPO, "
+        "arXiv 2503.20783) on the bias"
     ),
     placement="loss",
     claims="the KL(π‖ref) per token",
     known_false=(
-        "1/T of the reverse KL's gradient at a fixed length T; when lengths vary, ∇E[(Σu − 1)/L]: long "
-        "answers are regularised less"
+        "1/T of the reverse KL's gradient at a fixed length T; when lengths vary, ∇E[(Σu − 1)/L]: long answers are "
+        "regularised less"
     ),
     identified={
         "current": {
@@ -23,7 +23,7 @@ SPEC = Spec(
             "ragged": None,
             "mdp": {"reverse_kl": 1 / 3},
         },
-        "stale": {"bandit": None, "tokens": None},
+        "stale": UNNAMED,
     },
 )
 

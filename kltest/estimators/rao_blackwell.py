@@ -1,6 +1,6 @@
 """The Rao–Blackwellised gradient: exact next-token KL as loss, and in the reward of what led to it."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="rao-blackwell",
@@ -11,13 +11,10 @@ SPEC = Spec(
     credit="to-go",
     claims="the gradient of the sequence-level KL(π‖ref), with the sampling noise of each action taken out",
     known_false=(
-        "not always less noisy than sampling: for two tokens and more the variance can grow; off-policy it "
-        "needs prefix ratios"
+        "not always less noisy than sampling: for two tokens and more the variance can grow; off-policy it needs "
+        "prefix ratios"
     ),
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl": 1.0}},
-        "stale": {"bandit": {"reverse_kl": 1.0}, "tokens": None},
-    },
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": {"bandit": {"reverse_kl": 1.0}, "tokens": None}},
 )
 
 

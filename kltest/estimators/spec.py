@@ -10,7 +10,7 @@ names that module as an entry point in the group `kltest.estimators`:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pkgutil import iter_modules
@@ -23,6 +23,14 @@ Credit = Literal["return", "to-go", "immediate"]
 Combination = Mapping[str, float]
 ENVIRONMENTS = ("bandit", "sequence", "ragged", "mdp")
 SAMPLERS = ("current", "stale")
+
+
+def everywhere(combination: Combination | None) -> Mapping[str, Combination | None]:
+    """Return the row of `Spec.identified` that says the same of a bandit and of tokens; None: unnamed."""
+    return {"bandit": combination, "tokens": combination}
+
+
+UNNAMED = everywhere(None)
 
 
 @dataclass(frozen=True)
@@ -53,25 +61,23 @@ class Spec:
     couples: bool = False
 
     def __post_init__(self) -> None:
-        environments = {environment for row in self.identified.values() for environment in row}
-        empty = [name for row in self.identified.values() for name, named in row.items() if named == {}]
-        problem = None
-        if not self.name or _normal(self.name) != self.name or any(character.isspace() for character in self.name):
-            problem = "a name is in lower case, with hyphens and without spaces"
-        elif self.placement not in get_args(Placement):
-            problem = f"placement {self.placement!r} is none of {', '.join(get_args(Placement))}"
-        elif self.credit not in get_args(Credit):
-            problem = f"credit {self.credit!r} is none of {', '.join(get_args(Credit))}"
-        elif unknown := set(self.identified) - set(SAMPLERS):
-            problem = f"identified[{sorted(unknown)[0]!r}]: samplers are {', '.join(SAMPLERS)}"
-        elif unknown := environments - {*ENVIRONMENTS, "tokens"}:
-            problem = f"identified[…][{sorted(unknown)[0]!r}]: environments are {', '.join(ENVIRONMENTS)}, or tokens"
-        elif empty:
-            problem = (
-                f"identified[…][{empty[0]!r}] is empty: say {{'zero': 1.0}} for no gradient, None for none to name"
-            )
-        if problem:
+        for problem in self._problems():
             raise UsageError(f"the SPEC of estimator {self.name!r}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        if not self.name or _normal(self.name) != self.name or any(character.isspace() for character in self.name):
+            yield "a name is in lower case, with hyphens and without spaces"
+        for what, kinds in (("placement", get_args(Placement)), ("credit", get_args(Credit))):
+            if (value := getattr(self, what)) not in kinds:
+                yield f"{what} {value!r} is none of {', '.join(kinds)}"
+        for sampler, row in sorted(self.identified.items()):
+            if sampler not in SAMPLERS:
+                yield f"identified[{sampler!r}]: samplers are {', '.join(SAMPLERS)}"
+            for name, combination in sorted(row.items()):
+                if name not in (*ENVIRONMENTS, "tokens"):
+                    yield f"identified[…][{name!r}]: environments are {', '.join(ENVIRONMENTS)}, or tokens"
+                if combination == {}:
+                    yield f"identified[…][{name!r}] is empty: say {{'zero': 1.0}} for no gradient, None for unnamed"
 
     def expectation(self, environment: str, sampler: str) -> Combination | None:
         """Return the combination that this estimator must be identified as, or None."""
@@ -124,8 +130,7 @@ def registry() -> dict[str, Estimator]:
 def find(name: str) -> Estimator:
     """Return the estimator with a name or alias. Raises UsageError, with the nearest names, if there is none."""
     known = registry()
-    owner = _owner(name)
-    if owner is not None:
+    if (owner := _owner(name)) is not None:
         return known[owner]
     names = [label for entry in known.values() for label in (entry.spec.name, *entry.spec.aliases)]
     hint = did_you_mean(_normal(name), names).strip() or "`kltest list` shows them all."
@@ -157,10 +162,7 @@ def _load_entry_points() -> None:
 
 def _owner(name: str) -> str | None:
     wanted = _normal(name)
-    return next(
-        (key for key, entry in _REGISTRY.items() if wanted in (key, *map(_normal, entry.spec.aliases))),
-        None,
-    )
+    return next((key for key, entry in _REGISTRY.items() if wanted in (key, *map(_normal, entry.spec.aliases))), None)
 
 
 def _normal(name: str) -> str:
@@ -168,5 +170,5 @@ def _normal(name: str) -> str:
 
 
 def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Return whether both are the same function, its module perhaps executed twice."""
+    """True for the same function, its module perhaps executed twice."""
     return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)

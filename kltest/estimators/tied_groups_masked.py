@@ -1,7 +1,7 @@
 """Sequence-level k2, left out in groups whose rewards are all the same."""
 
 from kltest.estimators.grouping import group_sum
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="tied-groups-masked",
@@ -10,17 +10,17 @@ SPEC = Spec(
     placement="loss",
     claims="a KL penalty that is not spent on groups that teach nothing",
     known_false=(
-        "the KL term of tied groups belongs to the gradient of the regularised objective: what is lost is "
-        "E[1{tied}·KL term], all of it in groups of one"
+        "the KL term of tied groups belongs to the gradient of the regularised objective: what is lost is E[1{tied}·KL "
+        "term], all of it in groups of one"
     ),
-    identified={"current": {"bandit": None, "tokens": None}, "stale": {"bandit": None, "tokens": None}},
+    identified={"current": UNNAMED, "stale": UNNAMED},
     couples=True,
 )
 
 
 @register(SPEC)
 def tied_groups_masked(logp, ref_logp, mask, reward, group):
-    """½(Σu)² where the group's rewards differ, else 0. Gradient: ∇KL − E[1{tied}·Σu·Σg]. (B, T) → (B,)."""
+    """½(Σu)² if the group's rewards differ, else 0. Gradient: ∇KL − E[1{tied}·Σu·Σg]. (B, T) → (B,)."""
     u = (logp - ref_logp).where(mask != 0, 0.0).sum(dim=1)
     mean = group_sum(reward, group) / group_sum(reward.new_ones(len(reward)), group)
     differs = ((reward - mean).abs() > 1e-9).to(u.dtype)

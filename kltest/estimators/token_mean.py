@@ -1,6 +1,6 @@
 """Per-token k2 averaged over all live tokens of the batch."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="token-mean",
@@ -9,8 +9,8 @@ SPEC = Spec(
     placement="loss",
     claims="every token counts the same",
     known_false=(
-        "one rollout's weight depends on the lengths of the others in its batch, so that the gradient depends "
-        "on the batch's size"
+        "one rollout's weight depends on the lengths of the others in its batch, so that the gradient depends on the "
+        "batch's size"
     ),
     identified={
         "current": {
@@ -19,7 +19,7 @@ SPEC = Spec(
             "ragged": None,
             "mdp": {"local_reverse_kl": 1 / 3},
         },
-        "stale": {"bandit": None, "tokens": None},
+        "stale": UNNAMED,
     },
     couples=True,
 )

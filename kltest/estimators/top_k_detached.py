@@ -1,6 +1,6 @@
 """Exact KL over the policy's k likeliest tokens, its log-ratio detached, plus a sampled tail."""
 
-from kltest.estimators.spec import Spec, register
+from kltest.estimators.spec import UNNAMED, Spec, register
 
 SPEC = Spec(
     name="top-k-detached",
@@ -10,13 +10,10 @@ SPEC = Spec(
     placement="loss",
     claims="unbiased value and unbiased gradient of the next-token KL(π‖ref) at any k",
     known_false=(
-        "on sequences the gradient leaves out what a token does to the KL of those after it; off-policy the "
-        "tail needs the token's ratio"
+        "on sequences the gradient leaves out what a token does to the KL of those after it; off-policy the tail needs "
+        "the token's ratio"
     ),
-    identified={
-        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}},
-        "stale": {"bandit": None, "tokens": None},
-    },
+    identified={"current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}}, "stale": UNNAMED},
     per_token=True,
 )
 
@@ -25,7 +22,7 @@ SPEC = Spec(
 def top_k_detached(logits, ref_logits, logp, ref_logp, tokens, k=2):
     """Σ_head π·sg(u) + 1{token in the tail}·u, per token. Value: KL(π‖ref). Gradient: u·g. (B, T, V) → (B, T).
 
-    The head is the k likeliest tokens under the policy (all of them where k ≥ V), held fixed.
+    The head is the k likeliest tokens under the policy (all of them if k ≥ V), held fixed.
     """
     log_head, top = logits.topk(min(k, logits.shape[-1]), dim=-1)
     head = (log_head.exp() * (log_head - ref_logits.gather(-1, top)).detach()).sum(dim=-1)

@@ -99,7 +99,7 @@ def dynamic(
     pairs = call_on_pairs(loss, instance, sampler, padding, seed)
     compare(loss, instance, sampler, pairs, padding, seed)
     horizon = Horizon(instance.environment, chances)
-    visits = horizon.visits()[:, None]
+    visits = horizon.visits[:, None]
     table = visits * chances * pairs.sampled
     if pairs.full is not None:
         table += visits * pairs.full

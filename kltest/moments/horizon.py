@@ -1,7 +1,7 @@
 """Sums over the visits of a stationary policy up to a horizon, by products with sparse matrices.
 
 d_t(c) is the probability of context c at time t, and M(c, c') = Σ_v π(v|c)·P(c'|c, v). The sums below multiply by M
-once a step, forward, backward or both, and need (C, V) tables once in all. Only d_t is kept for each time step.
+once a step, forward, backward or both, and need (C, V) tables once in all.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from scipy import sparse
 from kltest.environments import Environment
 from kltest.environments.policies import score_norms, softmax_gradient
 from kltest.errors import InvalidEnvironmentError
+from kltest.truth.recursions import backwards
 
-# Visits of all time steps are kept up to this many bytes; beyond it only every √T-th, and the others are recomputed.
+# Bytes that the visits between all pairs of contexts may take.
 MEMORY = 2**28
 
 
 class Horizon:
-    """Visits of a policy with probabilities `chances` (C, V) in an environment."""
+    """Visits of a policy with probabilities `chances` (C, V) in an environment; `visits` (C,) is Σ_t d_t."""
 
     def __init__(self, environment: Environment, chances: np.ndarray) -> None:
         self.environment = environment
@@ -29,13 +30,10 @@ class Horizon:
         self._onward = environment.transition
         self._step = self._mixed(chances)
         self._back = self._step.T
-
-    def visits(self) -> np.ndarray:
-        """(C,) Σ_t d_t."""
-        total = np.zeros(len(self.chances))
+        self.visits, self._steps = np.zeros(len(chances)), 0
         for visit in self._forward():
-            total += visit
-        return total
+            self.visits += visit
+            self._steps += 1
 
     def following(self, cost: np.ndarray) -> np.ndarray:
         """(C, V) Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v]: the later costs of a token."""
@@ -73,7 +71,7 @@ class Horizon:
             InvalidEnvironmentError: The visits from every context to every other do not fit into MEMORY.
         """
         environment, (contexts, vocabulary) = self.environment, policy.shape
-        own = float((self.visits()[:, None] * self.chances * moved**2 * score_norms(policy)).sum())
+        own = float((self.visits[:, None] * self.chances * moved**2 * score_norms(policy)).sum())
         if environment.tree:
             return own
         if contexts**2 * 8 > MEMORY:
@@ -103,9 +101,10 @@ class Horizon:
         pointers = onward.indptr[::vocabulary].copy()
         return sparse.csr_array((onward.data * rows, onward.indices, pointers), shape=(contexts, contexts))
 
-    def _forward(self, first: np.ndarray | None = None, steps: int | None = None) -> Iterator[np.ndarray]:
-        visit = self.environment.start_distribution() if first is None else first
-        for step in range(self.environment.horizon if steps is None else steps):
+    def _forward(self) -> Iterator[np.ndarray]:
+        """Yield d_0, d_1, … until the horizon, or until every rollout has ended."""
+        visit = self.environment.start_distribution()
+        for step in range(self.environment.horizon):
             if step:
                 visit = self._back @ visit
             if not visit.any():
@@ -113,10 +112,5 @@ class Horizon:
             yield visit
 
     def _backward(self) -> Iterator[np.ndarray]:
-        """…, d_1, d_0, from the last time step at which anything is visited."""
-        horizon, contexts = self.environment.horizon, len(self.chances)
-        stride = 1 if horizon * contexts * 8 <= MEMORY else isqrt(horizon - 1) + 1
-        kept = [visit for step, visit in enumerate(self._forward()) if step % stride == 0]
-        for index in reversed(range(len(kept))):
-            steps = min(stride, horizon - index * stride)
-            yield from reversed(list(self._forward(kept[index], steps)) if stride > 1 else [kept[index]])
+        """Yield the same, last time step first."""
+        return backwards(lambda visit: self._back @ visit, self.environment.start_distribution(), self._steps)

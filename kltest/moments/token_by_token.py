@@ -76,5 +76,5 @@ def _apart(instance: Instance, sampler: str, weights: np.ndarray, pairs: Pairs) 
 
 def _shared(instance: Instance, sampler: str, weights: np.ndarray, pairs: Pairs) -> tuple[np.ndarray, float]:
     horizon = Horizon(instance.environment, np.exp(instance.behaviour(sampler)))
-    table = horizon.visits()[:, None] * horizon.chances * pairs.sampled
+    table = horizon.visits[:, None] * horizon.chances * pairs.sampled
     return softmax_gradient(table, instance.policy), horizon.second_moment(pairs.sampled, instance.policy)

@@ -12,19 +12,19 @@ from kltest.truth.atlas import ATLAS, NamedGradient
 from kltest.truth.combination import combine, parse, plain, render
 
 if TYPE_CHECKING:
-    from kltest.truth.autograd import gradient_again
+    from kltest.truth.autograd import gradient_again, value_again
     from kltest.truth.fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
     from kltest.truth.gradients import gradient
     from kltest.truth.jacobians import asymmetry, jacobian
     from kltest.truth.regularised import Optimum, optimum
-    from kltest.truth.values import VALUES, value, value_again
+    from kltest.truth.values import VALUES, value
 
 _HOMES = {
     "gradient": "gradients",
     "gradient_again": "autograd",
     "VALUES": "values",
     "value": "values",
-    "value_again": "values",
+    "value_again": "autograd",
     "Optimum": "regularised",
     "optimum": "regularised",
     "token_k2_fixed_point": "fixed_points",

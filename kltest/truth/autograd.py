@@ -1,4 +1,4 @@
-"""Named gradients by a second route: autograd of their definitions, as sums over all enumerated rollouts."""
+"""Values and named gradients by a second route: plain sums over all enumerated rollouts, and autograd of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kltest.environments import Instance
 from kltest.truth.atlas import named
+from kltest.truth.values import finite, known
 
 
 def gradient_again(name: str, instance: Instance) -> np.ndarray:
@@ -26,23 +27,42 @@ def gradient_again(name: str, instance: Instance) -> np.ndarray:
         UsageError: The name is unknown.
         InvalidEnvironmentError: There are too many rollouts to enumerate.
     """
-    row = named(name)
+    named(name)
     logits = torch.from_numpy(instance.policy.copy()).requires_grad_()
-    rollouts = _Enumerated(instance, _log_softmax(logits))
-    base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
-    if row.local:
-        prefixes = rollouts.sampler if at_sampler else rollouts.policy
-        objective = rollouts.local(_NEXT_TOKEN[base](rollouts.policy, rollouts.reference), prefixes.detach())
-    else:
-        objective = _WHOLE[base](rollouts)
+    objective = _objective(name, instance, logits)
     if not objective.requires_grad:
         return np.zeros_like(instance.policy)
     (found,) = torch.autograd.grad(objective, logits)
     return found.numpy()
 
 
+def value_again(name: str, instance: Instance) -> float:
+    """Return a value as a sum over all rollouts; shares no recursion with `value`.
+
+    Args:
+        name: A name of `VALUES`.
+        instance: Environment and policies.
+
+    Raises:
+        UsageError: The name is unknown.
+        InvalidEnvironmentError: The result exceeds float64, or there are too many rollouts to enumerate.
+    """
+    known(name)
+    return finite(float(_objective(name, instance, torch.from_numpy(instance.policy))), name, instance)
+
+
+def _objective(name: str, instance: Instance, logits: Tensor) -> Tensor:
+    """A value, or a function whose gradient at the policy's logits (C, V) is the named one."""
+    rollouts = _Enumerated(instance, logits - torch.logsumexp(logits, dim=1, keepdim=True))
+    base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
+    if base not in _NEXT_TOKEN:
+        return _WHOLE[base](rollouts)
+    prefixes = rollouts.sampler if at_sampler else rollouts.policy
+    return rollouts.local(_NEXT_TOKEN[base](rollouts.policy, rollouts.reference), prefixes.detach())
+
+
 class _Enumerated:
-    """All rollouts of an instance as tensors: `logp`, `ref`, `old` (N, T), 0 at padding; `reward` (N,)."""
+    """All rollouts of an instance as tensors: `logp`, `ref`, `old` (N, T), 0 at padding; `reward`, `length` (N,)."""
 
     def __init__(self, instance: Instance, policy: Tensor) -> None:
         paths = instance.paths
@@ -53,7 +73,7 @@ class _Enumerated:
         self.reference, self.sampler = torch.from_numpy(instance.reference), torch.from_numpy(instance.sampler)
         self.logp, self.ref, self.old = self.along(policy), self.along(self.reference), self.along(self.sampler)
         self.reward = torch.from_numpy(instance.environment.returns(paths))
-        self.last = self._mask.sum(dim=1) - 1
+        self.length = self._mask.sum(dim=1)
 
     def along(self, log_probs: Tensor) -> Tensor:
         """Log-probs (N, T) of the tokens, 0 at padding."""
@@ -67,10 +87,6 @@ class _Enumerated:
         """Return Σ_t E[x(c_t)] of a quantity x (C,), contexts distributed as under fixed log-probs `prefixes`."""
         visited = torch.where(self._mask, per_context[self._contexts], 0.0)
         return (self.probability(self.along(prefixes)) * visited.sum(dim=1)).sum()
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits - torch.logsumexp(logits, dim=1, keepdim=True)
 
 
 def _score(rollouts: _Enumerated, weights: Tensor) -> Tensor:
@@ -89,7 +105,7 @@ def _future(rollouts: _Enumerated) -> Tensor:
 
 
 def _last(rollouts: _Enumerated) -> Tensor:
-    at_last = torch.arange(rollouts.logp.shape[1]) == rollouts.last[:, None]
+    at_last = torch.arange(rollouts.logp.shape[1]) == rollouts.length[:, None] - 1
     return _score(rollouts, (rollouts.logp - rollouts.ref) * at_last)
 
 
@@ -98,13 +114,17 @@ def _mean(rollouts: _Enumerated, of: Tensor) -> Tensor:
 
 
 _WHOLE: dict[str, Callable[[_Enumerated], Tensor]] = {
+    "kl": lambda r: _kl(r, r.logp, r.ref),
+    "kl_per_token": lambda r: _kl(r, r.logp, r.ref) / _mean(r, r.length),
+    "mean_of_token_means": lambda r: _mean(r, (r.logp - r.ref).sum(dim=1) / r.length),
+    "expected_length": lambda r: _mean(r, r.length),
     "reverse_kl": lambda r: _kl(r, r.logp, r.ref),
     "future_reverse_kl": _future,
     "last_token_reverse_kl": _last,
     "forward_kl": lambda r: _kl(r, r.ref, r.logp),
     "squared_log_ratio": lambda r: _mean(r, 0.5 * (r.logp - r.ref).sum(dim=1) ** 2),
     "squared_log_ratio_sum": lambda r: _mean(r, 0.5 * ((r.logp - r.ref) ** 2).sum(dim=1)),
-    "chi_square": lambda r: 0.5 * ((r.probability(r.logp) ** 2) / r.probability(r.ref)).sum(),
+    "chi_square": lambda r: 0.5 * ((r.probability(r.logp) ** 2) / r.probability(r.ref)).sum() - 0.5,
     "total_variation": lambda r: 0.5 * (r.probability(r.logp) - r.probability(r.ref)).abs().sum(),
     "from_sampler_kl": lambda r: _kl(r, r.old, r.logp),
     "to_sampler_kl": lambda r: _kl(r, r.logp, r.old),

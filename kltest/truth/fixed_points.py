@@ -71,7 +71,7 @@ def sequence_k3_fixed_point(environment: Environment, reference: np.ndarray, bet
     if not (environment.tree and deterministic):
         raise InvalidEnvironmentError(
             f"environment {environment.name!r}: the fixed point of a sequence-level k3 is known for token trees only "
-            "(bandit, sequence, ragged), not where contexts are shared or dynamics are stochastic"
+            "(bandit, sequence, ragged), not if contexts are shared or dynamics are stochastic"
         )
     paths = environment.enumerate()
     log_reference, returns = paths.log_probability(reference) - paths.log_weight, environment.returns(paths)

@@ -163,12 +163,10 @@ def _total_variation(instance: Instance) -> np.ndarray:
         rows = np.flatnonzero(paths.prompt == prompt)
         sign[rows] -= sign[rows[np.argmax(chance[rows])]]
     weight = 0.5 * chance * sign
-    shape = instance.policy.shape
-    cell = paths.contexts * shape[1] + paths.tokens
-    summed = np.bincount(
-        cell.ravel(), weights=(weight[:, None] * paths.mask).ravel(), minlength=instance.policy.size
-    ).reshape(shape)
-    return softmax_gradient(summed, instance.policy)
+    policy = instance.policy
+    cell = paths.contexts * policy.shape[1] + paths.tokens
+    summed = np.bincount(cell.ravel(), (weight[:, None] * paths.mask).ravel(), policy.size)
+    return softmax_gradient(summed.reshape(policy.shape), policy)
 
 
 _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {

@@ -14,7 +14,7 @@ from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.moments import dynamic, exact
 from kltest.moments import horizon as horizon_module
-from kltest.truth import gradient
+from kltest.truth import gradient, recursions
 
 PER_TOKEN = [name for name, entry in registry().items() if entry.spec.per_token]
 CREDITS = ["return", "to-go", "immediate"]
@@ -118,10 +118,10 @@ def test_a_variance_between_too_many_contexts_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["k3-loss", "k1-reward", "k1-reward-to-go", "full-loss"])
 def test_recomputed_visits_change_nothing(name, monkeypatch):
-    """Where visits do not fit into memory, every √T-th is kept; the result is the same to the last bits."""
+    """If visits do not fit into memory, every √T-th is kept; the result is the same to the last bits."""
     instance = Instance.draw(mdp(7, 3, 23, seed=2), 1, distance=20.0, staleness=20.0)
     kept = dynamic(estimator(name), instance, "stale").gradient
-    monkeypatch.setattr(horizon_module, "MEMORY", 0)
+    monkeypatch.setattr(recursions, "MEMORY", 0)
     assert np.abs(dynamic(estimator(name), instance, "stale").gradient - kept).max() <= 1e-14 * np.abs(kept).max()
 
 
@@ -202,7 +202,7 @@ def test_a_sum_over_rows_has_no_number_of_a_tokens_own(world):
 
 
 def test_rollouts_may_all_end_before_the_horizon(monkeypatch):
-    """Where nothing is left to visit, fewer steps are kept for going backwards than the horizon asks for."""
+    """If nothing is left to visit, fewer steps are kept for going backwards than the horizon asks for."""
     contexts, horizon = 3, 11
     successors = np.minimum(np.arange(contexts)[:, None, None] + 1, contexts).repeat(2, axis=1)
     successors[-1] = END
@@ -217,6 +217,6 @@ def test_rollouts_may_all_end_before_the_horizon(monkeypatch):
         tree=True,
     )
     for memory in (0, 8 * 9, 2**28):
-        monkeypatch.setattr(horizon_module, "MEMORY", memory)
+        monkeypatch.setattr(recursions, "MEMORY", memory)
         for name in ("k1-reward", "k2-loss", "k1-reward-to-go"):
             agrees(estimator(name), Instance.draw(chain, 0), "stale")
