@@ -11,6 +11,7 @@ from typing import Any
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 from kltest.reproduce.frames import records
+from kltest.sweeps.settings import Configuration
 
 CHECKOUT = Checkout(Path(__file__).parent.parent)
 
@@ -36,3 +37,14 @@ class Trial:
         """Whether each claim agrees with rows; None where it was not run."""
         (analysis,) = self.modules("analysis")
         return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
+
+
+def representative(configurations: Sequence[Configuration]) -> list[Configuration]:
+    """Return a small subset in which every value of every setting occurs: enough to see that an experiment runs."""
+    unseen = {(name, repr(value)) for configuration in configurations for name, value in configuration.items()}
+    chosen: list[Configuration] = []
+    while unseen:
+        best = max(configurations, key=lambda one: len(unseen & {(name, repr(value)) for name, value in one.items()}))
+        unseen -= {(name, repr(value)) for name, value in best.items()}
+        chosen.append(best)
+    return chosen

@@ -1,4 +1,4 @@
-"""Where work is done: here, in processes of this machine, or on a cluster. The results are the same."""
+"""Work spread over this process, processes of this machine, or a cluster, with the same results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from kltest.errors import KltestError, UsageError
@@ -16,19 +15,17 @@ from kltest.errors import KltestError, UsageError
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
-# Seconds of work ahead from which on processes are worth their start (and importing torch in each).
+# If more seconds of work than this are left, processes are worth their start, in which each imports torch.
 WORTH_PROCESSES = 6.0
 SECONDS_TO_ANSWER = 10
-# One thread a process: sums come out the same, bit for bit, wherever they are done.
-ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def spread(
     work: Callable[[Batch], Result], batches: Sequence[Batch], *, workers: int | None = None, cluster: str | None = None
 ) -> Iterator[Result]:
-    """The result of each batch, in the order in which they are finished.
+    """Yield the result of each batch, in the order in which they are finished; options and errors as for `run`.
 
-    Without `workers` it begins here and goes over to a process a core once it sees that this is worth their start.
+    Without `workers`, work begins in this process and goes over to a process a core if that is worth their start.
     """
     left = list(batches)
     cores = len(os.sched_getaffinity(0))
@@ -51,12 +48,14 @@ def _in_processes(
     import joblib
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-    backend = _local() if cluster is None else _dask(cluster)
-    job = joblib.delayed(_Job(work, None if cluster else os.getpid()))
-    with backend:
+    options: dict[str, Any] = {"backend": "loky", "inner_max_num_threads": 1}
+    if cluster:
+        options = {"backend": "dask", "client": connect(cluster), "wait_for_workers_timeout": SECONDS_TO_ANSWER}
+    parent = None if cluster else os.getpid()
+    with joblib.parallel_config(**options):
         parallel = joblib.Parallel(n_jobs=-1 if cluster else workers, return_as="generator_unordered")
         try:
-            yield from parallel(job(batch) for batch in batches)
+            yield from parallel(joblib.delayed(_job)(work, parent, batch) for batch in batches)
         except TerminatedWorkerError as error:
             raise KltestError(
                 "a worker process was killed, perhaps for want of memory. What was finished is kept; run the same "
@@ -64,35 +63,25 @@ def _in_processes(
             ) from error
 
 
-class _Job:
-    """The work, as a process does it: in one thread, and no longer than the process that asked for it lives."""
-
-    def __init__(self, work: Callable[[Any], Any], parent: int | None) -> None:
-        self.work, self.parent = work, parent
-
-    def __call__(self, batch: Any) -> Any:
-        _one_thread()
-        if self.parent is not None:
-            _follow(self.parent)
-        return self.work(batch)
+def _job(work: Callable[[Batch], Result], parent: int | None, batch: Batch) -> Result:
+    """Call the work in one thread of a process that ends with its parent."""
+    _one_thread()
+    if parent is not None:
+        _follow(parent)
+    return work(batch)
 
 
 def _one_thread() -> None:
-    # Counts for libraries that are imported later; the one that is asked after its import is torch.
-    for name in ONE_THREAD:
-        os.environ[name] = "1"
+    """Use one thread, so that sums are the same to the last bit in every process."""
+    # The environment reaches libraries that are imported later; torch may have been imported.
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
 
-_followed: list[int] = []
-
-
+@functools.cache
 def _follow(parent: int) -> None:
-    """End with the parent, however it ends: nothing that it asked for is of use without it."""
-    if parent in _followed:
-        return
-    _followed.append(parent)
+    """End this process when its parent ends, even if that is killed."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -102,21 +91,9 @@ def _follow(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _local() -> AbstractContextManager[Any]:
-    import joblib
-
-    return joblib.parallel_config(backend="loky", inner_max_num_threads=1)
-
-
-def _dask(address: str) -> AbstractContextManager[Any]:
-    import joblib
-
-    return joblib.parallel_config(backend="dask", client=connect(address), wait_for_workers_timeout=SECONDS_TO_ANSWER)
-
-
 @functools.cache
 def connect(address: str) -> Any:
-    """The client of a Dask scheduler, one a process; UsageError if Dask is not installed or nothing answers."""
+    """Return the client of a Dask scheduler, one a process; UsageError without Dask or an answer."""
     try:
         from dask.distributed import Client
     except ImportError as error:
@@ -126,12 +103,9 @@ def connect(address: str) -> Any:
         if not client.scheduler_info()["workers"]:
             client.wait_for_workers(1, timeout=SECONDS_TO_ANSWER)
     except (OSError, TimeoutError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"--cluster {address}: no Dask scheduler with workers answers there ({_first_line(error)}). Start one with "
+            f"--cluster {address}: no Dask scheduler with workers answers there ({reason}). Start one with "
             "`dask scheduler`, and `dask worker ADDRESS` where kltest is installed and this checkout has the same path"
         ) from error
     return client
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,9 +1,9 @@
-"""Results on disk, one line a configuration, safe against being killed at any moment.
+"""Results on disk, one line a configuration, safe against a kill at any moment.
 
 A record is one line of JSON, appended and flushed to the disk before anything else happens. A line without its line
-break was torn by a kill or a full disk: it is cut off when the store is opened again and its configuration is run
-again. Records are keyed by configuration and version, so that results of other code are never taken for current ones.
-A failure is a record too, with its reason; the last record of a configuration counts.
+break was torn by a kill or a full disk: the store cuts it off when it is opened, and its configuration is run again.
+Records are keyed by configuration and version, so that results of other code are never taken for current ones. A
+failure is a record too, with its reason; the last record of a configuration counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from kltest.errors import KltestError, UsageError
@@ -24,22 +23,25 @@ Row = dict[str, Any]
 
 
 def digest(*parts: object) -> str:
-    """A short name for a value that can be written as JSON: the same value, the same name, on every machine."""
+    """Return a short name for values that JSON can hold: equal on every machine if the values are equal."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a configuration gave no rows, and where (the traceback)."""
+    """A configuration without rows, with the reason and the traceback."""
 
     configuration: Mapping[str, Any]
     reason: str
     traceback: str
 
 
+Result = list[Row] | Failure
+
+
 class Store:
-    """The rows of each finished configuration. Use it as a context manager; only one process may hold it open.
+    """Results of finished configurations, as a context manager that one process at a time may hold open.
 
     Raises UsageError if another process holds it, KltestError if it cannot be written.
     """
@@ -47,8 +49,8 @@ class Store:
     def __init__(self, path: Path, version: str) -> None:
         self.path, self.version = path, version
         self.foreign_lines: list[int] = []
-        self._results: dict[str, list[Row] | Failure] = {}
-        self._file: IO[bytes] | None = None
+        self._results: dict[str, Result] = {}
+        self._file: IO[bytes]
 
     def __enter__(self) -> Store:
         try:
@@ -65,13 +67,10 @@ class Store:
         self._read()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
     def _read(self) -> None:
-        assert self._file is not None
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
@@ -89,17 +88,16 @@ class Store:
             if version == self.version:
                 self._results[key] = result
 
-    def result(self, configuration: Mapping[str, Any]) -> list[Row] | Failure | None:
-        """What came of a configuration, or None if it has not been run with this version."""
+    def result(self, configuration: Mapping[str, Any]) -> Result | None:
+        """Return the result of a configuration, or None if it has not been run with this version."""
         return self._results.get(digest(configuration))
 
     def all_rows(self) -> list[Row]:
-        """The rows of all configurations that did not fail, in the order in which they came."""
+        """Return the rows of all configurations that did not fail, in the order of their records."""
         return [row for result in self._results.values() if not isinstance(result, Failure) for row in result]
 
-    def add(self, results: Sequence[tuple[Mapping[str, Any], list[Row] | Failure]]) -> None:
-        """Keep what came of some configurations; when this returns it is on the disk."""
-        assert self._file is not None
+    def add(self, results: Sequence[tuple[Mapping[str, Any], Result]]) -> None:
+        """Write the results of some configurations to the disk."""
         lines = []
         for configuration, result in results:
             record: dict[str, Any] = {"key": digest(configuration), "version": self.version}

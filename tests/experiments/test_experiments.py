@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from trial import representative
 
 from kltest.errors import UsageError
 from kltest.reproduce.checkout import Checkout
@@ -13,7 +14,7 @@ from kltest.reproduce.drawing import sources
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 from kltest.reproduce.typesetting import cited, written
 from kltest.sweeps.run import Batching
-from kltest.sweeps.settings import Settings, representative
+from kltest.sweeps.settings import Settings
 
 CHECKOUT = Checkout(Path(__file__).parents[2])
 EXPERIMENTS = CHECKOUT.experiments()

@@ -9,11 +9,12 @@ import sys
 import time
 
 import pytest
+from trial import representative
 
 from kltest.errors import KltestError, UsageError
 from kltest.sweeps import spread as spreading
-from kltest.sweeps.run import Attempt, Batching, run
-from kltest.sweeps.settings import Settings, representative
+from kltest.sweeps.run import Batching, attempt, run
+from kltest.sweeps.settings import Settings
 from kltest.sweeps.spread import spread
 from kltest.sweeps.store import Failure, Store
 
@@ -166,7 +167,7 @@ def unlucky(batch):
 
 
 def test_one_that_fails_does_not_take_its_batch_along():
-    results = dict((one["a"], result) for one, result in Attempt(unlucky)([{"a": a} for a in range(5)]))
+    results = dict((one["a"], result) for one, result in attempt(unlucky, [{"a": a} for a in range(5)]))
     assert [results[a] for a in (0, 1, 2, 4)] == [[{"b": a**2}] for a in (0, 1, 2, 4)]
     assert isinstance(results[3], Failure)
     assert results[3].reason == "ValueError: three"
@@ -174,7 +175,7 @@ def test_one_that_fails_does_not_take_its_batch_along():
 
 
 def test_rows_for_fewer_than_were_asked_for_are_a_failure():
-    ((_, result),) = Attempt(lambda batch: [])([{"a": 1}])
+    ((_, result),) = attempt(lambda batch: [], [{"a": 1}])
     assert isinstance(result, Failure)
     assert "1 configurations were asked for and 0 were computed" in result.reason
 
