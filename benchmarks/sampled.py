@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.measure import Row, compare, save
 from benchmarks.worlds import forward_backward, loss
 from kltest.environments import Instance, ngram, ragged, sequence
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments import Sampled, sampled
 from kltest.rollout import Rollout
 from kltest.truth import gradient

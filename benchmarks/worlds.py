@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kltest.environments import Instance, ngram, ragged, sequence
-from kltest.loss.outcome import Call, Loss
+from kltest.loss.calling import Loss
+from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.rollout import LEAVES, Rollout
 

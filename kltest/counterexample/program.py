@@ -24,7 +24,7 @@ from kltest.counterexample.sources import FROM_FILE, FUTURE, NoSourceError, Sour
 from kltest.files import template
 from kltest.identify.findings import Combination
 from kltest.loss.arguments import Stub, field_asked, given_to
-from kltest.loss.calling import BoundLoss
+from kltest.loss.calling import Loss
 from kltest.loss.filling import FieldOf, Filling
 from kltest.loss.global_state import preserved
 from kltest.loss.jax.bridge import JaxLoss
@@ -44,7 +44,7 @@ LOW_PRECISION = 1e-4
 
 def with_program(loss: Any, declared: Combination, example: CounterExample, dtype: str) -> CounterExample:
     """Return the example with a program that computes both of its gradients, or with a note why there is none."""
-    if not isinstance(loss, BoundLoss):
+    if not isinstance(loss, Loss):
         return example
     try:
         if isinstance(loss.function, JaxLoss):
@@ -61,7 +61,7 @@ def with_program(loss: Any, declared: Combination, example: CounterExample, dtyp
 class _Program:
     """Writes the program for an environment, the parameters of a loss and its placement."""
 
-    def __init__(self, loss: BoundLoss, declared: Combination, example: CounterExample, source: Source) -> None:
+    def __init__(self, loss: Loss, declared: Combination, example: CounterExample, source: Source) -> None:
         self.loss, self.declared, self.example, self.source = loss, declared, example, source
         form = loss.form
         if form is not None and form.lists:

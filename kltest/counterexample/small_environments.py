@@ -12,7 +12,8 @@ import torch
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance, Paths
 from kltest.identify.findings import Combination
-from kltest.loss.outcome import Loss, Returned
+from kltest.loss.calling import Loss
+from kltest.loss.outcome import Returned
 from kltest.moments import exact_batches
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.projection import each_gradient

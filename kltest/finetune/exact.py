@@ -29,7 +29,7 @@ from kltest.identify.instances import HELD_OUT, with_ties
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.uses import fields_used
 from kltest.language_models.networks import Network, network
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.loss.resolve import resolve
 from kltest.moments.tolerances import TOLERANCES
 from kltest.sweeps.progress import Progress

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kltest.errors import KltestError, UsageError
 from kltest.finetune.settings import AUTO, NONE, Settings
-from kltest.loss.calling import BoundLoss
+from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments.differentiate import leaf_gradients
@@ -83,7 +83,7 @@ class KLTerm:
             settings.kl_options,
         )
         loss = resolve(settings.kl, call)
-        assert isinstance(loss, BoundLoss)
+        assert isinstance(loss, Loss)
         self.loss, self.beta = loss, settings.beta
         self.takes_logits = bool(loss.takes & {"logits", "ref_logits", "old_logits"})
         self.couples = loss.spec is not None and loss.spec.couples

@@ -23,9 +23,9 @@ from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
 from kltest.identify.uses import fields_used, sampler_matters
 from kltest.loss.callables import name_of
-from kltest.loss.calling import BoundLoss
+from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
-from kltest.loss.outcome import Call, Loss
+from kltest.loss.outcome import Call
 from kltest.loss.resolve import bind, resolve
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
@@ -144,7 +144,7 @@ class _Grading:
 
 def resolved(target: Callable[..., Any] | str, options: Options) -> Loss:
     """Return a loss that can be called with a rollout."""
-    if isinstance(target, BoundLoss):
+    if isinstance(target, Loss):
         return target
     call = Call(options.placement, options.credit, options.beta, options.arguments)  # type: ignore[arg-type]
     return resolve(target, call) if isinstance(target, str) else bind(target, call, name=options.name)

@@ -12,7 +12,7 @@ from kltest.report import GradientRow, ValueRow
 if TYPE_CHECKING:
     from kltest.identify.measure import Measure
     from kltest.identify.values import Reported
-    from kltest.loss.outcome import Loss
+    from kltest.loss.calling import Loss
 
 T = TypeVar("T")
 Combination = dict[str, float]

@@ -19,7 +19,8 @@ from kltest.identify.instances import instances
 from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
-from kltest.loss.outcome import Loss, Outcome
+from kltest.loss.calling import Loss
+from kltest.loss.outcome import Outcome
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches
 from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
 from kltest.moments.tolerances import TOLERANCES

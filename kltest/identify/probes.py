@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
-from kltest.loss.outcome import Loss, Outcome
+from kltest.loss.calling import Loss, Variant
+from kltest.loss.outcome import Outcome
 from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
@@ -142,7 +143,7 @@ class Probes:
         )
 
 
-class Reattached:
+class Reattached(Variant):
     """A loss in which the gradient flows through the sampler's ratio, wherever the original stopped it.
 
     A ratio depends on logp − old_logp, so that a stop-gradient removes minus the derivative with respect to old_logp.
@@ -152,11 +153,8 @@ class Reattached:
     """
 
     def __init__(self, loss: Loss, *, one_sided: bool = False) -> None:
-        self.loss = loss
+        super().__init__(loss)
         self.one_sided = one_sided
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loss, name)
 
     def __call__(self, rollout: Rollout) -> Outcome:
         outcome, missing = self._missing(rollout)
@@ -187,14 +185,8 @@ class Reattached:
         return torch.zeros_like(old) if found is None else found
 
 
-class Lifted:
+class Lifted(Variant):
     """A loss in which clamps, and minima and maxima with a constant, have no effect."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loss, name)
 
     def __call__(self, rollout: Rollout) -> Outcome:
         with _LiftLimits():

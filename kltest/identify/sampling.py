@@ -22,7 +22,7 @@ from kltest.identify.identification import Identification, independent
 from kltest.moments import Sampled, sampled
 
 if TYPE_CHECKING:
-    from kltest.loss.outcome import Loss
+    from kltest.loss.calling import Loss
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.case import Case, size, target
 from kltest.identify.findings import Combination
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments import Moments
 from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.tolerances import TOLERANCES

@@ -13,8 +13,8 @@ from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.instances import instances
+from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
-from kltest.loss.outcome import Loss
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import LEAVES, SAMPLER_FIELDS, Rollout
 

@@ -1,13 +1,14 @@
-"""Calling a loss with a rollout: parameters filled by name, whatever it returns turned into an Outcome."""
+"""Losses: callables whose parameters are filled by name, called with rollouts, and what each call did and returned."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,19 +16,21 @@ import torch
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Placement, Spec
 from kltest.loss.arguments import Stub
-from kltest.loss.callables import described, name_of
-from kltest.loss.filling import Filling, fill, fixed_beta
-from kltest.loss.global_state import RandomState, preserved
-from kltest.loss.invocation import Invocation
+from kltest.loss.callables import described, name_of, source_file
+from kltest.loss.filling import FieldOf, arguments, fill, fixed_beta
+from kltest.loss.frames import describe, failure
+from kltest.loss.global_state import RandomState, preserved, settings_preserved
 from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.jax.recognition import is_for_jax
+from kltest.loss.modes import eagerly, unusual_input
 from kltest.loss.outcome import Call, Outcome
 from kltest.loss.placement import place
 from kltest.loss.precision import PrecisionTrace, lowest_precision
-from kltest.loss.results import Result, check_finite
-from kltest.loss.view import INPUT_FORMS, ROW_FIELDS, made_unambiguous, unambiguous
-from kltest.rollout import Rollout
+from kltest.loss.results import Result, check_finite, read, with_stored
+from kltest.loss.stored_metrics import StoredMetrics
+from kltest.loss.view import INPUT_FORMS, ROW_FIELDS, InputForm, RolloutView, made_unambiguous, unambiguous
+from kltest.rollout import LEAVES, NotGivenError, Rollout
 
 _TRACED_ROWS = 4096
 """The first call follows rounding step by step, unless the batch is larger than this: it does every step twice."""
@@ -41,7 +44,7 @@ def bind(
     receiver: Stub | None = None,
     spec: Spec | None = None,
     notes: tuple[str, ...] = (),
-) -> BoundLoss:
+) -> Loss:
     """Make a callable into a Loss: each parameter gets the rollout's field of its name, or the argument given for it.
 
     Args:
@@ -59,7 +62,6 @@ def bind(
         UsageError: it cannot be called with a rollout, nothing fills a parameter, or no parameter takes an argument.
         TargetError: building the class failed.
     """
-    call = call or Call()
     name = name or name_of(function)
     function, signature = described(function, name)
     if is_for_jax(function):
@@ -67,39 +69,58 @@ def bind(
     if isinstance(function, JaxLoss):
         notes = (*notes, CALLED_WITH_JAX)
     parameters = list(signature.parameters.values())
-    if receiver is not None:
-        parameters = parameters[1:]
-    return BoundLoss(name, function, fill(name, parameters, call), parameters, call, receiver, spec, notes)
+    return Loss(name, function, parameters[receiver is not None :], call or Call(), receiver, spec, notes)
 
 
-class BoundLoss(Invocation):
-    """A callable with its parameters filled (see kltest.loss.outcome.Loss).
+class Loss:
+    """A callable with its parameters filled; call it with a rollout.
 
-    `fixed_beta` is the coefficient at which the KL part is taken, None for the rollout's own.
+    Attributes:
+        takes: the rollout fields that it is given; "rollout" means that it may read any (see `Rollout.accessed`).
+        fields: the field that fills each parameter.
+        settings: the arguments that were given.
+        takes_beta: True if it is called at β and at 0; its objective is the difference over β.
+        fixed_beta: the coefficient at which the KL part is taken, None for the rollout's own.
+        costly: True if it says of itself that a call takes milliseconds.
+        form: the form in which it last took its fields, None before the first call.
+        notes: sentences for the report, complete after the first call.
+        writes: the change, in words, of each field that it wrote into.
+        made_trainable: the constants whose gradient it switched on.
     """
 
     def __init__(
         self,
         name: str,
         function: Callable[..., Any],
-        fillings: dict[str, Filling],
         parameters: list[inspect.Parameter],
         call: Call,
         receiver: Stub | None,
         spec: Spec | None,
         notes: tuple[str, ...],
     ) -> None:
+        self.name, self.function, self.parameters, self.receiver, self.spec = name, function, parameters, receiver, spec
+        self.fillings = fill(name, parameters, call)
         # First, since a number given for β makes a filling of it.
-        self.fixed_beta = fixed_beta(fillings, call)
-        super().__init__(name, function, fillings, parameters, receiver, notes)
-        self.spec = spec
+        self.fixed_beta = fixed_beta(self.fillings, call)
+        self.fields = {key: filling.name for key, filling in self.fillings.items() if isinstance(filling, FieldOf)}
+        stubs = [filling for filling in (*self.fillings.values(), receiver) if isinstance(filling, Stub)]
+        self.takes = frozenset(self.fields.values()).union(*(stub.fields() for stub in stubs))
+        self.takes_beta = "beta" in self.takes
         self.placement: Placement = call.placement or (spec.placement if spec else "loss")
         self.credit: Credit = call.credit or (spec.credit if spec else "return")
-        self.settings: dict[str, object] = dict(call.arguments)
+        self.settings: Mapping[str, object] = call.arguments
         self.costly = bool(getattr(function, "costly", False))
+        self.form: InputForm | None = None
+        self.notes = list(notes)
+        self.writes: dict[str, str] = {}
+        self.made_trainable: set[str] = set()
+        self._forms: tuple[InputForm, ...] = INPUT_FORMS
+        self._per_token: bool | None = None
+        self._must_be_finite = True
         self._traced: list[torch.dtype] | None = None
+        self._stored = StoredMetrics(function)
 
-    def for_experiments(self, floats: torch.dtype | None = None) -> BoundLoss:
+    def for_experiments(self, floats: torch.dtype | None = None) -> Loss:
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
 
         Args:
@@ -109,13 +130,12 @@ class BoundLoss(Invocation):
         other.notes, other.writes, other.made_trainable = [], {}, set()
         other._must_be_finite = False
         if floats is not None:
-            found = self.form or INPUT_FORMS[0]
-            same = replace(found, floats=floats, mask=floats if found.mask.is_floating_point else found.mask)
-            others = (replace(same, mask=mask) for mask in (floats, torch.bool, torch.int64) if mask != same.mask)
-            other._forms, other.form, other._traced = (same, *others), None, None
+            same = replace(self.form or INPUT_FORMS[0], floats=floats)
+            other._forms = same, replace(same, bool_mask=not same.bool_mask)
+            other.form = other._traced = None
         return other
 
-    def at(self, beta: float) -> BoundLoss:
+    def at(self, beta: float) -> Loss:
         """Return the same loss with another β."""
         other = copy.copy(self)
         other.fixed_beta = beta
@@ -178,10 +198,9 @@ class BoundLoss(Invocation):
         an error, so a copy of the batch is used in which B and T differ. A loss that takes neither field is not called;
         one that fails there in every form stays undecided, and gets (B,) as long as that works.
         """
-        if self._per_token is not None or not self.takes & {*ROW_FIELDS, "rollout"}:
-            return
-        with preserved(), suppress(KltestError):
-            self._run(made_unambiguous(rollout), self.beta(rollout))
+        if self._per_token is None and self.takes & {*ROW_FIELDS, "rollout"}:
+            with preserved(), suppress(KltestError):
+                self._run(made_unambiguous(rollout), self.beta(rollout))
 
     def beta(self, rollout: Rollout) -> float:
         """Return the coefficient at which it is graded: the one that was asked for, or the rollout's."""
@@ -190,3 +209,87 @@ class BoundLoss(Invocation):
     def returned(self, rollout: Rollout, beta: float | None = None) -> Result:
         """Return what one call at β (default: that of `__call__`) returned and logged, before it is placed."""
         return self._run(rollout, self.beta(rollout) if beta is None else beta)[0]
+
+    def _run(self, rollout: Rollout, beta: float) -> tuple[Result, RolloutView]:
+        """Call once in the first form of fields that the loss accepts; later calls begin with that form."""
+        # What a loss raises if it needs its fields in another form; JAX raises ValueError for shapes.
+        of_jax = (ValueError,) if isinstance(self.function, JaxLoss) else ()
+        refusals = (TypeError, IndexError, RuntimeError, AssertionError, *of_jax)
+        errors: list[BaseException] = []
+        forms = [form for form in self._forms if self._per_token in (None, form.per_token)]
+        forms.sort(key=lambda form: form is not self.form)
+        for form in forms:
+            if errors and not form.may_fix(errors, rollout.accessed):
+                continue
+            view = RolloutView(rollout, beta, form, always_copy=bool(self.writes))
+            clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
+            try:
+                answer, holders, before = self._call(view)
+            except (KeyboardInterrupt, KltestError):
+                raise
+            except BaseException as error:
+                if not isinstance(error, refusals) and not (errors and form.lists):
+                    raise self._failure(error, beta) from error
+                errors.append(error)
+                continue
+            finally:
+                rollout.accessed |= view.accessed
+            if errors:
+                used, refused = form.unlike(forms[0]), forms[0].unlike(form)
+                self.notes.append(f"It was given {used}: with {refused} it raised {describe(errors[0])}")
+            self.form = form
+            if unambiguous(rollout):
+                self._per_token = form.per_token
+            self._check_inputs(rollout, view, clean)
+            if beta == 0 and isinstance(answer, int | float) and not isinstance(answer, bool):
+                # A loss without its KL term may be the number 0.
+                answer = torch.tensor(float(answer), dtype=torch.float64)
+            result = read(self.name, answer, rollout, lists=view.gave_lists)
+            if result.metric is None:
+                fresh = RolloutView(rollout, beta, form, always_copy=bool(self.writes))
+                stored = self._stored.read(before, holders, partial(self._call, fresh))
+                result = with_stored(result, *stored, rollout)
+            if result.note and result.note not in self.notes:
+                self.notes.append(result.note)
+            return result, view
+        raise self._failure(errors[0], beta) from errors[0]
+
+    def _call(self, view: RolloutView) -> tuple[Any, list[Any], Mapping[Any, Any]]:
+        """Return the answer, the arguments in which metrics may be stored, and the metrics there before the call."""
+        positional, named, holders = arguments(self.parameters, self.fillings, self.receiver, view)
+        before = self._stored.look(holders)
+        unusual = nullcontext() if self._must_be_finite else unusual_input()
+        with settings_preserved(), torch.enable_grad(), eagerly(), unusual:
+            return self.function(*positional, **named), holders, before
+
+    def _check_inputs(self, rollout: Rollout, view: RolloutView, clean: set[str]) -> None:
+        writes = view.writes()
+        for name in sorted(writes):
+            if view.shared(name):
+                what = "the policy's own log-probs" if name in LEAVES else "an input that is shared with other calls"
+                raise TargetError(
+                    f"{self.name} wrote into {name}, {what}, in place. Work on a copy: {name} = {name}.clone()."
+                )
+        self.writes = {**writes, **self.writes}
+        self.made_trainable |= view.made_trainable()
+        for name in clean:
+            leaf = rollout.built(name)
+            if leaf is not None and leaf.grad is not None:
+                leaf.grad = None
+                raise TargetError(
+                    f"{self.name} called backward() itself; return the loss and kltest differentiates it."
+                )
+
+    def _failure(self, error: BaseException, beta: float) -> KltestError:
+        if isinstance(error, NotGivenError):
+            return UsageError(f"{self.name}: {error}")
+        at = " (called with β = 0, to take the part that β multiplies)" if self.takes_beta and beta == 0 else ""
+        return failure(self.name + at, error, source_file(self.function))
+
+
+class Variant(Loss):
+    """A loss that calls another one, `loss`, in a special way, and is like it in all else."""
+
+    def __init__(self, loss: Loss) -> None:
+        vars(self).update(vars(loss))
+        self.loss = loss

@@ -1,18 +1,14 @@
-"""Losses, and the outcome of calling one: all that higher layers know of either."""
+"""Options of a call of a loss, and the outcome of one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
-from torch import Tensor, dtype
+from torch import Tensor
 
-from kltest.estimators.spec import Credit, Placement, Spec
-from kltest.rollout import Rollout
-
-if TYPE_CHECKING:
-    from kltest.loss.results import Result
+from kltest.estimators.spec import Credit, Placement
 
 Returned = Literal["scalar", "rows", "tokens"]
 
@@ -36,41 +32,6 @@ class Outcome:
     value: Tensor | None = None
     metric: Tensor | None = None
     dtype: str = "float64"
-
-
-class Loss(Protocol):
-    """A loss made ready: call it with a rollout.
-
-    `takes` names the rollout fields that it is given, `fields` says which parameter each one fills ("rollout" means
-    that it may read any; `rollout.accessed` then tells). `settings` are the arguments that are not fields. `notes` are
-    sentences for the report, complete after the first call. `writes` says what became of the fields that it wrote
-    into; `made_trainable` the constants whose gradient it switched on.
-    `takes_beta`: it is called at β and at 0, and its objective is the difference over β. `costly`: it says of itself
-    that a call takes milliseconds. `spec` describes a registered estimator.
-    """
-
-    name: str
-    takes: frozenset[str]
-    fields: dict[str, str]
-    placement: Placement
-    credit: Credit
-    settings: dict[str, object]
-    takes_beta: bool
-    costly: bool
-    notes: list[str]
-    writes: dict[str, str]
-    made_trainable: set[str]
-    spec: Spec | None
-
-    def __call__(self, rollout: Rollout) -> Outcome: ...
-
-    def for_experiments(self, floats: dtype | None = None) -> Loss: ...
-
-    def at(self, beta: float) -> Loss: ...
-
-    def beta(self, rollout: Rollout) -> float: ...
-
-    def returned(self, rollout: Rollout, beta: float | None = None) -> Result: ...
 
 
 @dataclass(frozen=True)

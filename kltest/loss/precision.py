@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
-
-from kltest.loss.modes import memory
 
 _BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 
@@ -41,7 +40,7 @@ class PrecisionTrace(TorchFunctionMode):
 
     def of(self, tensor: Tensor) -> torch.dtype:
         """Return the narrowest type that cost this tensor digits, float64 if none did."""
-        return self._narrowest.get(memory(tensor)._cdata, torch.float64)
+        return self._narrowest.get(_memory(tensor)._cdata, torch.float64)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -55,9 +54,16 @@ class PrecisionTrace(TorchFunctionMode):
                 narrow = _bits(output.dtype) < 52 and _rounded(func, exact, output)
                 found = min((seen, output.dtype if narrow else torch.float64), key=_bits)
                 if _bits(found) < _bits(self.of(output)):
-                    self._alive.append(memory(output))
+                    self._alive.append(_memory(output))
                     self._narrowest[self._alive[-1]._cdata] = found
         return outputs
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor; inside torch.func.grad or torch.vmap, that of the tensor wrapped there."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()
 
 
 def _in_graph(result: Tensor) -> Iterator[torch.dtype]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub
-from kltest.loss.calling import BoundLoss, bind
+from kltest.loss.calling import Loss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Found, ImportFailedError, attribute, import_by_name, import_file, source_of
 from kltest.loss.lifting import lift
@@ -18,7 +18,7 @@ from kltest.loss.outcome import Call
 from kltest.loss.syntax import parse
 
 
-def resolve(text: str, call: Call | None = None) -> BoundLoss:
+def resolve(text: str, call: Call | None = None) -> Loss:
     """Return the loss that a text names, ready to be called.
 
     Args:
@@ -38,7 +38,7 @@ def resolve(text: str, call: Call | None = None) -> BoundLoss:
     return _ready(text.strip(), _in_module(found.module, found.names), call)
 
 
-def _ready(text: str, found: Found, call: Call) -> BoundLoss:
+def _ready(text: str, found: Found, call: Call) -> Loss:
     receiver = None
     if found.owner is not None:
         attributes = {key[5:]: value for key, value in call.arguments.items() if key.startswith("self.")}

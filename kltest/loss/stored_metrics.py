@@ -73,14 +73,14 @@ class StoredMetrics:
         return {(number, *place): entry for number, owner in owners for place, entry in _places(owner)}
 
     def read(
-        self, before: Mapping[Place, Entry], arguments: list[Any], again: Callable[[], list[Any]]
+        self, before: Mapping[Place, Entry], arguments: list[Any], again: Callable[[], tuple[Any, list[Any], Any]]
     ) -> tuple[StoredValue | None, str]:
         """Return the KL that the last call stored, and a sentence for the report if it cannot be read.
 
         Args:
             before: what the places held before that call.
             arguments: the objects that it was given.
-            again: makes the same call once more and returns its objects; used once, to learn how the KL is stored.
+            again: makes the same call once more, its objects in the middle; used once, to learn how the KL is stored.
         """
         after = self.look(arguments)
         place = next((p for p, now in after.items() if now.item is not None and now.differs(before.get(p))), None)
@@ -89,7 +89,7 @@ class StoredMetrics:
         was, now = before.get(place), after[place]
         if self._way is None:
             with preserved():
-                self._way = _way(was, now, self.look(again()).get(place))
+                self._way = _way(was, now, self.look(again()[1]).get(place))
         if self._way == "unreadable":
             return None, 'The "kl" that it stores depends on earlier calls and is no running sum: it was not graded.'
         if self._way == "added":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,49 +18,49 @@ ROW_FIELDS = frozenset({"reward", "advantage"})
 
 @dataclass(frozen=True)
 class InputForm:
-    """The types in which a loss is given its mask and its floating-point fields, and the shapes.
+    """The types and shapes in which a loss is given its fields.
 
-    `per_token`: rewards are (B, T). `lists`: every field of tokens is a list, one tensor of live tokens a rollout.
+    `floats` is the type of floating-point fields, and of the mask unless `bool_mask`. `per_token`: rewards are (B, T).
+    `lists`: every field of tokens is a list, one tensor of live tokens a rollout.
     """
 
-    mask: torch.dtype = torch.float64
     floats: torch.dtype = torch.float64
+    bool_mask: bool = False
     per_token: bool = False
     lists: bool = False
 
-    def may_fix(self, error: BaseException, accessed: Set[str]) -> bool:
-        """Return True if this form may help a loss that read the fields `accessed` of another one and raised this."""
-        if self.floats == torch.float32 and not _about_types(error):
+    @property
+    def mask(self) -> torch.dtype:
+        return torch.bool if self.bool_mask else self.floats
+
+    def may_fix(self, errors: Sequence[BaseException], accessed: Set[str]) -> bool:
+        """Return True if this form may help a loss that read the fields `accessed` of other forms and raised these."""
+        if self.floats == torch.float32 and not any(map(_about_types, errors)):
             return False
         if self.per_token and not accessed & ROW_FIELDS:
             return False
-        if isinstance(error, AssertionError) and not self.lists:
+        if isinstance(errors[0], AssertionError) and not self.lists:
             return False
-        return "mask" in accessed or self.mask.is_floating_point
-
-    def goes_on(self, other: InputForm, first: BaseException, error: BaseException) -> bool:
-        """Return True if a loss that raised `first` in another form gets further in this one, to an error unlike it."""
-        types = self.floats != other.floats
-        shapes = (self.per_token, self.lists) != (other.per_token, other.lists)
-        wanted = types if _about_types(first) else shapes
-        return wanted and self.mask.is_floating_point and _about_types(error) != _about_types(first)
+        return "mask" in accessed or not self.bool_mask
 
     def unlike(self, other: InputForm) -> str:
         """Return in words how this form differs from another one."""
         parts = {
             "floats": f"{str(self.floats).removeprefix('torch.')} fields",
             "per_token": f"rewards and advantages of shape {'(B, T)' if self.per_token else '(B,)'}",
-            "mask": f"a mask of {str(self.mask).removeprefix('torch.')}",
+            "bool_mask": f"a mask of {str(self.mask).removeprefix('torch.')}",
             "lists": "a list of one tensor a rollout" if self.lists else "tensors",
         }
         return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
 
 
 INPUT_FORMS = (
-    *(InputForm(mask) for mask in (torch.float64, torch.bool, torch.int64)),
-    *(InputForm(mask, torch.float32) for mask in (torch.float32, torch.bool, torch.int64)),
-    *(InputForm(mask, per_token=True) for mask in (torch.float64, torch.bool, torch.int64)),
+    *(InputForm(torch.float64, mask) for mask in (False, True)),
+    *(InputForm(torch.float32, mask) for mask in (False, True)),
+    *(InputForm(torch.float64, mask, per_token=True) for mask in (False, True)),
     InputForm(lists=True),
+    *(InputForm(torch.float32, mask, per_token=True) for mask in (False, True)),
+    InputForm(torch.float32, lists=True),
 )
 """In the order in which they are tried: what says less about the loss, and costs it fewer digits, first."""
 
@@ -99,8 +99,6 @@ class RolloutView(Rollout):
     def listed(self, name: str) -> Any:
         """Return a field as a list of one tensor of live tokens a rollout, all of them parts of one stored tensor."""
         self.accessed.add(name)
-        if name in ("beta", "rollout"):
-            return self.peek(name)
         if name not in self._lists:
             self._lists[name] = TrackedTensor.as_list(self.peek(name), self._base.peek("mask") != 0)
         return self._lists[name].items

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kltest.errors import KltestError
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.reduction import NonDeterministicError
 from kltest.moments.tolerances import close

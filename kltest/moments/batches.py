@@ -15,7 +15,7 @@ import numpy as np
 
 from kltest.environments import Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError, UsageError
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments.batch_calls import BatchCalls
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection

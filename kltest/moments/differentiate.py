@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kltest.errors import TargetError
-from kltest.loss.outcome import Loss, Outcome
+from kltest.loss.calling import Loss
+from kltest.loss.outcome import Outcome
 from kltest.rollout import LEAVES, Rollout
 
 

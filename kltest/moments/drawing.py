@@ -10,7 +10,7 @@ import numpy as np
 
 from kltest.environments import Environment, Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments.batch_calls import BatchCalls
 from kltest.moments.batches import joint_paths
 from kltest.moments.differentiate import RowGradients, differentiate

@@ -20,7 +20,7 @@ from kltest.environments import Instance, Paths, Tree
 from kltest.environments.paths import Level
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import UsageError
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Reduction

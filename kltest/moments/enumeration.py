@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments import token_by_token
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Expectation, Moments

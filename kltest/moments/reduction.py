@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kltest.errors import KltestError, TargetError
+from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
-from kltest.loss.outcome import Loss
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
 from kltest.moments.tolerances import close

@@ -13,8 +13,8 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, UsageError
+from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
-from kltest.loss.outcome import Loss
 from kltest.moments.confidence import Asymptotic, EmpiricalBernstein, tuned
 from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, source_of
 from kltest.moments.moments import Reduction

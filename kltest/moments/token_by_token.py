@@ -15,7 +15,7 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.environments.policies import score_norms, softmax_gradient
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments.dynamic_programming import Pairs, call_on_pairs, compare
 from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Expectation, Moments

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kltest.errors import UsageError
 from kltest.estimators import Spec, find, registry
-from kltest.loss.calling import BoundLoss, bind
+from kltest.loss.calling import Loss, bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.training.problems import PerRun, Run
@@ -33,7 +33,7 @@ class WithColumns:
         return self.function(**fields, **self.columns)
 
 
-def bound(run: Run) -> BoundLoss:
+def bound(run: Run) -> Loss:
     """Bind the run's estimator, its PerRun options left open. Raises UsageError if it cannot be called."""
     plain = {name: value for name, value in run.options.items() if not isinstance(value, PerRun)}
     own = [name for name in run.options if name not in plain]
@@ -53,7 +53,7 @@ def bound(run: Run) -> BoundLoss:
     return bind(WithColumns(function, own, name) if own else function, call, name, spec=spec)
 
 
-def is_built_in(loss: BoundLoss) -> bool:
+def is_built_in(loss: Loss) -> bool:
     """Return whether the estimator is one of this package, whose SPEC is tested."""
     function = loss.function
     function = function.function if isinstance(function, WithColumns) else function

@@ -209,13 +209,13 @@ def test_a_loss_that_names_torch_is_never_taken_for_one_of_jax():
     assert not any(map(is_for_jax, (torch.exp, torch.nn.KLDivLoss(), torch.nn.functional.kl_div)))
 
 
-def test_a_loss_that_names_both_and_fails_with_tensors_is_called_with_arrays():
+def test_a_loss_that_names_both_is_called_with_arrays_if_that_is_said():
     def for_jax(logp, ref_logp, kind=torch.float64):
         assert torch is not None
         return k3(logp, ref_logp)
 
     assert not is_for_jax(for_jax)
-    report = told(for_jax, environment="bandit", arguments={"kind": None})
+    report = told(jax_loss(for_jax), environment="bandit", arguments={"kind": None})
     assert report["rows"][0][2] == pytest.approx({"forward_kl": 1.0})
     assert any(CALLED in note for note in report["notes"])
 

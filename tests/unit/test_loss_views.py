@@ -1,4 +1,4 @@
-"""Forms in which a loss gets its fields: rewards a rollout or a token, batches by key, masks that are no index."""
+"""Forms in which a loss gets its fields: rewards a rollout or a token, batches by key, two conversions at once."""
 
 from __future__ import annotations
 
@@ -245,50 +245,34 @@ def test_methods_of_a_class_come_before_those_of_a_dictionary():
     )
 
 
-# --- integer masks are no index
-
-
-@pytest.mark.parametrize(
-    "select",
-    [
-        lambda value, mask: value.index_select(0, mask[:, 0]),
-        lambda value, mask: torch.index_select(value, 1, mask.view(-1)),
-        lambda value, mask: torch.index_select(input=value, dim=0, index=mask[:, 1]),
-        lambda value, mask: value.take(mask),
-        lambda value, mask: torch.take(value, mask.flatten()),
-        lambda value, mask: value.flatten()[mask.flatten()],
-        lambda value, mask: value[:, mask[0]],
-    ],
-)
-def test_an_integer_mask_selects_nothing_by_position(select):
-    def loss(logp, ref_logp, mask):
-        return select(logp - ref_logp, mask).sum() * (1 - mask).sum()
-
-    with pytest.raises(TargetError):
-        bind(loss)(BATCHES["ragged"])
-
-
-def test_counts_of_an_integer_mask_do_select():
-    def last(logp, mask):
-        value = logp.gather(1, (mask.sum(1) - 1)[:, None])[:, 0]
-        return value + 0 * logp[torch.arange(len(logp)), mask.sum(1) - 1] * (1 - mask[:, 0])
-
-    rollout = BATCHES["ragged"]
-    position = torch.arange(3) == rollout.peek("mask").sum(1, keepdim=True) - 1
-    torch.testing.assert_close(gradient(bind(last), rollout), by_hand(rollout, position.double()))
-
-
 # --- two conversions at once
 
 
-@pytest.mark.parametrize("as_list", [False, True])
-def test_a_loss_that_needs_two_conversions_at_once_is_a_usage_error(as_list):
-    def per_token(logp, advantages):
-        return logp.sum(1) @ torch.ones(len(logp)) * advantages[:, 0].sum()
+def in_float32(logp, advantages):
+    return (logp * advantages).sum(1) @ torch.ones(len(logp)) / len(logp)
 
-    def listed(logp):
-        return torch.cat(logp) @ torch.ones(30)
 
-    loss, words = (listed, "a list of one tensor") if as_list else (per_token, "float32 fields")
-    with pytest.raises(UsageError, match=rf"cannot be given its fields.*{words}.*one of the three at a time"):
-        bind(loss)(BATCHES["ragged"])
+def in_float32_and_boolean(logp, advantages, mask):
+    return in_float32(logp, advantages).masked_fill(~mask.any(), 0.0)
+
+
+def listed_in_float32(logp):
+    return torch.cat(logp) @ torch.ones(sum(map(len, logp))) / len(logp)
+
+
+@pytest.mark.parametrize("loss", [in_float32, in_float32_and_boolean])
+def test_types_and_shapes_may_both_be_converted(loss):
+    rollout = BATCHES["ragged"].replace(mask=torch.ones(15, 3, dtype=torch.float64))
+    bound = bind(loss)
+    expected = by_hand(rollout, rollout.peek("advantage")[:, None].expand(15, 3))
+    torch.testing.assert_close(gradient(bound, rollout), expected, rtol=1e-6, atol=1e-7)
+    assert "float32 fields" in bound.notes[0]
+    assert "(B, T)" in bound.notes[0]
+
+
+def test_lists_may_be_of_float32():
+    rollout = BATCHES["ragged"]
+    bound = bind(listed_in_float32)
+    expected = by_hand(rollout, torch.ones(15, 3, dtype=torch.float64))
+    torch.testing.assert_close(gradient(bound, rollout), expected, rtol=1e-6, atol=1e-7)
+    assert "a list of one tensor" in bound.notes[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kltest
-from kltest.loss.calling import BoundLoss
+from kltest.loss.calling import Loss
 
 PACKAGE = Path(kltest.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "way-of-a-loss.md"
@@ -42,7 +42,7 @@ def traced() -> Iterator[set[str]]:
         if event not in ("call", "return") or PACKAGE not in file.parents:
             return
         # A copy: reading the locals of a frame can itself call something.
-        if any(isinstance(value, BoundLoss) for value in list(frame.f_locals.values())):
+        if any(isinstance(value, Loss) for value in list(frame.f_locals.values())):
             receivers.add(file.relative_to(PACKAGE).as_posix())
 
     sys.setprofile(look)

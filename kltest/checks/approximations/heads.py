@@ -32,7 +32,7 @@ from kltest.environments import Instance, bandit
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments import exact
 from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.tolerances import TOLERANCES

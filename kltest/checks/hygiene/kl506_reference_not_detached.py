@@ -19,7 +19,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from math import log
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from kltest.checks.usual_batch import usual_batch
 from kltest.counterexample.demonstration import Demonstration
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
+from kltest.loss.calling import Variant
 from kltest.loss.outcome import Outcome
 from kltest.moments import exact
 from kltest.moments.differentiate import Experiment, backward
@@ -67,14 +67,12 @@ def examine(findings: Findings) -> Found | None:
     return None
 
 
-class _Moved:
+class _Moved(Variant):
     """A loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
 
     def __init__(self, experiment: Experiment, prefix: str) -> None:
+        super().__init__(experiment.loss)
         self.experiment, self.prefix = experiment, prefix
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.experiment.loss, name)
 
     def __call__(self, rollout: Rollout) -> Outcome:
         outcome = self.experiment.outcome(rollout)

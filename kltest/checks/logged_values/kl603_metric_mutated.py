@@ -30,7 +30,7 @@ from kltest.environments import Instance
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.identify.values import TOLERANCE, first_match, true_values
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.loss.stored_metrics import holds
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import Rollout

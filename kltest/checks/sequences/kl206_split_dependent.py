@@ -20,7 +20,7 @@ from kltest.counterexample.environment import SmallEnvironment
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
-from kltest.loss.calling import BoundLoss, bind
+from kltest.loss.calling import Loss, bind
 from kltest.loss.view import ROW_FIELDS
 from kltest.moments import exact_batches
 from kltest.moments.differentiate import differentiate, live_positions
@@ -144,7 +144,7 @@ def demonstrate() -> Demonstration:
     lengths = instance.paths.lengths
     short, long = int(lengths.argmin()), int(lengths.argmax())
 
-    def weight(loss: BoundLoss, *rows: int) -> float:
+    def weight(loss: Loss, *rows: int) -> float:
         """∂/∂log π of the first token of the first rollout."""
         batch = everything.take(np.array(rows))
         found = differentiate(loss, batch, live_positions(batch)).logp

@@ -21,8 +21,7 @@ from kltest.environments import Instance
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
-from kltest.loss.calling import bind
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss, bind
 from kltest.moments import exact
 from kltest.moments.differentiate import differentiate, live_positions
 from kltest.moments.projection import each_gradient

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub
-from kltest.loss.jax.program import Steps, followed
+from kltest.loss.jax.program import narrowest
 from kltest.rollout import Rollout
 
 CALLED = (
@@ -82,12 +83,12 @@ class _Call:
 
     def __init__(self, loss: JaxLoss, args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
         self.loss, self.args, self.kwargs, self.leaves = loss, args, kwargs, leaves
-        self.steps = Steps()
+        self._bits = 52
         self._form: Any = None
         self._floats = 0
 
     def _run(self, *values: Any) -> tuple[list[Any], list[Any]]:
-        """The arrays that the loss returns for these values of its leaves: floating-point ones, and others."""
+        """Return the arrays that the loss returns for these values of its leaves: floating-point ones, and others."""
         import jax
         import jax.numpy as jnp
 
@@ -107,33 +108,28 @@ class _Call:
         return kinds
 
     def forward(self, values: list[Any]) -> tuple[list[Tensor], Callable[..., Any]]:
-        """What the loss returns, and its vjp. It is traced anew for every call, since each may do something else."""
+        """Return what the loss returns, and its vjp. It is traced for every call, since each may do something else."""
         import jax
         import jax.extend.core
 
+        run = self._run
         try:
-            written = jax.make_jaxpr(self._run)(*values)
+            written = jax.make_jaxpr(run)(*values)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            # It does what only known numbers allow, as indexing by its mask does.
-            floats, pull, others = jax.vjp(self._run, *values, has_aux=True)
-            self.steps = Steps(reached=(True,) * len(floats) + (False,) * len(others))
+            pass  # it does what only known numbers allow, as indexing by its mask does
         else:
-            count = self._floats
+            self._bits = narrowest(written)
 
             def run(*leaves: Any) -> tuple[list[Any], list[Any]]:
                 outputs = jax.extend.core.jaxpr_as_fun(written)(*leaves)
-                return outputs[:count], outputs[count:]
+                return outputs[: self._floats], outputs[self._floats :]
 
-            floats, pull, others = jax.vjp(run, *values, has_aux=True)
-            self.steps = followed(written)
+        floats, pull, others = jax.vjp(run, *values, has_aux=True)
         outputs = [as_tensor(array) for array in (*floats, *others)]
         return outputs, lambda cotangents: pull(list(cotangents[: len(floats)]))
 
-    def blocked(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The outputs that no gradient can reach the leaves from."""
-        return [output for output, reached in zip(outputs, self.steps.reached, strict=True) if not reached]
-
     def answer(self, outputs: Any) -> Any:
+        """Return what the loss returned, with tensors in the places of its arrays."""
         floats = [self._as_precise(output) for output in outputs[: self._floats]]
         others = outputs[self._floats :]
         return tree_map(
@@ -142,18 +138,18 @@ class _Call:
         )
 
     def _as_precise(self, output: Tensor) -> Tensor:
-        """The same numbers, by way of the narrowest type that they were computed in, where kltest looks for it."""
-        narrow = _NARROW.get(self.steps.bits)
+        """Convert to the narrowest type on the way and back: the same numbers, and kltest sees the type."""
+        narrow = _NARROW.get(self._bits)
         return output.to(narrow).to(output.dtype) if narrow and output.dtype == torch.float64 else output
 
 
 class _Bridge(torch.autograd.Function):
-    """Forward is the loss, backward its vjp."""
+    """Forward is the loss, backward its vjp. JAX does not tell a gradient of zero from none: both are none here."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *leaves: Tensor) -> tuple[Tensor, ...]:
         outputs, ctx.pull = call.forward([as_array(leaf) for leaf in leaves])
-        ctx.mark_non_differentiable(*call.blocked(outputs))
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         ctx.types = [leaf.dtype for leaf in leaves]
         return tuple(outputs)
 
@@ -161,19 +157,20 @@ class _Bridge(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         with _ready():
-            found = ctx.pull([as_array(part) for part in cotangents])
-        return None, *(as_tensor(part).to(kind) for part, kind in zip(found, ctx.types, strict=True))
+            found = map(as_tensor, ctx.pull([as_array(part) for part in cotangents]))
+        return None, *(part.to(kind) if part.any() else None for part, kind in zip(found, ctx.types, strict=True))
 
 
+@dataclass(frozen=True)
 class _Place:
     """Place of an array in an answer."""
 
-    def __init__(self, floating: bool, index: int) -> None:
-        self.floating, self.index = floating, index
+    floating: bool
+    index: int
 
 
 class _Arrays:
-    """Turns the arguments of a loss into arrays, traced ones for tensors that are differentiated."""
+    """Conversion of a loss's arguments into arrays, traced ones for tensors that are differentiated."""
 
     def __init__(self, traced: Mapping[int, Any] | None = None) -> None:
         self._traced = traced or {}
@@ -217,7 +214,7 @@ class _View:
 
 
 def as_array(tensor: Tensor) -> Any:
-    """A tensor's numbers as a JAX array of the same type."""
+    """Return a tensor's numbers as a JAX array of the same type."""
     import jax
     import jax.numpy as jnp
 
@@ -230,7 +227,7 @@ def as_array(tensor: Tensor) -> Any:
 
 
 def as_tensor(array: Any) -> Tensor:
-    """A JAX array's numbers as a tensor of the same type."""
+    """Return a JAX array's numbers as a tensor of the same type."""
     if str(array.dtype) == "bfloat16":
         return torch.from_numpy(np.array(array, dtype=np.float32)).to(torch.bfloat16)
     return torch.from_numpy(np.array(array))
@@ -238,7 +235,7 @@ def as_tensor(array: Any) -> Tensor:
 
 @contextmanager
 def _ready() -> Iterator[None]:
-    """JAX on the CPU, with float64, compiling in haste; UsageError where there is no JAX."""
+    """Run JAX on the CPU, with float64, optimising little; UsageError if JAX is not installed."""
     try:
         import jax
     except ImportError as error:

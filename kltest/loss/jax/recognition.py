@@ -1,13 +1,12 @@
 """Recognise functions that are written for JAX, by the packages that their code names.
 
-A function that names JAX and not torch is called with JAX arrays; one that names both, or neither, is called with
-tensors first. So a loss for torch is never given anything else, as long as it runs.
+A function that names JAX and not torch is called with JAX arrays, any other with tensors (or with arrays, if
+`kltest.jax_loss` says so).
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType, ModuleType
@@ -25,17 +24,8 @@ def is_for_jax(function: Callable[..., Any]) -> bool:
     return bool(named & JAX) and not named & TORCH
 
 
-def may_be_for_jax(function: Callable[..., Any]) -> bool:
-    """Return True if it makes sense to try JAX arrays on a function that failed with tensors."""
-    if not JAX & sys.modules.keys():
-        return False
-    beside = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__globals__", {}).values()
-    modules = {_root(thing.__name__) for thing in beside if isinstance(thing, ModuleType)}
-    return bool(JAX & {*_named(function), *modules})
-
-
 def _named(function: Any, deep: int = DEEPEST, seen: set[int] | None = None) -> Iterator[str]:
-    """The packages, by their first name, that a function and its helpers in the same package name."""
+    """Yield the packages, by their first name, that a function and its helpers in the same package name."""
     seen = set() if seen is None else seen
     while isinstance(function, partial):
         function = function.func
