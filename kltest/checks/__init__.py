@@ -23,18 +23,10 @@ def _discover() -> dict[str, Check]:
 
 
 def _check(family: str, code: str, words: dict[str, Any]) -> Check:
-    texts = {part: " ".join(words[part].split()) for part in ("title", "what", "why", "example", "fix")}
-    return Check(
-        code=code,
-        name=words["name"],
-        **texts,
-        sources=tuple(words["sources"]),
-        module=f"{family}.{code.lower()}_{words['name'].replace('-', '_')}",
-        wrong_name=words["wrong"],
-        fixed_name=words["fixed"],
-        options=words.get("options", {}),
-        demonstration=words.get("demonstration", {}),
-    )
+    texts: dict[str, Any] = {
+        part: " ".join(text.split()) if isinstance(text, str) else text for part, text in words.items()
+    }
+    return Check(code=code, module=f"{family}.{code.lower()}_{words['name'].replace('-', '_')}", **texts)
 
 
 CHECKS: dict[str, Check] = _discover()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import update_wrapper
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
+    from kltest.checks.demonstrations import Demonstration
     from kltest.identify.findings import Findings, Row
 
+T = TypeVar("T")
 LOSSES = "kltest.checks.losses"
-# Entries of a demonstration that are not the environment's.
-BATCH = frozenset({"batch", "grouped"})
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,16 @@ class Found:
     status: Literal["pass", "fail", "skip", "inconclusive"] = "fail"
 
 
+def shared(experiment: Callable[[Findings], T]) -> Callable[[Findings], T]:
+    """Decorate an experiment that is asked for several times: it is made once for each loss."""
+    return update_wrapper(lambda findings: findings.once(experiment), experiment)
+
+
+def signed(number: float, digits: int = 6) -> str:
+    """A number in words: with a true minus sign."""
+    return f"{number:.{digits}g}".replace("-", "−")
+
+
 @dataclass(frozen=True)
 class Check:
     """One pitfall.
@@ -37,13 +45,13 @@ class Check:
     family's words.toml and are read without torch; `module`, the dotted name of the check's module, is imported when
     one of its functions is first needed. That module defines
 
-    - the loss that falls into the pitfall (`wrong`) and the same loss put right (`fixed`, or one of
-      kltest.checks.losses), graded with `options`. Their source is shown to people, so it is written as a library would
+    - the loss that falls into the pitfall (`wrong`) and the same loss put right (`fixed`), if they are not shared in
+      kltest.checks.losses, graded with `options`. Their source is shown to people, so it is written as a library would
       write it;
-    - optionally `demonstrate()`: exact numbers of the pitfall, the numbers of `example` among them. Without it they are
-      the gradients of the two losses in the environment `demonstration`, in batches of `batch` rollouts;
-    - `explains(row, findings)`: True if this pitfall accounts for the disagreement of that row, and optionally
-      `tells(row, findings)`: a few words on how, if the identified gradient does not say it;
+    - optionally `demonstrate(losses)`: exact numbers of the pitfall, the numbers of `example` among them. Without it
+      they are made from `demonstration` (see kltest.checks.demonstrations);
+    - `explains(row, findings)`: True, or a few words on how, if this pitfall accounts for the disagreement of that row,
+      and optionally `tells(row, findings)`: those words, if it takes calls of the loss to find them;
     - or `examine(findings)`: an experiment of its own and its result, None if nothing is wrong. A KltestError makes
       the check inconclusive;
     - optionally `moot(findings)`: the reason to skip the check, or None.
@@ -56,7 +64,7 @@ class Check:
     why: str
     example: str
     fix: str
-    sources: tuple[str, ...]
+    sources: Sequence[str]
     module: str = field(repr=False)
     wrong_name: str = field(repr=False)
     fixed_name: str = field(repr=False)
@@ -76,12 +84,12 @@ class Check:
     @property
     def wrong_code(self) -> str:
         """Source of the loss that falls into the pitfall."""
-        return source(self.module, self.wrong_name)
+        return self._source(self.wrong_name)
 
     @property
     def fixed_code(self) -> str:
         """Source of the corrected loss."""
-        return source(self.module, self.fixed_name)
+        return self._source(self.fixed_name)
 
     @property
     def remedy(self) -> str:
@@ -95,36 +103,32 @@ class Check:
 
     def demonstrate(self) -> Demonstration:
         """Run the pitfall in the smallest environment that shows it."""
-        if own := self._defined("demonstrate"):
-            return own()
-        return of_gradients(
-            SmallEnvironment(**{key: part for key, part in self.demonstration.items() if key not in BATCH}),
-            {"as written": self.wrong, "fixed": self.fixed},
-            declared=self.options.get("expect", "reverse_kl"),
-            sampler="stale" if "sampler" in self.demonstration else "current",
-            call=lambda name: {key: part for key, part in self.options.items() if key == "placement"},
-            **{key: part for key, part in self.demonstration.items() if key in BATCH},
-        )
+        from kltest.checks.demonstrations import demonstrate  # imports torch
+
+        losses = {"as written": self.wrong, "fixed": self.fixed}
+        own = self._defined("demonstrate")
+        return own(losses) if own else demonstrate(losses, self.demonstration, self.options)
 
     def explains(self, row: Row, findings: Findings) -> bool:
         """Return True if the pitfall accounts for the disagreement of a row."""
-        explains = self._defined("explains")
-        return explains is not None and explains(row, findings)
+        return bool(self._call("explains", row, findings))
 
     def tells(self, row: Row, findings: Findings) -> str:
         """Return how the pitfall shows in a row that it explains, empty if the identified gradient says it all."""
-        tells = self._defined("tells")
-        return tells(row, findings) if tells else ""
+        words = self._call("tells" if self._defined("tells") else "explains", row, findings)
+        return words if isinstance(words, str) else ""
 
     def examine(self, findings: Findings) -> Found | None:
         """Make the check's experiment; None if it has none or found nothing wrong."""
-        examine = self._defined("examine")
-        return examine(findings) if examine else None
+        return self._call("examine", findings)
 
     def moot(self, findings: Findings) -> str | None:
         """Return the reason to skip the check, or None."""
-        moot = self._defined("moot")
-        return moot(findings) if moot else None
+        return self._call("moot", findings)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        function = self._defined(name)
+        return function(*arguments) if function else None
 
     def _loss(self, name: str) -> Callable[..., Any]:
         return self._defined(name) or getattr(import_module(LOSSES), name)
@@ -132,18 +136,11 @@ class Check:
     def _defined(self, name: str) -> Any:
         return getattr(import_module(self.module), name, None)
 
-
-def source(module: str, name: str) -> str:
-    """Source of a function that a module defines, imports by name or shares (LOSSES), read without importing it."""
-    spec = find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    text = Path(spec.origin).read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return ast.get_source_segment(text, node) or ""
-        if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
-            return source(node.module, name)
-    if module == LOSSES:
+    def _source(self, name: str) -> str:
+        """Source of a loss, read without importing its module."""
+        for module in (self.module, LOSSES):
+            text = ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.FunctionDef) and node.name == name:
+                    return ast.get_source_segment(text, node) or ""
         raise LookupError(f"no function is called {name!r}")
-    return source(LOSSES, name)

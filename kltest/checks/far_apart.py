@@ -11,10 +11,12 @@ where a probability is a millionth may be the small constant that guards a logar
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
+from kltest.checks.check import shared, signed
 from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
@@ -32,51 +34,33 @@ NEARER = ((-12.0, -6.0), (-8.0, -4.0))
 MUCH = 0.01
 
 
-@dataclass(frozen=True)
-class FarApart:
-    """A bandit in which the gradient is not the declared one: its relative bias and the log-ratios of the actions."""
-
-    bias: float
-    log_ratios: tuple[float, ...]
-
-    @property
-    def words(self) -> str:
-        ratios = ", ".join(f"{ratio:.3g}".replace("-", "−") for ratio in self.log_ratios)
-        return (
-            f"In a bandit with the log-ratios {ratios} the expected gradient is off by {self.bias:.2g} of the declared "
-            "one; it is right if policy and reference are near each other."
-        )
-
-
-def differs(findings: Findings) -> FarApart | None:
-    """Return the far bandit with the largest bias of a loss that is right in a mild one, None if it is right in all."""
-    return _worst(findings, FAR, 0.0)
-
-
-def differs_much(findings: Findings) -> FarApart | None:
-    """Return the same for bandits that are less far, if the bias is above a hundredth."""
-    return _worst(findings, NEARER, MUCH)
-
-
-def _worst(findings: Findings, shifts: Shifts, least: float) -> FarApart | None:
+def _worst(findings: Findings, shifts: Shifts, least: float) -> str:
+    """Describe the far bandit with the largest bias of a loss that is right in a mild one; empty if it is right."""
     if findings.observed.dtype not in ("float64", "float32"):
-        return None
+        return ""
     try:
         rows = findings.measure.rows(ENVIRONMENT, "current")
     except KltestError:
-        return None
+        return ""
     if not rows or any(row.agrees is not True or row.method != "exact" for row in rows):
-        return None
-    found = []
+        return ""
+    found = [(0.0, "")]
     for row in rows:
         for instance in _moved(findings.measure.case(row).instances[0], shifts):
             with suppress(KltestError):  # overflows and failing calls are reported by other checks
                 moments = findings.measure.expected(row, instance)
                 bias = relative_bias(moments.gradient, target(findings.expect, instance), size(instance))
                 if bias > max(least, TOLERANCES[moments.dtype].gradient):
-                    ratios = np.sort(instance.policy[0] - instance.reference[0])
-                    found.append(FarApart(bias, tuple(map(float, ratios))))
-    return max(found, key=lambda one: one.bias, default=None)
+                    found.append((bias, _words(bias, instance)))
+    return max(found)[1]
+
+
+def _words(bias: float, instance: Instance) -> str:
+    ratios = ", ".join(signed(ratio, 3) for ratio in np.sort(instance.policy[0] - instance.reference[0]))
+    return (
+        f"In a bandit with the log-ratios {ratios} the expected gradient is off by {bias:.2g} of the declared one; it "
+        "is right if policy and reference are near each other."
+    )
 
 
 def _moved(instance: Instance, shifts: Shifts) -> list[Instance]:
@@ -89,3 +73,8 @@ def _moved(instance: Instance, shifts: Shifts) -> list[Instance]:
     reference, policy = shifts
     left = replace(instance, policy=moved(instance.policy, policy))
     return [replace(instance, reference=moved(instance.reference, reference)), replace(left, sampler=left.policy)]
+
+
+differs = shared(partial(_worst, shifts=FAR, least=0.0))
+# In bandits that are less far, if the bias is above a hundredth.
+differs_much = shared(partial(_worst, shifts=NEARER, least=MUCH))

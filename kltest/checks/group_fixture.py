@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kltest.checks.check import shared
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
@@ -48,8 +49,7 @@ class GroupFixture:
         """Rollouts `rows` with these rewards and centred advantages, in one group or in the given ones."""
         taken = Rollout.of(self.instance, sampler=self.sampler, padding=self.padding).take(rows)
         group = torch.tensor(list(groups) or [0] * len(rewards))
-        known = taken.replace(reward=torch.tensor(rewards, dtype=torch.float64), group=group)
-        return known.replace(advantage=lambda: centred(known))
+        return with_advantage(taken.replace(reward=torch.tensor(rewards, dtype=torch.float64), group=group))
 
     def kl_part(self, rollout: Rollout) -> np.ndarray:
         """(B, T, 1 + V) gradient of the KL term at logp and logits.
@@ -64,12 +64,14 @@ class GroupFixture:
         return own - gradient(self.measure, rollout.replace(**equal))
 
 
+def with_advantage(rollout: Rollout) -> Rollout:
+    """The rollouts with their reward, centred in each group, as advantage."""
+    return rollout.replace(advantage=lambda: centred(rollout))
+
+
+@shared
 def group_fixture(findings: Findings) -> GroupFixture:
     """Fixture of the first graded environment, with groups as large as the loss takes."""
-    return findings.once(_group_fixture)
-
-
-def _group_fixture(findings: Findings) -> GroupFixture:
     sizes, failure = findings.measure.sizes, None
     for size in sizes.each if sizes.grouped else SIZES:
         instance = instances(findings.environments[0], findings.seed, size)[0]

@@ -1,4 +1,4 @@
-"""Correct losses that are the fix of several checks: padding is cut out before any arithmetic."""
+"""Losses that several checks show. In those that are right padding is cut out before any arithmetic."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -26,3 +26,19 @@ def k1_as_reward(logp, ref_logp):
 def k1_as_reward_with_ratio(logp, ref_logp, old_logp, mask):
     ratio = (logp - old_logp).where(mask != 0, 0.0).sum(-1, keepdim=True).exp()
     return ratio * (logp - ref_logp)
+
+
+def mean_over_tokens(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return (log_ratio.square() / 2).sum() / mask.sum()
+
+
+def masked_where_tied(logp, ref_logp, mask, rewards, group):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    differs = (rewards[:, None] != rewards) & (group[:, None] == group)
+    return (log_ratio.square() / 2).where(differs.any(-1), 0.0)
+
+
+def kept_where_tied(logp, ref_logp, mask, rewards, group):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return log_ratio.square() / 2

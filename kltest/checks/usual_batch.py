@@ -9,6 +9,12 @@ from kltest.rollout import Rollout
 ROWS = 12
 
 
+def no_padding(findings: Findings) -> str | None:
+    """Return a reason to skip checks of padding if no graded environment has any, else None."""
+    padded = any(instances(environment, findings.seed)[0].paths.padded for environment in findings.environments)
+    return None if padded else "only environments without padding were graded"
+
+
 def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:
     """Rollouts of every length with different rewards; groups of two, three, four or six divide their number."""
     instance = instances("ragged", findings.seed)[0]

@@ -94,7 +94,7 @@ def example(findings: Findings) -> CounterExample | None:
         with suppress(KltestError):
             summed = adds_up(loss, environment, sampler, batch)
             answer = counter_example(loss, findings.expect, environment, sampler, batch, 0.0, summed=summed)
-            if answer is not None and not answer.differs:
+            if not answer.differs:
                 return answer.example
     return None
 
@@ -114,20 +114,18 @@ class Search:
         return min(VISIBLE, self.row.relative_bias / 10)
 
     def smallest(self) -> CounterExample | None:
-        rewarded = bool(self.findings.loss.takes & GIVES_REWARDS)
-        for shape, variant in product(self.shapes(), range(2)):
-            environment = unrelated(shape, variant, rewarded=rewarded)
-            if self.fails(environment, shape.batch):
-                return self._written(self.simplified(environment, shape), shape.batch)
-        return None
-
-    def _written(self, environment: SmallEnvironment, batch: int) -> CounterExample | None:
         loss, expect = self.findings.loss, self.findings.expect
-        with suppress(KltestError):
-            summed = self._adds_up(environment, batch)
-            answer = counter_example(loss, expect, environment, self.row.sampler, batch, self.limit, summed=summed)
-            if answer is not None and answer.differs:
-                return with_program(loss, expect, answer.example, answer.dtype)
+        for shape, variant in product(self.shapes(), range(2)):
+            environment = unrelated(shape, variant, rewarded=bool(loss.takes & GIVES_REWARDS))
+            if not self.fails(environment, shape.batch):
+                continue
+            environment = self.simplified(environment, shape)
+            with suppress(KltestError):
+                sampler, summed = self.row.sampler, self._adds_up(environment, shape.batch)
+                answer = counter_example(loss, expect, environment, sampler, shape.batch, self.limit, summed=summed)
+                if answer.differs:
+                    return with_program(loss, expect, answer.example, answer.dtype)
+            return None
         return None
 
     def shapes(self) -> Iterator[Shape]:
@@ -159,13 +157,12 @@ class Search:
             return False
         if batch == 1 and not self.findings.coupled:
             self.calls += 1
-            found, dtype = at_once(loss, instance, sampler, summed=self.findings.observed.reduction == "sum")
+            found, called = at_once(loss, instance, sampler, summed=self.findings.observed.reduction == "sum")
         else:
             self.calls += len(instance.paths) ** batch
-            measured = measure(loss, instance, sampler, batch, summed=self._adds_up(environment, batch))
-            found, dtype = measured.expected, measured.dtype
+            found, _, called = measure(loss, instance, sampler, batch, summed=self._adds_up(environment, batch))
         target = combine(self.findings.expect, instance)
-        return differs(found, target, instance, max(TOLERANCES[dtype].gradient, self.limit))
+        return differs(found, target, instance, max(TOLERANCES[called.dtype].gradient, self.limit))
 
     def _adds_up(self, environment: SmallEnvironment, batch: int) -> bool:
         """Tried once for each size, in the first environment: no gradients are equal by chance there."""

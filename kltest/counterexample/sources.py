@@ -21,6 +21,7 @@ from kltest.loss.syntax import names_read
 OURS = frozenset({"kltest", "__main__", "__mp_main__"})
 FROM_FILE, LIFTED = "kltest_target_", "kltest_lifted_"
 FUTURE = "from __future__ import annotations"
+UNREADABLE = "its source cannot be read by itself"
 
 
 class NoSourceError(Exception):
@@ -117,20 +118,14 @@ def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
         closed = inspect.getclosurevars(function).nonlocals
     except ValueError:
         raise NoSourceError("a variable around it has no value") from None
+    known = {**function.__globals__, **closed}
     for name in sorted(names, key=lambda name: (name not in closed, name)):
-        if name in seen or name == "__name__":
-            # The body of a class reads `__name__`.
+        if name in seen or (name not in known and hasattr(builtins, name)):
             continue
-        if name in closed:
-            value = closed[name]
-        elif name in function.__globals__:
-            value = function.__globals__[name]
-        elif hasattr(builtins, name):
-            continue
-        else:
+        if name not in known:
             raise NoSourceError(f"it uses {name}, which is not defined")
         seen.add(name)
-        yield from _definition(name, value, seen)
+        yield from _definition(name, known[name], seen)
     yield from lines
 
 
@@ -144,10 +139,8 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
         found = []
     first = function.__code__.co_firstlineno
     found = [node for node in found if first in (node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ())))]
-    if len(found) > 1:
-        raise NoSourceError("it is one of several lambdas on a line")
-    if not found:
-        raise NoSourceError("its source cannot be read by itself")
+    if len(found) != 1:
+        raise NoSourceError("it is one of several lambdas on a line" if found else UNREADABLE)
     node: Any = found[0]
     if isinstance(node, ast.Lambda):
         lines = [f"graded = {ast.unparse(node)}"]
@@ -169,7 +162,7 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
         return names_read(node, Path("<loss>")), lines
     except SyntaxError:
         # It changes a variable of the function around it.
-        raise NoSourceError("its source cannot be read by itself") from None
+        raise NoSourceError(UNREADABLE) from None
 
 
 def _definition(name: str, value: Any, seen: set[str]) -> Iterator[str]:

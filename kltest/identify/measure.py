@@ -130,9 +130,9 @@ class Measure:
             return exact(self.loss, instance, row.sampler, padding=self.seed)
         return self._over_batches(instance, Case(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
 
-    def meets(self, loss: Loss, instance: Instance) -> bool:
-        """True if a variant of the loss follows the declared gradient under the instance's stale sampler."""
-        found = exact(loss, instance, "stale", padding=self.seed)
+    def meets(self, loss: Loss, instance: Instance, sampler: str = "stale") -> bool:
+        """True if a variant of the loss follows the declared gradient on an instance."""
+        found = exact(loss, instance, sampler, padding=self.seed)
         wanted = target(self.declared, instance)
         return relative_bias(found.gradient, wanted, size(instance)) <= TOLERANCES[found.dtype].gradient
 

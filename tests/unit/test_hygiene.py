@@ -465,4 +465,4 @@ def test_what_changes_in_the_twelfth_call_only_is_found(batch, monkeypatch):
     loss = bind(adapted)
     measure = SimpleNamespace(experiment=lambda: Experiment(loss))
     findings = SimpleNamespace(measure=measure, observed=SimpleNamespace(nondeterministic=None))
-    assert "in call 12" in repeat._differs(findings).message
+    assert "in call 12" in repeat.examine.__wrapped__(findings).message

@@ -12,24 +12,24 @@ row has to be wrong and unnamed, in an environment with more actions than the he
 usual environments, the gradient in a large enough one has to differ from what the loss follows in a small one.
 
 If rollouts come from a truncated sampler, or from an engine whose true log-probs are not those in `old_logp`, *no* loss
-that sees only the drawn tokens can be right. Such rollouts prove nothing about a loss and are not made here. What is
-found is a loss that truncates the policy's, the reference's or the sampler's side by itself, while its tokens come from
-the whole distribution.
+that sees only the drawn tokens can be right. That proves nothing about a loss and is not tried here: tokens come from
+the whole distribution, and a loss is found that truncates one side by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.check import Found
+from kltest.checks.check import Found, shared
 from kltest.environments import Instance, bandit
 from kltest.errors import KltestError
+from kltest.identify.case import relative_bias, size
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
@@ -50,8 +50,7 @@ NEIGHBOURS = 12
 BIASED = 1e-3
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """The likeliest actions `by` policy, reference or sampler that a loss distinguishes, in a few instances.
 
     `mass`: their probability, without the least likely of them and with it. `drawn`: the log-prob of the drawn token is
@@ -77,32 +76,26 @@ class Head:
             return f"the likeliest actions under the {self.by} that hold a share p of it, {low:.3g} < p ≤ {high:.3g}"
         return f"the likeliest actions under the {self.by}, as many as {', '.join(map(str, self.sizes))}"
 
-    def leaves_out(self, actions: int) -> bool:
-        """Return True if the head leaves anything out in an environment with this number of actions."""
-        return self.size is None or self.size < actions
 
-
-def head(findings: Findings) -> Head | None:
-    """Return the head, None if the loss distinguishes all actions or sees the drawn token alone."""
-    return findings.once(_head)
-
-
-def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> Head | None:
-    """Return the head that explains an unnamed row; None if the gradient in a bandit has a name all the same."""
+def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> str | None:
+    """Describe the head that explains an unnamed row; None if the gradient in a bandit has a name all the same."""
     if not row.wrong or row.identified is not None:
         return None
     # First, since the search for a head takes hundreds of calls.
     single = findings.measure.alone("bandit", "current") if _sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
         return None
-    found = head(findings)
+    found = _head(findings)
     actions = instances(row.environment, findings.seed)[0].environment.vocabulary
-    return found if found and found.drawn == drawn and found.leaves_out(actions) else None
+    if found is None or found.drawn != drawn or (found.size or 0) >= actions:
+        return None
+    limits = "log-probs of drawn tokens are taken within" if drawn else "the loss distinguishes only"
+    return f"no named gradient; {limits} {found.words}"
 
 
 def beyond_the_usual_environments(findings: Findings, *, drawn: bool) -> Found | None:
     """Report a head that leaves out nothing in small environments and changes the gradient in a large enough one."""
-    found = head(findings)
+    found = _head(findings)
     small = findings.measure.alone("bandit", "current")
     if found is None or found.drawn != drawn or small is None or small.identified is None:
         return None
@@ -110,10 +103,8 @@ def beyond_the_usual_environments(findings: Findings, *, drawn: bool) -> Found |
     largest = max(found.sizes)
     actions = largest + max(8, largest // 4)
     instance = Instance.draw(bandit(actions), findings.seed)
-    target = combine(followed, instance)
     gradient = exact(findings.loss, instance, padding=findings.seed).gradient
-    unit = max(float(np.linalg.norm(combine(part, instance))) for part in (followed, {"reverse_kl": 1.0}))
-    bias = float(np.linalg.norm(gradient - target)) / unit
+    bias = relative_bias(gradient, combine(followed, instance), size(instance))
     if bias <= BIASED:
         return None
     return Found(
@@ -127,7 +118,9 @@ def _sees_all_tokens(findings: Findings) -> bool:
     return not (findings.coupled or findings.blocked) and bool(findings.loss.takes & {*FIELDS, "rollout"})
 
 
+@shared
 def _head(findings: Findings) -> Head | None:
+    """The head, None if the loss distinguishes all actions or sees the drawn token alone."""
     if not _sees_all_tokens(findings):
         return None
     for actions in SIZES:

@@ -9,15 +9,14 @@ vanishes if both sides are equal, so a gradient that vanishes at another tempera
 tempered distribution with one that is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 import torch
 
+from kltest.checks.check import shared
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
@@ -45,44 +44,15 @@ SIDES = {
 }
 
 
-def explains(row: Row, findings: Findings) -> bool:
-    return _accounts_for(row, findings) is not None
-
-
-def tells(row: Row, findings: Findings) -> str:
-    found = _accounts_for(row, findings)
-    return found.words if found else ""
-
-
-@dataclass(frozen=True)
-class Tempered:
-    """Temperature by which the log-probs of a side are divided, and the named gradient behind it, if there is one."""
-
-    temperature: float
-    side: str | None = None
-    behind: Combination | None = None
-
-    @property
-    def words(self) -> str:
-        if self.side is None or self.behind is None:
-            return (
-                f"the gradient vanishes if the reference is the policy at a temperature of {self.temperature:.4g} "
-                "instead of the policy itself"
-            )
-        return (
-            f"{self.side} log-probs are divided by a temperature of {self.temperature:.4g}; multiplied by it "
-            f"again, the gradient is {render(self.behind)}"
-        )
-
-
-def _accounts_for(row: Row, findings: Findings) -> Tempered | None:
-    """Return the temperature that explains a row that is unnamed, or named with an entropy in it."""
+def explains(row: Row, findings: Findings) -> str | None:
+    """Describe the temperature that explains a row that is unnamed, or named with an entropy in it."""
     if not row.wrong or not (row.identified is None or "entropy" in row.identified):
         return None
-    return findings.once(_tempered)
+    return _tempered(findings)
 
 
-def _tempered(findings: Findings) -> Tempered | None:
+@shared
+def _tempered(findings: Findings) -> str | None:
     if findings.coupled or findings.blocked:
         return None
     try:
@@ -107,13 +77,21 @@ class _Bandits:
         self.with_entropy = single is not None and "entropy" in (single.identified or {})
         self.limit = TOLERANCES[findings.observed.dtype].search
 
-    def tempered(self) -> Tempered | None:
+    def tempered(self) -> str | None:
+        """Describe the temperature, and the named gradient behind it if there is one."""
         if self._residual(self._gradients({}))[0] < self.limit:
             return None
         for side, fields in self._sides():
-            found = self._undone(side, fields)
-            if found is not None:
-                return None if self.with_entropy and self._added(fields, found.temperature) else found
+            temperature = self._undone(fields)
+            if temperature is None:
+                continue
+            if self.with_entropy and self._added(fields, temperature):
+                return None
+            _, behind = self._residual(self._gradients(dict.fromkeys(fields, temperature)))
+            return (
+                f"{side} log-probs are divided by a temperature of {temperature:.4g}; multiplied by it again, the "
+                f"gradient is {render(behind)}"
+            )
         return self._vanishing() if self.read & {"ref_logits", "ref_logp"} else None
 
     def _sides(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -126,7 +104,7 @@ class _Bandits:
                     sides.setdefault(chosen, side)
         return [(side, fields) for fields, side in sides.items()]
 
-    def _undone(self, side: str, fields: tuple[str, ...]) -> Tempered | None:
+    def _undone(self, fields: tuple[str, ...]) -> float | None:
         """Search for a temperature of one side at which the gradient is named once it is undone."""
         from scipy.optimize import minimize_scalar  # slow to import, and most losses never come here
 
@@ -139,17 +117,15 @@ class _Bandits:
                 left, bounds=(start - step, start + step), method="bounded", options={"xatol": 1e-11}
             )
             if found.fun < self.limit and abs(found.x) > NONE and self._isolated(left, float(found.x)):
-                temperature = float(np.exp(found.x))
-                _, behind = self._residual(self._gradients(dict.fromkeys(fields, temperature)))
-                return Tempered(temperature, side, behind)
+                return float(np.exp(found.x))
         return None
 
     def _isolated(self, left: Callable[[float], float], found: float) -> bool:
         """Return True if more is left a little away on both sides: beyond a kink any factor may fit."""
         return min(left(found - APART), left(found + APART)) > self.limit
 
-    def _vanishing(self) -> Tempered | None:
-        """Return the temperature other than 1 at which the policy, taken as the reference, leaves no gradient."""
+    def _vanishing(self) -> str | None:
+        """Describe the temperature other than 1 at which the policy, taken as the reference, leaves no gradient."""
         from scipy.optimize import brentq
 
         tables = [instance.policy[0] for instance in self.drawn]
@@ -171,7 +147,10 @@ class _Bandits:
                 continue
             power = float(brentq(along, low, high, xtol=1e-13)) if one and other else float(high if one else low)
             if abs(power) > NONE and left(power) < self.limit and self._isolated(left, power):
-                return Tempered(float(np.exp(-power)))
+                return (
+                    f"the gradient vanishes if the reference is the policy at a temperature of {np.exp(-power):.4g} "
+                    "instead of the policy itself"
+                )
         return None
 
     def _gradients(self, factors: dict[str, float], reference: list[np.ndarray] | None = None) -> list[np.ndarray]:
@@ -202,15 +181,11 @@ class _Bandits:
         size = float(np.linalg.norm(found))
         if size == 0:
             return 1.0, {"zero": 1.0}
-        best: tuple[float, Combination] = (1.0, {"zero": 1.0})
+        candidates: list[tuple[float, Combination]] = [(1.0, {"zero": 1.0})]
         for name, column in _named(self.drawn).items():
             coefficient = float(found @ column / (column @ column))
-            best = min(
-                best,
-                (float(np.linalg.norm(found - coefficient * column)) / size, {name: coefficient}),
-                key=lambda pair: pair[0],
-            )
-        return best
+            candidates.append((float(np.linalg.norm(found - coefficient * column)) / size, {name: coefficient}))
+        return min(candidates, key=itemgetter(0))
 
     def _added(self, fields: tuple[str, ...], temperature: float) -> bool:
         """Return True if an entropy was added to a KL: log π/τ − log ref is log π − log ref with an entropy bonus.
@@ -252,13 +227,10 @@ def _named(drawn: tuple[Instance, ...]) -> dict[str, np.ndarray]:
 
 def _valleys(left: Callable[[float], float], most: int = 2) -> list[float]:
     """Lowest points of the grid among those that are not above their neighbours."""
-    seen = [left(float(point)) for point in GRID]
-    lower = [
-        index
-        for index in range(len(GRID))
-        if seen[index] <= min(seen[max(index - 1, 0)], seen[min(index + 1, len(GRID) - 1)])
-    ]
-    return [float(GRID[index]) for index in sorted(lower, key=seen.__getitem__)[:most]]
+    seen = np.array([left(float(point)) for point in GRID])
+    beside = np.pad(seen, 1, constant_values=np.inf)
+    lower = np.flatnonzero((seen <= beside[:-2]) & (seen <= beside[2:]))
+    return GRID[sorted(lower, key=seen.__getitem__)[:most]].tolist()
 
 
 def at_a_temperature(logits, ref_logits):

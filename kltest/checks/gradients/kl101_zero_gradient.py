@@ -1,7 +1,5 @@
 """KL101: the term has no effect in expectation."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 

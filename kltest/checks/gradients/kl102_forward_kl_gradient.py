@@ -1,7 +1,5 @@
 """KL102: the gradient is the other KL's."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row, without_sampler
 
 FORWARD = frozenset({"forward_kl", "local_forward_kl"})

@@ -1,7 +1,5 @@
 """KL103: the term pushes the policy away from the reference."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
 
 

@@ -1,7 +1,5 @@
 """KL104: the value of the term in the reward is right and its gradient is not."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 # The derivative of no estimator of the KL contains these.

@@ -1,10 +1,8 @@
 """KL105: the gradient is not the declared one, and no other check accounts for it."""
 
-from __future__ import annotations
-
 from kltest.checks.check import Found
 from kltest.checks.far_apart import differs_much
-from kltest.checks.hygiene.kl504_dead_zone import dead_zones
+from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.identify.findings import Findings, Row
 
 
@@ -17,10 +15,8 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def examine(findings: Findings) -> Found | None:
     """A gradient that is the declared one in mild environments only; KL504 reports it if a clamp is the cause."""
-    away = findings.once(differs_much)
-    if away is None or findings.once(dead_zones):
-        return None
-    return Found(away.words)
+    away = differs_much(findings)
+    return Found(away) if away and not dead_zones(findings) else None
 
 
 def absolute(logp, ref_logp):

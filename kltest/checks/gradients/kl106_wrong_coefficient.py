@@ -1,7 +1,5 @@
 """KL106: the gradient is the declared one times a positive factor."""
 
-from __future__ import annotations
-
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
@@ -19,12 +17,8 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def tells(row: Row, findings: Findings) -> str:
     """Dependence of the factor on the batch size, if there is any; reported once, in the first environment."""
-    if (
-        row.batch == 1
-        or row.environment != findings.environments[0]
-        or row.identified is None
-        or row.method == "sampled"
-    ):
+    first = row.environment == findings.environments[0]
+    if row.identified is None or row.batch == 1 or row.method == "sampled" or not first:
         return ""
     shares = share_by_size(row, findings)
     if not shares or isclose(shares[2], shares[3], rel_tol=1e-3):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from kltest.checks.check import shared
 from kltest.checks.group_fixture import GroupFixture, as_array, group_fixture, norm
 from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure
@@ -25,8 +25,7 @@ ALIKE = 0.1
 Kind = Literal["proportional", "ignored", "cancels", "other"]
 
 
-@dataclass(frozen=True)
-class Coefficient:
+class Coefficient(NamedTuple):
     """Effect of β; `strength[β]` is the size of the KL part of the gradient over its size at the β of the grading."""
 
     kind: Kind
@@ -38,15 +37,12 @@ def no_coefficient(findings: Findings) -> str | None:
     return None if findings.loss.takes_beta else "the loss takes no coefficient"
 
 
+@shared
 def coefficient(findings: Findings) -> Coefficient:
     """Classify how the KL part of the gradient depends on β, in one group of rollouts under a current sampler.
 
     β cancels if it does not change the gradient of a group of equal rewards, and changes that of other groups.
     """
-    return findings.once(_coefficient)
-
-
-def _coefficient(findings: Findings) -> Coefficient:
     measure = findings.measure
     fixture, dtype = group_fixture(findings), findings.observed.dtype
     untied = fixture.rollout(fixture.different, fixture.untied)

@@ -1,7 +1,5 @@
 """KL402: the baseline contains the rollout that it is subtracted from."""
 
-from __future__ import annotations
-
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
@@ -15,14 +13,11 @@ def explains(row: Row, findings: Findings) -> bool:
     is_shrunk = _shrunk(row.identified, row.expected, share) or _shrunk(
         without_sampler(row.identified), local_form(row.expected), share
     )
-    # One divisor too many also leaves half of batches of two, but less of larger ones.
-    return is_shrunk and (row.batch > 2 or not _divided_again(row, findings))
-
-
-def _divided_again(row: Row, findings: Findings) -> bool:
-    """Return True if batches of three keep less of the declared gradient than batches of two."""
+    if not is_shrunk or row.batch > 2:
+        return is_shrunk
+    # One divisor too many also leaves half of the declared gradient in batches of two, but less of it in larger ones.
     shares = share_by_size(row, findings)
-    return bool(shares) and shares[3] < shares[2]
+    return not shares or shares[3] >= shares[2]
 
 
 def _shrunk(identified: Combination | None, expected: Combination, share: float) -> bool:

@@ -1,12 +1,7 @@
 """KL404: in groups of one the term is zero, without an error."""
 
-from __future__ import annotations
-
 from kltest.checks.check import Found
 from kltest.checks.group_fixture import group_fixture, limit, norm, sees_rewards
-from kltest.checks.groups.kl401_tied_groups_masked import kept_where_tied, masked_where_tied
-from kltest.counterexample.demonstration import Demonstration, of_gradients
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 
@@ -53,10 +48,3 @@ def _silent_alone(findings: Findings) -> str | None:
 def _vanishes(pairs: list[tuple[float, float]], small: float) -> bool:
     """Return True if the first of each pair is negligible beside the second."""
     return bool(pairs) and all(together > 0 and alone <= small * together for alone, together in pairs)
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)], reward=[(1.0, 0.0)])
-
-
-def demonstrate() -> Demonstration:
-    return of_gradients(ENVIRONMENT, {"as written": masked_where_tied, "fixed": kept_where_tied}, batch=1)

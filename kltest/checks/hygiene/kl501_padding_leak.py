@@ -1,21 +1,15 @@
 """KL501: numbers at padded positions get into the loss."""
 
-from __future__ import annotations
-
-from math import log
-
 import torch
 from torch import Tensor
 
 from kltest.checks.check import Found
-from kltest.checks.demonstrations import gradient, of_calls, rollout, value
-from kltest.checks.hygiene.padding import LOG_PROBS, exchange, no_padding
-from kltest.counterexample.demonstration import Demonstration
+from kltest.checks.hygiene.padding import LOG_PROBS, exchange, not_exchangeable
 from kltest.identify.findings import Findings
 
 HUGE = 1e4
 
-moot = no_padding
+moot = not_exchangeable
 
 
 def examine(findings: Findings) -> Found | None:
@@ -53,16 +47,3 @@ def unmasked(logp, ref_logp):
 def masked(logp, ref_logp, mask):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0)
     return (log_ratio.square() / 2).sum(-1)
-
-
-def demonstrate() -> Demonstration:
-    calm, other = (rollout((log(0.8), log(0.5)), (log(0.5), log(padded)), mask=(1.0, 0.0)) for padded in (0.5, 0.25))
-    return of_calls(
-        "one live token, π = 0.8, ref = 0.5, and one of padding, π = 0.5",
-        {"as written": unmasked, "fixed": masked},
-        {
-            "value, ref = 0.5 in the padding": (calm, value),
-            "value, ref = 0.25 in the padding": (other, value),
-            "gradient at the padding": (other, gradient(1)),
-        },
-    )

@@ -7,23 +7,18 @@ variation is a plateau everywhere: a plateau is a mistake only if the declared g
 bandits with policy and reference far apart tell (kltest.checks.far_apart).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from itertools import groupby
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kltest.checks.check import Found
-from kltest.checks.demonstrations import gradient, of_calls, rollout
+from kltest.checks.check import Found, shared, signed
 from kltest.checks.far_apart import differs
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.checks.hygiene.log_ratios import LENGTH, batch_of, companions
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.moments.differentiate import Experiment
@@ -45,11 +40,8 @@ Level = Literal["gradient", "value"]
 moot = not_comparable
 
 
+@shared
 def examine(findings: Findings) -> Found | None:
-    return findings.once(dead_zones)
-
-
-def dead_zones(findings: Findings) -> Found | None:
     """Report the dead zones; if there are none, the plateaus of a gradient that is not the declared one far away."""
     what: Level = "gradient" if findings.placement == "loss" else "value"
     # Log-ratios that rounding of the log-probs loses are KL508's.
@@ -58,13 +50,12 @@ def dead_zones(findings: Findings) -> Found | None:
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
     if zones := scan.zones():
         return Found(scan.words(zones, happens))
-    if (away := findings.once(differs)) and (plateaus := scan.near_plateaus()):
-        return Found(f"{scan.words(plateaus, 'the gradient stays what it is at the bound')} {away.words}")
+    if (away := differs(findings)) and (plateaus := scan.near_plateaus()):
+        return Found(f"{scan.words(plateaus, 'the gradient stays what it is at the bound')} {away}")
     return None
 
 
-@dataclass(frozen=True)
-class Zone:
+class Zone(NamedTuple):
     """An interval of u on which the level is constant, open to a side whose end is infinite."""
 
     low: float
@@ -73,10 +64,10 @@ class Zone:
 
     def __str__(self) -> str:
         if self.high == np.inf:
-            return f"u > {_rounded(self.low)}"
+            return f"u > {signed(self.low, 3)}"
         if self.low == -np.inf:
-            return f"u < {_rounded(self.high)}"
-        return f"{_rounded(self.low)} < u < {_rounded(self.high)}"
+            return f"u < {signed(self.high, 3)}"
+        return f"{signed(self.low, 3)} < u < {signed(self.high, 3)}"
 
 
 class Scan:
@@ -149,15 +140,9 @@ class Scan:
         return [run for run in runs if self._clamped(levels, *run, FADED * scale)]
 
     def _equal(self, levels: np.ndarray) -> list[tuple[int, int]]:
-        """(first, last) of the runs of equal levels."""
-        runs, first = [], 0
-        for i in range(1, len(levels) + 1):
-            if i < len(levels) and levels[i] == levels[first] and np.isfinite(levels[i]):
-                continue
-            if i - first > 1 and np.isfinite(levels[first]):
-                runs.append((first, i - 1))
-            first = i
-        return runs
+        """(first, last) of the runs of equal finite levels."""
+        runs = (list(run) for _, run in groupby(range(len(levels)), key=levels.__getitem__))
+        return [(run[0], run[-1]) for run in runs if len(run) > 1 and np.isfinite(levels[run[0]])]
 
     @staticmethod
     def _clamped(levels: np.ndarray, first: int, last: int, small: float) -> bool:
@@ -166,37 +151,19 @@ class Scan:
         return any(not abs(level - levels[first]) <= small for level in beside)
 
     def _ends(self, levels: np.ndarray, first: int, last: int) -> Zone:
-        flat = float(levels[first])
-        grid = self.grid
+        low = -np.inf if first == 0 else self._halve(levels, first, first - 1)
+        high = np.inf if last == len(levels) - 1 else self._halve(levels, last, last + 1)
+        return Zone(low, high, float(levels[first]))
 
-        def dead(u: float) -> bool:
-            return self.level(u) == flat
-
-        low = -np.inf if first == 0 else self._halve(grid[first], grid[first - 1], dead)
-        high = np.inf if last == len(grid) - 1 else self._halve(grid[last], grid[last + 1], dead)
-        return Zone(low, high, flat)
-
-    @staticmethod
-    def _halve(inside: float, outside: float, dead: Callable[[float], bool]) -> float:
+    def _halve(self, levels: np.ndarray, within: int, beyond: int) -> float:
+        """The end of an interval between two points of the grid, by bisection."""
+        inside, outside = self.grid[within], self.grid[beyond]
         for _ in range(HALVINGS):
             middle = (inside + outside) / 2
-            inside, outside = (middle, outside) if dead(middle) else (inside, middle)
-        return inside
-
-
-def _rounded(u: float) -> str:
-    return f"{u:.3g}".replace("-", "−")
+            inside, outside = (middle, outside) if self.level(middle) == levels[within] else (inside, middle)
+        return float(inside)
 
 
 def clamped(logp, ref_logp, mask):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
     return (log_ratio.square() / 2).clamp(max=10.0)
-
-
-def demonstrate() -> Demonstration:
-    rows = {f"gradient at u = {u:g}": (rollout((-0.5,), (-0.5 - u,)), gradient(0)) for u in (4.0, 4.472, 4.473, 6.0)}
-    return of_calls(
-        "one token, u = logp − ref_logp; (ln π/ref)²/2 reaches 10 at u = √20 = 4.472136",
-        {"as written": clamped, "fixed": squared_sum},
-        rows,
-    )

@@ -1,14 +1,10 @@
 """KL505: the loss writes into its inputs."""
 
-from __future__ import annotations
-
 from math import log
 
 from kltest.checks.check import Found
-from kltest.checks.demonstrations import one_row
-from kltest.checks.losses import squared_sum
+from kltest.checks.demonstrations import Demonstration, Losses, one_row
 from kltest.checks.usual_batch import usual_batch
-from kltest.counterexample.demonstration import Demonstration
 from kltest.identify.findings import Findings
 
 
@@ -28,14 +24,14 @@ def in_place(logp, ref_logp, mask):
     return log_ratio.where(mask != 0, 0.0).sum(-1).square() / 2
 
 
-def demonstrate() -> Demonstration:
-    columns, values = {"as written": in_place, "fixed": squared_sum}, []
-    for loss in columns.values():
+def demonstrate(losses: Losses) -> Demonstration:
+    values = []
+    for loss in losses.values():
         stored = one_row((log(0.5),))
         values.append([float(loss(one_row((log(0.8),)), stored, one_row((1.0,)))) for _ in range(2)])
     first, second = zip(*values, strict=True)
     return Demonstration(
         "one token, π = 0.8, ref = 0.5; the reference's log-probs are stored, for two epochs",
-        ("", *columns),
+        ("", *losses),
         (("value, first epoch", *first), ("value, second epoch", *second)),
     )

@@ -1,19 +1,16 @@
 """KL507: the same batch gives different values or gradients."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from math import log
 
+import torch
 from torch import Tensor
 
-from kltest.checks.check import Found
-from kltest.checks.demonstrations import gradient, of_calls, rollout
-from kltest.checks.losses import squared_sum
+from kltest.checks.check import Found, shared
+from kltest.checks.demonstrations import Demonstration, Losses, of_calls
 from kltest.checks.usual_batch import usual_batch
-from kltest.counterexample.demonstration import Demonstration
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.loss.global_state import preserved
@@ -25,55 +22,61 @@ CALLS = 16
 STEP = count()
 
 
-def examine(findings: Findings) -> Found | None:
-    return findings.once(_differs)
-
-
 def not_comparable(findings: Findings) -> str | None:
     """Return why calls cannot be compared: no gradient reaches the policy, or one batch gives different results."""
     if findings.blocked:
         return "no gradient reaches the policy at all (KL509)"
     with suppress(KltestError):
-        if findings.once(_differs):
+        if examine(findings):
             return "calls cannot be compared with one another, since they do not repeat (KL507)"
     return None
 
 
-def _differs(findings: Findings) -> Found | None:
+@shared
+def examine(findings: Findings) -> Found | None:
     """Call one batch again and again; the random state goes on from call to call."""
     experiment = findings.measure.experiment()
     batch = usual_batch(findings)
     with preserved():
         first = experiment.call(batch.replace())
+        allowed = TOLERANCES[first.outcome.dtype].repeated
+
+        def same(one: Tensor, other: Tensor) -> bool:
+            return bool((one - other).abs().max() <= allowed * one.abs().max())
+
         for call in range(2, CALLS + 1):
-            if words := _difference(first, experiment.call(batch.replace())):
-                return Found(f"The same batch of {len(batch)} rollouts gives {words} in call {call}.")
+            if words := difference(first, experiment.call(batch.replace()), same):
+                return Found(f"The same batch of {len(batch)} rollouts is called again, and in call {call} {words}.")
     if noticed := findings.observed.nondeterministic:
         return Found(f"{noticed}.")
     return None
 
 
-def _difference(first: CallResult, again: CallResult) -> str | None:
-    dtype = first.outcome.dtype
-    one, other = (float(result.value.sum()) for result in (first, again))
-    if not _same(first.value, again.value, dtype):
-        return f"values that sum to {one:.6g} in the first call and to {other:.6g}"
-    if first.gradients.keys() != again.gradients.keys():
-        return "a gradient with respect to other inputs"
-    for name, before in first.gradients.items():
-        found = again.gradients[name]
-        if not _same(before, found, dtype):
-            place = int((before - found).abs().argmax())
-            one, other = (float(part.flatten()[place]) for part in (before, found))
-            return f"the gradient {one:.6g} at an entry of {name} in the first call and {other:.6g}"
-    return None
-
-
-def _same(one: Tensor, other: Tensor, dtype: str) -> bool:
+def difference(before: CallResult, after: CallResult, same: Callable[[Tensor, Tensor], bool]) -> str:
+    """Describe how the value or the gradient at a live token differs in a second call; empty if both are the same."""
+    one, other = before.value, after.value
     if one.shape != other.shape:
-        return False
-    scale = float(one.abs().max())
-    return bool((one - other).abs().max() <= TOLERANCES[dtype].repeated * scale)
+        return f"it returns shape {tuple(other.shape)} where it returned {tuple(one.shape)}"
+    if not same(one, other):
+        if one.dim() == 0:
+            return f"the value is {other.item():.6g} where it was {one.item():.6g}"
+        row = int(_apart(one, other).reshape(len(one), -1).any(dim=1).nonzero()[0])
+        return f"the value of rollout {row} is {float(other[row].sum()):.6g} where it was {float(one[row].sum()):.6g}"
+    earlier, later = before.at(before.live), after.at(before.live)
+    for name in {**earlier, **later}:
+        known = [gradients[name] for gradients in (earlier, later) if name in gradients]
+        one, other = (gradients.get(name, torch.zeros_like(known[0])) for gradients in (earlier, later))
+        if not same(one, other):
+            place = int(_apart(one, other).flatten().nonzero()[0])
+            numbers = [float(part.flatten()[place]) for part in (other, one)]
+            return f"the gradient at a live token ({name}) is {numbers[0]:.6g} where it was {numbers[1]:.6g}"
+    return ""
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """True at entries that are not finite, and at those that differ most."""
+    gap = (other - one).abs()
+    return ~torch.isfinite(gap) | (gap == gap.max()) & (gap > 0)
 
 
 def every_other_step(logp, ref_logp, mask, step=STEP):
@@ -82,10 +85,8 @@ def every_other_step(logp, ref_logp, mask, step=STEP):
     return weight * log_ratio.square() / 2
 
 
-def demonstrate() -> Demonstration:
-    batch = rollout((log(0.8),), (log(0.5),))
-    return of_calls(
-        "one token, π = 0.8, ref = 0.5, the same batch twice",
-        {"as written": partial(every_other_step, step=count()), "fixed": squared_sum},
-        {"gradient, first call": (batch, gradient(0)), "gradient, second call": (batch, gradient(0))},
-    )
+def demonstrate(losses: Losses) -> Demonstration:
+    fresh: Losses = {**losses, "as written": partial(every_other_step, step=count())}
+    call = {"p": (0.8,), "ref": (0.5,), "gradient": 0}
+    rows = [{"name": f"gradient, {which} call", **call} for which in ("first", "second")]
+    return of_calls(fresh, "one token, π = 0.8, ref = 0.5, the same batch twice", rows)

@@ -3,21 +3,16 @@
 The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
 
 from kltest.checks.check import Found
-from kltest.checks.demonstrations import gradient, of_calls, rollout
+from kltest.checks.group_fixture import with_advantage
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
-from kltest.checks.losses import squared_sum
-from kltest.counterexample.demonstration import Demonstration
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
-from kltest.identify.measure import Measure
 from kltest.moments.differentiate import CallResult, Experiment
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
@@ -47,15 +42,12 @@ def mild_batch(kind: torch.dtype, seed: int) -> Rollout:
     }
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
     mask = (torch.arange(LENGTH) < 1 + torch.arange(ROWS)[:, None] % LENGTH).double()
-    reward = (torch.arange(ROWS) % 2).double()
-    group = torch.arange(ROWS) // (ROWS // 3)
-    same = (group[:, None] == group[None, :]).double()
-    fields = {"mask": mask, "tokens": tokens, "group": group, "reward": reward}
-    fields["advantage"] = reward - same @ reward / same.sum(dim=1)
+    rows = torch.arange(ROWS)
+    fields = {"mask": mask, "tokens": tokens, "group": rows // (ROWS // 3), "reward": (rows % 2).double()}
     for prefix, logits in tables.items():
         fields[f"{prefix}logits"] = logits.log_softmax(-1).to(kind).double()
         fields[f"{prefix}logp"] = fields[f"{prefix}logits"].gather(-1, tokens[..., None])[..., 0]
-    return Rollout(fields)
+    return with_advantage(Rollout(fields))
 
 
 moot = not_comparable
@@ -69,14 +61,8 @@ def examine(findings: Findings) -> Found | None:
             f"Given float64, it computes in {dtype}, whose numbers have {DIGITS[dtype]} significant bits: log-probs "
             f"near −10 are rounded to multiples of {GRID[dtype]:g}, and so are log-ratios."
         )
-    return _narrow_inputs(findings.measure)
-
-
-def _narrow_inputs(measure: Measure) -> Found | None:
-    """Compare the gradient on bfloat16 and float16 inputs with that in float64.
-
-    A coefficient is set to one: the KL part is a difference over β, and a small β would magnify rounding.
-    """
+    # A coefficient is set to one: the KL part is a difference over β, and a small β would magnify rounding.
+    measure = findings.measure
     beta = 1.0 if measure.loss.takes_beta else None
     wrong, not_called = [], []
     for name, kind in NARROW.items():
@@ -139,26 +125,12 @@ def _jumps(experiment: Experiment, batch: Rollout, name: str) -> Tensor:
 
 def _relative_error(exact: CallResult, found: CallResult, positions: Tensor) -> float:
     """‖found − exact‖ / ‖exact‖ of all leaves over some positions (B, T) bool; 0 if both are zero."""
-    off = size = 0.0
-    for name, wanted in exact.at(positions).items():
-        other = found.at(positions).get(name, torch.zeros_like(wanted))
-        off += float((other - wanted).square().sum())
-        size += float(wanted.square().sum())
-    if not math.isfinite(off):
-        return math.inf
-    return math.sqrt(off / size) if size else 0.0
+    wanted, other = exact.at(positions), found.at(positions)
+    gaps = [other.get(name, torch.zeros_like(part)) - part for name, part in wanted.items()]
+    off, size = (math.sqrt(sum(float(part.square().sum()) for part in parts)) for parts in (gaps, wanted.values()))
+    return off / size if size else 0.0
 
 
 def in_bfloat16(logp, ref_logp, mask):
     log_ratio = logp.bfloat16() - ref_logp.bfloat16()
     return log_ratio.where(mask != 0, 0.0).sum(-1).square() / 2
-
-
-def demonstrate() -> Demonstration:
-    rows = {}
-    for reference in (-12.03, -12.04):
-        rows[f"gradient, ref_logp = {reference:g}".replace("-", "−")] = (
-            rollout((-12.0,), (reference,)),
-            gradient(0),
-        )
-    return of_calls("one token, logp = −12", {"as written": in_bfloat16, "fixed": squared_sum}, rows)

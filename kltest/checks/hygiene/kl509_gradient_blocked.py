@@ -1,7 +1,5 @@
 """KL509: no gradient reaches the policy."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 

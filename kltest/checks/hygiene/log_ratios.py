@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kltest.checks.group_fixture import with_advantage
 from kltest.identify.findings import Findings
 from kltest.rollout import Rollout
 
@@ -35,26 +36,23 @@ def batch_of(log_ratios: list[float], companions: int, *, length: int) -> Rollou
     u[count:] = mild[: companions * LENGTH].reshape(companions, LENGTH)
     # With the likelier of the two at −1/2 the other one's log-prob is legal.
     logp, ref_logp = LIKELY + u.clamp(max=0.0), LIKELY - u.clamp(min=0.0)
-    tokens = torch.ones(u.shape, dtype=torch.int64)
     rows = torch.arange(len(u))
-    reward = (rows % 2).double()
-    group = rows // ((companions + 1) // 2)
-    same = (group[:, None] == group[None, :]).double()
     logits = _logits(logp, (0.5, 0.3, 0.2))
-    return Rollout(
-        {
-            "logp": logp,
-            "ref_logp": ref_logp,
-            "old_logp": logp.clone(),
-            "mask": mask,
-            "tokens": tokens,
-            "logits": logits,
-            "ref_logits": _logits(ref_logp, (0.2, 0.3, 0.5)),
-            "old_logits": logits.clone(),
-            "reward": reward,
-            "advantage": reward - same @ reward / same.sum(dim=1),
-            "group": group,
-        }
+    return with_advantage(
+        Rollout(
+            {
+                "logp": logp,
+                "ref_logp": ref_logp,
+                "old_logp": logp.clone(),
+                "mask": mask,
+                "tokens": torch.ones(u.shape, dtype=torch.int64),
+                "logits": logits,
+                "ref_logits": _logits(ref_logp, (0.2, 0.3, 0.5)),
+                "old_logits": logits.clone(),
+                "reward": (rows % 2).double(),
+                "group": rows // ((companions + 1) // 2),
+            }
+        )
     )
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from kltest.checks.check import Found
-from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
-from kltest.checks.usual_batch import usual_batch
+from kltest.checks.hygiene.kl507_non_deterministic import difference, not_comparable
+from kltest.checks.usual_batch import no_padding, usual_batch
 from kltest.identify.findings import Findings
-from kltest.identify.instances import instances
 from kltest.moments.differentiate import CallResult
 from kltest.moments.tolerances import near
 from kltest.rollout import Rollout
@@ -26,11 +25,9 @@ LOG_PROBS = tuple(f"{whose}{what}" for whose in ("", "ref_", "old_") for what in
 Fill = Callable[[str, Tensor], Tensor]
 
 
-def no_padding(findings: Findings) -> str | None:
+def not_exchangeable(findings: Findings) -> str | None:
     """Return why padding cannot be exchanged, or None."""
-    if not any(instances(environment, findings.seed)[0].paths.padded for environment in findings.environments):
-        return "only environments without padding were graded"
-    return not_comparable(findings)
+    return no_padding(findings) or not_comparable(findings)
 
 
 def exchange(findings: Findings, fills: dict[str, Fill]) -> Found | None:
@@ -53,30 +50,19 @@ def exchange(findings: Findings, fills: dict[str, Fill]) -> Found | None:
     return None
 
 
-def _moved(before: CallResult, after: CallResult) -> str | None:
-    """Describe what an exchange at padded positions changed; None for nothing."""
-    dtype, live = before.outcome.dtype, before.live
-    if before.value.shape != after.value.shape:
-        return f"it returns shape {tuple(after.value.shape)} where it returned {tuple(before.value.shape)}"
-    if not _same(before.value, after.value, dtype):
-        if before.value.dim() == 0:
-            return f"the value is {after.value.item():.6g} where it was {before.value.item():.6g}"
-        row = int(_differs(before.value, after.value).reshape(len(live), -1).any(dim=1).nonzero()[0])
-        one, other = (float(value[row].sum()) for value in (before.value, after.value))
-        return f"the value of rollout {row} is {other:.6g} where it was {one:.6g}"
-    for name, gradient in before.at(live).items():
-        found = after.at(live).get(name, torch.zeros_like(gradient))
-        if not _same(gradient, found, dtype):
-            place = int(_differs(gradient, found).flatten().nonzero()[0])
-            one, other = (float(part.flatten()[place]) for part in (gradient, found))
-            return f"the gradient at a live token ({name}) is {other:.6g} where it was {one:.6g}"
-    if _left_to_the_caller(before, after):
-        return None
-    for name, gradient in after.at(~live).items():
+def _moved(before: CallResult, after: CallResult) -> str:
+    """Describe what an exchange at padded positions changed; empty for nothing."""
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        return bool(torch.isfinite(other).all()) and near(other.numpy(), one.numpy(), before.outcome.dtype)
+
+    if (words := difference(before, after, same)) or _left_to_the_caller(before, after):
+        return words
+    for name, gradient in after.at(~before.live).items():
         wrong = gradient[gradient != 0]
         if len(wrong):
             return f"the gradient at a padded position ({name}) is {float(wrong[0]):.6g} and not 0"
-    return None
+    return ""
 
 
 def _left_to_the_caller(before: CallResult, after: CallResult) -> bool:
@@ -86,15 +72,6 @@ def _left_to_the_caller(before: CallResult, after: CallResult) -> bool:
     assert after.outcome.value is not None
     at_padding = [result.outcome.value[~result.live] for result in (before, after)]  # type: ignore[index]
     return not torch.equal(*at_padding)
-
-
-def _same(before: Tensor, after: Tensor, dtype: str) -> bool:
-    return bool(torch.isfinite(after).all()) and near(after.numpy(), before.numpy(), dtype)
-
-
-def _differs(before: Tensor, after: Tensor) -> Tensor:
-    gap = (after - before).abs()
-    return ~torch.isfinite(after) | (gap == gap.nan_to_num(0.0).max()) & (gap > 0)
 
 
 def _filled(base: Rollout, fill: Fill) -> Rollout:

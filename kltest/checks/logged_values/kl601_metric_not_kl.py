@@ -1,16 +1,11 @@
 """KL601: the number that is logged as the KL is none."""
 
-from __future__ import annotations
-
 from math import isclose
 
 import numpy as np
 
 from kltest.checks.check import Found
-from kltest.checks.logged_values.metrics import SYMBOLS, logged_rows, no_kl, reported
-from kltest.checks.logged_values.metrics import demonstrate as demonstrate_metrics
-from kltest.counterexample.demonstration import Demonstration
-from kltest.counterexample.environment import SmallEnvironment
+from kltest.checks.logged_values.metrics import SYMBOLS, logged, no_kl
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.identify.values import NAMES, TOLERANCE, Reported
@@ -21,25 +16,24 @@ moot = no_kl
 
 def examine(findings: Findings) -> Found | None:
     """Compare the metric with the KLs under a current sampler, whatever the cause of a difference."""
-    rows = [row for row in logged_rows(findings) if reported(row).judged]
-    if not rows:
+    known = [(row, found) for row, found in logged(findings) if found.judged]
+    if not known:
         return Found(
             "the metric of single rollouts is unknown: the loss takes larger batches, or there are too many rollouts",
             "inconclusive",
         )
-    wrong = [_sentence(row, findings.seed) for row in rows if reported(row).row.matches is None]
+    wrong = [_sentence(row, found, findings.seed) for row, found in known if found.row.matches is None]
     return Found(" ".join(wrong)) if wrong else None
 
 
-def _sentence(row: Row, seed: int) -> str:
-    found = reported(row)
+def _sentence(row: Row, found: Reported, seed: int) -> str:
     truths = ", ".join(f"{SYMBOLS[name]} = {found.truths[0][name]:.6g}" for name in NAMES)
     bias = found.row.relative_bias or 0.0
     words = f"In {row.environment} it is {found.means[0]:.6g} where {truths} (off by {bias:.2g} of the nearest)"
-    name = _named(found, row.environment, seed) if row.batch == 1 else None
-    if name is None and (minus := [n for n, factor in found.factors.items() if isclose(factor, -1.0, rel_tol=1e-3)]):
-        return f"{words}: it is minus {SYMBOLS[minus[0]]}."
-    return words + (f": it is {VALUES[name]}." if name else ".")
+    if name := row.batch == 1 and _named(found, row.environment, seed):
+        return f"{words}: it is {VALUES[name]}."
+    minus = [name for name, factor in found.factors.items() if isclose(factor, -1.0, rel_tol=1e-3)]
+    return f"{words}: it is minus {SYMBOLS[minus[0]]}." if minus else f"{words}."
 
 
 def _named(found: Reported, environment: str, seed: int) -> str | None:
@@ -64,10 +58,3 @@ def logs_the_kl(logp, ref_logp, mask):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
     penalty = log_ratio.square() / 2
     return penalty, {"kl": log_ratio.mean()}
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return demonstrate_metrics(ENVIRONMENT, {"as written": logs_its_penalty, "fixed": logs_the_kl})

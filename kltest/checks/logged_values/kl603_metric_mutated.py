@@ -6,14 +6,12 @@ from there on. In-place steps that compute the metric are no defect. So a change
 KL, and either was one before the change, or is a record, a detached alias, of another tensor that was changed.
 """
 
-from __future__ import annotations
-
 import linecache
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import dropwhile, takewhile
+from traceback import walk_stack
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from kltest.checks.check import Found
+from kltest.checks.check import Found, shared
 from kltest.checks.logged_values.metrics import batch, no_kl, number
-from kltest.checks.logged_values.metrics import demonstrate as demonstrate_metrics
-from kltest.counterexample.demonstration import Demonstration
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
@@ -40,17 +35,10 @@ RECORDS = frozenset({Tensor.detach, torch.detach, Tensor.numpy, Tensor.data.__ge
 # Modules of the frames between a step of the loss and the mode that watches it.
 NOT_THE_LOSS = ("torch", "kltest.loss", "kltest.checks", "contextlib", "functools")
 
-
 moot = no_kl
 
 
-def examine(findings: Findings) -> Found | None:
-    found = findings.once(mutation)
-    return Found(found) if found else None
-
-
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A step that changed the logged tensor: its line in the loss and the content before it.
 
     `by_name`: the step was made on the logged tensor itself, not on another one that shares its memory. `kept`: at that
@@ -63,22 +51,23 @@ class Change:
     kept: bool
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """Changes of the logged tensor in one call and its final content; `record`: it was made as a detached alias."""
 
-    changes: tuple[Change, ...]
+    changes: list[Change]
     final: np.ndarray
     record: bool
 
 
-def mutation(findings: Findings) -> str:
-    """Describe what changed the logged tensor after it was recorded; empty if it keeps its value."""
+@shared
+def examine(findings: Findings) -> Found | None:
+    """Report what changed the logged tensor after it was recorded."""
     instance = instances(findings.environments[-1], findings.seed)[0]
     # At β = 1 a multiplication in place would change nothing, and so would a ratio to the policy itself.
     beta = 2.0 if findings.loss.takes_beta else None
     rollout = batch(instance, findings.seed, "stale")
-    return _after_the_call(findings, rollout, beta) or _within_the_call(findings, instance, rollout, beta)
+    words = _after_the_call(findings, rollout, beta) or _within_the_call(findings, instance, rollout, beta)
+    return Found(words) if words else None
 
 
 def _after_the_call(findings: Findings, rollout: Rollout, beta: float | None) -> str:
@@ -88,17 +77,14 @@ def _after_the_call(findings: Findings, rollout: Rollout, beta: float | None) ->
         return ""
     recorded = _content(result.logged)
     leaf_gradients(loss, result.loss.sum(), first)
-    if not _equal(recorded, _content(result.logged)):
-        return f"The backward pass changed it from {number(recorded)} to {number(_content(result.logged))}."
+    if not _equal(recorded, now := _content(result.logged)):
+        return f"The backward pass changed it from {number(recorded)} to {number(now)}."
     later = loss.returned(rollout.take(list(reversed(range(len(rollout))))[:-1]), beta)
     # An attribute that always shows the newest value may be written over.
     newest = result.stored and later.logged is result.logged
-    if not newest and not _equal(recorded, _content(result.logged)):
-        return (
-            f"A later call of the loss changed what the first one had logged, from {number(recorded)} to "
-            f"{number(_content(result.logged))}."
-        )
-    return ""
+    if newest or _equal(recorded, now := _content(result.logged)):
+        return ""
+    return f"A later call of the loss changed what the first one had logged, from {number(recorded)} to {number(now)}."
 
 
 def _within_the_call(findings: Findings, instance: Instance, rollout: Rollout, beta: float | None) -> str:
@@ -114,13 +100,11 @@ def _within_the_call(findings: Findings, instance: Instance, rollout: Rollout, b
         recorded = trace.record and not change.by_name
         if not recorded and ((change.by_name and not change.kept) or not _was_a_kl(change.line, known, instance)):
             continue
-        how = (
-            "is a detached alias of a tensor that is changed in place" if recorded else "is changed in place after that"
-        )
+        how = "is a detached alias of a tensor that is" if recorded else "is"
         at = f" at β = {beta:g}" if beta else ""
         return (
-            f"What was recorded {how}: `{change.line}` turned {number(change.before)}, the mean over {len(rollout)} "
-            f"rollouts{at}, into {number(trace.final)}."
+            f"What was recorded {how} changed in place: `{change.line}` turned {number(change.before)}, the mean over "
+            f"{len(rollout)} rollouts{at}, into {number(trace.final)}."
         )
     return ""
 
@@ -133,57 +117,41 @@ def _was_a_kl(line: str, alone: list[Trace], instance: Instance) -> bool:
 def _is_a_kl(contents: list[np.ndarray], instance: Instance) -> bool:
     """Return True if the metrics of the rollouts, in their order, are one of the KLs in expectation."""
     sums = np.array([float(content.sum()) for content in contents])
-    weights = instance.rollout_weights("current")
-    means = float(weights @ sums), float(weights @ (sums * instance.paths.lengths))
-    truths = true_values(instance)
-    limit = TOLERANCE
-    return bool(first_match([means[0]], [truths], limit) or first_match([means[1]], [{"kl": truths["kl"]}], limit))
+    weights, truths = instance.rollout_weights("current"), true_values(instance)
+    mean, of_tokens = float(weights @ sums), float(weights @ (sums * instance.paths.lengths))
+    found = first_match([mean], [truths], TOLERANCE) or first_match([of_tokens], [{"kl": truths["kl"]}], TOLERANCE)
+    return found is not None
 
 
 def _traced(loss: Loss, rollout: Rollout, beta: float | None) -> Trace | None:
     """Trace the logged tensor; None if there is none, or if no torch function made it."""
     # The first call builds the fields that it reads; the two calls that are compared must take the same steps.
     loss.returned(rollout.replace(), beta)
-    made = _Made()
-    with made:
+    live = rollout.peek("mask").numpy() != 0
+    with (made := _Watch(None, live)):
         logged = loss.returned(rollout.replace(), beta).logged
     index = next((i for i, item in enumerate(made.items) if item is logged), None)
     if index is None or not isinstance(logged, Tensor | np.ndarray):
         return None
-    watch = _Watch(index, rollout.peek("mask").numpy() != 0)
-    with watch:
+    with (watch := _Watch(index, live)):
         again = loss.returned(rollout.replace(), beta).logged
-    if again is not watch.item:
-        return None
-    return Trace(tuple(watch.changes), watch.content(), watch.record)
-
-
-class _Made(TorchFunctionMode):
-    """Collects everything that torch functions return, in order, and keeps it alive so that no identity is reused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.items += _arrays(made)
-        return made
+    return Trace(watch.changes, watch.content(), watch.record) if again is watch.item else None
 
 
 class _Watch(TorchFunctionMode):
-    """Follows the `index`-th thing that torch functions return through all later steps.
+    """Follows the `index`-th thing that torch functions return through all later steps; collects all if it is None.
 
-    In numbers per token only `live` (B, T) positions count.
+    What it collects it keeps alive, so that no identity is reused. In numbers per token only `live` (B, T) positions
+    count.
     """
 
-    def __init__(self, index: int, live: np.ndarray) -> None:
+    def __init__(self, index: int | None, live: np.ndarray) -> None:
         super().__init__()
         self.index, self.live = index, live
+        self.items: list[Any] = []
         self.item: Any = None
         self.record = False
         self.changes: list[Change] = []
-        self._seen = 0
         self._last = np.zeros(0)
 
     def content(self) -> np.ndarray:
@@ -193,47 +161,40 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if self.item is None:
-            found = _arrays(made)
-            if self.index < self._seen + len(found):
-                self.item, self.record = found[self.index - self._seen], func in RECORDS
+            self.items += [part for part in tree_iter(made) if isinstance(part, Tensor | np.ndarray)]
+            if self.index is not None and self.index < len(self.items):
+                self.item, self.record = self.items[self.index], func in RECORDS
                 self._last = self.content()
-            self._seen += len(found)
         elif not _equal(self._last, now := self.content()):
-            frame = _frame_of_the_loss(sys._getframe(1))
+            frames = _frames_of_the_loss(sys._getframe(1))
             by_name = any(part is self.item for part in (*args, *(kwargs or {}).values()))
-            self.changes.append(Change(_line(frame), self._last, by_name, _keeps(frame, self.item)))
+            self.changes.append(Change(_line(frames), self._last, by_name, _keeps(frames, self.item)))
             self._last = now
         return made
 
 
-def _arrays(made: Any) -> list[Any]:
-    return [part for part in tree_iter(made) if isinstance(part, Tensor | np.ndarray)]
+def _frames_of_the_loss(step: FrameType) -> list[FrameType]:
+    """Frames between a step of the loss and the code that calls it, the innermost first."""
+
+    def foreign(frame: FrameType) -> bool:
+        return frame.f_globals.get("__name__", "").startswith(NOT_THE_LOSS)
+
+    inside = dropwhile(foreign, (frame for frame, _ in walk_stack(step)))
+    return list(takewhile(lambda frame: not foreign(frame), inside))
 
 
-def _frame_of_the_loss(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(NOT_THE_LOSS):
-        frame = frame.f_back
-    return frame
-
-
-def _line(frame: FrameType | None) -> str:
-    if frame is None:
+def _line(frames: list[FrameType]) -> str:
+    if not frames:
         return "a step"
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() or f"{frame.f_code.co_name}, a step"
+    code, line = frames[0].f_code, frames[0].f_lineno
+    return linecache.getline(code.co_filename, line).strip() or f"{code.co_name}, a step"
 
 
-def _keeps(frame: FrameType | None, item: Any) -> bool:
+def _keeps(frames: list[FrameType], item: Any) -> bool:
     """Return True if the loss holds this tensor under "kl" somewhere, or under two names."""
-    for scope in _scopes(frame):
-        if sum(value is item for value in scope.values()) > 1 or any(holds(value, item) for value in scope.values()):
-            return True
-    return False
-
-
-def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith(NOT_THE_LOSS):
-        yield dict(frame.f_locals)
-        frame = frame.f_back
+    scopes = [list(frame.f_locals.values()) for frame in frames]
+    twice = any(sum(value is item for value in scope) > 1 for scope in scopes)
+    return twice or any(holds(value, item) for scope in scopes for value in scope)
 
 
 def _content(item: Any) -> np.ndarray:
@@ -257,10 +218,3 @@ def scales_a_copy(logp, ref_logp, mask, beta):
     metrics = {"kl": cost.clone()}
     cost *= beta
     return cost * logp.where(mask != 0, 0.0).sum(-1), metrics
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2)], reference=[(0.5, 0.5)])
-
-
-def demonstrate() -> Demonstration:
-    return demonstrate_metrics(ENVIRONMENT, {"as written": scales_in_place, "fixed": scales_a_copy}, beta=0.1)

@@ -1,13 +1,9 @@
 """KL604: the logged KL counts padding."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 from kltest.checks.check import Found
+from kltest.checks.demonstrations import Cells, Demonstration, Losses
 from kltest.checks.logged_values.metrics import BATCH, batch, metric_of, moved, no_kl, number
-from kltest.counterexample.demonstration import Demonstration
+from kltest.checks.usual_batch import no_padding
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
@@ -17,10 +13,7 @@ from kltest.truth import value
 
 
 def moot(findings: Findings) -> str | None:
-    if reason := no_kl(findings):
-        return reason
-    padded = any(instances(environment, findings.seed)[0].paths.padded for environment in findings.environments)
-    return None if padded else "only environments without padding were graded"
+    return no_kl(findings) or no_padding(findings)
 
 
 def examine(findings: Findings) -> Found | None:
@@ -55,13 +48,12 @@ ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5,
 FILLINGS = (0.0, 1.0, -1.0)
 
 
-def demonstrate() -> Demonstration:
+def demonstrate(losses: Losses) -> Demonstration:
     """Expectation of what is logged for several fillings of the padding."""
     instance = ENVIRONMENT.instance()
     rollout, weights = Rollout.of(instance), instance.rollout_weights("current")
     live, ref_logp = rollout.peek("mask") != 0, rollout.peek("ref_logp")
-    rows: list[tuple[str | float, ...]] = [("KL(π‖ref)", *[value("kl", instance)] * len(FILLINGS))]
-    losses: dict[str, Callable[..., Any]] = {"as written": logs_all_positions, "fixed": logs_live_positions}
+    rows: list[Cells] = [("KL(π‖ref)", *[value("kl", instance)] * len(FILLINGS))]
     for name, function in losses.items():
         loss, means = bind(function, name=name), []
         for filling in FILLINGS:
@@ -70,4 +62,4 @@ def demonstrate() -> Demonstration:
             means.append(sum(w * float(m) for w, m in zip(weights, logged, strict=True) if m is not None))
         rows.append((name, *means))
     columns = ("expectation of what is logged", *(f"padding: u = {filling:g}" for filling in FILLINGS))
-    return Demonstration(ENVIRONMENT.words(), columns, tuple(rows))
+    return Demonstration(ENVIRONMENT.words(), columns, rows)

@@ -1,27 +1,21 @@
-"""The KL that a loss logs: calls that return it, rows in which it is known, and demonstrations of it.
+"""The KL that a loss logs: calls that return it, and rows in which it is known.
 
 A metric may be any of the three numbers that are called the KL (SYMBOLS).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
 
 import numpy as np
 
-from kltest.counterexample.demonstration import Demonstration
-from kltest.counterexample.environment import SmallEnvironment
+from kltest.checks.check import shared
 from kltest.environments import Instance
 from kltest.errors import KltestError, TargetError
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.identify.values import Reported
-from kltest.loss.calling import bind
-from kltest.loss.outcome import Call
-from kltest.moments import exact
 from kltest.rollout import Rollout
-from kltest.truth import value
 
 # Rollouts of one call: as many as in a usual group, so that losses that need groups can be called.
 BATCH = 4
@@ -31,12 +25,9 @@ MOVED = 1e-6
 SYMBOLS = {"kl": "E[Σu]", "kl_per_token": "E[Σu]/E[L]", "mean_of_token_means": "E[Σu/L]"}
 
 
-def no_kl(findings: Findings) -> str | None:
-    """Return a reason if the loss logs no KL, or one that depends on earlier calls; else None."""
-    return findings.once(_no_kl) or None
-
-
-def _no_kl(findings: Findings) -> str:
+@shared
+def no_kl(findings: Findings) -> str:
+    """Return a reason if the loss logs no KL, or one that depends on earlier calls; else nothing."""
     for environment in findings.environments:
         base = batch(instances(environment, findings.seed)[0], findings.seed)
         try:
@@ -58,22 +49,14 @@ def batch(instance: Instance, padding: int, sampler: str = "current") -> Rollout
     return Rollout.of(instance, sampler=sampler, padding=padding).take(by_length[spread])
 
 
-def logged_rows(findings: Findings, sampler: str = "current") -> list[Row]:
-    """The last row of each graded environment in which a metric is known."""
+def logged(findings: Findings, sampler: str = "current") -> list[tuple[Row, Reported]]:
+    """The last row of each graded environment in which a metric is known, and the metric."""
     found = []
     for environment in findings.environments:
-        try:
-            measured = findings.measure.rows(environment, sampler)
-        except KltestError:
-            continue
-        found += [row for row in measured if row.reported is not None and row.reported.is_metric][-1:]
+        with suppress(KltestError):
+            rows = findings.measure.rows(environment, sampler)
+            found += [(row, row.reported) for row in rows if row.reported is not None and row.reported.is_metric][-1:]
     return found
-
-
-def reported(row: Row) -> Reported:
-    """The metric in a row of `logged_rows`."""
-    assert row.reported is not None
-    return row.reported
 
 
 def metric_of(findings: Findings, rollout: Rollout, beta: float | None = None) -> np.ndarray:
@@ -94,14 +77,3 @@ def number(metric: np.ndarray) -> str:
     """A metric of several rollouts as one number, as a log would show it."""
     rows = metric.sum(axis=1) if metric.ndim == 2 else metric
     return f"{float(rows.mean()):.4g}"
-
-
-def demonstrate(environment: SmallEnvironment, losses: Mapping[str, Callable[..., Any]], **call: Any) -> Demonstration:
-    """Expectation of what losses log in a small environment, beside the KL; `call` has arguments of the losses."""
-    instance = environment.instance()
-    rows: list[tuple[str | float, ...]] = [("KL(π‖ref)", value("kl", instance), 0.0)]
-    for name, function in losses.items():
-        found = exact(bind(function, Call(**call), name=name), instance).metric
-        assert found is not None
-        rows.append((name, found.mean, found.std))
-    return Demonstration(environment.words(), ("logged", "expectation", "standard deviation"), tuple(rows))

@@ -1,7 +1,5 @@
 """KL301: rollouts of the sampler are used as if they were the policy's own."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 

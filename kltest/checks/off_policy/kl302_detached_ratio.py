@@ -1,7 +1,5 @@
 """KL302: the importance ratio is there, but its derivative is cut off."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 

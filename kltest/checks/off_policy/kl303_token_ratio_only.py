@@ -1,7 +1,5 @@
 """KL303: each token is re-weighted, its prefix is not."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 

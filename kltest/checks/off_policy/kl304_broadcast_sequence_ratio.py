@@ -1,7 +1,5 @@
 """KL304: one ratio of the whole sequence multiplies every token's term."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 

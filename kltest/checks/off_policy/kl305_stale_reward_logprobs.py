@@ -1,7 +1,5 @@
 """KL305: the penalty in the reward was computed with the sampler's log-probs."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 

@@ -1,7 +1,5 @@
 """KL306: the importance ratio is right until its clip takes effect."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 

@@ -1,7 +1,5 @@
 """KL201: only the token's own KL is differentiated."""
 
-from __future__ import annotations
-
 from kltest.checks.sequences.lengths import only_one_token
 from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
 

@@ -1,7 +1,5 @@
 """KL202: only the final token is penalised."""
 
-from __future__ import annotations
-
 from kltest.checks.sequences.lengths import only_one_token
 from kltest.identify.findings import Findings, Row
 

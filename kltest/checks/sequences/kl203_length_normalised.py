@@ -1,7 +1,5 @@
 """KL203: each sequence is divided by its own length."""
 
-from __future__ import annotations
-
 from kltest.checks.sequences.lengths import divided_by_length, only_one_token
 from kltest.identify.findings import Findings, Row
 

@@ -5,9 +5,8 @@ the measured gradient with these parts on all instances of an environment, and t
 discount from the start.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 
@@ -26,30 +25,14 @@ BESIDES = "local_forward_kl"
 Factors = dict[tuple[int, int], float]
 
 
-def explains(row: Row, findings: Findings) -> bool:
-    return credit(row, findings) is not None
-
-
-def tells(row: Row, findings: Findings) -> str:
-    return credit(row, findings) or ""
-
-
 def moot(findings: Findings) -> str | None:
     if "reverse_kl" not in findings.expect:
         return "the declared target is not the sum over all later log-ratios"
     return only_one_token(findings)
 
 
-def credit(row: Row, findings: Findings) -> str | None:
+def explains(row: Row, findings: Findings) -> str | None:
     """Describe how a row's gradient credits later log-ratios; None if that does not account for it."""
-    return findings.once(_credits).get((row.environment, row.sampler, row.batch))
-
-
-def _credits(findings: Findings) -> dict[tuple[str, str, int], str | None]:
-    return {(row.environment, row.sampler, row.batch): _credit(row, findings) for row in findings.rows if row.wrong}
-
-
-def _credit(row: Row, findings: Findings) -> str | None:
     if row.length == 1:
         return None
     if row.identified is not None:
@@ -58,19 +41,17 @@ def _credit(row: Row, findings: Findings) -> str | None:
     if not gradients:  # the row is sampled
         return None
     case = findings.measure.case(row)
-    parts = _parts(case)
+    parts, zeros = _parts(case), [np.zeros(())] * len(case.instances)
     besides = [name for name in findings.expect if name not in ("reverse_kl", "local_reverse_kl", "zero")]
-    known = {name: [gradient(name, i) for i in case.instances] for name in besides}
-    for extra in ([], [BESIDES]):
-        more = known | {name: [gradient(name, i) for i in case.instances] for name in extra}
-        for by_distance in (True, False):
-            columns: dict[str, list[np.ndarray]] = {}
-            for (t, s), part in parts.items():
-                name = str(s - t if by_distance else (t, s))
-                columns[name] = [a + b for a, b in zip(columns[name], part, strict=True)] if name in columns else part
-            found = solve(gradients, columns | more, dtype=findings.observed.dtype)
-            if found is not None:
-                return read({(t, s): found[str(s - t if by_distance else (t, s))] for t, s in parts})
+    for extra, by_distance in product(([], [BESIDES]), (True, False)):
+        more = {name: [gradient(name, instance) for instance in case.instances] for name in (*besides, *extra)}
+        columns: dict[str, list[np.ndarray]] = {}
+        names = {(t, s): str(s - t if by_distance else (t, s)) for t, s in parts}
+        for pair, name in names.items():
+            columns[name] = [a + b for a, b in zip(columns.get(name, zeros), parts[pair], strict=True)]
+        found = solve(gradients, columns | more, dtype=findings.observed.dtype)
+        if found is not None:
+            return read({pair: found[name] for pair, name in names.items()})
     return None
 
 
@@ -96,29 +77,26 @@ def read(factors: Factors) -> str | None:
     if not any(abs(factor) > SAME * size for factor in later.values()):
         return None
     first = factors[0, 0]
+    scale = "" if _same(first, 1.0) else f", all times {first:.4g}"
     if abs(first) > SAME * size:
-        scale = "" if abs(first - 1) < SAME else f", all times {first:.4g}"
-        for position, distance, words in (
-            (1.0, factors[0, 1] / first, "the log-ratio of k tokens later is credited with {distance:.4g}^k"),
-            (factors[1, 1] / first, factors[0, 1] / first, "{both}"),
-        ):
+        distance = factors[0, 1] / first
+        for position in (1.0, factors[1, 1] / first):
             if all(_same(c, first * position**t * distance ** (s - t), size) for (t, s), c in factors.items()):
-                if _same(position, 1.0) and _same(distance, 1.0):
-                    return None
-                return words.format(distance=distance, both=_both(position, distance)) + scale
+                return None if _same(position, 1.0) and _same(distance, 1.0) else _powers(position, distance) + scale
     by_distance = [factors[0, lag] for lag in range(1 + max(s for _, s in factors))]
     if not all(_same(c, by_distance[s - t], size) for (t, s), c in factors.items()):
         return None
     credited = [lag for lag, factor in enumerate(by_distance) if abs(factor) > SAME * size]
     if credited == list(range(len(credited))) and all(_same(by_distance[lag], first, size) for lag in credited):
-        scale = "" if _same(first, 1.0) else f", all times {first:.4g}"
         return f"only the log-ratios up to {credited[-1]} tokens later are credited{scale}"
     if all(_same(factor, by_distance[1], size) for factor in by_distance[1:]):
         return None
     return "by distance, log-ratios are credited with " + ", ".join(f"{round(factor, 6):.4g}" for factor in by_distance)
 
 
-def _both(position: float, distance: float) -> str:
+def _powers(position: float, distance: float) -> str:
+    if position == 1.0:
+        return f"the log-ratio of k tokens later is credited with {distance:.4g}^k"
     if _same(position, distance):
         return f"the log-ratio of token s, counted from 0, is credited with {distance:.4g}^s"
     if _same(distance, 1.0):

@@ -5,19 +5,15 @@ length whatever environments are graded: at a fixed length a mean over tokens is
 cut.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kltest.checks.check import Found
-from kltest.checks.group_fixture import GroupFixture, gradient, group_fixture, limit, norm
-from kltest.checks.losses import squared_sum
-from kltest.checks.sequences.kl204_batch_normalised import mean_over_tokens
-from kltest.counterexample.demonstration import Demonstration
+from kltest.checks.demonstrations import Cells, Demonstration, Losses
+from kltest.checks.group_fixture import GroupFixture, as_array, gradient, group_fixture, limit, norm
 from kltest.counterexample.environment import SmallEnvironment
-from kltest.errors import KltestError
+from kltest.errors import KltestError, TargetError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss, bind
@@ -37,51 +33,34 @@ Cut = list[np.ndarray]
 
 
 def examine(findings: Findings) -> Found | None:
-    found = _split(findings)
-    if found.unfit:
-        return Found(f"the loss takes one group per call: {found.unfit}, and it does not read groups", "skip")
-    if found.moved <= limit(findings):
-        return None
+    size, grouped = group_fixture(findings).size, "group" in findings.observed.uses
+    fixture = GroupFixture(findings.measure, instances(VARYING, findings.seed, size)[0], size, findings.seed)
+    lengths = fixture.instance.paths.lengths
+    count, group, unit = (GROUPS * size, size, size) if grouped else (ROWS, ROWS, 1)
+    try:
+        found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
+        if found.moved <= limit(findings) or not _in_expectation(findings):
+            return None
+        longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
+        rewarded = not grouped and findings.observed.uses & ROW_FIELDS
+        if rewarded and _moved(findings, _batch(fixture, longest, ALIKE), 1).moved > limit(findings):
+            raise TargetError("it couples rollouts of equal length, through their rewards")
+    except KltestError as error:
+        if grouped:
+            raise
+        return Found(f"the loss takes one group per call: {error}, and it does not read groups", "skip")
     parts = " + ".join(map(str, found.parts))
     return Found(
-        f"{found.whole} rollouts of different lengths in one batch, and cut into {parts} with the gradients of the "
-        f"parts accumulated: the two gradients differ by {found.moved:.3g} of their size, though no group was cut."
+        f"{sum(found.parts)} rollouts of different lengths in one batch, and cut into {parts} with their gradients "
+        f"accumulated: the two gradients differ by {found.moved:.3g} of their size, though no group was cut."
     )
 
 
-@dataclass(frozen=True)
-class Split:
-    """Effect of the cut that moves the gradient most.
-
-    `moved`: distance of the accumulated parts from the whole, relative to it. `whole` and `parts` count rollouts.
-    `unfit`: why a batch of this loss cannot be cut.
-    """
+class Split(NamedTuple):
+    """Distance of the accumulated parts of a batch from the whole, relative to it, and the rollouts of each part."""
 
     moved: float
-    whole: int = 0
     parts: tuple[int, ...] = ()
-    unfit: str = ""
-
-
-def _split(findings: Findings) -> Split:
-    reads_groups = "group" in findings.observed.uses
-    size = group_fixture(findings).size
-    fixture = GroupFixture(findings.measure, instances(VARYING, findings.seed, size)[0], size, findings.seed)
-    lengths = fixture.instance.paths.lengths
-    if reads_groups:
-        found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, GROUPS * size), size), size)
-        return found if found.moved > limit(findings) and _in_expectation(findings) else Split(0.0)
-    try:
-        found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, ROWS), ROWS), 1)
-        if found.moved <= limit(findings) or not _in_expectation(findings):
-            return Split(0.0)
-        longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
-        rewarded = findings.observed.uses & ROW_FIELDS
-        if rewarded and _moved(findings, _batch(fixture, longest, ALIKE), 1).moved > limit(findings):
-            return Split(0.0, unfit="it couples rollouts of equal length, through their rewards")
-    except KltestError as error:
-        return Split(0.0, unfit=f"it does not take every number of rollouts ({error})")
-    return found
 
 
 def _in_expectation(findings: Findings) -> bool:
@@ -111,21 +90,21 @@ def _batch(fixture: GroupFixture, rows: np.ndarray, group: int) -> Rollout:
 
 def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:
     """The cut that moves the gradient most, parts accumulated as a mean over rollouts or, if closer, as a sum."""
-    whole = gradient(findings.measure, rollout)
-    size, rows = norm(whole), len(rollout)
+    whole, rows = gradient(findings.measure, rollout), np.arange(len(rollout)).reshape(-1, unit)
+    size = norm(whole)
     if size == 0:
         return Split(0.0)
-    worst = {False: Split(0.0), True: Split(0.0)}
-    for cut in _cuts(rows // unit):
-        parts = [(np.arange(rows).reshape(-1, unit)[part].reshape(-1)) for part in cut]
-        found = [gradient(findings.measure, rollout.take(part)) for part in parts]
-        for as_sum in worst:
-            together = np.zeros_like(whole)
-            for part, own in zip(parts, found, strict=True):
-                together[part] = own if as_sum else own * len(part) / rows
-            candidate = Split(norm(together - whole) / size, rows, tuple(map(len, parts)))
-            worst[as_sum] = max(worst[as_sum], candidate, key=lambda split: split.moved)
-    return min(worst.values(), key=lambda split: split.moved)
+    as_means, as_sums = [], []
+    for cut in _cuts(len(rows)):
+        parts = [rows[part].reshape(-1) for part in cut]
+        mean, added = np.zeros_like(whole), np.zeros_like(whole)
+        for part in parts:
+            added[part] = gradient(findings.measure, rollout.take(part))
+            mean[part] = added[part] * len(part) / len(rollout)
+        counts = tuple(map(len, parts))
+        as_means.append(Split(norm(mean - whole) / size, counts))
+        as_sums.append(Split(norm(added - whole) / size, counts))
+    return min(max(as_means), max(as_sums))
 
 
 def _cuts(units: int) -> list[Cut]:
@@ -137,9 +116,9 @@ def _cuts(units: int) -> list[Cut]:
 ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
 
 
-def demonstrate() -> Demonstration:
+def demonstrate(losses: Losses) -> Demonstration:
     instance = ENVIRONMENT.instance()
-    losses = [bind(loss) for loss in (mean_over_tokens, squared_sum)]
+    bound = [bind(loss) for loss in losses.values()]
     everything = Rollout.of(instance)
     lengths = instance.paths.lengths
     short, long = int(lengths.argmin()), int(lengths.argmax())
@@ -147,16 +126,14 @@ def demonstrate() -> Demonstration:
     def weight(loss: Loss, *rows: int) -> float:
         """∂/∂log π of the first token of the first rollout."""
         batch = everything.take(np.array(rows))
-        found = differentiate(loss, batch, live_positions(batch)).logp
-        assert found is not None
-        return float(found[0, 0])
+        return float(as_array(differentiate(loss, batch, live_positions(batch)), batch)[0, 0, 0])
 
-    rows: tuple[tuple[str | float, ...], ...] = (
-        ("both in one batch", *(weight(loss, short, long) for loss in losses)),
-        ("one after the other, accumulated", *(weight(loss, short) / 2 for loss in losses)),
-    )
+    rows: list[Cells] = [
+        ("both in one batch", *(weight(loss, short, long) for loss in bound)),
+        ("one after the other, accumulated", *(weight(loss, short) / 2 for loss in bound)),
+    ]
     return Demonstration(
         f"{ENVIRONMENT.words()}\nThe weight of the rollout that ends at once, beside one of two tokens.",
-        ("batch", "as written", "fixed"),
+        ("batch", *losses),
         rows,
     )

@@ -6,24 +6,22 @@ and less. With e^(r·|log-ratio|) and r > 1/2 it contributes more the rarer it i
 rollouts that are never drawn.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from math import exp, log
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from kltest.checks.check import Found
-from kltest.counterexample.demonstration import Demonstration
+from kltest.checks.demonstrations import Cells, Demonstration, Losses
+from kltest.checks.group_fixture import gradient, norm
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
+from kltest.environments.policies import softmax_gradient
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
-from kltest.loss.calling import Loss, bind
-from kltest.moments import exact
-from kltest.moments.differentiate import differentiate, live_positions
+from kltest.loss.calling import bind
+from kltest.moments.differentiate import differentiate
 from kltest.moments.projection import each_gradient
 from kltest.rollout import SAMPLER_FIELDS, Rollout
 
@@ -34,8 +32,6 @@ DISTANCES = (5.0, 10.0, 20.0)
 EXPONENTIAL = 0.25
 # Rollouts, as many as in a usual group, so that losses that need groups can be called.
 BATCH = 4
-# Probability of the draws that `demonstrate` calls the rarest.
-RARE = 0.01
 
 
 def moot(findings: Findings) -> str | None:
@@ -43,23 +39,19 @@ def moot(findings: Findings) -> str | None:
 
 
 def examine(findings: Findings) -> Found | None:
-    found = tails(findings)
-    if not found:
-        return None
     distances = ", ".join(f"{distance:g}" for distance in DISTANCES)
     sentences = []
-    for tail in found:
+    for tail in tails(findings):
         growth, parts = (", ".join(f"{factor:.2g}" for factor in numbers) for numbers in (tail.growth, tail.parts))
         sentences.append(
             f"With {tail.direction.words} the gradient of a rollout grows like e^({tail.rate:.2g}·|log-ratio|): to "
             f"{growth} times its size when the log-ratio of its last token is {distances} further out, and its "
             f"contribution to E‖ĝ‖², its probability included, to {parts} times."
         )
-    return Found(" ".join(sentences))
+    return Found(" ".join(sentences)) if sentences else None
 
 
-@dataclass(frozen=True)
-class Direction:
+class Direction(NamedTuple):
     """A log-ratio driven to infinity by lowering the log-probs of some policies, given as prefixes of fields."""
 
     words: str
@@ -76,8 +68,7 @@ DIRECTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Tail:
+class Tail(NamedTuple):
     """A direction in which the gradient of one rollout grows exponentially.
 
     `growth`: its size over that of the mild rollout, by distance. `parts`: the same for its contribution to E‖ĝ‖², its
@@ -92,23 +83,22 @@ class Tail:
 
 def tails(findings: Findings) -> list[Tail]:
     """Directions in which a rollout's gradient grows exponentially, and faster than the rollout becomes rare."""
-    uses = findings.observed.uses & SAMPLER_FIELDS and "stale" in findings.samplers
+    off_policy = bool(findings.observed.uses & SAMPLER_FIELDS) and "stale" in findings.samplers
     rollout = Rollout.of(_instance(findings), padding=findings.seed).take(range(BATCH))
     mild = _size(findings.measure, rollout)
     found = []
     for direction in DIRECTIONS:
-        if direction.off_policy and not uses:
+        if direction.off_policy and not off_policy:
             continue
         moved = [_lowered(rollout, direction, distance) for distance in DISTANCES]
-        sizes = [_size(findings.measure, one) for one in moved]
-        if mild <= 0 or min(sizes) <= 0 or not np.isfinite(sizes).all():
+        sizes = np.array([_size(findings.measure, one) for one in moved])
+        if mild <= 0 or sizes.min() <= 0 or not np.isfinite(sizes).all():
             continue
-        rates = [log(b / a) / (y - x) for a, b, x, y in zip(sizes, sizes[1:], DISTANCES, DISTANCES[1:], strict=False)]
-        growth = [size / mild for size in sizes]
-        drawn = [exp(float((one.peek("old_logp") - rollout.peek("old_logp"))[0].sum())) for one in moved]
-        parts = tuple(chance * factor**2 for chance, factor in zip(drawn, growth, strict=True))
-        if min(rates) > EXPONENTIAL and parts[0] < parts[1] < parts[2]:
-            found.append(Tail(direction, tuple(growth), parts, rates[-1]))
+        rates = np.diff(np.log(sizes)) / np.diff(DISTANCES)
+        drawn = [float((one.peek("old_logp") - rollout.peek("old_logp"))[0].sum()) for one in moved]
+        parts = np.exp(drawn) * (sizes / mild) ** 2
+        if rates.min() > EXPONENTIAL and (np.diff(parts) > 0).all():
+            found.append(Tail(direction, tuple(sizes / mild), tuple(parts), float(rates[-1])))
     return found
 
 
@@ -134,28 +124,9 @@ def _lowered(rollout: Rollout, direction: Direction, distance: float) -> Rollout
 
 def _size(measure: Measure, rollout: Rollout) -> float:
     """Norm of the first rollout's gradient with respect to the logits of its tokens."""
-    called = measure.differentiate(rollout)
-    chances = rollout.peek("logits").detach().exp().numpy()[0]
-    full = np.zeros(chances.shape) if called.logits is None else called.logits[0].copy()
-    if called.logp is not None:
-        full[np.arange(len(full)), rollout.peek("tokens").numpy()[0]] += called.logp[0]
-    return float(np.linalg.norm(full - chances * full.sum(axis=-1, keepdims=True)))
-
-
-def _each(loss: Loss, instance: Instance) -> np.ndarray:
-    """(N, C, V) gradient of every rollout, up to one factor, of a loss that treats rollouts apart."""
-    rollout = Rollout.of(instance)
-    called = differentiate(loss, rollout, live_positions(rollout))
-    return each_gradient(instance.paths, instance.policy, called.logp, called.logits)
-
-
-def _rare_share(squares: np.ndarray, weights: np.ndarray) -> float:
-    """Share of E‖ĝ‖² in the hundredth of probability with the largest ‖ĝ‖², the last rollout counted in part."""
-    order = np.argsort(-squares, kind="stable")
-    before = np.cumsum(weights[order]) - weights[order]
-    counted = np.clip(RARE - before, 0.0, weights[order])
-    total = float(weights @ squares)
-    return float(counted @ squares[order]) / total if total else 0.0
+    found = gradient(measure, rollout)[0]
+    found[np.arange(len(found)), 1 + rollout.peek("tokens").numpy()[0]] += found[:, 0]
+    return norm(softmax_gradient(found[:, 1:], rollout.peek("logits").detach().numpy()[0]))
 
 
 def weighted_by_the_ratio(logp, ref_logp, mask):
@@ -171,15 +142,14 @@ def exact_forward_kl(logits, ref_logits, mask):
 ENVIRONMENT = SmallEnvironment(policy=[(0.99, 0.01)], reference=[(0.5, 0.5)])
 
 
-def demonstrate() -> Demonstration:
-    """E‖ĝ‖², and the share of it that the rarest hundredth of draws carries."""
+def demonstrate(losses: Losses) -> Demonstration:
+    """E‖ĝ‖², and the share of it that the second action carries, the rarest hundredth of draws."""
     instance = ENVIRONMENT.instance()
-    rows: list[tuple[str | float, ...]] = []
-    for name, function in {"as written": weighted_by_the_ratio, "fixed": exact_forward_kl}.items():
-        loss = bind(function, name=name)
-        squares = (_each(loss, instance) ** 2).sum(axis=(1, 2))
-        share = _rare_share(squares, instance.rollout_weights("current"))
-        rows.append((name, exact(loss, instance).second_moment, share))
-    return Demonstration(
-        ENVIRONMENT.words(), ("gradient of one rollout", "E‖ĝ‖²", "share of the rarest 1%"), tuple(rows)
-    )
+    rows: list[Cells] = []
+    for name, function in losses.items():
+        called = differentiate(bind(function, name=name), Rollout.of(instance), None, factor=2.0)
+        each = each_gradient(instance.paths, instance.policy, called.logp, called.logits)
+        parts = instance.rollout_weights("current") * (each**2).sum(axis=(1, 2))
+        rows.append((name, float(parts.sum()), float(parts[1] / parts.sum())))
+    columns = ("gradient of one rollout", "E‖ĝ‖²", "share of the rarest 1%")
+    return Demonstration(ENVIRONMENT.words(), columns, rows)

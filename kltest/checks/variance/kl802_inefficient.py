@@ -11,25 +11,21 @@ score-function form c·g on-policy that is its optimal scalar baseline, E[‖g�
 Rao–Blackwell is not always the less noisy one, so the best of all counts.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from kltest.checks.check import Found
-from kltest.counterexample.demonstration import Demonstration
+from kltest.checks.demonstrations import Cells, Demonstration, Losses
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
+from kltest.identify.case import size
 from kltest.identify.findings import Combination, Findings, Row
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.moments import exact
 from kltest.moments.projection import each_gradient
-from kltest.truth import gradient
 
 # Rollouts for one of a better estimator from which on there is a warning. Score-function forms cost nothing more, so an
 # order of magnitude is much. Rao–Blackwell needs the full next-token distributions of both models, and any whole return
@@ -47,11 +43,13 @@ WORDS = {
 def moot(findings: Findings) -> str | None:
     if not any(row.agrees for row in findings.rows):
         return "no row agrees with the declared gradient, so there is nothing to be efficient at"
-    return _unknown_target(findings)
+    instance = instances(findings.environments[0], findings.seed)[0]
+    unknown = [name for name in findings.expect if not estimators(name, instance, "stale")]
+    return f"no estimator of {unknown[0]} is known to compare it with" if unknown else None
 
 
 def examine(findings: Findings) -> Found | None:
-    compared = comparisons(findings)
+    compared = [found for row in findings.rows if row.agrees and (found := _compare(row, findings)) is not None]
     if not compared:
         return Found("the best estimator known is exact in one call in the environments that were graded", "skip")
     worse = [one for one in compared if one.many]
@@ -59,45 +57,33 @@ def examine(findings: Findings) -> Found | None:
     return Found(words) if worse else Found(words, "pass")
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Rollouts of a loss that are worth one of the least noisy estimator (`name`) of its target, in one environment.
+class Comparison(NamedTuple):
+    """Rollouts of a loss that are worth one of the least noisy estimator of its target, in one environment.
 
-    `own` and `other`: variances of the two. `many`: more than it should take, for that estimator or for a cheaper one.
+    `many`: more than it should take, for that estimator or for a cheaper one.
     """
 
-    row: Row
-    name: str
-    rollouts: float
-    own: float
-    other: float
     many: bool
-
-    @property
-    def words(self) -> str:
-        return (
-            f"{self.row.where}: {self.rollouts:.3g} rollouts for one of {WORDS[self.name]} (variance {self.own:.3g} "
-            f"against {self.other:.3g}, in units of ‖∇KL(π‖ref)‖²)"
-        )
-
-
-def comparisons(findings: Findings) -> list[Comparison]:
-    """Comparison of every row that agrees with the target, on its worst instance."""
-    return [found for row in findings.rows if row.agrees and (found := _compare(row, findings)) is not None]
+    rollouts: float
+    words: str
 
 
 def _compare(row: Row, findings: Findings) -> Comparison | None:
-    found = None
+    """Compare a row on its worst instance; None if the best estimator is exact on all of them."""
+    found = []
     for instance, own in zip(findings.measure.case(row).instances, row.variances, strict=False):
-        unit = float(np.linalg.norm(gradient("reverse_kl", instance))) ** 2
+        unit = size(instance) ** 2
         known = {name: v for name, v in variances(findings.expect, instance, row.sampler).items() if v > EXACT * unit}
-        if not known:
-            continue
-        best = min(known, key=known.__getitem__)
-        many = any(row.batch * own >= MANY[name] * variance for name, variance in known.items())
-        one = Comparison(row, best, row.batch * own / known[best], own / unit, known[best] / unit, many)
-        found = max((found, one), key=lambda each: (each.many, each.rollouts)) if found else one
-    return found
+        if known:
+            best = min(known, key=known.__getitem__)
+            many = any(row.batch * own >= MANY[name] * variance for name, variance in known.items())
+            rollouts = row.batch * own / known[best]
+            words = (
+                f"{row.where}: {rollouts:.3g} rollouts for one of {WORDS[best]} (variance {own / unit:.3g} against "
+                f"{known[best] / unit:.3g}, in units of ‖∇KL(π‖ref)‖²)"
+            )
+            found.append(Comparison(many, rollouts, words))
+    return max(found, default=None)
 
 
 def variances(expect: Combination, instance: Instance, sampler: str) -> dict[str, float]:
@@ -114,13 +100,6 @@ def variances(expect: Combination, instance: Instance, sampler: str) -> dict[str
     return found
 
 
-def _unknown_target(findings: Findings) -> str | None:
-    """Return a reason if no estimator of the declared target is known, else None."""
-    instance = instances(findings.environments[0], findings.seed)[0]
-    unknown = [name for name in findings.expect if not estimators(name, instance, "stale")]
-    return f"no estimator of {unknown[0]} is known to compare it with" if unknown else None
-
-
 @lru_cache(maxsize=256)
 def estimators(target: str, instance: Instance, sampler: str) -> dict[str, np.ndarray]:
     """(N, C, V) gradients of all rollouts under the known estimators of a named gradient, all unbiased."""
@@ -129,7 +108,7 @@ def estimators(target: str, instance: Instance, sampler: str) -> dict[str, np.nd
     live = paths.mask
     own = _per_token(instance, policy - instance.behaviour(sampler))
     upto = np.exp(own.cumsum(axis=1))
-    before = np.ones_like(upto) if at_sampler else np.exp(own.cumsum(axis=1) - own)
+    before = np.ones_like(upto) if at_sampler else np.exp(_before(own))
 
     def next_token(towards_logits: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         """Gradients at the log-probs of all next tokens, (C, V), in each visited context."""
@@ -155,7 +134,8 @@ def estimators(target: str, instance: Instance, sampler: str) -> dict[str, np.nd
             "return": each_gradient(paths, policy, whole, None),
         }
     if base in ("forward_kl", "local_forward_kl"):
-        towards = np.exp(own.cumsum(axis=1) - own - _prefixes(instance, log_ratio)) if base == "forward_kl" else before
+        whole = np.exp(_before(own) - _before(_per_token(instance, log_ratio)))
+        towards = whole if base == "forward_kl" else before
         return {"rao-blackwell": each_gradient(paths, policy, None, next_token(-np.exp(reference), towards))}
     return {}
 
@@ -165,9 +145,8 @@ def _per_token(instance: Instance, costs: np.ndarray) -> np.ndarray:
     return np.where(instance.paths.mask, instance.paths.chosen(costs), 0.0)
 
 
-def _prefixes(instance: Instance, costs: np.ndarray) -> np.ndarray:
-    """(N, T) sums of a (C, V) table over the tokens before."""
-    each = _per_token(instance, costs)
+def _before(each: np.ndarray) -> np.ndarray:
+    """(N, T) sums of the entries of the tokens before."""
     return each.cumsum(axis=1) - each
 
 
@@ -203,15 +182,13 @@ def rao_blackwell(logp, logits, ref_logits, mask):
 ENVIRONMENT = SmallEnvironment(policy=[(0.6, 0.4), (0.6, 0.4), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
 
 
-def demonstrate() -> Demonstration:
+def demonstrate(losses: Losses) -> Demonstration:
     """The variance of one rollout's gradient, and the number of rollouts that are worth one of the best."""
     instance = ENVIRONMENT.instance()
     best = min(variances({"reverse_kl": 1.0}, instance, "current").values())
-    rows: list[tuple[str | float, ...]] = []
-    losses: dict[str, Callable[..., Any]] = {"as written": k1_in_both_places, "fixed": rao_blackwell}
+    rows: list[Cells] = []
     for name, function in losses.items():
         own = exact(bind(function, name=name), instance).variance
         rows.append((name, own, own / best))
-    return Demonstration(
-        ENVIRONMENT.words(), ("gradient of one rollout", "variance", "rollouts for one of the best"), tuple(rows)
-    )
+    columns = ("gradient of one rollout", "variance", "rollouts for one of the best")
+    return Demonstration(ENVIRONMENT.words(), columns, rows)
