@@ -1,7 +1,5 @@
 """Dependence of the expected gradient on the batch size, in a bandit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from kltest.errors import KltestError

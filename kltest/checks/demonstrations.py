@@ -3,8 +3,6 @@
 The list of checks is read without torch: it imports this module when a demonstration is run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

@@ -8,8 +8,6 @@ How far apart depends on the question. A clamp is exact and visible at any dista
 where a probability is a millionth may be the small constant that guards a logarithm, and is no other gradient.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial

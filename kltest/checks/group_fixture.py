@@ -1,7 +1,5 @@
 """Group fixture: groups of rollouts with chosen rewards, and the KL part of the gradient that a loss gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The batch on which checks try a loss: rollouts of every length, with padding and different rewards."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.rollout import Rollout

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kltest.report import CounterExample
-
 if TYPE_CHECKING:
     from kltest.environments import Instance
 
@@ -28,25 +26,6 @@ class SmallEnvironment:
     length: int = 1
     ends: bool = False
     reward: Probabilities | None = None
-
-    @classmethod
-    def of(cls, example: CounterExample) -> SmallEnvironment:
-        """Return the environment of a counter-example."""
-        contexts = example.contexts
-        moved = example.drawn_from_sampler
-        return cls(
-            policy=[context.policy for context in contexts],
-            reference=[context.reference for context in contexts],
-            sampler=[context.sampler or context.policy for context in contexts] if moved else None,
-            length=example.length,
-            ends=example.ends,
-            reward=[context.reward or [0.0] * example.actions for context in contexts],
-        )
-
-    @property
-    def kind(self) -> str:
-        """The name that grading has for such environments."""
-        return kind(self.length, self.ends)
 
     def instance(self) -> Instance:
         """Return the environment with its policies, ready to be enumerated."""

@@ -4,8 +4,6 @@ The expressions read `logp`, `ref_logp`, `old_logp` (N, T), `p` (N,), the probab
 `reward` (N,) and `logits`. If lengths vary they also read `mask` and `u`, the log-ratio with 0 at padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 
@@ -46,15 +44,13 @@ def _term(name: str, masked: bool) -> str:
 
 def _weight(name: str, u: str, masked: bool) -> str:
     """Factor of each token's score, 0 at padding."""
-    position, length = (
-        ("mask.cumsum(-1)", "mask.sum(-1, keepdim=True)")
-        if masked
-        else ("at.new_ones(at.shape).cumsum(-1)", "at.shape[1]")
-    )
+    last = "at.new_ones(at.shape).cumsum(-1) == at.shape[1]"
+    if masked:
+        last = "mask.cumsum(-1) == mask.sum(-1, keepdim=True)"
     return {
         "local_reverse_kl": u,
         "future_reverse_kl": f"({u}.flip(1).cumsum(1).flip(1) - {u})",
-        "last_token_reverse_kl": f"({u} * ({position} == {length}))",
+        "last_token_reverse_kl": f"({u} * ({last}))",
         "local_forward_kl": f"(1 - (-{u}).exp())",
         "local_squared_log_ratio": f"({u} + {u} ** 2 / 2)",
         "local_chi_square": f"({u}.exp() - 1)",

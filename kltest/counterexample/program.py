@@ -3,13 +3,11 @@
 A program is run before it is printed, and printed only if it gives the numbers of the report.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
@@ -42,7 +40,9 @@ TOLERANCES = {"float64": 1e-9}
 LOW_PRECISION = 1e-4
 
 
-def with_program(loss: Any, declared: Combination, example: CounterExample, dtype: str) -> CounterExample:
+def with_program(
+    loss: Any, declared: Combination, environment: SmallEnvironment, example: CounterExample, dtype: str
+) -> CounterExample:
     """Return the example with a program that computes both of its gradients, or with a note why there is none."""
     if not isinstance(loss, Loss):
         return example
@@ -50,7 +50,7 @@ def with_program(loss: Any, declared: Combination, example: CounterExample, dtyp
         if isinstance(loss.function, JaxLoss):
             raise NoSourceError("the loss is written for JAX, and these programs are for torch")
         source = source_of(loss.function, loss.name, NAMES)
-        for code in _Program(loss, declared, example, source).variants():
+        for code in _Program(loss, declared, environment, example, source).variants():
             if _agrees(code, example, TOLERANCES.get(dtype, LOW_PRECISION)):
                 return replace(example, code=code)
     except NoSourceError as reason:
@@ -58,17 +58,23 @@ def with_program(loss: Any, declared: Combination, example: CounterExample, dtyp
     return replace(example, note="no short program without kltest gives these numbers: it is called in a special way")
 
 
+@dataclass
 class _Program:
     """Writes the program for an environment, the parameters of a loss and its placement."""
 
-    def __init__(self, loss: Loss, declared: Combination, example: CounterExample, source: Source) -> None:
-        self.loss, self.declared, self.example, self.source = loss, declared, example, source
-        form = loss.form
+    loss: BoundLoss
+    declared: Combination
+    environment: SmallEnvironment
+    example: CounterExample
+    source: Source
+
+    def __post_init__(self) -> None:
+        example, form = self.example, self.loss.form
         if form is not None and form.lists:
             raise NoSourceError("it takes lists of tensors")
-        if "rollout" in loss.takes:
+        if "rollout" in self.loss.takes:
             raise NoSourceError("it reads the rollout as an object of kltest")
-        self.instance = SmallEnvironment.of(example).instance()
+        self.instance = self.environment.instance()
         self.moved = example.drawn_from_sampler
         self.chance = "q" if self.moved else "p.detach()"
         self.rows = ", ".join(ROWS[: example.batch])
@@ -81,19 +87,15 @@ class _Program:
         """Programs to try: the loss may be the first of several results, and may not depend on the policy."""
         example, takes, lines = self.example, self.loss.takes, self.source.lines
         fillings, paths = self.loss.fillings.values(), self.instance.paths
-        tables = {
-            "logits": [place.policy for place in example.contexts],
-            "ref": [place.reference for place in example.contexts],
-        }
-        if self.moved:
-            tables["old"] = [place.sampler or place.policy for place in example.contexts]
+        environment = self.environment
+        tables = {"logits": environment.policy, "ref": environment.reference, "old": environment.sampler}
         rewarded = takes & {"reward", "advantage"} or "expected_reward" in self.declared
         text = partial(
             template(TEMPLATE).render,
             future=FUTURE if FUTURE in lines else "",
             has_stubs=self.loss.receiver is not None or any(isinstance(one, Stub) for one in fillings),
             definitions=[line for line in lines if line != FUTURE],
-            tables={name: _rows(table) for name, table in tables.items()},
+            tables={name: _rows(table) for name, table in tables.items() if table is not None},
             width=WIDTH,
             paths=paths,
             masked=example.ends,
@@ -193,7 +195,7 @@ class _Program:
 
     def _per_rollout(self, name: str) -> str:
         value = f"reward{self.at}"
-        if name == "advantage" and any(any(place.reward or ()) for place in self.example.contexts):
+        if name == "advantage" and any(map(any, self.environment.reward or ())):
             mean = f"{self.chance} @ reward" if self.example.batch == 1 else f"{value}.mean()"
             value = f"({value} - {mean})"
         if self.loss.form is not None and self.loss.form.per_token:

@@ -60,11 +60,6 @@ class Shape(NamedTuple):
     batch: int
 
     @property
-    def kind(self) -> str:
-        """The name that grading has for such environments."""
-        return kind(self.length, self.ends)
-
-    @property
     def contexts(self) -> int:
         return sum(self._branches**depth for depth in range(self.length))
 
@@ -124,7 +119,7 @@ class Search:
                 sampler, summed = self.row.sampler, self._adds_up(environment, shape.batch)
                 answer = counter_example(loss, expect, environment, sampler, shape.batch, self.limit, summed=summed)
                 if answer.differs:
-                    return with_program(loss, expect, answer.example, answer.dtype)
+                    return with_program(loss, expect, environment, answer.example, answer.dtype)
             return None
         return None
 
@@ -139,7 +134,7 @@ class Search:
                 yield shape
 
     def _agreed(self, shape: Shape) -> bool:
-        where = (shape.kind, "stale" if shape.moved else "current")
+        where = (kind(shape.length, shape.ends), "stale" if shape.moved else "current")
         same = [row for row in self.findings.rows if (row.environment, row.sampler) == where]
         return bool(same) and all(row.agrees is True for row in same)
 
@@ -214,11 +209,11 @@ def _options(shape: Shape) -> Iterator[Rows]:
     uniform, *others = SIMPLE[shape.actions]
     equal = [(uniform, uniform), *((other, other) for other in others[:2])]
     apart = [(other, uniform) for other in others] + [(uniform, other) for other in others]
-    for policy, reference in (*equal, *apart):
-        yield policy, reference, policy if shape.moved else None
+    pairs = [*equal, *apart]
+    yield from ((policy, reference, policy if shape.moved else None) for policy, reference in pairs)
     if shape.moved:
-        for policy, reference in (*equal, *apart):
-            yield from ((policy, reference, other) for other in (uniform, *others[:3]) if other != policy)
+        samplers = (uniform, *others[:3])
+        yield from ((policy, reference, mu) for policy, reference in pairs for mu in samplers if mu != policy)
 
 
 def _with_rows(environment: SmallEnvironment, context: int, rows: Rows) -> SmallEnvironment:

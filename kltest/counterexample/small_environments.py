@@ -1,14 +1,12 @@
 """Gradients in small environments, by the definition alone: every batch is called by itself."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kltest.counterexample.environment import SmallEnvironment
+from kltest.counterexample.environment import SmallEnvironment, kind
 from kltest.environments import Instance, Paths
 from kltest.identify.findings import Combination
 from kltest.loss.outcome import Loss
@@ -110,8 +108,9 @@ def counter_example(
         )
         for context in range(len(environment.policy))
     ]
-    size = (environment.length, len(environment.policy[0]), environment.ends, batch)
-    example = CounterExample(environment.kind, sampler, *size, called.outcome.returned, summed, contexts)
+    name, actions = kind(environment.length, environment.ends), len(environment.policy[0])
+    size = (environment.length, actions, environment.ends, batch)
+    example = CounterExample(name, sampler, *size, called.outcome.returned, summed, contexts)
     differ = differs(found, truth, instance, max(limit, TOLERANCES[called.dtype].gradient))
     return Shown(example, called.dtype, differ)
 

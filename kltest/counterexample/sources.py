@@ -1,7 +1,5 @@
 """Source of a loss for a program without kltest: an import, or the lines of the loss itself."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import inspect
@@ -9,11 +7,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kltest.loss.syntax import names_read
 
@@ -28,8 +25,7 @@ class NoSourceError(Exception):
     """Raised for a loss that a few lines cannot define; the message says why, as half a sentence."""
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Lines that define or import a callable, and the name that it has after them."""
 
     lines: tuple[str, ...]
@@ -47,11 +43,11 @@ def source_of(function: Callable[..., Any], target: str, taken: frozenset[str]) 
     Raises:
         NoSourceError: If neither is possible.
     """
-    home = _file_of(target)
-    if home is not None and _module_name(function).startswith(FROM_FILE):
-        folder, stem, names = home
-        found = _imported(stem, names, taken)
-        return Source(("import sys", f"sys.path.insert(0, {folder!r})", *found.lines), found.name)
+    file = re.fullmatch(r"(?P<path>.+\.py):(?P<names>[\w.]+)", target.strip())
+    if file is not None and _module_name(function).startswith(FROM_FILE):
+        path = Path(file["path"])
+        found = _imported(path.stem, file["names"], taken)
+        return Source(("import sys", f"sys.path.insert(0, {str(path.parent)!r})", *found.lines), found.name)
     if address := _address(function):
         return _imported(*address, taken)
     if not inspect.isroutine(function) and not isinstance(function, partial) and (address := _address(type(function))):
@@ -65,12 +61,6 @@ def _imported(module: str, names: str, taken: frozenset[str]) -> Source:
     alias = f"graded_{head}" if head in taken else head
     line = f"from {module} import {head}" + (f" as {alias}" if alias != head else "")
     return Source((line,), f"{alias}.{rest}" if rest else alias)
-
-
-def _file_of(target: str) -> tuple[str, str, str] | None:
-    """Folder, module and dotted name of a target in a file, None for other targets."""
-    file = re.fullmatch(r"(?P<path>.+\.py):(?P<names>[\w.]+)", target.strip())
-    return (str(Path(file["path"]).parent), Path(file["path"]).stem, file["names"]) if file else None
 
 
 def _module_name(thing: Any) -> str:
@@ -98,17 +88,9 @@ def _inlined(function: Callable[..., Any], taken: frozenset[str]) -> Source:
     defined = {match[1] for line in lines if (match := re.match(r"(?:def|class) (\w+)|(\w+) = ", line)) and match[1]}
     if clash := defined & taken:
         raise NoSourceError(f"a name in its source, {sorted(clash)[0]}, is one that the program needs")
-    return Source((*_imports_first(lines),), name)
-
-
-def _imports_first(lines: list[str]) -> Iterator[str]:
-    plain = [line for line in lines if line.startswith(("import ", "from "))]
-    yield from sorted(dict.fromkeys(plain))
-    for line in lines:
-        if line.startswith("def "):
-            yield ""
-        if line not in plain:
-            yield line
+    imports = sorted({line for line in lines if line.startswith(("import ", "from "))})
+    rest = (part for line in lines if line not in imports for part in ([""] * line.startswith("def ") + [line]))
+    return Source((*imports, *rest), name)
 
 
 def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
@@ -186,6 +168,7 @@ def _definition(name: str, value: Any, seen: set[str]) -> Iterator[str]:
 def is_literal(value: Any) -> bool:
     """True if the repr of a value evaluates to that value."""
     try:
-        return bool(ast.literal_eval(repr(value)) == value) and type(ast.literal_eval(repr(value))) is type(value)
+        again = ast.literal_eval(repr(value))
+        return type(again) is type(value) and bool(again == value)
     except (ValueError, SyntaxError, TypeError, RecursionError):
         return False

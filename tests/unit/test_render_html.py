@@ -29,13 +29,16 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 HOSTILE = "</pre></svg><script>alert(1)</script>\x1b\u202e&\"'<img src=x onerror=alert(1)>"
 
 
+def drawn(length, actions, ends, moved, batch=1) -> SmallEnvironment:
+    return unrelated(Shape(length, actions, ends, moved, batch), 0, rewarded=False)
+
+
 def example(length=1, actions=2, ends=False, moved=False, batch=1) -> CounterExample:
     """An environment in which nothing is equal, with the numbers of a loss that is wrong everywhere."""
-    environment = unrelated(Shape(length, actions, ends, moved, batch), 0, rewarded=False)
+    environment = drawn(length, actions, ends, moved, batch)
     sampler = "stale" if moved else "current"
     answer = counter_example(bind(losses.k3_of_sequences), {"reverse_kl": 1.0}, environment, sampler, batch, 0.0)
-    assert answer is not None
-    return answer[0]
+    return answer.example
 
 
 SHAPES = [
@@ -126,7 +129,7 @@ def test_the_tree_has_every_rollout_with_its_chance(shape):
     shown = example(*shape)
     svg = ET.fromstring(tree(shown))
     texts = [element.text for element in svg.iter("text")]
-    instance = SmallEnvironment.of(shown).instance()
+    instance = drawn(*shape).instance()
     chances = instance.rollout_weights("stale" if shape[3] else "current")
     written = [f"{chance:.4g}" for chance in chances]
     right = [element.text for element in svg.iter("text") if element.get("text-anchor") == "end"]

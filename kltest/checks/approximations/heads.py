@@ -16,8 +16,6 @@ that sees only the drawn tokens can be right. That proves nothing about a loss a
 the whole distribution, and a loss is found that truncates one side by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple

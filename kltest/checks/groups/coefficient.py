@@ -1,7 +1,5 @@
 """Dependence of the KL part of the gradient on β."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np

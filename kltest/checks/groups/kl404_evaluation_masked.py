@@ -10,41 +10,30 @@ SINGLES = 3
 
 
 def examine(findings: Findings) -> Found | None:
-    silent = _silent_alone(findings)
-    if silent is None:
-        return None
-    return Found(
-        f"In a group of one rollout the {silent} is zero, for every rollout tried; it is not if the same "
-        "rollout is repeated as a group whose rewards differ."
-    )
-
-
-def _silent_alone(findings: Findings) -> str | None:
-    """Name what is zero in groups of one rollout but not when the same rollout is repeated as a whole group.
+    """Report what is zero in groups of one rollout but not when the same rollout is repeated as a whole group.
 
     A baseline taken from the group leaves nothing of a group of equal rollouts either. So their rewards differ, and
     nothing else does: a mask on tied rewards lets such a group through.
     """
     if not (findings.coupled or sees_rewards(findings)):
         return None
-    fixture = group_fixture(findings)
-    parts: list[tuple[float, float]] = []
-    logged: list[tuple[float, float]] = []
+    fixture, small = group_fixture(findings), limit(findings)
+    pairs: dict[str, list[tuple[float, float]]] = {"KL term": [], "logged KL": []}
     for row in fixture.different[:SINGLES]:
         try:
             alone = [fixture.rollout([row], [reward]) for reward in (0.0, 1.0)]
             together = fixture.rollout([row] * fixture.size, fixture.untied)
-            parts.append((max(norm(fixture.kl_part(one)) for one in alone), norm(fixture.kl_part(together))))
+            pairs["KL term"].append((max(norm(fixture.kl_part(one)) for one in alone), norm(fixture.kl_part(together))))
             metrics = [findings.measure.differentiate(one).outcome.metric for one in (*alone, together)]
         except KltestError:  # a loss that fails on one rollout, or on equal ones, is not silent
             return None
         sizes = [float(metric.abs().max()) for metric in metrics if metric is not None]
         if len(sizes) == len(metrics):
-            logged.append((max(sizes[:2]), sizes[2]))
-    silent = [what for what, found in (("KL term", parts), ("logged KL", logged)) if _vanishes(found, limit(findings))]
-    return " and the ".join(silent) or None
-
-
-def _vanishes(pairs: list[tuple[float, float]], small: float) -> bool:
-    """Return True if the first of each pair is negligible beside the second."""
-    return bool(pairs) and all(together > 0 and alone <= small * together for alone, together in pairs)
+            pairs["logged KL"].append((max(sizes[:2]), sizes[2]))
+    silent = [what for what, found in pairs.items() if found and all(b > 0 and a <= small * b for a, b in found)]
+    if not silent:
+        return None
+    return Found(
+        f"In a group of one rollout the {' and the '.join(silent)} is zero, for every rollout tried; it is not if the "
+        "same rollout is repeated as a group whose rewards differ."
+    )

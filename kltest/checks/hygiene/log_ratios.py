@@ -4,8 +4,6 @@ Every log-prob is at most 0, rows of logits are normalised, and the sampler is t
 1 and only u = logp − ref_logp is extreme. The mild rollouts are there for losses that couple rollouts.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

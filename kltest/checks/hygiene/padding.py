@@ -6,8 +6,6 @@ else, as the sum in a sequence's ratio, and whose output still shows the padding
 then that of the caller's cut and is ignored; its gradient at live positions counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

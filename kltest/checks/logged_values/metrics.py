@@ -3,8 +3,6 @@
 A metric may be any of the three numbers that are called the KL (SYMBOLS).
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Lengths of rollouts: environments of a single token, and gradients that are divided by the length."""
 
-from __future__ import annotations
-
 from kltest.identify.findings import Findings, Row
 
 
