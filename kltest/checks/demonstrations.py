@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
-from kltest.loss.calling import bind
-from kltest.loss.outcome import Call, Loss
+from kltest.loss.calling import Loss, bind
+from kltest.loss.outcome import Call
 from kltest.moments import exact, exact_batches
 from kltest.moments.differentiate import Experiment
 from kltest.report import align, format_cell

@@ -41,11 +41,9 @@ LOW_PRECISION = 1e-4
 
 
 def with_program(
-    loss: Any, declared: Combination, environment: SmallEnvironment, example: CounterExample, dtype: str
+    loss: Loss, declared: Combination, environment: SmallEnvironment, example: CounterExample, dtype: str
 ) -> CounterExample:
     """Return the example with a program that computes both of its gradients, or with a note why there is none."""
-    if not isinstance(loss, Loss):
-        return example
     try:
         if isinstance(loss.function, JaxLoss):
             raise NoSourceError("the loss is written for JAX, and these programs are for torch")
@@ -62,7 +60,7 @@ def with_program(
 class _Program:
     """Writes the program for an environment, the parameters of a loss and its placement."""
 
-    loss: BoundLoss
+    loss: Loss
     declared: Combination
     environment: SmallEnvironment
     example: CounterExample

@@ -9,7 +9,7 @@ import torch
 from kltest.counterexample.environment import SmallEnvironment, kind
 from kltest.environments import Instance, Paths
 from kltest.identify.findings import Combination
-from kltest.loss.outcome import Loss
+from kltest.loss.calling import Loss
 from kltest.moments import exact_batches
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.projection import each_gradient
