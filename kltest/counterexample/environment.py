@@ -1,13 +1,11 @@
 """Environments small enough for pencil and paper, given by their probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kltest.environments import Instance
+import numpy as np
+
+from kltest.environments import Instance, ragged, sequence
 
 Probabilities = Sequence[Sequence[float]]
 
@@ -29,11 +27,6 @@ class SmallEnvironment:
 
     def instance(self) -> Instance:
         """Return the environment with its policies, ready to be enumerated."""
-        # The list of checks holds small environments and is read without NumPy.
-        import numpy as np
-
-        from kltest.environments import Instance, ragged, sequence
-
         build = ragged if self.ends else sequence
         reward = None if self.reward is None else np.array(self.reward, dtype=float)
         environment = build(len(self.policy[0]), self.length, reward=reward)

@@ -7,28 +7,24 @@ reference, equal to the reference, one of the two uniform. The search is bounded
 so that a rerun finds the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kltest.counterexample.environment import SmallEnvironment, kind
 from kltest.counterexample.program import with_program
 from kltest.counterexample.small_environments import adds_up, at_once, counter_example, differs, measure
+from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row
 from kltest.moments.tolerances import TOLERANCES
 from kltest.report import CounterExample
 from kltest.truth import combine
-
-if TYPE_CHECKING:
-    from kltest.environments import Instance
 
 Probabilities = tuple[float, ...]
 Rows = tuple[Probabilities, Probabilities, Probabilities | None]
