@@ -61,7 +61,7 @@ class BatchCalls:
         """Gradients of batches (N, n), in parts: the batches of a part use the same leaves.
 
         Yields:
-            The indices (M,) of a part's batches; their gradients (M, n, T) or (M, n, T, V) by leaf; and the logged KL
+            The indices (M,) of a part's batches; their gradients (M, n·T) or (M, n·T, V) by leaf; and the logged KL
             (M,), None if there is none.
         """
         if self.apart and (together := self._together(rows, generator)):
@@ -74,7 +74,7 @@ class BatchCalls:
             known = [metric[0] for metric in metrics if metric is not None]
             yield (
                 np.array(index),
-                {leaf: np.stack([getattr(called[i], leaf) for i in index]) for leaf in reached},
+                {leaf: _joined(np.stack([called[i].by_leaf[leaf] for i in index])) for leaf in reached},
                 np.array(known) if len(known) == len(index) else None,
             )
 
@@ -93,7 +93,7 @@ class BatchCalls:
             if alone.leaves != called.leaves or not close(alone.parts, tuple(p[spot] for p in parts), alone.dtype):
                 self.apart = None
                 return None
-        found = dict(zip(called.by_leaf, parts, strict=True))
+        found = {leaf: _joined(part) for leaf, part in zip(called.by_leaf, parts, strict=True)}
         return np.arange(len(rows)), found, _metric(metric, rows.shape)
 
     def _telling(self, rows: np.ndarray, parts: list[np.ndarray]) -> Iterator[int]:
@@ -156,6 +156,11 @@ class BatchCalls:
                     float((a * a).sum()) for a, _ in pairs
                 )
         return False
+
+
+def _joined(gradients: np.ndarray) -> np.ndarray:
+    """(M, n, T, …) as (M, n·T, …)."""
+    return gradients.reshape(len(gradients), -1, *gradients.shape[3:])
 
 
 def _metric(metric: Tensor | None, shape: tuple[int, ...]) -> np.ndarray | None:

@@ -99,19 +99,13 @@ def _exact(
     weights: list[np.ndarray] = []
     metrics: list[np.ndarray | None] = []
     for pool, chances, prompt in pools:
-        drawn = iter(_drawn(pool, size, ordered))
+        drawn = ((rows, 1.0) for rows in product(pool.tolist(), repeat=size)) if ordered else multisets(pool, size)
         while chunk := list(islice(drawn, CHUNK)):
             rows = np.array([batch for batch, _ in chunk])
             weight = prompt * chances[rows].prod(axis=1) * np.array([orders for _, orders in chunk])
             joined = joint_paths(paths, rows, np.log(weight))
             for index, found, metric in calls.gradients(rows, generator):
-                logp, logits = found.get("logp"), found.get("logits")
-                projection.add(
-                    joined.take(index),
-                    weight[index],
-                    None if logp is None else logp.reshape(len(index), -1),
-                    None if logits is None else logits.reshape(len(index), -1, logits.shape[-1]),
-                )
+                projection.add(joined.take(index), weight[index], found)
                 leaves |= found.keys()
                 weights.append(weight[index])
                 metrics.append(metric)
@@ -159,18 +153,9 @@ def _grows(gradient: np.ndarray, size: int, of_size: Callable[[int], Moments]) -
 
 
 def groups_of(instance: Instance, sampler: str, size: int) -> Iterator[tuple[np.ndarray, float]]:
-    """Every group of `size` rollouts of one prompt, as a multiset of rows, and its probability.
-
-    Args:
-        instance: Environment with policy, reference and sampler.
-        sampler: "current" or "stale": whose probabilities count.
-        size: Rollouts in a group.
-
-    Yields:
-        Rows (size,) of `instance.paths`, and the probability of these rows in any order.
-    """
+    """Every multiset of `size` rows of `instance.paths` of one prompt, and its probability in any order."""
     for pool, chances, prompt in _pools(instance, sampler, grouped=True):
-        for rows, orders in _drawn(pool, size, ordered=False):
+        for rows, orders in multisets(pool, size):
             yield np.array(rows), prompt * orders * float(chances[list(rows)].prod())
 
 
@@ -186,11 +171,8 @@ def _pools(instance: Instance, sampler: str, grouped: bool) -> list[tuple[np.nda
     ]
 
 
-def _drawn(pool: np.ndarray, size: int, ordered: bool) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Batches as rows, with the number of orders that each stands for."""
-    if ordered:
-        yield from ((rows, 1.0) for rows in product(pool.tolist(), repeat=size))
-        return
+def multisets(pool: np.ndarray, size: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Every multiset of `size` rows of a pool, and the number of orders in which it can be drawn."""
     for rows in combinations_with_replacement(pool.tolist(), size):
         repeats = math.prod(math.factorial(times) for times in Counter(rows).values())
         yield rows, math.factorial(size) / repeats

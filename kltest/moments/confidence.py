@@ -53,21 +53,12 @@ class EmpiricalBernstein:
         self.bound = bound
         self.error_rate = error_rate
         self.count = 0
-        self._bets: np.ndarray | float = 0.0
-        self._sum: np.ndarray | float = 0.0
-        self._penalty: np.ndarray | float = 0.0
-        self._total: np.ndarray | float = 0.0
-        self._squares: np.ndarray | float = 0.0
+        self._bets = self._sum = self._penalty = self._total = self._squares = np.zeros(())
 
     def update(self, samples: np.ndarray, *, bound: float | None = None) -> None:
-        """Add samples; bets and centre are those from before the call.
+        """Add samples (n, …, D); bets and centre are those from before the call.
 
-        Args:
-            samples: (n, …, D).
-            bound: Largest norm of these samples, known before they were drawn; None for the usual one.
-
-        Raises:
-            UsageError: A sample has a larger norm than the bound.
+        `bound` is another largest norm, known before these samples were drawn. UsageError if one of them exceeds it.
         """
         bound = self.bound if bound is None else bound
         if (longest := float(np.sqrt(np.einsum("...d,...d->...", samples, samples).max()))) > bound * (1 + 1e-9):
@@ -75,15 +66,15 @@ class EmpiricalBernstein:
         diameter, size = 2 * bound, len(samples)
         later = self.count + size
         # One imagined sample at the middle, with the largest variance 1/4, starts the mean and the variance.
-        centre = _within(np.asarray(self._total) / (self.count + 1), bound)
+        centre = _within(self._total / (self.count + 1), bound)
         variance = (0.25 + self._squares) / (self.count + 1)
         bet = np.sqrt(2 * np.log(2 / self.error_rate) / (variance * later * np.log1p(later))).clip(max=LARGEST_BET)
         total = samples.sum(axis=0)
         self._total = self._total + total
         self._bets = self._bets + size * bet / diameter
-        self._sum = self._sum + np.asarray(bet / diameter)[..., None] * total
+        self._sum = self._sum + (bet / diameter)[..., None] * total
         self._penalty = self._penalty + (-np.log1p(-bet) - bet) * _squared_distances(samples, centre) / diameter**2
-        self._squares = self._squares + _squared_distances(samples, np.asarray(self._total) / (later + 1)) / diameter**2
+        self._squares = self._squares + _squared_distances(samples, self._total / (later + 1)) / diameter**2
         self.count = later
 
     @property
@@ -91,7 +82,7 @@ class EmpiricalBernstein:
         if self.count == 0:
             return Sphere(np.zeros(1), np.array(np.inf))
         radius = (np.log(2 / self.error_rate) + self._penalty) / self._bets
-        return Sphere(self._sum / np.asarray(self._bets)[..., None], np.asarray(radius))
+        return Sphere(self._sum / self._bets[..., None], radius)
 
 
 def _within(point: np.ndarray, bound: float) -> np.ndarray:
@@ -132,10 +123,7 @@ class Asymptotic:
         self.mixture = np.asarray(mixture, dtype=float)
         self.start = start
         self.count = 0
-        self._longest: np.ndarray | float = 0.0
-        self._origin: np.ndarray | float = 0.0
-        self._sum: np.ndarray | float = 0.0
-        self._outer: np.ndarray | float = 0.0
+        self._longest = self._origin = self._sum = self._outer = np.zeros(())
 
     def update(self, samples: np.ndarray, *, longest: np.ndarray | float | None = None) -> None:
         """Add samples (n, …, D); `longest` (…) is a norm for the second term if it is not the largest of these."""
@@ -153,14 +141,14 @@ class Asymptotic:
     @property
     def scatter(self) -> np.ndarray:
         """(…, D, D) sum of centred outer products, V."""
-        total = np.asarray(self._sum)
+        total = self._sum
         return self._outer - total[..., :, None] * total[..., None, :] / self.count
 
     @property
     def sphere(self) -> Sphere:
         if self.count == 0:
             return Sphere(np.zeros(1), np.array(np.inf))
-        centre = self._origin + np.asarray(self._sum) / self.count
+        centre = self._origin + self._sum / self.count
         if self.count < self.start:
             return Sphere(centre, np.full(centre.shape[:-1], np.inf))
         spread = np.sqrt(squared_radius(self.scatter, self.mixture, self.error_rate))
@@ -183,15 +171,9 @@ def squared_radius(scatter: np.ndarray, mixture: np.ndarray, error_rate: float) 
 
 
 def tuned(covariance: np.ndarray, accuracy: float, error_rate: float) -> tuple[float, float]:
-    """Choose the mixture κ whose sphere reaches a radius with the fewest samples.
+    """The mixture κ whose sphere has radius `accuracy` after the fewest samples, and their number.
 
-    Args:
-        covariance: (D, D) an estimate from samples that are not used again; a wrong one costs samples, not validity.
-        accuracy: The radius.
-        error_rate: Highest probability that the sphere ever misses the mean.
-
-    Returns:
-        κ, and the number of samples that it takes.
+    The covariance (D, D) comes from samples that are not used again; a wrong one costs samples, not validity.
     """
     largest = max(float(np.linalg.norm(covariance, 2)), 1e-12 * accuracy**2)
     squared = [float(squared_radius(covariance, np.asarray(k * largest), error_rate)) for k in MIXTURES]

@@ -17,33 +17,34 @@ from kltest.rollout import LEAVES, Rollout
 
 @dataclass(frozen=True)
 class RowGradients:
-    """∂objective/∂logp (B, T) and ∂objective/∂logits (B, T, V), None for a field that the loss did not use.
+    """∂objective/∂leaf for the leaves that the loss used, in the order of LEAVES: logp (B, T) and logits (B, T, V).
 
     Padded positions are zero: nothing that is written there depends on the policy.
     """
 
-    logp: np.ndarray | None
-    logits: np.ndarray | None
+    by_leaf: dict[str, np.ndarray]
     outcome: Outcome
 
     @property
+    def logp(self) -> np.ndarray | None:
+        return self.by_leaf.get("logp")
+
+    @property
+    def logits(self) -> np.ndarray | None:
+        return self.by_leaf.get("logits")
+
+    @property
     def leaves(self) -> frozenset[str]:
-        return frozenset(name for name in LEAVES if getattr(self, name) is not None)
+        return frozenset(self.by_leaf)
+
+    @property
+    def parts(self) -> tuple[np.ndarray, ...]:
+        return tuple(self.by_leaf.values())
 
     @property
     def dtype(self) -> str:
         """The lowest precision in which the loss computes."""
         return self.outcome.dtype
-
-    @property
-    def by_leaf(self) -> dict[str, np.ndarray]:
-        """The gradients of the leaves that the loss used, by name."""
-        return {name: part for name in LEAVES if (part := getattr(self, name)) is not None}
-
-    @property
-    def parts(self) -> tuple[np.ndarray, ...]:
-        """The gradients of the leaves that the loss used, in the order of LEAVES."""
-        return tuple(self.by_leaf.values())
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         """The gradients of one row, leaf by leaf."""
@@ -71,17 +72,11 @@ def differentiate(loss: Loss, rollout: Rollout, live: np.ndarray | None, factor:
         name: _live_only(loss.name, rollout, name, gradient.numpy(), live)
         for name, gradient in leaf_gradients(loss, objective, rollout).items()
     }
-    return RowGradients(found.get("logp"), found.get("logits"), outcome)
+    return RowGradients(found, outcome)
 
 
 def leaf_gradients(loss: Loss, objective: Tensor, rollout: Rollout) -> dict[str, Tensor]:
-    """∂objective/∂leaf at every position, for each leaf of a rollout that the objective depends on.
-
-    Args:
-        loss: The loss, to be named in messages.
-        objective: A scalar that it made from the rollout.
-        rollout: The batch that it was called with.
-    """
+    """∂objective/∂leaf at every position, for each leaf of a rollout that a loss's objective depends on."""
     leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
     if not leaves or not objective.requires_grad:
         return {}
@@ -90,11 +85,7 @@ def leaf_gradients(loss: Loss, objective: Tensor, rollout: Rollout) -> dict[str,
 
 
 def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Tensor | None]:
-    """The gradient of an objective at each input, None for one that it does not depend on.
-
-    Raises:
-        TargetError: torch cannot go backward through the loss.
-    """
+    """The gradient of an objective at each input, None for an unused one; TargetError if torch cannot go backward."""
     try:
         return torch.autograd.grad(objective, inputs, allow_unused=True)
     except RuntimeError as error:
@@ -106,10 +97,7 @@ def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Te
 
 @dataclass(frozen=True)
 class CallResult:
-    """Outcome of a loss on one batch, and the gradient at every position of the leaves that it used.
-
-    `live` (B, T) bool: the positions that hold tokens.
-    """
+    """Outcome of a loss on one batch, gradients of the leaves that it used, and the positions of tokens (B, T)."""
 
     outcome: Outcome
     gradients: dict[str, Tensor]
@@ -138,31 +126,16 @@ class CallResult:
 
 
 class Experiment:
-    """Calls of a loss on unusual input, for checks: results may be infinite, and grading does not hear of them.
-
-    `writes` and `made_trainable` are those of `Loss`, as far as they showed in this experiment.
-    """
+    """Calls of a loss on unusual input, for checks: results may be infinite, and grading does not hear of them."""
 
     def __init__(self, loss: Loss, floats: torch.dtype | None = None) -> None:
         self.loss = loss.for_experiments(floats)
-
-    def outcome(self, rollout: Rollout) -> Outcome:
-        """Call the loss; TargetError if it raises."""
-        return self.loss(rollout)
 
     def call(self, rollout: Rollout) -> CallResult:
         """Call the loss and differentiate what it returned; TargetError if it raises."""
         live = rollout.peek("mask") != 0
         outcome = self.loss(rollout)
         return CallResult(outcome, leaf_gradients(self.loss, outcome.objective, rollout), live)
-
-    @property
-    def writes(self) -> dict[str, str]:
-        return self.loss.writes
-
-    @property
-    def made_trainable(self) -> set[str]:
-        return self.loss.made_trainable
 
 
 def live_positions(rollout: Rollout) -> np.ndarray | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +56,6 @@ class Drawing:
             return self._sample(self._each[0], count)
         groups = self.generator.multinomial(count, self.instance.environment.prompts)
         parts = [self._sample(each, n) for each, n in zip(self._each, groups.tolist(), strict=True) if n]
-
         columns = ("contexts", "tokens", "mask", "prompt", "log_weight")
         joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
         return Paths(**joined)
@@ -80,21 +79,6 @@ class Drawing:
         return each_gradient(paths, policy, leaves.get("logp"), leaves.get("logits")).reshape(len(paths), -1)
 
 
-class Source(Protocol):
-    """Source of samples: `take` returns the rollouts of n batches and the gradient (n, C·V) of each."""
-
-    drawn: Drawing
-    together: bool
-    reduction: Reduction
-    leaves: frozenset[str]
-    coupling: str
-
-    @property
-    def dtype(self) -> str: ...
-
-    def take(self, count: int) -> tuple[Paths, np.ndarray]: ...
-
-
 def source_of(drawn: Drawing, noisy: bool) -> Source:
     """The source that needs the fewest calls; `noisy` says that the loss draws random numbers of its own."""
     if drawn.size > 1:
@@ -108,8 +92,8 @@ def source_of(drawn: Drawing, noisy: bool) -> Source:
     return Rows(drawn, witness.reduction)
 
 
-class Singles:
-    """Rollouts called one by one."""
+class Source:
+    """Source of samples: `take` returns the rollouts of n batches and the gradient (n, C·V) of each."""
 
     together = False
 
@@ -117,6 +101,13 @@ class Singles:
         self.drawn, self.reduction, self.coupling = drawn, reduction, coupling
         self.dtype = "float64"
         self.leaves: frozenset[str] = frozenset()
+
+    def take(self, count: int) -> tuple[Paths, np.ndarray]:
+        raise NotImplementedError
+
+
+class Singles(Source):
+    """Rollouts called one by one."""
 
     def take(self, count: int) -> tuple[Paths, np.ndarray]:
         paths = self.drawn.paths(count)
@@ -130,7 +121,7 @@ class Singles:
         return paths, gradients
 
 
-class Rows(Singles):
+class Rows(Source):
     """Independent rows, called together; each is a sample, and one of each call is compared with a call of it alone."""
 
     together = True
@@ -147,20 +138,15 @@ class Rows(Singles):
         return paths, self.drawn.project(paths, called.by_leaf)
 
 
-class Batches:
+class Batches(Source):
     """Batches called one by one, or many groups in one call if the loss keeps them apart.
 
     The gradient of a loss that sums over rows is divided by their number. `added_up` says if it does; None: it is
     measured, and InvalidEnvironmentError raised if samples do not decide it.
     """
 
-    together = False
-    coupling = ""
-
     def __init__(self, drawn: Drawing, *, noisy: bool, added_up: bool | None = None) -> None:
-        self.drawn = drawn
-        self.reduction: Reduction = "mean" if noisy else "coupled"
-        self.leaves: frozenset[str] = frozenset()
+        super().__init__(drawn, "mean" if noisy else "coupled")
         size, generator = drawn.size, drawn.generator
         paths = drawn.paths(PROBED)
         self._calls = BatchCalls(drawn.loss, drawn.rollout(paths))
@@ -177,10 +163,6 @@ class Batches:
             self.reduction = "sum"
         self.factor = 1.0 / size if added_up else 1.0
 
-    @property
-    def dtype(self) -> str:
-        return self._calls.dtype
-
     def take(self, count: int) -> tuple[Paths, np.ndarray]:
         paths = self.drawn.paths(count)
         self._calls.take_from(self.drawn.rollout(paths))
@@ -188,9 +170,8 @@ class Batches:
         joined = joint_paths(paths, rows, np.zeros(count))
         gradients = np.empty((count, self.drawn.instance.policy.size))
         for index, found, _ in self._calls.gradients(rows, self.drawn.generator):
-            leaves = {name: part.reshape(len(index), -1, *part.shape[3:]) for name, part in found.items()}
-            gradients[index] = self.drawn.project(joined.take(index), leaves)
-            self.leaves |= found.keys()
+            gradients[index] = self.drawn.project(joined.take(index), found)
+            self.dtype, self.leaves = self._calls.dtype, self.leaves | found.keys()
         return paths, gradients * self.factor
 
     def _grows(self, noisy: bool) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -14,8 +16,10 @@ from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
 from kltest.moments.reduction import Witness, probe
 from kltest.moments.tolerances import close
-from kltest.rollout import LEAVES, Rollout
+from kltest.rollout import Rollout
 
+Reports = tuple[np.ndarray | None, np.ndarray | None]
+# More rollouts than this are called in large batches, if the loss treats rows apart.
 ONE_BY_ONE = 300
 MOST_SINGLES = 20_000
 # Numbers in one field of a chunk: few enough to stay in the processor's cache from one operation to the next.
@@ -104,8 +108,7 @@ def _in_chunks(
     size = max(1, CHUNK // width)
     checked = set(generator.integers(-(-len(paths) // size), size=SPOT_CHECKS).tolist())
     leaves: frozenset[str] = frozenset()
-    values: list[np.ndarray | None] = []
-    metrics: list[np.ndarray | None] = []
+    reports: list[Reports] = []
     called: RowGradients | None = None
     for number, (rows, part) in enumerate(paths.split(size)):
         rollout = Rollout.of(instance, part, sampler=sampler, padding=padding)
@@ -127,12 +130,11 @@ def _in_chunks(
                 return None
             if any(part_.any() for part_ in called.parts):
                 witness.sum = witness.reduction == "sum"
-        projection.add(part, weights[rows], called.logp, called.logits)
+        projection.add(part, weights[rows], called.by_leaf)
         leaves |= called.leaves
-        values.append(_per_row(called.outcome.value, part))
-        metrics.append(_per_row(called.outcome.metric, part))
+        reports.append(_per_row(called, part))
     assert called is not None
-    return _moments(witness, projection, weights, called.dtype, leaves, values, metrics)
+    return _moments(witness, projection, weights, called.dtype, leaves, reports)
 
 
 def _one_by_one(witness: Witness, instance: Instance, sampler: str) -> Moments:
@@ -143,13 +145,11 @@ def _one_by_one(witness: Witness, instance: Instance, sampler: str) -> Moments:
     for used in ({"logp"}, {"logits"}, {"logp", "logits"}):
         index = [row for row, single in enumerate(singles) if single.leaves == used]
         if index:
-            chosen = [singles[row].by_leaf for row in index]
-            stacked = [np.concatenate([one[leaf] for one in chosen]) if leaf in used else None for leaf in LEAVES]
-            projection.add(paths.take(np.array(index)), weights[index], *stacked)
+            stacked = {leaf: np.concatenate([singles[row].by_leaf[leaf] for row in index]) for leaf in used}
+            projection.add(paths.take(np.array(index)), weights[index], stacked)
     leaves = frozenset[str]().union(*(single.leaves for single in singles))
-    pairs = [(single.outcome, paths.take(np.array([row]))) for row, single in enumerate(singles)]
-    values, metrics = ([_per_row(getattr(o, name), path) for o, path in pairs] for name in ("value", "metric"))
-    return _moments(witness, projection, weights, singles[0].dtype, leaves, values, metrics)
+    reports = [_per_row(single, paths.take(np.array([row]))) for row, single in enumerate(singles)]
+    return _moments(witness, projection, weights, singles[0].dtype, leaves, reports)
 
 
 def _moments(
@@ -158,9 +158,9 @@ def _moments(
     weights: np.ndarray,
     dtype: str,
     leaves: frozenset[str],
-    values: list[np.ndarray | None],
-    metrics: list[np.ndarray | None],
+    reports: list[Reports],
 ) -> Moments:
+    value, metric = (_expectation(column, weights) for column in zip(*reports, strict=True))
     return Moments(
         gradient=projection.gradient,
         second_moment=projection.second_moment,
@@ -168,8 +168,8 @@ def _moments(
         reduction=witness.reduction,
         dtype=dtype,
         leaves=leaves,
-        value=_expectation(values, weights),
-        metric=_expectation(metrics, weights),
+        value=value,
+        metric=metric,
         coupling=witness.coupling,
     )
 
@@ -189,16 +189,20 @@ def _most_moved(called: RowGradients) -> int:
     return int(part.argmax()) // part[0].size
 
 
-def _per_row(value: Tensor | None, paths: Paths) -> np.ndarray | None:
-    """(B,) what was reported for each rollout, per-token values summed over live tokens; None if it cannot be told."""
-    if value is None:
-        return None
-    reported = value.numpy()
-    if reported.ndim == 2:
-        return (np.where(paths.mask, reported, 0.0) if paths.padded else reported) @ np.ones(paths.shape[1])
-    return reported.reshape(-1) if reported.size == len(paths) else None
+def _per_row(called: RowGradients, paths: Paths) -> Reports:
+    """The value and the logged KL (B,) of each rollout, summed over its tokens; None if it cannot be told."""
+
+    def of(reported: Tensor | None) -> np.ndarray | None:
+        if reported is None:
+            return None
+        found = reported.numpy()
+        if found.ndim == 2:
+            return (np.where(paths.mask, found, 0.0) if paths.padded else found) @ np.ones(paths.shape[1])
+        return found.reshape(-1) if found.size == len(paths) else None
+
+    return of(called.outcome.value), of(called.outcome.metric)
 
 
-def _expectation(values: list[np.ndarray | None], weights: np.ndarray) -> Expectation | None:
+def _expectation(values: Sequence[np.ndarray | None], weights: np.ndarray) -> Expectation | None:
     known = [value for value in values if value is not None]
     return Expectation.of(np.concatenate(known), weights) if len(known) == len(values) else None

@@ -61,14 +61,8 @@ class Horizon:
         """E‖Σ_t moved(c_t, v_t)·∇log π(v_t|c_t)‖² with respect to the logits of `policy`, log-probs (C, V).
 
         Two tokens have an inner product only in a shared context c. The expected gradient of the later one is the mean
-        m(c) there, times the number of visits to c after the earlier one.
-
-        Args:
-            moved: (C, V) weight of each token's score.
-            policy: (C, V) log-probs.
-
-        Raises:
-            InvalidEnvironmentError: The visits from every context to every other do not fit into MEMORY.
+        m(c) there, times the number of visits to c after the earlier one. InvalidEnvironmentError if the visits from
+        every context to every other do not fit into MEMORY.
         """
         environment, (contexts, vocabulary) = self.environment, policy.shape
         own = float((self.visits[:, None] * self.chances * moved**2 * score_norms(policy)).sum())

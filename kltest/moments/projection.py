@@ -10,7 +10,7 @@ context. If no two do, it is a sum over tokens too:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +25,8 @@ BLOCK = 2**14
 class Projection:
     """Sum over weighted rollouts: `table` (C, V) = E[A], `gradient` (C, V) = E[ĝ] and `second_moment` = E‖ĝ‖².
 
+    `squares` (C, V) is the sum of squared gradients at sampled tokens.
+
     Args:
         policy: (C, V) log-probs.
         distinct: True if no context occurs twice in a rollout.
@@ -35,7 +37,7 @@ class Projection:
         self.distinct = distinct
         self.table = np.zeros(policy.shape)
         self._others = 0.0
-        self._squares = np.zeros(policy.shape)
+        self.squares = np.zeros(policy.shape)
 
     @property
     def gradient(self) -> np.ndarray:
@@ -48,7 +50,7 @@ class Projection:
     @property
     def second_moment(self) -> float:
         """E‖ĝ‖²."""
-        squares = [self._squares[rows] * score_norms(self.policy[rows]) for rows in self._blocks()]
+        squares = [self.squares[rows] * score_norms(self.policy[rows]) for rows in self._blocks()]
         return self._others + float(sum(part.sum() for part in squares))
 
     def _blocks(self) -> Iterator[slice]:
@@ -60,30 +62,27 @@ class Projection:
     def _probability(self) -> np.ndarray:
         return np.exp(self.policy)
 
-    def add(self, paths: Paths, weights: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> None:
-        """Add rollouts.
+    def add(self, paths: Paths, weights: np.ndarray, leaves: Mapping[str, np.ndarray]) -> None:
+        """Add N rollouts of up to T tokens with probabilities (N,).
 
-        Args:
-            paths: N rollouts of up to T tokens.
-            weights: (N,) their probabilities.
-            logp: (N, T) gradients at sampled log-probs, zero at padded positions; None if the loss did not use them.
-            logits: (N, T, V) gradients at all next-token log-probs, likewise.
+        `leaves` has gradients, zero at padded positions: (N, T) at `logp` and (N, T, V) at `logits`, as far as used.
         """
-        if logits is not None:
-            self._add_full(paths, weights, logits if logp is None else _with_sampled(paths, logits, logp))
-        elif logp is not None:
-            self._add_sampled(paths, weights, logp)
-
-    def _in_full(self, steps: int) -> bool:
-        """True if tables of each rollout's whole gradient are less work than all pairs of its tokens."""
-        return not self.distinct and self.policy.size <= steps**2
+        if "logits" in leaves:
+            full = leaves["logits"]
+            if "logp" in leaves:
+                full = full.copy()
+                full[np.arange(len(paths))[:, None], np.arange(paths.shape[1]), paths.tokens] += leaves["logp"]
+            self._add_full(paths, weights, full)
+        elif "logp" in leaves:
+            self._add_sampled(paths, weights, leaves["logp"])
 
     def _add_sampled(self, paths: Paths, weights: np.ndarray, logp: np.ndarray) -> None:
         # Transposed, so that each token's column is contiguous for the sums over prefixes.
         columns = np.ascontiguousarray(logp.T)
         weighted = columns * weights
         paths.collect(weighted.T, self.table)
-        if self._in_full(paths.shape[1]):
+        if not self.distinct and self.policy.size <= paths.shape[1] ** 2:
+            # Tables of each rollout's whole gradient are less work than all pairs of its tokens.
             vocabulary = self.policy.shape[1]
             cell = paths.contexts * vocabulary + paths.tokens
             cell += np.arange(0, len(paths) * self.policy.size, self.policy.size)[:, None]
@@ -93,7 +92,7 @@ class Projection:
         if not self.distinct:
             self._add_pairs(paths, columns, weighted)
         weighted *= columns
-        paths.collect(weighted.T, self._squares)
+        paths.collect(weighted.T, self.squares)
 
     @cached_property
     def _gram(self) -> np.ndarray:
@@ -132,24 +131,11 @@ class Projection:
                     self._others += 2 * float(weights[rows] @ inner)
 
 
-def _with_sampled(paths: Paths, logits: np.ndarray, logp: np.ndarray) -> np.ndarray:
-    """(N, T, V) gradients at all next-token log-probs, that at the sampled token included."""
-    full = logits.copy()
-    full[np.arange(len(paths))[:, None], np.arange(paths.shape[1]), paths.tokens] += logp
-    return full
-
-
 def each_gradient(paths: Paths, policy: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> np.ndarray:
-    """Project each rollout's gradient to logits.
+    """(N, C, V) each rollout's gradient with respect to the logits of `policy`, log-probs (C, V).
 
-    Args:
-        paths: N rollouts of up to T tokens.
-        policy: (C, V) log-probs.
-        logp: (N, T) gradients at sampled log-probs, zero at padded positions, or None.
-        logits: (N, T, V) gradients at all next-token log-probs, or None.
-
-    Returns:
-        (N, C, V) gradients with respect to logits.
+    `logp` (N, T) are gradients at sampled log-probs, `logits` (N, T, V) those at all next-token log-probs; both are
+    zero at padded positions.
     """
     contexts, vocabulary = policy.shape
     row = np.arange(len(paths))[:, None]

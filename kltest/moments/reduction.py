@@ -114,17 +114,10 @@ class Witness:
 
 
 def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: bool = False) -> Witness:
-    """Call a loss on single rows, on pairs of every kind and on larger batches.
+    """Call a loss on single rows, on pairs of every kind and on larger batches; with `few`, on three batches in all.
 
-    Args:
-        loss: The loss, bound to a rollout's fields.
-        base: Rollouts from which batches are taken.
-        generator: Chooses the batches.
-        few: True to try three batches instead of about a dozen.
-
-    Raises:
-        BatchOfOneError: The loss fails on one rollout and runs on more.
-        NonDeterministicError: The loss gives one batch two gradients.
+    Raises BatchOfOneError if the loss fails on one rollout and runs on more, NonDeterministicError if it gives one
+    batch two gradients.
     """
     witness = Witness(loss, base)
     batches = list(_few(base, generator) if few else _batches(base, generator))

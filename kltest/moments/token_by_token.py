@@ -14,14 +14,13 @@ from __future__ import annotations
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.environments.policies import score_norms, softmax_gradient
+from kltest.environments.policies import softmax_gradient
 from kltest.loss.calling import Loss
-from kltest.moments.dynamic_programming import Pairs, call_on_pairs, compare
+from kltest.moments.dynamic_programming import call_on_pairs, compare
 from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Expectation, Moments
+from kltest.moments.projection import Projection
 
-# Table entries in one block, few enough for the processor's cache.
-BLOCK = 2**14
 # Contexts of an environment in which rollouts may come back to one: the visits between all pairs are a table.
 FEW_CONTEXTS = 200
 
@@ -47,7 +46,19 @@ def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed
     pairs = call_on_pairs(loss, instance, sampler, padding, seed)
     compare(loss, instance, sampler, pairs, padding, seed)
     paths, weights = instance.paths, instance.rollout_weights(sampler)
-    gradient, second_moment = (_apart if instance.environment.tree else _shared)(instance, sampler, weights, pairs)
+    if instance.environment.tree:
+        passing = np.zeros(instance.policy.shape)
+        each = np.broadcast_to(weights[:, None], paths.shape)
+        paths.collect(np.where(paths.mask, each, 0.0) if paths.padded else each, passing)
+        projection = Projection(instance.policy, distinct=True)
+        projection.table = passing * pairs.sampled
+        projection.squares = projection.table * pairs.sampled
+        gradient, second_moment = projection.gradient, projection.second_moment
+    else:
+        horizon = Horizon(instance.environment, np.exp(instance.behaviour(sampler)))
+        table = horizon.visits[:, None] * horizon.chances * pairs.sampled
+        gradient = softmax_gradient(table, instance.policy)
+        second_moment = horizon.second_moment(pairs.sampled, instance.policy)
     return Moments(
         gradient=gradient,
         second_moment=second_moment,
@@ -57,24 +68,3 @@ def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed
         leaves=pairs.leaves,
         value=Expectation.of(paths.along(pairs.cost), weights),
     )
-
-
-def _apart(instance: Instance, sampler: str, weights: np.ndarray, pairs: Pairs) -> tuple[np.ndarray, float]:
-    paths, passing = instance.paths, np.zeros(instance.policy.shape)
-    each = np.broadcast_to(weights[:, None], paths.shape)
-    paths.collect(np.where(paths.mask, each, 0.0) if paths.padded else each, passing)
-    gradient, second_moment = np.empty_like(passing), 0.0
-    step = max(1, BLOCK // instance.environment.vocabulary)
-    for first in range(0, len(passing), step):
-        rows = slice(first, first + step)
-        policy, moved = instance.policy[rows], passing[rows] * pairs.sampled[rows]
-        gradient[rows] = softmax_gradient(moved, policy)
-        moved *= pairs.sampled[rows]
-        second_moment += float((moved * score_norms(policy)).sum())
-    return gradient, second_moment
-
-
-def _shared(instance: Instance, sampler: str, weights: np.ndarray, pairs: Pairs) -> tuple[np.ndarray, float]:
-    horizon = Horizon(instance.environment, np.exp(instance.behaviour(sampler)))
-    table = horizon.visits[:, None] * horizon.chances * pairs.sampled
-    return softmax_gradient(table, instance.policy), horizon.second_moment(pairs.sampled, instance.policy)

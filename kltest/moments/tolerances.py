@@ -9,6 +9,7 @@ cancellations of the comparison it is for, and far below the effects that the co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,8 +57,8 @@ class Tolerances:
     value: float
     search: float
     head: float
-    narrow: float | None = None
-    log_ratio: float = 0.0
+    narrow: float | None
+    log_ratio: float
 
     @property
     def gradient(self) -> float:
@@ -65,74 +66,31 @@ class Tolerances:
         return self.identified[-1]
 
 
-TOLERANCES: dict[str, Tolerances] = {
-    "float64": Tolerances(
-        rows=1e-9,
-        rows_absolute=1e-14,
-        repeated=1e-12,
-        identified=(1e-9, 1e-7),
-        zero=1e-11,
-        zero_in_units=1e-12,
-        terms=3,
-        influence=1e-10,
-        groups=1e-9,
-        proportional=1e-6,
-        value=1e-4,
-        search=1e-6,
-        head=1e-10,
-    ),
-    "float32": Tolerances(
-        rows=1e-4,
-        rows_absolute=1e-5,
-        repeated=1e-6,
-        identified=(1e-4,),
-        zero=1e-6,
-        zero_in_units=1e-5,
-        terms=3,
-        influence=1e-5,
-        groups=1e-4,
-        proportional=1e-2,
-        value=1e-4,
-        search=1e-4,
-        head=1e-6,
-    ),
-    "float16": Tolerances(
-        rows=2e-2,
-        rows_absolute=1e-2,
-        repeated=1e-2,
-        identified=(3e-3,),
-        zero=4e-4,
-        zero_in_units=5e-3,
-        terms=1,
-        influence=1e-2,
-        groups=5e-2,
-        proportional=5e-2,
-        value=3e-2,
-        search=0.0,
-        head=1e-3,
-        narrow=0.04,
-        log_ratio=0.01,
-    ),
-    "bfloat16": Tolerances(
-        rows=1e-1,
-        rows_absolute=1e-1,
-        repeated=1e-1,
-        identified=(2e-2,),
-        zero=3e-3,
-        zero_in_units=3e-2,
-        terms=1,
-        influence=1e-2,
-        groups=5e-2,
-        proportional=5e-2,
-        value=3e-2,
-        search=0.0,
-        head=1e-3,
-        narrow=0.25,
-        log_ratio=0.05,
-    ),
-}
 LOWEST_FIRST = ("float16", "bfloat16", "float32", "float64")
 """In the order of precision of a result; float16 underflows where bfloat16 does not."""
+
+_COLUMNS: dict[str, tuple[Any, ...]] = {
+    # float16, bfloat16, float32, float64
+    "rows": (2e-2, 1e-1, 1e-4, 1e-9),
+    "rows_absolute": (1e-2, 1e-1, 1e-5, 1e-14),
+    "repeated": (1e-2, 1e-1, 1e-6, 1e-12),
+    "identified": ((3e-3,), (2e-2,), (1e-4,), (1e-9, 1e-7)),
+    "zero": (4e-4, 3e-3, 1e-6, 1e-11),
+    "zero_in_units": (5e-3, 3e-2, 1e-5, 1e-12),
+    "terms": (1, 1, 3, 3),
+    "influence": (1e-2, 1e-2, 1e-5, 1e-10),
+    "groups": (5e-2, 5e-2, 1e-4, 1e-9),
+    "proportional": (5e-2, 5e-2, 1e-2, 1e-6),
+    "value": (3e-2, 3e-2, 1e-4, 1e-4),
+    "search": (0.0, 0.0, 1e-4, 1e-6),
+    "head": (1e-3, 1e-3, 1e-6, 1e-10),
+    "narrow": (0.04, 0.25, None, None),
+    "log_ratio": (0.01, 0.05, 0.0, 0.0),
+}
+TOLERANCES = {
+    dtype: Tolerances(**{name: column[index] for name, column in _COLUMNS.items()})
+    for index, dtype in enumerate(LOWEST_FIRST)
+}
 
 
 def near(found: np.ndarray, expected: np.ndarray, dtype: str) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations_with_replacement
-from math import comb, factorial, prod
+from math import comb
 
 import numpy as np
 
 from kltest.environments import Environment
 from kltest.errors import InvalidEnvironmentError
+from kltest.moments.batches import multisets
 from kltest.training.batch import Batch
 from kltest.training.sums import Policy
 
@@ -82,6 +82,5 @@ def _groups(prompt: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
             f"there are {count:,} groups of {size} rollouts, {count * size:,} rows, and at most {MOST_ROWS:,} are "
             "enumerated for every update. Use smaller groups, a smaller environment, or sampled training (batch_size)"
         )
-    members = [group for pool in pools for group in combinations_with_replacement(pool.tolist(), size)]
-    orders = [factorial(size) / prod(factorial(group.count(row)) for row in set(group)) for group in members]
+    members, orders = zip(*(group for pool in pools for group in multisets(pool, size)), strict=True)
     return np.array(members).reshape(-1), np.array(orders)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kltest.environments import Instance
 from kltest.loss.placement import place
-from kltest.moments.differentiate import backward
+from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.reduction import BatchOfOneError, probe
 from kltest.rollout import LEAVES, Rollout
 from kltest.training.batch import Batch
-from kltest.training.estimator import WithColumns, bound, is_built_in
+from kltest.training.estimator import bound, is_built_in
 from kltest.training.problems import PerRun, Runs, State
 from kltest.training.sums import total, transposed
 
@@ -58,8 +58,6 @@ class Penalty:
 
     def _tested(self) -> bool:
         """Call the function on a few rollouts; return whether it couples rows or returns one number for a batch."""
-        if isinstance(self.loss.function, WithColumns):
-            self.loss.function.columns = {name: torch.tensor(0.5, dtype=torch.float64) for name in self.own}
         instance = Instance.draw(self.runs.environment, 0)
         generator = np.random.default_rng(0)
         paths = instance.environment.sample(instance.policy, PROBED, generator)
@@ -98,7 +96,7 @@ class Penalty:
         """Make one call for the rows of all runs."""
         rollout = Rollout(fields, beta=float(self.runs.each[0].beta))
         objective, logged = self._call(rollout, columns, placed=batch.live is not None)
-        gradients = self._gradients(rollout, objective.sum())
+        gradients = leaf_gradients(self.loss, objective.sum(), rollout)
         if not log:
             return gradients, None
         values = logged.numpy()
@@ -124,7 +122,7 @@ class Penalty:
             rollout = base.take(part, beta=float(self.runs.each[run].beta))
             objective, metric = self._call(rollout, {name: column[part] for name, column in columns.items()})
             objective = objective if objective.dim() == 0 else objective.mean()
-            for leaf, gradient in self._gradients(rollout, objective * weight).items():
+            for leaf, gradient in leaf_gradients(self.loss, objective * weight, rollout).items():
                 if leaf not in found:
                     found[leaf] = torch.zeros((rows * runs, *gradient.shape[1:]), dtype=torch.float64)
                 found[leaf][part] = gradient
@@ -132,13 +130,6 @@ class Penalty:
                 metric = torch.where(rollout.peek("mask") != 0, metric, 0.0).sum(dim=1)
             logged[run] += weight * float(metric.mean())
         return found, logged if log else None
-
-    def _gradients(self, rollout: Rollout, objective: Tensor) -> dict[str, Tensor]:
-        leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
-        if not leaves or not objective.requires_grad:
-            return {}
-        gradients = backward(self.loss, objective, list(leaves.values()))
-        return {name: part for name, part in zip(leaves, gradients, strict=True) if part is not None}
 
     def _call(self, rollout: Rollout, columns: dict[str, Tensor], *, placed: bool = True) -> tuple[Tensor, Tensor]:
         """Return the placed loss, (B,) or a scalar, and the logged KL, detached.
@@ -158,20 +149,14 @@ class Penalty:
 
     def _returned(self, rollout: Rollout, columns: dict[str, Tensor], beta: float) -> tuple[Tensor, Tensor | None]:
         """Return the estimator's value in float64 and the KL among its metrics."""
-        if isinstance(self.loss.function, WithColumns):
-            self.loss.function.columns = columns
         if not self.built_in:
             result = self.loss.returned(rollout, beta)
             return result.loss.to(torch.float64), result.metric
-        values: dict[str, Any] = {}
-        for parameter in self.loss.parameters:
-            if parameter.name in self.loss.fields:
-                name = self.loss.fields[parameter.name]
-                values[parameter.name] = beta if name == "beta" else rollout.peek(name)
-            elif parameter.name in self.loss.settings:
-                values[parameter.name] = self.loss.settings[parameter.name]
+        fields = {
+            parameter: beta if name == "beta" else rollout.peek(name) for parameter, name in self.loss.fields.items()
+        }
         with torch.enable_grad():
-            answer = self.loss.function(**values)
+            answer = self.loss.function(**{**self.loss.settings, **fields, **columns})
         return (answer[0], answer[1]["kl"]) if isinstance(answer, tuple) else (answer, None)
 
     def _columns(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Tensor]:

@@ -6,8 +6,6 @@ over the rollout. The result is that of `Penalty`, up to rounding, in a fraction
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
 
 
 class TokenPenalty(Penalty):
-    """A `Penalty` of which `per_token(penalty)` holds."""
+    """A `Penalty` of an estimator whose term of a token reads that token's log-probs alone."""
 
     def gradient(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> PenaltyGradient:
         """As `Penalty.gradient`."""
@@ -40,9 +38,7 @@ class TokenPenalty(Penalty):
 
     def _valued(self, fields: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the terms (T, M, R) of all tokens and, if placed in the loss, their derivatives."""
-        arguments: dict[str, Any] = dict(self.loss.settings)
-        for parameter, name in self.loss.fields.items():
-            arguments[parameter] = fields[name]
+        arguments = self.loss.settings | {parameter: fields[name] for parameter, name in self.loss.fields.items()}
         if self.loss.placement == "reward" or "logp" not in fields:
             return self.loss.function(**arguments).numpy(), None
         leaf = fields["logp"].requires_grad_()
@@ -67,13 +63,9 @@ class TokenPenalty(Penalty):
         return left
 
 
-def per_token(penalty: Penalty) -> bool:
-    """Return whether the estimator is a built-in one whose term of a token reads that token's log-probs alone."""
-    spec = penalty.loss.spec
-    return penalty.built_in and spec is not None and spec.per_token and penalty.loss.takes <= FIELDS and not penalty.own
-
-
 def penalty_of(runs: Runs) -> Penalty:
-    """Return the faster kind of penalty that the estimator of the runs allows."""
+    """The faster kind of penalty if the estimator is a built-in one whose term reads its token's log-probs alone."""
     penalty = Penalty(runs)
-    return TokenPenalty(runs) if per_token(penalty) else penalty
+    spec, takes = penalty.loss.spec, penalty.loss.takes
+    faster = penalty.built_in and spec is not None and spec.per_token and takes <= FIELDS and not penalty.own
+    return TokenPenalty(runs) if faster else penalty

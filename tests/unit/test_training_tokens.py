@@ -8,10 +8,11 @@ import pytest
 from kltest.environments import bandit, mdp, ragged, sequence
 from kltest.estimators import find, registry
 from kltest.training import PerRun, Problem, Run, train
+from kltest.training.penalty import Penalty
 from kltest.training.problems import Runs
 from kltest.training.tokens import TokenPenalty, penalty_of
 
-tokens = sys.modules["kltest.training.tokens"]
+loop = sys.modules["kltest.training.train"]
 WORLDS = {"bandit": bandit(4), "sequence": sequence(3, 3), "ragged": ragged(3, 3), "mdp": mdp(4, 2, 3)}
 SETTINGS = {
     "exact": {"batch_size": None, "inner_steps": 2},
@@ -31,7 +32,7 @@ def runs_of(name, world, **options):
 def assert_same_end(monkeypatch, runs, settings):
     """Up to rounding of 1e-16 an update at each of a few dozen rows."""
     short = train(runs, steps=5, record=1, **settings)
-    monkeypatch.setattr(tokens, "per_token", lambda penalty: False)
+    monkeypatch.setattr(loop, "penalty_of", Penalty)
     long = train(runs, steps=5, record=1, **settings)
     assert np.abs(short.logits - long.logits).max() < 1e-11
     assert np.abs(short.logits - short.logits[0]).max() > 1e-3

@@ -12,8 +12,8 @@ def examine(findings: Findings) -> Found | None:
     """Compare the inputs bit for bit with what they were before the call."""
     experiment = findings.measure.experiment()
     for sampler in findings.samplers:
-        experiment.outcome(usual_batch(findings, sampler))
-    changed = {**findings.loss.writes, **experiment.writes}
+        experiment.loss(usual_batch(findings, sampler))
+    changed = {**findings.loss.writes, **experiment.loss.writes}
     if not changed:
         return None
     return Found(" ".join(f"After the call {name} has changed: {what}." for name, what in sorted(changed.items())))

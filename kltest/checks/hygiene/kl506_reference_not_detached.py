@@ -37,7 +37,7 @@ def examine(findings: Findings) -> Found | None:
     """Look for gradients that the reference or the sampler receives."""
     experiment = findings.measure.experiment()
     experiment.call(usual_batch(findings))
-    if trainable := sorted(findings.loss.made_trainable | experiment.made_trainable):
+    if trainable := sorted(findings.loss.made_trainable | experiment.loss.made_trainable):
         return Found(f"It switched on the gradient of constants: {', '.join(trainable)}.")
     if findings.placement == "reward":
         return None
@@ -67,7 +67,7 @@ class _Moved(Variant):
         self.experiment, self.prefix = experiment, prefix
 
     def __call__(self, rollout: Rollout) -> Outcome:
-        outcome = self.experiment.outcome(rollout)
+        outcome = self.experiment.loss(rollout)
         received = _received(self.experiment, rollout, self.prefix)
         extra = [(rollout.peek(name) * -part).sum() for name, part in received.items()]
         return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
@@ -80,7 +80,7 @@ def _received(experiment: Experiment, rollout: Rollout, prefix: str) -> dict[str
         # torch warns if a number is read from a tensor that requires grad; the caller's tensor does not.
         warnings.simplefilter("ignore", UserWarning)
         changed = rollout.replace(**{prefix + name: field for name, field in constants.items()})
-        objective = experiment.outcome(changed).objective
+        objective = experiment.loss(changed).objective
     if not objective.requires_grad:
         return {}
     live = rollout.peek("mask") != 0
