@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -41,17 +42,23 @@ def objective(function, fields):
     return answer.mean()
 
 
+@lru_cache(maxsize=4)
+def _fields(instance, sampler, padding):
+    """All fields of every rollout; a copy of its rows is made for each batch."""
+    given = Rollout.of(instance, sampler=sampler, padding=padding)
+    return {name: given.peek(name) for name in given.names() if name not in ("beta", "rollout")}
+
+
 def plain_batch(function, instance, rows, sampler="current", padding=0):
     """(C, V) gradient of a batch of rows with respect to the table of logits, by autograd through its log-softmax."""
-    paths = instance.paths
+    paths, rows = instance.paths, list(rows)
     logits = torch.from_numpy(instance.policy.copy()).requires_grad_()
     log_probs = logits.log_softmax(dim=1)
     contexts, tokens = torch.from_numpy(paths.contexts[rows]), torch.from_numpy(paths.tokens[rows])
     live = torch.from_numpy(paths.mask[rows])
-    given = Rollout.of(instance, sampler=sampler, padding=padding)
-    fields = {
-        name: given.peek(name)[torch.tensor(rows)].clone() for name in given.names() if name not in ("beta", "rollout")
-    }
+    read = {*inspect.signature(function).parameters, "mask", "logp", "logits"}
+    every = _fields(instance, sampler, padding)
+    fields = {name: every[name][torch.tensor(rows)] for name in read & every.keys()}
     fields["logp"] = torch.where(live, log_probs[contexts, tokens], fields["logp"].detach())
     fields["logits"] = torch.where(live[..., None], log_probs[contexts], fields["logits"].detach())
     total = objective(function, fields)

@@ -26,7 +26,7 @@ FEW_ROWS = 32
 
 
 def memory_limit() -> float:
-    """Return the default limit for an environment, in bytes: half of the machine's memory."""
+    """Return half of the machine's memory, in bytes."""
     return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -145,17 +145,13 @@ class Environment:
                 counts = updated
         return float(counts[self.start[self.prompts > 0]].sum())
 
-    def enumerate(self, *, memory: float | None = None) -> Paths:
+    def enumerate(self) -> Paths:
         """Enumerate every rollout once, in prefix order.
 
-        Args:
-            memory: Limit in bytes (default: half of the machine's memory).
-
         Raises:
-            InvalidEnvironmentError: The rollouts would need more memory; the message names their number.
+            InvalidEnvironmentError: They need more than half of the machine's memory; the message names their number.
         """
-        count = self.count()
-        memory = memory_limit() if memory is None else memory
+        count, memory = self.count(), memory_limit()
         needed = count * (17 * self.horizon + 32) * 2
         if not needed <= memory:
             raise InvalidEnvironmentError(
@@ -200,9 +196,8 @@ class Environment:
                     following, chance = np.where(live, following, END), np.where(live, chance, 1.0)
                 if (chance <= 0).any():
                     kept = chance > 0
-                    parent, cell, following, weight, chance = (
-                        column[kept] for column in (parent, cell, following, weight, chance)
-                    )
+                    columns = (parent, cell, following, weight, chance)
+                    parent, cell, following, weight, chance = (column[kept] for column in columns)
                     live = None if live is None else live[kept]
                 current, weight = following, weight + np.log(chance)
             log_weight = weight

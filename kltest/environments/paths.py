@@ -145,9 +145,8 @@ class Level:
             nodes, rows = slice(first // self.rows, last // self.rows), self.rows
         else:
             starts = self.starts
-            nodes = slice(
-                int(np.searchsorted(starts, first, side="right")) - 1, int(np.searchsorted(starts, last, side="left"))
-            )
+            before = int(np.searchsorted(starts, first, side="right")) - 1
+            nodes = slice(before, int(np.searchsorted(starts, last, side="left")))
             rows = np.diff(starts[nodes.start : nodes.stop + 1].clip(first, last))
         if isinstance(self.cells, slice):
             cells: np.ndarray | slice = slice(self.cells.start + nodes.start, self.cells.start + nodes.stop)
@@ -218,9 +217,8 @@ class Tree(Paths):
             cells[:, level.steps] = start
             if level.live is not None:
                 live[:, level.steps] = level.live[node]
-        return Paths(
-            cells // self.vocabulary, cells % self.vocabulary, live, self.prompt[index], self.log_weight[index]
-        )
+        contexts, tokens = np.divmod(cells, self.vocabulary)
+        return Paths(contexts, tokens, live, self.prompt[index], self.log_weight[index])
 
     def split(self, size: int) -> Iterator[tuple[slice, Paths]]:
         """Consecutive parts of at most `size` rows, cut between nodes where the tree is regular."""

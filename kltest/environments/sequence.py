@@ -1,4 +1,4 @@
-"""Token sequences: one context per prefix, or, as an n-gram, one per recent history."""
+"""Token sequences: one context per prefix, or, as an n-gram, one per recent history. A bandit is one of length 1."""
 
 from __future__ import annotations
 
@@ -49,17 +49,22 @@ def sequence(
         children = offsets[depth + 1] + np.arange(widths[depth + 1]).reshape(widths[depth], len(continuing))
         successors[here[:, None], continuing[None, :], 0] = children
     shifted = [np.where(successors == END, END, successors + per_prompt * index) for index in range(len(prompts))]
-    contexts = per_prompt * len(prompts)
-    return Environment(
-        name=name,
-        horizon=length,
-        start=np.arange(len(prompts)) * per_prompt,
-        prompts=prompts,
-        successors=np.concatenate(shifted),
-        probabilities=np.ones((contexts, vocabulary, 1)),
-        reward=np.zeros((contexts, vocabulary)) if reward is None else np.asarray(reward, dtype=float),
-        tree=True,
-    )
+    start = np.arange(len(prompts)) * per_prompt
+    return _deterministic(name, length, start, prompts, np.concatenate(shifted), reward, tree=True)
+
+
+def bandit(vocabulary: int = 4, *, prompts: np.ndarray | None = None, reward: np.ndarray | None = None) -> Environment:
+    """Build a bandit: one context, one token, every rollout of length 1.
+
+    Args:
+        vocabulary: Number V of arms.
+        prompts: Probabilities (P,) of P separate bandits (default: one bandit).
+        reward: Reward (P, V) of each arm (default: 0).
+
+    Raises:
+        InvalidEnvironmentError: A shape is wrong, a number is not finite, or probabilities do not sum to 1.
+    """
+    return sequence(vocabulary, 1, prompts=prompts, reward=reward, name="bandit")
 
 
 def ragged(vocabulary: int = 3, length: int = 3, **options: Any) -> Environment:
@@ -107,17 +112,21 @@ def ngram(
         successors[offsets[size] + history[:, None], tokens, 0] = target
     if end_token is not None:
         successors[:, end_token] = END
-    contexts = len(successors)
-    return Environment(
-        name=name,
-        horizon=length,
-        start=np.zeros(1, dtype=np.int64),
-        prompts=np.ones(1),
-        successors=successors,
-        probabilities=np.ones((contexts, vocabulary, 1)),
-        reward=np.zeros((contexts, vocabulary)) if reward is None else np.asarray(reward, dtype=float),
-        tree=False,
-    )
+    return _deterministic(name, length, np.zeros(1, dtype=np.int64), np.ones(1), successors, reward, tree=False)
+
+
+def _deterministic(
+    name: str,
+    length: int,
+    start: np.ndarray,
+    prompts: np.ndarray,
+    successors: np.ndarray,
+    reward: np.ndarray | None,
+    *,
+    tree: bool,
+) -> Environment:
+    reward = np.zeros(successors.shape[:2]) if reward is None else np.asarray(reward, dtype=float)
+    return Environment(name, length, start, prompts, successors, np.ones(successors.shape), reward, tree)
 
 
 def _check(name: str, vocabulary: int, length: int, end_token: int | None) -> None:

@@ -10,6 +10,7 @@ from scipy import stats
 
 from kltest import errors
 from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
+from kltest.environments import environment as module
 from kltest.environments.policies import table
 from kltest.errors import InvalidEnvironmentError
 
@@ -148,11 +149,13 @@ def test_what_does_not_fit_is_refused_with_its_size(environment, count):
         environment.enumerate()
 
 
-def test_the_limit_on_memory_is_the_callers():
+def test_the_limit_is_half_of_the_memory(monkeypatch):
     environment = sequence(4, 6)
+    monkeypatch.setattr(module, "memory_limit", lambda: 1e5)
     with pytest.raises(InvalidEnvironmentError, match="4096 rollouts of up to 6 tokens"):
-        environment.enumerate(memory=1e5)
-    assert len(environment.enumerate(memory=1e8)) == 4096
+        environment.enumerate()
+    monkeypatch.setattr(module, "memory_limit", lambda: 1e8)
+    assert len(environment.enumerate()) == 4096
 
 
 @pytest.mark.parametrize("world", WORLDS)

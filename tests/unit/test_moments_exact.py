@@ -2,6 +2,7 @@
 
 import itertools
 import tracemalloc
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -85,10 +86,10 @@ def test_moments_equal_one_backward_pass_per_rollout(world, loss, sampler):
 @pytest.mark.parametrize(
     "environment",
     [
-        sequence(4, 4, prompts=np.array([0.2, 0.8])),
+        sequence(5, 3, prompts=np.array([0.2, 0.8])),
         ragged(4, 4, prompts=np.array([0.5, 0.5])),
         mdp(6, 3, 3, branches=3),
-        ngram(3, 6, 2),
+        ngram(4, 4, 2),
         ngram(3, 5, 4),
         ngram(3, 7, 2, end_token=0),
         mdp(40, 2, 4, branches=2),
@@ -303,11 +304,12 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize(
     "environment",
-    [ragged(3, 3, prompts=np.array([0.5, 0.5])), ragged(4, 5, prompts=np.array([0.5, 0.5]))],
+    [ragged(3, 3, prompts=np.array([0.5, 0.5])), ragged(4, 4, prompts=np.array([0.5, 0.5]))],
     ids=["few rollouts", "many rollouts"],
 )
 @pytest.mark.parametrize(("loss", "reduction"), REDUCTIONS.items(), ids=lambda item: getattr(item, "__name__", item))
-def test_the_reduction_is_found(loss, reduction, environment):
+def test_the_reduction_is_found(loss, reduction, environment, monkeypatch):
+    monkeypatch.setattr(enumeration, "ONE_BY_ONE", 200)
     instance = drawn(environment)
     for seed in range(3):
         moments = exact(bind(loss), instance, seed=seed)
@@ -378,6 +380,9 @@ def test_a_loss_that_needs_groups_is_told_from_one_that_fails():
 # Batches.
 
 
+one_batch = lru_cache(maxsize=10_000)(plain_batch)
+
+
 def by_hand(loss, instance, size, sampler="current", grouped=False):
     """E[ĝ] and E‖ĝ‖² over ordered batches, one backward pass each."""
     paths, weights = instance.paths, instance.rollout_weights(sampler)
@@ -388,7 +393,9 @@ def by_hand(loss, instance, size, sampler="current", grouped=False):
         if grouped:
             first = paths.prompt[rows[0]]
             chance = chance / prompts[first] ** (size - 1) if (paths.prompt[list(rows)] == first).all() else 0.0
-        gradient = plain_batch(loss, instance, list(rows), sampler)
+        if chance == 0:
+            continue
+        gradient = one_batch(loss, instance, rows, sampler)
         expected += chance * gradient
         second += chance * (gradient**2).sum()
     return expected, second
@@ -399,7 +406,6 @@ def in_order(logp, mask):
     return (rows * rows.roll(1).detach() * torch.arange(1, len(rows) + 1)).sum()
 
 
-@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("loss", [token_mean, batch_norm, in_order, full, full_and_sampled])
 @pytest.mark.parametrize(
     "environment",
@@ -407,14 +413,15 @@ def in_order(logp, mask):
     ids=lambda environment: environment.name,
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_batches_equal_every_ordered_tuple(environment, loss, grouped, size):
+def test_batches_equal_every_ordered_tuple(environment, loss, size):
     instance = drawn(environment)
-    expected, second = by_hand(loss, instance, size, "stale", grouped)
-    moments = exact_batches(bind(loss), instance, "stale", size, grouped=grouped)
-    # The cube of a pair's deviations has gradient 0, of which rounding leaves 1e-17.
-    assert np.abs(moments.gradient - expected).max() <= EXACT * np.sqrt(second) + 1e-16
-    assert abs(moments.second_moment - second) <= EXACT * second + 1e-31
-    assert moments.batch == size
+    for grouped in (False, True):
+        expected, second = by_hand(loss, instance, size, "stale", grouped)
+        moments = exact_batches(bind(loss), instance, "stale", size, grouped=grouped)
+        # The cube of a pair's deviations has gradient 0, of which rounding leaves 1e-17.
+        assert np.abs(moments.gradient - expected).max() <= EXACT * np.sqrt(second) + 1e-16
+        assert abs(moments.second_moment - second) <= EXACT * second + 1e-31
+        assert moments.batch == size
 
 
 def test_independent_rows_divide_the_variance_by_the_batch_size():
