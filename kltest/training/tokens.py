@@ -6,6 +6,8 @@ over the rollout. The result is that of `Penalty`, up to rounding, in a fraction
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -38,7 +40,8 @@ class TokenPenalty(Penalty):
 
     def _valued(self, fields: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the terms (T, M, R) of all tokens and, if placed in the loss, their derivatives."""
-        arguments = self.loss.settings | {parameter: fields[name] for parameter, name in self.loss.fields.items()}
+        own = {parameter: fields[name] for parameter, name in self.loss.fields.items()}
+        arguments: dict[str, Any] = {**self.loss.settings, **own}
         if self.loss.placement == "reward" or "logp" not in fields:
             return self.loss.function(**arguments).numpy(), None
         leaf = fields["logp"].requires_grad_()
