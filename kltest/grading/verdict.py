@@ -38,16 +38,27 @@ def run_checks(findings: Findings, codes: Iterable[str], expected: ExpectedFailu
 
     A check fails if it accounts for a disagreeing row, or if its own experiment finds something.
     """
-    explained = {code: _explained(check, findings) for code, check in CHECKS.items()}
+    codes = list(codes)
+    explained = {code: _explained(CHECKS[code], findings) for code in _deciding(codes, expected)}
     for code, causes in CAUSES.items():
-        caused = [row for cause in causes for row in explained[cause]]
-        explained[code] = [row for row in explained[code] if row not in caused]
-    named = [row for rows in explained.values() for row in rows]
-    explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
+        if code in explained:
+            caused = [row for cause in causes for row in explained[cause]]
+            explained[code] = [row for row in explained[code] if row not in caused]
+    if LEFTOVER in explained:
+        named = [row for rows in explained.values() for row in rows]
+        explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
     results = [expected.result(_result(CHECKS[code], explained[code], findings)) for code in codes]
     findings.rows = [expected.row(row, explained) for row in findings.rows]
     findings.notes += expected.notes(results, explained)
     return results
+
+
+def _deciding(codes: Collection[str], expected: ExpectedFailures) -> list[str]:
+    """Return the checks whose rows decide the results; an explanation may take experiments, and some take seconds."""
+    if LEFTOVER in codes or expected.reasons:
+        return list(CHECKS)
+    causes = {cause for code in codes for cause in CAUSES.get(code, ())}
+    return [code for code in CHECKS if code in codes or code in causes]
 
 
 def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = "") -> Verdict:
