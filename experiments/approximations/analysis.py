@@ -45,15 +45,12 @@ def _top_k(rows: pd.DataFrame) -> Answer:
     return _heads(rows, "top-k")
 
 
-def _pushes_at_the_reference(rows: pd.DataFrame) -> pd.Series:
-    return need(rows, "head", form="top-k", distance=0.0, k=lambda x: x < TOKENS)["bias"]
+AT_REFERENCE = {"form": "top-k", "distance": 0.0, "k": lambda x: x < TOKENS}
 
 
-@claims.add(f"{EMA_PG}; theory", "a gradient where there should be none", "above 0.001, rounding is 1e-16")
-def _biased_at_the_reference(rows: pd.DataFrame) -> Answer:
-    """so it is biased even at π = ref, for any fixed head but the whole vocabulary"""
-    found = _pushes_at_the_reference(rows)
-    return f"{found.min():.2g} … {found.max():.2g}", found.min() > 1e-3
+claims.between("so it is biased even at π = ref, for any fixed head but the whole vocabulary", f"{EMA_PG}; theory",
+    "a gradient where there should be none", "above 0.001, rounding is 1e-16", "{low:.2g} … {high:.2g}", "bias", "head",
+    **AT_REFERENCE, above=1e-3)  # fmt: skip
 
 
 @claims.add("TT-OPD 2026 (arXiv 2609.34447)", "no bias", SUMS)
@@ -119,11 +116,8 @@ claims.bound("where no token is in the dead zone it is k3", VERL, "∇KL(ref‖�
     "lead", dead_mass=0)  # fmt: skip
 
 
-@claims.add(
-    f"{VERL}; {OWN}",
-    "less than 10 % of k3's at a bound of 10: Σ over the living tokens of (π − ref)·g",
-    SUMS,
-)
+@claims.add(f"{VERL}; {OWN}", "less than 10 % of k3's at a bound of 10: Σ over the living tokens of (π − ref)·g",
+    SUMS)  # fmt: skip
 def _silenced(rows: pd.DataFrame) -> Answer:
     """once the tokens that the policy has left are in it, hardly any of the pull remains"""
     found = need(rows, "lead", bound=10.0, dead_mass=lambda x: x > 0.5)
@@ -144,17 +138,11 @@ def _way_back(rows: pd.DataFrame) -> Answer:
     return f"{said}, from a lead of {start:g}", never or clamped > 10 * plain
 
 
-@claims.add(
-    OWN,
-    "√(Σπ²f(h − f)/Σπ²u²), f = |u| mod h, h the grid's step at the log-prob",
-    "15 %, where more than 500 tokens are misread",
-)
-def _read(rows: pd.DataFrame) -> Answer:
-    """log-probs rounded before they are subtracted: the error of the gradient is that of differences on a grid"""
-    misread = {"misread": lambda x: x.astype(float) > MANY}
-    found = need(rows, "precision", rounded="log-probs", estimator="k2-loss", **misread)
-    times = found["relative_error"] / found["predicted_error"]
-    return f"{times.min():.3f} … {times.max():.3f} of it", times.min() > 0.85 and times.max() < 1.15
+claims.between("log-probs rounded before they are subtracted: the error of the gradient is that of differences on "
+    "a grid", OWN, "√(Σπ²f(h − f)/Σπ²u²), f = |u| mod h, h the grid's step at the log-prob",
+    "15 %, where more than 500 tokens are misread", "{low:.3f} … {high:.3f} of it",
+    lambda found: found["relative_error"] / found["predicted_error"], "precision", rounded="log-probs",
+    estimator="k2-loss", misread=lambda x: x.astype(float) > MANY, above=0.85, below=1.15)  # fmt: skip
 
 
 def _large(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
@@ -239,11 +227,8 @@ def _no_field(rows: pd.DataFrame) -> Answer:
     return said, others.min() > 1e-3 and whole.max() < EXACT
 
 
-@claims.add("theory", "a gradient", "against length-normalised k2's")
-def _k1(rows: pd.DataFrame) -> Answer:
-    """k1 in the loss over L is no longer zero"""
-    found = need(rows, "lengths", field="whole return")["k1_loss"]
-    return f"{found.min():.2f} … {found.max():.2f} times as long", found.min() > 1e-2
+claims.between("k1 in the loss over L is no longer zero", "theory", "a gradient", "against length-normalised k2's",
+    "{low:.2f} … {high:.2f} times as long", "k1_loss", "lengths", field="whole return", above=1e-2)  # fmt: skip
 
 
 claims.bound("training with the length-normalised penalty ends at ref·e^(L(R − c)/β), and not at π*", OWN,
@@ -296,7 +281,7 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 @numbers.add
 def _of_heads(rows: pd.DataFrame) -> Iterator[Row]:
     yield number("tokens", TOKENS)
-    yield from extremes("push at the reference", _pushes_at_the_reference(rows))
+    yield from extremes("push at the reference", need(rows, "head", **AT_REFERENCE)["bias"])
     yield from melted(need(rows, "drift", form="top-k"), ["mass", "mass_after", "kl"], ["k"])
 
 
@@ -312,10 +297,7 @@ def _of_clamps(rows: pd.DataFrame) -> Iterator[Row]:
 numbers.melt("return", {"returned": "updates"}, ["penalty", "start"], step=0)
 
 
-@numbers.add
-def _of_precision(rows: pd.DataFrame) -> Iterator[Row]:
-    where = ["estimator", "kind", "rounded", "vocabulary", "log_ratio"]
-    yield from melted(need(rows, "precision"), {"relative_error": "error"}, where)
+numbers.melt("precision", {"relative_error": "error"}, ["estimator", "kind", "rounded", "vocabulary", "log_ratio"])
 
 
 @numbers.add

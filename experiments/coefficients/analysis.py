@@ -174,20 +174,15 @@ def _reached(rows: pd.DataFrame, names: tuple[str, ...]) -> tuple[str, pd.Series
     return ", ".join(f"{one:.1e}" for one in kl), kl
 
 
-@claims.add(
-    "theory", "KL(π‖π*) < 1e-6", "1e-6: theory's own", claim=f"V = 5, L = 4, β = .5: {', '.join(RIGHT)} reach π*"
-)
+@claims.add("theory", "KL(π‖π*) < 1e-6", "1e-6: theory's own",
+    claim=f"V = 5, L = 4, β = .5: {', '.join(RIGHT)} reach π*")  # fmt: skip
 def _reach(rows: pd.DataFrame) -> Answer:
     said, kl = _reached(rows, RIGHT)
     return said, kl.max() < 1e-6
 
 
-@claims.add(
-    "theory",
-    "KL(π‖π*) > 1e-3",
-    "1e-3: a thousand times further than what reaches it",
-    claim=f"V = 5, L = 4, β = .5: {', '.join(WRONG)} do not reach π*",
-)
+@claims.add("theory", "KL(π‖π*) > 1e-3", "1e-3: a thousand times further than what reaches it",
+    claim=f"V = 5, L = 4, β = .5: {', '.join(WRONG)} do not reach π*")  # fmt: skip
 def _do_not_reach(rows: pd.DataFrame) -> Answer:
     said, kl = _reached(rows, WRONG)
     return said, kl.min() > 1e-3
@@ -221,12 +216,9 @@ def _all_are(found: dict[tuple[str, str], Held], kind: str) -> Answer:
 ASKED = [name for name in EXACT if name != CENTRED]
 
 
-@claims.add(
-    "theory",
-    "on the frontier, at β' = β",
+@claims.add("theory", "on the frontier, at β' = β",
     f"{SAME:.0%} in β', {ON_FRONTIER:.1%} of the reward: as far as training has settled",
-    claim=f"{', '.join(ASKED)} regularise as asked in every world",
-)
+    claim=f"{', '.join(ASKED)} regularise as asked in every world")  # fmt: skip
 def _as_asked(rows: pd.DataFrame) -> Answer:
     return _all_are(_kinds(rows, ASKED, WORLDS), "asked")
 
@@ -245,11 +237,8 @@ def _by_length(rows: pd.DataFrame) -> Answer:
     return ", ".join("none" if one.factor is None else f"{one.factor:.4f}" for one in found), thirds
 
 
-@claims.add(
-    "Tang & Munos 2025; theory",
-    "the same end as without a penalty",
-    "1e-6 of the KL: the same gradient, added up in another order",
-)
+@claims.add("Tang & Munos 2025; theory", "the same end as without a penalty",
+    "1e-6 of the KL: the same gradient, added up in another order")  # fmt: skip
 def _not_at_all(rows: pd.DataFrame) -> Answer:
     """k1 in the loss regularises not at all"""
     return _all_are(_kinds(rows, ["k1-loss"], WORLDS), "none")
@@ -318,11 +307,8 @@ def _never_collapses(rows: pd.DataFrame) -> Answer:
     return f"{lost.sum()} of {len(found)} runs", not lost.any()
 
 
-@claims.add(
-    OURS,
-    "KL(π‖ref) at the largest β over a hundred times that without a penalty",
-    "two orders of magnitude; there are thousands",
-)
+@claims.add(OURS, "KL(π‖ref) at the largest β over a hundred times that without a penalty",
+    "two orders of magnitude; there are thousands")  # fmt: skip
 def _worse_than_nothing(rows: pd.DataFrame) -> Answer:
     """sampled, k1 in the loss is worse than nothing: β times its noise carries the policy away"""
     found = need(rows, "sampled")
@@ -359,22 +345,16 @@ def _excess(rows: pd.DataFrame) -> pd.Series:
     return found["kl_to_optimum"] / found["foreseen"]
 
 
-@claims.add(
-    OURS,
-    "found/predicted between 1 and 1.35 for B ≥ 16",
-    "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of sampling",
-)
+@claims.add(OURS, "found/predicted between 1 and 1.35 for B ≥ 16",
+    "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of sampling")  # fmt: skip
 def _noise(rows: pd.DataFrame) -> Answer:
     """where noisy training settles is known: KL(π‖π*) = η·tr Cov/(4βB), of the whole update at π*"""
     times = _excess(rows)
     return f"{times.min():.2f} to {times.max():.2f}", times.between(0.9, 1.35, inclusive="neither").all()
 
 
-@claims.add(
-    OURS,
-    "the noise at π* is 0, and KL(π‖π*) < 2e-4 at a constant learning rate",
-    "at π* R − β·Σu is the same for every rollout of tokens; 2e-4 is what rare contexts still lack",
-)
+@claims.add(OURS, "the noise at π* is 0, and KL(π‖π*) < 2e-4 at a constant learning rate",
+    "at π* R − β·Σu is the same for every rollout of tokens; 2e-4 is what rare contexts still lack")  # fmt: skip
 def _no_noise(rows: pd.DataFrame) -> Answer:
     """with reward and KL both less the others' mean the noise at π* is zero: training ends at π* itself"""
     found = _budget(rows, (CENTRED,), 8)
@@ -393,11 +373,8 @@ def _rao_blackwell(rows: pd.DataFrame) -> Answer:
     return _farther(rows, "rao-blackwell", 0)
 
 
-@claims.add(
-    OURS,
-    "who is nearer is as fixed points and noise formula say, wherever they differ by 30 %",
-    "30 %: the formula is of first order in η",
-)
+@claims.add(OURS, "who is nearer is as fixed points and noise formula say, wherever they differ by 30 %",
+    "30 %: the formula is of first order in η")  # fmt: skip
 def _nearer(rows: pd.DataFrame) -> Answer:
     """biased estimators end nearer to π* than unbiased ones where batches are small, and only there"""
     pairs = []

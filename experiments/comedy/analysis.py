@@ -97,11 +97,8 @@ def _far(rows: pd.DataFrame) -> Answer:
     return f"{ratios.min():.2f} to {ratios.max():.2f} times k1 in reward", ratios.max() < 1
 
 
-@claims.add(
-    OWN,
-    f"between {NEAR:g} and {FAR:g} nats for whole sequences, at every length",
-    "the root of a difference of exact variances",
-)
+@claims.add(OWN, f"between {NEAR:g} and {FAR:g} nats for whole sequences, at every length",
+    "the root of a difference of exact variances")  # fmt: skip
 def _equal(rows: pd.DataFrame) -> Answer:
     """at which distance the two are equally noisy hardly depends on length"""
     at = need(rows, "order")["equal_at"]
@@ -139,11 +136,8 @@ def _both_are_right(rows: pd.DataFrame) -> Answer:
     return _unbiased(rows, ("k1-loss", "both"), K3_BOTH)
 
 
-@claims.add(
-    OWN,
-    f"less than half as many, at every length, where KL ≤ {NEAR:g}",
-    "a ratio of exact variances of two unbiased gradients",
-)
+@claims.add(OWN, f"less than half as many, at every length, where KL ≤ {NEAR:g}",
+    "a ratio of exact variances of two unbiased gradients")  # fmt: skip
 def _both(rows: pd.DataFrame) -> Answer:
     """near the reference k3 in both places needs fewer rollouts than k1 in the reward"""
     near = _gain(rows, 0, NEAR)
@@ -185,11 +179,8 @@ def _sampled(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     return known(need(rows, "length", **wanted).dropna(subset=["z_mean"]))
 
 
-@claims.add(
-    "200 × 1,000 samples, as in Shah et al. 2025",
-    f"within {ERRORS:g} standard errors",
-    "over some hundred gradients of three free components",
-)
+@claims.add("200 × 1,000 samples, as in Shah et al. 2025", f"within {ERRORS:g} standard errors",
+    "over some hundred gradients of three free components")  # fmt: skip
 def _samples(rows: pd.DataFrame) -> Answer:
     """sampled gradients agree with the exact ones"""
     found = _sampled(rows)

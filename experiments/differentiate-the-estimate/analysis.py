@@ -104,11 +104,9 @@ def _described(rows: pd.DataFrame) -> tuple[set[str], int]:
     return {row["estimator"] for row in four if row["named"] == {"reverse_kl": 1.0}}, len(four)
 
 
-@claims.add(
-    "the descriptions of the estimators",
+@claims.add("the descriptions of the estimators",
     lambda rows: "{} of {}".format(*(len(one) if isinstance(one, set) else one for one in _described(rows))),
-    "1e-10",
-)
+    "1e-10")  # fmt: skip
 def _unbiased(rows: pd.DataFrame) -> Answer:
     """of all registered estimators of one step these are unbiased"""
     four = need(rows, "examples", example="four actions")
@@ -120,23 +118,15 @@ def _unbiased(rows: pd.DataFrame) -> Answer:
 # --- distance --------------------------------------------------------------------------------------------------------
 
 
-@claims.add(
-    f"{TANG}; Liu et al. 2025",
-    "no bias",
+claims.between("k2 in loss is right at every distance", f"{TANG}; Liu et al. 2025", "no bias",
     "1e-9: near the reference gradients are a thousandth of what they are sums of",
-)
-def _right_at_any_distance(rows: pd.DataFrame) -> Answer:
-    """k2 in loss is right at every distance"""
-    off = need(rows, "distance", estimator="k2-loss")["relative_error_high"]
-    said = f"{len(off)} distances, paths and vocabularies, the worst relative error {off.max():.0e}"
-    return said, off.max() < 1e-9
+    "{count} distances, paths and vocabularies, the worst relative error {high:.0e}", "relative_error_high", "distance",
+    estimator="k2-loss", below=1e-9)  # fmt: skip
 
 
-@claims.add(TANG, "0", "1e-9 of the truth")
-def _nothing_at_any_distance(rows: pd.DataFrame) -> Answer:
-    """k1 in loss has no gradient at any distance"""
-    size = need(rows, "distance", estimator="k1-loss")["size_high"]
-    return f"{len(size)} distances and vocabularies, the largest {size.max():.0e}", size.max() < 1e-9
+claims.between("k1 in loss has no gradient at any distance", TANG, "0", "1e-9 of the truth",
+    "{count} distances and vocabularies, the largest {high:.0e}", "size_high", "distance", estimator="k1-loss",
+    below=1e-9)  # fmt: skip
 
 
 def _slopes(rows: pd.DataFrame, estimator: str, quantity: str) -> dict[int, float]:
@@ -163,20 +153,15 @@ def _linear(rows: pd.DataFrame) -> Answer:
     return _as_steep(_slopes(rows, "k3-loss", "relative_error"), 1)
 
 
-@claims.add(THIS, "the same size", "1 % up to KL 1e-5: the third order is √KL of the second")
-def _leading(rows: pd.DataFrame) -> Answer:
-    """k3 in loss: near the reference the error is that of the next order, E[g u²/2]"""
-    # 1 − w = u − u²/2 + …: what k3 adds to the truth is −E[g u²/2], which is also what k2 in the reward follows.
-    found = need(rows, "distance", estimator="k3-loss", path="random", kl=lambda x: x <= 1e-5)
-    off = (found["relative_error"] / found["second_order"] - 1).abs()
-    return f"{len(off)} distances, the worst off by {off.max():.1%}", off.max() < 0.01
+# 1 − w = u − u²/2 + …: what k3 adds to the truth is −E[g u²/2], which is also what k2 in the reward follows.
+claims.between("k3 in loss: near the reference the error is that of the next order, E[g u²/2]", THIS, "the same size",
+    "1 % up to KL 1e-5: the third order is √KL of the second", "{count} distances, the worst off by {high:.1%}",
+    lambda found: (found["relative_error"] / found["second_order"] - 1).abs(), "distance", estimator="k3-loss",
+    path="random", kl=lambda x: x <= 1e-5, below=0.01)  # fmt: skip
 
 
-@claims.add(
-    f"{TANG}; Shah et al. 2025; theory",
-    "size equal to the error of k3 in loss, slope 1 against √KL",
-    "1e-6: rows keep eight figures; 0.05 for slopes",
-)
+@claims.add(f"{TANG}; Shah et al. 2025; theory", "size equal to the error of k3 in loss, slope 1 against √KL",
+    "1e-6: rows keep eight figures; 0.05 for slopes")  # fmt: skip
 def _same_rate(rows: pd.DataFrame) -> Answer:
     """k3 in reward: the gradient vanishes at the same rate, and is that error"""
     reward, loss = (need(rows, "distance", estimator=name) for name in ("k3-reward", "k3-loss"))
@@ -202,11 +187,9 @@ def _turned(rows: pd.DataFrame) -> Answer:
     return said, off == 0
 
 
-@claims.add(THIS, "never")
-def _never_with_two(rows: pd.DataFrame) -> Answer:
-    """with two actions k3 in loss never pulls the wrong way: KL is an average of two u of opposite sign"""
-    worst = need(rows, "distance", estimator="k3-loss", vocabulary=2)["any_flipped"]
-    return f"{worst.max():.0%} of pairs at worst, {len(worst)} distances and paths", worst.max() == 0
+claims.between("with two actions k3 in loss never pulls the wrong way: KL is an average of two u of opposite sign",
+    THIS, "never", "", "{high:.0%} of pairs at worst, {count} distances and paths", "any_flipped", "distance",
+    estimator="k3-loss", vocabulary=2, below=1e-300)  # fmt: skip
 
 
 @claims.add(THIS, "0.28 √KL", "a fifth: some hundred actions, log-ratios of unequal spread")
@@ -259,13 +242,10 @@ def _dropped(rows: pd.DataFrame) -> Answer:
     return said, found["cosine_low"].min() > 1 - ROUNDED and found["size_low"].min() > 1
 
 
-@claims.add(THIS, "cosine −1", "1e-6")
-def _repels_dropped(rows: pd.DataFrame) -> Answer:
-    """one likely action dropped: k3 in reward pushes straight away from the reference, at every distance"""
-    # k3 in the reward is the truth less k3 in the loss, and there is one direction: 1 − size of it is left.
-    found = need(rows, "distance", estimator="k3-reward", path="dropped", vocabulary=lambda x: x >= 32)
-    cosine = found["cosine_high"]
-    return f"{cosine.max():.6f} at most, {len(cosine)} distances and vocabularies", cosine.max() < -1 + ROUNDED
+# k3 in the reward is the truth less k3 in the loss, and there is one direction: 1 − size of it is left.
+claims.between("one likely action dropped: k3 in reward pushes straight away from the reference, at every distance",
+    THIS, "cosine −1", "1e-6", "{high:.6f} at most, {count} distances and vocabularies", "cosine_high", "distance",
+    estimator="k3-reward", path="dropped", vocabulary=lambda x: x >= 32, below=-1 + ROUNDED)  # fmt: skip
 
 
 @claims.add(THIS, "log(p/(1 − p)) − (p − ½)/(p(1 − p)), of the other sign than the truth", "rows keep eight figures")

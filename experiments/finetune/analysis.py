@@ -243,9 +243,8 @@ def _carries_off(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     return f"{found.text(1)} times, β {sweep.largest('k1-loss'):g}", found.low > 1
 
 
-@findings.add(
-    THEORY, "in at least 80 % of its measurements, of k1 in the reward in less than half", "two jackknife errors"
-)
+@findings.add(THEORY, "in at least 80 % of its measurements, of k1 in the reward in less than half",
+    "two jackknife errors")  # fmt: skip
 def _vanishes(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """the expected gradient of k1 in the loss is not told from zero where that of k1 in the reward is"""
     (zero, measured), (missed, of) = (sweep.vanishing(arm) for arm in ("k1-loss", "k1-reward"))
@@ -336,11 +335,8 @@ def claims(rows: Rows) -> list[Claim]:
     return found
 
 
-@of_now.add(
-    OWN,
-    "the same, or no farther from the committed ones than another seed",
-    f"{ELSEWHERE:.0%} prediction interval of the committed seeds, KL and reward",
-)
+@of_now.add(OWN, "the same, or no farther from the committed ones than another seed",
+    f"{ELSEWHERE:.0%} prediction interval of the committed seeds, KL and reward")  # fmt: skip
 def _as_committed(rows: pd.DataFrame) -> Answer:
     """runs made now end where the committed runs of their settings did"""
     committed, now, sweep = runs(rows, "committed"), runs(rows, "run"), Sweep(rows, "committed")
@@ -365,11 +361,8 @@ def _near(value: float, others: Sequence[float]) -> bool:
     return bool(abs(value - np.mean(others)) <= reach)
 
 
-@of_now.add(
-    TANG_MUNOS,
-    "KL of k1 in the reward below those of no term and of k1 in the loss",
-    "95 % intervals over rollouts do not overlap",
-)
+@of_now.add(TANG_MUNOS, "KL of k1 in the reward below those of no term and of k1 in the loss",
+    "95 % intervals over rollouts do not overlap")  # fmt: skip
 def _now(rows: pd.DataFrame) -> Answer:
     """in runs made now k1 in the reward holds the policy back and k1 in the loss does not"""
     # Of the smallest seed and the largest β that there are.

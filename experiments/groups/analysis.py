@@ -60,48 +60,37 @@ def predicted(row: Row) -> float | None:
     return (low + high) / 2
 
 
-def _exact(rows: pd.DataFrame) -> pd.DataFrame:
-    return need(rows, "training", batch_size=0)
+EXACTLY = {"part": "training", "batch_size": 0}
+ENDED = {"batch_size": 0, "gradient_norm": lambda x: x < SETTLED}
 
 
-def _settled(rows: pd.DataFrame) -> pd.DataFrame:
-    return need(_exact(rows), gradient_norm=lambda x: x < SETTLED)
+DRAWN = {"part": "training", "batch_size": lambda x: x > 0}
 
 
-def _drawn(rows: pd.DataFrame) -> pd.DataFrame:
-    return select(rows, "training", batch_size=lambda x: x > 0)
+claims.between("masking tied groups loses E[1{tied}·KL term] of the gradient", MASKS,
+    "the closed form, in every group size and difficulty", f"{LIMIT}: sums over all groups",
+    "largest difference {high:.1e} of the gradient", "closed_form_error", "masking", below=EXACT)  # fmt: skip
 
 
-@claims.add(MASKS, "the closed form, in every group size and difficulty", f"{LIMIT}: sums over all groups")
-def _closed_form(rows: pd.DataFrame) -> Answer:
-    """masking tied groups loses E[1{tied}·KL term] of the gradient"""
-    error = need(rows, "masking")["closed_form_error"].max()
-    return f"largest difference {error:.1e} of the gradient", error < EXACT
+claims.between("in evaluation groups of one sample the whole KL term is masked", MASKS, "all of it lost", LIMIT,
+    "{low:.6f} … {high:.6f} of it", "lost", "masking", group_size=1, above=1 - EXACT, below=1 + EXACT)  # fmt: skip
 
 
-@claims.add(MASKS, "all of it lost", LIMIT)
-def _groups_of_one(rows: pd.DataFrame) -> Answer:
-    """in evaluation groups of one sample the whole KL term is masked"""
-    lost = need(rows, "masking", group_size=1)["lost"]
-    return f"{lost.min():.6f} … {lost.max():.6f} of it", (lost - 1).abs().max() < EXACT
-
-
-@claims.add("theory", f"KL(π‖π*) below {REACHED:g}", f"runs whose gradient is below {SETTLED:g}")
-def _at_the_optimum(rows: pd.DataFrame) -> Answer:
-    """unmasked, the penalty ends at the optimum of the regularised objective"""
-    worst = need(_settled(rows), estimator=("k2-loss-sequence", "leave-one-out"))["kl_to_optimum"].max()
-    return f"at most {worst:.1e}", worst < REACHED
+claims.between("unmasked, the penalty ends at the optimum of the regularised objective", "theory",
+    f"KL(π‖π*) below {REACHED:g}", f"runs whose gradient is below {SETTLED:g}", "at most {high:.1e}", "kl_to_optimum",
+    "training", **ENDED, estimator=("k2-loss-sequence", "leave-one-out"), below=REACHED)  # fmt: skip
 
 
 def _masked_beside_right(rows: pd.DataFrame) -> pd.DataFrame:
     """Settled runs with masked ties, and in columns `…_right` those without a mask of the same reference and β."""
-    masked, right = (need(_settled(rows), estimator=name) for name in ("tied-groups-masked", "k2-loss-sequence"))
+    masked, right = (
+        need(rows, "training", **ENDED, estimator=name) for name in ("tied-groups-masked", "k2-loss-sequence")
+    )
     return known(masked.merge(right, on=["success", "beta"], suffixes=("", "_right")))
 
 
-@claims.add(
-    f"{MASKS}; the numbers: this work", "KL(π‖ref) larger and J* − J > 0 in every run", "exact training, groups of four"
-)
+@claims.add(f"{MASKS}; the numbers: this work", "KL(π‖ref) larger and J* − J > 0 in every run",
+    "exact training, groups of four")  # fmt: skip
 def _elsewhere(rows: pd.DataFrame) -> Answer:
     """masked, it ends elsewhere: farther from the reference, at a lower objective"""
     pairs = _masked_beside_right(rows)
@@ -110,12 +99,10 @@ def _elsewhere(rows: pd.DataFrame) -> Answer:
     return f"{said}, J* − J {gap.min():.1e} to {gap.max():.1e}", times.min() > 1 and gap.min() > 1e-6
 
 
-@claims.add(OWN, "P(right) as predicted", f"{REACHED:g}")
-def _predicted_ends(rows: pd.DataFrame) -> Answer:
-    """every fixed point is the predicted one (π*, π* at (1 − 1/n)β, and that of the mask)"""
-    ends = _settled(rows).dropna(subset=["predicted"])
-    off = (known(ends)["right"] - ends["predicted"].astype(float)).abs()
-    return f"largest difference {off.max():.1e} in {len(off)} runs", off.max() < REACHED
+claims.between("every fixed point is the predicted one (π*, π* at (1 − 1/n)β, and that of the mask)", OWN,
+    "P(right) as predicted", f"{REACHED:g}", "largest difference {high:.1e} in {count} runs",
+    lambda ends: (ends["right"] - ends["predicted"].astype(float)).abs(), "training", **ENDED,
+    below=REACHED)  # fmt: skip
 
 
 def _baseline(rows: pd.DataFrame, name: str) -> Answer:
@@ -139,9 +126,8 @@ def _push(rows: pd.DataFrame, kind: str) -> pd.Series:
     return need(rows, "std").groupby("push")[kind].mean()
 
 
-@claims.add(
-    "theory", "equal from 0.01 to 1, while the plain push grows a hundredfold", "5 %: β·std(u) against ε at β = 0.01"
-)
+@claims.add("theory", "equal from 0.01 to 1, while the plain push grows a hundredfold",
+    "5 %: β·std(u) against ε at β = 0.01")  # fmt: skip
 def _cancels(rows: pd.DataFrame) -> Answer:
     """in tied groups std-normalisation cancels β: the push is the same for every β well above ε = 1e-4"""
     large = _push(rows, "normalised").loc[1e-2:]
@@ -167,25 +153,20 @@ def _proportional(rows: pd.DataFrame) -> Answer:
     return f"{ratio.min():.4g} … {ratio.max():.4g}", ratio.max() / ratio.min() - 1 < 1e-9
 
 
-@claims.add(OWN, "equal", LIMIT)
-def _by_hand(rows: pd.DataFrame) -> Answer:
-    """the exact expectation over groups is that of a second, plain enumeration"""
-    off = need(rows, "std")["by_hand_error"].max()
-    return f"largest difference {off:.1e}", off < EXACT
+claims.between("the exact expectation over groups is that of a second, plain enumeration", OWN, "equal", LIMIT,
+    "largest difference {high:.1e}", "by_hand_error", "std", below=EXACT)  # fmt: skip
 
 
-@claims.add(OWN, "gradient norm above 0.001 after all steps, β ≥ 0.3", "settled runs are below 1e-9")
-def _unsettled(rows: pd.DataFrame) -> Answer:
-    """with the KL in a std-normalised reward even exact training at a constant step does not settle: near π* all
-    regularised rewards are equal, and the division blows up what is left
-    """
-    # Below, π* is all but certain, and there is nothing left to blow up.
-    norm = need(_exact(rows), estimator="group-std", beta=lambda x: x >= 0.3)["gradient_norm"]
-    return f"{norm.min():.2g} … {norm.max():.2g}", norm.min() > 1e-3
+# Below β = 0.3 π* is all but certain, and there is nothing left to blow up.
+claims.between("with the KL in a std-normalised reward even exact training at a constant step does not settle: near π* "
+    "all regularised rewards are equal, and the division blows up what is left", OWN,
+    "gradient norm above 0.001 after all steps, β ≥ 0.3", "settled runs are below 1e-9", "{low:.2g} … {high:.2g}",
+    "gradient_norm", "training", batch_size=0, estimator="group-std", beta=lambda x: x >= 0.3,
+    above=1e-3)  # fmt: skip
 
 
 def _gap(rows: pd.DataFrame, name: str) -> float:
-    drawn = need(_drawn(rows), estimator=name)
+    drawn = need(rows, **DRAWN, estimator=name)
     return mean(drawn.loc[drawn["beta"] >= 0.5, "gap"].clip(lower=0.0))
 
 
@@ -227,7 +208,7 @@ numbers.melt("masking", {"lost": "lost", "ties": "tied"}, ["group_size", "succes
 @numbers.add
 def _of_exact_training(rows: pd.DataFrame) -> Iterator[Row]:
     yield number("group size of training", TRAINED_SIZE)
-    yield from melted(_exact(rows), ["kl", "gap", "right"], RUN)
+    yield from melted(need(rows, **EXACTLY), ["kl", "gap", "right"], RUN)
     pairs = _masked_beside_right(rows)
     yield from extremes("KL ratio of masked", pairs["kl"] / pairs["kl_right"])
 
@@ -241,7 +222,7 @@ def _of_pushes(rows: pd.DataFrame) -> Iterator[Row]:
 
 @numbers.add
 def _of_samples(rows: pd.DataFrame) -> Iterator[Row]:
-    drawn = known(_drawn(rows))
+    drawn = need(rows, **DRAWN)
     for name in sorted(drawn["estimator"].unique()):
         yield number("sampled gap", _gap(rows, name), estimator=name)
 

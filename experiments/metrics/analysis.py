@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims, at_most
+from kltest.reproduce.claims import Answer, Claims
 from kltest.reproduce.frames import Row, known, need, ordered, records, select
 from kltest.reproduce.numbers import Numbers, melted, number
 
@@ -163,23 +163,18 @@ claims.bound("averaged over padded positions it falls as the batch is padded mor
     "padding")  # fmt: skip
 
 
-@claims.add(PADDED, "E[Σu]/T + c·(1 − E[L]/T), c the log-ratio there", SUMS)
-def _over_garbage(rows: pd.DataFrame) -> Answer:
-    """and reads the padding where that is not zero"""
-    found = need(rows, "padding")
-    padding = GARBAGE * (1 - found["length"] / found["padded_length"].clip(lower=4))
-    return at_most(found["mean over garbage"] - found["mean over zeros"] - padding, EXACT)
+claims.bound("and reads the padding where that is not zero", PADDED,
+    "E[Σu]/T + c·(1 − E[L]/T), c the log-ratio there", SUMS, lambda found: found["mean over garbage"]
+    - found["mean over zeros"] - GARBAGE * (1 - found["length"] / found["padded_length"].clip(lower=4)), EXACT,
+    "padding")  # fmt: skip
 
 
 claims.bound("along a run k1 and k3 have the KL as their mean", "Schulman 2020", "KL(π‖ref)", SUMS,
     lambda found: found["mean"] - found["kl"], EXACT, "logged", estimator=("k1-loss", "k3-loss"))  # fmt: skip
 
 
-@claims.add(
-    "Schulman 2020",
-    "biased far from the reference, hardly near it",
-    "√KL, as third moments go, near; more than 10 % beyond 1",
-)
+@claims.add("Schulman 2020", "biased far from the reference, hardly near it",
+    "√KL, as third moments go, near; more than 10 % beyond 1")  # fmt: skip
 def _biased(rows: pd.DataFrame) -> Answer:
     """k2 has not: its bias grows with the distance"""
     found = need(rows, "logged", estimator="k2-loss")
@@ -189,13 +184,10 @@ def _biased(rows: pd.DataFrame) -> Answer:
     return said, (near < found["kl"].loc[near.index] ** 0.5).all() and far.max() > 0.1
 
 
-@claims.add("Schulman 2020", "√(2·KL)", "10 %, KL below 0.05")
-def _near(rows: pd.DataFrame) -> Answer:
-    """near the reference k1's standard deviation is √(2·KL), far more than the KL"""
-    found = need(rows, "logged", estimator="k1-loss", kl=lambda x: x < 0.05)
-    # Close to the reference u has variance 2·KL.
-    ratio = found["std"] / (2 * found["kl"]) ** 0.5
-    return f"{ratio.min():.3f} … {ratio.max():.3f} of it", ratio.min() > 0.9 and ratio.max() < 1.1
+# Close to the reference u has variance 2·KL.
+claims.between("near the reference k1's standard deviation is √(2·KL), far more than the KL", "Schulman 2020",
+    "√(2·KL)", "10 %, KL below 0.05", "{low:.3f} … {high:.3f} of it",
+    lambda found: found["std"] / (2 * found["kl"]) ** 0.5, "logged", estimator="k1-loss", kl=lambda x: x < 0.05, above=0.9, below=1.1)  # fmt: skip
 
 
 @claims.add("Schulman 2020; theory", "half of k1's below a KL of 0.1, more beyond 3", "as said")
@@ -270,10 +262,8 @@ def _of_mutation(rows: pd.DataFrame) -> Iterator[Row]:
     yield from melted(_mutated(rows, seed=0), ["kl", "read"], ["step", "beta"])
 
 
-@numbers.add
-def _of_controllers(rows: pd.DataFrame) -> Iterator[Row]:
-    ends = need(rows, "controller", round=CONTROLLER["rounds"])
-    yield from melted(ends, {"kl": "kl at the end", "controller_beta": "beta at the end"}, ["read", "offset"])
+numbers.melt("controller", {"kl": "kl at the end", "controller_beta": "beta at the end"}, ["read", "offset"],
+    round=CONTROLLER["rounds"])  # fmt: skip
 
 
 @numbers.add

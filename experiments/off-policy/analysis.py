@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims, at_most
+from kltest.reproduce.claims import Answer, Claims
 from kltest.reproduce.frames import Missing, Row, frame, known, mean, need, require, select
 from kltest.reproduce.numbers import Numbers, melted, number
 
@@ -67,10 +67,9 @@ def _sequences(rows: pd.DataFrame, name: str) -> pd.DataFrame:
     return _path(rows, name, length=lambda x: x > 1)
 
 
-@claims.add("theory; an estimate that Shah et al. 2025, §3, leave for future work", "no bias", LIMIT)
-def _whole(rows: pd.DataFrame) -> Answer:
-    """full-sequence ratios, and prefix ratios on the cost to go, follow the whole KL at every staleness"""
-    return at_most(_path(rows, *WHOLE)["bias"], EXACT)
+claims.bound("full-sequence ratios, and prefix ratios on the cost to go, follow the whole KL at every staleness",
+    "theory; an estimate that Shah et al. 2025, §3, leave for future work", "no bias", LIMIT, "bias", EXACT, "path",
+    estimator=WHOLE)  # fmt: skip
 
 
 claims.bound("every estimator with a name for what it follows off-policy follows that", "theory",
@@ -90,11 +89,8 @@ def _single_decision(rows: pd.DataFrame) -> Answer:
     return f"gradient within {gradient:.1e}, value within {logged:.1e}", max(gradient, logged) < EXACT
 
 
-@claims.add(
-    "theory",
-    "biased at every staleness, and its drift from its own on-policy gradient grows",
-    f"{SEEN:g}, where rounding leaves 1e-15",
-)
+@claims.add("theory", "biased at every staleness, and its drift from its own on-policy gradient grows",
+    f"{SEEN:g}, where rounding leaves 1e-15")  # fmt: skip
 def _token_on_sequences(rows: pd.DataFrame) -> Answer:
     """on sequences it is not: what it lacks on-policy stays, and prefixes weighted by the sampler come to that"""
     found = _sequences(rows, "k3-ratio").sort_values("staleness")
@@ -128,18 +124,13 @@ def _twins(rows: pd.DataFrame) -> Answer:
     return f"bias and variance equal within {off:.1e}", off < 1e-9
 
 
-@claims.add("theory", "biased at every staleness", f"{SEEN:g}")
-def _detached(rows: pd.DataFrame) -> Answer:
-    """k3 with its ratio detached stays the forward KL's, on a single decision as well"""
-    least = _path(rows, "k3-ratio-detached")["bias"].min()
-    return f"bias at least {least:.3f}", least > SEEN
+claims.between("k3 with its ratio detached stays the forward KL's, on a single decision as well", "theory",
+    "biased at every staleness", f"{SEEN:g}", "bias at least {low:.3f}", "bias", "path", estimator="k3-ratio-detached",
+    above=SEEN)  # fmt: skip
 
 
-@claims.add(
-    "TRL #6586; theory",
-    "1/T·∇KL(π‖ref) + (1 − 1/T)·local forward KL on-policy, and biased at every staleness",
-    LIMIT,
-)
+@claims.add("TRL #6586; theory", "1/T·∇KL(π‖ref) + (1 − 1/T)·local forward KL on-policy, and biased at every staleness",
+    LIMIT)  # fmt: skip
 def _broadcast(rows: pd.DataFrame) -> Answer:
     """one sequence ratio broadcast over the tokens of a sequence is biased, on-policy as well"""
     found = _sequences(rows, "k3-broadcast-ratio")
@@ -156,9 +147,8 @@ def _stale(rows: pd.DataFrame) -> Answer:
     return f"within {off:.1e}; bias {bias.min():.3f} to {bias.max():.2f}", off < EXACT and bias.min() > SEEN
 
 
-@claims.add(
-    "theory", "four times the drift of one update after four", "15 %: second order, and updates of unequal length"
-)
+@claims.add("theory", "four times the drift of one update after four",
+    "15 %: second order, and updates of unequal length")  # fmt: skip
 def _first_order(rows: pd.DataFrame) -> Answer:
     """without a ratio the bias is of first order in staleness"""
     one, four = (
@@ -182,11 +172,9 @@ claims.bound("effective sample sizes by recursion are those of all rollouts", OW
     EXACT, "weights")  # fmt: skip
 
 
-@claims.add(
-    "theory: it is e^(−D₂), D₂ the Rényi divergence, 2·KL to leading order and never below KL",
+@claims.add("theory: it is e^(−D₂), D₂ the Rényi divergence, 2·KL to leading order and never below KL",
     f"log share −2·KL from {LONG} tokens on, but for the next order; never above −KL",
-    f"{NEXT_ORDER:g} times the noise: the next order is linear in it",
-)
+    f"{NEXT_ORDER:g} times the noise: the next order is linear in it")  # fmt: skip
 def _exponential(rows: pd.DataFrame) -> Answer:
     """the effective share of full-sequence weights falls as e^(−2·KL(π‖μ)): exponentially in length"""
     found = need(rows, "weights", at=lambda x: x >= LONG)
@@ -196,11 +184,8 @@ def _exponential(rows: pd.DataFrame) -> Answer:
     return said, off < NEXT_ORDER and least > 1
 
 
-@claims.add(
-    "theory",
-    f"tokens the same at {SETTLED} and at the longest",
-    "10 %: the first tokens are not yet in the long run's contexts",
-)
+@claims.add("theory", f"tokens the same at {SETTLED} and at the longest",
+    "10 %: the first tokens are not yet in the long run's contexts")  # fmt: skip
 def _tokens_flat(rows: pd.DataFrame) -> Answer:
     """the effective share of token weights does not fall with length, that of prefix weights does"""
     found = need(rows, "weights").sort_values("at")
@@ -213,11 +198,8 @@ def _tokens_flat(rows: pd.DataFrame) -> Answer:
     return f"tokens {100 * off:.1f} % apart, prefixes {'fall' if falls else 'do not fall'}", off < 0.1 and falls
 
 
-@claims.add(
-    "Precup et al. 2000; this work",
-    f"variance of the latter larger from {LONG} tokens on",
-    "above 1, in these worlds; for short rollouts it can be either",
-)
+@claims.add("Precup et al. 2000; this work", f"variance of the latter larger from {LONG} tokens on",
+    "above 1, in these worlds; for short rollouts it can be either")  # fmt: skip
 def _prices(rows: pd.DataFrame) -> Answer:
     """prefix ratios on the cost to go are less noisy than the full-sequence ratio, once rollouts are long"""
     whole, prefix = (need(rows, "length", compared=name).set_index(["tokens", "seed"])["variance"] for name in WHOLE)
@@ -230,20 +212,14 @@ claims.bound("where training rests on-policy it rests for every number of update
     "stability")  # fmt: skip
 
 
-@claims.add(OWN, "the largest eigenvalue as predicted", f"{DIFFERENCES:g}: central differences")
-def _closed_form(rows: pd.DataFrame) -> Answer:
-    """what a cycle of updates does to a small step off π* has closed forms, with and without ratios"""
-    found = need(rows, "stability")
-    predicted = found["predicted"].astype(float)
-    off = known((found["multiplier"] / predicted - 1).abs()[predicted < SMALL])
-    return f"within {off.max():.1e} in {len(off)} cycles", off.max() < DIFFERENCES
+claims.between("what a cycle of updates does to a small step off π* has closed forms, with and without ratios", OWN,
+    "the largest eigenvalue as predicted", f"{DIFFERENCES:g}: central differences",
+    "within {high:.1e} in {count} cycles",
+    lambda found: (found["multiplier"] / found["predicted"].astype(float) - 1).abs(), "stability", predicted=lambda x: x.astype(float) < SMALL, below=DIFFERENCES)  # fmt: skip
 
 
-@claims.add(
-    OWN,
-    "stable below, unstable above, λ the largest eigenvalue of the Fisher information",
-    "exact: whole numbers of updates",
-)
+@claims.add(OWN, "stable below, unstable above, λ the largest eigenvalue of the Fisher information",
+    "exact: whole numbers of updates")  # fmt: skip
 def _stale_threshold(rows: pd.DataFrame) -> Answer:
     """with rewards from stale log-probs training settles only below 2/(rate·β·λ) updates to one sampler"""
     agrees, said, sides = True, [], set()
@@ -277,11 +253,9 @@ claims.bound("without ratios, with a baseline, the update is that of a regressio
     "off_regression", 1e-9, "stability")  # fmt: skip
 
 
-@claims.add(
-    OWN,
+@claims.add(OWN,
     "at π*, as far as the factors or one update a sampler bring it, where they are below one; not where above",
-    f"ten times that gap; of cycles that grow, those that do so {GROWN:g}-fold in all",
-)
+    f"ten times that gap; of cycles that grow, those that do so {GROWN:g}-fold in all")  # fmt: skip
 def _as_stable(rows: pd.DataFrame) -> Answer:
     """training with exact expectations ends as these factors say"""
     # Cycles that multiply a small step until it is large leave a tenfold gap; those that shrink it leave none: no more

@@ -67,12 +67,9 @@ def _root_seen(rows: pd.DataFrame) -> Answer:
     return f"to-go off by {off:.0e}; the others move the root by at most {blind:.0e}", off < 1e-12 and blind < 1e-15
 
 
-@claims.add(OWN, "0 at κ = 0", f"{EXACT:g}: rounding")
-def _context_free(rows: pd.DataFrame) -> Answer:
-    """what is missed where no context is seen"""
-    missed = need(rows, part=("length", "vocabulary"), steering=0.0)["missed"]
-    said = f"at most {missed.max():.0e}, over {len(missed)} lengths, vocabularies and draws"
-    return said, missed.max() < EXACT
+claims.between("what is missed where no context is seen", OWN, "0 at κ = 0", f"{EXACT:g}: rounding",
+    "at most {high:.0e}, over {count} lengths, vocabularies and draws", "missed", ("length", "vocabulary"),
+    steering=0.0, below=EXACT)  # fmt: skip
 
 
 def _at_longest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -119,19 +116,13 @@ def _formula(rows: pd.DataFrame) -> Answer:
     return f"off by {off:.0e}, to T = {longest:,}", off < EXACT
 
 
-@claims.add("theory", "about 1/T of the gradient", "1.1/T: tokens differ in context")
-def _last(rows: pd.DataFrame) -> Answer:
-    """the last token alone"""
-    long = need(rows, "length", length=lambda x: x >= 100)
-    most = (long["last"] * long["length"]).max()
-    return f"at most {most:.2f}/T for T ≥ 100", most < 1.1
+claims.between("the last token alone", "theory", "about 1/T of the gradient", "1.1/T: tokens differ in context",
+    "at most {high:.2f}/T for T ≥ 100", lambda long: long["last"] * long["length"], "length",
+    length=lambda x: x >= 100, below=1.1)  # fmt: skip
 
 
-@claims.add(
-    OWN,
-    "where the KL to come does not depend on the token: both context-free, or relabelled alike",
-    f"exact: {EXACT:g}; not exact: above {CLEAR:g}",
-)
+@claims.add(OWN, "where the KL to come does not depend on the token: both context-free, or relabelled alike",
+    f"exact: {EXACT:g}; not exact: above {CLEAR:g}")  # fmt: skip
 def _conditions(rows: pd.DataFrame) -> Answer:
     """when a token-level loss is exact"""
     found = need(rows, "conditions")
@@ -192,11 +183,8 @@ def _circulation(rows: pd.DataFrame) -> Answer:
     return said, off < EXACT and whole < EXACT and formula > CLEAR
 
 
-@claims.add(
-    OWN,
-    "every start ends at the rest point; eigenvalues real, below 0",
-    f"1e-6 in probability after the steps made; triangular to {EXACT:g}",
-)
+@claims.add(OWN, "every start ends at the rest point; eigenvalues real, below 0",
+    f"1e-6 in probability after the steps made; triangular to {EXACT:g}")  # fmt: skip
 def _ends(rows: pd.DataFrame) -> Answer:
     """with a reward, in a token tree: one end, no rotation"""
     found = need(rows, "ends")

@@ -69,9 +69,8 @@ def _one_step(rows: pd.DataFrame) -> Answer:
     return said, one < EXACT and several.min() > VISIBLE
 
 
-@claims.add(
-    OWN, "falling means; 0 at slip 1, the Jacobian's asymmetry too", f"{EXACT:g} at slip 1; the order of the means"
-)
+@claims.add(OWN, "falling means; 0 at slip 1, the Jacobian's asymmetry too",
+    f"{EXACT:g} at slip 1; the order of the means")  # fmt: skip
 def _slip(rows: pd.DataFrame) -> Answer:
     """what is missed falls as actions slip, and is nothing where they decide nothing"""
     found = need(rows, "worlds", horizon=lambda x: x > 1)
@@ -112,9 +111,8 @@ def _many_betas(rows: pd.DataFrame) -> pd.Series:
     return local
 
 
-@claims.add(
-    OWN, "two stable rest points for some β; one for ∇KL", f"changes of sign of a closed form; recursion to {EXACT:g}"
-)
+@claims.add(OWN, "two stable rest points for some β; one for ∇KL",
+    f"changes of sign of a closed form; recursion to {EXACT:g}")  # fmt: skip
 def _several_ends(rows: pd.DataFrame) -> Answer:
     """where a state recurs, training with a token-level loss may have two ends"""
     local, whole = _many_betas(rows), _ends(rows, "reverse_kl").map(len)
@@ -149,11 +147,8 @@ def _bands(rows: pd.DataFrame) -> dict[float, tuple[float, float]]:
     return bands
 
 
-@claims.add(
-    OWN,
-    "complex eigenvalues in some random processes; never for ∇KL",
-    f"complex: above {TURNS:g} of the real part; real: below 1e-7",
-)
+@claims.add(OWN, "complex eigenvalues in some random processes; never for ∇KL",
+    f"complex: above {TURNS:g} of the real part; real: below 1e-7")  # fmt: skip
 def _spirals(rows: pd.DataFrame) -> Answer:
     """where states recur, training with a token-level loss may spiral into its rest point"""
     found = need(rows, "rotation")

@@ -115,22 +115,19 @@ def _formulas(rows: pd.DataFrame) -> Answer:
     return f"{len(judged)} means and variances, the worst off by {worst:.0e}", worst < EXACT
 
 
-@claims.add("theory", f"within {SIGMAS:g} exact standard errors", f"{SIGMAS:g} standard errors")
-def _sampled(rows: pd.DataFrame) -> Answer:
-    """sampled values and gradients average to the exact expectations"""
-    found = need(rows, kind=("value", "gradient"))
-    gaps = (found["sampled_mean"] - found["mean"]).abs() / (found["variance"] / found["samples"]) ** 0.5
-    return f"{len(gaps)} means, the worst {gaps.max():.1f} standard errors off", gaps.max() < SIGMAS
+claims.between("sampled values and gradients average to the exact expectations", "theory",
+    f"within {SIGMAS:g} exact standard errors", f"{SIGMAS:g} standard errors",
+    "{count} means, the worst {high:.1f} standard errors off",
+    lambda found: (found["sampled_mean"] - found["mean"]).abs() / (found["variance"] / found["samples"]) ** 0.5,
+    kind=("value", "gradient"), below=SIGMAS)  # fmt: skip
 
 
-@claims.add(TANG, f"within {SIGMAS:g} standard errors", f"{SIGMAS:g} standard errors")
-def _sampled_errors(rows: pd.DataFrame) -> Answer:
-    """the squared error of averages of n samples is variance/n + bias²"""
-    # Only where a quarter of a million samples can tell: the square of a heavy tail has no useful standard error.
-    found = need(rows, kind="error", kl=lambda x: x <= 0.5, width=lambda x: x >= 1)
-    gaps = (found["sampled"] - found["error"]).abs() / found["standard_error"]
-    said = f"{len(gaps)} sizes, levels and estimators, the worst {gaps.max():.1f} standard errors off"
-    return said, gaps.max() < SIGMAS
+# Only where a quarter of a million samples can tell: the square of a heavy tail has no useful standard error.
+claims.between("the squared error of averages of n samples is variance/n + bias²", TANG,
+    f"within {SIGMAS:g} standard errors", f"{SIGMAS:g} standard errors",
+    "{count} sizes, levels and estimators, the worst {high:.1f} standard errors off",
+    lambda found: (found["sampled"] - found["error"]).abs() / found["standard_error"],
+    kind="error", kl=lambda x: x <= 0.5, width=lambda x: x >= 1, below=SIGMAS)  # fmt: skip
 
 
 def _lambert() -> float:
@@ -293,11 +290,9 @@ def _wholes(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"bias": total["bias"], "std": total["variance"]}).div(total["size"], axis=0) ** 0.5
 
 
-@claims.add(
-    "Tang & Munos 2025; Liu et al. 2025",
+@claims.add("Tang & Munos 2025; Liu et al. 2025",
     "k3 unbiased and quieter as a value; of the losses only k2 unbiased, and quieter than k3",
-    "1e-9 for no bias",
-)
+    "1e-9 for no bias")  # fmt: skip
 def _reversed(rows: pd.DataFrame) -> Answer:
     """the best value is not the best gradient: k3 is the better value, k2 the better loss"""
     said, judged, wholes = [], [], _wholes(rows)
@@ -327,11 +322,8 @@ def _k3_in_reward(rows: pd.DataFrame) -> Answer:
     return said, worst < EXACT and found["truth"].min() > 0.05
 
 
-@claims.add(
-    "theory; Liu et al. 2025 for the first two",
-    "the same sampled means",
-    "1e-9: w − 1 + u + 1 − w is u up to rounding, and w is large at times",
-)
+@claims.add("theory; Liu et al. 2025 for the first two", "the same sampled means",
+    "1e-9: w − 1 + u + 1 − w is u up to rounding, and w is large at times")  # fmt: skip
 def _same_noise(rows: pd.DataFrame) -> Answer:
     """k2 in loss, k1 in reward and k3 in both are the same sample by sample"""
     found = need(rows, kind="gradient")
@@ -355,11 +347,9 @@ def _variance(width: float, estimator: str) -> float:
     return moments(value_terms(estimator, pair), pair)[1]
 
 
-@claims.add(
-    OWN,
+@claims.add(OWN,
     lambda rows: f"infinite from KL {math.log(2) / 2 - 0.25:.4f} on, k1's being {_variance(EDGE, 'k1-loss'):.3f}",
-    "the closed form; E[w²] is finite where 2s² > 1; at a width of 0.8 k3 twenty times as noisy as k1",
-)
+    "the closed form; E[w²] is finite where 2s² > 1; at a width of 0.8 k3 twenty times as noisy as k1")  # fmt: skip
 def _infinite(rows: pd.DataFrame) -> Answer:
     """a policy at most 0.71 times as wide as its reference gives k3 an infinite variance"""
     finite = need(rows, kind="value", kl=0.5, width=0.8).groupby("estimator")["variance"].first()
@@ -425,10 +415,7 @@ def _of_values(rows: pd.DataFrame) -> Iterator[Row]:
         yield number("crossing of k2-loss and k1-loss", crossing(values.loc["k2-loss"], values.loc["k1-loss"]), kl=kl)
 
 
-@numbers.add
-def _of_variances(rows: pd.DataFrame) -> Iterator[Row]:
-    found = need(rows, kind="value", seed=0)
-    yield from melted(found, {"variance": "value variance"}, ["estimator", "kl", "width"])
+numbers.melt(None, {"variance": "value variance"}, ["estimator", "kl", "width"], kind="value", seed=0)
 
 
 @numbers.add

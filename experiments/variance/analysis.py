@@ -63,9 +63,8 @@ def _published(rows: pd.DataFrame) -> pd.Series:
     return need(rows, "pair", reference=PUBLISHED).iloc[0]
 
 
-@claims.add(
-    AMINI, "KL 2.39545, variance 3.31591 (Monte Carlo) and 5.06974 (Rao–Blackwell)", f"{PRINTED:g}: printed digits"
-)
+@claims.add(AMINI, "KL 2.39545, variance 3.31591 (Monte Carlo) and 5.06974 (Rao–Blackwell)",
+    f"{PRINTED:g}: printed digits")  # fmt: skip
 def _as_printed(rows: pd.DataFrame) -> Answer:
     """Rao–Blackwell's value can be the noisier one: the inequality that was published fails for two tokens"""
     row = _published(rows)
@@ -89,12 +88,10 @@ claims.bound(
     "rates")  # fmt: skip
 
 
-@claims.add("theory", "at most 1 times the better one", "exact")
-def _mixture(rows: pd.DataFrame) -> Answer:
-    """the best mixture of both values is no noisier than either"""
-    found = need(rows, "pair")
-    best = found["mixture"] / found[["monte_carlo", "rao_blackwell"]].min(axis=1)
-    return f"{best.min():.2f} to {best.max():.2f} times the better one", best.max() <= 1 + EXACT
+claims.between("the best mixture of both values is no noisier than either", "theory", "at most 1 times the better one",
+    "exact", "{low:.2f} to {high:.2f} times the better one",
+    lambda found: found["mixture"] / found[["monte_carlo", "rao_blackwell"]].min(axis=1), "pair",
+    below=1 + EXACT)  # fmt: skip
 
 
 @claims.add(OWN, f"none up to logit noise {NEAR:g}, some from {FAR:g} on", "exact for each world; counts")
@@ -172,11 +169,9 @@ def _freedom(rows: pd.DataFrame) -> Answer:
     return said, (found["dimension"] == found["predicted"]).all()
 
 
-@claims.add(OWN, "below 1.2 times at logit noise 0.1", "medians over worlds")
-def _near_floor(rows: pd.DataFrame) -> Answer:
-    """near the reference Rao–Blackwell alone has all but reached the floor"""
-    most = need(rows, "ladder", estimator="rao-blackwell", distance=lambda x: x <= 0.1)["over_floor"].max()
-    return f"up to {most:.2f} times the floor", most < 1.2
+claims.between("near the reference Rao–Blackwell alone has all but reached the floor", OWN,
+    "below 1.2 times at logit noise 0.1", "medians over worlds", "up to {high:.2f} times the floor", "over_floor",
+    "ladder", estimator="rao-blackwell", distance=lambda x: x <= 0.1, below=1.2)  # fmt: skip
 
 
 @claims.add(OWN, "above 5 times the floor from six tokens on, below 2 with a critic", "medians over worlds")
@@ -195,11 +190,9 @@ def _cells(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return found.pivot_table(column, ["length", "distance", "seed"], "estimator", aggfunc="last")
 
 
-@claims.add(
-    OWN,
+@claims.add(OWN,
     "k1 to go with a critic against Rao–Blackwell with one number: above 1 near, below 1 far at six tokens or more",
-    "medians over worlds",
-)
+    "medians over worlds")  # fmt: skip
 def _critic_or_exact(rows: pd.DataFrame) -> Answer:
     """a critic is worth less than exact next-token terms near the reference, and more far from it"""
     over = _cells(rows, "over_floor")
@@ -210,11 +203,8 @@ def _critic_or_exact(rows: pd.DataFrame) -> Answer:
     return said, near > 1 > far
 
 
-@claims.add(
-    "Tang & Munos 2025 (arXiv 2506.09477)",
-    "above 1 times at every length and distance",
-    "medians over worlds; single ones can differ",
-)
+@claims.add("Tang & Munos 2025 (arXiv 2506.09477)", "above 1 times at every length and distance",
+    "medians over worlds; single ones can differ")  # fmt: skip
 def _to_go(rows: pd.DataFrame) -> Answer:
     """k1 to go is less noisy than k1 on the whole return"""
     over, to_go = _cells(rows, "over_floor"), need(rows, "ladder", estimator="to go")
@@ -237,11 +227,8 @@ def _gains_of_mixtures(rows: pd.DataFrame) -> pd.Series:
     return found["rao-blackwell, one baseline: over_floor"] / found["all: over_floor"]
 
 
-@claims.add(
-    OWN,
-    "sampled alone above 2 times; with Rao–Blackwell it has weight above 0.8 and gains less than 3 times",
-    "medians over worlds, weights best for each",
-)
+@claims.add(OWN, "sampled alone above 2 times; with Rao–Blackwell it has weight above 0.8 and gains less than 3 times",
+    "medians over worlds, weights best for each")  # fmt: skip
 def _mixtures(rows: pd.DataFrame) -> Answer:
     """no mixture of sampled log-probs comes near the floor, and one with Rao–Blackwell is mostly that"""
     found, gain = need(rows, "mixtures"), _gains_of_mixtures(rows).max()
@@ -272,9 +259,8 @@ def _said(medians: pd.Series) -> str:
     return ", ".join(f"λ = {names.get(rule, rule)}: {kl:.3f}" for rule, kl in medians.items())
 
 
-@claims.add(
-    THEORY, "medians λ = 0: .46, 1: .32, λ_grad: .32 to .33, λ_value: .47", f"{MEDIAN_TOLERANCE:g}: as published"
-)
+@claims.add(THEORY, "medians λ = 0: .46, 1: .32, λ_grad: .32 to .33, λ_value: .47",
+    f"{MEDIAN_TOLERANCE:g}: as published")  # fmt: skip
 def _as_published(rows: pd.DataFrame) -> Answer:
     """on the bandit at learning rate 5 λ_value is no better than λ = 0, and λ = 1 as good as λ_grad"""
     found = _medians(rows, PUBLISHED_RATE)
@@ -298,11 +284,8 @@ for _claim, _expected, _how in (
     claims.add(THEORY, f"{_expected}; {BETWEEN}", "medians over seeds", claim=_claim)(_judge)
 
 
-@claims.add(
-    THEORY,
-    "where the parabolas through enumerated variances are least",
-    "1e-9: differences of variances up to 1e4",
-)
+@claims.add(THEORY, "where the parabolas through enumerated variances are least",
+    "1e-9: differences of variances up to 1e4")  # fmt: skip
 def _formulas(rows: pd.DataFrame) -> Answer:
     """the λ of the least noisy value is −Cov(u, w)/Var w, that of the least noisy gradient 1 + E[u‖g‖²]/E‖g‖²"""
     found = need(rows, "noise").sort_values("lam")

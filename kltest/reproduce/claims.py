@@ -11,13 +11,16 @@ claim; the decorator has the source, what is expected and the tolerance::
         return f"at most {most:.2f}/T", most < 1.1
 
 It returns what was found, in words, and whether that is as expected. `need` raises Missing if rows are not there: the
-claim was then not run. If all that is claimed is that a column stays below a limit, `bound` says so in one call::
+claim was then not run. If all that is claimed is that a column stays below a limit, or between two, `bound` and
+`between` say so in one call::
 
     claims.bound("two routes agree", "theory", "equal", "1e-9: float64", "off_again", 1e-9, "length")
+    claims.between("k1 and k3 agree", OWN, "1", "10 %", "{low:.2f} to {high:.2f}", "ratio", above=0.9, below=1.1)
 '''
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,6 +31,9 @@ from kltest.reproduce.frames import Missing, Rows, frame, known, need
 
 Answer = tuple[str, Any]
 Judge = Callable[..., Answer]
+# A column, or what is worked out from a frame.
+Column = str | Callable[[pd.DataFrame], pd.Series]
+AT_MOST = "at most {high:.1e}, of {count}"
 
 
 @dataclass(frozen=True)
@@ -72,24 +78,33 @@ class Claims:
 
         return added
 
-    def bound(
-        self,
-        claim: str,
-        source: str,
-        expected: str,
-        tolerance: str,
-        of: str | Callable[[pd.DataFrame], pd.Series],
-        limit: float,
-        part: Any = None,
-        **wanted: Any,
-    ) -> None:
-        """Claim that a column of the rows wanted, or what is worked out from them, stays below a limit in size."""
+    def between(
+        self, claim: str, source: str, expected: str, tolerance: str, said: str, of: Column, part: Any = None, *,
+        above: float = -math.inf, below: float = math.inf, **wanted: Any,
+    ) -> None:  # fmt: skip
+        """Claim that a column of the rows wanted, or what is worked out from them, lies between two limits.
 
-        def judge(rows: pd.DataFrame) -> Answer:
+        `said` is what was found: a format of `low`, `high` and `count`, the extremes and the number of known values.
+        """
+
+        def judge(rows: pd.DataFrame, *which: Any) -> Answer:
             found = need(rows, part, **wanted)
-            return at_most(of(found) if callable(of) else found[of], limit)
+            values = known((of(found) if callable(of) else found[of]).dropna())
+            low, high = values.min(), values.max()
+            return said.format(low=low, high=high, count=len(values)), above < low and high < below
 
         self.add(source, expected, tolerance, claim=claim)(judge)
+
+    def bound(
+        self, claim: str, source: str, expected: str, tolerance: str, of: Column, limit: float, part: Any = None,
+        **wanted: Any,
+    ) -> None:  # fmt: skip
+        """Claim that a column, or what is worked out from rows, stays below a limit in size."""
+
+        def sizes(found: pd.DataFrame) -> pd.Series:
+            return (of(found) if callable(of) else found[of]).dropna().abs()
+
+        self.between(claim, source, expected, tolerance, AT_MOST, sizes, part, below=limit, **wanted)
 
     def __call__(self, rows: Rows, *which: Any, suffix: str = "") -> list[Claim]:
         """Judge every claim. `which` is handed on to the judges; `suffix` is added to the claims' sentences."""
@@ -109,7 +124,7 @@ class Claims:
 def at_most(values: pd.Series, limit: float) -> Answer:
     """Judge if values stay below a limit in size; Missing if none is known."""
     found = known(values.dropna()).abs()
-    return f"at most {found.max():.1e}, of {len(found)}", found.max() < limit
+    return AT_MOST.format(high=found.max(), count=len(found)), found.max() < limit
 
 
 def score(claims: Sequence[Claim]) -> float | None:

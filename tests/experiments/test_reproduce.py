@@ -402,6 +402,7 @@ def test_killed_and_started_again_the_results_are_those_of_an_undisturbed_run(ch
     assert len(calls.read_text().split()) <= 12 + 3 * 2 * workers
 
 
+@pytest.mark.scheduled
 def test_killed_twenty_times_at_random_moments_nothing_is_lost_and_nothing_done_twice(checkout, tmp_path):
     undisturbed, disturbed, calls = tmp_path / "undisturbed", tmp_path / "disturbed", tmp_path / "calls"
     assert start(checkout, undisturbed).wait() == 0
