@@ -170,7 +170,8 @@ claims.bound("and reads the padding where that is not zero", PADDED,
 
 
 claims.bound("along a run k1 and k3 have the KL as their mean", "Schulman 2020", "KL(π‖ref)", SUMS,
-    lambda found: found["mean"] - found["kl"], EXACT, "logged", estimator=("k1-loss", "k3-loss"))  # fmt: skip
+    lambda found: found["mean"] - found["kl"], EXACT, "logged",
+    estimator=("k1-loss", "k3-loss"))  # fmt: skip
 
 
 @claims.add("Schulman 2020", "biased far from the reference, hardly near it",
@@ -187,7 +188,8 @@ def _biased(rows: pd.DataFrame) -> Answer:
 # Close to the reference u has variance 2·KL.
 claims.between("near the reference k1's standard deviation is √(2·KL), far more than the KL", "Schulman 2020",
     "√(2·KL)", "10 %, KL below 0.05", "{low:.3f} … {high:.3f} of it",
-    lambda found: found["std"] / (2 * found["kl"]) ** 0.5, "logged", estimator="k1-loss", kl=lambda x: x < 0.05, above=0.9, below=1.1)  # fmt: skip
+    lambda found: found["std"] / (2 * found["kl"]) ** 0.5, "logged",
+    estimator="k1-loss", kl=lambda x: x < 0.05, above=0.9, below=1.1)  # fmt: skip
 
 
 @claims.add("Schulman 2020; theory", "half of k1's below a KL of 0.1, more beyond 3", "as said")

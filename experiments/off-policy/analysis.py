@@ -215,7 +215,8 @@ claims.bound("where training rests on-policy it rests for every number of update
 claims.between("what a cycle of updates does to a small step off π* has closed forms, with and without ratios", OWN,
     "the largest eigenvalue as predicted", f"{DIFFERENCES:g}: central differences",
     "within {high:.1e} in {count} cycles",
-    lambda found: (found["multiplier"] / found["predicted"].astype(float) - 1).abs(), "stability", predicted=lambda x: x.astype(float) < SMALL, below=DIFFERENCES)  # fmt: skip
+    lambda found: (found["multiplier"] / found["predicted"].astype(float) - 1).abs(), "stability",
+    predicted=lambda x: x.astype(float) < SMALL, below=DIFFERENCES)  # fmt: skip
 
 
 @claims.add(OWN, "stable below, unstable above, λ the largest eigenvalue of the Fisher information",
