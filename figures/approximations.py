@@ -1,9 +1,5 @@
 """Six approximations of a KL penalty: top-k heads, their drift, clamps, the way back, low precision, lengths."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -11,15 +7,14 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, label, look, note, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, note, tidy
 
 HEADS = {2: ("#e08214", "s"), 8: ("#b35806", "^"), 16: ("#7f3b08", "D")}
 CLAMPED = {"color": look("k3-loss").colour, "linestyle": "--", "linewidth": 1.3}
 K2, K3 = (look(name).plot(marker="") for name in ("k2-loss", "k3-loss"))
 
 
-def draw(results: Path) -> Figure:
-    rows = rows_of(results, "approximations")
+def draw(rows: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 4.5), layout="constrained")
     (heads, drift, clamp), (back, precision, lengths) = figure.subplots(2, 3)
     _heads(heads, select(rows, "head"))

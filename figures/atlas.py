@@ -1,10 +1,8 @@
 """The atlas: estimators down, worlds across; a cell says which gradient is followed, how biased and how noisy."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -12,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from kltest.reproduce.frames import Row, records
 
-from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT, RIGHT_INK, ink_on, rows_of
+from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT, RIGHT_INK, ink_on
 
 Cells = dict[tuple[str, str, str], Row]
 
@@ -53,9 +51,9 @@ LEGEND = (
 )
 
 
-def draw(results: Path) -> Figure:
+def draw(found: pd.DataFrame) -> Figure:
     """The figure; its height follows the number of estimators."""
-    rows = records(rows_of(results, "atlas"))
+    rows = records(found)
     cells = _worst(rows)
     groups = _grouped(rows, cells)
     lines = sum(len(names) for names in groups.values()) + 1.3 * len(groups)

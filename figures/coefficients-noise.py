@@ -1,16 +1,12 @@
 """Distance from π* at which noisy training settles, by batch size: bias of the fixed point, and noise that cancels."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import PAGE_WIDTH, label, look, note, rows_of, tidy
+from .style import PAGE_WIDTH, label, look, note, tidy
 
 READS = ("coefficients",)
 PANELS = {
@@ -31,8 +27,8 @@ BELOW = ("k2-loss",)  # whose label would hide another's
 SILENT = 1e-20  # rounding: noise that is zero, for which a logarithmic axis has no place
 
 
-def draw(results: Path) -> Figure:
-    budget = select(rows_of(results, "coefficients"), "budget", seed=0)
+def draw(rows: pd.DataFrame) -> Figure:
+    budget = select(rows, "budget", seed=0)
     figure = Figure(figsize=(PAGE_WIDTH, 2.7), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, (title, names) in zip(panels, PANELS.items(), strict=True):

@@ -1,8 +1,5 @@
 """Effects of a coefficient: reward against KL beside all optima, distance from π*, and the effective coefficient."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from kltest.reproduce.frames import records, select
 
-from .style import FAINT, INK, PAGE_WIDTH, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, look, tidy
 
 WORLDS = {"bandit": "bandit", "sequence": "sequences of 3 tokens", "mdp": "MDP, 3 steps"}
 # One of each kind; those that follow the same gradient end at the same place.
@@ -37,8 +34,7 @@ NOTES = (
 SMALLEST = 1e-8  # what is nearer than this is drawn here, and called 0
 
 
-def draw(results: Path) -> Figure:
-    rows = rows_of(results, "coefficients")
+def draw(rows: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 6.7))
     axes = figure.subplots(3, 3)
     figure.subplots_adjust(left=0.082, right=0.99, top=0.965, bottom=0.168, hspace=0.42, wspace=0.2)

@@ -1,16 +1,12 @@
 """Bias and noise of KL gradients by length, near the reference and away from it; where the order changes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, look, note, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, look, note, tidy
 
 # Estimator and placement as computed, and the registered name whose look they share.
 SHOWN = (
@@ -22,9 +18,8 @@ SHOWN = (
 )
 
 
-def draw(results: Path) -> Figure:
+def draw(rows: pd.DataFrame) -> Figure:
     """Bias over noise, near and far; one pair at all lengths over the distance of equal noise."""
-    rows = rows_of(results, "comedy")
     figure = Figure(figsize=(PAGE_WIDTH, 4.5))
     panels = figure.subplots(2, 3)
     held = select(rows, "length", hold="kl", seed=0)

@@ -3,9 +3,6 @@
 Reads finetune/finetune.json among the results, of which the committed sweep alone.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,7 @@ from scipy.stats import t
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, label, look, note, rows_of, tidy
+from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, label, look, note, tidy
 
 # The runs that have ended, by term and coefficient: a row a seed.
 Ended = dict[tuple[str, float], pd.DataFrame]
@@ -58,8 +55,8 @@ OPTIMUM = "optimum"
 SMALL = {"textcoords": "offset points", "size": 6.2}
 
 
-def draw(results: Path) -> Figure:
-    rows = select(rows_of(results, "finetune"), "committed")
+def draw(rows: pd.DataFrame) -> Figure:
+    rows = select(rows, "committed")
     figure = Figure(figsize=(PAGE_WIDTH, 7.4), layout="constrained")
     (frontier, realised), (every, elsewhere), (followed, key) = figure.subplots(3, 2)
     run = ["arm", "beta", "seed"]

@@ -1,16 +1,12 @@
 """Effects of masks of ties and std-normalisation: the gradient lost, the push of a tied group, the end."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, PAGE_WIDTH, band, label, look, rows_of, tidy
+from .style import FAINT, PAGE_WIDTH, band, label, look, tidy
 
 SHADES = {1: "#fdbb84", 2: "#fc8d59", 3: "#ef6548", 4: "#d7301f", 8: "#990000", 16: "#4d0000"}
 MARKERS = {1: "x", 2: "s", 3: "<", 4: "^", 8: "o", 16: "D"}
@@ -21,8 +17,7 @@ ENDS = {
 }
 
 
-def draw(results: Path) -> Figure:
-    rows = rows_of(results, "groups")
+def draw(rows: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 2.35), layout="constrained")
     lost, push, end = figure.subplots(1, 3, width_ratios=(1.1, 0.9, 1.1))
     _lost(lost, select(rows, "masking"))

@@ -1,24 +1,19 @@
 """Six ways in which a logged KL is none: changed in place, steered by, reweighted, masked, noisy, averaged."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, label, look, note, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, note, tidy
 
 WRONG = look("k3-loss").colour
 RIGHT = look("k1-reward").colour
 SHADES = {1: "#fdae6b", 2: "#ef6548", 4: "#b30000", 8: "#4d0000"}
 
 
-def draw(results: Path) -> Figure:
-    rows = rows_of(results, "metrics")
+def draw(rows: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 4.5), layout="constrained")
     (mutation, controller, reweighted), (masked, noise, means) = figure.subplots(2, 3)
     _mutation(mutation, select(rows, "mutation"))

@@ -1,9 +1,5 @@
 """Costs of staleness: drift of the gradient, effective samples, noise, stability and where training ends."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -11,7 +7,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, Look, label, look, note, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Look, label, look, note, tidy
 
 DRIFT = {
     "k1-reward": "no ratio",
@@ -41,8 +37,7 @@ RECIPES = {
 LOOKS = {"k1-reward-clipped-ratio": Look("#b8860b", ":", "v")}
 
 
-def draw(results: Path) -> Figure:
-    rows = rows_of(results, "off-policy")
+def draw(rows: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 4.5), layout="constrained")
     (drift, shares, price), (cycle, exact, drawn) = figure.subplots(2, 3)
     _drift(drift, select(rows, "path"))

@@ -1,9 +1,6 @@
 """The part that a token-level loss misses on sequences, and that no function has its gradient."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -12,12 +9,11 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import BIAS, FAINT, INK, PAGE_WIDTH, band, label, look, note, rows_of, tidy
+from .style import BIAS, FAINT, INK, PAGE_WIDTH, band, label, look, note, tidy
 
 
-def draw(results: Path) -> Figure:
+def draw(rows: pd.DataFrame) -> Figure:
     """Six panels: length, steering, discount; the blind root, the Jacobian's asymmetry, the way round a rectangle."""
-    rows = rows_of(results, "sequence")
     figure = Figure(figsize=(PAGE_WIDTH, 4.75))
     panels = figure.subplots(2, 3)
     _length(panels[0, 0], select(rows, "length"))

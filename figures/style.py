@@ -1,20 +1,14 @@
 """One look for all figures: sizes, fonts and colours that survive print, grey and colour-blind eyes."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
-
-from kltest.reproduce.frames import frame
 
 PAGE_WIDTH = 7.0  # inches: the text width of the paper
 
@@ -119,11 +113,6 @@ LOOKS = {
 def look(estimator: str) -> Look:
     """The look of a registered estimator; one that has none yet is thin and grey, and should be given one."""
     return LOOKS.get(estimator, Look(FAINT, "-.", "."))
-
-
-def rows_of(results: Path, name: str) -> pd.DataFrame:
-    """Return the rows of an experiment."""
-    return frame(json.loads((results / name / f"{name}.json").read_text()))
 
 
 def band(axes: Axes, rows: pd.DataFrame, x: str, y: str, *, alpha: float, **line: Any) -> pd.DataFrame:

@@ -1,9 +1,5 @@
 """The part that a token-level loss misses in decision processes: cells of a grid, and ends of training."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,14 +7,13 @@ from matplotlib.patches import Circle, Rectangle
 
 from kltest.reproduce.frames import Row, records, select
 
-from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT_INK, band, label, look, note, rows_of, tidy
+from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT_INK, band, label, look, note, tidy
 
 SHOWN = 0.02  # references whose ends are drawn
 
 
-def draw(results: Path) -> Figure:
+def draw(rows: pd.DataFrame) -> Figure:
     """Above the grid: the world, then what three gradients do in each cell. Below: slip, ends by β, eigenvalues."""
-    rows = rows_of(results, "tabular-mdp")
     figure = Figure(figsize=(PAGE_WIDTH, 5.6))
     cells = records(select(rows, "picture"))
     titles = (

@@ -1,9 +1,6 @@
 """Error against sample size: above that of the value, below that of the gradient, near and far."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,7 +9,7 @@ from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import select
 
-from .style import FAINT, INK, PAGE_WIDTH, label, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, tidy
 
 # Each level of KL with the sample sizes that show its crossing.
 LEVELS = {0.005: (1.0, 1e11), 0.5: (1.0, 1e4)}
@@ -45,9 +42,9 @@ GRADIENT_LABELS: dict[float, dict[tuple[str, str], Spot]] = {
 }
 
 
-def draw(results: Path) -> Figure:
+def draw(rows: pd.DataFrame) -> Figure:
     """Exact lines; the dots of the value were sampled, their bars are two standard errors."""
-    rows = select(rows_of(results, "value-versus-gradient"), width=1.0)
+    rows = select(rows, width=1.0)
     figure = Figure(figsize=(PAGE_WIDTH, 4.7))
     grid = figure.subplots(2, 2, gridspec_kw={"left": 0.075, "right": 0.985, "top": 0.93, "bottom": 0.085})
     figure.subplots_adjust(hspace=0.36, wspace=0.2)

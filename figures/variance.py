@@ -1,16 +1,12 @@
 """Noise of unbiased KL gradients: where Rao–Blackwell loses, how often, what a baseline does, what is left to gain."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kltest.reproduce.frames import records, select
 
-from .style import FAINT, INK, PAGE_WIDTH, label, look, rows_of, tidy
+from .style import FAINT, INK, PAGE_WIDTH, label, look, tidy
 
 PUBLISHED, RATE, NOISE = 0.25, 10.0, 1.0
 # Of the estimators computed: the look of a registered one, and how it is called here.
@@ -32,9 +28,8 @@ PARTS = (
 RULES = (("0", "k1-reward"), ("value", "k3-reward"), ("1", "k3-both"), ("gradient", "rao-blackwell"))
 
 
-def draw(results: Path) -> Figure:
+def draw(rows: pd.DataFrame) -> Figure:
     """The pair, rates of failure and the bandit over its training, the ladder by length and its parts."""
-    rows = rows_of(results, "variance")
     figure = Figure(figsize=(PAGE_WIDTH, 4.7))
     edges = {"left": 0.062, "right": 0.99}
     top = figure.add_gridspec(1, 3, top=0.945, bottom=0.6, wspace=0.3, **edges)

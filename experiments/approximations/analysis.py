@@ -1,7 +1,5 @@
 """Effects of approximations on the gradient: claims, tables and the numbers that the paper cites."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -46,7 +44,6 @@ def _top_k(rows: pd.DataFrame) -> Answer:
 
 
 AT_REFERENCE = {"form": "top-k", "distance": 0.0, "k": lambda x: x < TOKENS}
-
 
 claims.between("so it is biased even at π = ref, for any fixed head but the whole vocabulary", f"{EMA_PG}; theory",
     "a gradient where there should be none", "above 0.001, rounding is 1e-16", "{low:.2g} … {high:.2g}", "bias", "head",
@@ -193,7 +190,6 @@ def _nothing_left(rows: pd.DataFrame) -> Answer:
 claims.bound("float32 is enough everywhere here", OWN, "below 1 %", "log-ratios from 1e-4", "relative_error", 0.01,
     "precision", kind="float32")  # fmt: skip
 
-
 claims.bound("one mean over a batch's tokens: the closed form is the sum over all batches", "theory", "equal", SUMS,
     "enumeration_error", EXACT, "batch")  # fmt: skip
 
@@ -229,7 +225,6 @@ def _no_field(rows: pd.DataFrame) -> Answer:
 
 claims.between("k1 in the loss over L is no longer zero", "theory", "a gradient", "against length-normalised k2's",
     "{low:.2f} … {high:.2f} times as long", "k1_loss", "lengths", field="whole return", above=1e-2)  # fmt: skip
-
 
 claims.bound("training with the length-normalised penalty ends at ref·e^(L(R − c)/β), and not at π*", OWN,
     "this, and π* for k2 of the sequence", "1e-7, where the gradient is below 1e-9", "end_error", 1e-7, "optimum",
@@ -296,14 +291,10 @@ def _of_clamps(rows: pd.DataFrame) -> Iterator[Row]:
 
 numbers.melt("return", {"returned": "updates"}, ["penalty", "start"], step=0)
 
-
 numbers.melt("precision", {"relative_error": "error"}, ["estimator", "kind", "rounded", "vocabulary", "log_ratio"])
 
-
-@numbers.add
-def _of_batches(rows: pd.DataFrame) -> Iterator[Row]:
-    yield from melted(need(rows, "batch", seed=0), {"relative_distance": "distance"}, ["normalised", "batch_size"])
-    yield from extremes("asymmetry", _asymmetries(rows)[1])
+numbers.melt("batch", {"relative_distance": "distance"}, ["normalised", "batch_size"], seed=0)
+numbers.add(lambda rows: extremes("asymmetry", _asymmetries(rows)[1]))
 
 
 @numbers.add

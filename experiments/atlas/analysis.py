@@ -1,7 +1,5 @@
 """The atlas: a claim for each estimator, one table, and the numbers that the paper cites."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

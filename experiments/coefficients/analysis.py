@@ -1,7 +1,5 @@
 """Estimators that regularise as asked, at another coefficient, or not at all: claims, tables and numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -468,11 +466,8 @@ def _of_exact_training(rows: pd.DataFrame) -> Iterator[Row]:
                         yield number(what, value, estimator=name, world=world)
 
 
-@numbers.add
-def _of_theory(rows: pd.DataFrame) -> Iterator[Row]:
-    yield from melted(need(rows, "optimum"), {"kl_to_optimum": "KL to π* in theory's part"}, ["estimator"])
-    yield from melted(need(rows, "fixed-points"), {"kl_to_predicted": "KL to its fixed point"}, ["estimator"])
-
+numbers.melt("optimum", {"kl_to_optimum": "KL to π* in theory's part"}, ["estimator"])
+numbers.melt("fixed-points", {"kl_to_predicted": "KL to its fixed point"}, ["estimator"])
 
 numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "world", "beta"])
 

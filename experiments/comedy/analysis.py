@@ -1,7 +1,5 @@
 """Bias and noise by placement: claims, a table by placement, and the numbers that the paper cites."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,9 +1,7 @@
 """Claims, a table and numbers: the worked examples, how bias and size go with distance, and whose signs turn."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims
 from kltest.reproduce.frames import Missing, Row, frame, known, need, records, require, select
-from kltest.reproduce.numbers import Numbers, melted, number
+from kltest.reproduce.numbers import Numbers
 
 from .settings import EXAMPLES
 
@@ -122,7 +120,6 @@ claims.between("k2 in loss is right at every distance", f"{TANG}; Liu et al. 202
     "1e-9: near the reference gradients are a thousandth of what they are sums of",
     "{count} distances, paths and vocabularies, the worst relative error {high:.0e}", "relative_error_high", "distance",
     estimator="k2-loss", below=1e-9)  # fmt: skip
-
 
 claims.between("k1 in loss has no gradient at any distance", TANG, "0", "1e-9 of the truth",
     "{count} distances and vocabularies, the largest {high:.0e}", "size_high", "distance", estimator="k1-loss",
@@ -293,21 +290,14 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     }
 
 
-@numbers.add
-def _of_examples(rows: pd.DataFrame) -> Iterator[Row]:
-    found = need(rows, "examples")
-    yield number("estimators", found["estimator"].nunique())
-    yield number("unbiased", (select(found, example="four actions")["relative_error"] < EXACT).sum())
-    yield from melted(found.dropna(subset=["derivative"]), ["derivative"], ["estimator"])
-    yield from melted(found, {"relative_error": "bias"}, ["estimator", "example"])
+numbers.single("examples", {"estimators": ("estimator", "nunique")})
+numbers.single("examples", {"unbiased": ("relative_error", lambda x: (x < EXACT).sum())}, example="four actions")
+numbers.melt("examples", ["derivative"], ["estimator"], derivative=pd.notna)
+numbers.melt("examples", {"relative_error": "bias"}, ["estimator", "example"])
 
-
-@numbers.add
-def _of_distances(rows: pd.DataFrame) -> Iterator[Row]:
-    found = need(rows, "distance")
-    yield number("pairs", found["pairs"].max())
-    quantities = ["relative_error", "cosine", "size", "flipped", "any_flipped"]
-    yield from melted(select(found, seed=0), quantities, ["estimator", "path", "vocabulary", "kl"])
+numbers.single("distance", {"pairs": ("pairs", "max")})
+numbers.melt("distance", ["relative_error", "cosine", "size", "flipped", "any_flipped"],
+    ["estimator", "path", "vocabulary", "kl"], seed=0)  # fmt: skip
 
 
 def _near(found: Sequence[float], expected: Sequence[float] | np.ndarray) -> bool:

@@ -4,8 +4,6 @@ Findings are asked of the committed sweep, and of a sweep made now where there i
 compared with the committed ones one by one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial

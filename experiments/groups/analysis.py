@@ -1,7 +1,5 @@
 """Effects of masks, baselines and normalisation on the penalty: claims, tables and the numbers that the paper cites."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +15,6 @@ ORDER = ("part", "estimator", "group_size", "success", "push", "batch_size", "be
 # Exact training has settled where its gradient is shorter than this; what it reached is then known about as well.
 SETTLED, REACHED = 1e-9, 1e-7
 MASKS = "TRL #5588 and #5640"
-
 
 OWN = "this work"
 LIMIT = f"{EXACT:g}"
@@ -63,18 +60,14 @@ def predicted(row: Row) -> float | None:
 EXACTLY = {"part": "training", "batch_size": 0}
 ENDED = {"batch_size": 0, "gradient_norm": lambda x: x < SETTLED}
 
-
 DRAWN = {"part": "training", "batch_size": lambda x: x > 0}
-
 
 claims.between("masking tied groups loses E[1{tied}·KL term] of the gradient", MASKS,
     "the closed form, in every group size and difficulty", f"{LIMIT}: sums over all groups",
     "largest difference {high:.1e} of the gradient", "closed_form_error", "masking", below=EXACT)  # fmt: skip
 
-
 claims.between("in evaluation groups of one sample the whole KL term is masked", MASKS, "all of it lost", LIMIT,
     "{low:.6f} … {high:.6f} of it", "lost", "masking", group_size=1, above=1 - EXACT, below=1 + EXACT)  # fmt: skip
-
 
 claims.between("unmasked, the penalty ends at the optimum of the regularised objective", "theory",
     f"KL(π‖π*) below {REACHED:g}", f"runs whose gradient is below {SETTLED:g}", "at most {high:.1e}", "kl_to_optimum",
@@ -155,7 +148,6 @@ def _proportional(rows: pd.DataFrame) -> Answer:
 
 claims.between("the exact expectation over groups is that of a second, plain enumeration", OWN, "equal", LIMIT,
     "largest difference {high:.1e}", "by_hand_error", "std", below=EXACT)  # fmt: skip
-
 
 # Below β = 0.3 π* is all but certain, and there is nothing left to blow up.
 claims.between("with the KL in a std-normalised reward even exact training at a constant step does not settle: near π* "

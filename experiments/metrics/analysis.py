@@ -1,7 +1,5 @@
 """Metrics that are logged as the KL: claims, tables and the numbers that the paper cites."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -37,7 +35,6 @@ claims.bound(
     "E[R] − β·KL itself",
     f"{SLIME}; {OWN}", "J_β at every step", SUMS, lambda found: found["read"] - found["objective"], EXACT,
     "mutation", copied=False)  # fmt: skip
-
 
 claims.bound("what was recorded before was right", SLIME, "KL(π‖ref)", SUMS,
     lambda found: found["recorded"] - found["kl"], EXACT, "mutation")  # fmt: skip
@@ -114,7 +111,6 @@ claims.bound("off-policy a metric with the ratio of the sequence, or of prefixes
     SUMS, lambda found: found[["sequence ratio", "prefix ratio"]].sub(found["kl"], axis=0).abs().sum(axis=1), EXACT,
     "reweighted")  # fmt: skip
 
-
 claims.bound("with the token's ratio, k1 or k3, it is the next-token KL at the sampler's prefixes", TRL,
     "local reverse KL at the sampler's prefixes", SUMS,
     lambda found: found[["token ratio", "token ratio, k3"]].sub(found["local@sampler"], axis=0).abs().sum(axis=1),
@@ -145,7 +141,6 @@ def _advantage(rows: pd.DataFrame) -> Answer:
 claims.bound("masked where rewards tie it reads Σ π·u·(1 − P(the others earn the same))", MASKS, "the closed form",
     SUMS, "closed_form_error", EXACT, "masked")  # fmt: skip
 
-
 claims.bound("in evaluation groups of one it reads zero", MASKS, "0", SUMS, "read", EXACT, "masked", group_size=1)
 
 
@@ -162,12 +157,10 @@ claims.bound("averaged over padded positions it falls as the batch is padded mor
     SUMS, lambda found: found["mean over zeros"] - found["kl"] / found["padded_length"].clip(lower=4), EXACT,
     "padding")  # fmt: skip
 
-
 claims.bound("and reads the padding where that is not zero", PADDED,
     "E[Σu]/T + c·(1 − E[L]/T), c the log-ratio there", SUMS, lambda found: found["mean over garbage"]
     - found["mean over zeros"] - GARBAGE * (1 - found["length"] / found["padded_length"].clip(lower=4)), EXACT,
     "padding")  # fmt: skip
-
 
 claims.bound("along a run k1 and k3 have the KL as their mean", "Schulman 2020", "KL(π‖ref)", SUMS,
     lambda found: found["mean"] - found["kl"], EXACT, "logged",
@@ -258,11 +251,8 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     return {"table": table, "controllers": ends}
 
 
-@numbers.add
-def _of_mutation(rows: pd.DataFrame) -> Iterator[Row]:
-    yield number("target", TARGET)
-    yield from melted(_mutated(rows, seed=0), ["kl", "read"], ["step", "beta"])
-
+numbers.add(lambda rows: [number("target", TARGET)])
+numbers.melt("mutation", ["kl", "read"], ["step", "beta"], copied=False, seed=0)
 
 numbers.melt("controller", {"kl": "kl at the end", "controller_beta": "beta at the end"}, ["read", "offset"],
     round=CONTROLLER["rounds"])  # fmt: skip
@@ -283,9 +273,5 @@ def _of_masks(rows: pd.DataFrame) -> Iterator[Row]:
     yield from melted(found.drop_duplicates("success"), ["kl"], ["success"])
 
 
-@numbers.add
-def _of_runs(rows: pd.DataFrame) -> Iterator[Row]:
-    quantities = ["mean", "std", "kl", "kl_per_token", "over_own_length"]
-    yield from melted(need(rows, "logged", seed=0), quantities, ["estimator", "step", "beta"])
-    lowest = need(rows, "logged", estimator="k1-loss")["over_own_length"].min()
-    yield number("lowest mean of token means", lowest)
+numbers.melt("logged", ["mean", "std", "kl", "kl_per_token", "over_own_length"], ["estimator", "step", "beta"], seed=0)
+numbers.single("logged", {"lowest mean of token means": ("over_own_length", "min")}, estimator="k1-loss")

@@ -1,7 +1,5 @@
 """Effects of staleness on gradients, weights and training: claims, tables and the numbers that the paper cites."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -71,11 +69,9 @@ claims.bound("full-sequence ratios, and prefix ratios on the cost to go, follow 
     "theory; an estimate that Shah et al. 2025, §3, leave for future work", "no bias", LIMIT, "bias", EXACT, "path",
     estimator=WHOLE)  # fmt: skip
 
-
 claims.bound("every estimator with a name for what it follows off-policy follows that", "theory",
     f"{sum(name is not None for name in FOLLOWED.values())} combinations of named gradients", LIMIT, "off_followed",
     EXACT, "path")  # fmt: skip
-
 
 claims.bound("the truth by recursion is the truth by automatic differentiation", OWN, "equal", LIMIT, "truth_again",
     EXACT, "path")  # fmt: skip
@@ -210,7 +206,6 @@ def _prices(rows: pd.DataFrame) -> Answer:
 claims.bound("where training rests on-policy it rests for every number of updates to one sampler", OWN,
     "the rest point does not move", "1e-9: updates of rounding's size, 64 times", "moved", 1e-9,
     "stability")  # fmt: skip
-
 
 claims.between("what a cycle of updates does to a small step off π* has closed forms, with and without ratios", OWN,
     "the largest eigenvalue as predicted", f"{DIFFERENCES:g}: central differences",
@@ -363,7 +358,7 @@ def _of_stability(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 numbers.melt("training", ["gap"], ["recipe", "batch_size", "inner_steps"], means=True)
-numbers.add(lambda rows: [number("batch size", need(rows, "training")["batch_size"].max())])
+numbers.single("training", {"batch size": ("batch_size", "max")})
 
 
 def _short(values: Any) -> str:

@@ -1,7 +1,5 @@
 """The part that a token-level loss misses on sequences: claims, a table by length and steering, and numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -223,16 +221,8 @@ def _of_lengths(rows: pd.DataFrame) -> Iterator[Row]:
 numbers.melt("credit", ["bias"], ["discount", "steering"], means=True, what="discount", critic=0.0)
 numbers.melt("conditions", ["missed", "asymmetry"], ["condition"], means=True)
 
+numbers.single(("length", "vocabulary"), {"recursion against formula": ("off_formula", "max")})
+numbers.single("field", {"largest asymmetry": ("asymmetry", "max")})
+numbers.melt("circulation", ["circulation", "formula"], ["field"])
 
-@numbers.add
-def _of_fields(rows: pd.DataFrame) -> Iterator[Row]:
-    yield number("recursion against formula", need(rows, part=("length", "vocabulary"))["off_formula"].max())
-    yield number("largest asymmetry", need(rows, "field")["asymmetry"].max())
-    yield from melted(need(rows, "circulation"), ["circulation", "formula"], ["field"])
-
-
-@numbers.add
-def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
-    ends = need(rows, "ends")
-    yield number("ends off rest", ends["off_rest"].max())
-    yield number("starts apart", ends["starts_apart"].min())
+numbers.single("ends", {"ends off rest": ("off_rest", "max"), "starts apart": ("starts_apart", "min")})

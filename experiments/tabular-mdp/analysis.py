@@ -1,7 +1,5 @@
 """The part that a token-level loss misses in decision processes: claims, a table and numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -9,7 +7,7 @@ import pandas as pd
 
 from kltest.reproduce.claims import Answer, Claims
 from kltest.reproduce.frames import Row, known, mean, need, ordered, require, select
-from kltest.reproduce.numbers import Numbers, melted, number
+from kltest.reproduce.numbers import Numbers, number
 
 from .settings import EXACT, PARTS
 
@@ -82,15 +80,10 @@ def _slip(rows: pd.DataFrame) -> Answer:
     return said, means.is_monotonic_decreasing and means.is_unique and none < EXACT
 
 
-def _as_reference(rows: pd.DataFrame) -> pd.DataFrame:
-    cells = need(rows, "picture")
-    return cells[cells["kl"] < EXACT]
-
-
 @claims.add(OWN, "local 0, ∇KL not, in every cell where π = ref", "1e-14 and 1e-6 of a unit of logit")
 def _picture(rows: pd.DataFrame) -> Answer:
     """on a grid the token-level loss acts only where the policy differs from the reference"""
-    cells = known(_as_reference(rows))
+    cells = need(rows, "picture", kl=lambda x: x < EXACT)
     blind, steered = cells["local_size"].max(), (cells["whole_size"] > 1e-6).sum()
     said = f"{len(cells)} cells where π = ref: local at most {blind:.0e}; ∇KL acts in {steered}"
     return said, blind < 1e-14 and steered == len(cells)
@@ -174,19 +167,11 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     return {"table": found} if found else {}
 
 
-@numbers.add
-def _of_worlds(rows: pd.DataFrame) -> Iterator[Row]:
-    worlds = need(rows, "worlds")
-    yield from melted(worlds.groupby(["world", "horizon", "slip"])[["missed"]].mean(), ["missed"])
-    yield number("largest share missed", worlds["missed"].max())
-    yield number("largest asymmetry", worlds["asymmetry"].max())
-    yield number("routes apart", worlds["off_again"].max())
+numbers.melt("worlds", ["missed"], ["world", "horizon", "slip"], means=True)
+numbers.single("worlds", {"largest share missed": ("missed", "max"), "largest asymmetry": ("asymmetry", "max"),
+    "routes apart": ("off_again", "max")})  # fmt: skip
 
-
-@numbers.add
-def _of_the_grid(rows: pd.DataFrame) -> Iterator[Row]:
-    yield number("cells", len(need(rows, "picture")))
-    yield number("cells where π = ref", len(_as_reference(rows)))
+numbers.single("picture", {"cells": ("kl", len), "cells where π = ref": ("kl", lambda kl: (kl < EXACT).sum())})
 
 
 @numbers.add
@@ -203,9 +188,5 @@ def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
     yield number("tipping point", tipping["chance"].iloc[0])
 
 
-@numbers.add
-def _of_rotation(rows: pd.DataFrame) -> Iterator[Row]:
-    turn = need(rows, "rotation", followed="local_reverse_kl")["turn"]
-    yield number("processes", len(turn))
-    yield number("processes that spiral", (turn > TURNS).sum())
-    yield number("largest turn", turn.max())
+numbers.single("rotation", {"processes": ("turn", len), "processes that spiral": ("turn", lambda x: (x > TURNS).sum()),
+    "largest turn": ("turn", "max")}, followed="local_reverse_kl")  # fmt: skip

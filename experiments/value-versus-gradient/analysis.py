@@ -1,7 +1,5 @@
 """Claims, a table and numbers: values against formulas and samples, changes of order, and gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -120,7 +118,6 @@ claims.between("sampled values and gradients average to the exact expectations",
     "{count} means, the worst {high:.1f} standard errors off",
     lambda found: (found["sampled_mean"] - found["mean"]).abs() / (found["variance"] / found["samples"]) ** 0.5,
     kind=("value", "gradient"), below=SIGMAS)  # fmt: skip
-
 
 # Only where a quarter of a million samples can tell: the square of a heavy tail has no useful standard error.
 claims.between("the squared error of averages of n samples is variance/n + bias²", TANG,
@@ -258,7 +255,6 @@ for _which, _combination in FOLLOWS.items():
         EXACT_WHY,
         claim=f"{_which[0][:2]} in {_which[1]} follows {_words} on Gaussians",
     )(partial(_follows, which=_which))
-
 
 # Variances with respect to the mean at a width of 1, written out, m = 2 KL.
 NOISE: dict[tuple[str, str], Callable[[float], float]] = {

@@ -1,7 +1,5 @@
 """Noise of unbiased gradients: claims, the ladder as a table, and the numbers that the paper cites."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -86,7 +84,6 @@ claims.bound(
     "costly tokens lead to cheaper prefixes",
     OWN, "equal in every random world", f"{EXACT:g} of the variances: recursions in float64", "off_identity", EXACT,
     "rates")  # fmt: skip
-
 
 claims.between("the best mixture of both values is no noisier than either", "theory", "at most 1 times the better one",
     "exact", "{low:.2f} to {high:.2f} times the better one",

@@ -1,11 +1,13 @@
-"""Draws the figures: each script of figures/ has `draw(results) -> Figure` and reads nothing but results.
+"""Draws the figures: each script of figures/ has `draw(rows) -> Figure` and reads nothing but results.
 
-`READS` names the experiments whose results it reads (if it is missing: the one that is called like the figure).
+`READS` names the experiments whose results it is called with, a frame each (if it is missing: the one that is called
+like the figure).
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from kltest.errors import KltestError
 from kltest.files import write
 from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.frames import frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +38,8 @@ def draw(checkout: Checkout, name: str, output: Path) -> list[Path]:
     # Fonts and resolution count when a figure is saved as much as when it is drawn.
     with style.styled():
         try:
-            figure = script.draw(output)
+            files = [output / source / f"{source}.json" for source in sources(checkout, name)]
+            figure = script.draw(*(frame(json.loads(file.read_text(encoding="utf-8"))) for file in files))
         except FileNotFoundError as error:
             raise KltestError(f"there is no {error.filename} to draw; `kltest reproduce` makes it") from error
         return [write(output / "figures" / f"{name}.{kind}", render(figure, kind)) for kind in FORMATS]

@@ -8,9 +8,11 @@ An analysis has `numbers = Numbers()` and a generator for each part of its resul
         yield number("longest", long["length"].max())
         yield from melted(long, ["bias", "std"], ["estimator", "kl"])
 
-A generator whose rows are missing ends there. If all that is cited are columns as they are, `numbers.melt("length",
-["bias", "std"], ["estimator", "kl"])` says so. The paper looks them up by all columns:
-#n("comedy", "bias", estimator: "k1-loss", kl: 0.05).
+A generator whose rows are missing ends there. If all that is cited are columns as they are, or one number of a column,
+one call says so. The paper looks them up by all columns: #n("comedy", "bias", estimator: "k1-loss", kl: 0.05)::
+
+    numbers.melt("length", ["bias", "std"], ["estimator", "kl"])
+    numbers.single("length", {"longest": ("length", "max")}, seed=0)
 """
 
 from __future__ import annotations
@@ -52,6 +54,16 @@ class Numbers:
             if means:
                 return melted(found.groupby(list(by))[list(quantities)].mean(), quantities)
             return melted(found, quantities, by)
+
+        self.add(source)
+
+    def single(self, part: Any, quantities: Mapping[str, tuple[str, Any]], **wanted: Any) -> None:
+        """Add a number for each quantity: what a function, or pandas' one of that name, makes of a column."""
+
+        def source(rows: pd.DataFrame) -> Iterator[Row]:
+            found = need(rows, part, **wanted)
+            for quantity, (column, of) in quantities.items():
+                yield number(quantity, of(found[column]) if callable(of) else found[column].agg(of))
 
         self.add(source)
 

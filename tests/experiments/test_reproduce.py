@@ -83,13 +83,11 @@ def largest(rows):
 """
 
 FIGURE = """
-import json
 from matplotlib.figure import Figure
 
-def draw(results):
-    rows = json.loads((results / "roots" / "roots.json").read_text())
+def draw(rows, *others):
     figure = Figure(figsize=(3, 2))
-    figure.subplots().plot([row["number"] for row in rows], [row["root"] for row in rows], label="roots")
+    figure.subplots().plot(rows["number"].tolist(), rows["root"].tolist(), label="roots")
     return figure
 """
 
@@ -265,7 +263,7 @@ def test_a_failing_experiment_is_exit_3_and_the_other_experiments_run(checkout, 
 
 
 def test_a_failing_figure_is_exit_3_and_the_paper_is_still_made(checkout, capsys):
-    populate(checkout, {"figures/zero.py": "def draw(results):\n    1 / 0\n"})
+    populate(checkout, {"figures/zero.py": "def draw(rows):\n    1 / 0\n"})
     assert reproduce() == 3
     assert "figure zero failed: ZeroDivisionError" in capsys.readouterr().err
     assert (checkout / "results/paper/paper.pdf").exists()
