@@ -11,10 +11,7 @@ from kltest.reproduce.frames import select
 
 from .style import FAINT, INK, PAGE_WIDTH, label, look, tidy
 
-NAMES = {
-    "k3-reward": "$k_3$ in reward",
-    "abs-loss": "|u| in loss",
-}
+NAMES = {"k3-reward": "$k_3$ in reward", "abs-loss": "|u| in loss"}
 DISTANCE = "KL(π‖ref), nats"
 # The steepest parts of the binary example are cut off, so that its middle can be read.
 BINARY_RANGE = (-7, 7)

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pandas as pd
+
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 from kltest.reproduce.frames import records
@@ -48,3 +50,16 @@ def representative(configurations: Sequence[Configuration]) -> list[Configuratio
         unseen -= {(name, repr(value)) for name, value in best.items()}
         chosen.append(best)
     return chosen
+
+
+def look_up(numbers: pd.DataFrame, quantity: str, **where: Any) -> Any:
+    """Return the value of a quantity at these columns and no others.
+
+    Raises:
+        KeyError: there is no such number.
+    """
+    wanted = {"quantity": quantity, **where}
+    for row in records(numbers):
+        if {name: value for name, value in row.items() if name != "value"} == wanted:
+            return row["value"]
+    raise KeyError(f"no number {wanted}")

@@ -63,12 +63,9 @@ def _biased(rows: pd.DataFrame) -> Answer:
     return said, (bias[K1_LOSS] - 1).abs().max() < EXACT and bias[wrong].min(axis=None) > CLEAR
 
 
-@claims.add(SHAH, "at every length and distance, for the stated pair", "an order")
-def _largest(rows: pd.DataFrame) -> Answer:
-    """k3 in the reward has the largest bias of the four"""
-    bias = _cells(rows, "bias")[list(PUBLISHED)]
-    hits = (bias.idxmax(axis=1) == K3_REWARD).sum()
-    return f"in {hits} of {len(bias)} lengths and distances", hits == len(bias)
+claims.between("k3 in the reward has the largest bias of the four", SHAH,
+    "at every length and distance, for the stated pair", "an order", "in {total} of {count} lengths and distances",
+    lambda rows: _cells(rows, "bias")[list(PUBLISHED)].idxmax(axis=1) == K3_REWARD, above=0.5)  # fmt: skip
 
 
 def _std(rows: pd.DataFrame, least: float = -1.0, most: float = float("inf"), **wanted: object) -> pd.DataFrame:
@@ -87,12 +84,9 @@ def _near(rows: pd.DataFrame) -> Answer:
     return said, hits == len(std)
 
 
-@claims.add(THEORY, f"at every length, where KL ≥ {FAR:g}", "an order")
-def _far(rows: pd.DataFrame) -> Answer:
-    """away from it k1 in the loss is less noisy than k1 in the reward"""
-    std = _std(rows, least=FAR - 1e-9)
-    ratios = std[K1_LOSS] / std[K1_REWARD]
-    return f"{ratios.min():.2f} to {ratios.max():.2f} times k1 in reward", ratios.max() < 1
+claims.between("away from it k1 in the loss is less noisy than k1 in the reward", THEORY,
+    f"at every length, where KL ≥ {FAR:g}", "an order", "{low:.2f} to {high:.2f} times k1 in reward",
+    lambda rows: _std(rows, least=FAR - 1e-9).pipe(lambda std: std[K1_LOSS] / std[K1_REWARD]), below=1)  # fmt: skip
 
 
 @claims.add(OWN, f"between {NEAR:g} and {FAR:g} nats for whole sequences, at every length",

@@ -194,13 +194,15 @@ def _tokens_flat(rows: pd.DataFrame) -> Answer:
     return f"tokens {100 * off:.1f} % apart, prefixes {'fall' if falls else 'do not fall'}", off < 0.1 and falls
 
 
-@claims.add("Precup et al. 2000; this work", f"variance of the latter larger from {LONG} tokens on",
-    "above 1, in these worlds; for short rollouts it can be either")  # fmt: skip
-def _prices(rows: pd.DataFrame) -> Answer:
-    """prefix ratios on the cost to go are less noisy than the full-sequence ratio, once rollouts are long"""
+def _times(rows: pd.DataFrame) -> pd.Series:
     whole, prefix = (need(rows, "length", compared=name).set_index(["tokens", "seed"])["variance"] for name in WHOLE)
-    times = need((whole / prefix).dropna().rename("times").reset_index(), tokens=lambda x: x >= LONG)["times"]
-    return f"{times.min():.2f} to {times.max():.1f} times", times.min() > 1
+    return (whole / prefix)[lambda times: times.index.get_level_values("tokens") >= LONG]
+
+
+claims.between("prefix ratios on the cost to go are less noisy than the full-sequence ratio, once rollouts are long",
+    "Precup et al. 2000; this work", f"variance of the latter larger from {LONG} tokens on",
+    "above 1, in these worlds; for short rollouts it can be either", "{low:.2f} to {high:.1f} times", _times,
+    above=1)  # fmt: skip
 
 
 claims.bound("where training rests on-policy it rests for every number of updates to one sampler", OWN,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tomllib
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 from types import ModuleType
 
@@ -46,28 +46,15 @@ class Checkout:
         Checkouts are kept apart by a root package of their own, so that neither a module elsewhere that is called
         `figures` nor a second checkout gets in the way.
         """
-        root = f"_kltest_checkout_{sha256(str(self.root).encode()).hexdigest()[:8]}"
-        folder = self.root
-        _namespace(root, folder)
-        for depth, part in enumerate(path[:-1], start=1):
-            folder = folder / part
-            _namespace(".".join((root, *path[:depth])), folder)
-        name, file = ".".join((root, *path)), folder / f"{path[-1]}.py"
-        if name in sys.modules:
-            return sys.modules[name]
+        file = self.root.joinpath(*path).with_suffix(".py")
         if not file.is_file():
             raise UsageError(f"{file} is missing")
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
+        root = f"_kltest_checkout_{sha256(str(self.root).encode()).hexdigest()[:8]}"
+        if root not in sys.modules:
+            sys.modules[root] = package = ModuleType(root)
+            package.__path__ = [str(self.root)]
+        invalidate_caches()  # the file may have just been written
+        return import_module(".".join((root, *path)))
 
 
 def _project_name(pyproject: Path) -> str | None:
@@ -75,10 +62,3 @@ def _project_name(pyproject: Path) -> str | None:
         return tomllib.loads(pyproject.read_text()).get("project", {}).get("name")
     except (OSError, ValueError):
         return None
-
-
-def _namespace(name: str, folder: Path) -> None:
-    if name not in sys.modules:
-        package = ModuleType(name)
-        package.__path__ = [str(folder)]
-        sys.modules[name] = package

@@ -84,14 +84,16 @@ class Claims:
     ) -> None:  # fmt: skip
         """Claim that a column of the rows wanted, or what is worked out from them, lies between two limits.
 
-        `said` is what was found: a format of `low`, `high` and `count`, the extremes and the number of known values.
+        `said` is what was found: a format of `low`, `high`, `total` and `count`, the extremes, the sum and the number
+        of known values. Conditions that hold are ones: above 0.5 all of them do, below 0.5 none.
         """
 
         def judge(rows: pd.DataFrame, *which: Any) -> Answer:
             found = need(rows, part, **wanted)
             values = known((of(found) if callable(of) else found[of]).dropna())
             low, high = values.min(), values.max()
-            return said.format(low=low, high=high, count=len(values)), above < low and high < below
+            words = said.format(low=low, high=high, total=values.sum(), count=len(values))
+            return words, above < low and high < below
 
         self.add(source, expected, tolerance, claim=claim)(judge)
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_json, as_markdown, held, writable, write
@@ -27,6 +28,7 @@ from kltest.sweeps.spread import connect
 from kltest.sweeps.store import Failure
 
 INTERRUPTED = 130
+Result = TypeVar("Result")
 
 
 def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, request: Request = Request()) -> int:  # noqa: B008
@@ -39,7 +41,7 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
         failed |= _figures(checkout, folder, left_out=absent if only else ())
         built = not (only and absent)
         if built:
-            built = not _attempt("paper", lambda: _say(f"paper: {typeset(checkout, folder)}"))
+            built = _attempt("paper", typeset, checkout, folder) is not None
             failed |= not built
         else:
             _say(f"paper: not built, for want of {', '.join(absent)}; without --only it is")
@@ -103,19 +105,16 @@ def _experiments(checkout: Checkout, names: Sequence[str], folder: Path, request
     claims: list[Claim] = []
     failed = False
     for name in names:
-
-        def once(name: str = name) -> None:
-            nonlocal failed
-            outcome = Experiment(checkout, name).run(folder, request)
-            claims.extend(outcome.claims)
-            for note in outcome.notes:
-                _warn(f"{name}: {note}")
-            failed |= bool(outcome.failures)
-            _tell(name, outcome.failures)
-
-        if _attempt(name, once):
+        outcome = _attempt(name, Experiment(checkout, name).run, folder, request)
+        if outcome is None:
             failed = True
             claims.append(Claim(name, "all of its claims", "", "", "the experiment failed", None))
+            continue
+        claims += outcome.claims
+        failed |= bool(outcome.failures)
+        for note in outcome.notes:
+            _warn(f"{name}: {note}")
+        _tell(name, outcome.failures)
     return claims, failed
 
 
@@ -133,31 +132,28 @@ def _tell(name: str, failures: Sequence[Failure]) -> None:
 
 def _figures(checkout: Checkout, folder: Path, left_out: Sequence[str] = ()) -> bool:
     """Draw what can be drawn; a figure that reads an experiment which was left out on purpose is no failure."""
-
-    def once(name: str) -> Callable[[], None]:
-        return lambda: _say(f"figure: {draw(checkout, name, folder)[0].with_suffix('.{pdf,svg,png}')}")
-
     failed = False
     for name in checkout.figures():
         missing = [source for source in left_out if left_out and source in sources(checkout, name)]
         if missing:
             _say(f"figure: {name} is not drawn, for want of {', '.join(missing)}")
         else:
-            failed |= _attempt(f"figure {name}", once(name))
+            drawn = _attempt(f"figure {name}", draw, checkout, name, folder)
+            failed |= drawn is None
+            if drawn is not None:
+                _say(f"figure: {drawn[0].with_suffix('.{pdf,svg,png}')}")
     return failed
 
 
-def _attempt(what: str, work: Callable[[], None]) -> bool:
-    """Do it; True if it failed, which has then been said. A question wrongly put is not a failure of the work."""
+def _attempt(what: str, work: Callable[..., Result], *arguments: Any) -> Result | None:
+    """Return what the work gives; None if it failed, which has then been said."""
     try:
-        work()
+        return work(*arguments)
     except KltestError as error:
         _warn(f"{what} failed: {error}")
     except Exception as error:
         _warn(f"{what} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-    else:
-        return False
-    return True
+    return None
 
 
 def _conclude(claims: Sequence[Claim], folder: Path) -> None:

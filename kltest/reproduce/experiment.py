@@ -147,10 +147,7 @@ class Experiment:
             finished = [store.result(configuration) for configuration in configurations]
         rows = analysis.tidy([row for found in finished if isinstance(found, list) for row in found])
         claims, table = analysis.claims(rows), records(rows)
-        numbers = analysis.numbers(rows)
-        if isinstance(numbers, Mapping):
-            numbers = [number(name, value) for name, value in numbers.items()]
-        cited = [*records(numbers), number("score", score(claims))]
+        cited = [*records(analysis.numbers(rows)), number("score", score(claims))]
         write(folder / "settings.json", as_json({"scale": request.scale, **self._grid(request)}))
         write(folder / f"{self.name}.csv", as_csv(table))
         write(folder / f"{self.name}.json", as_json(table))

@@ -114,11 +114,6 @@ def mean(values: Iterable[float]) -> float:
     return float(sum(found) / len(found))
 
 
-def span(values: pd.Series, form: str = ".2g", between: str = " to ") -> str:
-    """Return the smallest and the largest value in words."""
-    return f"{min(values):{form}}{between}{max(values):{form}}"
-
-
 def _absent(value: Any) -> bool:
     return isinstance(value, float) and value != value
 

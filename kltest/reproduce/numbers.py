@@ -103,16 +103,3 @@ def extremes(quantity: str, values: Iterable[float], **where: Any) -> Iterator[R
     if found := [value for value in values if value is not None and value == value]:
         yield number(f"smallest {quantity}", min(found), **where)
         yield number(f"largest {quantity}", max(found), **where)
-
-
-def look_up(numbers: pd.DataFrame, quantity: str, **where: Any) -> Any:
-    """Return the value of a quantity at these columns and no others.
-
-    Raises:
-        KeyError: there is no such number.
-    """
-    wanted = {"quantity": quantity, **where}
-    for row in records(numbers):
-        if {name: value for name, value in row.items() if name != "value"} == wanted:
-            return row["value"]
-    raise KeyError(f"no number {wanted}")

@@ -26,11 +26,7 @@ def summary(claims: Sequence[Claim], width: int, *, fold: bool = False) -> str:
     for claim in sorted(shown, key=lambda claim: ORDER[claim.agrees]):
         about = [f"source: {claim.source}"] if claim.source and not claim.agrees else []
         limit = [f"tolerance: {claim.tolerance}"] if claim.tolerance and not claim.agrees else []
-        cells = (
-            [f"{claim.experiment}: {claim.claim}", *about],
-            [claim.expected, *limit],
-            [claim.found],
-        )
+        cells = ([f"{claim.experiment}: {claim.claim}", *about], [claim.expected, *limit], [claim.found])
         table.add_row(claim.verdict, *(Text("\n".join(cell)) for cell in cells))
     file = io.StringIO()
     console = Console(file=file, width=max(width, 60), color_system=None, highlight=False, legacy_windows=False)

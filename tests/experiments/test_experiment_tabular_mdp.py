@@ -7,9 +7,8 @@ import math
 
 import numpy as np
 import pytest
-from trial import Trial
+from trial import Trial, look_up
 
-from kltest.reproduce.numbers import look_up
 from kltest.truth import gradient, value
 
 TRIAL = Trial("tabular-mdp")

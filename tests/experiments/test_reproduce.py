@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from trial import look_up
 
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_markdown, held, write
@@ -23,7 +24,7 @@ from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, Claims, at_most
 from kltest.reproduce.experiment import Experiment
 from kltest.reproduce.frames import Missing, frame, mean, need, records, results, select
-from kltest.reproduce.numbers import Numbers, extremes, look_up, melted, number
+from kltest.reproduce.numbers import Numbers, extremes, melted, number
 from kltest.reproduce.summary import summary
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
