@@ -1,20 +1,15 @@
 """Six approximations of a KL penalty: top-k heads, their drift, clamps, the way back, low precision, lengths."""
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from kltest.reproduce.frames import select
-
-from .style import FAINT, INK, PAGE_WIDTH, label, look, note, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, label, look, note, select, tidy
 
 HEADS = {2: ("#e08214", "s"), 8: ("#b35806", "^"), 16: ("#7f3b08", "D")}
 CLAMPED = {"color": look("k3-loss").colour, "linestyle": "--", "linewidth": 1.3}
 K2, K3 = (look(name).plot(marker="") for name in ("k2-loss", "k3-loss"))
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 4.5), layout="constrained")
     (heads, drift, clamp), (back, precision, lengths) = figure.subplots(2, 3)
     _heads(heads, select(rows, "head"))
@@ -26,7 +21,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _heads(axes: Axes, rows: pd.DataFrame) -> None:
+def _heads(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  Top-k: biased at the reference", x="distance from the reference (std of logits)",
          y="bias, relative to ‖∇KL‖")  # fmt: skip
     rows = select(rows[rows["distance"] > 0], sharpness=rows["sharpness"].min())
@@ -44,7 +39,7 @@ def _heads(axes: Axes, rows: pd.DataFrame) -> None:
     note(axes, 0.03, 0.03, words, size=6, va="bottom")
 
 
-def _drift(axes: Axes, rows: pd.DataFrame) -> None:
+def _drift(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="b  …and drives the policy off it", x="k, the size of the head", y="mass of the head")
     place = np.arange(len(rows))
     axes.plot(place, rows["mass"], color=INK, marker="o", markersize=3, linewidth=1, label="reference")
@@ -59,7 +54,7 @@ def _drift(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_ylim(0, 1.08)
 
 
-def _clamp(axes: Axes, rows: pd.DataFrame) -> None:
+def _clamp(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="c  A clamped k3 is dead", x="log-ratio u = log π/ref of a token", y="weight of g in the gradient")
     u, first = rows["u"].to_numpy(), rows.iloc[0]
     for low, high in ((u[0], first["low"]), (first["high"], u[-1])):
@@ -74,7 +69,7 @@ def _clamp(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set(ylim=(-14, 14), xlim=(u[0], u[-1]))
 
 
-def _back(axes: Axes, rows: pd.DataFrame) -> None:
+def _back(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="d  …and lets a runaway policy stay", x="updates (exact gradients, no reward)",
          y="KL(π‖ref), nats")  # fmt: skip
     rows = select(rows[rows["kl"] > 1e-6], start=rows["start"].max())
@@ -94,7 +89,7 @@ def _back(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set(xscale="log", ylim=(-0.03, 1.35))
 
 
-def _precision(axes: Axes, rows: pd.DataFrame) -> None:
+def _precision(axes: Axes, rows: DataFrame) -> None:
     y = "relative error of the gradient"
     tidy(axes, title="e  Precision: where digits are lost", x="size of the log-ratios", y=y)
     rows = select(rows, vocabulary=rows["vocabulary"].max()).sort_values("log_ratio")
@@ -118,7 +113,7 @@ def _precision(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_ylim(3e-6, 200)
 
 
-def _lengths(axes: Axes, rows: pd.DataFrame) -> None:
+def _lengths(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="f  One token-mean per batch", x="rollouts in a batch", y="distance from ∇KL/E[L], relative")
     for name, style, words, offset in (
         ("whole-return", look("k1-reward").plot(markersize=2.5), "k1 in the reward\n(limit: ∇KL/E[L])", (4, 6)),

@@ -2,15 +2,24 @@
 
 import math
 
-import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from kltest.reproduce.frames import Row, records
-
-from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT, RIGHT_INK, ink_on
+from .style import (
+    BIAS,
+    FAINT,
+    HAIRLINE,
+    INK,
+    PAGE_WIDTH,
+    RIGHT,
+    RIGHT_INK,
+    Axes,
+    DataFrame,
+    Figure,
+    Row,
+    ink_on,
+    records,
+)
 
 Cells = dict[tuple[str, str, str], Row]
 
@@ -51,7 +60,7 @@ LEGEND = (
 )
 
 
-def draw(found: pd.DataFrame) -> Figure:
+def draw(found: DataFrame) -> Figure:
     """The figure; its height follows the number of estimators."""
     rows = records(found)
     cells = _worst(rows)

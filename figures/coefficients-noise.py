@@ -1,12 +1,6 @@
 """Distance from π* at which noisy training settles, by batch size: bias of the fixed point, and noise that cancels."""
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from kltest.reproduce.frames import select
-
-from .style import PAGE_WIDTH, label, look, note, tidy
+from .style import PAGE_WIDTH, Axes, DataFrame, Figure, label, look, note, select, tidy
 
 READS = ("coefficients",)
 PANELS = {
@@ -27,7 +21,7 @@ BELOW = ("k2-loss",)  # whose label would hide another's
 SILENT = 1e-20  # rounding: noise that is zero, for which a logarithmic axis has no place
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     budget = select(rows, "budget", seed=0)
     figure = Figure(figsize=(PAGE_WIDTH, 2.7), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -40,7 +34,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, rows: pd.DataFrame, title: str, names: dict[str, str]) -> None:
+def _panel(axes: Axes, rows: DataFrame, title: str, names: dict[str, str]) -> None:
     tidy(axes, title=title, x="rollouts per update B", y="KL(π‖π*) where training settles, nats")
     sizes = sorted(rows["batch_size"].unique())
     for name, words in names.items():

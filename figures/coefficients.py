@@ -3,14 +3,9 @@
 from typing import Any
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kltest.reproduce.frames import records, select
-
-from .style import FAINT, INK, PAGE_WIDTH, look, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, look, records, select, tidy
 
 WORLDS = {"bandit": "bandit", "sequence": "sequences of 3 tokens", "mdp": "MDP, 3 steps"}
 # One of each kind; those that follow the same gradient end at the same place.
@@ -34,7 +29,7 @@ NOTES = (
 SMALLEST = 1e-8  # what is nearer than this is drawn here, and called 0
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 6.7))
     axes = figure.subplots(3, 3)
     figure.subplots_adjust(left=0.082, right=0.99, top=0.965, bottom=0.168, hspace=0.42, wspace=0.2)
@@ -50,7 +45,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _frontier(axes: Axes, rows: pd.DataFrame, title: str) -> None:
+def _frontier(axes: Axes, rows: DataFrame, title: str) -> None:
     tidy(axes, title=title, x="KL(π‖ref), nats", y="reward gained over the reference")
     optima = select(rows, "frontier").sort_values("kl")
     axes.plot(optima["kl"], optima["gain"], color=INK, linewidth=2.4, alpha=0.25)
@@ -75,7 +70,7 @@ def _frontier(axes: Axes, rows: pd.DataFrame, title: str) -> None:
                       size=6.2, arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.5})  # fmt: skip
 
 
-def _distance(axes: Axes, rows: pd.DataFrame) -> None:
+def _distance(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, x="coefficient β", y="KL(π‖π*) at the end, nats")
     for name in SHOWN:
         mine = _first(rows, name)
@@ -91,7 +86,7 @@ def _distance(axes: Axes, rows: pd.DataFrame) -> None:
     axes.minorticks_off()
 
 
-def _effective(axes: Axes, rows: pd.DataFrame) -> None:
+def _effective(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, x="coefficient β", y="effective β' / β, by the same KL")
     axes.axhline(1.0, color=INK, linewidth=2.4, alpha=0.25)
     for name in SHOWN:
@@ -108,7 +103,7 @@ def _effective(axes: Axes, rows: pd.DataFrame) -> None:
     axes.minorticks_off()
 
 
-def _first(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+def _first(rows: DataFrame, name: str) -> DataFrame:
     """One environment of each kind, from small β to large."""
     return select(rows, "exact", estimator=name, seed=0).sort_values("beta")
 

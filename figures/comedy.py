@@ -1,12 +1,6 @@
 """Bias and noise of KL gradients by length, near the reference and away from it; where the order changes."""
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from kltest.reproduce.frames import select
-
-from .style import FAINT, INK, PAGE_WIDTH, look, note, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, look, note, select, tidy
 
 # Estimator and placement as computed, and the registered name whose look they share.
 SHOWN = (
@@ -18,7 +12,7 @@ SHOWN = (
 )
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     """Bias over noise, near and far; one pair at all lengths over the distance of equal noise."""
     figure = Figure(figsize=(PAGE_WIDTH, 4.5))
     panels = figure.subplots(2, 3)
@@ -39,7 +33,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, rows: pd.DataFrame, quantity: str, title: str, y: str) -> None:
+def _lines(axes: Axes, rows: DataFrame, quantity: str, title: str, y: str) -> None:
     """Exact lines; where samples were drawn, what they say, with two standard errors."""
     tidy(axes, title=title, x="length T (tokens)", y=y)
     for which, name, _ in SHOWN:
@@ -62,11 +56,11 @@ def _lines(axes: Axes, rows: pd.DataFrame, quantity: str, title: str, y: str) ->
         axes.minorticks_off()
 
 
-def _of(rows: pd.DataFrame, which: tuple[str, str]) -> pd.DataFrame:
+def _of(rows: DataFrame, which: tuple[str, str]) -> DataFrame:
     return select(rows, estimator=which[0], placement=which[1]).sort_values("length")
 
 
-def _one_pair(axes: Axes, rows: pd.DataFrame) -> None:
+def _one_pair(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="c  One pair: the order flips", x="length T (tokens)", y="standard deviation / ‖∇KL‖")
     furthest = select(rows, kl=rows["kl"].max())
     for which, name, label in SHOWN[:2]:
@@ -82,7 +76,7 @@ def _one_pair(axes: Axes, rows: pd.DataFrame) -> None:
     note(axes, 0.98, 0.8, f"KL grows from {said}", ha="right", va="top", size=6, color=FAINT)
 
 
-def _equal(axes: Axes, rows: pd.DataFrame) -> None:
+def _equal(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="f  Equally noisy at this distance", x="length T (tokens)", y="KL(π‖ref) of sequences (nats)")
     known = rows.dropna(subset=["equal_at"]).sort_values("length")
     axes.plot(known["length"], known["equal_at"], color=INK, lw=1.2, marker="o", ms=2.2)

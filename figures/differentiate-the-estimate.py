@@ -3,13 +3,8 @@
 from typing import Any
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from kltest.reproduce.frames import select
-
-from .style import FAINT, INK, PAGE_WIDTH, label, look, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, label, look, select, tidy
 
 NAMES = {"k3-reward": "$k_3$ in reward", "abs-loss": "|u| in loss"}
 DISTANCE = "KL(π‖ref), nats"
@@ -17,7 +12,7 @@ DISTANCE = "KL(π‖ref), nats"
 BINARY_RANGE = (-7, 7)
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     """Exact throughout; bands are from the 10th to the 90th of 100 pairs of policies, lines are medians."""
     distances = select(rows, "distance", seed=0)
     figure = Figure(figsize=(PAGE_WIDTH, 4.75))
@@ -32,7 +27,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _binary(axes: Axes, rows: pd.DataFrame) -> None:
+def _binary(axes: Axes, rows: DataFrame) -> None:
     axes.axvline(0.5, color=FAINT, lw=0.6, ls=":")
     axes.text(0.5, 6.9, "ref ", ha="right", va="top", size=6, color=FAINT)
     for name in ("k1-loss", "k3-loss", "k3-reward", "k2-loss"):
@@ -53,7 +48,7 @@ def _binary(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="a  Two actions", x="probability p of the first action", y="expected gradient, d/dp")
 
 
-def _four(axes: Axes, rows: pd.DataFrame) -> None:
+def _four(axes: Axes, rows: DataFrame) -> None:
     truth, wrong = rows.loc["k3-loss", ["truth", "gradient"]]
     across = np.arange(len(truth))
     axes.bar(across - 0.19, truth, 0.36, color=INK)
@@ -69,7 +64,7 @@ def _four(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="b  Four actions", y="expected gradient, by logit")
 
 
-def _error(axes: Axes, rows: pd.DataFrame) -> None:
+def _error(axes: Axes, rows: DataFrame) -> None:
     x, _ = _line(axes, rows, "k3-loss", "relative_error", 128, scale="log")
     axes.plot(x, np.sqrt(x), color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
     mine = _of(rows, "k3-reward", 128)
@@ -83,7 +78,7 @@ def _error(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="c  Error, V = 128", x=DISTANCE, y="relative to the truth")
 
 
-def _direction(axes: Axes, rows: pd.DataFrame) -> None:
+def _direction(axes: Axes, rows: DataFrame) -> None:
     axes.axhline(1, color=INK, lw=0.8)
     texts = {
         "k3-loss": (2e-4, 0.94, "$k_3$ in loss"),
@@ -99,7 +94,7 @@ def _direction(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="d  Direction, V = 128", x=DISTANCE, y="cosine with ∇KL")
 
 
-def _size(axes: Axes, rows: pd.DataFrame) -> None:
+def _size(axes: Axes, rows: DataFrame) -> None:
     axes.axhline(1, color=INK, lw=0.8)
     axes.text(1e-6, 1.06, "truth", size=6.4, weight="bold", va="bottom")
     styles = {
@@ -121,7 +116,7 @@ def _size(axes: Axes, rows: pd.DataFrame) -> None:
     tidy(axes, title="e  Size of $\\mathbf{k_3}$ in loss, V = 128", x=DISTANCE, y="‖E[ĝ]‖ / ‖∇KL‖")
 
 
-def _signs(axes: Axes, rows: pd.DataFrame) -> None:
+def _signs(axes: Axes, rows: DataFrame) -> None:
     # Grey levels of one colour: they are the same estimator, at growing vocabularies.
     for size, line, marker, (x, y) in (
         (2, ":", "o", (0.9, 0.0)),
@@ -139,7 +134,7 @@ def _signs(axes: Axes, rows: pd.DataFrame) -> None:
 
 def _line(
     axes: Axes,
-    rows: pd.DataFrame,
+    rows: DataFrame,
     estimator: str,
     quantity: str,
     size: int,
@@ -159,9 +154,9 @@ def _line(
     return x, y
 
 
-def _of(rows: pd.DataFrame, estimator: str, size: int, path: str = "random") -> pd.DataFrame:
+def _of(rows: DataFrame, estimator: str, size: int, path: str = "random") -> DataFrame:
     return select(rows, estimator=estimator, vocabulary=size, path=path)
 
 
-def _reached(rows: pd.DataFrame) -> pd.DataFrame:
+def _reached(rows: DataFrame) -> DataFrame:
     return rows[rows["reached"] >= 0.5 * rows["pairs"]]

@@ -7,17 +7,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from scipy.stats import t
 
-from kltest.reproduce.frames import select
-
-from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, label, look, note, tidy
+from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, Axes, DataFrame, Figure, label, look, note, select, tidy
 
 # The runs that have ended, by term and coefficient: a row a seed.
-Ended = dict[tuple[str, float], pd.DataFrame]
+Ended = dict[tuple[str, float], DataFrame]
 # By arm: what it is called here.
 WORDS = {
     "none": "no KL term",
@@ -55,7 +51,7 @@ OPTIMUM = "optimum"
 SMALL = {"textcoords": "offset points", "size": 6.2}
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     rows = select(rows, "committed")
     figure = Figure(figsize=(PAGE_WIDTH, 7.4), layout="constrained")
     (frontier, realised), (every, elsewhere), (followed, key) = figure.subplots(3, 2)
@@ -180,7 +176,7 @@ def _elsewhere(axes: Axes, last: Ended) -> None:
     axes.axline((0.1, 0.1), (1, 1), color=INK, linewidth=0.6)
 
 
-def _followed(axes: Axes, rows: pd.DataFrame) -> None:
+def _followed(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="e  The direction that is followed", x="updates", y="cosine of E[gradient] and ∇KL(π‖ref)")
     axes.axhline(1, color=INK, linewidth=0.7)
     updates = sorted(rows.dropna(subset=["kl_gradient_size"])["update"].unique())

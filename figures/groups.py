@@ -1,12 +1,6 @@
 """Effects of masks of ties and std-normalisation: the gradient lost, the push of a tied group, the end."""
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from kltest.reproduce.frames import select
-
-from .style import FAINT, PAGE_WIDTH, band, label, look, tidy
+from .style import FAINT, PAGE_WIDTH, Axes, DataFrame, Figure, band, label, look, select, tidy
 
 SHADES = {1: "#fdbb84", 2: "#fc8d59", 3: "#ef6548", 4: "#d7301f", 8: "#990000", 16: "#4d0000"}
 MARKERS = {1: "x", 2: "s", 3: "<", 4: "^", 8: "o", 16: "D"}
@@ -17,7 +11,7 @@ ENDS = {
 }
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 2.35), layout="constrained")
     lost, push, end = figure.subplots(1, 3, width_ratios=(1.1, 0.9, 1.1))
     _lost(lost, select(rows, "masking"))
@@ -26,7 +20,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _lost(axes: Axes, rows: pd.DataFrame) -> None:
+def _lost(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  Masked ties take gradient", x="probability of a right answer", y="share of ∇KL that is lost")
     for size, mine in rows.groupby("group_size"):
         line = {"color": SHADES.get(size, FAINT), "marker": MARKERS.get(size, ".")}
@@ -36,7 +30,7 @@ def _lost(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set(xlim=(0, 1), ylim=(-0.03, 1.12))
 
 
-def _push(axes: Axes, rows: pd.DataFrame) -> None:
+def _push(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="b  A tied group's push", x="coefficient β", y="length of the expected step")
     for name, estimator, words, at, offset in (
         ("normalised", "group-std", "divided by the\ngroup's std", -3, (2, -20)),
@@ -49,7 +43,7 @@ def _push(axes: Axes, rows: pd.DataFrame) -> None:
     label(axes, "ε in the\ndivision", (1e-4, axes.get_ylim()[0]), (4, 5), size=6)
 
 
-def _end(axes: Axes, rows: pd.DataFrame) -> None:
+def _end(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="c  Where exact training ends", x="coefficient β", y="KL(π‖ref) at the end, nats")
     for name, words in ENDS.items():
         mine = select(rows, estimator=name, success=rows["success"].min()).sort_values("beta")

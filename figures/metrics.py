@@ -1,19 +1,13 @@
 """Six ways in which a logged KL is none: changed in place, steered by, reweighted, masked, noisy, averaged."""
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from kltest.reproduce.frames import select
-
-from .style import FAINT, INK, PAGE_WIDTH, label, look, note, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, label, look, note, select, tidy
 
 WRONG = look("k3-loss").colour
 RIGHT = look("k1-reward").colour
 SHADES = {1: "#fdae6b", 2: "#ef6548", 4: "#b30000", 8: "#4d0000"}
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 4.5), layout="constrained")
     (mutation, controller, reweighted), (masked, noise, means) = figure.subplots(2, 3)
     _mutation(mutation, select(rows, "mutation"))
@@ -27,7 +21,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _mutation(axes: Axes, rows: pd.DataFrame) -> None:
+def _mutation(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  Recorded, then changed in place", x="updates", y="nats")
     rows = select(rows, copied=False, beta=rows["beta"].max(), seed=0).sort_values("step")
     x, last = rows["step"], rows.iloc[-1]
@@ -42,7 +36,7 @@ def _mutation(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_ylim(-0.08, 1.25 * last["read"])
 
 
-def _controller(axes: Axes, rows: pd.DataFrame) -> None:
+def _controller(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="b  A β that adapts to it", x="rounds of the controller", y="KL(π‖ref), nats")
     drawn = (
         ("kl", 1.0, {"color": RIGHT}, "reads the KL: on target", 0.98, (0, -10)),
@@ -60,7 +54,7 @@ def _controller(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_ylim(2e-3, 1.5)
 
 
-def _reweighted(axes: Axes, rows: pd.DataFrame) -> None:
+def _reweighted(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="c  Multiplied by a ratio", x="staleness: bound on |log π/μ|", y="metric ÷ KL(π‖ref)")
     rows = rows.sort_values("staleness")
     x = rows["staleness"].to_numpy()
@@ -79,7 +73,7 @@ def _reweighted(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_ylim(0.2, 1.3)
 
 
-def _masked(axes: Axes, rows: pd.DataFrame) -> None:
+def _masked(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="d  Masked where rewards tie", x="probability of a right answer", y="nats")
     rows = rows.sort_values("success")
     some = rows.drop_duplicates("success")
@@ -92,7 +86,7 @@ def _masked(axes: Axes, rows: pd.DataFrame) -> None:
     axes.axhline(0, color=FAINT, linewidth=0.5)
 
 
-def _noise(axes: Axes, rows: pd.DataFrame) -> None:
+def _noise(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="e  Noise of k1, k2, k3 along a run", x="KL(π‖ref), nats", y="std of one rollout ÷ KL")
     for name, words, at, offset in (
         ("k1-loss", "k1 (thin line: √(2/KL))", 0, (5, 2)),
@@ -111,7 +105,7 @@ def _noise(axes: Axes, rows: pd.DataFrame) -> None:
     axes.loglog(x, (2 / x) ** 0.5, color=INK, linewidth=0.7)
 
 
-def _means(axes: Axes, rows: pd.DataFrame) -> None:
+def _means(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="f  Three “KLs per token”", x="updates", y="nats per token")
     k1, k3 = (select(rows, estimator=name).set_index("step").sort_index() for name in ("k1-loss", "k3-loss"))
     x = k1.index

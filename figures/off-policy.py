@@ -1,13 +1,8 @@
 """Costs of staleness: drift of the gradient, effective samples, noise, stability and where training ends."""
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from kltest.reproduce.frames import select
-
-from .style import FAINT, INK, PAGE_WIDTH, Look, label, look, note, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, Look, label, look, note, select, tidy
 
 DRIFT = {
     "k1-reward": "no ratio",
@@ -37,7 +32,7 @@ RECIPES = {
 LOOKS = {"k1-reward-clipped-ratio": Look("#b8860b", ":", "v")}
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 4.5), layout="constrained")
     (drift, shares, price), (cycle, exact, drawn) = figure.subplots(2, 3)
     _drift(drift, select(rows, "path"))
@@ -58,7 +53,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _means(rows: pd.DataFrame, along: str, column: str) -> tuple[np.ndarray, np.ndarray]:
+def _means(rows: DataFrame, along: str, column: str) -> tuple[np.ndarray, np.ndarray]:
     found = rows.groupby(along)[column].mean()
     return found.index.to_numpy(), found.to_numpy()
 
@@ -70,7 +65,7 @@ def _updates(axes: Axes, ticks: list[float], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def _drift(axes: Axes, rows: pd.DataFrame) -> None:
+def _drift(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  What staleness adds", y="change of gradient / length of ∇KL")
     rows = rows[(rows["length"] == rows["length"].max()) & (rows["staleness"] > 0)]
     offsets = {
@@ -92,7 +87,7 @@ def _drift(axes: Axes, rows: pd.DataFrame) -> None:
     note(axes, 0.97, 0.03, words, ha="right", va="bottom", color=look("k1-reward-sequence-ratio").colour)
 
 
-def _shares(axes: Axes, rows: pd.DataFrame) -> None:
+def _shares(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="b  Rollouts that count", x="tokens of a rollout", y="effective share of samples")
     noises = sorted(rows["noise"].unique())
     mine = select(rows, noise=noises[len(noises) // 2 - 1])
@@ -112,7 +107,7 @@ def _shares(axes: Axes, rows: pd.DataFrame) -> None:
     note(axes, 0.03, 0.05, f"KL(π‖μ) = {each:.4f} nats a token", color=INK)
 
 
-def _price(axes: Axes, rows: pd.DataFrame) -> None:
+def _price(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="c  The price in noise", x="tokens of a rollout", y="variance / the same, on-policy")
     for name, words in PRICE.items():
         x, y = _means(select(rows, compared=name), "tokens", "price")
@@ -124,7 +119,7 @@ def _price(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_xticks(sorted(rows["tokens"].unique()))
 
 
-def _cycle(axes: Axes, rows: pd.DataFrame) -> None:
+def _cycle(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="d  Does a cycle settle?", y="factor on a small step off rest")
     for name, (words, style) in RECIPES.items():
         if name in ("token-clipped", "token-detached", "prefix-to-go", "token"):
@@ -142,7 +137,7 @@ def _cycle(axes: Axes, rows: pd.DataFrame) -> None:
     label(axes, words, (1, 0.78), (0, -3), colour, va="center")
 
 
-def _ends(axes: Axes, rows: pd.DataFrame, title: str, letter: str) -> None:
+def _ends(axes: Axes, rows: DataFrame, title: str, letter: str) -> None:
     tidy(axes, title=f"{letter}  {title}", y="J* − J at the end, nats")
     for name, (words, style) in RECIPES.items():
         mine = select(rows, recipe=name).sort_values("inner_steps")

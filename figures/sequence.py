@@ -3,16 +3,10 @@
 import math
 from typing import Any
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from kltest.reproduce.frames import select
-
-from .style import BIAS, FAINT, INK, PAGE_WIDTH, band, label, look, note, tidy
+from .style import BIAS, FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, band, label, look, note, select, tidy
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     """Six panels: length, steering, discount; the blind root, the Jacobian's asymmetry, the way round a rectangle."""
     figure = Figure(figsize=(PAGE_WIDTH, 4.75))
     panels = figure.subplots(2, 3)
@@ -31,7 +25,7 @@ def _shade(steering: float) -> Any:
     return look("k1-reward").colour if steering == 0 else BIAS(0.35 + 0.6 * steering**2)
 
 
-def _band(axes: Axes, rows: pd.DataFrame, by: str, quantity: str, *, named: str = "end", apart: float = 0.0) -> None:
+def _band(axes: Axes, rows: DataFrame, by: str, quantity: str, *, named: str = "end", apart: float = 0.0) -> None:
     """A line for each steering: the mean over draws, and all draws as a band; named where it ends or begins.
 
     Names keep a distance of `apart` in y from each other.
@@ -52,14 +46,14 @@ def _band(axes: Axes, rows: pd.DataFrame, by: str, quantity: str, *, named: str 
         )
 
 
-def _length(axes: Axes, rows: pd.DataFrame) -> None:
+def _length(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  What is missed, by length", x="length T (tokens)", y="‖missed part‖ / ‖∇KL‖")
     _band(axes, rows, "length", "missed", apart=0.075)
     axes.set(xscale="log", ylim=(-0.06, 1.45))
     note(axes, 0.03, 0.97, "band: all draws", size=6, va="top", color=FAINT)
 
 
-def _steering(axes: Axes, rows: pd.DataFrame) -> None:
+def _steering(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="b  Direction that is left", x="steering κ", y="cosine with ∇KL")
     style = {"color": look("k2-loss").colour, "lw": 1.2, "marker": "s", "ms": 2.4}
     for length, line in ((2, ":"), (10, "--"), (rows["length"].max(), "-")):
@@ -74,7 +68,7 @@ def _steering(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_ylim(-0.5, 1.15)
 
 
-def _discount(axes: Axes, rows: pd.DataFrame) -> None:
+def _discount(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="c  Discounting the KL to come", x="discount γ, or λ of a critic-less GAE", y="relative bias")
     alone = select(rows, what="discount", critic=0.0)
     _band(axes, alone[alone["steering"] > 0], "discount", "bias", named="start")
@@ -83,7 +77,7 @@ def _discount(axes: Axes, rows: pd.DataFrame) -> None:
     note(axes, 0.98, 0.97, words, ha="right", va="top", size=6)
 
 
-def _root(axes: Axes, rows: pd.DataFrame) -> None:
+def _root(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="d  The blind root", x="chance p of the token before the KL", y="∂/∂logit at the root, in d")
     chances = [step / 100 for step in range(101)]
     axes.plot(chances, [p * (1 - p) for p in chances], color=INK, lw=0.9)
@@ -100,7 +94,7 @@ def _root(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_ylim(-0.02, 0.3)
 
 
-def _asymmetry(axes: Axes, rows: pd.DataFrame) -> None:
+def _asymmetry(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="e  No function has this gradient", x="length T (tokens)", y="‖J − Jᵀ‖ / ‖J + Jᵀ‖")
     _band(axes, rows, "length", "asymmetry", apart=0.04)
     axes.set(xscale="log", ylim=(-0.03, 0.75))
@@ -109,7 +103,7 @@ def _asymmetry(axes: Axes, rows: pd.DataFrame) -> None:
     note(axes, 0.03, 0.97, "J: derivatives of the\ntoken-level gradient", size=6, va="top")
 
 
-def _circulation(axes: Axes, rows: pd.DataFrame) -> None:
+def _circulation(axes: Axes, rows: DataFrame) -> None:
     """The rectangle, what each field gains along each edge, and their sums."""
     axes.set_title("f  Once round a rectangle", loc="left", size=7.5, weight="bold")
     axes.set(

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure  # noqa: F401
+from pandas import DataFrame
+
+# Figures take from here whatever they are made of.
+from kltest.reproduce.frames import Row, records, select  # noqa: F401
 
 PAGE_WIDTH = 7.0  # inches: the text width of the paper
 
@@ -115,7 +119,7 @@ def look(estimator: str) -> Look:
     return LOOKS.get(estimator, Look(FAINT, "-.", "."))
 
 
-def band(axes: Axes, rows: pd.DataFrame, x: str, y: str, *, alpha: float, **line: Any) -> pd.DataFrame:
+def band(axes: Axes, rows: DataFrame, x: str, y: str, *, alpha: float, **line: Any) -> DataFrame:
     """Draw the mean by a column as a line and the extremes as a band; return them."""
     found = rows.groupby(x)[y].agg(["min", "max", "mean"])
     axes.fill_between(found.index, found["min"], found["max"], color=line["color"], alpha=alpha, linewidth=0)

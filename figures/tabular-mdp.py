@@ -1,18 +1,31 @@
 """The part that a token-level loss misses in decision processes: cells of a grid, and ends of training."""
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Rectangle
 
-from kltest.reproduce.frames import Row, records, select
-
-from .style import BIAS, FAINT, HAIRLINE, INK, PAGE_WIDTH, RIGHT_INK, band, label, look, note, tidy
+from .style import (
+    BIAS,
+    FAINT,
+    HAIRLINE,
+    INK,
+    PAGE_WIDTH,
+    RIGHT_INK,
+    Axes,
+    DataFrame,
+    Figure,
+    Row,
+    band,
+    label,
+    look,
+    note,
+    records,
+    select,
+    tidy,
+)
 
 SHOWN = 0.02  # references whose ends are drawn
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     """Above the grid: the world, then what three gradients do in each cell. Below: slip, ends by β, eigenvalues."""
     figure = Figure(figsize=(PAGE_WIDTH, 5.6))
     cells = records(select(rows, "picture"))
@@ -83,7 +96,7 @@ def _arrow(axes: Axes, x: float, y: float, right: float, up: float, colour: str,
     axes.annotate("", *ends, arrowprops=arrow)
 
 
-def _slip(axes: Axes, rows: pd.DataFrame) -> None:
+def _slip(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="e  Actions that slip", x="chance that a random action is taken", y="‖missed part‖ / ‖∇KL‖")
     steps = 8 if (rows["horizon"] == 8).any() else rows["horizon"].max()
     looks = {"chain": ("o", "-"), "grid": ("s", "--"), "random": ("^", ":")}
@@ -99,7 +112,7 @@ def _slip(axes: Axes, rows: pd.DataFrame) -> None:
     note(axes, 0.98, 0.95, f"{steps} steps\nband: all draws", size=6, ha="right", va="top")
 
 
-def _ends(axes: Axes, rows: pd.DataFrame) -> None:
+def _ends(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="f  Ends of training", x="coefficient β", y="chance of going on")
     shown = select(rows, reference=SHOWN)
     for followed, stable, options in (
@@ -116,7 +129,7 @@ def _ends(axes: Axes, rows: pd.DataFrame) -> None:
     axes.text(0.36, 0.33, "∇KL", size=6.5, color=look("k1-reward").colour, ha="left")
 
 
-def _eigenvalues(axes: Axes, rows: pd.DataFrame) -> None:
+def _eigenvalues(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="g  Spirals into rest", x="real part", y="imaginary part")
     looks = {
         "reverse_kl": look("k1-reward").plot(linestyle="", markersize=2.6),

@@ -3,13 +3,8 @@
 import math
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from kltest.reproduce.frames import select
-
-from .style import FAINT, INK, PAGE_WIDTH, label, look, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, label, look, select, tidy
 
 # Each level of KL with the sample sizes that show its crossing.
 LEVELS = {0.005: (1.0, 1e11), 0.5: (1.0, 1e4)}
@@ -42,7 +37,7 @@ GRADIENT_LABELS: dict[float, dict[tuple[str, str], Spot]] = {
 }
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     """Exact lines; the dots of the value were sampled, their bars are two standard errors."""
     rows = select(rows, width=1.0)
     figure = Figure(figsize=(PAGE_WIDTH, 4.7))
@@ -54,7 +49,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _values(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, float], letter: str) -> None:
+def _values(axes: Axes, rows: DataFrame, kl: float, sizes: tuple[float, float], letter: str) -> None:
     across = np.geomspace(*sizes, 200)
     found = select(rows, kind="value").drop_duplicates("estimator", keep="last").set_index("estimator")
     for name, words in VALUES.items():
@@ -70,7 +65,7 @@ def _values(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, float
     tidy(axes, title=f"{letter}  The value, KL = {kl:g}", x="samples n", y="mean squared error / KL²")
 
 
-def _crossing(axes: Axes, found: pd.DataFrame, kl: float) -> None:
+def _crossing(axes: Axes, found: DataFrame, kl: float) -> None:
     """Mark the size at which k2's bias makes it as bad as k1."""
     one, two = found.loc["k1-loss"], found.loc["k2-loss"]
     size = (one["variance"] - two["variance"]) / (two["mean"] - kl) ** 2
@@ -84,7 +79,7 @@ def _crossing(axes: Axes, found: pd.DataFrame, kl: float) -> None:
     label(axes, f"{text}\n$k_2$'s bias outweighs\n$k_1$'s noise", at, offset, ha="left", va="bottom", size=6.4)
 
 
-def _gradients(axes: Axes, rows: pd.DataFrame, kl: float, sizes: tuple[float, float], letter: str) -> None:
+def _gradients(axes: Axes, rows: DataFrame, kl: float, sizes: tuple[float, float], letter: str) -> None:
     across = np.geomspace(*sizes, 200)
     axes.axhline(1.0, color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
     label(axes, "no gradient at all", (sizes[1], 1.0), (-2, -3), FAINT, ha="right", va="top", size=6)

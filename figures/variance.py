@@ -1,12 +1,6 @@
 """Noise of unbiased KL gradients: where Rao–Blackwell loses, how often, what a baseline does, what is left to gain."""
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from kltest.reproduce.frames import records, select
-
-from .style import FAINT, INK, PAGE_WIDTH, label, look, tidy
+from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, label, look, records, select, tidy
 
 PUBLISHED, RATE, NOISE = 0.25, 10.0, 1.0
 # Of the estimators computed: the look of a registered one, and how it is called here.
@@ -28,7 +22,7 @@ PARTS = (
 RULES = (("0", "k1-reward"), ("value", "k3-reward"), ("1", "k3-both"), ("gradient", "rao-blackwell"))
 
 
-def draw(rows: pd.DataFrame) -> Figure:
+def draw(rows: DataFrame) -> Figure:
     """The pair, rates of failure and the bandit over its training, the ladder by length and its parts."""
     figure = Figure(figsize=(PAGE_WIDTH, 4.7))
     edges = {"left": 0.062, "right": 0.99}
@@ -45,7 +39,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _pair(axes: Axes, rows: pd.DataFrame) -> None:
+def _pair(axes: Axes, rows: DataFrame) -> None:
     y = "variance of the KL estimate (nats²)"
     tidy(axes, title="a  Two tokens: RB can lose", x="ref's chance of 0 at first", y=y)
     rows = rows.sort_values("reference")
@@ -63,7 +57,7 @@ def _pair(axes: Axes, rows: pd.DataFrame) -> None:
     axes.text(0.57, 2.6, "best mixture", size=6.5, color=INK, ha="center")
 
 
-def _rates(axes: Axes, rows: pd.DataFrame) -> None:
+def _rates(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="b  At random: how often RB loses", x="logit noise between π and ref", y="share of worlds (%)")
     for spread, like in ((4.0, "rao-blackwell"), (1.0, "k1-reward")):
         for column, line, marker in (("value", "-", "o"), ("gradient", "--", "s")):
@@ -77,7 +71,7 @@ def _rates(axes: Axes, rows: pd.DataFrame) -> None:
     axes.text(0.1, 5.7, "dashed: gradient", size=6.5, color=INK)
 
 
-def _noise(axes: Axes, rows: pd.DataFrame) -> None:
+def _noise(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="c  Bandit: two different best λ", x="λ in k1 + λ(w − 1)", y="variance / at λ = 0")
     rows = rows.sort_values("lam")
     start = select(rows, lam=0.0).iloc[0]
@@ -95,7 +89,7 @@ def _noise(axes: Axes, rows: pd.DataFrame) -> None:
     label(axes, "k3", (1, k3), (0, 4), FAINT, size=6.5, ha="center")
 
 
-def _bandit(axes: Axes, rows: pd.DataFrame) -> None:
+def _bandit(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title=f"d  Bandit: training, rate {RATE:g}", x="update", y="KL(π‖ref) (nats)")
     for rule, like in RULES:
         mine, style = select(rows, rule=rule).sort_values("step"), look(like).plot(marker="")
@@ -107,7 +101,7 @@ def _bandit(axes: Axes, rows: pd.DataFrame) -> None:
     axes.text(398, 1.35, words, ha="right", size=6.5, color=look("rao-blackwell").colour)
 
 
-def _ladder(axes: Axes, rows: pd.DataFrame) -> None:
+def _ladder(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="e  How far from the least possible", x="length T (tokens)", y="variance / least possible")
     for name, like, words in STEPS:
         mine = select(rows, estimator=name).sort_values("length")
@@ -122,7 +116,7 @@ def _ladder(axes: Axes, rows: pd.DataFrame) -> None:
     axes.minorticks_off()
 
 
-def _parts(axes: Axes, rows: pd.DataFrame) -> None:
+def _parts(axes: Axes, rows: DataFrame) -> None:
     longest = rows["length"].max()
     tidy(axes, title=f"f  What is random, T = {longest}", x="variance / ‖∇KL‖²")
     shown = [(words, row) for name, _, words in STEPS for row in records(select(rows, estimator=name, length=longest))]

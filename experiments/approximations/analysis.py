@@ -1,20 +1,17 @@
 """Effects of approximations on the gradient: claims, tables and the numbers that the paper cites."""
 
 import math
-from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
-from kltest.reproduce.claims import Answer, Claims, at_most
+from kltest.reproduce.claims import OWN, Answer, Claims, at_most
 from kltest.reproduce.frames import Row, known, need, ordered, records, require, select
-from kltest.reproduce.numbers import Numbers, extremes, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
 from .settings import EXACT, LOG_RATIOS, PARTS, TOKENS
 
-OWN = "this work"
 EMA_PG = "Zhang & Ba 2026 (EMA-PG, arXiv 2602.04417), Top-k KL"
 VERL = "verl, low_var_kl; theory"
 # The clamped k3 clamps the log-ratio as well.
@@ -27,8 +24,7 @@ SUMS = f"{EXACT:g}: sums of float64"
 
 claims = Claims("approximations")
 numbers = Numbers()
-# Rows as computed, part by part.
-tidy = partial(ordered, parts=PARTS)
+tidy = ordered(PARTS)
 
 
 def _heads(rows: pd.DataFrame, form: str) -> Answer:
@@ -274,14 +270,14 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 
 
 @numbers.add
-def _of_heads(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_heads(rows: pd.DataFrame) -> Cited:
     yield number("tokens", TOKENS)
     yield from extremes("push at the reference", need(rows, "head", **AT_REFERENCE)["bias"])
     yield from melted(need(rows, "drift", form="top-k"), ["mass", "mass_after", "kl"], ["k"])
 
 
 @numbers.add
-def _of_clamps(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_clamps(rows: pd.DataFrame) -> Cited:
     edges = {"low": "dead below", "high": "dead above"}
     yield from melted(need(rows, "clamp", u=LOG_RATIOS[0]), edges, ["bound"])
     lead = need(rows, "lead")
@@ -298,6 +294,6 @@ numbers.add(lambda rows: extremes("asymmetry", _asymmetries(rows)[1]))
 
 
 @numbers.add
-def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_ends(rows: pd.DataFrame) -> Cited:
     ends = need(rows, "optimum", penalty="length-normalised")
     yield from melted(ends, [name for name in ends if name.endswith(("right", "wrong", "kl", "gap"))], ["beta"])

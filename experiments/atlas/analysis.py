@@ -1,7 +1,7 @@
 """The atlas: a claim for each estimator, one table, and the numbers that the paper cites."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.reproduce.claims import Answer, Claim, Claims
 from kltest.reproduce.frames import Row, Rows, frame, need, select
-from kltest.reproduce.numbers import Numbers, number
+from kltest.reproduce.numbers import Cited, Numbers, number
 from kltest.truth import render
 
 from .settings import COEFFICIENT_TOLERANCE, SAMPLERS, UNBIASED, WORLDS
@@ -72,7 +72,7 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
 
 
 @numbers.add
-def _of_cells(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_cells(rows: pd.DataFrame) -> Cited:
     found = need(rows)
     named = found["identified"].notna()
     yield number("estimators", found["estimator"].nunique())
@@ -88,7 +88,7 @@ def _of_cells(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_unbiased(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_unbiased(rows: pd.DataFrame) -> Cited:
     found = need(rows)
     right = found["relative_bias"].astype(float) < UNBIASED
     local = found["identified"].map(lambda one: same(one, {"local_reverse_kl": 1.0}))

@@ -1,7 +1,7 @@
 """Estimators that regularise as asked, at another coefficient, or not at all: claims, tables and numbers."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, records, require, select
-from kltest.reproduce.numbers import Numbers, extremes, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
 from .ends import EXACT, LOCAL
 from .settings import CENTRED, PARTS
 
 WORLDS = ("bandit", "sequence", "mdp")
 WRONG_IN_LOSS = (*LOCAL, "k3-loss", "k3-loss-sequence")
-OURS = "this work"
 
 # Six figures of each number are kept: more than any claim needs, and rows stay small.
 FIGURES = 6
@@ -166,7 +165,6 @@ def _all_of(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
 
 RIGHT, WRONG = ("k1-reward", "k2-loss-sequence"), ("k3-loss", "k3-loss-sequence", "k1-loss")
 
-
 SIZE = "V = 5, L = 4, β = .5"
 
 
@@ -239,7 +237,7 @@ def _not_at_all(rows: pd.DataFrame) -> Answer:
     return _all_are(_kinds(rows, ["k1-loss"], WORLDS), "none")
 
 
-@claims.add(OURS, "β'/β changes with β", f"more than {SAME:.0%} of change")
+@claims.add(OWN, "β'/β changes with β", f"more than {SAME:.0%} of change")
 def _drift(rows: pd.DataFrame) -> Answer:
     """token k2, the exact next-token KL, token and sequence k3 have no one coefficient on sequences"""
     found = _kinds(rows, WRONG_IN_LOSS, WORLDS[1:])
@@ -251,7 +249,7 @@ def _range(name: str, one: Held) -> str:
     return f"{name} {one.low:.2f}–{one.high:.2f}" if one.low is not None else name
 
 
-@claims.add(OURS, "β'/β → 1", "2 %: of the order of reward/β at the largest β, and as far as training has settled")
+@claims.add(OWN, "β'/β → 1", "2 %: of the order of reward/β at the largest β, and as far as training has settled")
 def _in_the_end(rows: pd.DataFrame) -> Answer:
     """but all of them come to regularise as asked as β grows"""
     found = _kinds(rows, WRONG_IN_LOSS, WORLDS[1:])
@@ -259,7 +257,7 @@ def _in_the_end(rows: pd.DataFrame) -> Answer:
     return f"{off:.1e} from 1 at the largest β", off < 2 * SAME
 
 
-@claims.add(OURS, "β'/β > 1.5 at one end, < 0.95 in between", "the whole range of β and of worlds")
+@claims.add(OWN, "β'/β > 1.5 at one end, < 0.95 in between", "the whole range of β and of worlds")
 def _hyperbolic(rows: pd.DataFrame) -> Answer:
     """k3 in the loss, on the bandit, holds too tight below β = .3 and too loose around β = 3"""
     (one,) = _kinds(rows, ["k3-loss"], ["bandit"]).values()
@@ -271,7 +269,7 @@ def _hyperbolic(rows: pd.DataFrame) -> Answer:
 # Collapse.
 
 
-@claims.add(OURS, f"β'/β < {LOOSE:g} at the largest β, or divergence", "a tenth of what was asked; π* is at 1")
+@claims.add(OWN, f"β'/β < {LOOSE:g} at the largest β, or divergence", "a tenth of what was asked; π* is at 1")
 def _loose(rows: pd.DataFrame) -> Answer:
     """k2 and k3 in the reward, and the last token's k2 on sequences, hold the policy at no coefficient"""
     cells = [(name, world) for name in ("k2-reward", "k3-reward", "last-token") for world in WORLDS]
@@ -283,12 +281,12 @@ def _loose(rows: pd.DataFrame) -> Answer:
     return said, all(one.kind == "loose" for one in found)
 
 
-claims.between("k3 in the reward collapses: exact training drives an answer to probability 0, at every β up to 3", OURS,
+claims.between("k3 in the reward collapses: exact training drives an answer to probability 0, at every β up to 3", OWN,
     "every run", "none: its push is β·ref however rare the answer", "{total} of {count} runs", "collapsed", "exact",
     estimator="k3-reward", beta=lambda x: x <= 3, above=0.5)  # fmt: skip
 
 
-@claims.add(OURS, "no run", f"less than a tenth of the entropy of π* and {NEAR:g} nats from it, or divergence")
+@claims.add(OWN, "no run", f"less than a tenth of the entropy of π* and {NEAR:g} nats from it, or divergence")
 def _never_collapses(rows: pd.DataFrame) -> Answer:
     """what follows ∇KL, the local gradient or forward KL never collapses under exact gradients"""
     found = need(rows, "exact")
@@ -300,7 +298,7 @@ def _never_collapses(rows: pd.DataFrame) -> Answer:
     return f"{lost.sum()} of {len(found)} runs", not lost.any()
 
 
-@claims.add(OURS, "KL(π‖ref) at the largest β over a hundred times that without a penalty",
+@claims.add(OWN, "KL(π‖ref) at the largest β over a hundred times that without a penalty",
     "two orders of magnitude; there are thousands")  # fmt: skip
 def _worse_than_nothing(rows: pd.DataFrame) -> Answer:
     """sampled, k1 in the loss is worse than nothing: β times its noise carries the policy away"""
@@ -338,13 +336,13 @@ def _excess(rows: pd.DataFrame) -> pd.Series:
     return found["kl_to_optimum"] / found["foreseen"]
 
 
-claims.between("where noisy training settles is known: KL(π‖π*) = η·tr Cov/(4βB), of the whole update at π*", OURS,
+claims.between("where noisy training settles is known: KL(π‖π*) = η·tr Cov/(4βB), of the whole update at π*", OWN,
     "found/predicted between 1 and 1.35 for B ≥ 16",
     "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of sampling",
     "{low:.2f} to {high:.2f}", _excess, above=0.9, below=1.35)  # fmt: skip
 
 
-@claims.add(OURS, "the noise at π* is 0, and KL(π‖π*) < 2e-4 at a constant learning rate",
+@claims.add(OWN, "the noise at π* is 0, and KL(π‖π*) < 2e-4 at a constant learning rate",
     "at π* R − β·Σu is the same for every rollout of tokens; 2e-4 is what rare contexts still lack")  # fmt: skip
 def _no_noise(rows: pd.DataFrame) -> Answer:
     """with reward and KL both less the others' mean the noise at π* is zero: training ends at π* itself"""
@@ -354,13 +352,13 @@ def _no_noise(rows: pd.DataFrame) -> Answer:
 
 
 claims.between(
-    "Rao–Blackwellised KL ends further from π* than k1 in the reward: what cancels the reward's noise is gone", OURS,
+    "Rao–Blackwellised KL ends further from π* than k1 in the reward: what cancels the reward's noise is gone", OWN,
     "further, at every batch size", "none; standard errors are a few percent",
     "{low:.1f} to {high:.1f} times as far",
     lambda rows: _beside(rows, "k1-reward", "rao-blackwell")["kl_to_optimum"], above=1)  # fmt: skip
 
 
-@claims.add(OURS, "who is nearer is as fixed points and noise formula say, wherever they differ by 30 %",
+@claims.add(OWN, "who is nearer is as fixed points and noise formula say, wherever they differ by 30 %",
     "30 %: the formula is of first order in η")  # fmt: skip
 def _nearer(rows: pd.DataFrame) -> Answer:
     """biased estimators end nearer to π* than unbiased ones where batches are small, and only there"""
@@ -377,7 +375,7 @@ def _nearer(rows: pd.DataFrame) -> Answer:
     return f"{hits} of {len(clear)} pairs of ends", hits == len(clear)
 
 
-claims.between("token k2 never ends nearer than k1 in the reward, for batches of 4 and more", OURS,
+claims.between("token k2 never ends nearer than k1 in the reward, for batches of 4 and more", OWN,
     "further, at every batch size", "none; standard errors are a few percent", "{low:.1f} to {high:.1f} times as far",
     lambda rows: _beside(rows, "k1-reward", "k2-loss", 4)["kl_to_optimum"], above=1)  # fmt: skip
 
@@ -438,7 +436,7 @@ def _cell(found: Held) -> str:
 
 
 @numbers.add
-def _of_exact_training(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_exact_training(rows: pd.DataFrame) -> Cited:
     runs = need(rows, "exact")
     yield number("exact runs", len(runs))
     yield number("estimators", len(set(runs["estimator"]) - {"none"}))
@@ -461,7 +459,7 @@ numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "world", "beta"])
 
 
 @numbers.add
-def _of_budgets(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_budgets(rows: pd.DataFrame) -> Cited:
     first = need(rows, "budget", seed=0)
     yield from melted(first, {"kl_to_optimum": "KL to π*", "noise": "noise"}, ["estimator", "batch_size"])
     yield from melted(first, {"predicted_bias": "bias"}, ["estimator"])

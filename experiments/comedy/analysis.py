@@ -1,20 +1,16 @@
 """Bias and noise by placement: claims, a table by placement, and the numbers that the paper cites."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims, at_most
+from kltest.reproduce.claims import OWN, Answer, Claims, at_most
 from kltest.reproduce.frames import Missing, Row, known, need, ordered, require, select
-from kltest.reproduce.numbers import Numbers, extremes, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
 from .settings import ANCHOR, ESTIMATORS, EXACT, PARTS, PLACEMENTS, PUBLISHED
 
 SHAH = "Shah et al. 2025 (arXiv 2512.21852), Fig. 2"
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the product rule for E[k]"
 THEORY = "theory"
-OWN = "this work"
 # Below and above the distances at which the two variances can be equal (those are measured and claimed as well).
 NEAR, FAR = 0.1, 0.8
 # The order of one pair is looked for from this length on, to that at which its distance is given.
@@ -31,8 +27,7 @@ K3_REWARD, K3_BOTH = ("k3-loss", "reward"), ("k3-loss", "both")
 
 claims = Claims("comedy")
 numbers = Numbers()
-# Rows as computed, part by part.
-tidy = partial(ordered, parts=PARTS)
+tidy = ordered(PARTS)
 
 
 def _cells(rows: pd.DataFrame, column: str, **wanted: object) -> pd.DataFrame:
@@ -219,7 +214,7 @@ def _short(bias: float) -> str:
 
 
 @numbers.add
-def _of_lengths(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_lengths(rows: pd.DataFrame) -> Cited:
     found = need(rows, "length", hold="kl", seed=0)
     yield number("shortest", found["length"].min())
     yield number("longest", found["length"].max())
@@ -232,7 +227,7 @@ def _of_lengths(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_samples(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_samples(rows: pd.DataFrame) -> Cited:
     found = _sampled(rows, hold="kl", seed=0)
     yield number("sampled gradients", len(found))
     worst = max(found["z_mean"].max(), found["z_std"].abs().max())
@@ -240,14 +235,14 @@ def _of_samples(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_orders(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_orders(rows: pd.DataFrame) -> Cited:
     yield from extremes("KL of equal noise", need(rows, "order")["equal_at"])
     for short, _ in _changes(rows)[-1:]:
         yield number("order changes after", short)
 
 
 @numbers.add
-def _of_random_pairs(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_random_pairs(rows: pd.DataFrame) -> Cited:
     found = need(rows, "random")
     yield number("random pairs", found["pairs"].sum())
     for name in ("most_biased_is_k3_reward", "most_biased_is_k1_loss", "k3_both_less_noisy_than_k1_reward"):

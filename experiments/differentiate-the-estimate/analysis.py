@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Missing, Row, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Numbers
 
@@ -17,7 +17,6 @@ EXACT = 1e-10
 ROUNDED = 1e-6  # rows keep eight figures, of levels that are solved for to as many
 NEAR = 1e-3
 ENOUGH = 50  # pairs that a frequency is judged by
-THIS = "this work"
 TANG = "Tang & Munos 2025"
 PLACE = ["path", "vocabulary", "pairs", "seed", "kl"]
 
@@ -151,7 +150,7 @@ def _linear(rows: pd.DataFrame) -> Answer:
 
 
 # 1 − w = u − u²/2 + …: what k3 adds to the truth is −E[g u²/2], which is also what k2 in the reward follows.
-claims.between("k3 in loss: near the reference the error is that of the next order, E[g u²/2]", THIS, "the same size",
+claims.between("k3 in loss: near the reference the error is that of the next order, E[g u²/2]", OWN, "the same size",
     "1 % up to KL 1e-5: the third order is √KL of the second", "{count} distances, the worst off by {high:.1%}",
     lambda found: (found["relative_error"] / found["second_order"] - 1).abs(), "distance", estimator="k3-loss",
     path="random", kl=lambda x: x <= 1e-5, below=0.01)  # fmt: skip
@@ -171,7 +170,7 @@ def _same_rate(rows: pd.DataFrame) -> Answer:
 # --- signs and sizes -------------------------------------------------------------------------------------------------
 
 
-@claims.add(THIS, "no action otherwise", "actions whose pull is below 1e-6 of the gradient are not counted")
+@claims.add(OWN, "no action otherwise", "actions whose pull is below 1e-6 of the gradient are not counted")
 def _turned(rows: pd.DataFrame) -> Answer:
     """k3 in loss pulls an action the wrong way exactly where 0 < u < KL"""
     # The truth is π(u − KL), k3 in the loss π(1 − w), whose sign is that of u.
@@ -185,11 +184,11 @@ def _turned(rows: pd.DataFrame) -> Answer:
 
 
 claims.between("with two actions k3 in loss never pulls the wrong way: KL is an average of two u of opposite sign",
-    THIS, "never", "", "{high:.0%} of pairs at worst, {count} distances and paths", "any_flipped", "distance",
+    OWN, "never", "", "{high:.0%} of pairs at worst, {count} distances and paths", "any_flipped", "distance",
     estimator="k3-loss", vocabulary=2, below=1e-300)  # fmt: skip
 
 
-@claims.add(THIS, "0.28 √KL", "a fifth: some hundred actions, log-ratios of unequal spread")
+@claims.add(OWN, "0.28 √KL", "a fifth: some hundred actions, log-ratios of unequal spread")
 def _how_often(rows: pd.DataFrame) -> Answer:
     """k3 in loss pulls a share of about √(KL/4π) of all actions the wrong way, for random log-ratios"""
     # u of N(·, 2 KL): the density at 0 is 1/√(4π KL), the window KL.
@@ -200,7 +199,7 @@ def _how_often(rows: pd.DataFrame) -> Answer:
     return said, (ratio - 1).abs().max() < 0.2
 
 
-@claims.add(THIS, "half of the actions, cosine about 0", "0.05 and 0.2: medians and means of a hundred pairs")
+@claims.add(OWN, "half of the actions, cosine about 0", "0.05 and 0.2: medians and means of a hundred pairs")
 def _coin(rows: pd.DataFrame) -> Answer:
     """k3 in reward pulls half of the actions the wrong way near the reference: its direction is that of a coin"""
     # An even function of u against an odd one.
@@ -225,14 +224,14 @@ def _one_action(rows: pd.DataFrame, path: str, strongest: str) -> tuple[str, pd.
     return f"cosine 1 to {cosine:.0e}; size {row['size']:.2f} at KL {row['kl']:g}, V = {row['vocabulary']}", found
 
 
-@claims.add(THIS, "cosine 1, size below 1", "1e-6 for the cosine; nine of ten pairs for the size")
+@claims.add(OWN, "cosine 1, size below 1", "1e-6 for the cosine; nine of ten pairs for the size")
 def _taken_up(rows: pd.DataFrame) -> Answer:
     """one unlikely action taken up: k3 in loss pulls back in the right direction, too weakly"""
     said, found = _one_action(rows, "taken up", "idxmin")
     return said, found["cosine_low"].min() > 1 - ROUNDED and found["size_high"].max() < 1
 
 
-@claims.add(THIS, "cosine 1, size above 1", "1e-6 for the cosine; nine of ten pairs for the size")
+@claims.add(OWN, "cosine 1, size above 1", "1e-6 for the cosine; nine of ten pairs for the size")
 def _dropped(rows: pd.DataFrame) -> Answer:
     """one likely action dropped: k3 in loss pulls back in the right direction, too strongly"""
     said, found = _one_action(rows, "dropped", "idxmax")
@@ -241,11 +240,11 @@ def _dropped(rows: pd.DataFrame) -> Answer:
 
 # k3 in the reward is the truth less k3 in the loss, and there is one direction: 1 − size of it is left.
 claims.between("one likely action dropped: k3 in reward pushes straight away from the reference, at every distance",
-    THIS, "cosine −1", "1e-6", "{high:.6f} at most, {count} distances and vocabularies", "cosine_high", "distance",
+    OWN, "cosine −1", "1e-6", "{high:.6f} at most, {count} distances and vocabularies", "cosine_high", "distance",
     estimator="k3-reward", path="dropped", vocabulary=lambda x: x >= 32, below=-1 + ROUNDED)  # fmt: skip
 
 
-@claims.add(THIS, "log(p/(1 − p)) − (p − ½)/(p(1 − p)), of the other sign than the truth", "rows keep eight figures")
+@claims.add(OWN, "log(p/(1 − p)) − (p − ½)/(p(1 − p)), of the other sign than the truth", "rows keep eight figures")
 def _repels_binary(rows: pd.DataFrame) -> Answer:
     """two actions, ref = (½, ½): k3 in reward pushes away from the reference wherever the policy is"""
     found = need(rows, "binary", estimator="k3-reward", probability=lambda x: x != 0.5)
@@ -256,7 +255,7 @@ def _repels_binary(rows: pd.DataFrame) -> Answer:
     return f"of the other sign at {away} of {len(found)} probabilities", away == len(found) and exact.all()
 
 
-@claims.add(THIS, "slope −1 against √KL", "0.05, as above")
+@claims.add(OWN, "slope −1 against √KL", "0.05, as above")
 def _abs(rows: pd.DataFrame) -> Answer:
     """the absolute value pulls as strongly however near the reference: relative to the truth 1/√KL"""
     return _as_steep(_slopes(rows, "abs-loss", "size"), -1)

@@ -5,7 +5,7 @@ compared with the committed ones one by one.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,15 +13,14 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
-from kltest.reproduce.claims import Answer, Claim, Claims
+from kltest.reproduce.claims import OWN, Answer, Claim, Claims
 from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, records, require, select
-from kltest.reproduce.numbers import Numbers, number
+from kltest.reproduce.numbers import Cited, Numbers, number
 
 from .optimum import ROLLOUTS
 from .settings import ARMS, BETA_OF_GRADIENTS, COMMITTED, OPTIMUM, PARTS, RUN
 from .spread import Interval, geometric, interval, paired
 
-OWN = "this work"
 TANG_MUNOS = "Tang & Munos 2025"
 THEORY = "the atlas, exact"
 # On-policy terms that are meant to hold the policy back.
@@ -417,7 +416,7 @@ def _noise(sweep: Sweep, arm: str) -> float:
     return float(need(sweep.rows, arm=arm)["kl_gradient_noise"].median())
 
 
-def _with_bounds(quantity: str, found: Interval, **where: Any) -> Iterator[Row]:
+def _with_bounds(quantity: str, found: Interval, **where: Any) -> Cited:
     """Yield a mean, and the ends of its interval as the same quantity with a bound."""
     yield number(quantity, found.mean, **where)
     for bound, value in (("low", found.low), ("high", found.high)):
@@ -425,7 +424,7 @@ def _with_bounds(quantity: str, found: Interval, **where: Any) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_the_sweep(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     ended = Sweep(rows, "committed").ended.reset_index()
     stale = ended[ended["arm"].str.startswith("stale:")]
     fell = ended[ended["reward_held_out"] < COLLAPSED * ended["start"]]["arm"]
@@ -447,7 +446,7 @@ def _of_the_sweep(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_ends(rows: pd.DataFrame) -> Cited:
     sweep = Sweep(rows, "committed")
     for arm, beta in sweep.settings:
         where = {"arm": arm, "beta": beta}
@@ -473,7 +472,7 @@ def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_gradients(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_gradients(rows: pd.DataFrame) -> Cited:
     sweep = Sweep(rows, "committed")
     for arm in ARMS:
         for which, label in (("kl", ""), ("stale", "stale ")):
@@ -491,7 +490,7 @@ def _of_gradients(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_comparisons(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_comparisons(rows: pd.DataFrame) -> Cited:
     sweep = Sweep(rows, "committed")
     yield from _with_bounds("gain of small penalties", sweep.gained())
     yield from _with_bounds("slope", sweep.slope("k1-reward"), arm="k1-reward")

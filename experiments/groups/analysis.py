@@ -1,13 +1,13 @@
 """Effects of masks, baselines and normalisation on the penalty: claims, tables and the numbers that the paper cites."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Row, frame, known, mean, need, select
-from kltest.reproduce.numbers import Numbers, extremes, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
 from .settings import EXACT, TRAINED_SIZE
 
@@ -16,7 +16,6 @@ ORDER = ("part", "estimator", "group_size", "success", "push", "batch_size", "be
 SETTLED, REACHED = 1e-9, 1e-7
 MASKS = "TRL #5588 and #5640"
 
-OWN = "this work"
 LIMIT = f"{EXACT:g}"
 RUN = ["estimator", "success", "beta"]
 
@@ -198,7 +197,7 @@ numbers.melt("masking", {"lost": "lost", "ties": "tied"}, ["group_size", "succes
 
 
 @numbers.add
-def _of_exact_training(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_exact_training(rows: pd.DataFrame) -> Cited:
     yield number("group size of training", TRAINED_SIZE)
     yield from melted(need(rows, **EXACTLY), ["kl", "gap", "right"], RUN)
     pairs = _masked_beside_right(rows)
@@ -206,14 +205,14 @@ def _of_exact_training(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_pushes(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_pushes(rows: pd.DataFrame) -> Cited:
     for kind in ("normalised", "plain"):
         for push, size in _push(rows, kind).items():
             yield number("push", size, kind=kind, beta=push)
 
 
 @numbers.add
-def _of_samples(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_samples(rows: pd.DataFrame) -> Cited:
     drawn = need(rows, **DRAWN)
     for name in sorted(drawn["estimator"].unique()):
         yield number("sampled gap", _gap(rows, name), estimator=name)

@@ -1,18 +1,14 @@
 """Metrics that are logged as the KL: claims, tables and the numbers that the paper cites."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Row, known, need, ordered, records, select
-from kltest.reproduce.numbers import Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
 from .settings import CONTROLLER, EXACT, GARBAGE, PARTS
 
-OWN = "this work"
 SLIME = "slime #2114"
 TRL = "TRL #4638 and #6586"
 MASKS = "TRL #5588 and #5640"
@@ -22,8 +18,7 @@ SUMS = f"{EXACT:g}: sums of float64"
 
 claims = Claims("metrics")
 numbers = Numbers()
-# Rows as computed, part by part.
-tidy = partial(ordered, parts=PARTS)
+tidy = ordered(PARTS)
 
 
 def _mutated(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
@@ -163,8 +158,7 @@ claims.bound("and reads the padding where that is not zero", PADDED,
     "padding")  # fmt: skip
 
 claims.bound("along a run k1 and k3 have the KL as their mean", "Schulman 2020", "KL(π‖ref)", SUMS,
-    lambda found: found["mean"] - found["kl"], EXACT, "logged",
-    estimator=("k1-loss", "k3-loss"))  # fmt: skip
+    lambda found: found["mean"] - found["kl"], EXACT, "logged", estimator=("k1-loss", "k3-loss"))  # fmt: skip
 
 
 @claims.add("Schulman 2020", "biased far from the reference, hardly near it",
@@ -259,7 +253,7 @@ numbers.melt("controller", {"kl": "kl at the end", "controller_beta": "beta at t
 
 
 @numbers.add
-def _of_ratios(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_ratios(rows: pd.DataFrame) -> Cited:
     found = need(rows, "reweighted", seed=0)
     for name in ("no ratio", "token ratio", "geometric ratio", "advantage"):
         over = found.assign(over=found[name] / found["kl"], metric=name)
@@ -267,7 +261,7 @@ def _of_ratios(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_masks(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_masks(rows: pd.DataFrame) -> Cited:
     found = need(rows, "masked")
     yield from melted(found, {"read": "masked"}, ["group_size", "success"])
     yield from melted(found.drop_duplicates("success"), ["kl"], ["success"])

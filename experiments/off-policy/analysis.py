@@ -1,19 +1,18 @@
 """Effects of staleness on gradients, weights and training: claims, tables and the numbers that the paper cites."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Missing, Row, frame, known, mean, need, require, select
-from kltest.reproduce.numbers import Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
 from .closed_forms import EXACT_RECIPES, most_updates, multiplier, ratio_free_settles
 from .settings import CLIP, EXACT, FOLLOWED, PATH, RECIPES, TRAINED
 
-OWN = "this work"
 TRL = "TRL #4637, #6503"
 ORDER = (
     *("part", "length", "estimator", "staleness", "tokens", "compared", "noise", "at"),
@@ -204,7 +203,6 @@ claims.between("prefix ratios on the cost to go are less noisy than the full-seq
     "above 1, in these worlds; for short rollouts it can be either", "{low:.2f} to {high:.1f} times", _times,
     above=1)  # fmt: skip
 
-
 claims.bound("where training rests on-policy it rests for every number of updates to one sampler", OWN,
     "the rest point does not move", "1e-9: updates of rounding's size, 64 times", "moved", 1e-9,
     "stability")  # fmt: skip
@@ -316,7 +314,7 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 
 
 @numbers.add
-def _of_settings(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_settings(rows: pd.DataFrame) -> Cited:
     yield number("updates of the path", PATH["updates"])
     yield number("repeats", TRAINED["repeats"])
     yield number("clip", CLIP)
@@ -325,7 +323,7 @@ def _of_settings(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_the_path(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_the_path(rows: pd.DataFrame) -> Cited:
     found, where = need(rows, "path"), ["estimator", "length", "staleness"]
     what = ["bias", "drift", "variance"]
     yield from melted(found.groupby(where)[what].mean(), what)
@@ -340,7 +338,7 @@ numbers.melt("length", ["price", "variance"], ["compared", "tokens"], means=True
 
 
 @numbers.add
-def _of_weights(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_weights(rows: pd.DataFrame) -> Cited:
     found = need(rows, "weights")
     shares = ["token_share", "prefix_share", "log_sequence_share", "each"]
     means = found.assign(each=found["kl_to_sampler"] / found["at"]).groupby(["at", "noise"])[shares].mean()
@@ -351,7 +349,7 @@ def _of_weights(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_stability(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_stability(rows: pd.DataFrame) -> Cited:
     found = need(rows, "stability")
     yield from melted(found, {"multiplier": "factor"}, ["recipe", "seed", "updates"])
     for seed, one in found.groupby("seed"):

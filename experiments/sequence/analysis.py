@@ -1,19 +1,16 @@
 """The part that a token-level loss misses on sequences: claims, a table by length and steering, and numbers."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Row, known, mean, need, ordered, require, select
-from kltest.reproduce.numbers import Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
 from .settings import CONDITIONS, DISCOUNTS, EXACT, PARTS
 
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the partial gradient of a token-level loss"
-OWN = "this work"
 LOCAL = ("k2-loss", "full-loss", "k1-reward-immediate")
 RIGHT = ("k1-reward", "k1-reward-to-go")
 # A share of the gradient below this would not be called missing by anyone.
@@ -24,8 +21,7 @@ SUMS = f"{EXACT:g}: sums of 10,000 terms in float64"
 
 claims = Claims("sequence")
 numbers = Numbers()
-# Rows as computed, part by part.
-tidy = partial(ordered, parts=PARTS)
+tidy = ordered(PARTS)
 
 
 def _followed(rows: pd.DataFrame, names: tuple[str, ...], column: str) -> Answer:
@@ -205,7 +201,7 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 
 
 @numbers.add
-def _of_lengths(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_lengths(rows: pd.DataFrame) -> Cited:
     longest = _at_longest(rows)
     yield number("longest", longest["length"].max())
     share = longest.assign(relative=longest["missed"] / longest["kept"]).groupby("steering")

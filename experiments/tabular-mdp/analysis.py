@@ -1,18 +1,14 @@
 """The part that a token-level loss misses in decision processes: claims, a table and numbers."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Row, known, mean, need, ordered, require, select
-from kltest.reproduce.numbers import Numbers, number
+from kltest.reproduce.numbers import Cited, Numbers, number
 
 from .settings import EXACT, PARTS
 
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the partial gradient of a token-level loss"
-OWN = "this work"
 LOCAL = ("k2-loss", "full-loss", "k1-reward-immediate")
 RIGHT = ("k1-reward", "k1-reward-to-go")
 # An eigenvalue counts as complex from here on; those of symmetric matrices come out below 1e-7 of their size.
@@ -25,8 +21,7 @@ FOLLOWED = {"local_reverse_kl": "token-level", "reverse_kl": "true"}
 
 claims = Claims("tabular-mdp")
 numbers = Numbers()
-# Rows as computed, part by part.
-tidy = partial(ordered, parts=PARTS)
+tidy = ordered(PARTS)
 
 
 @claims.add("theory", "0", f"{EXACT:g}: sums of thousands of rollouts in float64")
@@ -175,7 +170,7 @@ numbers.single("picture", {"cells": ("kl", len), "cells where π = ref": ("kl", 
 
 
 @numbers.add
-def _of_ends(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_ends(rows: pd.DataFrame) -> Cited:
     for reference, (low, high) in _bands(rows).items():
         yield number("band from", low, reference=reference)
         yield number("band to", high, reference=reference)

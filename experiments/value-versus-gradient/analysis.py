@@ -1,16 +1,16 @@
 """Claims, a table and numbers: values against formulas and samples, changes of order, and gradients."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Missing, Row, frame, known, need, records, require, select
-from kltest.reproduce.numbers import Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
 from .gaussians import Gaussians, gradient_terms, moments, value_terms
 from .settings import ESTIMATORS, PLACEMENTS
@@ -22,7 +22,6 @@ EXACT_WHY = f"{EXACT:g} of the standard deviation or size: float64, integrated o
 SIGMAS = 5.0
 SCHULMAN = "Schulman 2020, tables"
 TANG = "Tang & Munos 2025, Fig. 1"
-OWN = "this work"
 # Schulman's tables: KL → estimator → (bias/KL, std/KL), as printed.
 PRINTED = {
     0.005: {"k1-loss": (0.0, 20.0), "k2-loss": (0.002, 1.42), "k3-loss": (0.0, 1.42)},
@@ -378,7 +377,7 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
         return {"table": []}
 
 
-def _table(rows: pd.DataFrame, kl: float) -> Iterator[Row]:
+def _table(rows: pd.DataFrame, kl: float) -> Cited:
     values = select(_values(rows).reset_index(), kl=kl).set_index("estimator")
     found, wholes, size = select(rows, kind="gradient", width=1.0, kl=kl), _wholes(rows), math.sqrt(2 * kl)
     bias = ((found["mean"] - found["truth"]) / size).groupby([found["estimator"], found["placement"], found["part"]])
@@ -400,7 +399,7 @@ def _table(rows: pd.DataFrame, kl: float) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_values(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_values(rows: pd.DataFrame) -> Cited:
     yield number("KL where k3 becomes infinite", Gaussians(0.0, math.sqrt(0.5)).kl)
     yield number("samples", need(rows, kind=("value", "error", "gradient"))["samples"].max())
     found = _values(rows).reset_index()
@@ -415,7 +414,7 @@ numbers.melt(None, {"variance": "value variance"}, ["estimator", "kl", "width"],
 
 
 @numbers.add
-def _of_gradients(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_gradients(rows: pd.DataFrame) -> Cited:
     wholes = _wholes(rows).reset_index()
     yield from melted(wholes, {"bias": "gradient bias", "std": "gradient std"}, ["estimator", "placement", "kl"])
     beaten = wholes.assign(size=wholes["std"] ** 2)
@@ -424,7 +423,7 @@ def _of_gradients(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_orders(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_orders(rows: pd.DataFrame) -> Cited:
     orders = need(rows, kind="order").rename(columns={"quantity": "of"})
     yield from melted(orders, {"kl": "order"}, [*ORDERED[:3], "of"])
 

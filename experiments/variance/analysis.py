@@ -1,21 +1,19 @@
 """Noise of unbiased gradients: claims, the ladder as a table, and the numbers that the paper cites."""
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import Answer, Claims
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Row, need, ordered, records, require, select
-from kltest.reproduce.numbers import Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
 from .settings import EXACT, MEDIAN_TOLERANCE, PARTS, PUBLISHED, PUBLISHED_RATE
 
 AMINI = "Amini, Vieira & Cotterell 2025 (arXiv 2504.10637): Rao–Blackwell's variance is never the larger one"
 THEORY = "theory.md, section 5"
-OWN = "this work"
 
 # Of the published pair: KL, variance of the Monte Carlo and of the Rao–Blackwell value, as printed.
 PAIR = {"kl": 2.39545, "monte_carlo": 3.31591, "rao_blackwell": 5.06974}
@@ -50,8 +48,7 @@ SEES = {
 
 claims = Claims("variance")
 numbers = Numbers()
-# Rows as computed, part by part.
-tidy = partial(ordered, parts=PARTS)
+tidy = ordered(PARTS)
 
 
 # ------------------------------------------------------------------------------------------------------ the inequality
@@ -325,14 +322,14 @@ def _short(value: float) -> str:
 
 
 @numbers.add
-def _of_the_pair(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_the_pair(rows: pd.DataFrame) -> Cited:
     row = _published(rows)
     for name in ("kl", "monte_carlo", "rao_blackwell", "mixture", "share"):
         yield number(f"pair {name}", row[name])
 
 
 @numbers.add
-def _of_rates(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_rates(rows: pd.DataFrame) -> Cited:
     found = need(rows, "rates")
     counts = found.groupby(["spread", "distance"]).sum(numeric_only=True)
     for column in ("value", "gradient", "baselines"):
@@ -345,7 +342,7 @@ def _of_rates(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_the_ladder(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_the_ladder(rows: pd.DataFrame) -> Cited:
     found, to_go = need(rows, "ladder"), need(rows, "ladder", estimator="to go")
     first = found.drop_duplicates(["estimator", "length", "distance"])
     yield from melted(first, {"over_floor": "over floor"}, ["estimator", "length", "distance"])
@@ -358,7 +355,7 @@ def _of_the_ladder(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_noise(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_noise(rows: pd.DataFrame) -> Cited:
     found = need(rows, "noise")
     for name in ("value", "gradient"):
         yield number(f"least noisy {name}", found[f"least_noisy_{name}"].iloc[-1])
@@ -368,7 +365,7 @@ def _of_noise(rows: pd.DataFrame) -> Iterator[Row]:
 
 
 @numbers.add
-def _of_the_bandit(rows: pd.DataFrame) -> Iterator[Row]:
+def _of_the_bandit(rows: pd.DataFrame) -> Cited:
     ends = need(rows, "bandit", what="end").groupby(["rate", "rule"])[["kl"]]
     yield from melted(ends.median(), {"kl": "KL at the end"})
     yield from melted(ends.agg(lambda kl: int((kl > START).sum())), {"kl": "collapses"})

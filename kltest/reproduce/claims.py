@@ -33,6 +33,8 @@ Answer = tuple[str, Any]
 Judge = Callable[..., Answer]
 # A column, or what is worked out from a frame.
 Column = str | Callable[[pd.DataFrame], pd.Series]
+# The source of a claim that nobody has made before.
+OWN = "this work"
 AT_MOST = "at most {high:.1e}, of {count}"
 
 

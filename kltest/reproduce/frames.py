@@ -7,7 +7,7 @@ A whole experiment's frame keeps values as they were computed (None is a value, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,10 +54,10 @@ def frame(rows: Rows) -> pd.DataFrame:
     return rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows), dtype=object)
 
 
-def ordered(rows: Rows, parts: Iterable[str]) -> pd.DataFrame:
-    """Return rows as a frame, part by part, within a part as they were computed."""
+def ordered(parts: Iterable[str]) -> Callable[[Rows], pd.DataFrame]:
+    """Return a function that makes rows a frame, part by part, within a part as they were computed."""
     place = list(parts).index
-    return frame(sorted(records(rows), key=lambda row: place(row["part"])))
+    return lambda rows: frame(sorted(records(rows), key=lambda row: place(row["part"])))
 
 
 def records(rows: Rows) -> list[Row]:

@@ -25,6 +25,7 @@ import pandas as pd
 
 from kltest.reproduce.frames import Missing, Row, Rows, frame, need, records
 
+Cited = Iterator[Row]
 Source = Callable[[pd.DataFrame], Iterable[Row]]
 
 

@@ -264,7 +264,7 @@ def test_a_failing_experiment_is_exit_3_and_the_other_experiments_run(checkout, 
 
 
 def test_a_failing_figure_is_exit_3_and_the_paper_is_still_made(checkout, capsys):
-    populate(checkout, {"figures/zero.py": "def draw(rows):\n    1 / 0\n"})
+    populate(checkout, {"figures/zero.py": "READS = ('roots',)\n\ndef draw(rows):\n    1 / 0\n"})
     assert reproduce() == 3
     assert "figure zero failed: ZeroDivisionError" in capsys.readouterr().err
     assert (checkout / "results/paper/paper.pdf").exists()
