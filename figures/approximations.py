@@ -104,8 +104,7 @@ def _precision(axes: Axes, rows: DataFrame) -> None:
         mine = select(rows, estimator=name, rounded=rounded, kind=kind)
         axes.loglog(mine["log_ratio"], mine["relative_error"], **{"linewidth": 1.1, **style})
         if at < len(mine):
-            end = tuple(mine.iloc[at][["log_ratio", "relative_error"]])
-            label(axes, words, end, offset, style["color"])
+            label(axes, words, tuple(mine.iloc[at][["log_ratio", "relative_error"]]), offset, style["color"])
         if rounded == "log-probs":
             known = mine[mine["misread"] > 500]
             axes.plot(known["log_ratio"], known["predicted_error"], ".", color=style["color"], markersize=3.5)

@@ -115,9 +115,8 @@ def _cell(axes: Axes, x: float, y: float, row: Row | None) -> None:
     axes.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor="none"))
     text = symbols(row["identified"])
     size = 5.7 if len(text) <= 13 else 5.7 * 13 / len(text)
-    axes.text(
-        x + width / 2, y + 0.41, text, ha="center", va="center", size=size, color=ink, weight="bold" if right else None
-    )
+    axes.text(x + width / 2, y + 0.41, text, ha="center", va="center", size=size, color=ink,
+        weight="bold" if right else None)  # fmt: skip
     if length := _noise(row["relative_variance"]):
         axes.add_patch(
             Rectangle((x, y + height - 0.13), width * length, 0.13, facecolor=ink, edgecolor="none", alpha=0.75)

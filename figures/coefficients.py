@@ -56,12 +56,9 @@ def _frontier(axes: Axes, rows: DataFrame, title: str) -> None:
     for name in SHOWN:
         for row in records(select(rows, "sampled", estimator=name)):
             if row["beta"] <= 10:
-                bars: dict[str, Any] = {
-                    "xerr": [[row["kl"] - row["kl_low"]], [row["kl_high"] - row["kl"]]],
-                    "yerr": [[row["gain"] - row["gain_low"]], [row["gain_high"] - row["gain"]]],
-                }
+                wide, high = ([[row[x] - row[f"{x}_low"]], [row[f"{x}_high"] - row[x]]] for x in ("kl", "gain"))
                 style = {"color": look(name).colour, "linewidth": 0.7, "alpha": 0.75, "capsize": 1.2}
-                axes.errorbar(row["kl"], row["gain"], **bars, **style)
+                axes.errorbar(row["kl"], row["gain"], high, wide, **style)
     axes.set(xscale="log", xlim=(0.01, 7))
     axes.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
     if len(optima) and title == WORLDS["bandit"]:

@@ -40,11 +40,9 @@ def _lines(axes: Axes, rows: DataFrame, quantity: str, title: str, y: str) -> No
         mine, style = _of(rows, which), look(name).plot()
         axes.plot(mine["length"], mine[quantity], **{**style, "marker": ""})
         drawn = mine.dropna(subset=["z_mean"])
-        axes.errorbar(
-            drawn["length"], drawn[f"sampled_{quantity}"], 2 * drawn[f"sampled_{quantity}_error"],
+        axes.errorbar(drawn["length"], drawn[f"sampled_{quantity}"], 2 * drawn[f"sampled_{quantity}_error"],
             fmt=style["marker"], color=style["color"], markersize=3.2, elinewidth=0.7, capsize=1.2, capthick=0.6,
-            markerfacecolor="white", markeredgewidth=0.7,
-        )  # fmt: skip
+            markerfacecolor="white", markeredgewidth=0.7)  # fmt: skip
     if quantity == "bias":
         axes.axhline(0, color=INK, lw=0.6)
         if (select(rows, batches=200, samples=1000)["z_mean"].notna()).any():
@@ -68,9 +66,8 @@ def _one_pair(axes: Axes, rows: DataFrame) -> None:
         axes.plot(mine["length"], mine["std"], **look(name).plot())
         end = mine.iloc[-1 if name == "k1-reward" else 0]
         side = {"ha": "right", "xytext": (0, 5)} if name == "k1-reward" else {"ha": "left", "xytext": (6, 0)}
-        axes.annotate(
-            label, (end["length"], end["std"]), textcoords="offset points", size=6.5, color=look(name).colour, **side
-        )
+        axes.annotate(label, (end["length"], end["std"]), textcoords="offset points", size=6.5, color=look(name).colour,
+            **side)  # fmt: skip
     ends = furthest.groupby("length")["rollout_kl"].last()
     said = "\nto ".join(f"{ends.loc[length]:.2f} at T = {length}" for length in (ends.index[0], ends.index[-1]))
     note(axes, 0.98, 0.8, f"KL grows from {said}", ha="right", va="top", size=6, color=FAINT)

@@ -6,7 +6,6 @@ import numpy as np
 
 from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, label, look, select, tidy
 
-NAMES = {"k3-reward": "$k_3$ in reward", "abs-loss": "|u| in loss"}
 DISTANCE = "KL(π‖ref), nats"
 # The steepest parts of the binary example are cut off, so that its middle can be read.
 BINARY_RANGE = (-7, 7)
@@ -82,8 +81,8 @@ def _direction(axes: Axes, rows: DataFrame) -> None:
     axes.axhline(1, color=INK, lw=0.8)
     texts = {
         "k3-loss": (2e-4, 0.94, "$k_3$ in loss"),
-        "abs-loss": (2e-6, 0.69, NAMES["abs-loss"]),
-        "k3-reward": (2e-6, 0.10, NAMES["k3-reward"]),
+        "abs-loss": (2e-6, 0.69, "|u| in loss"),
+        "k3-reward": (2e-6, 0.10, "$k_3$ in reward"),
     }
     for name, (x, y, text) in texts.items():
         _line(axes, rows, name, "cosine", 128)
@@ -97,19 +96,13 @@ def _direction(axes: Axes, rows: DataFrame) -> None:
 def _size(axes: Axes, rows: DataFrame) -> None:
     axes.axhline(1, color=INK, lw=0.8)
     axes.text(1e-6, 1.06, "truth", size=6.4, weight="bold", va="bottom")
-    styles = {
-        "dropped": ("-", (5e-3, 2.6), "right"),
-        "random": ("--", (3.5, 2.9), "right"),
-        "taken up": (":", (4e-4, 0.30), "right"),
-    }
-    words = {
-        "dropped": "a likely action\ndropped",
-        "random": "random\npolicy",
-        "taken up": "an unlikely\naction\ntaken up",
-    }
-    for path, (line, (x, y), side) in styles.items():
+    for path, line, (x, y), words in (
+        ("dropped", "-", (5e-3, 2.6), "a likely action\ndropped"),
+        ("random", "--", (3.5, 2.9), "random\npolicy"),
+        ("taken up", ":", (4e-4, 0.30), "an unlikely\naction\ntaken up"),
+    ):
         _line(axes, rows, "k3-loss", "size", 128, path=path, scale="log", linestyle=line)
-        axes.text(x, y, words[path], size=6.4, ha=side, va="center", color=look("k3-loss").colour)
+        axes.text(x, y, words, size=6.4, ha="right", va="center", color=look("k3-loss").colour)
     axes.set(ylim=(0.14, 7))
     axes.set_yticks((0.2, 0.5, 1, 2, 5), ("0.2", "0.5", "1", "2", "5"))
     axes.minorticks_off()
@@ -133,16 +126,9 @@ def _signs(axes: Axes, rows: DataFrame) -> None:
 
 
 def _line(
-    axes: Axes,
-    rows: DataFrame,
-    estimator: str,
-    quantity: str,
-    size: int,
-    *,
-    path: str = "random",
-    scale: str = "linear",
+    axes: Axes, rows: DataFrame, estimator: str, quantity: str, size: int, path: str = "random", scale: str = "linear",
     **options: Any,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """The median with its band, where at least half of the pairs get so far."""
     mine = _reached(_of(rows, estimator, size, path)).dropna(subset=[quantity])
     columns = ("kl", quantity, f"{quantity}_low", f"{quantity}_high")

@@ -14,30 +14,18 @@ from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, Axes, DataFrame, Figure, la
 
 # The runs that have ended, by term and coefficient: a row a seed.
 Ended = dict[tuple[str, float], DataFrame]
-# By arm: what it is called here.
+# By arm: what it is called here, in full and in short.
 WORDS = {
-    "none": "no KL term",
-    "stale:none": "no KL term, stale",
-    "k1-reward": "$k_1$ in reward",
-    "slow:k1-reward": "$k_1$ in reward, slow",
-    "leave-one-out": "$k_1$ in reward, baseline",
-    "k2-loss": "$k_2$ in loss",
-    "k3-loss": "$k_3$ in loss",
-    "k1-loss": "$k_1$ in loss",
-    "stale:k2-loss": "$k_2$ in loss, stale",
-    "stale:k3-ratio": "$k_3$ with ratio, stale",
-}
-SHORT = {
-    "none": "no KL\nterm",
-    "stale:none": "none,\nstale",
-    "k1-reward": "$k_1$ in\nreward",
-    "slow:k1-reward": "$k_1$,\nslow",
-    "leave-one-out": "$k_1$,\nbasel.",
-    "k2-loss": "$k_2$ in\nloss",
-    "k3-loss": "$k_3$ in\nloss",
-    "k1-loss": "$k_1$ in\nloss",
-    "stale:k2-loss": "$k_2$,\nstale",
-    "stale:k3-ratio": "$k_3$, ratio,\nstale",
+    "none": ("no KL term", "no KL\nterm"),
+    "stale:none": ("no KL term, stale", "none,\nstale"),
+    "k1-reward": ("$k_1$ in reward", "$k_1$ in\nreward"),
+    "slow:k1-reward": ("$k_1$ in reward, slow", "$k_1$,\nslow"),
+    "leave-one-out": ("$k_1$ in reward, baseline", "$k_1$,\nbasel."),
+    "k2-loss": ("$k_2$ in loss", "$k_2$ in\nloss"),
+    "k3-loss": ("$k_3$ in loss", "$k_3$ in\nloss"),
+    "k1-loss": ("$k_1$ in loss", "$k_1$ in\nloss"),
+    "stale:k2-loss": ("$k_2$ in loss, stale", "$k_2$,\nstale"),
+    "stale:k3-ratio": ("$k_3$ with ratio, stale", "$k_3$, ratio,\nstale"),
 }
 # What is written beside the ends of a curve: at the largest coefficient, at the smallest.
 ENDS: dict[str, tuple[tuple[str, tuple[int, int]], ...]] = {
@@ -48,7 +36,6 @@ ENDS: dict[str, tuple[tuple[str, tuple[int, int]], ...]] = {
 }
 TERMS = [arm for arm in WORDS if not arm.endswith("none")]
 OPTIMUM = "optimum"
-SMALL = {"textcoords": "offset points", "size": 6.2}
 
 
 def draw(rows: DataFrame) -> Figure:
@@ -122,19 +109,13 @@ def _realised(axes: Axes, last: Ended) -> None:
         if y:
             axes.axhline(y[0], color=INK, linewidth=0.9, linestyle=line)
             axes.axhspan(y[0] - high[0][0], y[0] + high[1][0], color=HAIRLINE, alpha=0.45, linewidth=0)
-            axes.annotate(
-                WORDS[arm],
-                (0.82 if arm == "none" else 0.5, y[0]),
-                (0, 2),
-                xycoords=("axes fraction", "data"),
-                ha="center",
-                **SMALL,
-            )
+            at = (0.82 if arm == "none" else 0.5, y[0])
+            label(axes, WORDS[arm][0], at, (0, 2), xycoords=("axes fraction", "data"), ha="center")
     for shift, arm in enumerate(TERMS):
         betas, y, high = _curve(last, arm, "kl")
         if betas:
             beside = [beta * 1.05 ** (shift - 3) for beta in betas]
-            axes.errorbar(beside, y, high, **_style(arm), elinewidth=0.6, label=WORDS[arm])
+            axes.errorbar(beside, y, high, **_style(arm), elinewidth=0.6, label=WORDS[arm][0])
     betas, y, _ = _curve(last, OPTIMUM, "kl")
     if betas:
         axes.plot(betas, y, **_style(OPTIMUM), label="π*, the optimum")
@@ -160,7 +141,7 @@ def _every(axes: Axes, last: Ended) -> None:
         place = names.index(arm) + (betas.index(beta) - (len(betas) - 1) / 2) * 0.2
         axes.plot([place] * len(rows), rows["gain"], **{**_style(arm), "linestyle": ""})
     axes.axhline(0, color=INK, linewidth=0.6)
-    axes.set_xticks(range(len(names)), [SHORT[name] for name in names])
+    axes.set_xticks(range(len(names)), [short for _, short in WORDS.values()])
     axes.tick_params(axis="x", labelsize=6, length=0)
 
 

@@ -4,12 +4,13 @@ import numpy as np
 
 from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, Look, label, look, note, select, tidy
 
+# What it is called here, and how many points above the end of its line.
 DRIFT = {
-    "k1-reward": "no ratio",
-    "k1-reward-stale": "stale rewards",
-    "k3-broadcast-ratio": "broadcast",
-    "k1-reward-clipped-ratio": "clipped",
-    "k3-ratio": "token",
+    "k1-reward": ("no ratio", -3),
+    "k1-reward-stale": ("stale rewards", 0),
+    "k3-broadcast-ratio": ("broadcast", 4),
+    "k1-reward-clipped-ratio": ("clipped", -4),
+    "k3-ratio": ("token", 4),
 }
 PRICE = {
     "k1-reward-sequence-ratio": "sequence",
@@ -68,18 +69,12 @@ def _updates(axes: Axes, ticks: list[float], label: str) -> None:
 def _drift(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  What staleness adds", y="change of gradient / length of ∇KL")
     rows = rows[(rows["length"] == rows["length"].max()) & (rows["staleness"] > 0)]
-    offsets = {
-        "k1-reward": (4, -3),
-        "k3-broadcast-ratio": (4, 4),
-        "k1-reward-clipped-ratio": (4, -4),
-        "k3-ratio": (4, 4),
-    }
-    for name, words in DRIFT.items():
+    for name, (words, up) in DRIFT.items():
         x, y = _means(select(rows, estimator=name), "staleness", "drift")
         style = LOOKS.get(name, look(name))
         axes.plot(x, y, **style.plot())
         if len(x):
-            label(axes, words, (x[-1], y[-1]), offsets.get(name, (4, 0)), style.colour, va="center")
+            label(axes, words, (x[-1], y[-1]), (4, up), style.colour, va="center")
     ticks = sorted(rows["staleness"].unique())
     _updates(axes, ticks, "updates that the sampler is behind")
     axes.set_xlim(0.85, max(ticks) * 6)
@@ -143,7 +138,6 @@ def _ends(axes: Axes, rows: DataFrame, title: str, letter: str) -> None:
         mine = select(rows, recipe=name).sort_values("inner_steps")
         axes.plot(mine["inner_steps"], mine["gap"], label=words, **style.plot())
         if mine["batch_size"].any():
-            axes.fill_between(
-                mine["inner_steps"], mine["low"], mine["high"], color=style.colour, alpha=0.12, linewidth=0
-            )
+            axes.fill_between(mine["inner_steps"], mine["low"], mine["high"], color=style.colour, alpha=0.12,
+                linewidth=0)  # fmt: skip
     _updates(axes, sorted(rows["inner_steps"].unique()), "updates to one sampler")

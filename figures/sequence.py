@@ -41,9 +41,8 @@ def _band(axes: Axes, rows: DataFrame, by: str, quantity: str, *, named: str = "
         offset, text = ((4, 0), f"{steering:g}") if named == "end" else ((2, 4), f"κ = {steering:g}")
         label(axes, text, (x_at, y), offset, _shade(steering), va="center", size=6)
     if named == "end":
-        axes.annotate(
-            "κ", (1, 1), (-3, -8), xycoords="axes fraction", textcoords="offset points", size=7, style="italic"
-        )
+        axes.annotate("κ", (1, 1), (-3, -8), xycoords="axes fraction", textcoords="offset points", size=7,
+            style="italic")  # fmt: skip
 
 
 def _length(axes: Axes, rows: DataFrame) -> None:
@@ -106,9 +105,8 @@ def _asymmetry(axes: Axes, rows: DataFrame) -> None:
 def _circulation(axes: Axes, rows: DataFrame) -> None:
     """The rectangle, what each field gains along each edge, and their sums."""
     axes.set_title("f  Once round a rectangle", loc="left", size=7.5, weight="bold")
-    axes.set(
-        xlim=(-0.42, 1.42), ylim=(-0.36, 1.36), xlabel="early logit →", ylabel="late logit →", xticks=[], yticks=[]
-    )
+    axes.set(xlim=(-0.42, 1.42), ylim=(-0.36, 1.36), xlabel="early logit →", ylabel="late logit →", xticks=[],
+        yticks=[])  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
     found = rows.set_index("field")
     local, whole = found.loc["local_reverse_kl"], found.loc["reverse_kl"]

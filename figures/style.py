@@ -14,6 +14,7 @@ from pandas import DataFrame
 # Figures take from here whatever they are made of.
 from kltest.reproduce.frames import Row, records, select  # noqa: F401
 
+Point = tuple[float, float]
 PAGE_WIDTH = 7.0  # inches: the text width of the paper
 
 INK = "#1a1a1a"
@@ -128,14 +129,7 @@ def band(axes: Axes, rows: DataFrame, x: str, y: str, *, alpha: float, **line: A
 
 
 def label(
-    axes: Axes,
-    words: str,
-    at: tuple[float, float],
-    offset: tuple[float, float],
-    colour: Any = INK,
-    *,
-    size: float = 6.2,
-    **options: Any,
+    axes: Axes, words: str, at: Point, offset: Point, colour: Any = INK, *, size: float = 6.2, **options: Any
 ) -> None:
     """Write words beside a point, `offset` in points away from it."""
     axes.annotate(words, at, offset, textcoords="offset points", size=size, color=colour, **options)

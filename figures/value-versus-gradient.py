@@ -70,11 +70,8 @@ def _crossing(axes: Axes, found: DataFrame, kl: float) -> None:
     one, two = found.loc["k1-loss"], found.loc["k2-loss"]
     size = (one["variance"] - two["variance"]) / (two["mean"] - kl) ** 2
     axes.plot([size], [one["variance"] / size / kl**2], "o", mfc="none", mec=INK, ms=7, mew=0.8)
-    text = (
-        f"$n^* = {size:.4g}$"
-        if size < 1e4
-        else rf"$n^* = {size / 10 ** int(math.log10(size)):.2f} \cdot 10^{int(math.log10(size))}$"
-    )
+    power = int(math.log10(size))
+    text = f"$n^* = {size:.4g}$" if size < 1e4 else rf"$n^* = {size / 10**power:.2f} \cdot 10^{power}$"
     at, offset = (size, one["variance"] / size / kl**2), (-4, 11) if kl < 0.1 else (9, 9)
     label(axes, f"{text}\n$k_2$'s bias outweighs\n$k_1$'s noise", at, offset, ha="left", va="bottom", size=6.4)
 

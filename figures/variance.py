@@ -81,8 +81,7 @@ def _noise(axes: Axes, rows: DataFrame) -> None:
     ):
         axes.plot(rows["lam"], rows[f"{name}_variance"] / start[f"{name}_variance"], **look(like).plot(marker=""))
         axes.text(*at, words, size=6.5, color=look(like).colour, ha="center")
-        best = start[f"least_noisy_{name}"]
-        axes.axvline(best, color=look(like).colour, lw=0.7, ls=":")
+        axes.axvline(start[f"least_noisy_{name}"], color=look(like).colour, lw=0.7, ls=":")
     axes.axhline(1, color=INK, lw=0.5)
     axes.set(yscale="log", ylim=(0.1, 2e4))
     k3 = select(rows, lam=1.0)["value_variance"].iloc[0] / start["value_variance"]
@@ -129,6 +128,5 @@ def _parts(axes: Axes, rows: DataFrame) -> None:
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     handles = [axes.barh(0, 0, color=colour, label=words) for _, colour, words in PARTS]
-    axes.legend(
-        handles=handles, loc="lower right", frameon=False, fontsize=6.5, title="left to chance", title_fontsize=6.5
-    )
+    axes.legend(handles=handles, loc="lower right", frameon=False, fontsize=6.5, title="left to chance",
+        title_fontsize=6.5)  # fmt: skip

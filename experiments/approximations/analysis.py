@@ -1,12 +1,13 @@
 """Effects of approximations on the gradient: claims, tables and the numbers that the paper cites."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
-from kltest.reproduce.claims import OWN, Answer, Claims, at_most
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Row, known, need, ordered, records, require, select
 from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
@@ -22,22 +23,20 @@ MANY = 500
 HALF_UNIT = 2.0**-9
 SUMS = f"{EXACT:g}: sums of float64"
 
+KINDS = ("right", "wrong")
+
 claims = Claims("approximations")
 numbers = Numbers()
 tidy = ordered(PARTS)
 
 
-def _heads(rows: pd.DataFrame, form: str) -> Answer:
-    """Judge the formula on one step and on prefixes: what is claimed is claimed of both."""
-    both = [need(rows, part, form=form) for part in ("head", "prefixes")]
-    return at_most(pd.concat(both)["theory_error"], EXACT)
+def _on_both(form: str) -> Callable[[pd.DataFrame], pd.Series]:
+    """What is claimed of heads is claimed of one step and of prefixes."""
+    return lambda rows: pd.concat([need(rows, part, form=form) for part in ("head", "prefixes")])["theory_error"]
 
 
-@claims.add(f"{EMA_PG}; theory", "∇π(S), and Σ d(s)∇π(S|s) on prefixes", SUMS)
-def _top_k(rows: pd.DataFrame) -> Answer:
-    """top-k with a sampled tail, differentiated: beside ∇KL, with prefixes held fixed, there is ∇π(S)"""
-    return _heads(rows, "top-k")
-
+claims.bound("top-k with a sampled tail, differentiated: beside ∇KL, with prefixes held fixed, there is ∇π(S)",
+    f"{EMA_PG}; theory", "∇π(S), and Σ d(s)∇π(S|s) on prefixes", SUMS, _on_both("top-k"), EXACT)  # fmt: skip
 
 AT_REFERENCE = {"form": "top-k", "distance": 0.0, "k": lambda x: x < TOKENS}
 
@@ -45,17 +44,11 @@ claims.between("so it is biased even at π = ref, for any fixed head but the who
     "a gradient where there should be none", "above 0.001, rounding is 1e-16", "{low:.2g} … {high:.2g}", "bias", "head",
     **AT_REFERENCE, above=1e-3)  # fmt: skip
 
+claims.bound("with the head's log-ratio detached it is exact at every k", "TT-OPD 2026 (arXiv 2609.34447)", "no bias",
+    SUMS, _on_both("top-k-detached"), EXACT)  # fmt: skip
 
-@claims.add("TT-OPD 2026 (arXiv 2609.34447)", "no bias", SUMS)
-def _detached(rows: pd.DataFrame) -> Answer:
-    """with the head's log-ratio detached it is exact at every k"""
-    return _heads(rows, "top-k-detached")
-
-
-@claims.add("theory", "∇π(S) − E[1{y ∉ S}·u·g]", SUMS)
-def _head_alone(rows: pd.DataFrame) -> Answer:
-    """a head alone lacks the tail's share of the gradient, and has ∇π(S) as well"""
-    return _heads(rows, "head-alone")
+claims.bound("a head alone lacks the tail's share of the gradient, and has ∇π(S) as well", "theory",
+    "∇π(S) − E[1{y ∉ S}·u·g]", SUMS, _on_both("head-alone"), EXACT)  # fmt: skip
 
 
 @claims.add(OWN, "the head's mass m becomes m/(m + (1 − m)e)", "1e-10")
@@ -231,19 +224,15 @@ claims.bound("training with the length-normalised penalty ends at ref·e^(L(R �
 def _grows(rows: pd.DataFrame) -> Answer:
     """so it makes right answers longer and wrong ones shorter than the reference's"""
     found = need(rows, "optimum", penalty="length-normalised")
-    right, wrong = (found[f"length_of_{kind}"] / found[f"reference_length_of_{kind}"] for kind in ("right", "wrong"))
+    right, wrong = (found[f"length_of_{kind}"] / found[f"reference_length_of_{kind}"] for kind in KINDS)
     said = f"right ones {right.min():.3f} … {right.max():.3f} times as long"
     said += f", wrong ones {wrong.min():.3f} … {wrong.max():.3f}"
     return said, right.min() > 1 + 1e-6 and wrong.max() < 1 - 1e-6
 
 
-@claims.add("theory", "unchanged", "1e-9")
-def _keeps(rows: pd.DataFrame) -> Answer:
-    """at π* both keep the lengths that they have under the reference"""
-    found = need(rows, "optimum", penalty="k2-loss-sequence")
-    kinds = ("right", "wrong")
-    off = pd.concat([(found[f"length_of_{kind}"] - found[f"reference_length_of_{kind}"]).abs() for kind in kinds])
-    return at_most(off, 1e-9)
+claims.bound("at π* both keep the lengths that they have under the reference", "theory", "unchanged", "1e-9",
+    lambda found: pd.concat([found[f"length_of_{kind}"] - found[f"reference_length_of_{kind}"] for kind in KINDS]),
+    1e-9, "optimum", penalty="k2-loss-sequence")  # fmt: skip
 
 
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:

@@ -1,9 +1,8 @@
 """The atlas: a claim for each estimator, one table, and the numbers that the paper cites."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pandas as pd
 
@@ -107,11 +106,6 @@ def _all(rows: pd.DataFrame, holds: pd.Series, world: str, sampler: str) -> set[
     """The estimators for which it holds in an environment, under a sampler, for every seed."""
     here = (rows["environment"] == world) & (rows["sampler"] == sampler)
     return set(rows[here]["estimator"]) - set(rows[here & ~holds]["estimator"])
-
-
-def unbiased(row: Mapping[str, Any]) -> bool:
-    """Tell if the expected gradient is ∇KL(π‖ref)."""
-    return row["relative_bias"] is not None and row["relative_bias"] < UNBIASED
 
 
 def _line(mine: pd.DataFrame) -> Row:

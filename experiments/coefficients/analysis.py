@@ -1,8 +1,8 @@
 """Estimators that regularise as asked, at another coefficient, or not at all: claims, tables and numbers."""
 
 import math
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -50,41 +50,22 @@ def tidy(rows: Sequence[Row]) -> pd.DataFrame:
         words, sizes = ("world", "estimator"), ("beta", "batch_size", "seed")
         return parts.index(row["part"]), *(row.get(name, "") for name in words), *(row.get(name, 0) for name in sizes)
 
-    found = sorted(rows, key=place)
-    kept = [
-        {
-            name: _short(value)
-            for name, value in row.items()
-            if value is not None and not (row["part"] in ("exact", "sampled") and name in DROPPED)
-        }
-        for row in found
-    ]
-    return frame(kept)
+    def kept(row: Row) -> Row:
+        out = DROPPED if row["part"] in ("exact", "sampled") else ()
+        return {name: _short(value) for name, value in row.items() if value is not None and name not in out}
+
+    return frame([kept(row) for row in sorted(rows, key=place)])
 
 
 def _short(value: Any) -> Any:
     return float(f"{value:.{FIGURES - 1}e}") if isinstance(value, float) else value
 
 
-@dataclass(frozen=True)
-class Held:
-    """Hold of one estimator on the policy in one environment: the coefficients β' of optima as far from the reference.
-
-    `factor` is the geometric mean of β'/β over the ends that have settled, `spread` the factor that one standard
-    deviation is, `low` and `high` the extremes, `last` that at the largest β; `by_reward` is the geometric mean of β'/β
-    for the optima with the same reward instead. `kind` says what it comes to.
-    """
-
-    kind: str
-    factor: float | None = None
-    spread: float | None = None
-    low: float | None = None
-    high: float | None = None
-    last: float | None = None
-    shortfall: float | None = None
-    by_reward: float | None = None
-
-
+# Hold of one estimator on the policy in one environment: the coefficients β' of optima as far from the reference.
+# `factor` is the geometric mean of β'/β over the ends that have settled, `spread` the factor that one standard
+# deviation is, `low` and `high` the extremes, `last` that at the largest β; `by_reward` is the geometric mean of β'/β
+# for the optima with the same reward instead. `kind` says what it comes to.
+Held = namedtuple("Held", "kind factor spread low high last shortfall by_reward", defaults=[None] * 7)
 KINDS = {
     "asked": "as asked",
     "scaled": "at another coefficient",
@@ -149,11 +130,8 @@ for _words, _names in (
     ("sequence k3 ends at ref/(1 − (R − E R)/β)", ("k3-loss-sequence",)),
     ("k1 in the loss ends where no penalty does", ("k1-loss",)),
 ):
-
-    @claims.add("theory", "KL(π‖predicted) < 1e-8", "1e-8: ascent converges linearly, and has", claim=_words)
-    def _at_its_fixed_point(rows: pd.DataFrame, names: tuple[str, ...] = _names) -> Answer:
-        worst = _all_of(need(rows, "fixed-points"), names)["kl_to_predicted"].max()
-        return f"{worst:.1e}", worst < 1e-8
+    claims.between(_words, "theory", "KL(π‖predicted) < 1e-8", "1e-8: ascent converges linearly, and has", "{high:.1e}",
+        lambda found, names=_names: _all_of(found, names)["kl_to_predicted"], "fixed-points", below=1e-8)  # fmt: skip
 
 
 def _all_of(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
@@ -191,8 +169,6 @@ def _ends_as_predicted(rows: pd.DataFrame) -> Answer:
 
 
 # The coefficient at which each holds the policy.
-
-
 def _kinds(rows: pd.DataFrame, names: Iterable[str], worlds: Iterable[str]) -> dict[tuple[str, str], Held]:
     """The hold of each; Missing unless β goes from well below the rewards to well above them."""
     betas = need(rows, "exact")["beta"]
@@ -241,12 +217,9 @@ def _not_at_all(rows: pd.DataFrame) -> Answer:
 def _drift(rows: pd.DataFrame) -> Answer:
     """token k2, the exact next-token KL, token and sequence k3 have no one coefficient on sequences"""
     found = _kinds(rows, WRONG_IN_LOSS, WORLDS[1:])
-    said = ", ".join(_range(name, one) for (name, world), one in found.items() if world == "mdp")
+    cells = {name: one for (name, world), one in found.items() if world == "mdp"}
+    said = ", ".join(f"{n} {one.low:.2f}–{one.high:.2f}" if one.low is not None else n for n, one in cells.items())
     return said, all(one.kind == "drifts" for one in found.values())
-
-
-def _range(name: str, one: Held) -> str:
-    return f"{name} {one.low:.2f}–{one.high:.2f}" if one.low is not None else name
 
 
 @claims.add(OWN, "β'/β → 1", "2 %: of the order of reward/β at the largest β, and as far as training has settled")
@@ -267,8 +240,6 @@ def _hyperbolic(rows: pd.DataFrame) -> Answer:
 
 
 # Collapse.
-
-
 @claims.add(OWN, f"β'/β < {LOOSE:g} at the largest β, or divergence", "a tenth of what was asked; π* is at 1")
 def _loose(rows: pd.DataFrame) -> Answer:
     """k2 and k3 in the reward, and the last token's k2 on sequences, hold the policy at no coefficient"""
@@ -277,8 +248,7 @@ def _loose(rows: pd.DataFrame) -> Answer:
     _kinds(rows, (), ())
     found = [one for name, world in cells if (one := held(rows, world, name)) is not None]
     require(found)
-    said = "; ".join(dict.fromkeys(KINDS[one.kind] for one in found))
-    return said, all(one.kind == "loose" for one in found)
+    return "; ".join(dict.fromkeys(KINDS[one.kind] for one in found)), all(one.kind == "loose" for one in found)
 
 
 claims.between("k3 in the reward collapses: exact training drives an answer to probability 0, at every β up to 3", OWN,
@@ -311,8 +281,6 @@ def _worse_than_nothing(rows: pd.DataFrame) -> Answer:
 
 
 # Noise.
-
-
 def _budget(rows: pd.DataFrame, names: tuple[str, ...], least: int) -> pd.DataFrame:
     """Runs in batches of this size or more, with KL(π‖π*) as foreseen."""
     found = need(rows, "budget", estimator=names, batch_size=lambda x: x >= least)
@@ -447,9 +415,8 @@ def _of_exact_training(rows: pd.DataFrame) -> Cited:
         for world in WORLDS:
             found = held(rows, world, name)
             if found is not None and found.factor is not None:
-                for what, value in vars(found).items():
-                    if what != "kind":
-                        yield number(what, value, estimator=name, world=world)
+                for what in Held._fields[1:]:
+                    yield number(what, getattr(found, what), estimator=name, world=world)
 
 
 numbers.melt("optimum", {"kl_to_optimum": "KL to π* in theory's part"}, ["estimator"])

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from kltest.reproduce.claims import OWN, Answer, Claims, at_most
+from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Missing, Row, known, need, ordered, require, select
 from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
@@ -22,6 +22,7 @@ CLEAR = 0.01
 # Of some hundreds of numbers, none is off by more than this many standard errors but with probability below 1e-3.
 ERRORS = 5.5
 ROUNDING = f"{EXACT:g} of the gradient: exact up to rounding"
+WHICH = ["estimator", "placement"]
 K1_LOSS, K1_REWARD = ("k1-loss", "loss"), ("k1-loss", "reward")
 K3_REWARD, K3_BOTH = ("k3-loss", "reward"), ("k3-loss", "both")
 
@@ -33,19 +34,11 @@ tidy = ordered(PARTS)
 def _cells(rows: pd.DataFrame, column: str, **wanted: object) -> pd.DataFrame:
     """A column for each length, distance, way to hold it and seed; across, each estimator and placement."""
     found = need(rows, "length", **wanted)
-    return found.pivot_table(column, ["length", "kl", "hold", "seed"], ["estimator", "placement"], sort=False)
+    return found.pivot_table(column, ["length", "kl", "hold", "seed"], WHICH, sort=False)
 
 
-def _unbiased(rows: pd.DataFrame, *which: tuple[str, str]) -> Answer:
-    found = need(rows, "length")
-    mine = [name in which for name in zip(found["estimator"], found["placement"], strict=True)]
-    return at_most(found[mine]["bias"], EXACT)
-
-
-@claims.add(SHAH, "0", ROUNDING)
-def _reward_is_right(rows: pd.DataFrame) -> Answer:
-    """k1 in the reward is unbiased at every length, near and far"""
-    return _unbiased(rows, K1_REWARD)
+claims.bound("k1 in the reward is unbiased at every length, near and far", SHAH, "0", ROUNDING, "bias", EXACT, "length",
+    **dict(zip(WHICH, K1_REWARD, strict=True)))  # fmt: skip
 
 
 @claims.add(SHAH, "k1 in loss 1 exactly, the others clear of 0", f"clear: above {CLEAR:g} of the gradient")
@@ -54,7 +47,8 @@ def _biased(rows: pd.DataFrame) -> Answer:
     bias = _cells(rows, "bias")
     wrong = [which for which in PUBLISHED if which != K1_REWARD]
     require(set(wrong) <= set(bias))
-    said = ", ".join(f"{_name(which)} {bias[which].min():.2f} to {bias[which].max():.2f}" for which in wrong)
+    words = {which: f"{which[0].removesuffix('-loss')} in {which[1]}" for which in wrong}
+    said = ", ".join(f"{words[which]} {bias[which].min():.2f} to {bias[which].max():.2f}" for which in wrong)
     return said, (bias[K1_LOSS] - 1).abs().max() < EXACT and bias[wrong].min(axis=None) > CLEAR
 
 
@@ -117,10 +111,8 @@ def _changes(rows: pd.DataFrame) -> list[tuple[int, int]]:
     return found
 
 
-@claims.add(TANG_MUNOS, "0", ROUNDING)
-def _both_are_right(rows: pd.DataFrame) -> Answer:
-    """k1 and k3 in both places are unbiased"""
-    return _unbiased(rows, ("k1-loss", "both"), K3_BOTH)
+claims.bound("k1 and k3 in both places are unbiased", TANG_MUNOS, "0", ROUNDING, "bias", EXACT, "length",
+    estimator=("k1-loss", "k3-loss"), placement="both")  # fmt: skip
 
 
 @claims.add(OWN, f"less than half as many, at every length, where KL ≤ {NEAR:g}",
@@ -180,10 +172,6 @@ claims.bound("counting types agrees with enumeration of all sequences and with d
     f"{EXACT:g} of the gradient and of its square", "off_again", EXACT, "length")  # fmt: skip
 
 
-def _name(which: tuple[str, str]) -> str:
-    return f"{which[0].removesuffix('-loss')} in {which[1]}"
-
-
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """Bias and standard deviation relative to the gradient, at the shortest and the longest length."""
     found = select(rows, "length", hold="kl", seed=0)
@@ -222,16 +210,14 @@ def _of_lengths(rows: pd.DataFrame) -> Cited:
     yield number("off second route", need(rows, "length")["off_again"].max())
     yield from melted(found, ["bias", "std"], ["estimator", "placement", "kl", "length"])
     for kl in found["kl"].unique():
-        at = need(found, kl=kl)
-        yield from extremes("gain of k3 in both", _gain(at, kl, kl) if kl <= FAR else (), kl=kl)
+        yield from extremes("gain of k3 in both", _gain(need(found, kl=kl), kl, kl) if kl <= FAR else (), kl=kl)
 
 
 @numbers.add
 def _of_samples(rows: pd.DataFrame) -> Cited:
     found = _sampled(rows, hold="kl", seed=0)
     yield number("sampled gradients", len(found))
-    worst = max(found["z_mean"].max(), found["z_std"].abs().max())
-    yield number("largest deviation in standard errors", worst)
+    yield number("largest deviation in standard errors", max(found["z_mean"].max(), found["z_std"].abs().max()))
 
 
 @numbers.add

@@ -36,8 +36,6 @@ def tidy(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 # --- the examples ----------------------------------------------------------------------------------------------------
-
-
 def _example(rows: pd.DataFrame, example: str, *names: str) -> list[Row]:
     """The rows of these estimators; Missing unless all are there."""
     found = need(rows, "examples", example=example, estimator=names).drop_duplicates("estimator").set_index("estimator")
@@ -113,8 +111,6 @@ def _unbiased(rows: pd.DataFrame) -> Answer:
 
 
 # --- distance --------------------------------------------------------------------------------------------------------
-
-
 claims.between("k2 in loss is right at every distance", f"{TANG}; Liu et al. 2025", "no bias",
     "1e-9: near the reference gradients are a thousandth of what they are sums of",
     "{count} distances, paths and vocabularies, the worst relative error {high:.0e}", "relative_error_high", "distance",
@@ -168,8 +164,6 @@ def _same_rate(rows: pd.DataFrame) -> Answer:
 
 
 # --- signs and sizes -------------------------------------------------------------------------------------------------
-
-
 @claims.add(OWN, "no action otherwise", "actions whose pull is below 1e-6 of the gradient are not counted")
 def _turned(rows: pd.DataFrame) -> Answer:
     """k3 in loss pulls an action the wrong way exactly where 0 < u < KL"""
@@ -262,8 +256,6 @@ def _abs(rows: pd.DataFrame) -> Answer:
 
 
 # --- tables and numbers ----------------------------------------------------------------------------------------------
-
-
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """Every estimator of one step on the two examples; those that agree in everything share a line."""
     lines: dict[tuple[str, ...], list[str]] = {}

@@ -64,13 +64,9 @@ class Sweep:
         """The last row of each run, with the reward gained, the objective E[R] − β·KL and what it has lost."""
         by = known(self.rows).groupby(RUN_KEY, sort=False)
         first, last = by.head(1).set_index(RUN_KEY), by.tail(1).set_index(RUN_KEY)
-        paid, gain = (
-            last.index.get_level_values("beta") * last["kl"],
-            last["reward_held_out"] - first["reward_held_out"],
-        )
-        return last.assign(
-            gain=gain, objective=last["reward_held_out"] - paid, lost=paid - gain, start=first["reward_held_out"]
-        )
+        start, end = first["reward_held_out"], last["reward_held_out"]
+        paid, gain = last.index.get_level_values("beta") * last["kl"], end - start
+        return last.assign(gain=gain, objective=end - paid, lost=paid - gain, start=start)
 
     @cached_property
     def settings(self) -> dict[tuple[str, float], pd.DataFrame]:
@@ -169,8 +165,6 @@ def _each(found: Mapping[str, Interval]) -> str:
 
 
 # Findings: of the rows of one part.
-
-
 @findings.add(OWN, "a KL beyond half a nat", SEEDS)
 def _leaves(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """without a KL term the policy leaves its reference"""
@@ -191,12 +185,8 @@ def _holds(rows: pd.DataFrame, sweep: Sweep, arms: tuple[str, ...] = PENALTIES, 
     return _each(found), all(one.high < 1 for one in found.values())
 
 
-findings.add(
-    TANG_MUNOS,
-    "KL below that of no term with the same seed",
-    SEEDS,
-    claim="k1 in the reward, k2 and k3 in the loss hold the policy back at the largest β",
-)(_holds)
+findings.add(TANG_MUNOS, "KL below that of no term with the same seed", SEEDS,
+    claim="k1 in the reward, k2 and k3 in the loss hold the policy back at the largest β")(_holds)  # fmt: skip
 
 
 @findings.add(THEORY, "log KL falls with log β", SEEDS)
@@ -225,12 +215,8 @@ def _unregularised(rows: pd.DataFrame, sweep: Sweep, name: str = "kl") -> Answer
     return _each(ratios), all(one.high >= 1 for one in ratios.values())
 
 
-findings.add(
-    f"{TANG_MUNOS}; {THEORY}",
-    "KL over that of no term: at no β below 1",
-    f"{SEEDS}, Bonferroni over β",
-    claim="k1 in the loss does not regularise",
-)(_unregularised)
+findings.add(f"{TANG_MUNOS}; {THEORY}", "KL over that of no term: at no β below 1", f"{SEEDS}, Bonferroni over β",
+    claim="k1 in the loss does not regularise")(_unregularised)  # fmt: skip
 
 
 @findings.add("coefficients", "at the largest β the KL is above that of no term", SEEDS)
@@ -284,12 +270,8 @@ for _claim, _source, _expected, _judge in (
 ):  # fmt: skip
     findings.add(_source, _expected, SEEDS, claim=_claim)(_judge)
 
-findings.add(
-    OWN,
-    "KL there over that of no term: at no β below 1",
-    f"{SEEDS}, Bonferroni over β",
-    claim="k1 in the loss does not hold it back there",
-)(partial(_unregularised, name=ELSEWHERE_KL))
+findings.add(OWN, "KL there over that of no term: at no β below 1", f"{SEEDS}, Bonferroni over β",
+    claim="k1 in the loss does not hold it back there")(partial(_unregularised, name=ELSEWHERE_KL))  # fmt: skip
 
 
 @findings.add("theory", "E[R] − β·KL of π* less that of the run: not below 0", SEEDS)

@@ -176,18 +176,10 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     table = []
     for (name, success, beta), same in training.groupby(RUN, sort=False) if len(training) else ():
         exact, drawn = same[same["batch_size"] == 0], same[same["batch_size"] > 0]
-        table.append(
-            {
-                "estimator": name,
-                "P(right) under ref": success,
-                "β": beta,
-                "P(right)": _short(exact, "right"),
-                "predicted": _short(exact, "predicted"),
-                "KL(π‖ref)": _short(exact, "kl"),
-                "J* − J": _short(exact, "gap"),
-                "J* − J, sampled": _short(drawn, "gap"),
-            }
-        )
+        line = {"estimator": name, "P(right) under ref": success, "β": beta}
+        columns = {"P(right)": "right", "predicted": "predicted", "KL(π‖ref)": "kl", "J* − J": "gap"}
+        line |= {title: _short(exact, column) for title, column in columns.items()}
+        table.append({**line, "J* − J, sampled": _short(drawn, "gap")})
     lost = masking.pivot_table("lost", "group_size", "success") if len(masking) else pd.DataFrame()
     shares = [{"n": n, **{f"{success:g}": f"{one:.3f}" for success, one in row.items()}} for n, row in lost.iterrows()]
     return {"table": table, "lost": shares}
@@ -204,11 +196,8 @@ def _of_exact_training(rows: pd.DataFrame) -> Cited:
     yield from extremes("KL ratio of masked", pairs["kl"] / pairs["kl_right"])
 
 
-@numbers.add
-def _of_pushes(rows: pd.DataFrame) -> Cited:
-    for kind in ("normalised", "plain"):
-        for push, size in _push(rows, kind).items():
-            yield number("push", size, kind=kind, beta=push)
+numbers.add(lambda rows: [number("push", size, kind=kind, beta=push) for kind in ("normalised", "plain")
+    for push, size in _push(rows, kind).items()])  # fmt: skip
 
 
 @numbers.add

@@ -20,11 +20,6 @@ claims = Claims("metrics")
 numbers = Numbers()
 tidy = ordered(PARTS)
 
-
-def _mutated(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
-    return need(rows, "mutation", copied=False, **wanted)
-
-
 claims.bound(
     "k1 in the reward made in place: what was recorded as the KL reads, per rollout, as the objective "
     "E[R] − β·KL itself",
@@ -38,7 +33,7 @@ claims.bound("what was recorded before was right", SLIME, "KL(π‖ref)", SUMS,
 @claims.add(f"{SLIME}; {OWN}", "the reward", SUMS)
 def _at_the_start(rows: pd.DataFrame) -> Answer:
     """before the first update, where there is no KL, it reads E[R]"""
-    found = _mutated(rows, step=0)
+    found = need(rows, "mutation", copied=False, step=0)
     read = found["read"]
     worst = max(found["kl"].abs().max(), (read - found["reward"]).abs().max())
     return f"KL 0, read {read.min():.3f} … {read.max():.3f}", worst < EXACT

@@ -49,11 +49,8 @@ numbers = Numbers()
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:
     """Rows in a fixed order; if a cycle has a closed form, `predicted` is what it multiplies a small step by."""
     found = [{**row, "predicted": multiplier(row)} if row["part"] == "stability" else dict(row) for row in rows]
-    return frame(sorted(found, key=lambda row: [_rank(row.get(name)) for name in ORDER]))
-
-
-def _rank(value: Any) -> tuple:
-    return (value is not None, isinstance(value, str), value if value is not None else 0)
+    key = lambda row: [(one is not None, isinstance(one, str), one or 0) for one in map(row.get, ORDER)]  # noqa: E731
+    return frame(sorted(found, key=key))
 
 
 def _path(rows: pd.DataFrame, *names: str, **wanted: Any) -> pd.DataFrame:
@@ -91,14 +88,10 @@ def _token_on_sequences(rows: pd.DataFrame) -> Answer:
     found = _sequences(rows, "k3-ratio").sort_values("staleness")
     series = [one for _, one in found.groupby(["length", "seed"]) if one["staleness"].iloc[0] == 0 and len(one) > 2]
     require(series)
-    grows = all(_rises(one["drift"]) for one in series)
+    grows = all(one["drift"].is_monotonic_increasing and one["drift"].is_unique for one in series)
     least, last = min(one["bias"].min() for one in series), mean(one["drift"].iloc[-1] for one in series)
     said = f"bias never below {least:.3f}; {last:.2f} added at the stalest"
     return f"{said}, {'' if grows else 'not '}growing all the way", grows and least > SEEN
-
-
-def _rises(values: pd.Series) -> bool:
-    return values.is_monotonic_increasing and values.is_unique
 
 
 @claims.add("theory", "equal to the former", LIMIT)
@@ -313,13 +306,9 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     return {"bias": biases, "training": ends}
 
 
-@numbers.add
-def _of_settings(rows: pd.DataFrame) -> Cited:
-    yield number("updates of the path", PATH["updates"])
-    yield number("repeats", TRAINED["repeats"])
-    yield number("clip", CLIP)
-    yield number("beta of training", TRAINED["beta"])
-    yield number("recipes with a closed form", len(EXACT_RECIPES) + 2)
+STATED = {"updates of the path": PATH["updates"], "repeats": TRAINED["repeats"], "clip": CLIP,
+    "beta of training": TRAINED["beta"], "recipes with a closed form": len(EXACT_RECIPES) + 2}  # fmt: skip
+numbers.add(lambda rows: [number(name, value) for name, value in STATED.items()])
 
 
 @numbers.add

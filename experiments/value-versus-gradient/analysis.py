@@ -60,8 +60,6 @@ def tidy(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
-
-
 def _values(rows: pd.DataFrame, kl: float | None = None) -> pd.DataFrame:
     """The first values of each estimator and level of KL, at a width of 1; of one level, of all estimators."""
     found = need(rows, kind="value", width=1.0).drop_duplicates(["kl", "estimator"]).set_index(["kl", "estimator"])
@@ -218,8 +216,6 @@ def _never_best(rows: pd.DataFrame) -> Answer:
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
-
 def named(symbol: str, pair: Gaussians) -> dict[str, float]:
     """The gradients of the three functions of mean and width, in closed form.
 
@@ -332,7 +328,6 @@ def _same_noise(rows: pd.DataFrame) -> Answer:
 
 
 # --- widths ----------------------------------------------------------------------------------------------------------
-
 # E_π[w²] = ∫ref²/π; towards s² = ½ its variance grows beyond every bound, and k1's does not.
 EDGE = math.sqrt(0.5) * (1 - 1e-12)
 
@@ -367,8 +362,6 @@ def _wider(rows: pd.DataFrame) -> Answer:
 
 
 # --- tables and numbers ----------------------------------------------------------------------------------------------
-
-
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """Schulman's two levels: each way to write the penalty, as a value and as a gradient."""
     try:

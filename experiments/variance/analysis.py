@@ -52,8 +52,6 @@ tidy = ordered(PARTS)
 
 
 # ------------------------------------------------------------------------------------------------------ the inequality
-
-
 def _published(rows: pd.DataFrame) -> pd.Series:
     return need(rows, "pair", reference=PUBLISHED).iloc[0]
 
@@ -108,8 +106,7 @@ def _fails_by(rows: pd.DataFrame, name: str, spread: float = math.inf) -> tuple[
     worlds = cells["worlds"][ends[0]].sum()
     require(len(ends) >= 2 and worlds >= MANY)
     few, many = (cells["value_fails"][end].sum() for end in ends)
-    said = f"{name} {ends[0]:g}: {few / worlds:.1%}; {ends[1]:g}: {many / worlds:.1%} of {worlds}"
-    return said, few, many
+    return f"{name} {ends[0]:g}: {few / worlds:.1%}; {ends[1]:g}: {many / worlds:.1%} of {worlds}", few, many
 
 
 @claims.add(OWN, "more failures at the largest spread of logits than at the smallest", "counts over the same cells")
@@ -143,8 +140,6 @@ claims.bound("recursions over prefixes give what enumeration of the registered e
 
 
 # -------------------------------------------------------------------------------------------------- what can be gained
-
-
 @claims.add(OWN, "no estimator below 1 times that floor in any world", f"{EXACT:g}")
 def _floor(rows: pd.DataFrame) -> Answer:
     """whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is at least
@@ -174,14 +169,12 @@ def _far_floor(rows: pd.DataFrame) -> Answer:
     alone = need(rows, "ladder", estimator="rao-blackwell", distance=lambda x: x >= FAR, length=lambda x: x >= 6)
     least = alone["over_floor"].min()
     most = need(rows, "ladder", estimator="rao-blackwell, critic")["over_floor"].max()
-    said = f"without, {least:.0f} times the floor and more; with, at most {most:.2f}"
-    return said, least > 5 and most < 2
+    return f"without, {least:.0f} times the floor and more; with, at most {most:.2f}", least > 5 and most < 2
 
 
 def _cells(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """A row for each length, distance and seed, a column for each estimator."""
-    found = need(rows, "ladder")
-    return found.pivot_table(column, ["length", "distance", "seed"], "estimator", aggfunc="last")
+    return need(rows, "ladder").pivot_table(column, ["length", "distance", "seed"], "estimator", aggfunc="last")
 
 
 @claims.add(OWN,
@@ -233,8 +226,6 @@ def _mixtures(rows: pd.DataFrame) -> Answer:
 
 
 # ----------------------------------------------------------------------------------------------------------- the bandit
-
-
 @claims.add(THEORY, f"{START:g}", "0.005: printed digits")
 def _start(rows: pd.DataFrame) -> Answer:
     """the bandit of the baseline study starts at its KL"""
@@ -302,8 +293,6 @@ def _opposed(rows: pd.DataFrame) -> Answer:
 
 
 # -------------------------------------------------------------------------------------------------- tables and numbers
-
-
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """The ladder at its longest: variances over the least possible one."""
     found, ladder = select(rows, "ladder"), []
@@ -321,11 +310,7 @@ def _short(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-@numbers.add
-def _of_the_pair(rows: pd.DataFrame) -> Cited:
-    row = _published(rows)
-    for name in ("kl", "monte_carlo", "rao_blackwell", "mixture", "share"):
-        yield number(f"pair {name}", row[name])
+numbers.add(lambda rows: [number(f"pair {name}", _published(rows)[name]) for name in (*PAIR, "mixture", "share")])
 
 
 @numbers.add
