@@ -21,8 +21,7 @@ PRINTED = 5e-6
 # Two independent numbers are further apart than this with probability below 1e-6.
 ERRORS = 5.0
 # Random environments: up to the first logit noise nothing fails, from the second on something does.
-NEAR, FAR = 0.3, 3.0
-MILD = 1.0
+NEAR, FAR, MILD = 0.3, 3.0, 1.0
 # Fewer random environments say nothing about what is rare.
 MANY = 1000
 

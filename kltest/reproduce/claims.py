@@ -125,12 +125,6 @@ class Claims:
         return found
 
 
-def at_most(values: pd.Series, limit: float) -> Answer:
-    """Judge if values stay below a limit in size; Missing if none is known."""
-    found = known(values.dropna()).abs()
-    return AT_MOST.format(high=found.max(), count=len(found)), found.max() < limit
-
-
 def score(claims: Sequence[Claim]) -> float | None:
     """Return the share of the claims that were run and agree; None if none was run."""
     judged = [claim.agrees for claim in claims if claim.agrees is not None]

@@ -21,7 +21,7 @@ from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_markdown, held, write
 from kltest.reproduce import Request, figures, paper, reproduce, run
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.claims import Claim, Claims, at_most
+from kltest.reproduce.claims import Claim, Claims
 from kltest.reproduce.experiment import Experiment
 from kltest.reproduce.frames import Missing, frame, mean, need, records, results, select
 from kltest.reproduce.numbers import Numbers, extremes, melted, number
@@ -695,12 +695,11 @@ def test_a_claim_without_its_rows_is_not_run():
     def judge(rows):
         """a claim
         of two lines"""
-        return at_most(need(rows, "a")["x"], 1.0)
+        most = need(rows, "a")["x"].max()
+        return f"{most:g}", most < 1
 
     agrees, missing = claims(ROWS), claims([])
-    assert agrees == [
-        Claim("e", "a claim of two lines", "source", "expected", "at most 1.5e+00, of 2", False, "tolerance")
-    ]
+    assert agrees == [Claim("e", "a claim of two lines", "source", "expected", "1.5", False, "tolerance")]
     assert missing == [Claim("e", "a claim of two lines", "source", "expected", "not run", None, "tolerance")]
 
 
@@ -714,6 +713,32 @@ def test_a_bound_on_a_column_or_on_what_is_worked_out_from_rows():
         ("in size", "at most 1.5e+00, of 2", False),
         ("no rows", "not run", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("of", "limits", "said", "agrees"),
+    [
+        ("x", {"above": 0.4, "below": 1.6}, "0.5 to 1.5: 2 of 2", True),
+        ("x", {"above": 0.5}, "0.5 to 1.5: 2 of 2", False),
+        ("x", {"below": 1.5}, "0.5 to 1.5: 2 of 2", False),
+        (lambda found: found["x"] > 0, {"above": 0.5}, "1 to 1: 2 of 2", True),
+        (lambda found: found["x"] > 1, {"above": 0.5}, "0 to 1: 1 of 2", False),
+        (lambda found: found["x"] > 1, {"below": 0.5}, "0 to 1: 1 of 2", False),
+        (lambda found: found["x"].where(found["x"] > 1), {"above": 1}, "1.5 to 1.5: 2 of 1", True),
+        (lambda found: found["x"].where(found["x"] > 2), {"above": 1}, "not run", None),
+    ],
+)
+def test_what_is_claimed_between_two_limits_agrees_strictly_between_them(of, limits, said, agrees):
+    claims = Claims("e")
+    claims.between("it", "source", "expected", "", "{low:g} to {high:g}: {total:.0f} of {count}", of, "a", **limits)
+    assert [(one.found, one.agrees) for one in claims(ROWS)] == [(said, agrees)]
+
+
+def test_single_numbers_of_columns_by_name_or_by_a_function():
+    numbers = Numbers()
+    numbers.single("a", {"most": ("x", "max"), "above one": ("x", lambda x: (x > 1).sum())})
+    numbers.single("c", {"least": ("x", "min")})
+    assert records(numbers(ROWS)) == [{"quantity": "most", "value": 1.5}, {"quantity": "above one", "value": 1}]
 
 
 def test_numbers_of_a_part_as_they_are_or_as_means():
