@@ -12,18 +12,6 @@ STALE = False  # rollouts of another policy
 MODULE = 'liger_kernel.chunked_loss.grpo_loss'
 
 
-def part(module, names):
-    try:
-        found = importlib.import_module(module)
-        for each in names.split("."):
-            found = getattr(found, each)
-    except Exception as error:
-        # A package may raise any exception if it finds no accelerator.
-        library = module.partition(".")[0]
-        raise LookupError(f"the installed {library} has no {module}:{names} that can be used here: {error}") from error
-    return found
-
-
 def taken(function, offered, settings):
     signatures = taken.__dict__.setdefault("signatures", {})
     if function not in signatures:
@@ -41,11 +29,27 @@ def taken(function, offered, settings):
     return values
 
 
+def called(function, offered, settings=()):
+    return function(**taken(function, offered, dict(settings)))
+
+
+def part(module, names):
+    try:
+        found = importlib.import_module(module)
+        for each in names.split("."):
+            found = getattr(found, each)
+    except Exception as error:
+        # A package may raise any exception if it finds no accelerator.
+        library = module.partition(".")[0]
+        raise LookupError(f"the installed {library} has no {module}:{names} that can be used here: {error}") from error
+    return found
+
+
 def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **settings):
     torch = importlib.import_module("torch")
     kind = part(MODULE, "LigerFusedLinearGRPOLoss")
     usual = {"beta": beta, "compiled": False, "use_ref_model": True, "chunk_size": len(tokens)}
-    loss = kind(**taken(kind, usual, settings))
+    loss = called(kind, usual, settings)
     weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
     offered = {
         "_input": logits,
@@ -57,7 +61,7 @@ def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **setting
         "ref_weight": weight,
         "old_per_token_logps": old_logp,
     }
-    value, metrics = loss(**taken(loss.forward, offered, {}))
+    value, metrics = called(loss.forward, offered)
     return value, {"kl": metrics[0]} if beta else {}
 
 

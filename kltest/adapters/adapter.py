@@ -8,7 +8,8 @@ module that calls the library's own loss or trainer. Parameters are filled from 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 Depth = Literal["function", "loss", "trainer"]
@@ -17,6 +18,8 @@ DEPTHS: dict[Depth, str] = {
     "loss": "its whole loss, from log-probs",
     "trainer": "its trainer, forward pass included",
 }
+PAIRS = {"group_size": 2, "timeout": 300}
+"""Options for losses of whole groups: every group is called, some several times; groups of two keep that to seconds."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,18 @@ class Setting:
     recipe: bool = False
     source: str = ""
     note: str = ""
+
+    def variant(self, arguments: Mapping[str, Any] = MappingProxyType({}), name: str = "", **others: Any) -> Setting:
+        """Return a setting of the same target, called `self.name/name`.
+
+        Args:
+            arguments: further arguments.
+            name: what tells it from the others, the arguments if empty.
+            others: other fields; options are added to those of this setting.
+        """
+        others["options"] = {**self.options, **others.get("options", {})}
+        arguments, name = {**self.arguments, **arguments}, f"{self.name}/{name or label(**arguments)}"
+        return replace(self, name=name, arguments=arguments, **others)
 
     def options_with(self, others: Mapping[str, Any]) -> dict[str, Any]:
         """Options of `kltest.grade` for this setting, arguments included; `others` win over its own."""

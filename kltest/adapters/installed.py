@@ -1,6 +1,5 @@
 """Access to an installed library: its parts by name, and the arguments that they take."""
 
-import dataclasses
 import importlib
 import inspect
 
@@ -40,18 +39,9 @@ def taken(function, offered, settings):
     return values
 
 
-def configured(kind, usual, settings):
-    """Return a configuration (a dataclass) with the settings, and with the usual values that this version knows.
-
-    Raises LookupError for a setting that it does not have.
-    """
-    known = {field.name for field in dataclasses.fields(kind)}
-    for name in settings:
-        if name not in known:
-            raise LookupError(
-                f"in the installed version {kind.__qualname__} has no {name!r}, which this setting is about"
-            )
-    return kind(**{**{name: value for name, value in usual.items() if name in known}, **settings})
+def called(function, offered, settings=()):
+    """Return what a function returns for those of the offered arguments that it names, and for all settings."""
+    return function(**taken(function, offered, dict(settings)))
 
 
 def costly(*functions):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from kltest.adapters.adapter import Setting
 from kltest.files import template
 
 Backend = Literal["torch", "jax"]
+FUTURE = "from __future__ import annotations"
 FOLDER = Path(__file__).parent
 TORCH = {
     "logp": "logp[rows]",
@@ -38,6 +39,12 @@ IMPORTS: dict[Backend, tuple[str, ...]] = {
     "torch": ("import torch",),
     "jax": ("import jax", "import jax.numpy as jnp"),
 }
+OURS = re.compile(r"^(?: *from kltest|costly\().*\n", re.MULTILINE)
+INSTEAD = {
+    "from kltest.errors import UsageError\n": "UsageError = ValueError\n",
+    "from kltest.loss.global_state import preserved\n": "preserved = nullcontext\n",
+}
+"""What modules take from kltest, and what a program has for it."""
 RECIPE = re.compile(r'part\("kltest\.adapters\.(\w+)\.recipes", "(\w+)"\)')
 
 
@@ -47,14 +54,18 @@ def program(
     *,
     backend: Backend = "torch",
     find: Callable[[str, str], Any] | None = None,
+    modules: Sequence[str] = (),
+    stale: bool | None = None,
 ) -> str:
-    """Return the program of a setting, with rollouts of another policy if it is a recipe.
+    """Return the program of a setting.
 
     Args:
         setting: its target is a function of a `calls` module or one of the library's own.
         fields: for a function of the library's own, which of its parameters are which fields of the rollout.
         backend: what the library computes with.
         find: function of a `calls` module that loads a name of a module, if a plain import cannot.
+        modules: files below this folder that the program holds whole, in place of the function's lines.
+        stale: if rollouts are those of another policy; None for a recipe that is graded so.
     """
     from kltest.counterexample.sources import source_of
 
@@ -63,26 +74,39 @@ def program(
     if module.startswith("kltest."):
         function = getattr(import_module(module), name)
         own = {each: each for each in inspect.signature(function).parameters if each in known}
-        lines, called = source_of(function, "", frozenset()).lines, name
+        lines, called = _texts(modules) if modules else _spaced(source_of(function, "", frozenset()).lines), name
     elif find is not None:
         own = dict(fields or {})
-        lines, called = source_of(find, "", frozenset()).lines, f'{find.__name__}("{module}", "{name}")'
+        lines, called = _spaced(source_of(find, "", frozenset()).lines), f'{find.__name__}("{module}", "{name}")'
     else:
-        own, lines, called = dict(fields or {}), (f"from {module} import {name}",), name
+        own, lines, called = dict(fields or {}), [f"from {module} import {name}"], name
     values = {parameter: known[field] for parameter, field in own.items()}
     values |= {parameter: _written(value, known) for parameter, value in setting.arguments.items()}
     imports, definitions = _parts(lines, setting.recipe)
     needed = {*imports, "import itertools", "import json", "import warnings", *IMPORTS[backend]}
+    graded_stale = setting.recipe and setting.options.get("sampler") != "current"
     text = template(FOLDER / "templates" / f"{backend}.py.j2").render(
         title=setting.name,
-        imports="\n".join(sorted(needed, key=lambda line: (line.startswith("from "), line))),
-        stale=setting.recipe,
+        imports="\n".join(sorted(needed, key=lambda line: (line != FUTURE, line.startswith("from "), line))),
+        stale=graded_stale if stale is None else stale,
         definitions=definitions.strip(),
         call=f"{called}({', '.join(f'{parameter}={value}' for parameter, value in values.items())})",
         has_beta="beta" in own,
         in_reward=setting.options.get("placement") == "reward",
     )
-    return text.strip() + "\n"
+    return re.sub(r"\n{4,}", "\n\n\n", text.strip()) + "\n"
+
+
+def _texts(modules: Sequence[str]) -> list[str]:
+    """Lines of whole files, without what they take from kltest."""
+    text = "\n".join((FOLDER / each).read_text(encoding="utf-8") for each in modules)
+    for ours, theirs in INSTEAD.items():
+        text = text.replace(ours, theirs, 1)
+    return OURS.sub("", text).splitlines()
+
+
+def _spaced(lines: Sequence[str]) -> list[str]:
+    return [f"\n\n{line}" if line.startswith("def ") else line for line in lines if line]
 
 
 def _written(value: Any, fields: Mapping[str, str]) -> str:
@@ -90,12 +114,10 @@ def _written(value: Any, fields: Mapping[str, str]) -> str:
     return fields[value[1:]] if isinstance(value, str) and value.startswith("@") else repr(value)
 
 
-def _parts(lines: tuple[str, ...], recipe: bool) -> tuple[list[str], str]:
+def _parts(lines: Sequence[str], recipe: bool) -> tuple[list[str], str]:
     """Import lines and definitions; a recipe's file replaces the import of its names."""
     imports = [line for line in lines if line.startswith(("import ", "from "))]
-    own = "\n".join(
-        f"\n\n{line}" if line.startswith("def ") else line for line in lines if line and line not in imports
-    )
+    own = "\n".join(line for line in lines if line not in imports)
     recipes = sorted({found[1] for found in RECIPE.finditer(own)}) if recipe else []
     texts = [(FOLDER / library / "recipes.py").read_text(encoding="utf-8") for library in recipes]
-    return imports, "\n\n".join([*texts, RECIPE.sub(r"\2", own)])
+    return imports, "\n\n".join([*texts, RECIPE.sub(r"\2", own)]).replace('"kltest.adapters.trl.recipes"', "__name__")

@@ -6,10 +6,8 @@ right it walks from context to context:
     context 0: before any prompt    PROMPT + p: to start[p]    a token v: to follow[c, v]    a masked token: to idle[c]
 
 The logits after a position are those of the context that it has reached: `rows[c − 1]`, zero in context 0. Other tokens
-of a prompt than its last, and the side on which it is padded, make no difference.
-
-The tables are parameters, which are saved, loaded and trained as usual. `holding` replaces them for a while by other
-tensors, which may be leaves of another graph.
+of a prompt than its last, and the side on which it is padded, make no difference. The tables are given by `holding`;
+they may be leaves of a graph. A saved model has none.
 """
 
 from __future__ import annotations
@@ -40,47 +38,29 @@ class Tables(NamedTuple):
 
 
 class TabularConfig(PretrainedConfig):
-    """Sizes of the table: V = `vocab_size`, C = `contexts`, P = `prompts`."""
+    """The size of the vocabulary, for trainers that ask."""
 
     model_type = "prefix_table"
 
-    def __init__(self, vocab_size: int = 2, contexts: int = 1, prompts: int = 1, **others: Any) -> None:
-        self.contexts = contexts
-        self.prompts = prompts
+    def __init__(self, vocab_size: int = 2, **others: Any) -> None:
         others.setdefault("tie_word_embeddings", False)
         super().__init__(**others)
         # Some loaders read it unconditionally.
         self.auto_map: dict[str, str] = {}
-        # There is no cache, but generation reads the number of layers.
-        self.num_hidden_layers, self.use_cache = 1, False
         # Set last, so that the base class cannot change it.
-        self.vocab_size = vocab_size
-        self.hidden_size = vocab_size
+        self.vocab_size = self.hidden_size = vocab_size
 
 
 class Walk(nn.Module):
     """The body of the model: the hidden state of a position is its row of the table."""
 
-    def __init__(self, config: TabularConfig) -> None:
-        super().__init__()
-        contexts, vocabulary = config.contexts, config.vocab_size
-        self.rows = nn.Parameter(torch.zeros(contexts, vocabulary))
-        # Integer buffers keep their dtype if the model is converted.
-        self.register_buffer("start", torch.zeros(config.prompts, dtype=torch.int64))
-        self.register_buffer("follow", torch.zeros(contexts + 1, vocabulary, dtype=torch.int64))
-        self.register_buffer("idle", torch.zeros(contexts + 1, dtype=torch.int64))
-        self.held: Tables | None = None
-
-    @property
-    def tables(self) -> Tables:
-        return self.held or Tables(*(getattr(self, name) for name in Tables._fields))
+    tables: Tables
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> BaseModelOutput:
         """(N, L, V) rows of the contexts that the input leads to, for (N, L) ids and a mask of any numeric type."""
-        tables = self.tables
-        reached = contexts_of(input_ids, attention_mask, tables)
-        table = torch.cat([tables.rows.new_zeros(1, tables.rows.shape[1]), tables.rows])
-        return BaseModelOutput(last_hidden_state=table[reached])
+        rows = self.tables.rows
+        table = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
+        return BaseModelOutput(last_hidden_state=table[contexts_of(input_ids, attention_mask, self.tables)])
 
 
 def contexts_of(input_ids: Tensor, attention_mask: Tensor | None, tables: Tables) -> Tensor:
@@ -109,13 +89,13 @@ class TabularLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: TabularConfig) -> None:
         super().__init__(config)
-        self.model = Walk(config)
+        self.model = Walk()
         self.lm_head = nn.Linear(config.vocab_size, config.vocab_size, bias=False)
         self.lm_head.weight = _identity(self.lm_head.weight, config.vocab_size)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Keep the table as it is."""
+        """Keep the identity as it is."""
 
     def get_input_embeddings(self) -> Any:
         return None
@@ -126,24 +106,14 @@ class TabularLM(PreTrainedModel, GenerationMixin):
     @contextmanager
     def holding(self, tables: Tables) -> Iterator[None]:
         """Inside, the model has these tables, which may require grad."""
-        before, head = self.model.held, self.lm_head.weight
-        self.model.held = tables
+        before, head = vars(self.model).get("tables"), self.lm_head.weight
+        vars(self.model)["tables"] = tables
         if head.shape[0] != tables.rows.shape[1] or head.dtype != tables.rows.dtype:
             self.lm_head.weight = _identity(tables.rows, tables.rows.shape[1])
         try:
             yield
         finally:
-            self.model.held, self.lm_head.weight = before, head
-
-    def set_tables(self, tables: Tables) -> TabularLM:
-        """Copy these tables into parameter and buffers; return the model."""
-        self.config.contexts, self.config.vocab_size = tables.rows.shape
-        self.config.hidden_size, self.config.prompts = self.config.vocab_size, len(tables.start)
-        self.model.rows = nn.Parameter(tables.rows.detach().clone())
-        for name in ("start", "follow", "idle"):
-            setattr(self.model, name, getattr(tables, name).clone())
-        self.lm_head.weight = _identity(tables.rows, self.config.vocab_size)
-        return self
+            vars(self.model)["tables"], self.lm_head.weight = before, head
 
     def save_pretrained(self, save_directory: Any, *more: Any, **others: Any) -> None:
         """Save under the name of a class of transformers, where some loaders look for the class."""
@@ -152,28 +122,17 @@ class TabularLM(PreTrainedModel, GenerationMixin):
         config = {**json.loads(file.read_text(encoding="utf-8")), "architectures": ["AutoModelForCausalLM"]}
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *more: Any, **others: Any) -> dict[str, Any]:
-        return {"input_ids": input_ids, "attention_mask": others.get("attention_mask")}
-
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        use_cache: bool | None = None,
         **others: Any,
     ) -> CausalLMOutput:
         """(N, L, V) logits; of the last `logits_to_keep` positions only if that is not 0."""
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
-        loss = None
-        if labels is not None:
-            wanted = labels[:, 1:].reshape(-1)
-            loss = nn.functional.cross_entropy(logits[:, :-1].reshape(len(wanted), -1), wanted, ignore_index=-100)
-        return CausalLMOutput(loss=loss, logits=logits)
+        return CausalLMOutput(logits=self.lm_head(hidden[:, kept]))
 
 
 def _identity(like: Tensor, size: int) -> nn.Parameter:

@@ -7,16 +7,18 @@ dependencies, with the version of torch that is running here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -27,7 +29,8 @@ from kltest.errors import KltestError, UsageError
 
 NEEDED = ("numpy", "scipy", "typer", "joblib")
 """Packages that grading needs beside torch."""
-LONGEST = 1800.0
+LONGEST, PATIENCE = 1800.0, 5.0
+"""Seconds for a call of pip, and for a process that was asked to end."""
 ALONE = "--no-deps"
 NEWEST = "newest"
 VERSION = re.compile(r"[0-9][\w.!+-]*")
@@ -56,6 +59,39 @@ class Installed:
         """Variables to run it with: its own packages only, one thread, no model hub."""
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+    def lines(self, *arguments: str) -> Iterator[bytes]:
+        """Yield the lines that the interpreter prints, as it prints them; it ends when they are no longer wanted.
+
+        Raises:
+            KltestError: it failed; all its lines have been yielded before. The message ends with its last words.
+        """
+        log = self.scratch / "errors.log"
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                self.command(*arguments),
+                cwd=self.scratch,
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            assert process.stdout is not None
+            yield from process.stdout
+            code = process.wait()
+        finally:
+            # Together with the processes that it forked. A terminated one ends its children; a killed one cannot.
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(PATIENCE)
+        if code:
+            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"])[
+                -1
+            ]
+            raise KltestError(f"measuring ended with exit code {code}: {last} (all of it: {log})")
 
 
 def folder() -> Path:
@@ -95,7 +131,7 @@ def install(library: Adapter, version: str, *, where: Path | None = None) -> Ins
     recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent)]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     home = (where or folder()) / f"{library.name}-{version}-{name}"
-    python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    python = home / "bin" / "python"
     if not (home / "complete").exists():
         shutil.rmtree(home, ignore_errors=True)
         try:
@@ -109,45 +145,22 @@ def install(library: Adapter, version: str, *, where: Path | None = None) -> Ins
 
 def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str | None) -> None:
     """Build the environment; without a version of torch it sees the running interpreter's packages behind its own."""
-    venv.create(home, symlinks=os.name != "nt")
-    packages = _site_packages(python)
+    venv.create(home, symlinks=True)
     beside = home / "kltest"
     beside.mkdir()
-    _linked(Path(kltest.__file__).parent, beside / "kltest")
+    (beside / "kltest").symlink_to(Path(kltest.__file__).parent, target_is_directory=True)
     lines = [str(beside)]
     if torch is None:
         lines += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
         # An environment may itself see the packages of another one.
         lines += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     else:
-        _pip(python, f"torch=={torch}")
+        calls = [[f"torch=={torch}"], *calls, NEEDED]
     for call in calls:
-        _pip(python, *call)
-    if torch is not None:
-        _pip(python, *NEEDED)
+        # With this interpreter's pip: the other one needs none of its own.
+        _run_pip("--python", str(python), "install", "--quiet", "--retries", "2", *call)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
     (packages / "kltest.pth").write_text("\n".join(dict.fromkeys(lines)) + "\n")
-
-
-def _linked(original: Path, copy: Path) -> None:
-    try:
-        copy.symlink_to(original, target_is_directory=True)
-    except OSError:
-        shutil.copytree(original, copy)
-
-
-def _site_packages(python: Path) -> Path:
-    done = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return Path(done.stdout.strip())
-
-
-def _pip(python: Path, *arguments: str) -> None:
-    """Install with this interpreter's pip for another interpreter, which needs none of its own."""
-    _run_pip("--python", str(python), "install", "--quiet", "--retries", "2", *arguments)
 
 
 def _newest(distribution: str) -> str:

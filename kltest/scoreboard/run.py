@@ -5,8 +5,9 @@ A finished setting is stored at once, so that an interrupted measurement goes on
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,7 +22,6 @@ from kltest.render.markdown import escape
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import ALONE, NEWEST, Installed, exact_version, install
-from kltest.scoreboard.measuring import Measuring
 from kltest.scoreboard.rows import Row, absent, changes, matches
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
@@ -132,31 +132,20 @@ def _environment(name: str, asked: str | None) -> tuple[str, Installed | KltestE
 
 
 def _measured(name: str, version: str, there: Installed | KltestError, store: Store, request: Request) -> list[Row]:
-    """The rows of a library; those that are in the store are not measured again."""
+    """The rows of a library, and one with the error if it failed; those in the store are not measured again."""
     library = find(name)
-    if isinstance(there, KltestError):
-        _log(f"{library.name} {version}: {there}")
-        return [absent(library, version, str(there))]
-    finished = _finished(store, library, version, request)
-    arguments = [part for setting in request.settings for part in ("--setting", setting)]
-    arguments += [part for setting in finished for part in ("--done", setting)]
-    if request.timeout is not None:
-        arguments += ["--timeout", str(request.timeout)]
-    path = str(Path(name).resolve()) if name.endswith(".py") else name
-    return _rows(library, version, Measuring(path, there, arguments), store, finished)
-
-
-def _rows(library: Adapter, version: str, measuring: Measuring, store: Store, finished: Mapping[str, Row]) -> list[Row]:
-    """The rows of the settings to measure, and one with the error if a measuring process failed."""
     names: list[str] = []
-    done: dict[str, Row] = {}
+    done = {} if request.again else _finished(store, library, version)
     try:
-        answers = measuring.answers()
+        if isinstance(there, KltestError):
+            raise there
+        path = str(Path(name).resolve()) if name.endswith(".py") else name
+        answers = map(json.loads, there.lines("-m", "kltest.scoreboard.measure", path, *_options(request, done)))
         names = next(answers)["settings"]
-        done = {name: finished[name] for name in names if name in finished}
-        with Progress(f"{library.name} {version}", len(names), done=len(done)) as progress:
+        with Progress(f"{library.name} {version}", len(names), done=len(done.keys() & names)) as progress:
             for each in answers:
-                store.add([(_configuration(library, version, each["setting"]), [each])])
+                configuration = {"library": library.name, "version": version, "setting": each["setting"]}
+                store.add([(configuration, [each])])
                 done[each["setting"]] = each
                 progress.advance(each["setting"])
     except KltestError as error:
@@ -165,14 +154,14 @@ def _rows(library: Adapter, version: str, measuring: Measuring, store: Store, fi
     return [done[name] for name in names]
 
 
-def _configuration(library: Adapter, version: str, setting: str) -> dict[str, str]:
-    return {"library": library.name, "version": version, "setting": setting}
+def _options(request: Request, done: Iterable[str]) -> list[str]:
+    """Arguments of `kltest.scoreboard.measure`."""
+    options = [f"--setting={setting}" for setting in request.settings] + [f"--done={setting}" for setting in done]
+    return options if request.timeout is None else [*options, f"--timeout={request.timeout}"]
 
 
-def _finished(store: Store, library: Adapter, version: str, request: Request) -> dict[str, Row]:
-    """The rows that need not be measured again, by setting; those that could not be graded are tried once more."""
-    if request.again:
-        return {}
+def _finished(store: Store, library: Adapter, version: str) -> dict[str, Row]:
+    """The rows of a library in the store, by setting; those that could not be graded are tried once more."""
     return {
         each["setting"]: each
         for each in store.all_rows()

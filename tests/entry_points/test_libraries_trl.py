@@ -50,12 +50,14 @@ def test_settings_have_names_of_their_own_and_the_defaults_come_first():
 
 @pytest.mark.parametrize("setting", ADAPTER.settings, ids=lambda setting: setting.name)
 def test_a_program_that_shows_a_setting_again_has_no_kltest_in_it(setting):
-    tree = ast.parse(ADAPTER.standalone(setting))
+    code = ADAPTER.standalone(setting)
+    tree = ast.parse(code)
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     roots = {module.partition(".")[0] for module in modules}
-    assert not roots & {"kltest"}
-    assert {"trl", "torch", "transformers"} <= roots
+    assert {"torch", "transformers"} <= roots
+    assert 'class_of(f"{kind}Trainer")' in code
+    assert "kltest" not in code
 
 
 def tables_of(environment, table):
@@ -81,7 +83,7 @@ def test_logits_are_those_of_the_prefix_whatever_stands_around_it(instance, left
     """Walked independently, context by context, for padding on every side and prompts of several tokens."""
     from kltest.adapters.tabular import PROMPT, TabularConfig, TabularLM
 
-    model = TabularLM(TabularConfig()).set_tables(tables_of(instance.environment, instance.policy))
+    model = TabularLM(TabularConfig())
     paths = instance.paths
     for row in range(len(paths)):
         tokens = paths.tokens[row][: paths.lengths[row]].tolist()
@@ -91,11 +93,12 @@ def test_logits_are_those_of_the_prefix_whatever_stands_around_it(instance, left
         mask = torch.tensor([[live for piece, live in pieces for _ in piece]])
         # The logits that predict the first token stand at the position before it, masked or not.
         places = left + len(prompt) + between - 1 + torch.arange(len(tokens))
-        found = model(input_ids=ids, attention_mask=mask).logits[0, places]
+        with model.holding(tables_of(instance.environment, instance.policy)):
+            logits = model(input_ids=ids, attention_mask=mask).logits
+            kept = model(input_ids=ids, attention_mask=mask, logits_to_keep=2).logits
         expected = instance.policy[paths.contexts[row][: len(tokens)]]
-        torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0)
-        kept = model(input_ids=ids, attention_mask=mask, logits_to_keep=2).logits
-        torch.testing.assert_close(kept, model(input_ids=ids, attention_mask=mask).logits[:, -2:], rtol=0, atol=0)
+        torch.testing.assert_close(logits[0, places], torch.from_numpy(expected), rtol=0, atol=0)
+        torch.testing.assert_close(kept, logits[:, -2:], rtol=0, atol=0)
 
 
 @needs_transformers
@@ -104,28 +107,17 @@ def test_a_saved_model_is_the_same_model_again(instance, tmp_path):
 
     from kltest.adapters.tabular import PROMPT, TabularConfig, TabularLM
 
-    model = TabularLM(TabularConfig()).set_tables(tables_of(instance.environment, instance.policy))
+    model = TabularLM(TabularConfig())
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert type(again) is TabularLM
-    ids = torch.tensor([[PROMPT + 1, 0, 1], [PROMPT + 2, 1, 1]])
-    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in dir(sys.modules["transformers"])
-
-
-@needs_transformers
-def test_generation_follows_the_table(instance):
-    from kltest.adapters.tabular import PROMPT, TabularConfig, TabularLM
-
-    model = TabularLM(TabularConfig()).set_tables(tables_of(instance.environment, instance.policy))
-    found = model.generate(
-        torch.tensor([[PROMPT + 2]]), do_sample=False, max_new_tokens=3, eos_token_id=2, pad_token_id=2
+    ids, tables = (
+        torch.tensor([[PROMPT + 1, 0, 1], [PROMPT + 2, 1, 1]]),
+        tables_of(instance.environment, instance.policy),
     )
-    context, expected = int(instance.environment.start[1]), []
-    while context >= 0:
-        expected.append(int(instance.policy[context].argmax()))
-        context = int(instance.environment.successors[context, expected[-1], 0])
-    assert found[0, 1:].tolist() == expected
+    with model.holding(tables), again.holding(tables):
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in dir(sys.modules["transformers"])
 
 
 @needs_transformers
@@ -147,7 +139,7 @@ def test_rows_share_nothing_and_may_come_in_any_order():
 def summed_over_single_rollouts(instance, sampler, settings):
     """The gradient at beta = 1 minus that at 0 if the table is the model's parameters, one unpadded rollout a call."""
     from kltest.adapters.tabular import PROMPT
-    from kltest.adapters.trl import calls as calls
+    from kltest.adapters.trl.trainers import trainer_with
 
     policy, reference, old = (
         tables_of(instance.environment, table)
@@ -157,7 +149,7 @@ def summed_over_single_rollouts(instance, sampler, settings):
     paths, weights = instance.paths, instance.rollout_weights(sampler)
     found = torch.zeros_like(rows)
     for beta, sign in ((1.0, 1), (0.0, -1)):
-        trainer = calls.trainer_with("GRPO", beta, settings)
+        trainer = trainer_with("GRPO", beta, settings)
         for row in range(len(paths)):
             tokens = torch.from_numpy(paths.tokens[row][: paths.lengths[row]])[None]
             padded = row % 3
@@ -285,7 +277,7 @@ def test_a_recipe_with_a_slip_is_caught(monkeypatch):
 def test_what_a_version_does_not_have_is_said():
     import trl
 
-    from kltest.adapters.trl.calls import trainer_with
+    from kltest.adapters.trl.trainers import trainer_with
 
     with pytest.raises(UsageError, match=rf"GRPOConfig of TRL {trl.__version__} .*'use_perfect_kl'"):
         trainer_with("GRPO", 1.0, {"use_perfect_kl": True})
@@ -295,7 +287,7 @@ def test_what_a_version_does_not_have_is_said():
 
 @needs_trl
 def test_building_trainers_leaves_random_numbers_alone():
-    from kltest.adapters.trl.calls import trainer_with
+    from kltest.adapters.trl.trainers import trainer_with
 
     torch.manual_seed(3)
     np.random.seed(3)  # noqa: NPY002

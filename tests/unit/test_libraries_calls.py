@@ -15,7 +15,7 @@ import torch
 
 import kltest
 from kltest.adapters import NAMES, find
-from kltest.adapters.installed import part, taken
+from kltest.adapters.installed import called, part, taken
 from kltest.adapters.liger.recipes import charged
 from kltest.adapters.openrlhf.recipes import sequence_kl
 from kltest.cli.libraries import program
@@ -110,6 +110,7 @@ def test_what_a_version_does_not_have_is_said_and_not_swallowed():
         return logp * beta
 
     assert taken(loss, {"logp": 1, "mask": 2}, {"beta": 3}) == {"logp": 1, "beta": 3}
+    assert called(loss, {"logp": 2, "mask": 2}, {"beta": 3}) == 6
     with pytest.raises(LookupError, match="has no 'use_ratio'"):
         taken(loss, {"logp": 1}, {"use_ratio": True})
     with pytest.raises(LookupError, match="wants 'logp'"):

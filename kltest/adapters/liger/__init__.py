@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Adapter, Depth, Setting, label
+from kltest.adapters.adapter import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 MODULE = "liger_kernel.chunked_loss.grpo_loss"
@@ -11,20 +11,17 @@ DOCUMENTED = "https://github.com/linkedin/Liger-Kernel/blob/main/src/liger_kerne
 # The documented default first.
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 CONSTANT = "A loss type that divides by a constant is given 3 for it, the length of the longest completion here."
-PAIRS = {"group_size": 2, "timeout": 300}
+LOSS = Setting("ppo_loss_fn", f"{CALLS}:ppo_loss_fn", options=PAIRS, depth="loss", source=DOCUMENTED)
+FUSED = Setting("fused", f"{CALLS}:fused", options=PAIRS, depth="loss", source=DOCUMENTED)
 
 
-def whole(loss_type: str, call: str = "ppo_loss_fn", depth: Depth = "loss", **settings: object) -> Setting:
+def whole(loss_type: str, loss: Setting = LOSS, **settings: object) -> Setting:
     """The whole loss with a loss type and other settings."""
     constant = {"max_completion_length": 3} if loss_type == "dr_grpo" else {}
-    return Setting(
-        f"{call}/{label(loss_type=loss_type, **settings)}",
-        f"{CALLS}:{call}",
+    return loss.variant(
         {"loss_type": loss_type, **constant, **settings},
-        PAIRS,
-        depth=depth,
+        label(loss_type=loss_type, **settings),
         default=loss_type == "dapo" and not settings,
-        source=DOCUMENTED,
         note=CONSTANT if constant else "",
     )
 
@@ -38,7 +35,7 @@ ADAPTER = Adapter(
     imports=(MODULE,),
     homepage="https://github.com/linkedin/Liger-Kernel",
     settings=(
-        whole("dapo", "fused"),
+        whole("dapo", FUSED),
         *map(whole, LOSS_TYPES),
         Setting(
             "k3_loss_fn/log_p=ref_logp",
@@ -50,15 +47,13 @@ ADAPTER = Adapter(
         *(whole(name, use_bias_correction_kl=True) for name in ("dapo", "grpo", "dr_grpo", "luspo")),
         *(whole(name, importance_sampling_level="sequence") for name in ("grpo", "luspo")),
         whole("luspo", use_bias_correction_kl=True, importance_sampling_level="sequence"),
-        whole("dr_grpo", "fused"),
-        whole("dr_grpo", "fused", use_bias_correction_kl=True),
-        Setting(
-            "fused/kl-in-advantages",
-            f"{CALLS}:fused_with_charged_advantages",
-            options={**PAIRS, "sampler": "both", "ignore": "KL502"},
-            depth="loss",
+        whole("dr_grpo", FUSED),
+        whole("dr_grpo", FUSED, use_bias_correction_kl=True),
+        FUSED.variant(
+            name="kl-in-advantages",
+            target=f"{CALLS}:fused_with_charged_advantages",
+            options={"sampler": "both", "ignore": "KL502"},
             recipe=True,
-            source=DOCUMENTED,
             note="The advantages are charged before the loss, after a pass without gradient; it costs the variance of "
             "the ratio of whole sequences. What stands at padding must be finite, as hidden states are (KL502).",
         ),

@@ -2,7 +2,7 @@
 
 import importlib
 
-from kltest.adapters.installed import costly, part, taken
+from kltest.adapters.installed import called, costly, part
 from kltest.adapters.liger.recipes import SETTINGS, charged
 
 MODULE = "liger_kernel.chunked_loss.grpo_loss"
@@ -23,7 +23,7 @@ def ppo_loss_fn(logp, logits, old_logp, ref_logp, ref_logits, tokens, mask, adva
         "ref_log_probs": ref_logits,
         "selected_token_ids": tokens,
     }
-    loss, metrics = function(**taken(function, offered, settings))
+    loss, metrics = called(function, offered, settings)
     return loss, {"kl": metrics[0]} if beta else {}
 
 
@@ -32,7 +32,7 @@ def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **setting
     torch = importlib.import_module("torch")
     kind = part(MODULE, "LigerFusedLinearGRPOLoss")
     usual = {"beta": beta, "compiled": False, "use_ref_model": True, "chunk_size": len(tokens)}
-    loss = kind(**taken(kind, usual, settings))
+    loss = called(kind, usual, settings)
     weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
     offered = {
         "_input": logits,
@@ -44,7 +44,7 @@ def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **setting
         "ref_weight": weight,
         "old_per_token_logps": old_logp,
     }
-    value, metrics = loss(**taken(loss.forward, offered, {}))
+    value, metrics = called(loss.forward, offered)
     return value, {"kl": metrics[0]} if beta else {}
 
 
@@ -52,7 +52,7 @@ def fused_with_charged_advantages(logits, logp, old_logp, ref_logp, tokens, mask
     """The recipe: the fused loss without KL, with the KL as a cost in the advantages."""
     torch = importlib.import_module("torch")
     kind = part(MODULE, "LigerFusedLinearGRPOLoss")
-    loss = kind(**taken(kind, {"compiled": False, "chunk_size": len(tokens)}, SETTINGS))
+    loss = called(kind, {"compiled": False, "chunk_size": len(tokens)}, SETTINGS)
     offered = {
         "_input": logits,
         "lin_weight": torch.eye(logits.shape[-1], dtype=logits.dtype),
@@ -60,7 +60,7 @@ def fused_with_charged_advantages(logits, logp, old_logp, ref_logp, tokens, mask
         "attention_mask": mask,
         "advantages": charged(advantage, logp.detach(), ref_logp, old_logp, mask, beta),
     }
-    return loss(**taken(loss.forward, offered, {}))[0]
+    return called(loss.forward, offered)[0]
 
 
 costly(ppo_loss_fn, fused, fused_with_charged_advantages)

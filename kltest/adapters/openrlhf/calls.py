@@ -1,70 +1,33 @@
 """OpenRLHF's KL loss, and its KL in the reward with the experience maker's advantages and the policy loss."""
 
+import builtins
 import importlib
-import importlib.machinery
-import sys
-import traceback
 import types
+from unittest.mock import MagicMock
 
-from kltest.adapters.installed import costly, taken
+from kltest.adapters.installed import called, costly
 from kltest.adapters.openrlhf.recipes import sequence_kl, sums_over_tokens
-
-
-def placeholder(spec):
-    """A module in which every name is a class without content."""
-    module = types.ModuleType(spec.name)
-
-    def made(attribute):
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        nothing = {"__init__": lambda self, *given, **named: None, "__call__": lambda self, *given, **named: self}
-        return type(attribute, (), nothing)
-
-    vars(module)["__getattr__"] = made
-    return module
 
 
 def loaded(module):
     """A module of OpenRLHF, with placeholders for packages that it imports and that are not installed."""
-    known = loaded.__dict__.setdefault("known", {})
-    if module in known:
-        return known[module]
-    before, finders = set(sys.modules), list(sys.meta_path)
+    usual = builtins.__import__
 
-    def look(name, path=None, target=None):
-        there = next((spec for each in finders if (spec := each.find_spec(name, path, target))), None)
-        folders = getattr(there, "submodule_search_locations", None)
-        package = folders is not None
-        asking = (
-            str(frame.f_globals.get("__name__"))
-            for frame, _ in traceback.walk_stack(sys._getframe())
-            if frame.f_code is not look.__code__ and not frame.f_code.co_filename.startswith("<frozen importlib")
-        )
-        theirs = next(asking, "").startswith("openrlhf")
-        if not (package and name.startswith("openrlhf")) and (there is not None or not theirs):
-            return there
-        made = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        vars(made).update(loader=finder, submodule_search_locations=[*(folders or ())])
-        return made
-
-    finder = types.SimpleNamespace(find_spec=look, create_module=placeholder, exec_module=lambda made: None)
-    try:
-        known[module] = importlib.import_module(module)
-    except ImportError as first:
-        for name in [name for name in sys.modules if name.startswith("openrlhf")]:
-            del sys.modules[name]
-        sys.meta_path.insert(0, finder)
+    def imported(name, globals=None, *more, **named):
         try:
-            known[module] = importlib.import_module(module)
-        except Exception as error:
-            raise LookupError(f"{module} of the installed openrlhf cannot be loaded: {first}; {error}") from error
-        finally:
-            sys.meta_path.remove(finder)
-            for name in set(sys.modules) - before:
-                loader = getattr(getattr(sys.modules[name], "__spec__", None), "loader", None)
-                if loader is finder or name.startswith("openrlhf"):
-                    del sys.modules[name]
-    return known[module]
+            return usual(name, globals, *more, **named)
+        except ModuleNotFoundError:
+            if not str((globals or {}).get("__name__")).startswith("openrlhf"):
+                raise
+            return MagicMock()
+
+    builtins.__import__ = imported
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise LookupError(f"{module} of the installed openrlhf cannot be loaded: {error}") from error
+    finally:
+        builtins.__import__ = usual
 
 
 def found(module, name):
@@ -85,9 +48,9 @@ def kl_loss(logp, ref_logp, old_logp, mask, token_level_loss=True, **settings):
     function = found("openrlhf.models.utils", "compute_approx_kl")
     aggregate = found("openrlhf.models.loss", "aggregate_loss")
     offered = {"log_probs": logp, "log_probs_base": ref_logp, "log_probs_old": old_logp}
-    per_token = function(**taken(function, offered, settings))
+    per_token = called(function, offered, settings)
     offered = {"loss": per_token, "loss_mask": mask, "token_level_loss": token_level_loss, **totals(mask)}
-    loss = aggregate(**taken(aggregate, offered, {}))
+    loss = called(aggregate, offered)
     return loss, {"kl": loss.detach()}
 
 
@@ -96,7 +59,7 @@ def sequence_kl_loss(logp, ref_logp, old_logp, mask):
     aggregate = found("openrlhf.models.loss", "aggregate_loss")
     per_token = sequence_kl(logp, ref_logp, old_logp, mask)
     offered = {"loss": per_token, "loss_mask": mask, **sums_over_tokens(totals(mask))}
-    loss = aggregate(**taken(aggregate, offered, {}))
+    loss = called(aggregate, offered)
     return loss, {"kl": loss.detach()}
 
 
@@ -114,7 +77,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
     function = found("openrlhf.models.utils", "compute_approx_kl")
     with torch.no_grad():
         offered = {"log_probs": old_logp, "log_probs_base": ref_logp}
-        kl = function(**taken(function, offered, {"kl_estimator": kl_estimator}))
+        kl = called(function, offered, {"kl_estimator": kl_estimator})
     experience = types.SimpleNamespace(
         index=rank.tolist(),
         rewards=reward.clone(),
@@ -137,7 +100,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
     experience = answer[0] if isinstance(answer[0], types.SimpleNamespace) else answer[0][0]
 
     kind = found("openrlhf.models.loss", "PolicyLoss")
-    policy_loss = kind(**taken(kind, {}, settings))
+    policy_loss = called(kind, {}, settings)
     offered = {
         "log_probs": logp,
         "old_log_probs": old_logp,
@@ -146,7 +109,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
         "rollout_log_probs": old_logp,
         **totals(mask),
     }
-    loss = policy_loss(**taken(policy_loss.forward, offered, {}))
+    loss = called(policy_loss.forward, offered)
     return loss[0], {"kl": (kl * mask).sum(-1) / mask.sum(-1)}
 
 

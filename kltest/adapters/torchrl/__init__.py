@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Adapter, Setting, label
+from kltest.adapters.adapter import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 LOSSES = "torchrl.objectives.llm.grpo"
@@ -18,19 +18,15 @@ SAMPLED = (
 KNOWN = ("GRPOLoss", "DAPO", "CISPOLoss")
 
 
+LOSS = Setting(
+    "loss", f"{CALLS}:grpo", options={"sampler": "both", **PAIRS}, depth="loss", source=DOCUMENTED, note=ACTOR
+)
+
+
 def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
     """A whole loss, with `kl_to_ref_coeff`."""
     name = label(loss, **settings)
-    return Setting(
-        f"loss/{name}",
-        f"{CALLS}:grpo",
-        {"loss": loss, **settings},
-        {"sampler": "both", "group_size": 2, "timeout": 300},
-        depth="loss",
-        default=name == "GRPOLoss",
-        source=DOCUMENTED,
-        note=ACTOR,
-    )
+    return LOSS.variant({"loss": loss, **settings}, name, default=name == "GRPOLoss")
 
 
 def discover() -> list[Setting]:
@@ -71,14 +67,10 @@ ADAPTER = Adapter(
             source=TRANSFORMED,
             note=SAMPLED,
         ),
-        Setting(
-            "loss/SequenceKLGRPOLoss",
-            f"{CALLS}:grpo",
+        LOSS.variant(
             {"recipe": True, "entropy_bonus": False},
-            {"sampler": "both", "group_size": 2, "timeout": 300},
-            depth="loss",
+            "SequenceKLGRPOLoss",
             recipe=True,
-            source=DOCUMENTED,
             note="A subclass; it costs the variance of k1 over sequences, and off-policy that of the sequence ratio.",
         ),
     ),

@@ -2,7 +2,7 @@
 
 import importlib
 
-from kltest.adapters.installed import part, taken
+from kltest.adapters.installed import called, part, taken
 
 LOSSES = "torchrl.objectives.llm.grpo"
 TRANSFORMS = "torchrl.envs.llm.transforms.kl"
@@ -53,7 +53,7 @@ def kl_computation(old_logp, ref_logp, mask, **settings):
     """The cost that `KLComputation` subtracts from the reward of each token, from log-probs at the time of sampling."""
     torch = importlib.import_module("torch")
     transform, rows = part(TRANSFORMS, "KLComputation"), part("tensordict", "TensorDict")
-    charge = transform(**taken(transform, {}, settings))
+    charge = called(transform, {}, settings)
     after = [
         rows({("log_probs", "full"): new, ("ref_log_probs", "full"): ref, "reward": torch.zeros_like(new)[:, None]})
         for new, ref in zip(of_rows(old_logp, mask), of_rows(ref_logp, mask), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kltest.adapters.adapter import Adapter, Setting, label
+from kltest.adapters.adapter import Adapter, Setting
 from kltest.adapters.standalone import program
 
 COMMON = "tunix.rl.common"
@@ -12,42 +12,25 @@ CALLS = "kltest.adapters.tunix.calls"
 SOURCE = "https://github.com/google/tunix/blob/main/tunix/rl"
 TABLE = "A flax module gives the logits after a prompt of one token; float32, as the library computes log-probs."
 METHODS = ("low_var_kl", "kl", "mse_kl")
-AGGREGATIONS = (
-    "token-mean",
-    "sequence-mean-token-mean",
-    "sequence-mean-token-scale",
-    "seq-mean-token-sum",
-    "sequence-mean-token-sum-norm",
-)
+# Beside the default, "sequence-mean-token-mean".
+AGGREGATIONS = ("token-mean", "sequence-mean-token-scale", "seq-mean-token-sum", "sequence-mean-token-sum-norm")
 # Every shape of batch is compiled; groups of two keep that to a minute or two.
-OPTIONS = {"sampler": "both", "group_size": 2, "timeout": 600}
-FINITE = {"ignore": "KL502"}
-"""The padding cannot be NaN: it holds the model's own logits, which a forward pass computes."""
+# The padding cannot be NaN (KL502): it holds the model's own logits, which a forward pass computes.
+OPTIONS = {"sampler": "both", "group_size": 2, "timeout": 600, "ignore": "KL502"}
+DIVERGENCE = Setting("compute_kl_divergence", f"{COMMON}:compute_kl_divergence", source=f"{SOURCE}/common.py")
+LOSS = Setting(
+    "grpo_loss_fn",
+    f"{CALLS}:grpo",
+    options=OPTIONS,
+    depth="trainer",
+    source=f"{SOURCE}/grpo/grpo_learner.py",
+    note=TABLE,
+)
 
 
 def divergence(method: str) -> Setting:
     """`compute_kl_divergence` alone, per token, as a loss."""
-    return Setting(
-        f"compute_kl_divergence/{method}",
-        f"{COMMON}:compute_kl_divergence",
-        {"method": method},
-        default=method == METHODS[0],
-        source=f"{SOURCE}/common.py",
-    )
-
-
-def whole(**settings: object) -> Setting:
-    """`grpo_loss_fn` with settings over the defaults of GRPOConfig."""
-    return Setting(
-        f"grpo_loss_fn/{label(**settings) or 'GRPOConfig'}",
-        f"{CALLS}:grpo",
-        settings,
-        {**OPTIONS, **FINITE},
-        depth="trainer",
-        default=not settings,
-        source=f"{SOURCE}/grpo/grpo_learner.py",
-        note=TABLE,
-    )
+    return DIVERGENCE.variant({"method": method}, method, default=method == METHODS[0])
 
 
 ADAPTER = Adapter(
@@ -67,18 +50,15 @@ ADAPTER = Adapter(
     homepage="https://github.com/google/tunix",
     settings=(
         divergence(METHODS[0]),
-        whole(),
+        LOSS.variant(name="GRPOConfig", default=True),
         *map(divergence, METHODS[1:]),
-        whole(kl_loss_mode="mse_kl"),
-        whole(kl_loss_mode="low_var_kl"),
-        whole(loss_algo="gspo-token"),
-        *(whole(kl_loss_mode="mse_kl", loss_agg_mode=mode) for mode in AGGREGATIONS if mode != AGGREGATIONS[1]),
-        Setting(
-            "grpo_loss_fn/grpo-sequence-kl",
-            f"{CALLS}:grpo",
+        LOSS.variant({"kl_loss_mode": "mse_kl"}),
+        LOSS.variant({"kl_loss_mode": "low_var_kl"}),
+        LOSS.variant({"loss_algo": "gspo-token"}),
+        *(LOSS.variant({"kl_loss_mode": "mse_kl", "loss_agg_mode": mode}) for mode in AGGREGATIONS),
+        LOSS.variant(
             {"recipe": True},
-            {**OPTIONS, **FINITE},
-            depth="trainer",
+            "grpo-sequence-kl",
             recipe=True,
             source=f"{SOURCE}/function_registry.py",
             note="A policy loss to register; it costs a forward pass more, and the variance of the sequence ratio. "

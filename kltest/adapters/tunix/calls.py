@@ -1,6 +1,6 @@
 """tunix's GRPO loss from end to end, through the forward pass of a flax module whose logits are a table."""
 
-from kltest.adapters.installed import configured, part, taken
+from kltest.adapters.installed import called, part
 
 PAD, END = -1, -2
 
@@ -25,7 +25,6 @@ def example(old_logp, ref_logp, mask, tokens, advantage):
     """A training example after a prompt of one token."""
     import jax.numpy as jnp
 
-    kind = part("tunix.rl.common", "TrainExample")
     offered = {
         "prompt_ids": jnp.zeros_like(tokens[:, :1]),
         "prompt_mask": jnp.ones_like(mask[:, :1]),
@@ -35,12 +34,12 @@ def example(old_logp, ref_logp, mask, tokens, advantage):
         "ref_per_token_logps": ref_logp,
         "old_per_token_logps": old_logp,
     }
-    return kind(**taken(kind, offered, {}))
+    return called(part("tunix.rl.common", "TrainExample"), offered)
 
 
 def config_with(settings):
     """The library's GRPOConfig with settings; LookupError for one that this version does not have."""
-    config = configured(part("tunix.rl.grpo.grpo_learner", "GRPOConfig"), {}, settings)
+    config = called(part("tunix.rl.grpo.grpo_learner", "GRPOConfig"), {}, settings)
     if not hasattr(config, "temperature"):
         # The learner writes the rollout's temperature onto the configuration.
         object.__setattr__(config, "temperature", 1.0)
@@ -66,7 +65,7 @@ def compiled(recipe, with_old, beta, settings):
     def loss(logits, old_logp, ref_logp, mask, tokens, advantage):
         batch = example(old_logp if with_old else None, ref_logp, mask, tokens, advantage)
         offered = {"model": table(logits), "train_example": batch, "algo_config": config, "pad_id": PAD, "eos_id": END}
-        return whole(**taken(whole, offered, {}))
+        return called(whole, offered)
 
     known[asked] = jax.jit(loss)
     return known[asked]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import Adapter, Setting, label
+from kltest.adapters.adapter import PAIRS, Adapter, Setting
 from kltest.adapters.standalone import program
 
 MODULE = "unsloth_zoo.rl_replacements"
@@ -13,21 +13,14 @@ ALONE = (
 )
 # Without "vespo", which needs a function of TRL that the trainer passes in.
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
-
-
-def setting(*, default: bool = False, **settings: object) -> Setting:
-    """The loss with settings over its own defaults."""
-    return Setting(
-        f"grpo_compute_loss/{label(**settings) or 'alone'}",
-        f"{CALLS}:grpo",
-        settings,
-        {"sampler": "both", "group_size": 2, "timeout": 300},
-        depth="loss",
-        default=default,
-        source=SOURCE,
-        note=ALONE,
-    )
-
+LOSS = Setting(
+    "grpo_compute_loss",
+    f"{CALLS}:grpo",
+    options={"sampler": "both", **PAIRS},
+    depth="loss",
+    source=SOURCE,
+    note=ALONE,
+)
 
 ADAPTER = Adapter(
     name="unsloth-zoo",
@@ -40,21 +33,18 @@ ADAPTER = Adapter(
     module="unsloth_zoo",
     homepage="https://github.com/unslothai/unsloth-zoo",
     settings=(
-        setting(default=True),
-        *(setting(loss_type=name) for name in TYPES[1:]),
-        setting(loss_type="dr_grpo", max_completion_length=1),
-        setting(use_bias_correction_kl=True),
-        setting(use_bias_correction_kl=True, loss_type="luspo"),
-        setting(use_bias_correction_kl=True, importance_sampling_level="sequence", loss_type="luspo"),
-        setting(importance_sampling_level="sequence"),
-        setting(with_old=False),
-        Setting(
-            "grpo_compute_loss/charged",
-            f"{CALLS}:with_charged_advantages",
-            options={"sampler": "both", "group_size": 2, "timeout": 300},
-            depth="loss",
+        LOSS.variant(name="alone", default=True),
+        *(LOSS.variant({"loss_type": name}) for name in TYPES[1:]),
+        LOSS.variant({"loss_type": "dr_grpo", "max_completion_length": 1}),
+        LOSS.variant({"use_bias_correction_kl": True}),
+        LOSS.variant({"use_bias_correction_kl": True, "loss_type": "luspo"}),
+        LOSS.variant({"use_bias_correction_kl": True, "importance_sampling_level": "sequence", "loss_type": "luspo"}),
+        LOSS.variant({"importance_sampling_level": "sequence"}),
+        LOSS.variant({"with_old": False}),
+        LOSS.variant(
+            name="charged",
+            target=f"{CALLS}:with_charged_advantages",
             recipe=True,
-            source=SOURCE,
             note="Advantages are charged; it costs the variance of k1 over sequences, and off-policy of their ratio.",
         ),
     ),

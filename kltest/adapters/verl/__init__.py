@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
-from kltest.adapters.adapter import Adapter, Setting, label
+from kltest.adapters.adapter import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 from kltest.adapters.verl.recipes import OVERRIDES
 
@@ -18,66 +21,38 @@ PENALTIES = ("low_var_kl", "kl", "k1", "abs", "mse", "k2", "k3", "full")
 ENDED = tuple(f"{name}+" for name in PENALTIES)
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ESTIMATORS = (
-    "gae",
-    "grpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "opo",
-    "grpo_passk",
-    "gpg",
-    "rloo_vectorized",
-    "grpo_vectorized",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-    "gdpo",
+    *("gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk"),
+    *("gpg", "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo"),
 )
 PACKED = "Log-probs come packed, after a prompt of one token; one mini-batch in one micro-batch on one device."
-CHARGED = "A critic's values and the rewards of greedy rollouts are zero where they are asked for; one device."
-# Every group is called, some several times; groups of two keep that to seconds.
-PAIRS = {"group_size": 2, "timeout": 300}
+CHARGES = "A critic's values and the rewards of greedy rollouts are zero where they are asked for; one device."
+# The function alone, per token, as a loss.
+PENALTY = Setting("kl_penalty", f"{CORE}:kl_penalty", source=DOCUMENTED)
+LOSS = Setting("kl_loss", f"{CALLS}:kl_loss", {"kl_penalty": "low_var_kl"}, depth="loss", source=CONFIGURED)
+WHOLE = Setting("ppo_loss", f"{CALLS}:ppo_loss", options=PAIRS, depth="loss", source=CONFIGURED, note=PACKED)
+CHARGED = Setting(
+    "kl_in_reward",
+    f"{CALLS}:kl_in_reward",
+    options={**PAIRS, "sampler": "current"},
+    depth="loss",
+    source=DOCUMENTED,
+    note=CHARGES,
+)
+BOTH, SUMMED = {"sampler": "both"}, {"loss_agg_mode": "seq-mean-token-sum"}
 
 
-def penalty(name: str) -> Setting:
-    """`kl_penalty` alone, per token, as a loss."""
-    return Setting(
-        f"kl_penalty/{name}",
-        f"{CORE}:kl_penalty",
-        {"kl_penalty": name},
-        default=name == "low_var_kl",
-        source=DOCUMENTED,
-    )
-
-
-def aggregated(mode: str) -> Setting:
-    """The KL loss as the actor adds it, with the documented kind of KL."""
-    arguments = {"kl_penalty": "low_var_kl", "loss_agg_mode": mode}
-    return Setting(f"kl_loss/{mode}", f"{CALLS}:kl_loss", arguments, depth="loss", source=CONFIGURED)
-
-
-def charged(name: str, *, both: bool = False, **settings: object) -> Setting:
-    """The KL in the reward under an advantage estimator; `both` measures stale rollouts as well."""
-    with_probabilities = "_with_probabilities" if name.endswith("token_baseline") else ""
-    return Setting(
-        f"kl_in_reward/{label(name, **settings)}",
-        f"{CALLS}:kl_in_reward{with_probabilities}",
-        {"adv_estimator": name, **settings},
-        {**PAIRS, "sampler": "both" if both else "current"},
-        depth="loss",
-        default=name == "gae" and not settings,
-        source=DOCUMENTED,
-        note=CHARGED,
-    )
+def charged(estimator: str, settings: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> Setting:
+    """The KL in the reward under an advantage estimator."""
+    if estimator.endswith("token_baseline"):
+        others["target"] = f"{CALLS}:kl_in_reward_with_probabilities"
+    return CHARGED.variant({"adv_estimator": estimator, **settings}, label(estimator, **settings), **others)
 
 
 def recipe() -> Setting:
     """The recipe in `recipes`, as arguments of the call."""
     algorithm = {name.removeprefix("algorithm."): value for name, value in OVERRIDES.items()}
     correction = "rollout_correction."
-    return Setting(
-        "kl_in_reward/sequence-corrected",
-        f"{CALLS}:kl_in_reward",
+    return CHARGED.variant(
         {
             "adv_estimator": algorithm["adv_estimator"],
             "kl_penalty": algorithm["kl_penalty"],
@@ -86,8 +61,8 @@ def recipe() -> Setting:
                 name.removeprefix(correction): value for name, value in algorithm.items() if name.startswith(correction)
             },
         },
-        {**PAIRS, "sampler": "both"},
-        depth="loss",
+        "sequence-corrected",
+        options=BOTH,
         recipe=True,
         source="https://verl.readthedocs.io/en/latest/algo/rollout_corr.html",
         note="Settings alone, with one update a batch; it costs the variance of the ratio of whole sequences.",
@@ -117,32 +92,16 @@ ADAPTER = Adapter(
     ),
     homepage="https://github.com/verl-project/verl",
     settings=(
-        Setting(
-            "ppo_loss/use_kl_loss",
-            f"{CALLS}:ppo_loss",
-            options={**PAIRS, "sampler": "both"},
-            depth="loss",
-            default=True,
-            source=CONFIGURED,
-            note=PACKED,
-        ),
-        charged("gae", both=True),
-        *map(penalty, (*PENALTIES, *ENDED)),
-        *map(aggregated, AGGREGATIONS),
-        Setting(
-            "ppo_loss/kl_loss_type=k1+,loss_agg_mode=seq-mean-token-sum",
-            f"{CALLS}:ppo_loss",
-            {"kl_loss_type": "k1+", "loss_agg_mode": "seq-mean-token-sum"},
-            {**PAIRS, "sampler": "current"},
-            depth="loss",
-            source=CONFIGURED,
-            note=PACKED,
-        ),
+        WHOLE.variant(name="use_kl_loss", options=BOTH, default=True),
+        charged("gae", options=BOTH, default=True),
+        *(PENALTY.variant({"kl_penalty": name}, name, default=name == PENALTIES[0]) for name in (*PENALTIES, *ENDED)),
+        *(LOSS.variant({"loss_agg_mode": mode}, mode) for mode in AGGREGATIONS),
+        WHOLE.variant({"kl_loss_type": "k1+", **SUMMED}, options={"sampler": "current"}),
         *map(charged, ESTIMATORS[1:]),
-        charged("rloo", both=True, loss_agg_mode="seq-mean-token-sum"),
-        charged("grpo", norm_adv_by_std_in_grpo=False, loss_agg_mode="seq-mean-token-sum"),
-        charged("reinforce_plus_plus", loss_agg_mode="seq-mean-token-sum"),
-        charged("remax", loss_agg_mode="seq-mean-token-sum"),
+        charged("rloo", SUMMED, options=BOTH),
+        charged("grpo", {"norm_adv_by_std_in_grpo": False, **SUMMED}),
+        charged("reinforce_plus_plus", SUMMED),
+        charged("remax", SUMMED),
         recipe(),
     ),
     discover=discover,

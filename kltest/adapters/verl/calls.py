@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import inspect
 
-from kltest.adapters.installed import configured, costly, part, taken
+from kltest.adapters.installed import called, costly, part
 
 CORE = "verl.trainer.ppo.core_algos"
 
@@ -15,7 +15,7 @@ def actor(settings):
     asked = repr(sorted(settings.items()))
     if asked not in known:
         usual = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-        known[asked] = configured(part("verl.workers.config", "ActorConfig"), usual, settings)
+        known[asked] = called(part("verl.workers.config", "ActorConfig"), usual, settings)
     return known[asked]
 
 
@@ -27,12 +27,11 @@ def computed(live, *log_probs):
 
 def kl_loss(logp, ref_logp, mask, kl_penalty, loss_agg_mode):
     """The KL loss that an actor adds to its policy loss: `kl_penalty`, aggregated by `agg_loss`."""
-    penalty, aggregate = part(CORE, "kl_penalty"), part(CORE, "agg_loss")
     live = mask.bool()
     logp, ref_logp = computed(live, logp, ref_logp)
-    per_token = penalty(logprob=logp, ref_logprob=ref_logp, kl_penalty=kl_penalty)
+    per_token = part(CORE, "kl_penalty")(logprob=logp, ref_logprob=ref_logp, kl_penalty=kl_penalty)
     offered = {"loss_mat": per_token, "loss_mask": live}
-    loss = aggregate(**taken(aggregate, offered, {"loss_agg_mode": loss_agg_mode}))
+    loss = called(part(CORE, "agg_loss"), offered, {"loss_agg_mode": loss_agg_mode})
     return loss, {"kl": loss.detach()}
 
 
@@ -47,7 +46,6 @@ def packed(values, live):
 def ppo_loss(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings):
     """`ppo_loss` whole, one mini-batch in one micro-batch: log-probs come packed, after a prompt of one token."""
     torch = importlib.import_module("torch")
-    whole = part("verl.workers.utils.losses", "ppo_loss")
     live = mask.bool()
     # The log-prob of a token stands at the position before it; the last position is unused.
     everywhere = torch.arange(live.shape[1] + 1) <= live.sum(1, keepdim=True)
@@ -65,7 +63,7 @@ def ppo_loss(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings
     part("verl.utils.tensordict_utils", "assign_non_tensor")(data, **batch)
     config = actor({"use_kl_loss": True, "kl_loss_coef": beta, **settings})
     offered = {"config": config, "model_output": {"log_probs": packed(shifted, everywhere)}, "data": data}
-    loss, metrics = whole(**taken(whole, offered, {}))
+    loss, metrics = called(part("verl.workers.utils.losses", "ppo_loss"), offered)
     logged = [value for name, value in metrics.items() if name.endswith("kl_loss")]
     return loss, {"kl": getattr(logged[0], "values", logged)[0]} if logged else {}
 
@@ -97,7 +95,7 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
     algorithm_kind = part("verl.trainer.config", "AlgoConfig")
     names = {field.name for field in dataclasses.fields(algorithm_kind)}
     asked = {name: settings.pop(name) for name in list(settings) if name in names}
-    algorithm = configured(algorithm_kind, {"adv_estimator": adv_estimator}, asked)
+    algorithm = called(algorithm_kind, {"adv_estimator": adv_estimator}, asked)
 
     logp, old_logp, ref_logp = computed(mask.bool(), logp, old_logp, ref_logp)
     last = mask.long().sum(1, keepdim=True) - 1
@@ -119,22 +117,20 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
         tensors["reward_baselines"] = torch.zeros_like(reward)
     uid = numpy.array([str(int(each)) for each in group], dtype=object)
     data = part("verl", "DataProto").from_dict(tensors=tensors, non_tensors={"uid": uid})
-    charge = part(trainer, "apply_kl_penalty")
     control = part(CORE, "FixedKLController")(kl_coef=beta)
-    data, metrics = charge(**taken(charge, {"data": data, "kl_ctrl": control}, {"kl_penalty": penalty}))
+    charge = {"data": data, "kl_ctrl": control}
+    data, metrics = called(part(trainer, "apply_kl_penalty"), charge, {"kl_penalty": penalty})
     if corrected is not None:
         helper = "verl.trainer.ppo.rollout_corr_helper"
         correction = part("verl.trainer.config.algorithm", "RolloutCorrectionConfig")(**corrected)
         data, _ = part(helper, "compute_rollout_correction_and_add_to_batch")(data, correction)
-    advantage = part(trainer, "compute_advantage")
     offered = {
         "data": data,
         "adv_estimator": adv_estimator,
         "norm_adv_by_std_in_grpo": getattr(algorithm, "norm_adv_by_std_in_grpo", True),
         "config": algorithm,
     }
-    data = advantage(**taken(advantage, offered, {}))
-    policy_loss = part(CORE, "get_policy_loss_fn")(loss_mode)
+    data = called(part(trainer, "compute_advantage"), offered)
     config = actor(settings)
     offered = {
         "old_log_prob": data.batch["old_log_probs"],
@@ -145,7 +141,7 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
         "config": config,
         "rollout_is_weights": data.batch.get("rollout_is_weights", None),
     }
-    loss = policy_loss(**taken(policy_loss, offered, {}))
+    loss = called(part(CORE, "get_policy_loss_fn")(loss_mode), offered)
     logged = [value for name, value in metrics.items() if name.endswith("reward_kl_penalty")]
     return (loss[0] if isinstance(loss, tuple) else loss), {"kl": logged[0]} if logged else {}
 
