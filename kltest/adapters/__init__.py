@@ -74,9 +74,7 @@ def installed_settings(library: Adapter) -> tuple[Setting, ...]:
         UsageError: the library is not installed.
     """
     if find_spec(library.module.partition(".")[0]) is None:
-        pip = " && ".join(
-            f"pip install {' '.join(arguments).format(version=library.version)}" for arguments in library.installs
-        )
+        pip = " && ".join(f"pip install {' '.join(call)}" for call in library.installs).format(version=library.version)
         raise UsageError(
             f"{library.name} is not installed here. `kltest libraries {library.name}` grades it in an environment of "
             f"its own; for this one: {pip}"
@@ -90,23 +88,15 @@ def installed_settings(library: Adapter) -> tuple[Setting, ...]:
     return (*library.settings, *more)
 
 
-def _split(text: str) -> tuple[str, str, str]:
-    """A target as library, colon and setting; three empty strings if it names no library. A file alone is a loss."""
-    own = re.fullmatch(r"(.+\.py):(.+)", text)
-    if own:
-        return own[1], ":", own[2]
-    name, colon, wanted = text.partition(":")
-    return (name, colon, wanted) if name in NAMES else ("", "", "")
-
-
 def named(text: str) -> list[tuple[str, Setting]]:
     """Return the settings that a target names: all of a library (`verl`), one (`verl:NAME`), or none.
 
     Raises:
         UsageError: the library does not have the setting, or is not installed.
     """
-    name, colon, wanted = _split(text.strip())
-    if not name or (colon and all(part.isidentifier() for part in wanted.split("."))):
+    own = re.fullmatch(r"(.+\.py):(.+)", text.strip())
+    name, colon, wanted = (own[1], ":", own[2]) if own else text.strip().partition(":")
+    if not (own or name in NAMES) or (colon and all(part.isidentifier() for part in wanted.split("."))):
         return []
     library = find(name)
     if not colon:

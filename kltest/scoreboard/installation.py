@@ -105,7 +105,11 @@ def exact_version(library: Adapter, asked: str | None) -> str:
     if asked is None:
         return library.version
     if asked == NEWEST:
-        return _newest(library.distribution)
+        printed = _run_pip("index", "versions", library.distribution)
+        found = re.search(rf"{re.escape(library.distribution)} \(({VERSION.pattern})\)", printed)
+        if found is None:
+            raise InstallError(f"the newest version of {library.distribution} cannot be read: {printed.strip()[:200]}")
+        return found[1]
     if not VERSION.fullmatch(asked):
         raise UsageError(
             f"{library.name}=={asked}: {asked!r} is no version; give one such as {library.version}, or {NEWEST}"
@@ -113,13 +117,12 @@ def exact_version(library: Adapter, asked: str | None) -> str:
     return asked
 
 
-def install(library: Adapter, version: str, *, where: Path | None = None) -> Installed:
+def install(library: Adapter, version: str) -> Installed:
     """Return the environment of a library, built if it is not there yet.
 
     Args:
         library: its adapter.
         version: the version to install.
-        where: folder that holds the environments, `folder()` if None.
 
     Raises:
         InstallError: pip failed; the message ends with its last lines.
@@ -130,7 +133,7 @@ def install(library: Adapter, version: str, *, where: Path | None = None) -> Ins
     here = sys.prefix if borrows else version_of("torch").partition("+")[0]
     recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent)]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
-    home = (where or folder()) / f"{library.name}-{version}-{name}"
+    home = folder() / f"{library.name}-{version}-{name}"
     python = home / "bin" / "python"
     if not (home / "complete").exists():
         shutil.rmtree(home, ignore_errors=True)
@@ -163,30 +166,17 @@ def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str 
     (packages / "kltest.pth").write_text("\n".join(dict.fromkeys(lines)) + "\n")
 
 
-def _newest(distribution: str) -> str:
-    printed = _run_pip("index", "versions", distribution)
-    found = re.search(rf"{re.escape(distribution)} \(({VERSION.pattern})\)", printed)
-    if found is None:
-        raise InstallError(f"the newest version of {distribution} cannot be read from: {printed.strip()[:200]}")
-    return found[1]
-
-
 def _run_pip(*arguments: str) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    shown = " ".join(["pip", *arguments])
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=LONGEST, stdin=subprocess.DEVNULL, check=False
         )
     except subprocess.TimeoutExpired:
-        raise InstallError(f"`{_shown(arguments)}` did not end within {LONGEST / 60:g} minutes") from None
+        raise InstallError(f"`{shown}` did not end within {LONGEST / 60:g} minutes") from None
     if done.returncode:
         kind = UnreachableError if "connection broken by" in done.stderr else InstallError
         words = [line for line in done.stderr.splitlines() if line.strip() and "[notice]" not in line]
-        raise kind(f"`{_shown(arguments)}` failed: " + " / ".join(line.strip() for line in words[-4:]))
+        raise kind(f"`{shown}` failed: " + " / ".join(line.strip() for line in words[-4:]))
     return done.stdout
-
-
-def _shown(arguments: Sequence[str]) -> str:
-    """The call as a person would type it."""
-    words = list(arguments[2:] if arguments[0] == "--python" else arguments)
-    return " ".join(["pip", *(part for part in words if part not in ("--quiet", "--retries", "2"))])

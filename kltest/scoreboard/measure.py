@@ -28,7 +28,7 @@ from kltest.adapters.adapter import Adapter, Setting
 from kltest.errors import KltestError, UsageError
 from kltest.grading.jobs import Job, failed, graded, terminated_as_interrupted
 from kltest.report import Report
-from kltest.scoreboard.programs import Program, program
+from kltest.scoreboard.programs import program
 from kltest.scoreboard.rows import Row, matches, row
 
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
@@ -59,7 +59,7 @@ def _measured(
     chosen = [setting.name for setting in installed_settings(library) if matches(setting.name, patterns)]
     yield {"settings": chosen}
     left = [setting for setting in chosen if setting not in done]
-    for module in library.imports if left else ():
+    for module in ("kltest.grading.grader", *library.imports) if left else ():
         # Each setting reports a failed import when it is graded.
         with contextlib.suppress(Exception):
             import_module(module)
@@ -83,17 +83,13 @@ def _row(name: str, wanted: str, timeout: float | None) -> Row:
     except KeyboardInterrupt:
         # The child has been ended; the next setting must not begin.
         os._exit(1)
-    beside = {package: found for package in COMPANIONS if (found := _version(package))}
-    return row(
-        library,
-        setting,
-        report,
-        shown,
-        version=_version(library.distribution) or "?",
-        versions={**report.versions, **beside},
-        known=setting in library.settings,
-        seconds=time.monotonic() - started,
-    )
+    others = {
+        "version": _version(library.distribution) or "?",
+        "versions": report.versions | {package: found for package in COMPANIONS if (found := _version(package))},
+        "known": setting in library.settings,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    return row(library, setting, report, **others, **shown)
 
 
 def _graded(target: str, timeout: float | None) -> Report:
@@ -105,11 +101,11 @@ def _graded(target: str, timeout: float | None) -> Report:
     return report
 
 
-def _program(library: Adapter, setting: Setting, report: Report) -> Program:
+def _program(library: Adapter, setting: Setting, report: Report) -> dict[str, Any]:
     try:
         return program(library, setting, report)
     except KltestError as error:
-        return Program(note=str(error))
+        return {"program": "", "program_of_adapter": False, "program_note": str(error)}
 
 
 def _version(name: str) -> str:

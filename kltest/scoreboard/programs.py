@@ -7,11 +7,9 @@ import io
 import json
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from kltest.adapters.adapter import Adapter, Setting
 from kltest.environments import Instance, sequence
 from kltest.errors import KltestError
 from kltest.grading.isolation import Child, describe
-from kltest.report import GradientRow, Report
+from kltest.report import Report
 from kltest.truth import combine
 
 SECONDS = 300.0
@@ -35,56 +33,48 @@ class ProgramError(KltestError):
     """A program did not run, or what it printed is not what grading found."""
 
 
-@dataclass(frozen=True)
-class Program:
-    """Its text, "" if there is none; `note` says why there is none, or how it differs from what was graded.
+def program(library: Adapter, setting: Setting, report: Report) -> dict[str, Any]:
+    """Return a setting's program, run already, as fields of its row: the adapter's, else the counter-example's.
 
-    A program `of_adapter` need not be kept: the adapter writes it again.
-    """
-
-    code: str = ""
-    note: str = ""
-    of_adapter: bool = False
-
-
-def program(library: Adapter, setting: Setting, report: Report) -> Program:
-    """Return the program of a setting, run already: the adapter's, else that of the grader's counter-example.
+    A `program` that the adapter writes again need not be kept. `program_note` says why there is none, or how it differs
+    from what was graded.
 
     Raises:
         ProgramError: it fails or prints another gradient than grading found.
     """
-    if not report.gradients:
-        return Program()
-    if code := library.standalone(setting) if library.standalone else "":
-        return Program(code, compared(_printed(code), report), of_adapter=library.name in NAMES)
+    fields = {"program": "", "program_of_adapter": False, "program_note": ""}
     example = report.smallest or report.example
+    if not report.gradients:
+        return fields
+    if code := library.standalone(setting) if library.standalone else "":
+        note, known = compared(_printed(code), report), library.name in NAMES
+        return {"program": "" if known else code, "program_of_adapter": known, "program_note": note}
     if setting.target.startswith("kltest."):
-        return Program(note="it is called through a function of kltest")
+        return {**fields, "program_note": "it is called through a function of kltest"}
+    if example is None:
+        return {**fields, "program_note": "no small environment shows it"}
     # The grader ran its program before it gave it out.
-    return Program(example.code, example.note) if example else Program(note="no small environment shows it")
+    return {**fields, "program": example.code, "program_note": example.note}
 
 
 def _printed(code: str) -> dict[str, Any]:
-    """The JSON object on the last line that a program prints, run in a folder of its own."""
+    """The JSON object on the last line that a program prints, run in a folder of its own.
+
+    It runs in a child of this process, which has imported the library already.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
         file.write_text(code, encoding="utf-8")
-        printed = _by_forking(file) if sys.platform == "linux" and "jax" not in sys.modules else _anew(file)
-    lines = printed.strip().splitlines() or ["nothing"]
+        with Child(_run, str(file)) as child:
+            step = child.step(SECONDS)
+    if step.kind != "value":
+        raise ProgramError(f"the standalone program {step.message}")
+    lines = str(step.value).strip().splitlines() or ["nothing"]
     try:
         answer = json.loads(lines[-1])
         return {key: answer[key] for key in KEYS}
     except (ValueError, KeyError, TypeError):
         raise ProgramError(f"the standalone program does not end with its JSON object: {lines[-1][:100]}") from None
-
-
-def _by_forking(file: Path) -> str:
-    """Run a program in a fork of this process, which has imported the library already."""
-    with Child(_run, str(file)) as child:
-        step = child.step(SECONDS)
-    if step.kind != "value":
-        raise ProgramError(f"the standalone program {step.message}")
-    return str(step.value)
 
 
 def _run(file: str) -> Iterator[str]:
@@ -106,23 +96,6 @@ def _run(file: str) -> Iterator[str]:
     yield printed.getvalue()
 
 
-def _anew(file: Path) -> str:
-    """Run a program with this interpreter, started anew."""
-    # Without kltest's folder, which may be on this path.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, str(file)]
-    try:
-        done = subprocess.run(
-            command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ProgramError(f"the standalone program did not end within {SECONDS:g} s") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ProgramError(f"the standalone program failed: {last}")
-    return done.stdout
-
-
 def compared(printed: dict[str, Any], report: Report) -> str:
     """Compare the gradient that a program printed with the identified one; return a note if that is unnamed.
 
@@ -133,7 +106,9 @@ def compared(printed: dict[str, Any], report: Report) -> str:
     policy, reference = (np.log(np.array(printed[name])) for name in ("policy", "reference"))
     sampler = None if printed["sampler"] is None else np.log(np.array(printed["sampler"]))
     instance = Instance.of(environment, policy, reference, sampler)
-    row = _row(report, "current" if sampler is None else "stale", printed["length"])
+    wanted = "bandit" if printed["length"] == 1 else "sequence", "current" if sampler is None else "stale"
+    rows = [row for row in report.gradients if (row.environment, row.sampler) == wanted]
+    row = next((row for row in rows if row.batch == 1), rows[0] if rows else None)
     if row is None or row.identified is None:
         return "its gradient is unnamed, so there is nothing to compare it with"
     truth, found = combine(row.identified, instance), np.array(printed["expected"])
@@ -146,9 +121,3 @@ def compared(printed: dict[str, Any], report: Report) -> str:
             else f"the standalone program prints a gradient of shape {found.shape}, not {truth.shape}"
         )
     return ""
-
-
-def _row(report: Report, sampler: str, length: int) -> GradientRow | None:
-    name = "bandit" if length == 1 else "sequence"
-    rows = [row for row in report.gradients if (row.environment, row.sampler) == (name, sampler)]
-    return next((row for row in rows if row.batch == 1), rows[0] if rows else None)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kltest.adapters import NAMES, find
 from kltest.files import write
-from kltest.scoreboard.rows import DESCRIBED, GRADIENT, VALUE, Row, described, key
+from kltest.scoreboard.rows import DESCRIBED, GRADIENT, VALUE, Row, described
 
 PATH = Path(__file__).parent / "recorded.jsonl"
 USUAL: Mapping[str, Any] = {
@@ -50,13 +50,24 @@ def record(rows: Sequence[Row], path: Path | None = None, *, whole: bool = True)
 
     Rows of libraries that failed are left out, and what is recorded of them stays.
     """
-    new = {key(each): each for each in rows if each["setting"]}
+    new = {_key(each): each for each in rows if each["setting"]}
     failed = {each["library"] for each in rows if not each["setting"]}
     replaced = {(library, version) for library, version, _ in new if whole and library not in failed}
-    kept = {key(each): each for each in read(path) if (each["library"], each["version"]) not in replaced}
-    order = sorted((kept | new).values(), key=lambda each: (_place(each["library"]), _numbers(each["version"])))
+    kept = {_key(each): each for each in read(path) if (each["library"], each["version"]) not in replaced}
+    order = sorted((kept | new).values(), key=_place)
     lines = (json.dumps(line, ensure_ascii=False, allow_nan=False) for line in _lines(order))
     write(path or PATH, "".join(f"{line}\n" for line in lines))
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["library"], row["version"], row["setting"]
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """Libraries in the order of their adapters, then others; newest versions first."""
+    library, version = row["library"], row["version"].split(".")
+    order = NAMES.index(library) if library in NAMES else len(NAMES)
+    return order, library, [-int(part) for part in version if part.isdigit()]
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[Row]:
@@ -100,11 +111,3 @@ def _usual(library: str, setting: str) -> Row:
     """Defaults of a row; if the adapter knows the setting, they say how it is called as well."""
     known = find(library).setting(setting) if library in NAMES else None
     return {**USUAL, **(described(known) if known else {})}
-
-
-def _place(library: str) -> tuple[int, str]:
-    return (NAMES.index(library) if library in NAMES else len(NAMES), library)
-
-
-def _numbers(version: str) -> list[int]:
-    return [-int(part) for part in version.split(".") if part.isdigit()]

@@ -11,7 +11,6 @@ from kltest.adapters.adapter import Adapter, Setting
 
 if TYPE_CHECKING:
     from kltest.report import Report
-    from kltest.scoreboard.programs import Program
 
 DIGITS = 6
 """Significant digits of numbers that are kept."""
@@ -33,28 +32,14 @@ def described(setting: Setting) -> Row:
     return {key: _rounded(getattr(setting, key)) for key in DESCRIBED}
 
 
-def row(
-    library: Adapter,
-    setting: Setting,
-    report: Report,
-    program: Program,
-    *,
-    version: str,
-    versions: Mapping[str, str],
-    known: bool,
-    seconds: float,
-) -> Row:
-    """Return the row of one setting of one version: its call, the findings, and the program that shows them."""
+def row(library: Adapter, setting: Setting, report: Report, **others: Any) -> Row:
+    """Return the row of one setting: its call, what was found, and `others` (version, time, program) as they are."""
     found = report.to_dict()
     return _rounded(
         {
             "library": library.name,
-            "version": version,
             "setting": setting.name,
             **described(setting),
-            "known": known,
-            "versions": dict(versions),
-            "seconds": round(seconds, 1),
             **{name: found[name] for name in REPORTED},
             "gradients": [{key: each[key] for key in GRADIENT} for each in found["gradients"]],
             "value": [{key: each[key] for key in VALUE} for each in found["value"]],
@@ -62,9 +47,7 @@ def row(
             "inconclusive": [check.code for check in report.checks if check.status == "inconclusive"],
             "notes": list(report.notes),
             "error": report.error,
-            "program": "" if program.of_adapter else program.code,
-            "program_of_adapter": program.of_adapter,
-            "program_note": program.note,
+            **others,
         }
     )
 
@@ -81,11 +64,6 @@ def absent(library: Adapter, version: str, reason: str) -> Row:
         "value": [],
         "failed": [],
     }
-
-
-def key(each: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return library, version and setting."""
-    return each["library"], each["version"], each["setting"]
 
 
 def matches(setting: str, patterns: Sequence[str]) -> bool:
@@ -136,7 +114,7 @@ def summary(each: Mapping[str, Any]) -> str:
     if each["error"]:
         return f"not graded: {each['error']}"
     found = "; ".join(
-        f"{row['environment']}, {row['sampler']}: {named(row['identified'])}"
+        f"{row['environment']}, {row['sampler']}: {_named(row['identified'])}"
         for row in each["gradients"]
         if row["batch"] == 1 or row["identified"] is not None
     )
@@ -144,8 +122,8 @@ def summary(each: Mapping[str, Any]) -> str:
     return found + (f" ({codes})" if codes else "")
 
 
-def named(identified: Mapping[str, float] | None) -> str:
-    """Return a combination as text that `--expect` takes."""
+def _named(identified: Mapping[str, float] | None) -> str:
+    """A combination as text that `--expect` takes."""
     from kltest.truth import plain
 
     return "unnamed" if identified is None else plain({name: float(f"{c:.3g}") for name, c in identified.items()})

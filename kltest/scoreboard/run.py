@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -62,20 +62,19 @@ def libraries(
     found: dict[Asked, list[Row]] = {}
     with Store(folder / "runs.jsonl", _code()) as store:
         try:
-            for each, version, there in _installed(sorted(asked, key=_takes_long)):
-                found[each] = _measured(each[0], version, there, store, request)
+            # The next ones are installed while one is measured; those with dependencies, which take long, come last.
+            with ThreadPoolExecutor(1) as executor:
+                order = sorted(asked, key=lambda each: not all(ALONE in call for call in find(each[0]).installs))
+                for each, (version, there) in zip(order, executor.map(_environment, order), strict=True):
+                    found[each] = _measured(each[0], version, there, store, request)
         except KeyboardInterrupt:
-            print(
-                f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on", file=sys.stderr
-            )
+            _log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
             return INTERRUPTED
     rows = [row for each in asked for row in found[each]]
     failed = [each for each in rows if not each["setting"]]
     if not failed:
         check_patterns(request.settings, [each["setting"] for each in rows])
-    _write([*store.all_rows(), *failed], folder)
-    _print(rows)
-    print(f"The scoreboard is in {folder}: libraries.md, libraries.html and the standalone programs in programs.")
+    _show(rows, [*store.all_rows(), *failed], folder)
     changed = changes(recorded.read(), rows, request.settings) if diff else []
     if diff:
         _print_changes(changed, folder)
@@ -104,23 +103,9 @@ def asked_for(names: Sequence[str]) -> list[Asked]:
     return [(name, version or None) for name, _, version in pairs]
 
 
-def _installed(asked: Sequence[Asked]) -> Iterator[tuple[Asked, str, Installed | KltestError]]:
-    """Adapter, version and environment or the error; the next are installed while one is measured."""
-    with ThreadPoolExecutor(1) as executor:
-        try:
-            futures = [executor.submit(_environment, *each) for each in asked]
-            for each, future in zip(asked, futures, strict=True):
-                yield (each, *future.result())
-        finally:
-            executor.shutdown(cancel_futures=True)
-
-
-def _takes_long(asked: Asked) -> bool:
-    """Return True if a library is installed with its dependencies: others are measured meanwhile."""
-    return not all(ALONE in call for call in find(asked[0]).installs)
-
-
-def _environment(name: str, asked: str | None) -> tuple[str, Installed | KltestError]:
+def _environment(each: Asked) -> tuple[str, Installed | KltestError]:
+    """The version and its environment, or the error."""
+    name, asked = each
     library = find(name)
     version = asked or library.version
     try:
@@ -177,16 +162,13 @@ def _code() -> str:
     return digest(sorted((name, sha256(content).hexdigest()) for name, content in read))
 
 
-def _write(rows: Sequence[Row], folder: Path) -> None:
+def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
+    """Write the scoreboard of all rows in the store, and print those that were asked for."""
     from kltest.scoreboard.pages import files
-
-    for name, content in files(rows).items():
-        write(folder / name, content)
-
-
-def _print(rows: Sequence[Row]) -> None:
     from kltest.scoreboard.table import COLUMNS, frame
 
+    for name, content in files(stored).items():
+        write(folder / name, content)
     for title, group in frame(rows).groupby("title", sort=False):
         print(f"\n{title}")
         for line in group.to_dict("records"):
@@ -194,7 +176,7 @@ def _print(rows: Sequence[Row]) -> None:
             for column in ("one_step", "sequences", "off_policy", "checks", "logged"):
                 if line[column]:
                     print(f"    {COLUMNS[column] + ':':12}{line[column]}")
-    print()
+    print(f"\nThe scoreboard is in {folder}: libraries.md, libraries.html and the standalone programs in programs.")
 
 
 def _print_changes(changed: Sequence[str], folder: Path) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pandas import DataFrame
 
 from kltest.adapters import NAMES, find
 from kltest.adapters.adapter import DEPTHS, Setting
 from kltest.scoreboard.rows import Row
 from kltest.truth import render
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 COLUMNS = {
     "title": "library",
@@ -52,15 +52,11 @@ def frame(rows: Sequence[Row]) -> DataFrame:
         ""), kind (a key of `KINDS`), where (whose rollouts were measured), command (what measures the row again),
         program and file (the standalone program and its name, "" if there is none), row (the row itself).
     """
-    from pandas import DataFrame
-
     return DataFrame([_line(each) for each in rows])
 
 
 def defaults(rows: Sequence[Row]) -> DataFrame:
     """Return documented defaults: what each follows, and settings of its library that follow ∇KL(π‖ref)."""
-    from pandas import DataFrame
-
     found = []
     for title, group in frame(rows).groupby("title", sort=False):
         right = [f"`{setting}`" for setting in following(group)["setting"]]
@@ -98,7 +94,7 @@ def kind(each: Row) -> str:
 
 def _line(each: Row) -> dict[str, Any]:
     there = each["gradients"]
-    program = _program(each)
+    program, name = _program(each), re.sub(r"[^\w.+=-]", "-", each["setting"])
     stale = any(row["sampler"] == "stale" for row in there)
     one_step = f"not graded: {each['error']}" if each["error"] else _found(there, "current", ("bandit",))
     sequences = _found(there, "current", ("sequence", "ragged"))
@@ -120,7 +116,7 @@ def _line(each: Row) -> dict[str, Any]:
         "measured": f"{DEPTHS[each['depth']]}, {each['dtype']}" if there else "",
         "command": f"kltest libraries {each['library']}=={each['version']}{setting}",
         "program": program,
-        "file": f"{each['library']}-{each['version']}-{_slug(each['setting'])}.py" if program else "",
+        "file": f"{each['library']}-{each['version']}-{name}.py" if program else "",
         "row": each,
     }
 
@@ -132,11 +128,6 @@ def _program(each: Row) -> str:
         return each.get("program", "").strip()
     fields = ("target", "arguments", "options", "depth", "default", "recipe")
     return library.standalone(Setting(each["setting"], **{name: each[name] for name in fields})).strip()
-
-
-def _slug(name: str) -> str:
-    """A setting's name as part of a file's."""
-    return "".join(character if character.isalnum() or character in "._-+=" else "-" for character in name)
 
 
 def _found(rows: Sequence[Mapping], sampler: str, environments: Sequence[str]) -> str:

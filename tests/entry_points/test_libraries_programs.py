@@ -23,13 +23,10 @@ print("words that come first")
 open("left.txt", "w").close()
 print(json.dumps(json.loads('{json.dumps(SAID)}')))
 """
-RUNS = [programs._by_forking, programs._anew] if sys.platform == "linux" else [programs._anew]
 
 
-@pytest.fixture(params=RUNS, ids=lambda run: run.__name__)
-def said(request, monkeypatch, tmp_path):
-    monkeypatch.setattr(programs, "_by_forking", request.param)
-    monkeypatch.setattr(programs, "_anew", request.param)
+@pytest.fixture
+def said(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield programs._printed
@@ -59,13 +56,11 @@ def test_what_goes_wrong_is_said(said, code, words):
         said(code)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="programs are forked on Linux only")
 def test_a_program_that_needs_kltest_fails_in_a_fork_of_a_process_that_has_it():
     with pytest.raises(ProgramError, match="kltest"):
         programs._printed(f"import kltest\nprint({json.dumps(SAID)!r})")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="programs are forked on Linux only")
 @pytest.mark.parametrize(
     ("code", "words"), [("import os; os._exit(4)", "exit status 4"), ("while True: pass", "did not")]
 )

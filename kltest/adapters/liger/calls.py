@@ -49,18 +49,9 @@ def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **setting
 
 
 def fused_with_charged_advantages(logits, logp, old_logp, ref_logp, tokens, mask, advantage, beta):
-    """The recipe: the fused loss without KL, with the KL as a cost in the advantages."""
-    torch = importlib.import_module("torch")
-    kind = part(MODULE, "LigerFusedLinearGRPOLoss")
-    loss = called(kind, {"compiled": False, "chunk_size": len(tokens)}, SETTINGS)
-    offered = {
-        "_input": logits,
-        "lin_weight": torch.eye(logits.shape[-1], dtype=logits.dtype),
-        "selected_token_ids": tokens,
-        "attention_mask": mask,
-        "advantages": charged(advantage, logp.detach(), ref_logp, old_logp, mask, beta),
-    }
-    return called(loss.forward, offered)[0]
+    """The recipe: the fused loss without KL and old log-probs, with the KL as a cost in the advantages."""
+    advantages = charged(advantage, logp.detach(), ref_logp, old_logp, mask, beta)
+    return fused(logits, None, None, tokens, mask, advantages, **SETTINGS)[0]
 
 
 costly(ppo_loss_fn, fused, fused_with_charged_advantages)

@@ -43,24 +43,23 @@ def totals(mask):
     return {"dp_size": 1, "batch_num_tokens": mask.sum(), "global_batch_size": (mask.sum(-1) > 0).sum()}
 
 
+def aggregated(per_token, mask, **more):
+    """The loss of a step, which is what is logged as well."""
+    offered = {"loss": per_token, "loss_mask": mask, **more}
+    loss = called(found("openrlhf.models.loss", "aggregate_loss"), offered)
+    return loss, {"kl": loss.detach()}
+
+
 def kl_loss(logp, ref_logp, old_logp, mask, token_level_loss=True, **settings):
     """The KL loss of the actor's training step: `compute_approx_kl`, aggregated by `aggregate_loss`."""
-    function = found("openrlhf.models.utils", "compute_approx_kl")
-    aggregate = found("openrlhf.models.loss", "aggregate_loss")
     offered = {"log_probs": logp, "log_probs_base": ref_logp, "log_probs_old": old_logp}
-    per_token = called(function, offered, settings)
-    offered = {"loss": per_token, "loss_mask": mask, "token_level_loss": token_level_loss, **totals(mask)}
-    loss = called(aggregate, offered)
-    return loss, {"kl": loss.detach()}
+    per_token = called(found("openrlhf.models.utils", "compute_approx_kl"), offered, settings)
+    return aggregated(per_token, mask, token_level_loss=token_level_loss, **totals(mask))
 
 
 def sequence_kl_loss(logp, ref_logp, old_logp, mask):
     """The recipe: a KL loss of whole sequences, aggregated by `aggregate_loss`."""
-    aggregate = found("openrlhf.models.loss", "aggregate_loss")
-    per_token = sequence_kl(logp, ref_logp, old_logp, mask)
-    offered = {"loss": per_token, "loss_mask": mask, **sums_over_tokens(totals(mask))}
-    loss = called(aggregate, offered)
-    return loss, {"kl": loss.detach()}
+    return aggregated(sequence_kl(logp, ref_logp, old_logp, mask), mask, **sums_over_tokens(totals(mask)))
 
 
 def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator, kl_estimator="k1", **settings):
@@ -74,10 +73,9 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
         raise ValueError(f"{estimator} wants several rollouts a prompt")
     samples = rows // prompts if rows % prompts == 0 else rows
     rank = group.argsort(stable=True).argsort()
-    function = found("openrlhf.models.utils", "compute_approx_kl")
     with torch.no_grad():
-        offered = {"log_probs": old_logp, "log_probs_base": ref_logp}
-        kl = called(function, offered, {"kl_estimator": kl_estimator})
+        offered = {"log_probs": old_logp, "log_probs_base": ref_logp, "kl_estimator": kl_estimator}
+        kl = called(found("openrlhf.models.utils", "compute_approx_kl"), offered)
     experience = types.SimpleNamespace(
         index=rank.tolist(),
         rewards=reward.clone(),
@@ -99,8 +97,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
     answer = maker.compute_advantages_and_returns(stand_in, [experience])
     experience = answer[0] if isinstance(answer[0], types.SimpleNamespace) else answer[0][0]
 
-    kind = found("openrlhf.models.loss", "PolicyLoss")
-    policy_loss = called(kind, {}, settings)
+    policy_loss = called(found("openrlhf.models.loss", "PolicyLoss"), {}, settings)
     offered = {
         "log_probs": logp,
         "old_log_probs": old_logp,

@@ -37,15 +37,6 @@ def example(old_logp, ref_logp, mask, tokens, advantage):
     return called(part("tunix.rl.common", "TrainExample"), offered)
 
 
-def config_with(settings):
-    """The library's GRPOConfig with settings; LookupError for one that this version does not have."""
-    config = called(part("tunix.rl.grpo.grpo_learner", "GRPOConfig"), {}, settings)
-    if not hasattr(config, "temperature"):
-        # The learner writes the rollout's temperature onto the configuration.
-        object.__setattr__(config, "temperature", 1.0)
-    return config
-
-
 def compiled(recipe, with_old, beta, settings):
     """`grpo_loss_fn` as a function of arrays, compiled once for settings, as the trainer compiles it."""
     import jax
@@ -55,12 +46,13 @@ def compiled(recipe, with_old, beta, settings):
     if asked in known:
         return known[asked]
 
-    whole = (
-        part("kltest.adapters.tunix.recipes", "sequence_kl_loss_fn")
-        if recipe
-        else part("tunix.rl.algo_core", "grpo_loss_fn")
-    )
-    config = config_with({"beta": beta, **dict(settings)})
+    whole = part("tunix.rl.algo_core", "grpo_loss_fn")
+    if recipe:
+        whole = part("kltest.adapters.tunix.recipes", "sequence_kl_loss_fn")
+    config = called(part("tunix.rl.grpo.grpo_learner", "GRPOConfig"), {}, {"beta": beta, **dict(settings)})
+    if not hasattr(config, "temperature"):
+        # The learner writes the rollout's temperature onto the configuration.
+        object.__setattr__(config, "temperature", 1.0)
 
     def loss(logits, old_logp, ref_logp, mask, tokens, advantage):
         batch = example(old_logp if with_old else None, ref_logp, mask, tokens, advantage)

@@ -68,28 +68,15 @@ def ppo_loss(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings
     return loss, {"kl": getattr(logged[0], "values", logged)[0]} if logged else {}
 
 
-def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, **settings):
+def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, tensors=(), **settings):
     """`apply_kl_penalty`, an advantage estimator, and the policy loss, from one batch.
 
-    A critic's values and the rewards of greedy rollouts are zeros if an estimator needs them. `settings` are those of
-    `apply_kl_penalty`, of the algorithm's and of the actor's configuration; `loss_mode` names a policy loss.
+    A critic's values and the rewards of greedy rollouts are zeros if an estimator needs them; `tensors` are what else
+    it needs. `settings` are those of `apply_kl_penalty`, of the algorithm's and of the actor's configuration;
+    `loss_mode` names a policy loss.
     """
-    return after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, {}, settings)
-
-
-def kl_in_reward_with_probabilities(
-    logp, old_logp, old_logits, ref_logp, mask, reward, group, beta, adv_estimator, **settings
-):
-    """`kl_in_reward` for estimators that weigh tokens by the sum of squared probabilities."""
-    squares = {"sum_pi_squared": old_logits.detach().softmax(-1).square().sum(-1)}
-    return after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, squares, settings)
-
-
-def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, more, settings):
-    """The policy loss of a batch whose rewards are charged with the KL term."""
     torch, numpy = importlib.import_module("torch"), importlib.import_module("numpy")
     trainer = "verl.trainer.ppo.ray_trainer"
-    settings = dict(settings)
     penalty, loss_mode = settings.pop("kl_penalty", "kl"), settings.pop("loss_mode", "vanilla")
     corrected = settings.pop("rollout_correction", None)
     algorithm_kind = part("verl.trainer.config", "AlgoConfig")
@@ -109,7 +96,7 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
         "token_level_scores": scores,
         "values": torch.zeros_like(ref_logp),
         **rollouts,
-        **more,
+        **dict(tensors),
     }
     estimator = part(CORE, "get_adv_estimator_fn")(adv_estimator)
     if "reward_baselines" in inspect.signature(estimator).parameters:
@@ -144,6 +131,14 @@ def after_rewards(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estim
     loss = called(part(CORE, "get_policy_loss_fn")(loss_mode), offered)
     logged = [value for name, value in metrics.items() if name.endswith("reward_kl_penalty")]
     return (loss[0] if isinstance(loss, tuple) else loss), {"kl": logged[0]} if logged else {}
+
+
+def kl_in_reward_with_probabilities(
+    logp, old_logp, old_logits, ref_logp, mask, reward, group, beta, adv_estimator, **settings
+):
+    """`kl_in_reward` for estimators that weigh tokens by the sum of squared probabilities."""
+    squares = {"sum_pi_squared": old_logits.detach().softmax(-1).square().sum(-1)}
+    return kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, squares, **settings)
 
 
 costly(ppo_loss, kl_in_reward, kl_in_reward_with_probabilities)
