@@ -47,9 +47,8 @@ def part(module, names):
 
 def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **settings):
     torch = importlib.import_module("torch")
-    kind = part(MODULE, "LigerFusedLinearGRPOLoss")
     usual = {"beta": beta, "compiled": False, "use_ref_model": True, "chunk_size": len(tokens)}
-    loss = called(kind, usual, settings)
+    loss = called(part(MODULE, "LigerFusedLinearGRPOLoss"), usual, settings)
     weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
     offered = {
         "_input": logits,

@@ -39,12 +39,9 @@ IMPORTS: dict[Backend, tuple[str, ...]] = {
     "torch": ("import torch",),
     "jax": ("import jax", "import jax.numpy as jnp"),
 }
-OURS = re.compile(r"^(?: *from kltest|costly\().*\n", re.MULTILINE)
-INSTEAD = {
-    "from kltest.errors import UsageError\n": "UsageError = ValueError\n",
-    "from kltest.loss.global_state import preserved\n": "preserved = nullcontext\n",
-}
-"""What modules take from kltest, and what a program has for it."""
+OURS = re.compile(r"^(?: *from kltest.* import (\w+).*|costly\(.*)\n", re.MULTILINE)
+INSTEAD = {"UsageError": "UsageError = ValueError\n", "preserved": "preserved = nullcontext\n"}
+"""What a program has for names that whole modules take from kltest."""
 RECIPE = re.compile(r'part\("kltest\.adapters\.(\w+)\.recipes", "(\w+)"\)')
 
 
@@ -100,9 +97,7 @@ def program(
 def _texts(modules: Sequence[str]) -> list[str]:
     """Lines of whole files, without what they take from kltest."""
     text = "\n".join((FOLDER / each).read_text(encoding="utf-8") for each in modules)
-    for ours, theirs in INSTEAD.items():
-        text = text.replace(ours, theirs, 1)
-    return OURS.sub("", text).splitlines()
+    return OURS.sub(lambda found: INSTEAD.get(found[1], ""), text).splitlines()
 
 
 def _spaced(lines: Sequence[str]) -> list[str]:

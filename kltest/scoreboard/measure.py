@@ -31,8 +31,8 @@ from kltest.report import Report
 from kltest.scoreboard.programs import program
 from kltest.scoreboard.rows import Row, matches, row
 
+# Packages whose versions may matter for the results.
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
-"""Packages whose versions may matter for the results."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -76,8 +76,7 @@ def _rendered(name: str, table: DataFrame, **values: Any) -> str:
 @cache
 def _environment() -> Environment:
     escaped = select_autoescape(["html.j2"])
-    made = Environment(
-        loader=PackageLoader("kltest.scoreboard"), autoescape=escaped, trim_blocks=True, lstrip_blocks=True
-    )
+    loader = PackageLoader("kltest.scoreboard")
+    made = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {"md": lambda text: escape(one_line(text)), "gradient": lambda name: render({name: 1.0})}
     return made

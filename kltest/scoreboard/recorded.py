@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ USUAL: Mapping[str, Any] = {
 }
 """Fields that are written only if they are otherwise."""
 METHOD = "exact"
+_key = itemgetter("library", "version", "setting")
 LIFTED = "lifted"
 """The one note that is kept: the function was lifted out of a file that cannot be imported."""
 
@@ -57,10 +59,6 @@ def record(rows: Sequence[Row], path: Path | None = None, *, whole: bool = True)
     order = sorted((kept | new).values(), key=_place)
     lines = (json.dumps(line, ensure_ascii=False, allow_nan=False) for line in _lines(order))
     write(path or PATH, "".join(f"{line}\n" for line in lines))
-
-
-def _key(row: Row) -> tuple[str, str, str]:
-    return row["library"], row["version"], row["setting"]
 
 
 def _place(row: Row) -> tuple[Any, ...]:

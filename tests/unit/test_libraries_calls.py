@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,18 @@ def test_an_adapter_is_data(name):
     assert all(setting.note for setting in settings if setting.recipe)
 
 
+@cache
+def programs(name):
+    """Settings of a library, each with its program."""
+    library = find(name)
+    return [(setting, library.standalone(setting)) for setting in library.settings]
+
+
 @pytest.mark.parametrize("name", [*LIBRARIES, "torchrl", "tunix", "unsloth-zoo"])
 def test_every_setting_of_ours_has_a_program_without_kltest(name):
-    library = find(name)
-    ours = [setting for setting in library.settings if setting.target.startswith("kltest.")]
+    ours = [(setting, code) for setting, code in programs(name) if setting.target.startswith("kltest.")]
     assert ours
-    for setting in ours:
-        code = library.standalone(setting)
+    for setting, code in ours:
         compile(code, setting.name, "exec")
         assert "kltest" not in code, setting.name
         assert f"STALE = {setting.recipe}  #" in code
@@ -72,8 +78,9 @@ def test_every_setting_of_ours_has_a_program_without_kltest(name):
 def test_functions_of_the_libraries_own_have_programs_too():
     """They import the function; OpenRLHF's is loaded as for grading."""
     for name in ("tunix", "verl", "openrlhf", "liger"):
-        for setting in (each for each in find(name).settings if not each.target.startswith("kltest.")):
-            code = find(name).standalone(setting)
+        for setting, code in programs(name):
+            if setting.target.startswith("kltest."):
+                continue
             compile(code, setting.name, "exec")
             assert "kltest" not in code
             module, _, function = setting.target.partition(":")
@@ -81,11 +88,11 @@ def test_functions_of_the_libraries_own_have_programs_too():
             assert call in code, setting.name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "trl"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_name_of_a_program_hides_a_function_of_the_library(name):
     """What the program's own functions and tables are called is no name of the lines that it takes over."""
-    for setting in find(name).settings:
-        tree = ast.parse(find(name).standalone(setting))
+    for setting, code in programs(name):
+        tree = ast.parse(code)
         start = next(number for number, node in enumerate(tree.body) if ast.unparse(node).startswith("V, T ="))
         taken_over = {node.name for node in tree.body[:start] if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         stored = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from inspect import isclass
+
 from kltest.adapters.adapter import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 
@@ -31,9 +34,6 @@ def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
 
 def discover() -> list[Setting]:
     """Losses that the installed version has beside those above."""
-    from importlib import import_module
-    from inspect import isclass
-
     module = import_module(LOSSES)
     base = module.GRPOLoss
     kinds = [name for name, thing in vars(module).items() if isclass(thing) and issubclass(thing, base)]

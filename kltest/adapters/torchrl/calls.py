@@ -1,7 +1,6 @@
 """torchrl's whole GRPO losses, and its KL in the reward."""
 
 import importlib
-import types
 
 from kltest.adapters.installed import called, part, taken
 
@@ -13,14 +12,21 @@ def actor(logp, mask):
     """An actor whose distribution has these log-probs of the sampled tokens, and entropy zero."""
     import torch
 
-    zero = torch.zeros_like(logp)
-    fixed = types.SimpleNamespace(mask=mask.bool(), log_prob=lambda value: logp, entropy=lambda: zero)
+    class Fixed:
+        def __init__(self):
+            self.mask = mask.bool()
+
+        def log_prob(self, value):
+            return logp
+
+        def entropy(self):
+            return torch.zeros_like(logp)
 
     class Actor(torch.nn.Module):
         in_keys = ()
 
         def get_dist(self, tensordict, **names):
-            return fixed
+            return Fixed()
 
     return Actor()
 

@@ -55,18 +55,7 @@ def grpo_from_logprobs(logp, ref_logp, old_logp, tokens, mask, advantage, beta, 
 
 
 def grouped(
-    logits,
-    ref_logits,
-    old_logits,
-    tokens,
-    mask,
-    reward,
-    group,
-    beta,
-    trainer,
-    evaluation=False,
-    recipe=None,
-    **settings,
+    logits, ref_logits, old_logits, tokens, mask, reward, group, beta, trainer, evaluation=False, recipe=None, **others
 ):
     """`_generate_and_score_completions` and `_compute_loss` of `trainer` ("GRPO", "RLOO") on whole groups of a prompt.
 
@@ -82,7 +71,7 @@ def grouped(
     of_group = (
         {"num_generations_eval": size} if evaluation else {"num_generations": size, "per_device_train_batch_size": size}
     )
-    built = trainer_with(trainer, beta, {**of_group, **settings}, recipe)
+    built = trainer_with(trainer, beta, {**of_group, **others}, recipe)
     with in_mode(built, evaluation), held(built, built.ref_model, ref_logits):
         with held(built, built.model, old_logits):
             inputs = scored(built, tokens, mask, reward, order)

@@ -17,6 +17,7 @@ AGGREGATIONS = ("token-mean", "sequence-mean-token-scale", "seq-mean-token-sum",
 # Every shape of batch is compiled; groups of two keep that to a minute or two.
 # The padding cannot be NaN (KL502): it holds the model's own logits, which a forward pass computes.
 OPTIONS = {"sampler": "both", "group_size": 2, "timeout": 600, "ignore": "KL502"}
+# The function alone, per token, as a loss.
 DIVERGENCE = Setting("compute_kl_divergence", f"{COMMON}:compute_kl_divergence", source=f"{SOURCE}/common.py")
 LOSS = Setting(
     "grpo_loss_fn",
@@ -26,11 +27,6 @@ LOSS = Setting(
     source=f"{SOURCE}/grpo/grpo_learner.py",
     note=TABLE,
 )
-
-
-def divergence(method: str) -> Setting:
-    """`compute_kl_divergence` alone, per token, as a loss."""
-    return DIVERGENCE.variant({"method": method}, method, default=method == METHODS[0])
 
 
 ADAPTER = Adapter(
@@ -49,9 +45,9 @@ ADAPTER = Adapter(
     module=COMMON,
     homepage="https://github.com/google/tunix",
     settings=(
-        divergence(METHODS[0]),
+        DIVERGENCE.variant({"method": METHODS[0]}, METHODS[0], default=True),
         LOSS.variant(name="GRPOConfig", default=True),
-        *map(divergence, METHODS[1:]),
+        *(DIVERGENCE.variant({"method": method}, method) for method in METHODS[1:]),
         LOSS.variant({"kl_loss_mode": "mse_kl"}),
         LOSS.variant({"kl_loss_mode": "low_var_kl"}),
         LOSS.variant({"loss_algo": "gspo-token"}),

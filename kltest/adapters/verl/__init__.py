@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -71,8 +72,6 @@ def recipe() -> Setting:
 
 def discover() -> list[Setting]:
     """Advantage estimators that the installed version registers beside those above."""
-    from importlib import import_module
-
     registered = getattr(import_module(CORE), "ADV_ESTIMATOR_REGISTRY", {})
     return [charged(name) for name in registered if name not in ESTIMATORS]
 
