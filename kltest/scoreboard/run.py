@@ -26,7 +26,6 @@ from kltest.scoreboard.rows import Row, absent, changes, matches
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
-INTERRUPTED = 130
 MEASURING = (
     *("environments", "truth", "loss", "moments", "language_models", "identify", "counterexample", "checks"),
     *("adapters", "grading", "scoreboard"),
@@ -69,7 +68,7 @@ def libraries(
                     found[each] = _measured(each[0], version, there, store, request)
         except KeyboardInterrupt:
             _log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
-            return INTERRUPTED
+            return 130
     rows = [row for each in asked for row in found[each]]
     failed = [each for each in rows if not each["setting"]]
     if not failed:
