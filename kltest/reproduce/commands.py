@@ -39,16 +39,17 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
         claims, failed = _experiments(checkout, chosen, folder, request)
         absent = [name for name in checkout.experiments() if not (folder / name / "numbers.json").is_file()]
         failed |= _figures(checkout, folder, left_out=absent if only else ())
-        built = not (only and absent)
+        pdf, built = folder / "paper" / "paper.pdf", not (only and absent)
         if built:
             built = _attempt("paper", typeset, checkout, folder) is not None
             failed |= not built
+            if built:
+                _say(f"paper: {pdf}")
         else:
             _say(f"paper: not built, for want of {', '.join(absent)}; without --only it is")
         skipped = [name for name in checkout.experiments() if name not in chosen]
         claims += [Claim(name, "all of its claims", "", "", "left out by --only", None) for name in skipped]
         _conclude(claims, folder)
-        pdf = folder / "paper" / "paper.pdf"
         _say(f"Every claim is in {folder / 'summary.md'}, the paper {f'is {pdf}' if built else 'was not built'}.")
         _say(f"Results and figures are in {folder} ({time.monotonic() - started:.0f} s).")
         return 3 if failed else _exit_code(claims)

@@ -156,3 +156,24 @@ def test_words_are_read_without_torch():
     program = f"import sys; from kltest.checks import CHECKS; {words}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["k1-loss", "length-normalised"])
+@pytest.mark.parametrize("select", ["KL101", "KL106", "KL1,KL2"])
+def test_checks_that_are_selected_say_what_they_say_among_all(name, select):
+    """A cause is asked for its rows even if it is not selected: KL106 is not reported where KL203 explains it."""
+    whole, some = graded(name, environment="sequence").to_dict(), graded(name, environment="sequence", select=select)
+    chosen = [one for one in whole["checks"] if one["code"].startswith(tuple(select.split(",")))]
+    assert some.to_dict()["checks"] == chosen
+    assert some.to_dict()["gradients"] == whole["gradients"]
+
+
+def test_only_checks_that_decide_are_asked_to_explain(monkeypatch):
+    """An explanation may take experiments: what nobody selected is not asked for one."""
+    asked = set()
+    monkeypatch.setattr(
+        "kltest.grading.verdict._explains", lambda check, row, findings: asked.add(check.code) is not None
+    )
+    kltest.grade("k1-loss", environment="sequence", select="KL101")
+    assert "KL101" in asked
+    assert asked <= {"KL101", "KL510"}
