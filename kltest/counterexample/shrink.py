@@ -79,7 +79,7 @@ def example(findings: Findings) -> CounterExample | None:
     loss, sampler = findings.loss, findings.samplers[-1]
     length = 1 if set(findings.environments) <= {"bandit"} else 2
     whole = max((row.batch for row in findings.rows), default=1)
-    for tokens, batch in ((length, 2), (1, whole)) if findings.coupled else ((length, 1),):
+    for tokens, batch in ((length, 2), (1, whole)) if findings.observed.coupled else ((length, 1),):
         shape = Shape(tokens, 2, ends=False, moved=sampler == "stale", batch=batch)
         environment = unrelated(shape, 0, rewarded=bool(loss.takes & GIVES_REWARDS))
         with suppress(KltestError):
@@ -146,7 +146,7 @@ class Search:
         instance, loss, sampler = environment.instance(), self.findings.loss, self.row.sampler
         if not _mild(instance):
             return False
-        if batch == 1 and not self.findings.coupled:
+        if batch == 1 and not self.findings.observed.coupled:
             self.calls += 1
             found, called = at_once(loss, instance, sampler, summed=self.findings.observed.reduction == "sum")
         else:

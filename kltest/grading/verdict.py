@@ -78,7 +78,9 @@ def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = 
 def _explained(check: Check, findings: Findings) -> list[Row]:
     if check.moot(findings):
         return []
-    return [row for row in findings.rows if (row.wrong or findings.blocked) and _explains(check, row, findings)]
+    return [
+        row for row in findings.rows if (row.wrong or findings.observed.blocked) and _explains(check, row, findings)
+    ]
 
 
 def _explains(check: Check, row: Row, findings: Findings) -> bool:

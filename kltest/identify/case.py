@@ -44,7 +44,7 @@ class Case:
         return _candidates_at_parameters(self)
 
     def at_parameters(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Gradients with respect to the policy's own parameters: the logits themselves, or a network's weights.
+        """Pull gradients back to the policy's own parameters: the logits themselves, or a network's weights.
 
         Args:
             gradients: (C, V) with respect to logits, one an instance.
@@ -68,7 +68,7 @@ class Case:
         fitted = self.instances[:-HELD_OUT]
         free = [i.environment.n_contexts * (i.environment.vocabulary - 1) for i in fitted]
         if self.environment in NETWORKS:
-            weights = [transformers.parameters(i.environment.vocabulary) for i in fitted]
+            weights = [transformers.usual(i.environment.vocabulary).parameters for i in fitted]
             free = [min(pair) for pair in zip(free, weights, strict=True)]
         return sum(free)
 
@@ -79,7 +79,7 @@ class Case:
         return int(lengths[0]) if (lengths == lengths[0]).all() else None
 
     def spelt(self, declared: Combination) -> Combination:
-        """The declared combination in names that are independent in this environment.
+        """Return the declared combination in names that are independent in this environment.
 
         On a bandit local and sequence-level gradients are equal, so that the local names disappear.
         """
@@ -105,19 +105,19 @@ def _candidates_at_parameters(case: Case) -> dict[str, list[np.ndarray]]:
 
 
 def size(instance: Instance) -> float:
-    """‖∇KL(π‖ref)‖, the unit of all relative numbers."""
+    """Return ‖∇KL(π‖ref)‖, the unit of all relative numbers."""
     return float(np.linalg.norm(gradient("reverse_kl", instance)))
 
 
 def target(declared: Combination, instance: Instance) -> np.ndarray:
-    """The declared gradient (C, V); exactly zero if its terms cancel up to rounding."""
+    """Return the declared gradient (C, V); exactly zero if its terms cancel up to rounding."""
     combined = combine(declared, instance)
     terms = sum(abs(c) * float(np.linalg.norm(gradient(name, instance))) for name, c in declared.items())
     return np.zeros_like(combined) if np.linalg.norm(combined) <= CANCELS * terms else combined
 
 
 def relative_bias(found: np.ndarray, wanted: np.ndarray, unit: float) -> float:
-    """‖found − wanted‖ / ‖wanted‖, or over the unit ‖∇KL(π‖ref)‖ if `wanted` is zero."""
+    """Return ‖found − wanted‖ / ‖wanted‖, or over the unit ‖∇KL(π‖ref)‖ if `wanted` is zero."""
     norm = float(np.linalg.norm(wanted))
     return float(np.linalg.norm(found - wanted)) / (norm if norm > 0 else unit)
 
@@ -125,7 +125,7 @@ def relative_bias(found: np.ndarray, wanted: np.ndarray, unit: float) -> float:
 def worst_cosine(
     gradients: list[np.ndarray], targets: list[np.ndarray], identification: Identification
 ) -> float | None:
-    """The least cosine of a gradient with its target over the instances; None if one of them is zero."""
+    """Return the least cosine of a gradient with its target over the instances; None if one of them is zero."""
     if identification.combination == {"zero": 1.0}:
         return None
     norms = [float(np.linalg.norm(g) * np.linalg.norm(t)) for g, t in zip(gradients, targets, strict=True)]

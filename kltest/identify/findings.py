@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import isclose
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kltest.errors import KltestError
 from kltest.report import GradientRow, ValueRow
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Findings:
     measure: Measure
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _results: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def observed(self) -> Observed:
@@ -115,28 +117,27 @@ class Findings:
     def seed(self) -> int:
         return self.measure.seed
 
-    @property
-    def blocked(self) -> bool:
-        """True if no gradient reached the policy in any environment."""
-        return self.observed.blocked
-
-    @property
-    def coupled(self) -> bool:
-        return self.observed.coupled
-
     def once(self, experiment: Callable[[Findings], T]) -> T:
-        """Result of an experiment that several checks share; it is run once, and its KltestError raised again."""
-        return self.measure.once(experiment, self)
+        """Return the result of an experiment that checks share; it is run once, and its KltestError raised again."""
+        if experiment not in self._results:
+            try:
+                self._results[experiment] = experiment(self)
+            except KltestError as error:
+                self._results[experiment] = error
+        result = self._results[experiment]
+        if isinstance(result, KltestError):
+            raise result
+        return result
 
     def why_not_stale(self) -> str | None:
-        """The reason to skip what shows with a stale sampler only, if that was not graded."""
+        """Return the reason to skip what shows with a stale sampler only, if that was not graded."""
         if "stale" in self.samplers:
             return None
         return "graded with the sampler equal to the policy only; ask for --sampler both"
 
 
 def proportion(identified: Combination | None, expected: Combination) -> float | None:
-    """The c with identified = c·expected, or None if there is none."""
+    """Return the c with identified = c·expected, or None if there is none."""
     if identified is None or set(identified) != set(expected) or "zero" in identified:
         return None
     ratios = [identified[name] / expected[name] for name in expected]
@@ -144,23 +145,21 @@ def proportion(identified: Combination | None, expected: Combination) -> float |
 
 
 def local_form(combination: Combination) -> Combination:
-    """The same combination with every term's prefixes held fixed."""
-    local: Combination = {}
-    for name, coefficient in combination.items():
-        form = LOCAL_FORMS.get(name, name)
-        local[form] = local.get(form, 0.0) + coefficient
-    return local
+    """Return the same combination with every term's prefixes held fixed."""
+    return _renamed(combination, lambda name: LOCAL_FORMS.get(name, name))
 
 
 def without_sampler(combination: Combination | None) -> Combination | None:
-    """The same combination with prefixes weighted by the policy instead of the sampler."""
-    if combination is None:
-        return None
-    plain: Combination = {}
+    """Return the same combination with prefixes weighted by the policy instead of the sampler."""
+    return None if combination is None else _renamed(combination, lambda name: name.removesuffix("@sampler"))
+
+
+def _renamed(combination: Combination, new_name: Callable[[str], str]) -> Combination:
+    """Rename the terms; coefficients of terms that get the same name are added up."""
+    renamed: Combination = {}
     for name, coefficient in combination.items():
-        base = name.removesuffix("@sampler")
-        plain[base] = plain.get(base, 0.0) + coefficient
-    return plain
+        renamed[new_name(name)] = renamed.get(new_name(name), 0.0) + coefficient
+    return renamed
 
 
 LOCAL_FORMS = {

@@ -8,7 +8,7 @@ Schwartz-Zippel test of polynomial identities: so few instances suffice, and agr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -46,11 +46,10 @@ def identify(
     *,
     magnitudes: Sequence[float] | None = None,
     units: Sequence[float] | None = None,
-    held_out: int = HELD_OUT,
     dtype: str = "float64",
     freedom: int | None = None,
 ) -> Identification:
-    """The fewest named gradients, at most three, that together equal `gradients` on all instances; ties go to order.
+    """Return the fewest named gradients, at most three, that equal `gradients` on all instances; ties go to order.
 
     Args:
         gradients: (C, V) with respect to logits, one an instance, or coordinates in any orthonormal basis.
@@ -58,7 +57,6 @@ def identify(
         magnitudes: Root mean square norm of one rollout's gradient, an instance each. A gradient far below it is zero.
             None: the norms of `gradients`.
         units: ‖∇KL(π‖ref)‖, an instance each. A gradient far below it is zero as well.
-        held_out: How many instances, the last ones, only confirm.
         dtype: The precision in which the gradients were computed; it sets the tolerances.
         freedom: Free numbers of the fitted gradients. None: V − 1 a context, since logits have a free constant. A fit
             of k terms needs at least 2k of them.
@@ -73,15 +71,9 @@ def identify(
     if all(n <= max(limits.zero * scale, floor) for n, scale, floor in zip(norms, scales, floors, strict=True)):
         return Identification({"zero": 1.0}, 0.0)
 
-    # A column holds a candidate's entries on all fitted instances, so that equal coefficients on every instance are one
-    # least-squares problem.
-    fitted = len(gradients) - held_out
-    target = np.concatenate([gradient.ravel() for gradient in gradients[:fitted]])
-    unseen = np.concatenate([gradient.ravel() for gradient in gradients[fitted:]])
-    columns = {name: np.concatenate([g.ravel() for g in given[:fitted]]) for name, given in candidates.items()}
-    later = {name: np.concatenate([g.ravel() for g in given[fitted:]]) for name, given in candidates.items()}
+    (target, columns), (unseen, later) = _stacked(gradients, candidates)
     if freedom is None:
-        freedom = sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:fitted])
+        freedom = _freedom(gradients)
 
     basis = independent({name: column for name, column in columns.items() if name not in ALONE})
     alone = [name for name in columns if name in ALONE and np.linalg.norm(columns[name]) > 0]
@@ -101,7 +93,7 @@ def identify(
             names = subsets[index]
             coefficients = _fit(target, columns, names)
             error = _relative(target, columns, names, coefficients)
-            confirmed = _relative(unseen, later, names, coefficients) if held_out else error
+            confirmed = _relative(unseen, later, names, coefficients)
             worst = max(error, confirmed / (1 if limits.terms == 1 else NEARLY_ZERO))
             combination = dict(zip(names, map(float, coefficients), strict=True))
             fits.append((worst, Identification(combination, max(error, confirmed))))
@@ -117,28 +109,22 @@ def solve(
     gradients: Sequence[np.ndarray],
     columns: Mapping[str, Sequence[np.ndarray]],
     *,
-    held_out: int = HELD_OUT,
     dtype: str = "float64",
 ) -> dict[str, float] | None:
-    """The coefficients of all `columns` that together equal `gradients` on all instances, the held-out ones included.
+    """Return the coefficients of all `columns` that together equal `gradients` on all instances, also held out.
 
     Args:
         gradients: (C, V), one an instance.
         columns: By name, gradients of the same shapes.
-        held_out: How many instances, the last ones, only confirm.
         dtype: The precision in which the gradients were computed.
 
     Returns:
         A coefficient for each column. None if there are none, if columns depend on each other, or if the numbers are
         too few or too rough.
     """
-    given = {name: np.concatenate([column.ravel() for column in parts[:-held_out]]) for name, parts in columns.items()}
-    later = {name: np.concatenate([column.ravel() for column in parts[-held_out:]]) for name, parts in columns.items()}
-    target = np.concatenate([gradient.ravel() for gradient in gradients[:-held_out]])
-    unseen = np.concatenate([gradient.ravel() for gradient in gradients[-held_out:]])
-    freedom = sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:-held_out])
+    (target, given), (unseen, later) = _stacked(gradients, columns)
     names = list(given)
-    if TOLERANCES[dtype].terms == 1 or freedom < 2 * len(names) or len(independent(given)) < len(names):
+    if TOLERANCES[dtype].terms == 1 or _freedom(gradients) < 2 * len(names) or len(independent(given)) < len(names):
         return None
     coefficients = _fit(target, given, names)
     error = max(
@@ -148,7 +134,7 @@ def solve(
 
 
 def independent(columns: Mapping[str, np.ndarray]) -> list[str]:
-    """The names whose columns are not linear combinations of earlier ones."""
+    """Return the names whose columns are not linear combinations of earlier ones."""
     kept: list[str] = []
     directions: list[np.ndarray] = []
     for name, column in columns.items():
@@ -166,8 +152,25 @@ def independent(columns: Mapping[str, np.ndarray]) -> list[str]:
     return kept
 
 
+def _stacked(
+    gradients: Sequence[np.ndarray], columns: Mapping[str, Sequence[np.ndarray]]
+) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """Concatenate the entries of the gradients and of each column: on the fitted instances, then on the held-out one.
+
+    Equal coefficients on every instance are then one least-squares problem.
+    """
+    for part in (slice(-HELD_OUT), slice(-HELD_OUT, None)):
+        stacked = {name: np.concatenate([one.ravel() for one in given[part]]) for name, given in columns.items()}
+        yield np.concatenate([gradient.ravel() for gradient in gradients[part]]), stacked
+
+
+def _freedom(gradients: Sequence[np.ndarray]) -> int:
+    """Count the free numbers of the fitted gradients: V − 1 a context."""
+    return sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:-HELD_OUT])
+
+
 def _residuals(target: np.ndarray, columns: Mapping[str, np.ndarray], subsets: Sequence[tuple[str, ...]]) -> np.ndarray:
-    """Relative residual of the least-squares fit of each subset, all at once."""
+    """Return the relative residual of the least-squares fit of each subset, all at once."""
     names = list(dict.fromkeys(name for subset in subsets for name in subset))
     place = {name: index for index, name in enumerate(names)}
     matrix = np.stack([columns[name] / np.linalg.norm(columns[name]) for name in names], axis=1)

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from kltest.environments import END, Environment, Instance, bandit, mdp, ragged, sequence, tabular
-from kltest.identify import transformers as networks
+from kltest.identify import transformers
 
 FITTED = 3
 HELD_OUT = 1
@@ -79,7 +79,7 @@ _OF_PAIRS: dict[str, tuple[Callable[[int], Environment], ...]] = {
 
 @lru_cache(maxsize=128)
 def instances(environment: str, seed: int, group: int | None = None) -> tuple[Instance, ...]:
-    """Instances of an environment that a loss is graded on, the held-out one last.
+    """Return the instances of an environment that a loss is graded on, the held-out one last.
 
     Log-ratios are small (|Σ log π/ref| < 2 and |Σ log π/μ| < 1 along every rollout), so that clamps do not act and
     nothing overflows.
@@ -90,16 +90,19 @@ def instances(environment: str, seed: int, group: int | None = None) -> tuple[In
         group: Rollouts in a group, for a loss that couples the rollouts of a prompt; None for single rollouts.
     """
     build = ENVIRONMENTS[environment] if group is None else _of_groups(environment, group)
-    draw = networks.drawn if environment in NETWORKS else Instance.draw
     drawn = []
     for own_seed, policy_seed in seeds(environment, seed):
-        instance = draw(replace(build(own_seed), name=environment), policy_seed)
+        built = replace(build(own_seed), name=environment)
+        if environment in NETWORKS:
+            instance = transformers.usual(built.vocabulary).instance(built, (policy_seed,))
+        else:
+            instance = Instance.draw(built, policy_seed)
         drawn.append(instance if group is None else with_ties(instance, own_seed))
     return tuple(drawn)
 
 
 def seeds(environment: str, seed: int) -> list[tuple[int, int]]:
-    """Seeds of the environment and of the policies, a pair for each instance."""
+    """Return seeds of the environment and of the policies, a pair for each instance."""
     salt = zlib.crc32(environment.encode())
     children = np.random.SeedSequence([seed, salt]).spawn(FITTED + HELD_OUT)
     states = (child.generate_state(2) for child in children)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,16 +19,12 @@ from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
-from kltest.loss.outcome import Outcome
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches
 from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
-if TYPE_CHECKING:
-    from kltest.identify.findings import Findings
-
-T = TypeVar("T")
+STALE_ONLY = "means something only when the sampler is not the policy"
 # Sizes to try if none was asked for: the smallest batch that the loss accepts, the largest group up to the usual one.
 BATCHES = (2, 4, 8)
 GROUPS = (4, 3, 2)
@@ -53,7 +48,7 @@ class Sizes:
 
     @classmethod
     def of(cls, uses: frozenset[str], group_size: int | None = None, batch_size: int | None = None) -> Sizes:
-        """Sizes for a loss that reads these fields: of groups if it reads the reward and no batch size is given."""
+        """Return sizes for a loss that reads these fields: of groups if it reads rewards and no batch size is given."""
         grouped = bool(uses & GROUP_FIELDS) and batch_size is None
         asked = group_size if grouped else batch_size
         return cls((asked,) if asked else GROUPS if grouped else BATCHES, grouped, bool(asked))
@@ -91,19 +86,16 @@ class Measure:
         self.observed = Observed(uses)
         self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
         self._measured: dict[tuple[str, str, int], tuple[Case, list[np.ndarray]]] = {}
-        self._results: dict[Any, Any] = {}
-
-    # ------------------------------------------------------------------------------------------ questions of checks
 
     def rows(self, environment: str, sampler: str) -> list[Row]:
-        """The row of batches of one; if the loss couples the rows of a batch, that of larger batches as well."""
+        """Return the row of batches of one; if the loss couples the rows of a batch, that of larger batches as well."""
         known = self.observed.rows
         if (environment, sampler) not in known:
             known[environment, sampler] = self.rows_of(Case(environment, sampler, self.seed))
         return known[environment, sampler]
 
     def alone(self, environment: str, sampler: str, batch: int = 1) -> Row | None:
-        """The row of batches of this size in an environment; None if it cannot be measured."""
+        """Return the row of batches of this size in an environment; None if it cannot be measured."""
         try:
             rows = self.rows(environment, sampler)
         except KltestError:
@@ -111,57 +103,39 @@ class Measure:
         return next((row for row in rows if row.batch == batch), None)
 
     def right_when_current(self, row: Row) -> bool:
-        """True if the row's environment agrees when the sampler is the policy."""
+        """Return True if the row's environment agrees when the sampler is the policy."""
         current = self.alone(row.environment, "current")
         return current is not None and current.agrees is True
 
     def gradients(self, row: Row) -> list[np.ndarray]:
-        """(C, V) expected gradients of a measured row, one an instance; empty for a row that was sampled."""
+        """Return the (C, V) expected gradients of a measured row, one an instance; empty for a row that was sampled."""
         return self._measured.get((row.environment, row.sampler, row.batch), (None, []))[1]
 
     def case(self, row: Row) -> Case:
-        """The case of a measured row; groups have environments of their own."""
+        """Return the case of a measured row; groups have environments of their own."""
         known = self._measured.get((row.environment, row.sampler, row.batch))
         return known[0] if known else Case(row.environment, row.sampler, self.seed)
 
     def expected(self, row: Row, instance: Instance) -> Moments:
-        """The moments of a measured row's batches on another instance."""
+        """Return the moments of a measured row's batches on another instance."""
         if row.batch == 1:
             return exact(self.loss, instance, row.sampler, padding=self.seed)
         return self._over_batches(instance, Case(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
 
     def meets(self, loss: Loss, instance: Instance, sampler: str = "stale") -> bool:
-        """True if a variant of the loss follows the declared gradient on an instance."""
+        """Return True if a variant of the loss follows the declared gradient on an instance."""
         found = exact(loss, instance, sampler, padding=self.seed)
         wanted = target(self.declared, instance)
         return relative_bias(found.gradient, wanted, size(instance)) <= TOLERANCES[found.dtype].gradient
 
     def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> Experiment:
-        """Calls of a copy of the loss on any input; `floats` is the type of its fields, `beta` its coefficient."""
+        """Return calls of the loss on any input; `floats` is the type of its fields, `beta` its coefficient."""
         return Experiment(self.loss if beta is None else self.loss.at(beta), floats)
 
     def differentiate(self, rollout: Rollout, beta: float | None = None) -> RowGradients:
-        """The gradients of one batch, zero at padded positions; at this coefficient if one is given."""
+        """Return the gradients of one batch, zero at padded positions; at this coefficient if one is given."""
         loss = self.loss if beta is None else self.loss.at(beta)
         return differentiate(loss, rollout.replace(), live_positions(rollout))
-
-    def call(self, rollout: Rollout) -> Outcome:
-        """One call of the loss, as it is graded."""
-        return self.loss(rollout)
-
-    def once(self, experiment: Callable[[Findings], T], findings: Findings) -> T:
-        """Result of an experiment that several checks share; it is run once, and its KltestError raised again."""
-        if experiment not in self._results:
-            try:
-                self._results[experiment] = experiment(findings)
-            except KltestError as error:
-                self._results[experiment] = error
-        result = self._results[experiment]
-        if isinstance(result, KltestError):
-            raise result
-        return result
-
-    # --------------------------------------------------------------------------------------------------- one case
 
     def rows_of(self, case: Case) -> list[Row]:
         """Measure one case: rows as in `rows`, for a case of any kind."""
@@ -195,7 +169,7 @@ class Measure:
         return found, self._row(case, found)
 
     def _batched(self, case: Case) -> Row:
-        """The row of the first size of batches, or groups, that the loss takes and that can be enumerated."""
+        """Return the row of the first size of batches, or groups, that the loss takes and that can be enumerated."""
         failure: KltestError | None = None
         for many, most in self.sizes.attempts:
             place = replace(case, group=many if self.sizes.grouped else None)
@@ -226,7 +200,7 @@ class Measure:
         return replace(found, gradient=found.gradient / many, second_moment=found.second_moment / many**2)
 
     def _gives_two_gradients(self, case: Case, error: NonDeterministicError) -> Row:
-        """The row of a loss that draws random numbers; they are averaged over in whole batches or groups."""
+        """Return the row of a loss that draws random numbers; they are averaged over in whole batches or groups."""
         self.observed.nondeterministic = str(error)
         self._remark(f"{error}.")
         sizes = self.sizes
@@ -238,7 +212,7 @@ class Measure:
         return self._by_sampling(place, many, "the loss gives different gradients for the same batch", noisy=True)
 
     def _by_sampling(self, case: Case, batch: int, why: str, *, noisy: bool = False) -> Row:
-        """A row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
+        """Return the row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
         try:
             return self._from_samples(case, batch, why, noisy=noisy)[1]
         except InvalidEnvironmentError as error:
@@ -252,20 +226,21 @@ class Measure:
         self._note(found)
         # No gradients are kept: checks work with exact ones only.
         self._measured[case.environment, case.sampler, found[0].batch] = case, []
-        return found, sampled_row(case, self.declared, self.sampling, found, why, off_policy_only=self._off_policy_only)
+        return found, self._judged(sampled_row(case, self.declared, self.sampling, found, why))
 
     def _row(self, case: Case, found: list[Moments], *, note: str = "") -> Row:
         self._measured[case.environment, case.sampler, found[0].batch] = case, [each.gradient for each in found]
-        row = evaluate(case, self.declared, found, off_policy_only=self._off_policy_only, note=note)
+        row = self._judged(evaluate(case, self.declared, found, note))
         dtype = lowest_precision(found)
         if self.twice and row.relative_bias > TOLERANCES[dtype].gradient and row.batch == 1:
             second_route.compare(self.loss, case, found[0], self.declared)
-        shown = reported(case, found, dtype, self.call)
+        shown = reported(case, found, dtype, self.loss.__call__)
         return replace(row, value=shown.row if shown else None, reported=shown)
 
-    @property
-    def _off_policy_only(self) -> bool:
-        return self.loss.spec is not None and self.loss.spec.off_policy_only
+    def _judged(self, row: Row) -> Row:
+        """Withdraw the judgement of an estimator that means something only with a stale sampler."""
+        withdrawn = row.sampler == "current" and self.loss.spec is not None and self.loss.spec.off_policy_only
+        return replace(row, agrees=None, note=STALE_ONLY) if withdrawn else row
 
     def _remark(self, note: str) -> None:
         self.observed.notes += [note] * (note not in self.observed.notes)

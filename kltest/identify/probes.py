@@ -9,7 +9,8 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +33,23 @@ NEAR = 0.01
 CLOSE = 1e-6
 
 
-@dataclass
+def _answer(if_it_fails: bool) -> Callable[[Callable[[Probes, Instance], bool]], Callable[[Probes, str], bool]]:
+    """Run an experiment once an environment; if the loss fails in it, return this answer."""
+
+    def decorate(experiment: Callable[[Probes, Instance], bool]) -> Callable[[Probes, str], bool]:
+        @lru_cache(maxsize=64)
+        def answer(probes: Probes, environment: str) -> bool:
+            try:
+                return experiment(probes, probes.instance(environment))
+            except KltestError:
+                return if_it_fails
+
+        return answer
+
+    return decorate
+
+
+@dataclass(eq=False)
 class Probes:
     """Experiments on one loss, each run once an environment.
 
@@ -47,48 +64,28 @@ class Probes:
     instance: Callable[[str], Instance]
     agrees: Callable[[Loss, Instance], bool]
     padding: int = 0
-    _answers: dict[tuple[str, str], bool] = field(default_factory=dict)
 
-    def sampler_has_influence(self, environment: str) -> bool:
-        """True if the loss's gradient changes with the sampler's log-probs."""
-        return self._once("influence", environment, self._sampler_has_influence)
+    @_answer(if_it_fails=True)
+    def sampler_has_influence(self, instance: Instance) -> bool:
+        """Return True if the loss's gradient changes with the sampler's log-probs.
 
-    def only_through_the_sum(self, environment: str) -> bool:
-        """True if the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
-        return self._once("sum", environment, self._only_through_the_sum)
-
-    def right_without_clip(self, environment: str) -> bool:
-        """True if the gradient is the declared one when no clip acts: nearly on-policy, or with clips lifted."""
-        return self._once("clip", environment, self._right_without_clip)
-
-    def fixed_by_reattaching(self, environment: str) -> bool:
-        """True if the gradient is the declared one once it passes through a detached sampler's ratio."""
-        return self._once("reattach", environment, self._fixed_by_reattaching)
-
-    def _once(self, question: str, environment: str, ask: Callable[[Instance], bool]) -> bool:
-        key = (question, environment)
-        if key not in self._answers:
-            try:
-                self._answers[key] = ask(self.instance(environment))
-            except KltestError:  # the loss fails in the experiment, which then has no result
-                self._answers[key] = question == "influence"
-        return self._answers[key]
-
-    def _sampler_has_influence(self, instance: Instance) -> bool:
-        """Tried far from the sampler and close to the policy: a clipped ratio may be saturated at one of the two."""
+        Tried far from the sampler and close to the policy: a clipped ratio may be saturated at one of the two.
+        """
         rollout = self._rollout(instance)
         generator = torch.Generator().manual_seed(1)
 
         def moved(start: str, distance: float) -> Rollout:
             fields = {}
-            for name in ("logp", "logits"):
+            for name in LEAVES:
                 base = rollout.peek(start + name).detach()
                 fields[f"old_{name}"] = base + distance * torch.randn(base.shape, generator=generator).double()
             return rollout.replace(**fields)
 
         return not (self._same(rollout, moved("old_", 0.3)) and self._same(rollout, moved("", CLOSE)))
 
-    def _only_through_the_sum(self, instance: Instance) -> bool:
+    @_answer(if_it_fails=False)
+    def only_through_the_sum(self, instance: Instance) -> bool:
+        """Return True if the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
         rollout = self._rollout(instance)
         old, mask = rollout.peek("old_logp"), rollout.peek("mask")
         shift = torch.zeros_like(old)
@@ -102,8 +99,21 @@ class Probes:
         # A weight of exactly 1/μ is the importance weight itself, and no mistake.
         return bool(factors) and any(abs(factor - math.exp(-0.3)) > 1e-4 for factor in factors)
 
+    @_answer(if_it_fails=False)
+    def right_without_clip(self, instance: Instance) -> bool:
+        """Return True if the gradient is the declared one when no clip acts: nearly on-policy, or with clips lifted."""
+        near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
+        return self.agrees(Lifted(self.loss), instance) or self.agrees(self.loss, replace(instance, sampler=near))
+
+    @_answer(if_it_fails=False)
+    def fixed_by_reattaching(self, instance: Instance) -> bool:
+        """Return True if the gradient is the declared one once it passes through a detached sampler's ratio."""
+        rollout = self._rollout(instance)
+        variants = (Reattached(self.loss), Reattached(self.loss, one_sided=True))
+        return any(not loss.changes_nothing(rollout) and self.agrees(loss, instance) for loss in variants)
+
     def _factors(self, one: Rollout, other: Rollout) -> list[float]:
-        """The factor by which gradients shrink, for each length; empty if sequences of one length differ in it."""
+        """Return the factor by which gradients shrink, for each length; none if one length has several."""
         before, after, limit = self._gradients(one, other)
         lengths = one.peek("mask").sum(dim=1)
         factors = []
@@ -116,15 +126,6 @@ class Probes:
                 return []
             factors.append(factor)
         return factors
-
-    def _right_without_clip(self, instance: Instance) -> bool:
-        near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
-        return self.agrees(Lifted(self.loss), instance) or self.agrees(self.loss, replace(instance, sampler=near))
-
-    def _fixed_by_reattaching(self, instance: Instance) -> bool:
-        rollout = self._rollout(instance)
-        variants = (Reattached(self.loss), Reattached(self.loss, one_sided=True))
-        return any(not loss.changes_nothing(rollout) and self.agrees(loss, instance) for loss in variants)
 
     def _rollout(self, instance: Instance) -> Rollout:
         return Rollout.of(instance, sampler="stale", padding=self.padding)
@@ -164,7 +165,7 @@ class Reattached(Variant):
         return outcome
 
     def changes_nothing(self, rollout: Rollout) -> bool:
-        """True if no gradient was stopped on its way through the sampler's ratio."""
+        """Return True if no gradient was stopped on its way through the sampler's ratio."""
         return not self._missing(rollout)[1].abs().max() > TOLERANCES["float32"].influence
 
     def _missing(self, rollout: Rollout) -> tuple[Outcome, Tensor]:
@@ -196,36 +197,24 @@ class Lifted(Variant):
 class _LiftLimits(TorchFunctionMode):
     """Mode in which clamp and clip return their input, and a minimum or maximum with a constant the other argument."""
 
-    CLAMPS = frozenset(
-        getattr(home, name + ending)
-        for home in (torch, torch.Tensor)
-        for name in ("clamp", "clip", "clamp_min", "clamp_max")
-        for ending in ("", "_")
-        if hasattr(home, name + ending)
-    )
-    CHOICES = frozenset(
-        getattr(home, n) for home in (torch, torch.Tensor) for n in ("minimum", "maximum", "min", "max")
-    )
-    MAKERS = frozenset(
-        getattr(home, prefix + name + suffix)
-        for name in ("tensor", "scalar_tensor", "as_tensor", "ones", "zeros", "full")
-        for home, prefix, suffix in ((torch, "", ""), (torch, "", "_like"), (torch.Tensor, "new_", ""))
-        if hasattr(home, prefix + name + suffix)
-    )
+    CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
+    CHOICES = frozenset({"minimum", "maximum", "min", "max"})
+    MAKERS = frozenset({"tensor", "scalar_tensor", "as_tensor", "ones", "zeros", "full"})
 
     def __init__(self) -> None:
         super().__init__()
         self._made: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.CLAMPS:
+        name = getattr(func, "__name__", "")
+        if name.removesuffix("_") in self.CLAMPS:
             return args[0] if args else (kwargs or {})["input"]
-        if func in self.CHOICES and len(args) == 2 and isinstance(args[1], Tensor):
+        if name in self.CHOICES and len(args) == 2 and isinstance(args[1], Tensor):
             constant = [self._is_constant(item) for item in args]
             if any(constant) and not all(constant):
                 return args[constant.index(False)]
         made = func(*args, **(kwargs or {}))
-        if func in self.MAKERS:
+        if name.removeprefix("new_").removesuffix("_like") in self.MAKERS:
             self._made.append(made)
         return made
 
@@ -247,7 +236,7 @@ class _LiftStops(TorchFunctionMode):
 
 
 def _at_leaves(loss: Loss, outcome: Outcome, rollout: Rollout) -> list[Tensor]:
-    """The gradient at every leaf, padded positions included; zeros for a leaf that the loss did not use."""
+    """Return the gradient at every leaf, padded positions included; zeros for a leaf that the loss did not use."""
     found = leaf_gradients(loss, outcome.objective, rollout)
     return [found[name] if name in found else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kltest.identify.case import Case, size, target, worst_cosine
-from kltest.identify.evaluate import STALE_ONLY
+from kltest.identify.evaluate import row_of
 from kltest.identify.findings import Combination, Row
 from kltest.identify.identification import Identification, independent
 from kltest.moments import Sampled, sampled
@@ -80,42 +80,26 @@ def sample(
     ]
 
 
-def sampled_row(
-    case: Case,
-    declared: Combination,
-    sampling: Sampling,
-    found: Sequence[Sampled],
-    why: str = "",
-    *,
-    off_policy_only: bool = False,
-) -> Row:
-    """The row of a case from samples, one set an instance; `why` is the reason that nothing was enumerated."""
-    drawn = case.instances
-    targets = [target(declared, instance) for instance in drawn]
-    units = [float(np.linalg.norm(wanted)) or size(i) for wanted, i in zip(targets, drawn, strict=True)]
+def sampled_row(case: Case, declared: Combination, sampling: Sampling, found: Sequence[Sampled], why: str = "") -> Row:
+    """Return the row of a case from samples, one set an instance; `why` tells why nothing was enumerated."""
+    targets = [target(declared, instance) for instance in case.instances]
+    units = [float(np.linalg.norm(wanted)) or size(i) for wanted, i in zip(targets, case.instances, strict=True)]
     ends = [tuple(end / unit for end in one.interval) for one, unit in zip(found, units, strict=True)]
     low, high = (max(end) for end in zip(*ends, strict=True))
     identification = identify_sampled(found, case.candidates)
-    agrees: bool | None = True if high <= sampling.margin else False if low > sampling.margin else None
+    agrees = True if high <= sampling.margin else False if low > sampling.margin else None
     samples = max(one.samples for one in found)
     note = _words(agrees, sampling, (low, high), samples, found[0].asymptotic)
-    if off_policy_only and case.sampler == "current":
-        agrees, note = None, STALE_ONLY
-    return Row(
-        case.environment,
-        case.sampler,
-        identification.combination,
-        expected=case.spelt(declared),
+    return row_of(
+        case,
+        declared,
+        found,
+        identification,
         agrees=agrees,
         relative_bias=max(one.distance / unit for one, unit in zip(found, units, strict=True)),
         cosine=worst_cosine([one.gradient for one in found], targets, identification),
-        residual=identification.residual,
-        relative_variance=max(one.variance / size(i) ** 2 for one, i in zip(found, drawn, strict=True)),
         method="sampled",
-        instances=len(drawn),
         rollouts=samples * found[0].batch,
-        length=case.length,
-        batch=found[0].batch,
         note="; ".join(filter(None, (why, note))),
         error_rate=sampling.error_rate,
         margin=sampling.margin,
@@ -165,10 +149,11 @@ def identify_sampled(found: Sequence[Sampled], candidates: Mapping[str, Sequence
         combination = None
     if combination is None:
         residual = min((_residual(estimate, columns[name]) for name in names), default=1.0)
+    elif "zero" in combination:
+        residual = 0.0
     else:
         ((name, coefficient),) = combination.items()
-        fitted = 0.0 if name == "zero" else coefficient * columns[name]
-        residual = 0.0 if name == "zero" else float(np.linalg.norm(estimate - fitted) / np.linalg.norm(estimate))
+        residual = float(np.linalg.norm(estimate - coefficient * columns[name]) / np.linalg.norm(estimate))
     return Identification(combination, residual)
 
 
@@ -177,7 +162,7 @@ def _contains(sphere: Sampled, gradient: np.ndarray) -> bool:
 
 
 def _multiples(found: Sequence[Sampled], named: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The smallest and largest c for which c·named lies in every sphere; there is none if the largest is less."""
+    """Return the smallest and largest c with c·named in every sphere; there is none if the largest is less."""
     low, high = -np.inf, np.inf
     for sphere, gradient in zip(found, named, strict=True):
         square, along = float((gradient**2).sum()), float((gradient * sphere.gradient).sum())

@@ -8,23 +8,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kltest.environments import Environment, Instance
+from kltest.environments import Instance
 from kltest.truth import ATLAS, gradient
 
 if TYPE_CHECKING:
     from kltest.language_models.networks import Network, ParameterGradient
 
 MODEL = "tiny:20k"
-
-
-def drawn(environment: Environment, seed: int) -> Instance:
-    """Return the environment with three networks as policies; UsageError if transformers is not installed."""
-    return usual(environment.vocabulary).instance(environment, (seed,))
-
-
-def parameters(vocabulary: int) -> int:
-    """Return the number of weights of the network."""
-    return usual(vocabulary).parameters
 
 
 @lru_cache(maxsize=12)
@@ -38,7 +28,7 @@ def parameter_gradient(instance: Instance, network: Network, *seed: int) -> Para
 
 @lru_cache(maxsize=4)
 def usual(vocabulary: int) -> Network:
-    """Return the network in which losses are graded."""
+    """Return the network in which losses are graded; UsageError if transformers is not installed."""
     import torch
 
     from kltest.language_models.networks import network

@@ -30,7 +30,7 @@ ROWS = 12
 
 
 def fields_used(loss: Loss, seed: int) -> frozenset[str]:
-    """The fields that a loss takes by a parameter or reads from the rollout, in one call with four rollouts."""
+    """Return the fields that a loss takes by a parameter or reads from the rollout, in one call with four rollouts."""
     rollout = Rollout.of(instances(ENVIRONMENT, seed)[0], padding=seed).take([0, 3, 7, 11])
     with suppress(KltestError):  # a loss that fails is reported when it is measured
         loss(rollout)
@@ -38,7 +38,7 @@ def fields_used(loss: Loss, seed: int) -> frozenset[str]:
 
 
 def sampler_matters(loss: Loss, used: frozenset[str], seed: int) -> bool:
-    """True if gradient, value or logged value change with the sampler's log-probs, or if that cannot be tried.
+    """Return True if gradient, value or logged value change with the sampler's log-probs, or if that cannot be tried.
 
     The whole loss counts, not its KL part: a policy loss with a ratio depends on the sampler even if its KL does not.
 
@@ -63,7 +63,7 @@ def sampler_matters(loss: Loss, used: frozenset[str], seed: int) -> bool:
 
 
 def _results(loss: Loss, instance: Instance, seed: int) -> list[Tensor]:
-    """Returned value, logged value if there is one, and gradients of one batch."""
+    """Return the returned value, the logged value if there is one, and gradients of one batch."""
     lengths = instance.paths.lengths
     rollout = Rollout.of(instance, sampler="stale", padding=seed, centre="batch").take(np.argsort(lengths)[:ROWS])
     with preserved(seed):

@@ -55,12 +55,12 @@ class Reported:
 
 
 def true_values(instance: Instance) -> dict[str, float]:
-    """The three numbers that are called "the KL" in logs, under the policy."""
+    """Return the three numbers that are called "the KL" in logs, under the policy."""
     return {name: value(name, instance) for name in NAMES}
 
 
 def reported(case: Case, found: Sequence[Moments], dtype: str, call: Callable[[Rollout], Outcome]) -> Reported | None:
-    """The logged KL, or else what is returned for a rollout, compared with each number that it may be.
+    """Compare the logged KL, or else what is returned for a rollout, with each number that it may be.
 
     Args:
         case: The environment and sampler.
@@ -104,7 +104,7 @@ def reported(case: Case, found: Sequence[Moments], dtype: str, call: Callable[[R
 
 
 def first_match(means: Sequence[float], truths: Sequence[dict[str, float]], limit: float) -> str | None:
-    """The first name whose number each mean is, instance by instance, up to a relative `limit`."""
+    """Return the first name whose number each mean is, instance by instance, up to a relative `limit`."""
     pairs = list(zip(means, truths, strict=True))
     return next((n for n in truths[0] if all(abs(mean - t[n]) <= limit * abs(t[n]) for mean, t in pairs)), None)
 
@@ -115,7 +115,7 @@ def _nearest(means: Sequence[float], truths: Sequence[dict[str, float]]) -> str:
 
 
 def _weights_tokens_alike(call: Callable[[Rollout], Outcome], instance: Instance) -> bool:
-    """True if the metric of two rollouts of different lengths is the mean over their tokens, not over the rollouts."""
+    """Return True if the metric of two rollouts is the mean over their tokens, not over the rollouts."""
     lengths = instance.paths.lengths
     pair = [int(lengths.argmin()), int(lengths.argmax())]
     every = Rollout.of(instance)

@@ -25,9 +25,7 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
     if inspect.isclass(function):
         function = _instance(function, name)
     described_by = function.forward if isinstance(function, torch.nn.Module) else function
-    inner = described_by
-    while isinstance(inner, partial):
-        inner = inner.func
+    inner = without_partials(described_by)
     if not (inspect.isroutine(inner) or inspect.isclass(inner)):
         inner = type(inner).__call__
     inner = inspect.unwrap(inner)
@@ -51,16 +49,16 @@ def _schema(function: Any) -> inspect.Signature | None:
         return None
     schema: Any = function.schema
     arguments = schema.arguments[isinstance(function, torch._C.ScriptMethod) :]
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                argument.name,
-                inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
-            )
-            for argument in arguments
-        ]
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = (
+        inspect.Parameter(
+            one.name,
+            kinds[one.kwarg_only],
+            default=one.default_value if one.has_default_value() else inspect.Parameter.empty,
+        )
+        for one in arguments
     )
+    return inspect.Signature([*parameters])
 
 
 def _instance(kind: type, name: str) -> Any:
@@ -69,11 +67,9 @@ def _instance(kind: type, name: str) -> Any:
     if not any("__call__" in vars(base) for base in kind.__mro__ if base is not object):
         raise UsageError(f"{name} is a class whose instances cannot be called. {advice}")
     try:
+        parameters = inspect.signature(kind).parameters.values()
         needed = [
-            parameter.name
-            for parameter in inspect.signature(kind).parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
     except (ValueError, TypeError):
         needed = ["…"]
@@ -90,9 +86,15 @@ def _instance(kind: type, name: str) -> Any:
         raise failure(f"building {name}()", error, source_file(kind)) from error
 
 
-def source_file(function: Any) -> str | None:
+def without_partials(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
+    return function
+
+
+def source_file(function: Any) -> str | None:
+    """Return the file that defines a callable, None if there is none."""
+    function = without_partials(function)
     if isinstance(function, torch.nn.Module):
         function = type(function)
     for candidate in (function, type(function)):
@@ -105,8 +107,7 @@ def source_file(function: Any) -> str | None:
 
 def name_of(function: Any) -> str:
     """Return the name of a callable: of a partial that of its function, of an object that of its class."""
-    while isinstance(function, partial):
-        function = function.func
+    function = without_partials(function)
     name = function.name if isinstance(function, torch.jit.ScriptFunction) else getattr(function, "__qualname__", None)
     return name if isinstance(name, str) and name else type(function).__qualname__
 

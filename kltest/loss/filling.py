@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kltest.errors import UsageError
@@ -77,17 +77,15 @@ def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str
     for key, attributes in dotted.items():
         fillings[key] = Stub(key, attributes)
     for parameter in fillable:
-        if parameter.name in fillings:
-            continue
-        field = field_named(parameter.name)
-        if field is not None:
-            fillings[parameter.name] = FieldOf(field)
-        elif parameter.default is parameter.empty:
-            raise _cannot_fill(name, parameter.name, parameters)
-    for parameter in fillable:
+        if parameter.name not in fillings:
+            field = field_named(parameter.name)
+            if field is not None:
+                fillings[parameter.name] = FieldOf(field)
+            elif parameter.default is parameter.empty:
+                raise _cannot_fill(name, parameter.name, parameters)
         filling = fillings.get(parameter.name)
         if isinstance(filling, FieldOf) and wants_lists(parameter.annotation):
-            fillings[parameter.name] = FieldOf(filling.name, listed=True)
+            fillings[parameter.name] = replace(filling, listed=True)
     return fillings
 
 

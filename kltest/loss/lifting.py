@@ -11,7 +11,7 @@ import ast
 import builtins
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ def lift(path: Path, names: str, *, because: BaseException) -> Found:
     """
     lifter = _Lifter(path)
     head = names.split(".")[0]
-    if not lifter.knows(head):
+    if head not in lifter.units:
         holder = SimpleNamespace(**dict.fromkeys(lifter.units))
         attribute(holder, head, str(path))
     thing = lifter.get(head)
@@ -46,7 +46,8 @@ def lift(path: Path, names: str, *, because: BaseException) -> Found:
         raise failure(text, because, str(path)) from because
     found = attribute(SimpleNamespace(**{head: thing}), names, str(path))
     note = f"{names} was lifted out of {path.name} by its syntax tree, since importing the file failed: "
-    return Found(found.function, found.owner, (note + describe(because), *lifter.all_notes()))
+    left_out = (note for each in lifter.family.values() for note in each.notes)
+    return Found(found.function, found.owner, (note + describe(because), *left_out))
 
 
 class MissingNameError(NameError):
@@ -79,7 +80,7 @@ class _LiftedModule:
         self._lifter = lifter
 
     def __getattr__(self, name: str) -> Any:
-        if self._lifter.knows(name):
+        if name in self._lifter.units:
             thing = self._lifter.get(name)
             if isinstance(thing, _Absent):
                 raise ImportError(f"{self._lifter.path.name} has no usable {name}: {vars(thing)['_why']}")
@@ -112,13 +113,6 @@ class _Lifter:
         self.namespace.update(__file__=str(path), __builtins__={**vars(builtins), "__import__": self._import_or_lift})
         self._done: set[int] = set()
         self._asked: set[str] = set()
-
-    def knows(self, name: str) -> bool:
-        return name in self.units
-
-    def all_notes(self) -> list[str]:
-        """Sentences on what was left out, in this file and in those that it led to."""
-        return [note for lifter in self.family.values() for note in lifter.notes]
 
     def get(self, name: str) -> Any:
         """Return the value of a module-level name, after executing the statements that it needs."""
@@ -205,12 +199,7 @@ class _Lifter:
                 return
 
     def _import_or_lift(
-        self,
-        name: str,
-        globals: Mapping[str, Any] | None = None,
-        locals: Mapping[str, Any] | None = None,
-        fromlist: Sequence[str] = (),
-        level: int = 0,
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
     ) -> Any:
         """Stand for `__import__` in the lifted code: lift what cannot be imported, if its source is found."""
         if level:

@@ -1,11 +1,11 @@
-"""From what a loss returns to one number a rollout: reduction, placement in loss or reward, and credit.
+"""Reduction of a loss to one number a rollout, its placement in loss or reward, and credit.
 
-A *value* in the reward becomes a score-function loss: with the cost c_s of token s held constant, its gradient on the
-log-prob of token t is the cost that token is held to account for,
+A *value* in the reward becomes a score-function loss. The costs c_s of the tokens are constants; the gradient at the
+log-prob of token t is the cost that is charged to it,
 
     return: Σ_s c_s      to-go: Σ_{s ≥ t} c_s      immediate: c_t.
 
-No importance ratio is added. Only live tokens count; whatever stands at padded positions, NaN included, stays there.
+No importance ratio is added. Only live tokens count: nothing at padded positions, NaN included, has an effect.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from kltest.estimators.spec import Credit, Placement
 def place(
     value: Tensor, logp: Tensor, mask: Tensor, placement: Placement = "loss", credit: Credit = "return"
 ) -> Tensor:
-    """Per-rollout losses (B,) whose mean is to be differentiated; a scalar loss stays the scalar it is.
+    """Return the losses (B,) of the rollouts, whose mean is to be differentiated; a scalar stays a scalar.
 
-    `value` is (B, T), (B,) or, as a loss only, a scalar; `logp` and `mask` are (B, T). "loss" reduces the value,
-    "reward" detaches it and charges it to the tokens by `credit`, "both" is the sum of the two.
-    Raises TargetError for any other shape, and for a scalar in the reward.
+    Args:
+        value: (B, T), (B,) or, if the placement is "loss", a scalar.
+        logp: (B, T) log-probs of the sampled tokens.
+        mask: (B, T), not 0 on live tokens.
+        placement: "loss" reduces the value, "reward" detaches it and charges it to the tokens, "both" adds the two.
+        credit: the tokens to which a reward is charged.
+
+    Raises:
+        TargetError: the value has another shape, or is a scalar in the reward.
     """
     _check(value, mask, placement)
     if placement == "loss":
@@ -34,12 +40,12 @@ def place(
 
 
 def reduce(value: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) summed over live tokens to (B,); (B,) and scalars as they are."""
+    """Sum (B, T) over live tokens to (B,); leave (B,) and scalars as they are."""
     return torch.where(mask != 0, value, 0.0).sum(dim=1) if value.dim() == 2 else value
 
 
 def charge(value: Tensor, logp: Tensor, mask: Tensor, credit: Credit) -> Tensor:
-    """(B,) score-function losses Σ_t logp_t·sg(cost charged to t); a (B,) value is paid at the last live token."""
+    """Return (B,) Σ_t logp_t·sg(cost charged to t); a (B,) value is a cost of the last live token."""
     live = mask != 0
     score = torch.where(live, logp, 0.0)
     cost = torch.where(live, value.detach(), 0.0) if value.dim() == 2 else _paid_last(value.detach(), live)
@@ -51,7 +57,7 @@ def charge(value: Tensor, logp: Tensor, mask: Tensor, credit: Credit) -> Tensor:
 
 
 def _paid_last(value: Tensor, live: Tensor) -> Tensor:
-    """(B, T) with the (B,) value at each row's last live token; nothing in a row without any."""
+    """Return (B, T) with the (B,) value at each row's last live token; zeros in a row without any."""
     live_from_here = live.flip(1).cumsum(dim=1).flip(1)
     return torch.where(live & (live_from_here == 1), value[:, None], 0.0)
 

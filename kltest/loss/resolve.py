@@ -13,7 +13,7 @@ from kltest.loss.calling import Loss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Found, ImportFailedError, attribute, import_by_name, import_file, source_of
 from kltest.loss.lifting import lift
-from kltest.loss.names import is_dotted, named
+from kltest.loss.names import Named, is_dotted, named
 from kltest.loss.outcome import Call
 from kltest.loss.syntax import parse
 
@@ -30,49 +30,36 @@ def resolve(text: str, call: Call | None = None) -> Loss:
         TargetError: it exists and importing it fails.
     """
     call = call or Call()
-    found = named(text)
-    if found.estimator is not None:
-        return bind(found.estimator.function, call, found.estimator.spec.name, spec=found.estimator.spec)
-    if found.path is not None:
-        return _ready(text.strip(), _in_file(found.path, found.names), call)
-    return _ready(text.strip(), _in_module(found.module, found.names), call)
-
-
-def _ready(text: str, found: Found, call: Call) -> Loss:
-    receiver = None
+    target = named(text)
+    if target.estimator is not None:
+        return bind(target.estimator.function, call, target.estimator.spec.name, spec=target.estimator.spec)
+    found, receiver = _function(target), None
     if found.owner is not None:
         attributes = {key[5:]: value for key, value in call.arguments.items() if key.startswith("self.")}
         receiver = Stub("self", attributes, found.owner)
         call = replace(call, arguments={k: v for k, v in call.arguments.items() if not k.startswith("self.")})
-    return bind(found.function, call, text, receiver=receiver, notes=found.notes)
+    return bind(found.function, call, text.strip(), receiver=receiver, notes=found.notes)
 
 
-def _in_module(module: str, names: str) -> Found:
-    try:
-        return attribute(import_by_name(module), names, module)
-    except ImportFailedError as error:
-        return _lifted(source_of(module), names, error, f"importing {module}")
-
-
-def _in_file(path: Path, names: str) -> Found:
-    if not is_dotted(names):
+def _function(named: Named) -> Found:
+    """Import the function, or lift it out of its file; if that is impossible, raise what the import raised."""
+    module, path, names = named.module, named.path, named.names
+    if path is not None and not is_dotted(names):
         listed = ", ".join(_functions(path)) or "it defines none"
         raise UsageError(f"{path.name}: name a function of it, {path.name}:FUNCTION; {listed}")
     try:
-        return attribute(import_file(path), names, str(path))
-    except ImportFailedError as error:
-        return _lifted(path, names, error, f"importing {path.name}")
-
-
-def _lifted(path: Path | None, names: str, error: ImportFailedError, what: str) -> Found:
-    """Lift the function out of its file; if that is impossible, raise what the import raised."""
-    assert error.__cause__ is not None
-    if path is None:
-        raise failure(f"{what} failed, and its source file was not found: it", error.__cause__) from error.__cause__
-    try:
-        return lift(path, names, because=error.__cause__)
-    except UsageError as problem:
-        raise UsageError(f"{problem} (importing it failed: {error})") from error.__cause__
+        imported = import_by_name(module) if path is None else import_file(path)
+        return attribute(imported, names, str(path or module))
+    except ImportFailedError as failed:
+        cause = failed.__cause__
+        assert cause is not None
+        source = path or source_of(module)
+        if source is None:
+            raise failure(f"importing {module} failed, and its source file was not found: it", cause) from cause
+        try:
+            return lift(source, names, because=cause)
+        except UsageError as problem:
+            raise UsageError(f"{problem} (importing it failed: {failed})") from cause
 
 
 def _functions(path: Path) -> Iterator[str]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from kltest.errors import TargetError
 from kltest.loss.callables import kind_of
 from kltest.loss.outcome import Returned
-from kltest.loss.stored_metrics import StoredValue
 from kltest.rollout import Rollout
 
 ACCEPTED = "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, or (loss, metric, metric, …)"
@@ -35,10 +34,6 @@ class Result:
     stored: bool = False
 
 
-class NotFiniteError(TargetError):
-    """A loss that is NaN or infinite for a rollout."""
-
-
 def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Result:
     """Return the loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
 
@@ -50,35 +45,36 @@ def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Re
     if isinstance(answer, list | tuple) and answer and isinstance(answer[0], list | tuple):
         answer = (_joined(answer[0], live, lists), *answer[1:])
     loss, metrics, note = _split(name, answer, shape)
-    if isinstance(metrics, Mapping) and "kl" in metrics:
-        metrics = {**metrics, "kl": _joined(metrics["kl"], live, lists)}
     if not isinstance(loss, Tensor):
         _refuse(name, loss)
     if not loss.dtype.is_floating_point:
         raise TargetError(f"{name} returned a tensor of {loss.dtype}; a loss must be floating-point: {ACCEPTED}.")
-    if loss.layout is not torch.strided or loss.is_meta:
-        kind = "without numbers (device meta)" if loss.is_meta else f"of the layout {loss.layout}"
-        raise TargetError(f"{name} returned a tensor {kind}; a loss must be a dense tensor of numbers: {ACCEPTED}.")
     # A loss may compute where it likes; what is done with it is done where its inputs came from.
     loss = loss.to(live.device)
-    returned = _kind(tuple(loss.shape), shape)
+    returned = _kind(loss, shape)
     if returned is None:
         raise TargetError(
             f"{name} returned a tensor of shape {tuple(loss.shape)} for a batch of B = {shape[0]} rollouts of "
             f"T = {shape[1]} tokens; it must be (), {(shape[0],)} or {shape}. Reduce it, or keep one number a sequence "
             "or a token."
         )
-    metric, logged = (None, None) if metrics is None else _metric(name, metrics, shape)
+    # A list of metrics, and metrics of other names, are ignored.
+    logged = _joined(metrics.get("kl"), live, lists) if isinstance(metrics, Mapping) else None
+    metric = None if logged is None else _as_metric(logged, shape)
+    if logged is not None and metric is None:
+        raise TargetError(
+            f'{name} logged {kind_of(logged)} as metrics["kl"]; it must be a number or a tensor of shape (), '
+            f"{(shape[0],)} or {shape}"
+        )
     return Result(loss, returned, metric, note, logged)
 
 
-def with_stored(result: Result, stored: StoredValue | None, note: str, rollout: Rollout) -> Result:
-    """Return the result with a KL that the loss stored, if that is a number or a tensor of a known shape."""
-    shape = tuple(rollout.peek("mask").shape)
-    metric = None if stored is None else _as_metric(stored.number, shape)
-    if stored is None or metric is None:
+def with_stored(result: Result, number: Any, item: Any, note: str, rollout: Rollout) -> Result:
+    """Return the result with a KL that the loss stored (`item`), if that is a number or a tensor of a known shape."""
+    metric = None if number is None else _as_metric(number, tuple(rollout.peek("mask").shape))
+    if metric is None:
         return replace(result, note=result.note or note or None)
-    return replace(result, metric=metric, logged=stored.item, stored=True)
+    return replace(result, metric=metric, logged=item, stored=True)
 
 
 def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str, str]) -> None:
@@ -90,7 +86,7 @@ def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str,
     place = tuple(bad.nonzero()[0].tolist())
     words = "".join(f"{label} {index}" for label, index in zip((" at row", ", token"), place, strict=False))
     given = ", ".join(_given(name, rollout, place) for name in sorted(set(fields.values())))
-    raise NotFiniteError(
+    raise TargetError(
         f"{name} returned {loss.detach()[place].item()}{words} ({int(bad.sum())} of {int(live.sum())} values are not "
         f"finite){', where ' + given if place and given.strip(', ') else ''}. The inputs are finite and mild there: "
         "look for a logarithm of zero, a division by a count that can be zero, or an overflow."
@@ -135,31 +131,18 @@ def _could_be_the_loss(item: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(item, Tensor) and item.requires_grad and tuple(item.shape) in (shape[:1], shape)
 
 
-def _metric(name: str, metrics: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Any]:
-    """Return the logged KL as float64, and as it was logged; a list of metrics and other metrics are ignored."""
-    if not isinstance(metrics, Mapping) or metrics.get("kl") is None:
-        return None, None
-    metric = _as_metric(metrics["kl"], shape)
-    if metric is None:
-        raise TargetError(
-            f'{name} logged {kind_of(metrics["kl"])} as metrics["kl"]; it must be a number or a tensor of shape (), '
-            f"{(shape[0],)} or {shape}"
-        )
-    return metric, metrics["kl"]
-
-
 def _as_metric(logged: Any, shape: tuple[int, ...]) -> Tensor | None:
     """Return a copy as float64: what the loss logged may share memory with tensors that it uses again."""
     try:
         metric = torch.as_tensor(logged, dtype=torch.float64).detach().cpu().to_dense().clone()
     except (TypeError, ValueError, RuntimeError):
         return None
-    return None if _kind(tuple(metric.shape), shape) is None else metric
+    return None if _kind(metric, shape) is None else metric
 
 
-def _kind(found: tuple[int, ...], shape: tuple[int, ...]) -> Returned | None:
+def _kind(tensor: Tensor, shape: tuple[int, ...]) -> Returned | None:
     kinds: dict[tuple[int, ...], Returned] = {(): "scalar", shape[:1]: "rows", shape: "tokens"}
-    return kinds.get(found)
+    return kinds.get(tuple(tensor.shape))
 
 
 def _given(name: str, rollout: Rollout, place: tuple[int, ...]) -> str:

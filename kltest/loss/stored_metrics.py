@@ -52,14 +52,6 @@ class Entry:
         return self.item is not other.item or not _equal(self.copy, other.copy)
 
 
-@dataclass(frozen=True)
-class StoredValue:
-    """The KL that one call stored; `item` is the newest thing itself, None if only its `number` is known."""
-
-    number: Any
-    item: Any = None
-
-
 class StoredMetrics:
     """The places at which a callable, and the objects that it is given, store a KL."""
 
@@ -74,8 +66,8 @@ class StoredMetrics:
 
     def read(
         self, before: Mapping[Place, Entry], arguments: list[Any], again: Callable[[], tuple[Any, list[Any], Any]]
-    ) -> tuple[StoredValue | None, str]:
-        """Return the KL that the last call stored, and a sentence for the report if it cannot be read.
+    ) -> tuple[Any, Any, str]:
+        """Return the KL that the last call stored, the thing itself, and a sentence if it cannot be read.
 
         Args:
             before: what the places held before that call.
@@ -85,16 +77,16 @@ class StoredMetrics:
         after = self.look(arguments)
         place = next((p for p, now in after.items() if now.item is not None and now.differs(before.get(p))), None)
         if place is None:
-            return None, ""
+            return None, None, ""
         was, now = before.get(place), after[place]
+        start = was.copy if was else 0.0
         if self._way is None:
             with preserved():
-                self._way = _way(was, now, self.look(again()[1]).get(place))
+                self._way = _way(start, now, self.look(again()[1]).get(place))
         if self._way == "unreadable":
-            return None, 'The "kl" that it stores depends on earlier calls and is no running sum: it was not graded.'
-        if self._way == "added":
-            return StoredValue(now.copy - (was.copy if was else 0.0)), ""
-        return StoredValue(now.copy, now.item), ""
+            text = 'The "kl" that it stores depends on earlier calls and is no running sum: it was not graded.'
+            return None, None, text
+        return (now.copy - start, None, "") if self._way == "added" else (now.copy, now.item, "")
 
 
 def holds(owner: Any, item: Any) -> bool:
@@ -109,11 +101,10 @@ def _owners(function: Callable[..., Any]) -> list[Any]:
         found += [*function.args, *function.keywords.values()]
         function = function.func
     found += [function, getattr(function, "__self__", None)]
-    shared = (ModuleType, type)
     return [
         thing
         for thing in found
-        if isinstance(thing, Mapping) or (hasattr(thing, "__dict__") and not isinstance(thing, shared))
+        if isinstance(thing, Mapping) or (hasattr(thing, "__dict__") and not isinstance(thing, ModuleType | type))
     ]
 
 
@@ -134,16 +125,15 @@ def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Entry]]:
             yield from (((key, *place), entry) for place, entry in _places(inner, depth - 1))
 
 
-def _way(first: Entry | None, second: Entry, third: Entry | None) -> Literal["assigned", "added", "unreadable"]:
+def _way(start: Any, second: Entry, third: Entry | None) -> Literal["assigned", "added", "unreadable"]:
     """Return how a place is written, from its content before, after one call and after the same call once more."""
     if third is None:
         return "unreadable"
     if _equal(second.copy, third.copy):
         return "assigned"
     try:
-        step = second.copy - (first.copy if first is not None else 0.0)
-        total = third.copy - second.copy
-        adds = second.entries == -1 and np.allclose(np.asarray(step), np.asarray(total), rtol=1e-6, atol=1e-12)
+        steps = np.asarray(second.copy - start), np.asarray(third.copy - second.copy)
+        adds = second.entries == -1 and np.allclose(*steps, rtol=1e-6, atol=1e-12)
     except (TypeError, ValueError, RuntimeError):
         adds = False
     return "added" if adds else "unreadable"

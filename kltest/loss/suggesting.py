@@ -17,13 +17,13 @@ _ROLES = {
     "old_": ("old", "previous", "prev", "behaviour", "behavior", "sampler", "rollout", "mu"),
 }
 """Words that say whose log-probs, by the prefix of the field."""
+_PREFIX = {word: prefix for prefix, words in _ROLES.items() for word in words}
 _ANY_POLICY = frozenset({"policy", "actor", "pi", "theta"})
 """Words of the current policy, unless a word of _ROLES stands beside them: old_policy_logps."""
 _NEUTRAL = frozenset({"per", "token", "action", "sequence", "seq", "model", "p", "prob", "probs"})
-_PREFIX = {word: prefix for prefix, words in _ROLES.items() for word in words}
-_ROLE = "|".join([*_PREFIX, *_ANY_POLICY])
-_RUN_TOGETHER = re.compile(rf"({_ROLE})?(logits?|logprobs?|logps?|log)({_ROLE})?")
-_KNOWN = _NEUTRAL | _ANY_POLICY | _PREFIX.keys()
+_LONGEST_FIRST = sorted({*_PREFIX, *_ANY_POLICY, *_NEUTRAL}, key=len, reverse=True)
+_KNOWN = re.compile("|".join(["log(?:its?|probs?|ps?(?!i))?", *_LONGEST_FIRST]))
+"""Known words; names run them together: oldlogprobs, logpi."""
 _NEAR = 0.75
 
 
@@ -50,23 +50,18 @@ def near_spelling(name: str, known: Iterable[str]) -> str | None:
 
 
 def _stated(name: str) -> str | None:
-    parts = [part for word in _words(name) for part in _parts(word)]
-    prefixes = {_PREFIX[part] for part in parts if part in _PREFIX}
-    quantities = {"logits" if part.startswith("logit") else "logp" for part in parts if part.startswith("log")}
-    known = all(part in _KNOWN or _RUN_TOGETHER.fullmatch(part) for part in parts)
-    if not known or len(quantities) != 1 or len(prefixes) > 1 or not (prefixes or _ANY_POLICY & set(parts)):
+    text = " ".join(_words(name))
+    words = _KNOWN.findall(text)
+    prefixes = {_PREFIX[word] for word in words if word in _PREFIX}
+    quantities = {"logits" if word.startswith("logit") else "logp" for word in words if word.startswith("log")}
+    unknown = _KNOWN.sub("", text).strip()
+    if unknown or len(quantities) != 1 or len(prefixes) > 1 or not (prefixes or _ANY_POLICY & set(words)):
         return None
     return "".join(prefixes) + quantities.pop()
 
 
 def _words(name: str) -> list[str]:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("_", " ").split()
-
-
-def _parts(word: str) -> list[str]:
-    """`oldlogprobs` as old, logprobs."""
-    found = _RUN_TOGETHER.fullmatch(word)
-    return [part for part in found.groups() if part] if found else [word]
 
 
 def _near(word: str, other: str) -> bool:

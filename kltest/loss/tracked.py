@@ -65,13 +65,9 @@ class TrackedTensor:
             return None
         if (found := difference(self.tensor.detach(), self.before)) or self.items is None:
             return found
-        if len(self.items) != len(self.lengths):
-            return f"its list has {len(self.items)} items where it had {len(self.lengths)}"
-        parts = self.before.split(self.lengths)
-        for row, (item, part) in enumerate(zip(self.items, parts, strict=True)):
-            same = isinstance(item, Tensor) and item.numel() == part.numel()
-            if not same or difference(item.detach().reshape(part.shape), part):
-                return f"item {row} of its list was exchanged"
+        exchanged = [item.numel() if isinstance(item, Tensor) else -1 for item in self.items] != self.lengths
+        if exchanged or difference(torch.cat([item.detach().flatten() for item in self.items]), self.before.flatten()):
+            return "items of its list were exchanged"
         return None
 
     @property

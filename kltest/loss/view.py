@@ -1,4 +1,4 @@
-"""Views of a rollout for one call of a loss: copies that it may write on, of the types and shapes that it wants."""
+"""Views of a rollout for one call of a loss: copies that it may write into, of the types and shapes that it needs."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def made_unambiguous(rollout: Rollout) -> Rollout:
 
 
 def _padded(rollout: Rollout, name: str) -> Callable[[], Tensor]:
-    """A field with one more token, a dead one that repeats the last."""
+    """Return a field with one more token, a dead one that repeats the last."""
 
     def build() -> Tensor:
         field = rollout.peek(name).detach()

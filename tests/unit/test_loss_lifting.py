@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import textwrap
-
 import pytest
 import torch
 
@@ -22,22 +19,9 @@ BROKEN = "import no_such_accelerator\n"
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Write a file into a fresh current directory; forget afterwards what was imported from there."""
-    before, paths = set(sys.modules), list(sys.path)
-    monkeypatch.chdir(tmp_path)
-
-    def writer(name, text, head=BROKEN):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + textwrap.dedent(text))
-        return path
-
-    yield writer
-    sys.path[:] = paths
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
+def write(write):
+    """Write a file that cannot be imported, unless another head is given."""
+    return lambda name, text, head=BROKEN: write(name, text, head)
 
 
 def follows(loss, expected):

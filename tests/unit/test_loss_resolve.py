@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -30,25 +29,6 @@ def gradient(loss):
 
 def follows(loss, expected):
     torch.testing.assert_close(gradient(loss), expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Write a file into a fresh current directory; forget afterwards what was imported from there."""
-    before, paths = set(sys.modules), list(sys.path)
-    monkeypatch.chdir(tmp_path)
-
-    def writer(name, text):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text))
-        return path
-
-    yield writer
-    sys.path[:] = paths
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 PLAIN = """

@@ -113,7 +113,9 @@ def beyond_the_usual_environments(findings: Findings, *, drawn: bool) -> Found |
 
 def _sees_all_tokens(findings: Findings) -> bool:
     """Return True if the loss reads more than the drawn token's log-probs and can be called on single rollouts."""
-    return not (findings.coupled or findings.blocked) and bool(findings.loss.takes & {*FIELDS, "rollout"})
+    return not (findings.observed.coupled or findings.observed.blocked) and bool(
+        findings.loss.takes & {*FIELDS, "rollout"}
+    )
 
 
 @shared

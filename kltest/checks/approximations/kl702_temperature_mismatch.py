@@ -53,7 +53,7 @@ def explains(row: Row, findings: Findings) -> str | None:
 
 @shared
 def _tempered(findings: Findings) -> str | None:
-    if findings.coupled or findings.blocked:
+    if findings.observed.coupled or findings.observed.blocked:
         return None
     try:
         return _Bandits(findings).tempered()

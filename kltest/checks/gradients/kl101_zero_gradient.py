@@ -4,7 +4,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return row.identified == {"zero": 1.0} and not findings.blocked
+    return row.identified == {"zero": 1.0} and not findings.observed.blocked
 
 
 def moot(findings: Findings) -> str | None:

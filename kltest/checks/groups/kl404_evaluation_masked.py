@@ -15,7 +15,7 @@ def examine(findings: Findings) -> Found | None:
     A baseline taken from the group leaves nothing of a group of equal rollouts either. So their rewards differ, and
     nothing else does: a mask on tied rewards lets such a group through.
     """
-    if not (findings.coupled or sees_rewards(findings)):
+    if not (findings.observed.coupled or sees_rewards(findings)):
         return None
     fixture, small = group_fixture(findings), limit(findings)
     pairs: dict[str, list[tuple[float, float]]] = {"KL term": [], "logged KL": []}

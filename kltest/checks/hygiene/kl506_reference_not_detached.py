@@ -48,7 +48,7 @@ def examine(findings: Findings) -> Found | None:
         size = max(float(part.abs().max()) for part in received.values())
         fields = " and ".join(prefix + name for name in received)
         leak = f"{fields} would receive a gradient of up to {size:.3g} per token"
-        if findings.blocked:
+        if findings.observed.blocked:
             return Found(f"No gradient reaches the policy, and {leak}, if {whose} could be trained.")
         for row in _wrong_rows(findings):
             if _right_once_moved(findings, row, prefix):

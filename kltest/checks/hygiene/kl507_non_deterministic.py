@@ -24,7 +24,7 @@ STEP = count()
 
 def not_comparable(findings: Findings) -> str | None:
     """Return why calls cannot be compared: no gradient reaches the policy, or one batch gives different results."""
-    if findings.blocked:
+    if findings.observed.blocked:
         return "no gradient reaches the policy at all (KL509)"
     with suppress(KltestError):
         if examine(findings):

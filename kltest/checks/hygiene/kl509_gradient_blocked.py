@@ -4,7 +4,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return findings.blocked
+    return findings.observed.blocked
 
 
 def moot(findings: Findings) -> str | None:

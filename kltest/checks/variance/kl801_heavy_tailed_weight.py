@@ -35,7 +35,7 @@ BATCH = 4
 
 
 def moot(findings: Findings) -> str | None:
-    return "no gradient reaches the policy" if findings.blocked else None
+    return "no gradient reaches the policy" if findings.observed.blocked else None
 
 
 def examine(findings: Findings) -> Found | None:

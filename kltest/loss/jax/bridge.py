@@ -1,7 +1,7 @@
 """Losses written for JAX, called with torch tensors: the gradient goes through `jax.vjp`.
 
 JAX is imported when the first one is called, never before, since a process that is forked must not have threads of it.
-Its float64 is switched on around each call, so that a loss computes in float32 only where it says so itself.
+JAX's float64 is switched on for each call, so that a loss computes in float32 only if it says so itself.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import CodeType, ModuleType
 from typing import Any
+
+from kltest.loss.callables import without_partials
 
 JAX = frozenset({"jax", "jaxlib"})
 TORCH = frozenset({"torch"})
@@ -27,8 +28,7 @@ def is_for_jax(function: Callable[..., Any]) -> bool:
 def _named(function: Any, deep: int = DEEPEST, seen: set[int] | None = None) -> Iterator[str]:
     """Yield the packages, by their first name, that a function and its helpers in the same package name."""
     seen = set() if seen is None else seen
-    while isinstance(function, partial):
-        function = function.func
+    function = without_partials(function)
     function = getattr(function, "__func__", function)
     if id(function) in seen:
         return
