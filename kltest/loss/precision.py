@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,15 +66,16 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def _in_graph(result: Tensor) -> Iterator[torch.dtype]:
-    yield result.dtype
-    nodes, seen = [result.grad_fn], set()
+def _in_graph(result: Tensor) -> set[torch.dtype]:
+    found = {result.dtype}
+    nodes, seen = [result.grad_fn], {None}
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in seen:
+        if node not in seen:
             seen.add(node)
-            yield from (entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry.dtype.is_floating_point)
+            found.update([entry.dtype for entry in getattr(node, "_input_metadata", ())])
             nodes += [following for following, _ in node.next_functions]
+    return {kind for kind in found if kind.is_floating_point} | {result.dtype}
 
 
 def _rounded(func: Any, exact: tuple[tuple, dict], output: Tensor) -> bool:

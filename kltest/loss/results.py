@@ -71,6 +71,8 @@ def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Re
 
 def with_stored(result: Result, number: Any, item: Any, note: str, rollout: Rollout) -> Result:
     """Return the result with a KL that the loss stored (`item`), if that is a number or a tensor of a known shape."""
+    if number is None and not note:
+        return result
     metric = None if number is None else _as_metric(number, tuple(rollout.peek("mask").shape))
     if metric is None:
         return replace(result, note=result.note or note or None)

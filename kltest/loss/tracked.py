@@ -82,9 +82,9 @@ def difference(found: Tensor, before: Tensor) -> str | None:
     """Return in words where two tensors differ in any bit (a NaN equals the same NaN, −0 is not 0); None if nowhere."""
     if found.shape != before.shape or found.dtype != before.dtype:
         return f"its shape {tuple(before.shape)} became {tuple(found.shape)}"
-    other = _bits(found) != _bits(before)
-    if not other.any():
+    if torch.equal(_bits(found), _bits(before)):
         return None
+    other = _bits(found) != _bits(before)
     place = tuple(other.nonzero()[0].tolist())
     digits = 6 if f"{before[place].item():.6g}" != f"{found[place].item():.6g}" else 17
     was, now = (f"{part[place].item():.{digits}g}" for part in (before, found))
