@@ -5,11 +5,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from warm_python import started
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
@@ -20,9 +20,16 @@ BREAKS = {"log_ratio.sum(dim=-1).square() / 2": "(-log_ratio).exp() - 1 + log_ra
 MENDS = {"    return log_ratio.square() / 2": "    return log_ratio.sum(dim=-1).square() / 2"}
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("bin")) as executable:
+        yield executable
+
+
 @pytest.fixture
-def project(tmp_path):
-    """A copy of the project, with nothing of this checkout around it."""
+def project(tmp_path, python, monkeypatch):
+    """A copy of the project, with nothing of this checkout around it; `python` runs commands there."""
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
     folder = tmp_path / "project"
     shutil.copytree(ROOT / "tests" / "example_project", folder, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
@@ -50,7 +57,7 @@ def counts(done):
 
 
 def test_the_projects_own_tests_pass_and_fail_as_they_should(project):
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    command = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
     done = run(project, *command)
     assert done.returncode == 0, done.stdout
     assert counts(done)["xfailed"] == 2
@@ -65,14 +72,14 @@ def test_the_projects_own_tests_pass_and_fail_as_they_should(project):
 
 def test_the_plugin_grades_the_configured_targets(project):
     change(project, MENDS)
-    done = run(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kltest", "pyproject.toml")
+    done = run(project, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kltest", "pyproject.toml")
     assert done.returncode == 1
     assert counts(done)["failed"] == 1
     assert "FAILED pyproject.toml::tiny_rl.losses:token_kl-KL201" in done.stdout
 
 
 def test_the_bare_command_holds_the_line_and_says_what_a_change_did(project):
-    grade = (sys.executable, "-m", "kltest.cli", "grade")
+    grade = ("python", "-m", "kltest.cli", "grade")
     done = run(project, *grade, "--output", "json:before.json", "--output", "text")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "expected failure: KL201 partial-gradient: token-level on purpose" in done.stdout
@@ -92,10 +99,10 @@ def test_the_bare_command_holds_the_line_and_says_what_a_change_did(project):
 
 def test_a_stale_excuse_is_told_and_refutes(project):
     change(project, MENDS)
-    done = run(project, sys.executable, "-m", "kltest.cli", "grade")
+    done = run(project, "python", "-m", "kltest.cli", "grade")
     assert done.returncode == 1
     assert "KL201 is expected to fail (token-level on purpose: long answers), but it passes" in done.stdout
-    assert run(project, sys.executable, "-m", "kltest.cli", "grade", "--allow-unexpected-passes").returncode == 0
+    assert run(project, "python", "-m", "kltest.cli", "grade", "--allow-unexpected-passes").returncode == 0
 
 
 class Runner:
@@ -127,7 +134,7 @@ class Runner:
                 GITHUB_ACTION_PATH="/the/action",
                 GITHUB_ACTIONS="true",
                 GITHUB_WORKSPACE=str(self.project),
-                PATH=f"{self.path}{Path(sys.executable).parent}:{os.environ['PATH']}",
+                PATH=f"{self.path}{os.environ['PATH']}",
             )
             if done.returncode:
                 return done
@@ -297,7 +304,6 @@ def walked(steps, project, tmp_path, checkout):
         done = run(
             project,
             *("bash", "--noprofile", "--norc", "-e", "-c", step["run"]),
-            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             RUNNER_TEMP=str(tmp_path / "temp"),
             GITHUB_ACTIONS="true",
             GITHUB_WORKSPACE=str(project),
@@ -341,6 +347,6 @@ def test_the_pages_commands_run(project):
     commands = re.findall(r"^(kltest grade.*?)(?: +# exit (\d))?$", PAGE, flags=re.MULTILINE)
     assert len(commands) >= 3
     for command, code in commands:
-        script = re.sub(r"^kltest", f"{sys.executable} -m kltest.cli", command)
+        script = re.sub(r"^kltest", "python -m kltest.cli", command)
         done = run(project, "bash", "-c", script)
         assert done.returncode == int(code or 0), (command, done.stdout, done.stderr)

@@ -1,5 +1,6 @@
 """The way of a loss from `grade` to its verdict: few modules receive it. docs/way-of-a-loss.md describes them."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -36,14 +37,17 @@ def of_groups(logp, ref_logp, mask, reward, group, beta):
 def traced() -> Iterator[set[str]]:
     """Modules in which a bound loss is an argument or a local variable, `self` included."""
     receivers: set[str] = set()
+    found: set[str] = set()
+    folder = f"{PACKAGE}{os.sep}"
 
     def look(frame, event, argument):
-        file = Path(frame.f_code.co_filename)
-        if event not in ("call", "return") or PACKAGE not in file.parents:
+        file = frame.f_code.co_filename
+        if event not in ("call", "return") or file in found or not file.startswith(folder):
             return
         # A copy: reading the locals of a frame can itself call something.
         if any(isinstance(value, Loss) for value in list(frame.f_locals.values())):
-            receivers.add(file.relative_to(PACKAGE).as_posix())
+            found.add(file)
+            receivers.add(Path(file).relative_to(PACKAGE).as_posix())
 
     sys.setprofile(look)
     try:

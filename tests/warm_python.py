@@ -1,0 +1,78 @@
+"""A `python` that has torch loaded already, for tests that run commands: loading it takes longer than most of them do.
+
+`started(folder)` puts an executable there. It sends its arguments, folder, environment and streams to a server that
+has loaded torch and nothing of kltest, and ends as the fork of it ends that runs them.
+"""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+CLIENT = """#!{python} -SEs
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+socket.send_fds(server, [json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n"], [0, 1, 2])
+sys.exit(int(server.recv(9) or 1))
+"""
+
+
+@contextmanager
+def started(folder):
+    """Yield the executable, `folder/python`; the server ends with the block."""
+    address, client = str(folder / "server"), folder / "python"
+    server = subprocess.Popen([sys.executable, __file__, address], stdout=subprocess.PIPE)
+    try:
+        server.stdout.readline()
+        client.write_text(CLIENT.format(python=sys.executable, address=address))
+        client.chmod(0o755)
+        yield client
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def serve(address):
+    """Return in every fork the command line that it is to run."""
+    import torch  # noqa: F401
+
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    os.close(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        connection, _ = listener.accept()
+        if os.fork():
+            connection.close()
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        listener.close()
+        request, streams, *_ = socket.recv_fds(connection, 2**16, 3)
+        while not request.endswith(b"\n"):
+            request += connection.recv(2**16)
+        if child := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            connection.send(str(code if code >= 0 else 128 - code).encode())
+            os._exit(0)
+        connection.close()
+        arguments, directory, environment = json.loads(request)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.chdir(directory)
+        os.environ.clear()
+        os.environ.update(environment)
+        return arguments
+
+
+if __name__ == "__main__":
+    kind, *sys.argv = serve(sys.argv[1])
+    assert kind == "-m"
+    sys.path[0] = os.getcwd()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
