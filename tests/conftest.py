@@ -1,14 +1,18 @@
 """One thread a process, how tests are shared between processes, and what is no test of kltest's own.
 
-The environments are small: threads cost more than they gain, most of all if several processes test at once. The example
-project is tried as its own user would, by test_example_project.py.
+The environments are small: threads cost more than they gain, most of all if several processes test at once. Tests start
+a hundred processes: kltest is compiled once for all of them. The example project is tried as its own user would, by
+test_example_project.py.
 """
 
 import os
+import sys
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 collect_ignore = ["example_project"]
 
 # The main job takes minutes, so it starts first; nothing waits for it at the end.

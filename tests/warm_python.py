@@ -1,7 +1,7 @@
 """A `python` that has torch loaded already, for tests that run commands: loading it takes longer than most of them do.
 
-`started(folder)` puts an executable there. It sends its arguments, folder, environment and streams to a server that
-has loaded torch and nothing of kltest, and ends as the fork of it ends that runs them.
+`started(folder)` puts executables there. They send their arguments, folder, environment and streams to a server that
+has loaded torch and nothing of kltest, and end as the fork of it ends that runs them.
 """
 
 import json
@@ -17,21 +17,23 @@ CLIENT = """#!{python} -SEs
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-socket.send_fds(server, [json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n"], [0, 1, 2])
+socket.send_fds(server, [json.dumps([{first} + sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n"], [0, 1, 2])
 sys.exit(int(server.recv(9) or 1))
 """
 
 
 @contextmanager
 def started(folder):
-    """Yield the executable, `folder/python`; the server ends with the block."""
-    address, client = str(folder / "server"), folder / "python"
+    """Put `python` and `kltest` into a folder; the server ends with the block."""
+    address = str(folder / "server")
     server = subprocess.Popen([sys.executable, __file__, address], stdout=subprocess.PIPE)
     try:
         server.stdout.readline()
-        client.write_text(CLIENT.format(python=sys.executable, address=address))
-        client.chmod(0o755)
-        yield client
+        for name, first in (("python", []), ("kltest", ["-m", "kltest.cli"])):
+            client = folder / name
+            client.write_text(CLIENT.format(python=sys.executable, address=address, first=first))
+            client.chmod(0o755)
+        yield
     finally:
         server.kill()
         server.communicate()

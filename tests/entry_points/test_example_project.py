@@ -20,16 +20,18 @@ BREAKS = {"log_ratio.sum(dim=-1).square() / 2": "(-log_ratio).exp() - 1 + log_ra
 MENDS = {"    return log_ratio.square() / 2": "    return log_ratio.sum(dim=-1).square() / 2"}
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    with started(tmp_path_factory.mktemp("bin")) as executable:
-        yield executable
+@pytest.fixture(scope="module", autouse=True)
+def commands(tmp_path_factory):
+    """`python` and `kltest`."""
+    folder = tmp_path_factory.mktemp("bin")
+    with started(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        yield
 
 
 @pytest.fixture
-def project(tmp_path, python, monkeypatch):
-    """A copy of the project, with nothing of this checkout around it; `python` runs commands there."""
-    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
+def project(tmp_path):
+    """A copy of the project, with nothing of this checkout around it."""
     folder = tmp_path / "project"
     shutil.copytree(ROOT / "tests" / "example_project", folder, ignore=shutil.ignore_patterns("__pycache__"))
     return folder

@@ -339,7 +339,7 @@ def test_several_processes_give_the_same_outcomes_and_one_summary(project, pytes
 
 def test_without_the_plugin_the_decorator_still_works(project, pytester):
     project('[forward], environment="bandit", select="KL1"')
-    done = pytester.runpytest_subprocess("-p", "no:kltest", "--strict-markers", "-k", "KL101 or KL102")
+    done = pytester.runpytest_inprocess("-p", "no:kltest", "--strict-markers", "-k", "KL101 or KL102")
     done.assert_outcomes(passed=1, failed=1)
 
 
