@@ -17,7 +17,8 @@ CLIENT = """#!{python} -SEs
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-socket.send_fds(server, [json.dumps([{first} + sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n"], [0, 1, 2])
+request = json.dumps([{first} + sys.argv[1:], os.getcwd(), dict(os.environ)])
+socket.send_fds(server, [request.encode() + b"\\n"], [0, 1, 2])
 sys.exit(int(server.recv(9) or 1))
 """
 

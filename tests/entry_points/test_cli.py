@@ -11,9 +11,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import typer.main
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from kltest import __version__
 from kltest.checks import CHECKS
@@ -113,8 +114,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+COMMAND = typer.main.get_command(app)
+
+
 def call(*arguments):
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner().invoke(COMMAND, list(arguments))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert "Traceback" not in result.output
     return result
