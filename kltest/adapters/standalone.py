@@ -41,7 +41,7 @@ IMPORTS: dict[Backend, tuple[str, ...]] = {
 }
 OURS = re.compile(r"^(?: *from kltest.* import (\w+).*|costly\(.*)\n", re.MULTILINE)
 INSTEAD = {"UsageError": "UsageError = ValueError\n", "preserved": "preserved = nullcontext\n"}
-"""What a program has for names that whole modules take from kltest."""
+"""Lines of whole modules that a program leaves out, and what it has for names that they take from kltest."""
 RECIPE = re.compile(r'part\("kltest\.adapters\.(\w+)\.recipes", "(\w+)"\)')
 
 
@@ -62,7 +62,7 @@ def program(
         backend: what the library computes with.
         find: function of a `calls` module that loads a name of a module, if a plain import cannot.
         modules: files below this folder that the program holds whole, in place of the function's lines.
-        stale: if rollouts are those of another policy; None for a recipe that is graded so.
+        stale: True for rollouts of another policy; None: such rollouts if it is a recipe that is graded with them.
     """
     from kltest.counterexample.sources import source_of
 

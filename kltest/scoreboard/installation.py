@@ -88,10 +88,8 @@ class Installed:
                     os.killpg(process.pid, number)
                     process.wait(PATIENCE)
         if code:
-            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"])[
-                -1
-            ]
-            raise KltestError(f"measuring ended with exit code {code}: {last} (all of it: {log})")
+            words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
+            raise KltestError(f"measuring ended with exit code {code}: {words[-1]} (all of it: {log})")
 
 
 def folder() -> Path:

@@ -186,15 +186,15 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
 
 
 def test_a_library_that_takes_its_process_down_stops_no_other(made_up, tmp_path, capsys):
-    asked = Request(settings=("penalty/linear",))
+    asked = Request(settings=("penalty/raises",))
     names = [f"{made_up}==3.0", f"{made_up}==4.0", f"{made_up}==1.0"]
     assert libraries(names, output=str(tmp_path), request=asked) == 3
     out = (tmp_path / "libraries.md").read_text()
     assert "exit code 9: about to leave" in out
     assert "4.0" in out
     assert "kltest-made-up==4.0" in out  # what pip was asked for
-    assert "`penalty/linear`" in out
-    assert list(rows_of(tmp_path)) == [("1.0", "penalty/linear")]
+    assert "`penalty/raises`" in out
+    assert list(rows_of(tmp_path)) == [("1.0", "penalty/raises")]
 
 
 def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
