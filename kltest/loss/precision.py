@@ -68,10 +68,10 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage:
 
 def _in_graph(result: Tensor) -> set[torch.dtype]:
     found = {result.dtype}
-    nodes, seen = [result.grad_fn], {None}
+    nodes, seen = [result.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        if node not in seen:
+        if node is not None and node not in seen:
             seen.add(node)
             found.update([entry.dtype for entry in getattr(node, "_input_metadata", ())])
             nodes += [following for following, _ in node.next_functions]

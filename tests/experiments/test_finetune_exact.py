@@ -1,5 +1,7 @@
 """The gradient of an update is what kltest says of its KL term: expected over all completions, at all parameters."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -88,9 +90,11 @@ class Enumerated:
         }
 
 
-CASES = {("sequence", sampler): Enumerated(sequence(4, 2), sampler) for sampler in ("current", "stale")} | {
-    ("ragged", sampler): Enumerated(ragged(4, 3), sampler) for sampler in ("current", "stale")
-}
+@cache
+def case(environment, sampler):
+    return Enumerated({"sequence": sequence(4, 2), "ragged": ragged(4, 3)}[environment], sampler)
+
+
 # Terms of one number for a batch, or of a group, are of another size of batch than one rollout.
 NAMES = [name for name, entry in registry().items() if not entry.spec.couples]
 
@@ -99,7 +103,7 @@ NAMES = [name for name, entry in registry().items() if not entry.spec.couples]
 @pytest.mark.parametrize("environment", ["sequence", "ragged"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_expected_gradient_of_an_update_is_the_exact_one(name, environment, sampler):
-    here = CASES[environment, sampler]
+    here = case(environment, sampler)
     found = here.gradient(Settings(kl=name, dtype="float64"))
     expected = here.exact(name, sampler)
     scale = max(np.sqrt(sum((part**2).sum() for part in expected.values())), 1e-3)
@@ -110,7 +114,7 @@ def test_the_expected_gradient_of_an_update_is_the_exact_one(name, environment, 
 
 @pytest.mark.parametrize("name", ["k3-loss", "rao-blackwell"])
 def test_micro_batches_change_nothing(name):
-    here = CASES["ragged", "stale"]
+    here = case("ragged", "stale")
     whole, cut = (here.gradient(Settings(kl=name, micro_batch=size)) for size in (0, 5))
     for parameter, part in whole.items():
         np.testing.assert_allclose(cut[parameter], part, rtol=0, atol=1e-13)
@@ -118,7 +122,7 @@ def test_micro_batches_change_nothing(name):
 
 def test_a_planted_bug_is_seen():
     """Half the weights: the comparison above is one that can fail."""
-    here = CASES["sequence", "current"]
+    here = case("sequence", "current")
     found = here.gradient(Settings(kl="k2-loss"))
     expected = here.exact("k3-loss", "current")
     difference = max(np.abs(found[name] - part).max() for name, part in expected.items())

@@ -197,14 +197,14 @@ MUST_VANISH = [
 
 
 @pytest.mark.parametrize("name", MUST_VANISH)
-@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged", "mdp", "ngram"])
-def test_equal_policies_leave_exactly_nothing(world, name):
-    environment = worlds()[world]
-    generator = np.random.default_rng(0)
-    policy, sampler = (3 * generator.standard_normal(environment.reward.shape) for _ in range(2))
-    assert not gradient(name, Instance.of(environment, policy, policy, sampler)).any()
-    if name in VALUES:
-        assert value(name, Instance.of(environment, policy, policy, sampler)) == 0.0
+def test_equal_policies_leave_exactly_nothing(name):
+    for world in ("bandit", "sequence", "ragged", "mdp", "ngram"):
+        environment = worlds()[world]
+        generator = np.random.default_rng(0)
+        policy, sampler = (3 * generator.standard_normal(environment.reward.shape) for _ in range(2))
+        assert not gradient(name, Instance.of(environment, policy, policy, sampler)).any(), world
+        if name in VALUES:
+            assert value(name, Instance.of(environment, policy, policy, sampler)) == 0.0, world
 
 
 @pytest.mark.parametrize("name", ["from_sampler_kl", "to_sampler_kl"])
@@ -216,10 +216,10 @@ def test_an_equal_sampler_leaves_exactly_nothing(name):
 
 
 @pytest.mark.parametrize("name", ATLAS)
-@pytest.mark.parametrize("environment", [bandit(1), ragged(1, 3), sequence(1, 4), ngram(1, 5, 2)], ids=lambda e: e.name)
-def test_one_token_leaves_nothing_to_choose(environment, name):
-    logits = np.random.default_rng(1).standard_normal((3, *environment.reward.shape)) * 40
-    assert not gradient(name, Instance.of(environment, *logits)).any()
+def test_one_token_leaves_nothing_to_choose(name):
+    for environment in (bandit(1), ragged(1, 3), sequence(1, 4), ngram(1, 5, 2)):
+        logits = np.random.default_rng(1).standard_normal((3, *environment.reward.shape)) * 40
+        assert not gradient(name, Instance.of(environment, *logits)).any(), environment.name
 
 
 @pytest.mark.parametrize("name", ATLAS)
