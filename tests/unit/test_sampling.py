@@ -119,10 +119,9 @@ def test_groups_agree_with_exact_groups(name):
 
 
 @pytest.mark.parametrize("name", ["k1-reward", "k2-loss", "k3-loss", "abs-loss"])
-@pytest.mark.parametrize("sampler", ["current", "stale"])
-def test_verdicts_are_those_of_exact_grading(name, sampler):
+def test_verdicts_are_those_of_exact_grading(name):
     """Confirmed and refuted stay what they are; a bias below the margin may pass within it, and only then."""
-    options = {"sampler": sampler, "environment": ("bandit", "ragged"), "select": "KL101"}
+    options = {"sampler": "both", "environment": ("bandit", "ragged"), "select": "KL101"}
     truth = kltest.grade(name, **options)
     found = kltest.grade(name, method="sampled", error_rate=1e-4, **options)
     for true, row in zip(truth.gradients, found.gradients, strict=True):
@@ -226,9 +225,9 @@ def test_a_losss_own_randomness_is_averaged_over(loss, reduction, verdict):
         compared(bind(loss), instance)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     found, _, said = compared(bind(loss), instance, noisy=True, size=128, margin=0.1, error_rate=1e-4)
-    again, *_ = compared(bind(loss), instance, noisy=True, size=128, margin=0.1, error_rate=1e-4)
+    once, again = (compared(bind(loss), instance, noisy=True, size=128, samples=400)[0] for _ in range(2))
     assert (found.reduction, said) == (reduction, verdict)
-    np.testing.assert_array_equal(found.gradient, again.gradient)
+    np.testing.assert_array_equal(once.gradient, again.gradient)
     assert torch.equal(before[0], torch.get_rng_state())
     np.testing.assert_array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
 
