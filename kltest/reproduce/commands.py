@@ -52,7 +52,7 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
         _conclude(claims, folder)
         _say(f"Every claim is in {folder / 'summary.md'}, the paper {f'is {pdf}' if built else 'was not built'}.")
         _say(f"Results and figures are in {folder} ({time.monotonic() - started:.0f} s).")
-        return 3 if failed else _exit_code(claims)
+        return 3 if failed else int(any(claim.agrees is False for claim in claims))
     return INTERRUPTED
 
 
@@ -66,7 +66,7 @@ def run(name: str, *, output: Path | str | None = None, request: Request = Reque
         _say(summary(claims, _width()))
         variation = f"@{request.variation}" if request.variation else ""
         _say(f"Results are in {folder / name}{variation}.")
-        return 3 if failed else _exit_code(claims)
+        return 3 if failed else int(any(claim.agrees is False for claim in claims))
     return INTERRUPTED
 
 
@@ -163,10 +163,6 @@ def _conclude(claims: Sequence[Claim], folder: Path) -> None:
     write(folder / "summary.csv", as_csv(rows))
     write(folder / "summary.md", as_markdown(rows))
     _say(summary(claims, _width(), fold=True))
-
-
-def _exit_code(claims: Sequence[Claim]) -> int:
-    return 1 if any(claim.agrees is False for claim in claims) else 0
 
 
 @contextmanager

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # What would differ from one drawing to the next, by format; random names are ruled out by the style's hash salt.
 DATES: dict[str, tuple[str, ...]] = {"pdf": ("CreationDate", "ModDate"), "svg": ("Date",), "png": ()}
-FORMATS = tuple(DATES)
 
 
 def sources(checkout: Checkout, name: str) -> tuple[str, ...]:
@@ -42,7 +41,7 @@ def draw(checkout: Checkout, name: str, output: Path) -> list[Path]:
             figure = script.draw(*(frame(json.loads(file.read_text(encoding="utf-8"))) for file in files))
         except FileNotFoundError as error:
             raise KltestError(f"there is no {error.filename} to draw; `kltest reproduce` makes it") from error
-        return [write(output / "figures" / f"{name}.{kind}", render(figure, kind)) for kind in FORMATS]
+        return [write(output / "figures" / f"{name}.{kind}", render(figure, kind)) for kind in DATES]
 
 
 def render(figure: Figure, kind: str) -> bytes:

@@ -71,7 +71,6 @@ class Outcome:
 
     claims: Sequence[Claim]
     failures: Sequence[Failure]
-    folder: Path
     notes: Sequence[str] = ()
 
 
@@ -158,7 +157,7 @@ class Experiment:
             write(folder / f"{title}.md", as_markdown(lines))
             write(folder / f"{title}.csv", as_csv(lines))
         notes = [f"{store.path}, line {number}: not a result of kltest, passed over" for number in store.foreign_lines]
-        return Outcome(claims, failures, folder, notes)
+        return Outcome(claims, failures, notes)
 
 
 def compute_all(checkout: Checkout, name: str, batch: Sequence[Configuration]) -> list[list[Row]]:

@@ -76,10 +76,8 @@ def select(rows: Rows, part: str | None = None, **wanted: Any) -> pd.DataFrame:
 
     Wanted is a value, one of a tuple of values, or what a function of the column says: `beta=lambda beta: beta <= 3`.
     """
-    found = frame(rows)
-    tests = {name: value for name, value in wanted.items() if callable(value)}
-    values = {name: value for name, value in wanted.items() if name not in tests}
-    for name, value in ({"part": part} if part is not None else {}).items() | values.items():
+    found, tests = frame(rows), {name: wanted.pop(name) for name in list(wanted) if callable(wanted[name])}
+    for name, value in (wanted if part is None else {"part": part, **wanted}).items():
         if name not in found:
             return found.iloc[:0]
         column = found[name]
