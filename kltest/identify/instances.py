@@ -115,13 +115,13 @@ def _of_groups(environment: str, size: int) -> Callable[[int], Environment]:
 
 
 def _groups(environment: Environment, size: int) -> int:
-    """Number of groups of rollouts of one prompt, as multisets."""
+    """Count the groups of rollouts of one prompt, as multisets."""
     prompts = len(environment.prompts)
     return prompts * math.comb(int(environment.count()) // prompts + size - 1, size)
 
 
 def with_ties(instance: Instance, seed: int) -> Instance:
-    """The same instance whose rollouts end with a reward of 0 or 1, each with a probability near one half."""
+    """Return the instance with a reward of 0 or 1 at the end of each rollout, each with a probability near one half."""
     paths, environment = instance.paths, instance.environment
     last = np.arange(len(paths)), paths.lengths - 1
     cells = paths.contexts[last] * environment.vocabulary + paths.tokens[last]

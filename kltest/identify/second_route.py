@@ -38,10 +38,8 @@ def compare(loss: Loss, case: Case, moments: Moments, declared: Combination) -> 
         raise DisagreementError("the declared gradient comes out differently by dynamic programming and by autograd")
     gradient_of_table = through_table(loss, instance, case.sampler, case.seed)
     scale = max(float(np.sqrt(moments.second_moment)), size(instance))
-    if (
-        np.linalg.norm(moments.gradient - gradient_of_table)
-        > max(ROUTES_AGREE, TOLERANCES[moments.dtype].gradient) * scale
-    ):
+    limit = max(ROUTES_AGREE, TOLERANCES[moments.dtype].gradient) * scale
+    if np.linalg.norm(moments.gradient - gradient_of_table) > limit:
         raise DisagreementError(
             f"the expected gradient of {loss.name} comes out differently through a table of logits: does it "
             "give different results for the same input?"
@@ -49,7 +47,7 @@ def compare(loss: Loss, case: Case, moments: Moments, declared: Combination) -> 
 
 
 def through_table(loss: Loss, instance: Instance, sampler: str, padding: int) -> np.ndarray:
-    """(C, V) the expected gradient by a second route: one call a rollout, chained to a table of logits by autograd."""
+    """Return the (C, V) expected gradient from one call a rollout, chained to a table of logits by autograd."""
     paths, weights = instance.paths, instance.rollout_weights(sampler)
     table = torch.from_numpy(instance.policy).requires_grad_()
     log_probs = table.log_softmax(dim=1)

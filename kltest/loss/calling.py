@@ -244,7 +244,7 @@ class Loss:
             if beta == 0 and isinstance(answer, int | float) and not isinstance(answer, bool):
                 # A loss without its KL term may be the number 0.
                 answer = torch.tensor(float(answer), dtype=torch.float64)
-            result = read(self.name, answer, rollout, lists=view.gave_lists)
+            result = read(self.name, answer, rollout, lists=bool(view.lists))
             if result.metric is None:
                 fresh = RolloutView(rollout, beta, form, always_copy=bool(self.writes))
                 stored = self._stored.read(before, holders, partial(self._call, fresh))

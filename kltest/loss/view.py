@@ -81,7 +81,7 @@ class RolloutView(Rollout):
         self._builders = base._builders
         self._base, self._form, self._always_copy = base, form, always_copy
         self._fields: dict[str, TrackedTensor] = {}
-        self._lists: dict[str, TrackedTensor] = {}
+        self.lists: dict[str, TrackedTensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         if self._form.lists and name in FIELDS and "T" in FIELDS[name].shape[:6]:
@@ -99,13 +99,9 @@ class RolloutView(Rollout):
     def listed(self, name: str) -> Any:
         """Return a field as a list of one tensor of live tokens a rollout, all of them parts of one stored tensor."""
         self.accessed.add(name)
-        if name not in self._lists:
-            self._lists[name] = TrackedTensor.as_list(self.peek(name), self._base.peek("mask") != 0)
-        return self._lists[name].items
-
-    @property
-    def gave_lists(self) -> bool:
-        return bool(self._lists)
+        if name not in self.lists:
+            self.lists[name] = TrackedTensor.as_list(self.peek(name), self._base.peek("mask") != 0)
+        return self.lists[name].items
 
     def built(self, name: str) -> Tensor | None:
         return self._base.built(name)
@@ -124,7 +120,7 @@ class RolloutView(Rollout):
 
     def _tracked(self) -> Iterator[tuple[str, TrackedTensor]]:
         yield from self._fields.items()
-        yield from self._lists.items()
+        yield from self.lists.items()
 
     def _converted(self, name: str, original: Tensor) -> Tensor:
         given = original

@@ -20,12 +20,12 @@ from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.rollout import FIELDS, LEAVES, Rollout
 
-WORLDS = {"bandit": bandit(), "sequence": sequence(), "ragged": ragged()}
+ENVIRONMENTS = {"bandit": bandit(), "sequence": sequence(), "ragged": ragged()}
 
 
-@pytest.fixture(params=WORLDS, scope="module")
+@pytest.fixture(params=ENVIRONMENTS, scope="module")
 def rollout(request):
-    return Rollout.of(Instance.draw(WORLDS[request.param], 1), sampler="stale")
+    return Rollout.of(Instance.draw(ENVIRONMENTS[request.param], 1), sampler="stale")
 
 
 @pytest.fixture
@@ -256,9 +256,9 @@ def reward_table(environment):
 
 @pytest.mark.parametrize("beta", [1.0, 0.04, -3.0])
 def test_the_part_that_beta_multiplies(beta):
-    world = ragged()
-    world = ragged(reward=reward_table(world))
-    rollout = Rollout.of(Instance.draw(world, 1), sampler="stale", beta=beta)
+    environment = ragged()
+    environment = ragged(reward=reward_table(environment))
+    rollout = Rollout.of(Instance.draw(environment, 1), sampler="stale", beta=beta)
     assert float(rollout.peek("advantage").abs().max()) > 0.1
     bound = bind(grpo)
     torch.testing.assert_close(gradient(bound, rollout), by_hand(rollout, 1 - (-u(rollout)).exp()))
@@ -504,7 +504,7 @@ def test_an_integer_mask_never_becomes_an_index(short):
         bind(selects_and_subtracts)(short)
 
 
-def test_an_error_that_no_mask_mends_is_the_first_one(short):
+def test_an_error_that_no_mask_fixes_is_the_first_one(short):
     calls = []
 
     def broken(logp, mask):
@@ -831,7 +831,7 @@ def test_any_order_and_kind_of_parameters(names, cuts, defaults):
         torch.testing.assert_close(seen[name], rollout.peek(name), rtol=0, atol=0)
 
 
-def test_a_kind_of_mask_that_only_some_worlds_need(short):
+def test_a_kind_of_mask_that_only_some_environments_need(short):
     def loss(logp, ref_logp, mask):
         return k2(logp, ref_logp) if mask.all() else k2(logp, ref_logp).masked_fill(~mask, 0.0)
 

@@ -12,9 +12,9 @@ from kltest.loss.outcome import Call
 from kltest.rollout import FIELDS, Rollout
 
 
-def rewarded(world, rows=None):
-    """Rollouts under a reward that differs from one to the next, so that handing it wrongly changes numbers."""
-    rollout = Rollout.of(Instance.draw(world, 1), sampler="stale")
+def rewarded(environment, rows=None):
+    """Rollouts under a reward that differs from one to the next, so that giving it wrongly changes numbers."""
+    rollout = Rollout.of(Instance.draw(environment, 1), sampler="stale")
     rollout = rollout.take(range(len(rollout)) if rows is None else rows)
     values = torch.linspace(-1.0, 2.0, len(rollout), dtype=torch.float64) ** 3
     return rollout.replace(reward=values, advantage=values - values.mean())
@@ -56,10 +56,10 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("world", BATCHES)
+@pytest.mark.parametrize("environment", BATCHES)
 @pytest.mark.parametrize("loss", [per_token, per_rollout, per_token_of_a_batch])
-def test_rewards_come_per_rollout_or_per_token_as_the_loss_wants(loss, world):
-    rollout = BATCHES[world]
+def test_rewards_come_per_rollout_or_per_token_as_the_loss_wants(loss, environment):
+    rollout = BATCHES[environment]
     ratio = (rollout.peek("logp") - rollout.peek("old_logp")).exp()
     expected = by_hand(rollout, -ratio * rollout.peek("advantage")[:, None])
     bound = bind(loss, Call(arguments=ARGUMENTS.get(loss, {})))
@@ -70,8 +70,8 @@ def test_rewards_come_per_rollout_or_per_token_as_the_loss_wants(loss, world):
 
 def test_unsettled_square_batches_would_be_graded_wrongly():
     """The planted bug: what a per-token loss makes of one advantage a rollout where the shapes happen to fit."""
-    for world in ("bandit", "square"):
-        rollout = BATCHES[world]
+    for environment in ("bandit", "square"):
+        rollout = BATCHES[environment]
         fresh = rollout.take(range(len(rollout)))
         value = per_token(*(fresh.peek(name) for name in ("logp", "old_logp", "advantage", "mask")))
         (found,) = torch.autograd.grad(value, [fresh.built("logp")])
@@ -79,7 +79,7 @@ def test_unsettled_square_batches_would_be_graded_wrongly():
         assert (found - right).abs().max() > 0.01
 
 
-def test_settling_once_on_a_ragged_batch_holds_for_all_worlds():
+def test_settling_once_on_a_ragged_batch_holds_for_all_environments():
     bound = bind(per_token)
     bound.settle(BATCHES["ragged"].take(range(5)))
     calls = []
@@ -149,7 +149,7 @@ def test_rewards_per_token_and_a_boolean_mask_together():
     assert "mask of bool" in bound.notes[0]
 
 
-def test_a_shape_that_nothing_mends_is_the_loss_own_error():
+def test_a_shape_that_nothing_fixes_is_the_loss_own_error():
     def loss(logp, advantages):
         return logp @ advantages[:, None, None]
 

@@ -25,7 +25,7 @@ from kltest.moments.drawing import Drawing
 from kltest.moments.pairing import COSTS, KNOWN, Pairing
 from kltest.truth import combine, gradient
 
-WORLDS = ("bandit", "sequence", "ragged")
+ENVIRONMENTS = ("bandit", "sequence", "ragged")
 GROUPED = ("group-mean", "group-std", "leave-one-out", "tied-groups-masked")
 SCHEMA = json.loads((files("kltest.render") / "grade-1.schema.json").read_text(encoding="utf-8"))
 
@@ -51,7 +51,7 @@ def compared(loss, instance, sampler="current", *, margin=0.05, expect="reverse_
 # What is subtracted
 
 
-@pytest.mark.parametrize(("environment", "sampler"), list(product((*WORLDS, "mdp"), ("current", "stale"))))
+@pytest.mark.parametrize(("environment", "sampler"), list(product((*ENVIRONMENTS, "mdp"), ("current", "stale"))))
 def test_what_is_subtracted_has_mean_zero(environment, sampler):
     instance = first(environment)
     pairing = Pairing(instance, sampler)
@@ -61,7 +61,7 @@ def test_what_is_subtracted_has_mean_zero(environment, sampler):
     np.testing.assert_allclose(mean, 0, atol=1e-13)
 
 
-@pytest.mark.parametrize("environment", WORLDS)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_what_is_subtracted_in_batches_has_mean_zero(environment):
     """Over every ordered pair of rollouts; the baseline's product of means is not linear in the rows."""
     instance = first(environment)
@@ -86,7 +86,7 @@ def test_coefficients_are_those_of_least_squares():
 # Against the exact route
 
 
-@pytest.mark.parametrize(("environment", "sampler"), list(product(WORLDS, ("current", "stale"))))
+@pytest.mark.parametrize(("environment", "sampler"), list(product(ENVIRONMENTS, ("current", "stale"))))
 def test_the_whole_registry_agrees_with_exact_gradients(environment, sampler):
     """The interval holds the exact bias, a verdict is on its side of the margin, and most are given."""
     instance, margin, decided = first(environment), 0.1, []

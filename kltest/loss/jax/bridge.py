@@ -25,7 +25,7 @@ from kltest.rollout import Rollout
 
 CALLED = (
     "It was called with JAX arrays and differentiated by jax.vjp, with JAX's float64 switched on: in float32 it "
-    "computes only where it asks for that itself"
+    "computes only if it asks for that itself"
 )
 _NARROW = {23: torch.float32, 10: torch.float16, 7: torch.bfloat16}
 
