@@ -44,7 +44,9 @@ def demonstrated(code):
 def test_the_wrong_loss_fails_the_check(check):
     # What other checks say is asked of logged values, and of warnings, which refute nothing.
     others = check.code.startswith(("KL6", "KL8"))
-    report = kltest.grade(check.wrong, **check.options, select=() if others else check.code)
+    # Every group of a bandit is enumerated as those of longer environments are, in a fraction of the time.
+    where = {"environment": "bandit"} if check.code.startswith("KL4") else {}
+    report = kltest.grade(check.wrong, **check.options, **where, select=() if others else check.code)
     assert not report.error
     assert check.code in codes(report)
     assert report.verdict == ("confirmed" if check.code.startswith("KL8") else "refuted")
