@@ -18,7 +18,7 @@ from kltest.scoreboard.rows import changes
 
 FEW = {
     "liger": ("ppo_loss_fn/loss_type=dapo",),  # a whole loss, of groups, with a clipped ratio
-    "openrlhf": ("compute_approx_kl/k3", "kl_loss/sequence"),  # lifted; loaded with placeholders, a recipe
+    "openrlhf": ("compute_approx_kl/k3",),  # a function, lifted; its program loads it with placeholders
     "torchrl": ("kl_in_reward/KLComputation", "loss/SequenceKLGRPOLoss"),  # in the reward; a recipe that is a subclass
 }
 
