@@ -61,25 +61,20 @@ class RunFolder:
 
     def restore(self) -> dict[str, Any] | None:
         """Return the last checkpoint, if there is one, and cut the files to their length at that time."""
-        path = None if self.folder is None else self.folder / CHECKPOINT
-        if path is None or not path.exists():
-            self._cut({})
-            return None
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise KltestError(f"{path} cannot be read: {error}; start anew with --again") from None
-        self._cut(state["files"])
-        return dict(state)
-
-    def _cut(self, sizes: dict[str, int]) -> None:
         if self.folder is None:
-            return
+            return None
+        path, state = self.folder / CHECKPOINT, None
+        if path.exists():
+            try:
+                state = dict(torch.load(path, map_location="cpu", weights_only=True))
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                raise KltestError(f"{path} cannot be read: {error}; start anew with --again") from None
         for name in FILES:
             with (self.folder / name).open("ab") as file:
-                file.truncate(sizes.get(name, 0))
+                file.truncate(state["files"].get(name, 0) if state else 0)
         lines = (self.folder / FILES[0]).read_text(encoding="utf-8").splitlines()
         self.records = [json.loads(line) for line in lines]
+        return state
 
     def add(self, record: Record, timings: Record) -> None:
         """Append a line to both files."""

@@ -84,14 +84,14 @@ def compare_gradients(
         return {}
     plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}}
     truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
-    gradients = partial(_gradients, models=models, task=task, settings=settings)
+    gradients = partial(_gradients, models, task, settings)
     parts = []
     for chunk in range(settings.gradient_chunks):
         if sampler is None:
-            parts.append(gradients((term, truth), numbers=(step, chunk)))
+            parts.append(gradients((step, chunk), term, truth))
         else:
-            of_term = gradients((term,), numbers=(step, chunk), sampler=sampler)
-            parts.append([*of_term, *gradients((truth,), numbers=(step, chunk))])
+            of_term = gradients((step, chunk), term, sampler=sampler)
+            parts.append([*of_term, *gradients((step, chunk), truth)])
     flat = torch.stack([*(one for one, _ in parts), *(other for _, other in parts)]).double()
     name = "kl_gradient" if sampler is None else "stale_gradient"
     return compared((flat @ flat.T).cpu().numpy(), settings.gradient_batches, name)
@@ -110,7 +110,6 @@ def compared(products: np.ndarray, batches: int = 1, name: str = "kl_gradient") 
         name: Prefix of the metrics.
     """
     chunks = len(products) // 2
-    numbers = np.arange(chunks)
     # First rows and columns of the products term·truth, term·term and truth·truth.
     corners = (0, chunks), (0, 0), (chunks, chunks)
 
@@ -119,53 +118,47 @@ def compared(products: np.ndarray, batches: int = 1, name: str = "kl_gradient") 
         pairs = len(kept) * (len(kept) - 1)
         return np.array([(block.sum() - np.trace(block)) / pairs for block in blocks])
 
-    squares, errors = _jackknife(moments, numbers)
-    nothing, vanishes = squares[2] <= 2 * errors[2], squares[1] <= 2 * errors[1]
-    if nothing:
+    squares, errors = _jackknife(moments, chunks)
+    if squares[2] <= 2 * errors[2]:
         return {}
     found: Record = {}
-    ratios: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        f"{name}_cosine": lambda kept: _cosine(moments(kept)),
-        f"{name}_size": lambda kept: _size(moments(kept)),
-    }
     reach = float(t.ppf((1 + LEVEL) / 2, chunks - 1))
-    if vanishes:
+    if squares[1] <= 2 * errors[1]:
         size, high = (
             math.sqrt(max(square, 0.0) / squares[2]) for square in (squares[1], squares[1] + reach * errors[1])
         )
-        found, ratios = _with_interval(f"{name}_size", size, 0.0, high), {}
-    for ratio_name, ratio in ratios.items():
-        value, error = (float(number) for number in _jackknife(ratio, numbers))
-        if math.isfinite(value) and math.isfinite(error):
-            found |= _with_interval(ratio_name, value, value - reach * error, value + reach * error)
+        found |= _with_interval(f"{name}_size", size, 0.0, high)
+    else:
+        ratios: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+            "cosine": lambda pairs: pairs[0] / np.sqrt(pairs[1] * pairs[2]),
+            "size": lambda pairs: np.sqrt(pairs[1] / pairs[2]),
+        }
+        for what, ratio in ratios.items():
+            value, error = map(float, _jackknife(moments, chunks, ratio))
+            if math.isfinite(value) and math.isfinite(error):
+                found |= _with_interval(f"{name}_{what}", value, value - reach * error, value + reach * error)
     variance = (np.trace(products[:chunks, :chunks]) / chunks - squares[1]) * batches
     found[f"{name}_noise"] = math.sqrt(max(variance, 0.0) / squares[2])
     return found
 
 
 @np.errstate(all="ignore")
-def _cosine(moments: np.ndarray) -> np.ndarray:
-    return moments[0] / np.sqrt(moments[1] * moments[2])
-
-
-@np.errstate(all="ignore")
-def _size(moments: np.ndarray) -> np.ndarray:
-    return np.sqrt(moments[1] / moments[2])
-
-
-def _jackknife(statistic: Callable[[np.ndarray], np.ndarray], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The statistic of all chunks and its standard error, by leaving out one at a time."""
-    without = np.stack([statistic(np.delete(numbers, one)) for one in numbers])
+def _jackknife(
+    moments: Callable[[np.ndarray], np.ndarray], chunks: int, statistic: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A statistic of the moments of all chunks and its standard error, by leaving out one chunk at a time."""
+    numbers = np.arange(chunks)
+    without = np.stack([statistic(moments(np.delete(numbers, one))) for one in numbers])
     spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
-    return statistic(numbers), np.sqrt((len(numbers) - 1) / len(numbers) * spread)
+    return statistic(moments(numbers)), np.sqrt((chunks - 1) / chunks * spread)
 
 
 def _gradients(
-    objectives: tuple[Objective, ...],
     models: Models,
     task: Task,
     settings: Settings,
     numbers: tuple[int, int],
+    *objectives: Objective,
     sampler: LanguageModel | None = None,
 ) -> list[Tensor]:
     """(P,) for each objective: the mean gradient over batches of the run's size, the same fresh ones for all."""
@@ -177,16 +170,15 @@ def _gradients(
     scored = partial(score_in_parts, rollouts=rollouts, size=size, temperature=settings.temperature)
     old_logp = None if sampler is None else scored(sampler)
     rollouts = replace(rollouts, ref_logp=scored(models.reference), old_logp=old_logp)
-    parameters = [one for one in models.policy.model.parameters() if one.requires_grad]
+    model = models.policy.model
+    parameters = [one for one in model.parameters() if one.requires_grad]
     found = []
     for objective in objectives:
-        models.policy.model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         for rows in rollouts.split(settings.rollouts):
-            part = rollouts.rows(rows)
-            accumulate(objective, models.policy, models.reference, part, alone, longest=longest(settings, task))
+            accumulate(objective, models, rollouts.rows(rows), alone, longest=longest(settings, task))
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
         found.append(torch.cat([gradient.reshape(-1) for gradient in gradients]) / batches)
-    models.policy.model.zero_grad(set_to_none=True)
     return found
 
 

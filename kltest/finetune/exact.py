@@ -9,9 +9,9 @@ case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -20,7 +20,6 @@ from kltest.environments import Environment, Instance, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import Estimator, find, registry
 from kltest.finetune.processes import Processes
-from kltest.identify import transformers
 from kltest.identify.case import Case, relative_bias, worst_cosine
 from kltest.identify.findings import Combination
 from kltest.identify.findings import Row as GradedRow
@@ -97,68 +96,40 @@ class Row:
 
 @dataclass(frozen=True)
 class SizedCase(Case):
-    """An environment of some (vocabulary, length) with tables of logits as policies."""
+    """An environment of some (vocabulary, length); policies are networks, or tables of logits if there is none."""
 
     size: tuple[int, int] = (8, 3)
+    network: Network | None = None
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        return _tables(self)
-
-    def environments(self) -> Iterator[tuple[Environment, tuple[int, int, int]]]:
-        """Yield the environments, each with a reward of its own, and the seeds of their policies."""
-        build = BUILD[self.environment]
-        for number in range(FITTED + HELD_OUT):
-            seed = (self.seed, list(BUILD).index(self.environment), number)
-            contexts = build(*self.size).n_contexts
-            reward = np.random.default_rng(seed).standard_normal((contexts, self.size[0]))
-            yield build(*self.size, reward=reward), seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkCase(SizedCase):
-    """The same with networks as policies, whose gradients are compared at all weights."""
-
-    network: Network
+        return _instances(replace(self, sampler="current", group=None), ties=self.group is not None)
 
     @property
-    def instances(self) -> tuple[Instance, ...]:
-        return _networks(self.network, self.environment, self.size, self.seed, self.group is not None)
-
-    def at_parameters(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
-        drawn = zip(self.instances, self.environments(), gradients, strict=True)
-        return [
-            transformers.parameter_gradient(instance, self.network, *seed).pull_back(one)
-            for instance, (_, seed), one in drawn
-        ]
-
-    @property
-    def freedom(self) -> int:
-        contexts = self.instances[0].environment.n_contexts
-        return FITTED * min(self.network.parameters, contexts * (self.size[0] - 1))
+    def policy_seeds(self) -> list[tuple[int, ...]]:
+        return [(self.seed, list(BUILD).index(self.environment), number) for number in range(FITTED + HELD_OUT)]
 
 
 @lru_cache(maxsize=8)
-def _tables(case: SizedCase) -> tuple[Instance, ...]:
-    return tuple(
-        Instance.draw(environment, np.random.SeedSequence([case.seed, number]))
-        for number, (environment, _) in enumerate(case.environments())
-    )
+def _instances(case: SizedCase, *, ties: bool) -> tuple[Instance, ...]:
+    build, found = BUILD[case.environment], []
+    for number, seed in enumerate(case.policy_seeds):
+        contexts = build(*case.size).n_contexts
+        reward = np.random.default_rng(seed).standard_normal((contexts, case.size[0]))
+        environment = build(*case.size, reward=reward)
+        if case.network is None:
+            instance = Instance.draw(environment, np.random.SeedSequence([case.seed, number]))
+        else:
+            instance = case.network.instance(environment, seed)
+        found.append(with_ties(instance, case.seed) if ties else instance)
+    return tuple(found)
 
 
-@lru_cache(maxsize=8)
-def _networks(target: Network, environment: str, size: tuple[int, int], seed: int, ties: bool) -> tuple[Instance, ...]:
-    case = SizedCase(environment, "current", seed, size=size)
-    drawn = [target.instance(built, own) for built, own in case.environments()]
-    return tuple(with_ties(instance, seed) if ties else instance for instance in drawn)
-
-
-def rows(request: Request, target: Network | None = None, *, shown: bool = False) -> Iterator[Row]:
+def rows(request: Request, *, shown: bool = False) -> Iterator[Row]:
     """Yield a row for each estimator, environment and sampler.
 
     Args:
         request: What to enumerate.
-        target: A network to use instead of the requested model.
         shown: True to show a progress bar.
 
     Raises:
@@ -168,7 +139,7 @@ def rows(request: Request, target: Network | None = None, *, shown: bool = False
     if request.vocabulary < 3 or request.length < 1:
         raise UsageError("an environment to enumerate has 3 tokens or more, and a length of 1 or more")
     device = Processes.here(request.device).device
-    target = target or network(request.model, request.vocabulary, request.seed, device)
+    target = network(request.model, request.vocabulary, request.seed, device)
     with Progress("exact", len(BUILD) * len(chosen)) if shown else nullcontext() as progress:
         for environment in BUILD:
             for estimator in chosen:
@@ -178,18 +149,17 @@ def rows(request: Request, target: Network | None = None, *, shown: bool = False
                 if estimator.spec.couples:
                     size = FOR_GROUPS if Sizes.of(fields_used(loss, request.seed)).grouped else FOR_BATCHES
                 for sampler in SAMPLERS:
-                    case = NetworkCase(environment, sampler, request.seed, size=size, network=target)
+                    case = SizedCase(environment, sampler, request.seed, size=size, network=target)
                     yield row_of(case, loss, estimator)
                 if progress:
                     progress.advance(f"{name}, {environment}")
 
 
-def row_of(case: NetworkCase, loss: Loss, estimator: Estimator) -> Row:
+def row_of(case: SizedCase, loss: Loss, estimator: Estimator) -> Row:
     """Return the gradient that a loss follows in a case, beside that which the estimator follows in the tabular one."""
     expected = estimator.spec.expectation(case.environment, case.sampler)
     if case.size[1] != LENGTH_OF_SPECS and not estimator.spec.couples:
-        table = SizedCase(case.environment, case.sampler, case.seed, size=case.size)
-        expected = _measured(table, loss, REVERSE_KL, twice=False)[1].identified
+        expected = _measured(replace(case, network=None), loss, REVERSE_KL, twice=False)[1].identified
     declared = dict(expected or REVERSE_KL)
     measure, found = _measured(case, loss, declared, twice=expected is not None)
     distance = None if expected is None else found.relative_bias
@@ -222,7 +192,7 @@ def row_of(case: NetworkCase, loss: Loss, estimator: Estimator) -> Row:
         names=len(candidates),
         rank=rank,
         rank_in_tables=rank_in_tables,
-        parameters=case.network.parameters,
+        parameters=case.network.parameters if case.network else 0,
     )
 
 

@@ -13,6 +13,7 @@ with everything but the last factor constant. The KL term is any target that `kl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from kltest.errors import KltestError, UsageError
 from kltest.finetune.settings import AUTO, NONE, Settings
+from kltest.language_models.rollouts import Rollouts
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
@@ -53,6 +55,17 @@ class Fields:
     reward: Tensor
     group: Tensor
 
+    @classmethod
+    def of(cls, rollouts: Rollouts, logp: Tensor) -> Fields:
+        """Return the fields of rewarded rollouts; unknown log-probs of the reference or the sampler are `logp`."""
+        assert rollouts.reward is not None
+        ref_logp, old_logp = (logp if one is None else one for one in (rollouts.ref_logp, rollouts.old_logp))
+        return cls(logp, ref_logp, old_logp, rollouts.mask, rollouts.tokens, rollouts.reward.to(logp), rollouts.group)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Fields:
+        """Return the fields, each changed in the same way."""
+        return Fields(**{name: change(value) for name, value in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class LogProbGradient:
@@ -62,73 +75,34 @@ class LogProbGradient:
         logp: (B, T) at the sampled tokens.
         logits: (B, T, V) at all next tokens, for terms that read them.
         logged: The KL that the term logs, in nats a rollout.
-        one_number: True if the term is one number for the whole batch, not one for each row.
     """
 
     logp: Tensor
     logits: Tensor | None = None
     logged: float | None = None
-    one_number: bool = False
-
-
-class KLTerm:
-    """The KL term of a run's settings, with its placement and credit."""
-
-    def __init__(self, settings: Settings) -> None:
-        settings = settings.resolved
-        call = Call(
-            None if settings.placement == AUTO else settings.placement,  # type: ignore[arg-type]
-            None if settings.credit == AUTO else settings.credit,  # type: ignore[arg-type]
-            None,
-            settings.kl_options,
-        )
-        loss = resolve(settings.kl, call)
-        assert isinstance(loss, Loss)
-        self.loss, self.beta = loss, settings.beta
-        self.takes_logits = bool(loss.takes & {"logits", "ref_logits", "old_logits"})
-        self.couples = loss.spec is not None and loss.spec.couples
-
-    def gradient(self, fields: Fields, weights: Tensor, logits: tuple[Tensor, Tensor] | None = None) -> LogProbGradient:
-        """Return the gradient of Σ_i weights_i·(KL term)_i, or of the term if it is one number for the batch.
-
-        Args:
-            fields: The batch.
-            weights: (B,).
-            logits: (B, T, V) log-probs of all next tokens under the policy and the reference, if the term reads them.
-
-        Raises:
-            TargetError: The term fails.
-            KltestError: Its gradient is not finite.
-        """
-        rollout = _rollout(fields, logits, beta=self.beta)
-        outcome = self.loss(rollout)
-        objective = outcome.objective if outcome.rows is None else (outcome.rows * weights.to(outcome.rows)).sum()
-        found = leaf_gradients(self.loss, objective, rollout)
-        live = fields.mask
-        on_logp = found["logp"].to(fields.logp) if "logp" in found else torch.zeros_like(fields.logp)
-        on_logits = found.get("logits")
-        return LogProbGradient(
-            on_logp.where(live, 0.0),
-            None if on_logits is None else on_logits.to(live.device).where(live[:, :, None], 0.0),
-            _logged(outcome.metric if outcome.metric is not None else outcome.value, live),
-            outcome.rows is None,
-        )
 
 
 class Objective:
-    """Reward part and KL term of a run's settings; either can be left out to measure the other."""
+    """Reward part and KL term of a run's settings; without `reward` the KL term alone, without its coefficient."""
 
-    def __init__(self, settings: Settings, *, reward: bool = True, kl: bool = True) -> None:
-        self.settings = settings.resolved
-        self.with_reward = reward
-        unused = self.settings.kl == NONE or (reward and self.settings.beta == 0)
-        self.kl = None if unused or not kl else KLTerm(self.settings)
-        # Measured alone, the KL gradient is that of the term without its coefficient.
-        self.beta = self.settings.beta if reward else 1.0
+    def __init__(self, settings: Settings, *, reward: bool = True) -> None:
+        self.settings = settings = settings.resolved
+        self.with_reward, self.beta = reward, settings.beta if reward else 1.0
+        self.kl: Loss | None = None
+        if settings.kl != NONE and self.beta:
+            placement, credit = (None if one == AUTO else one for one in (settings.placement, settings.credit))
+            call = Call(placement, credit, None, settings.kl_options)  # type: ignore[arg-type]
+            self.kl = resolve(settings.kl, call)
 
     @property
     def takes_logits(self) -> bool:
-        return self.kl is not None and self.kl.takes_logits
+        """True if the KL term reads the log-probs of all next tokens."""
+        return self.kl is not None and bool(self.kl.takes & {"logits", "ref_logits", "old_logits"})
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the reference's log-probs of the sampled tokens must be known before the update."""
+        return self.kl is not None and not self.takes_logits
 
     def weights(self, fields: Fields, longest: int) -> Tensor:
         """Return the weights (B,) of rollouts in the joint batch; `longest` is max_tokens."""
@@ -143,27 +117,45 @@ class Objective:
         total, logged = torch.zeros_like(fields.logp), None
         if self.with_reward:
             total = total - self._ascent(fields) * weights[:, None]
-        if self.kl is not None and not self.kl.takes_logits:
-            kl = self.kl.gradient(fields, weights)
-            total, logged = total + self.beta * kl.logp, kl.logged
+        if self.needs_reference:
+            kl = self.kl_gradient(fields, weights)
+            total, logged = total + kl.logp, kl.logged
         return LogProbGradient(total.where(fields.mask, 0.0), None, logged)
 
-    def gradient_with_logits(
-        self, fields: Fields, weights: Tensor, logits: tuple[Tensor, Tensor], *, split: bool = False
+    def kl_gradient(
+        self, fields: Fields, weights: Tensor, logits: tuple[Tensor, Tensor] | None = None, *, split: bool = False
     ) -> LogProbGradient:
-        """Return the gradient of a KL term that reads logits; `split` says that the rows are a part of the batch.
+        """Return β times the gradient of Σ_i weights_i·(KL term)_i, or of the term if it is one number for the batch.
+
+        Args:
+            fields: The batch.
+            weights: (B,).
+            logits: (B, T, V) log-probs of all next tokens under the policy and the reference, if the term reads them.
+            split: True if the rows are a part of the batch.
 
         Raises:
+            TargetError: The term fails.
+            KltestError: Its gradient is not finite.
             UsageError: The term couples the rows of a batch and would see only a part of them.
         """
         assert self.kl is not None
-        kl = self.kl.gradient(fields, weights, logits)
-        if split and (self.kl.couples or kl.one_number):
+        rollout = _rollout(fields, logits, beta=self.settings.beta)
+        outcome = self.kl(rollout)
+        if split and (outcome.rows is None or (self.kl.spec is not None and self.kl.spec.couples)):
             raise UsageError(
-                f"{self.kl.loss.name} takes all next tokens' log-probs and couples the rows of a batch, so that the "
-                "batch cannot be split: set micro_batch=0 and use one process"
+                f"{self.kl.name} takes all next tokens' log-probs and couples the rows of a batch, so that the batch "
+                "cannot be split: set micro_batch=0 and use one process"
             )
-        return LogProbGradient(self.beta * kl.logp, None if kl.logits is None else self.beta * kl.logits, kl.logged)
+        objective = outcome.objective if outcome.rows is None else (outcome.rows * weights.to(outcome.rows)).sum()
+        found = leaf_gradients(self.kl, objective, rollout)
+        live = fields.mask
+        on_logp = found["logp"].to(fields.logp) if "logp" in found else torch.zeros_like(fields.logp)
+        on_logits = found.get("logits")
+        return LogProbGradient(
+            self.beta * on_logp.where(live, 0.0),
+            None if on_logits is None else self.beta * on_logits.to(live.device).where(live[:, :, None], 0.0),
+            _logged(outcome.metric if outcome.metric is not None else outcome.value, live),
+        )
 
     def _ascent(self, fields: Fields) -> Tensor:
         """(B, T) A·c, the ascent direction of the reward part."""
@@ -216,18 +208,14 @@ def _rollout(fields: Fields, logits: tuple[Tensor, Tensor] | None, *, beta: floa
     home = logits[0].device if logits is not None else torch.device("cpu")
 
     def at_home(value: Tensor) -> Tensor:
-        value = value.detach().to(home)
-        return value.double() if value.is_floating_point() else value
+        return value.detach().to(home, value.dtype if value.dtype == torch.int64 else torch.float64)
 
-    given: dict[str, Any] = {
-        name: at_home(getattr(fields, name)) for name in ("logp", "ref_logp", "old_logp", "tokens", "reward", "group")
-    }
-    given["mask"] = fields.mask.to(home, torch.float64)
+    given: dict[str, Any] = dict(vars(fields.each(at_home)))
     given["advantage"] = advantages(given["reward"], given["group"], "mean", NONE)
     if logits is not None:
-        given |= {"logits": logits[0].detach(), "ref_logits": logits[1].detach()}
-        same = bool(torch.equal(fields.logp, fields.old_logp))
-        given["old_logits"] = _stale if not same else logits[0].detach()
+        policy, reference = (one.detach() for one in logits)
+        current = torch.equal(fields.logp, fields.old_logp)
+        given |= {"logits": policy, "ref_logits": reference, "old_logits": policy if current else _stale}
     return Rollout(given, beta=beta)
 
 

@@ -65,21 +65,13 @@ class Processes:
 
     def largest(self, number: int) -> int:
         """Return the largest number of any process."""
-        if self.count == 1:
-            return number
-        value = torch.tensor(number, device=self.device)
-        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
-        return int(value)
+        return int(self.joint(torch.tensor([number], device=self.device)).max())
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum every `.grad` over processes."""
-        if self.count == 1:
-            return
-        present = [one.grad for one in parameters if one.grad is not None]
-        joined = torch.cat([gradient.reshape(-1) for gradient in present])
-        torch.distributed.all_reduce(joined)
-        for gradient, part in zip(present, joined.split([one.numel() for one in present]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        if self.count > 1:
+            for gradient in [one.grad for one in parameters if one.grad is not None]:
+                torch.distributed.all_reduce(gradient)
 
     def wait(self) -> None:
         """Wait for all processes."""

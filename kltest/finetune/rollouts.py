@@ -58,8 +58,9 @@ def draw(
     problems = problems[share]
     rows = slice(share.start * group_size, share.stop * group_size)
     encoded = [sampler.encode(one.prompt) for one in problems]
-    rollouts = generate(sampler, encoded, uniforms[rows], temperature=settings.temperature)
+    with sampler.autocast():  # Weights are cast once for the whole generation.
+        rollouts = generate(sampler, encoded, uniforms[rows], temperature=settings.temperature)
     repeated = [one for one in problems for _ in range(group_size)]
     reward = rewards(sampler, task, repeated, rollouts.tokens, rollouts.mask)
     rollouts = replace(rollouts, reward=reward.to(sampler.device), group=rollouts.group + share.start)
-    return rollouts.widened(processes.largest(rollouts.tokens.shape[1]))
+    return rollouts.resized(processes.largest(rollouts.tokens.shape[1]))

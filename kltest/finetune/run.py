@@ -27,7 +27,7 @@ from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Task, task_named
-from kltest.finetune.update import accumulate, needs_reference
+from kltest.finetune.update import accumulate
 from kltest.language_models.models import is_tiny, parameters_asked, save
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score_in_parts
@@ -155,12 +155,10 @@ class Training:
         settings = self.settings
         sizes = (settings.prompts, settings.group_size)
         batch = draw(self.models.policy, self.task, settings, "train", (self.step,), *sizes, self.processes)
-        if needs_reference(self.objective):
-            ref_logp = score_in_parts(
-                self.models.reference, batch, settings.micro_batch, temperature=settings.temperature
-            )  # (B, T)
-            batch = replace(batch, ref_logp=ref_logp)
-        return batch
+        if not self.objective.needs_reference:
+            return batch
+        size, temperature = settings.micro_batch, settings.temperature
+        return replace(batch, ref_logp=score_in_parts(self.models.reference, batch, size, temperature=temperature))
 
     def _update(self, batch: Rollouts) -> Record:
         """`inner_epochs` updates with one batch, whose sampler is the policy before the first of them."""
@@ -176,14 +174,8 @@ class Training:
                         record |= compare_gradients(self.models, self.task, settings, self.step, sampler)
                     self.processes.wait()
             self.optimiser.zero_grad(set_to_none=True)
-            info = accumulate(
-                self.objective,
-                self.models.policy,
-                self.models.reference,
-                batch,
-                self.processes,
-                longest=longest(settings, self.task),
-            )
+            most = longest(settings, self.task)
+            info = accumulate(self.objective, self.models, batch, self.processes, longest=most)
             if epoch == 0:
                 record |= of_batch(batch, info, self.models.policy.end)
                 batch = self.batch = replace(batch, old_logp=info.logp)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kltest.finetune.errors import NotFiniteError
+from kltest.finetune.models import Models
 from kltest.finetune.objective import Fields, Objective
 from kltest.finetune.processes import Processes
-from kltest.language_models.language import LanguageModel
 from kltest.language_models.rollouts import Rollouts
-from kltest.language_models.scoring import Scores, score, score_in_parts
+from kltest.language_models.scoring import score, score_in_parts
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class UpdateInfo:
 
 def accumulate(
     objective: Objective,
-    policy: LanguageModel,
-    reference: LanguageModel,
+    models: Models,
     rollouts: Rollouts,
     processes: Processes,
     *,
@@ -44,10 +44,9 @@ def accumulate(
 
     Args:
         objective: Rewards and KL term.
-        policy: The model whose parameters get the gradient.
-        reference: The frozen reference.
-        rollouts: This process's rewarded rollouts; with the reference's log-probs if `needs_reference`, and with the
-            sampler's unless that is the policy itself.
+        models: The policy, whose parameters get the gradient, and the frozen reference.
+        rollouts: This process's rewarded rollouts; with the reference's log-probs if the objective needs them, and
+            with the sampler's unless that is the policy itself.
         processes: The processes that share the run.
         longest: Most tokens of a rollout.
         row_weights: (B,) weights instead of the objective's, as probabilities of enumerated rollouts.
@@ -56,55 +55,40 @@ def accumulate(
         NotFiniteError: A log-prob of the policy is not finite.
     """
     temperature, size = objective.settings.temperature, objective.settings.micro_batch
+    scored = partial(score, temperature=temperature, logits=objective.takes_logits)
     parts = list(rollouts.split(size))
     # 1. Log-probs (B, T) of the sampled tokens; a single part keeps its graph for the backward pass.
-    whole = None
-    if len(parts) == 1:
-        whole = score(policy, rollouts, temperature=temperature, logits=objective.takes_logits)
-    logp = score_in_parts(policy, rollouts, size, temperature=temperature) if whole is None else whole.logp.detach()
+    whole = scored(models.policy, rollouts) if len(parts) == 1 else None
+    logp = whole.logp.detach() if whole else score_in_parts(models.policy, rollouts, size, temperature=temperature)
     if not bool(torch.isfinite(logp.where(rollouts.mask, 0.0)).all()):
         worst = float(logp[rollouts.mask & ~torch.isfinite(logp)][0])
         raise NotFiniteError(f"the policy's log-prob of a token is {worst}: an update broke it; lower learning_rate")
     # 2. The gradient at the log-probs, for the joint batch: advantages and couplings need all of its rows.
-    own = _fields(rollouts, logp)
-    joint = Fields(**{name: processes.joint(value) for name, value in vars(own).items()})
+    own = Fields.of(rollouts, logp)
+    joint = own.each(processes.joint)
     weights = objective.weights(joint, longest) if row_weights is None else row_weights  # (B,)
     found = objective.gradient(joint, weights)
     at_logp, own_weights = processes.own(found.logp), processes.own(weights)
     # 3. Backward through the model, part by part: ∇ Σ g·log π with g constant.
-    logged: list[tuple[float | None, int]] = [(found.logged, len(logp))]
+    logged = [(found.logged, len(logp))]
     for rows in parts:
-        scores = whole or score(policy, rollouts.rows(rows), temperature=temperature, logits=objective.takes_logits)
+        part = rollouts.rows(rows)
+        scores = whole or scored(models.policy, part)
         surrogate = (at_logp[rows] * scores.logp).sum()
-        if objective.takes_logits:
+        if scores.logits is not None:
+            with torch.no_grad():
+                other = scored(models.reference, part)
+            assert other.logits is not None
+            fields = replace(Fields.of(part, logp[rows]), ref_logp=other.logp)
             split = len(parts) > 1 or processes.count > 1
-            fields = Fields(**{name: value[rows] for name, value in vars(own).items()})
-            more, value = _through_logits(
-                objective, reference, rollouts.rows(rows), scores, fields, own_weights[rows], split=split
-            )
-            surrogate = surrogate + more
-            logged.append((value, len(scores.logp)))
+            kl = objective.kl_gradient(fields, own_weights[rows], (scores.logits, other.logits), split=split)
+            along = (kl.logp * scores.logp).sum()
+            if kl.logits is not None:
+                along = along + (kl.logits.to(scores.logits) * scores.logits).sum()
+            surrogate = surrogate + along
+            logged.append((kl.logged, len(part)))
         surrogate.backward()
     return UpdateInfo(joint, logp, _mean(logged, processes))
-
-
-def needs_reference(objective: Objective) -> bool:
-    """True if the reference's log-probs of the sampled tokens must be known before the update."""
-    return objective.kl is not None and not objective.takes_logits
-
-
-def _fields(rollouts: Rollouts, logp: Tensor) -> Fields:
-    assert rollouts.reward is not None
-    return Fields(
-        logp=logp,
-        # A placeholder if the reference is not needed.
-        ref_logp=logp if rollouts.ref_logp is None else rollouts.ref_logp,
-        old_logp=logp if rollouts.old_logp is None else rollouts.old_logp,
-        mask=rollouts.mask,
-        tokens=rollouts.tokens,
-        reward=rollouts.reward.to(logp),
-        group=rollouts.group,
-    )
 
 
 def _mean(logged: list[tuple[float | None, int]], processes: Processes) -> float | None:
@@ -113,29 +97,4 @@ def _mean(logged: list[tuple[float | None, int]], processes: Processes) -> float
     if not known:
         return None
     mean = sum(value * rows for value, rows in known) / sum(rows for _, rows in known)
-    if processes.count == 1:
-        return mean
     return float(processes.joint(torch.tensor([mean], dtype=torch.float64, device=processes.device)).mean())
-
-
-def _through_logits(
-    objective: Objective,
-    reference: LanguageModel,
-    rollouts: Rollouts,
-    scores: Scores,
-    fields: Fields,
-    weights: Tensor,
-    *,
-    split: bool,
-) -> tuple[Tensor, float | None]:
-    """The surrogate of a KL term that reads the log-probs of all next tokens, and the KL that it logs."""
-    assert scores.logits is not None
-    with torch.no_grad():
-        other = score(reference, rollouts, temperature=objective.settings.temperature, logits=True)
-    assert other.logits is not None
-    fields = replace(fields, ref_logp=other.logp)
-    found = objective.gradient_with_logits(fields, weights, (scores.logits, other.logits), split=split)
-    surrogate = (found.logp * scores.logp).sum()
-    if found.logits is not None:
-        surrogate = surrogate + (found.logits.to(scores.logits) * scores.logits).sum()
-    return surrogate, found.logged

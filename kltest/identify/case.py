@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from kltest.identify.findings import Combination
 from kltest.identify.identification import Identification, identify
 from kltest.identify.instances import HELD_OUT, NETWORKS, instances, seeds
 from kltest.truth import ATLAS, combine, gradient
+
+if TYPE_CHECKING:
+    from kltest.language_models.networks import Network
 
 # A target that is smaller than this share of its terms is zero up to rounding.
 CANCELS = 1e-12
@@ -43,6 +47,16 @@ class Case:
         """Named gradients with respect to the policy's own parameters."""
         return _candidates_at_parameters(self)
 
+    @property
+    def network(self) -> Network | None:
+        """The network whose weights are the policy's parameters; None if these are the logits themselves."""
+        return transformers.usual(self.instances[0].environment.vocabulary) if self.environment in NETWORKS else None
+
+    @property
+    def policy_seeds(self) -> list[tuple[int, ...]]:
+        """Seeds of the network's weights, one an instance."""
+        return [(policy,) for _, policy in seeds(self.environment, self.seed)]
+
     def at_parameters(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Pull gradients back to the policy's own parameters: the logits themselves, or a network's weights.
 
@@ -53,24 +67,20 @@ class Case:
             One array an instance. A gradient at a network's weights is given by coordinates in a basis that keeps all
             inner products with named gradients.
         """
-        if self.environment not in NETWORKS:
+        network = self.network
+        if network is None:
             return list(gradients)
-        drawn = zip(self.instances, seeds(self.environment, self.seed), gradients, strict=True)
-        network = transformers.usual(self.instances[0].environment.vocabulary)
+        drawn = zip(self.instances, self.policy_seeds, gradients, strict=True)
         return [
-            transformers.parameter_gradient(instance, network, seed).pull_back(one)
-            for instance, (_, seed), one in drawn
+            transformers.parameter_gradient(instance, network, *seed).pull_back(one) for instance, seed, one in drawn
         ]
 
     @property
     def freedom(self) -> int:
         """Free numbers of the fitted instances: V − 1 logits a context, or the weights if they are fewer."""
         fitted = self.instances[:-HELD_OUT]
-        free = [i.environment.n_contexts * (i.environment.vocabulary - 1) for i in fitted]
-        if self.environment in NETWORKS:
-            weights = [transformers.usual(i.environment.vocabulary).parameters for i in fitted]
-            free = [min(pair) for pair in zip(free, weights, strict=True)]
-        return sum(free)
+        free = sum(i.environment.n_contexts * (i.environment.vocabulary - 1) for i in fitted)
+        return free if self.network is None else min(free, len(fitted) * self.network.parameters)
 
     @property
     def length(self) -> int | None:
@@ -83,14 +93,19 @@ class Case:
 
         On a bandit local and sequence-level gradients are equal, so that the local names disappear.
         """
-        candidates = _candidates(replace(self, sampler="stale"))
-        spelt: Combination = {}
-        for name, coefficient in declared.items():
-            own = identify([gradient(name, i) for i in self.instances], candidates).combination or {name: 1.0}
-            for term, factor in own.items():
-                spelt[term] = spelt.get(term, 0.0) + coefficient * factor
-        kept = {name: coefficient for name, coefficient in spelt.items() if name != "zero" and abs(coefficient) > 1e-9}
-        return kept or {"zero": 1.0}
+        return dict(_spelt(replace(self, sampler="stale"), tuple(declared.items())))
+
+
+@lru_cache(maxsize=256)
+def _spelt(case: Case, declared: tuple[tuple[str, float], ...]) -> Combination:
+    candidates = _candidates(case)
+    spelt: Combination = {}
+    for name, coefficient in declared:
+        own = identify([gradient(name, i) for i in case.instances], candidates).combination or {name: 1.0}
+        for term, factor in own.items():
+            spelt[term] = spelt.get(term, 0.0) + coefficient * factor
+    kept = {name: coefficient for name, coefficient in spelt.items() if name != "zero" and abs(coefficient) > 1e-9}
+    return kept or {"zero": 1.0}
 
 
 @lru_cache(maxsize=64)

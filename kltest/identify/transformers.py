@@ -26,7 +26,6 @@ def parameter_gradient(instance: Instance, network: Network, *seed: int) -> Para
     return ParameterGradient.at(network, instance.environment, network.drawn(seed), named)
 
 
-@lru_cache(maxsize=4)
 def usual(vocabulary: int) -> Network:
     """Return the network in which losses are graded; UsageError if transformers is not installed."""
     import torch

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kltest.language_models.decoding import decoder
 from kltest.language_models.language import LanguageModel, padded
 from kltest.language_models.rollouts import Rollouts
 
@@ -48,7 +47,6 @@ def generate(
     if each > 1:
         cache.batch_repeat_interleave(each)
     seen = None if whole is None else whole.repeat_interleave(each, dim=0)  # (B, P)
-    continuation = decoder(language, cache, seen, ids.shape[1], longest)
     uniforms, ends = uniforms.to(device), torch.tensor(language.end, device=device)
     tokens = torch.full((rows, longest), language.pad, device=device)
     logps = torch.zeros((rows, longest), dtype=at_least_single(logits).dtype, device=device)
@@ -69,8 +67,11 @@ def generate(
             if device.type == "cpu" and left <= COMPACT_BELOW * len(here):
                 kept = alive.nonzero()[:, 0]
                 here, alive, token = here[kept], alive[kept], token[kept]
-                continuation.keep(kept)
-        logits = continuation.next(token)
+                cache.batch_select_indices(kept)
+                seen = None if seen is None else seen[kept]
+        seen = None if seen is None else torch.cat([seen, seen.new_ones(len(token), 1)], dim=1)
+        logits, cache = language.forward(token[:, None], seen, keep=1, cache=cache)
+        logits = logits[:, -1]  # (B, V)
     width = int(living.any(dim=0).sum())
     return Rollouts(
         prompts=ids.repeat_interleave(each, dim=0),

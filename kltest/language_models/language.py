@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -49,13 +49,11 @@ class LanguageModel:
         """
         if chat and not getattr(tokenizer, "chat_template", None):
             raise UsageError("chat: the model's tokenizer has no chat template; set chat=false")
-        configured = getattr(model, "generation_config", None)
-        for source in (getattr(configured, "eos_token_id", None), tokenizer.eos_token_id):
-            if source is not None:
-                end = tuple(source) if isinstance(source, list | tuple) else (int(source),)
-                break
-        else:
+        configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        named = tokenizer.eos_token_id if configured is None else configured
+        if named is None:
             raise UsageError("the model and its tokenizer name no end token (eos_token_id); give the tokenizer one")
+        end = tuple(named) if isinstance(named, list | tuple) else (int(named),)
         pad = end[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         return cls(model, tokenizer, end, pad, compute_dtype, chat=chat)
 
@@ -66,7 +64,7 @@ class LanguageModel:
     @property
     def caches(self) -> bool:
         """True if a forward pass can continue from an earlier one."""
-        return "past_key_values" in _parameters_of_forward(self.model)
+        return "past_key_values" in _options_of(type(self.model).forward)
 
     def frozen(self) -> LanguageModel:
         """Return a copy with the present weights, which require no gradient."""
@@ -95,6 +93,11 @@ class LanguageModel:
         """Return the text of a rollout, without end tokens and padding."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of `compute_dtype`; several passes in one such context cast the weights once."""
+        lower = self.compute_dtype
+        return nullcontext() if lower is None else torch.autocast(self.device.type, dtype=lower)
+
     def forward(self, ids: Tensor, mask: Tensor | None, *, keep: int, cache: Any = None) -> tuple[Tensor, Any]:
         """Run the model over some more ids.
 
@@ -107,34 +110,22 @@ class LanguageModel:
         Returns:
             Logits (B, keep, V), and the cache.
         """
-        options: dict[str, Any] = {
-            "use_cache": cache is not None,
-            "past_key_values": cache,
-            "attention_mask": mask,
-            "logits_to_keep": keep,
-        }
+        options = {"use_cache": cache is not None, "past_key_values": cache, "logits_to_keep": keep}
         if mask is not None:
             # Positions count tokens, so that padding on the left changes nothing.
             positions = mask.long().cumsum(dim=1).sub_(1).clamp_(min=0)
-            options["position_ids"] = positions[:, -ids.shape[1] :]
-            options["attention_mask"] = mask.long()
+            options |= {"attention_mask": mask.long(), "position_ids": positions[:, -ids.shape[1] :]}
         # Old architectures take fewer options.
-        accepted = _parameters_of_forward(self.model)
-        options = {name: value for name, value in options.items() if name in accepted}
+        accepted = _options_of(type(self.model).forward)
         model = self.model if self.compiled is None or cache is not None else self.compiled
-        lower = self.compute_dtype
-        with nullcontext() if lower is None else torch.autocast(ids.device.type, dtype=lower):
-            answer = model(input_ids=ids, **options)
+        with self.autocast():
+            answer = model(input_ids=ids, **{name: value for name, value in options.items() if name in accepted})
         return answer.logits[:, -keep:], getattr(answer, "past_key_values", None)
 
 
-def _parameters_of_forward(model: nn.Module) -> frozenset[str]:
-    return _parameters_of(type(model).forward)
-
-
 @cache
-def _parameters_of(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def _options_of(forward: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ with respect to all weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -120,13 +121,13 @@ class ParameterGradient:
         logits: (C, V) with their graph.
         leaves: The weights that the logits depend on.
         basis: (P, K) for P weights in all.
-        names: Coordinates (K + 1,) of each named gradient.
+        known: Coordinates of gradients that were pulled back: named and declared ones are asked for again and again.
     """
 
     logits: Tensor
     leaves: tuple[Tensor, ...]
     basis: Tensor
-    names: Mapping[str, np.ndarray]
+    known: dict[bytes, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def at(
@@ -136,31 +137,27 @@ class ParameterGradient:
         own = {name: one.detach().requires_grad_() for name, one in weights.items()}
         logits, leaves = network.table(own, environment), tuple(own.values())
         rows = [_pull_back(logits, leaves, one) for one in named.values()]
-        norms = [float(row.norm()) or 1.0 for row in rows]
-        basis, triangle = torch.linalg.qr(torch.stack([row / n for row, n in zip(rows, norms, strict=True)]).T)
-        along = (triangle.cpu() * torch.tensor(norms, dtype=torch.float64)).T.numpy()
-        names = {name: np.append(one, 0.0) for name, one in zip(named, along, strict=True)}
-        return cls(logits, leaves, basis, names)
+        basis, _ = torch.linalg.qr(torch.stack([row / (float(row.norm()) or 1.0) for row in rows]).T)
+        return cls(logits, leaves, basis)
 
     def pull_back(self, gradient: np.ndarray) -> np.ndarray:
         """Return the coordinates (K + 1,) of Jᵀ·gradient, with J the derivative (C·V, P) of logits by weights."""
-        whole = _pull_back(self.logits, self.leaves, gradient)
-        along = self.basis.T @ whole
-        return np.append(along.cpu().numpy(), float((whole - self.basis @ along).norm()))
+        key = gradient.tobytes()
+        if key not in self.known:
+            whole = _pull_back(self.logits, self.leaves, gradient)
+            along = self.basis.T @ whole
+            self.known[key] = np.append(along.cpu().numpy(), float((whole - self.basis @ along).norm()))
+        return self.known[key]
 
 
 def _pull_back(logits: Tensor, leaves: tuple[Tensor, ...], gradient: np.ndarray) -> Tensor:
     """(P,) the gradient at all weights, on their device."""
     objective = (logits * torch.from_numpy(np.ascontiguousarray(gradient))).sum()
-    found = torch.autograd.grad(objective, leaves, retain_graph=True, allow_unused=True)
-    return torch.cat(
-        [
-            torch.zeros_like(leaf).ravel() if part is None else part.ravel()
-            for leaf, part in zip(leaves, found, strict=True)
-        ]
-    )
+    found = torch.autograd.grad(objective, leaves, retain_graph=True, materialize_grads=True)
+    return torch.cat([part.ravel() for part in found])
 
 
+@lru_cache(maxsize=4)
 def network(model: str, vocabulary: int, seed: int, device: torch.device) -> Network:
     """Return a small Llama with random weights ("tiny", "tiny:SIZE"), or a model in Hugging Face's format.
 

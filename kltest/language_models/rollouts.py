@@ -55,12 +55,8 @@ class Rollouts:
         size = size or len(self)
         return (slice(first, first + size) for first in range(0, len(self), size))
 
-    def narrowed(self, width: int) -> Rollouts:
-        """Return the rollouts with T = `width`, later positions cut off."""
-        return replace(self, **{name: value[:, :width] for name, value in self._present(*PER_TOKEN).items()})
-
-    def widened(self, width: int) -> Rollouts:
-        """Return the rollouts with T = `width`, padded on the right."""
+    def resized(self, width: int) -> Rollouts:
+        """Return the rollouts with T = `width`: padded on the right, or later positions cut off."""
         more = (0, width - self.tokens.shape[1])
         present = self._present(*PER_TOKEN)
         return replace(self, **{name: torch.nn.functional.pad(value, more) for name, value in present.items()})

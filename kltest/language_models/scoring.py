@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def score(language: LanguageModel, rollouts: Rollouts, *, temperature: float = 1
     """
     if language.device.type == "cpu" and language.compiled is None and language.caches:
         return _by_length(language, rollouts, temperature, logits)
-    return _scored(_whole(language, rollouts), rollouts.tokens, temperature, logits)
+    return _scored(_logits(language, rollouts), rollouts.tokens, temperature, logits)
 
 
 @torch.no_grad()
@@ -62,23 +63,24 @@ def _scored(raw: Tensor, tokens: Tensor, temperature: float, logits: bool) -> Sc
     return Scores(log_probs.gather(2, tokens[:, :, None])[:, :, 0], log_probs if logits else None)
 
 
-def _whole(language: LanguageModel, rollouts: Rollouts) -> Tensor:
-    """(B, T, V) logits by one pass over prompts and completions."""
+def _logits(language: LanguageModel, rollouts: Rollouts, cache: Any = None) -> Tensor:
+    """(B, T, V) logits by one pass over prompts and completions; a cache holds the prompts but their last token."""
     # The last token predicts nothing. Padding on the right needs no mask, since no live token attends to it.
-    ids = torch.cat([rollouts.prompts, rollouts.tokens[:, :-1]], dim=1)
+    prompts = rollouts.prompts if cache is None else rollouts.prompts[:, -1:]
+    ids = torch.cat([prompts, rollouts.tokens[:, :-1]], dim=1)
     mask = None
     if not bool(rollouts.prompt_mask.all()):
         mask = torch.cat([rollouts.prompt_mask, torch.ones_like(rollouts.mask[:, 1:])], dim=1)
-    return language.forward(ids, mask, keep=rollouts.tokens.shape[1])[0]
+    return language.forward(ids, mask, keep=rollouts.tokens.shape[1], cache=cache)[0]
 
 
 def _by_length(language: LanguageModel, rollouts: Rollouts, temperature: float, logits: bool) -> Scores:
-    shared = _Shared.of(language, rollouts)
+    cache_of = _prompts(language, rollouts)
     width, order = rollouts.tokens.shape[1], rollouts.lengths.argsort(stable=True)
     parts = []
     for rows, longest in _parts(order, rollouts.lengths):
-        part = rollouts.rows(rows).narrowed(longest)
-        raw = _whole(language, part) if shared is None else shared.completed(language, part, rows)
+        part = rollouts.rows(rows).resized(longest)
+        raw = _logits(language, part, cache_of(rows))
         scored = _scored(raw, part.tokens, temperature, logits)
         parts.append(_widened(scored, width - longest))
     back = order.argsort()
@@ -96,49 +98,32 @@ def _widened(scores: Scores, more: int) -> Scores:
 
 def _parts(order: Tensor, lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
     """(rows, width) of the parts, in order of length; parts of equal width are joined."""
-    kept: list[Tensor] = []
-    chunks = order.chunk(PARTS)
-    longest = [max(int(lengths[chunk[-1]]), 1) for chunk in chunks]
-    for chunk, here, after in zip(chunks, longest, [*longest[1:], 0], strict=True):
-        kept.append(chunk)
-        if here != after:
-            yield torch.cat(kept), here
-            kept = []
+    for longest, chunks in groupby(order.chunk(PARTS), lambda chunk: max(int(lengths[chunk[-1]]), 1)):
+        yield torch.cat(list(chunks)), longest
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """One pass over every distinct prompt but its last token, whose cache all its rollouts share.
+def _prompts(language: LanguageModel, rollouts: Rollouts) -> Callable[[Tensor], Any]:
+    """A function that returns the cache of the prompts of some rows: one pass over every distinct prompt.
 
-    The last token goes with the completion, so that all requested logits come from one pass: a policy and a reference
-    that are the same model then give the same log-probs to the last bit.
+    The pass leaves out a prompt's last token, which goes with the completion, so that all requested logits come from
+    one pass: a policy and a reference that are the same model then give the same log-probs to the last bit. The cache
+    is None if no two rollouts have the same prompt.
     """
+    width = rollouts.prompts.shape[1]
+    both = torch.cat([rollouts.prompts, rollouts.prompt_mask.long()], dim=1)
+    different, place = both.unique(dim=0, return_inverse=True)
+    # A prompt of one token leaves nothing to share.
+    if len(different) == len(both) or int(rollouts.prompt_mask.sum(dim=1).min()) < 2:
+        return lambda rows: None
+    mask = different[:, width:-1].bool()
+    ids = different[:, : width - 1]
+    _, shared = language.forward(ids, None if bool(mask.all()) else mask, keep=1, cache=cache_for(language))
 
-    place: Tensor
-    cache: Any
+    def of_rows(rows: Tensor) -> Any:
+        # A copy, since a pass adds to its cache.
+        cache = copy.copy(shared)
+        cache.layers = [copy.copy(layer) for layer in shared.layers]
+        cache.batch_select_indices(place[rows])
+        return cache
 
-    @classmethod
-    def of(cls, language: LanguageModel, rollouts: Rollouts) -> _Shared | None:
-        """Run the shared pass; None if no two rollouts have the same prompt."""
-        width = rollouts.prompts.shape[1]
-        both = torch.cat([rollouts.prompts, rollouts.prompt_mask.long()], dim=1)
-        different, place = both.unique(dim=0, return_inverse=True)
-        # A prompt of one token leaves nothing to share.
-        if len(different) == len(both) or int(rollouts.prompt_mask.sum(dim=1).min()) < 2:
-            return None
-        mask = different[:, width:-1].bool()
-        ids = different[:, : width - 1]
-        _, cache = language.forward(ids, None if bool(mask.all()) else mask, keep=1, cache=cache_for(language))
-        return cls(place, cache)
-
-    def completed(self, language: LanguageModel, part: Rollouts, rows: Tensor) -> Tensor:
-        """(B, T, V) logits of some of the rollouts, from the cache on."""
-        later = torch.cat([part.prompts[:, -1:], part.tokens[:, :-1]], dim=1)
-        mask = None
-        if not bool(part.prompt_mask.all()):
-            mask = torch.cat([part.prompt_mask, torch.ones_like(part.mask[:, 1:])], dim=1)
-        # A pass adds to its cache, and other parts need the prompts' cache as it is.
-        cache = copy.copy(self.cache)
-        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        cache.batch_select_indices(self.place[rows])
-        return language.forward(later, mask, keep=later.shape[1], cache=cache)[0]
+    return of_rows

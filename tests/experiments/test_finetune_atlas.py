@@ -15,7 +15,7 @@ from kltest.environments import ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.finetune import exact
-from kltest.finetune.exact import NetworkCase, Request, row_of, rows
+from kltest.finetune.exact import SizedCase, Request, row_of, rows
 from kltest.identify.instances import instances, seeds
 from kltest.language_models.networks import DISTANCE, STALENESS, Network, ParameterGradient, network
 from kltest.loss.resolve import resolve
@@ -43,12 +43,10 @@ EVERY = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def found():
-    target = network(SMALL, 4, 0, CPU)
-
     @cache
     def of(name):
         one = Request(SMALL, vocabulary=4, estimators=(name,))
-        return {(row.world, row.sampler): row for row in rows(one, target)}
+        return {(row.world, row.sampler): row for row in rows(one)}
 
     return of
 
@@ -168,7 +166,7 @@ def test_three_networks_are_mild_and_differ(place):
 
 
 def case(environment, target, vocabulary):
-    return NetworkCase(environment, "current", size=(vocabulary, 3), network=target)
+    return SizedCase(environment, "current", size=(vocabulary, 3), network=target)
 
 
 @pytest.mark.parametrize(("loss", "spec"), [("k3-loss", "k2-loss"), ("k2-loss", "k3-loss"), ("k1-loss", "k1-reward")])
@@ -232,7 +230,7 @@ def test_a_model_of_hugging_face_is_taken_by_its_folder(tmp_path):
     config = GPT2Config(vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=16, initializer_range=0.5)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     tiny_tokenizer("01234567").save_pretrained(tmp_path)
-    request = Request(str(tmp_path), vocabulary=6, estimators=("k3-loss", "k2-loss"))
+    request = Request(str(tmp_path), vocabulary=4, estimators=("k3-loss", "k2-loss"))
     found = list(rows(request))
     assert len(found) == 8
     assert all(row.agrees for row in found)

@@ -9,10 +9,11 @@ from module_gradients import instance_of, pull_back
 
 from kltest.environments import ragged, sequence
 from kltest.estimators import registry
+from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
-from kltest.finetune.update import accumulate, needs_reference
+from kltest.finetune.update import accumulate
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.models import in_double
 from kltest.language_models.rollouts import Rollouts
@@ -70,7 +71,7 @@ class Enumerated:
         reward = torch.from_numpy(self.environment.returns(paths))
         group = torch.zeros(rows, dtype=torch.int64)
         bare = Rollouts(prompts, prompts >= 0, tokens, mask, mask.double(), group, reward)
-        models = {"ref_logp": self.reference} if needs_reference(objective) else {}
+        models = {"ref_logp": self.reference} if objective.needs_reference else {}
         if self.sampler == "stale":
             models["old_logp"] = self.other
         scored = {name: score_in_parts(self.language(model), bare, 0) for name, model in models.items()}
@@ -82,8 +83,8 @@ class Enumerated:
         weights = torch.from_numpy(self.instance.rollout_weights(self.sampler).copy())
         self.policy.zero_grad()
         rollouts = self.rollouts(settings, objective)
-        languages = self.language(self.policy), self.language(self.reference)
-        accumulate(objective, *languages, rollouts, ALONE, longest=3, row_weights=weights)
+        models = Models(self.language(self.policy), self.language(self.reference))
+        accumulate(objective, models, rollouts, ALONE, longest=3, row_weights=weights)
         return {
             name: np.zeros(tuple(one.shape)) if one.grad is None else one.grad.numpy().copy()
             for name, one in self.policy.named_parameters()
