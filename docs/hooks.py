@@ -1,7 +1,8 @@
 """What the site shows of the code itself: tables and whole pages, made from it when the site is built.
 
-`<!-- table: NAME -->` in a page becomes a table, `<!-- file: PATH -->` a file of the checkout. The pages of the checks
-and of the libraries have no source but the code. `python docs/hooks.py` renews the generated parts of README.md.
+`<!-- table: NAME -->` in a page becomes a table, `<!-- file: PATH -->` a file of the checkout, and `<!-- doc: MODULE -->`
+a module's docstring. The pages of the checks and of the libraries have no source but the code. `python docs/hooks.py`
+renews the generated parts of README.md.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ FAMILIES = {
     "8": "Variance (warnings)",
 }
 RIGHT = "follows ∇KL(π‖ref)"
-MARK = re.compile(r"<!-- (table|rows|page|file): (\S+) -->")
+MARK = re.compile(r"<!-- (table|rows|doc|file): (\S+) -->")
 
 
 # What mkdocs calls.
@@ -48,8 +50,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def _filled(kind: str, name: str) -> str:
     if kind == "file":
         return _linked((ROOT / name).read_text(encoding="utf-8"))
-    if kind == "page":
-        return PAGES[name]()
+    if kind == "doc":
+        return str(import_module(name).__doc__).strip()
     text = table(TABLES[name]())
     return text if kind == "table" else "\n".join(text.splitlines()[2:])
 
@@ -139,6 +141,30 @@ def options() -> list[dict[str, str]]:
         for each in command.params
         if each.opts[0].startswith("-")
     ]
+
+
+def finetune_settings() -> list[dict[str, str]]:
+    """The settings of the language-model runner."""
+    import dataclasses
+
+    from kltest.finetune.settings import CHOICES, Settings
+
+    return [
+        {
+            "setting": f"`{one.name}`",
+            "default": "`{}`" if one.name == "kl_options" else f"`{one.default}`",
+            "meaning": one.metadata["meaning"]
+            + (f" (one of {', '.join(f'`{each}`' for each in CHOICES[one.name])})" if one.name in CHOICES else ""),
+        }
+        for one in dataclasses.fields(Settings)
+    ]
+
+
+def finetune_metrics() -> list[dict[str, str]]:
+    """The metrics that the language-model runner writes."""
+    from kltest.finetune.metrics import METRICS
+
+    return [{"metric": f"`{name}`", "what it is": meaning} for name, meaning in METRICS.items()]
 
 
 def zoo() -> list[dict[str, str]]:
@@ -242,22 +268,26 @@ def library_pages() -> dict[str, str]:
     return {f"libraries/{'index.md' if name == 'libraries.md' else name}": content for name, content in made.items()}
 
 
-def finetune_page() -> str:
-    """The settings and metrics of the language-model runner."""
-    from kltest.finetune.guide import page
-
-    return re.sub(r"^#", "##", page(), flags=re.MULTILINE)
-
-
 def escaped(text: str) -> str:
     """Prose in which nothing is taken for markup."""
     return re.sub(r"([\\`*_{}\[\]<>|$])", r"\\\1", text)
 
 
 TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
-    each.__name__: each for each in (fields, atlas, estimators, experiments, options, zoo, benchmarks, libraries)
+    each.__name__: each
+    for each in (
+        fields,
+        atlas,
+        estimators,
+        experiments,
+        options,
+        finetune_settings,
+        finetune_metrics,
+        zoo,
+        benchmarks,
+        libraries,
+    )
 }
-PAGES: dict[str, Callable[[], str]] = {"finetune": finetune_page}
 
 
 # README.

@@ -17,9 +17,9 @@ def task_named(text: str) -> Task:
     if name == "jsonl":
         return Lines.read(option)
     if name == "addition":
-        return Addition(_number(text, option, 3, 1, 12) if colon else 3)
+        return Addition(_number(text, option, 1, 12) if colon else 3)
     if name == "countdown":
-        return Countdown(_number(text, option, 3, 2, 6) if colon else 3)
+        return Countdown(_number(text, option, 2, 6) if colon else 3)
     names = ("addition", "countdown", "jsonl")
     raise UsageError(
         f"there is no task {name!r}; {did_you_mean(name, names)}tasks are addition[:DIGITS], countdown[:NUMBERS] and "
@@ -27,7 +27,7 @@ def task_named(text: str) -> Task:
     )
 
 
-def _number(text: str, option: str, usual: int, low: int, high: int) -> int:
+def _number(text: str, option: str, low: int, high: int) -> int:
     if not option.isdecimal() or not low <= int(option) <= high:
-        raise UsageError(f"task {text!r}: its option is a whole number from {low} to {high}, such as {usual}")
+        raise UsageError(f"task {text!r}: its option is a whole number from {low} to {high}, such as 3")
     return int(option)

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from kltest.finetune.tasks.task import Problem, Split, is_held_out
+from kltest.finetune.tasks.task import Problem, Split, drawn
 
 
 class Addition:
@@ -24,15 +24,12 @@ class Addition:
         self.max_tokens = 3 * longest + longest + 1 + 1  # columns with separators, sum, end
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
-        found: list[Problem] = []
-        while len(found) < count:
+        def make() -> Problem:
             digits = self.digits + 1 if split == "out-of-distribution" else int(generator.integers(1, self.digits + 1))
             low = 10 ** (digits - 1) if digits > 1 else 0
-            first, second = (int(number) for number in generator.integers(low, 10**digits, 2))
-            problem = _problem(first, second)
-            if split == "out-of-distribution" or is_held_out(problem.prompt) == (split == "held-out"):
-                found.append(problem)
-        return found
+            return _problem(*(int(number) for number in generator.integers(low, 10**digits, 2)))
+
+        return drawn(make, split, count)
 
     def reward(self, problem: Problem, completion: str) -> float:
         found = re.fullmatch(r".*;(\d+)", completion, re.DOTALL)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from kltest.finetune.tasks.task import Problem, Split, is_held_out
+from kltest.finetune.tasks.task import Problem, Split, drawn
 
 STEP = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
 
@@ -27,13 +27,8 @@ class Countdown:
         self.max_tokens = numbers * (3 * width + 3)
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
-        found: list[Problem] = []
         numbers = self.numbers + (split == "out-of-distribution")
-        while len(found) < count:
-            problem = _problem(numbers, generator)
-            if split == "out-of-distribution" or is_held_out(problem.prompt) == (split == "held-out"):
-                found.append(problem)
-        return found
+        return drawn(lambda: _problem(numbers, generator), split, count)
 
     def reward(self, problem: Problem, completion: str) -> float:
         there = Counter(int(number) for number in problem.prompt.partition(":")[0].split(","))

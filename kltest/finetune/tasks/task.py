@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -46,3 +48,10 @@ class Task(Protocol):
 def is_held_out(prompt: str) -> bool:
     """True for one prompt in eight, by a hash of its text: the same on every machine and for every seed."""
     return blake2b(prompt.encode(), digest_size=8).digest()[0] % 8 == 0
+
+
+def drawn(make: Callable[[], Problem], split: Split, count: int) -> list[Problem]:
+    """Return the first `count` problems made that belong to the split; those out of distribution all do."""
+    everything, held_out = split == "out-of-distribution", split == "held-out"
+    made = iter(make, None)
+    return list(islice((one for one in made if everything or is_held_out(one.prompt) == held_out), count))
