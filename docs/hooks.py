@@ -1,7 +1,7 @@
 """What the site shows of the code itself: tables and whole pages, made from it when the site is built.
 
-`<!-- table: NAME -->` in a page becomes a table, `<!-- file: PATH -->` a file of the checkout, and `<!-- doc: MODULE -->`
-a module's docstring. The pages of the checks and of the libraries have no source but the code. `python docs/hooks.py`
+`<!-- table: NAME -->` in a page becomes a table, `<!-- file: PATH -->` a file of the checkout, `<!-- doc: MODULE -->` a
+module's docstring. The pages of the checks and of the libraries have no source but the code. `python docs/hooks.py`
 renews the generated parts of README.md.
 """
 

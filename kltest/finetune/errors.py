@@ -62,12 +62,9 @@ def located(step: int, doing: str, save: Callable[[], Path | None]) -> Iterator[
         path = save()
         where = f"; the batch and the state before it are in {path}" if path else ""
         raise KltestError(f"step {step}, {doing}: {str(error).rstrip('.')}{where}") from error
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+    except (MemoryError, RuntimeError) as error:
+        # torch.OutOfMemoryError is a RuntimeError.
+        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)):
             raise
         lower = {"measuring": "eval_prompts or micro_batch", "generation": "prompts, group_size or max_tokens"}
         raise KltestError(f"step {step}, {doing}: out of memory; lower {lower.get(doing, 'micro_batch')}") from error
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)

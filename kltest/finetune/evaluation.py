@@ -1,4 +1,4 @@
-"""Measurements of a policy on fresh rollouts: rewards, KL(π‖ref), and the gradient that the KL term follows."""
+"""Measurements of a policy on fresh rollouts (rewards, KL(π‖ref), the gradient of the KL term), and of a training batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kltest.errors import UsageError
 from kltest.finetune.models import Models
-from kltest.finetune.objective import Objective
+from kltest.finetune.objective import Objective, advantages, clipped
 from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import AUTO, NONE, Settings
 from kltest.finetune.tasks import Task
-from kltest.finetune.update import accumulate
+from kltest.finetune.update import UpdateInfo, accumulate
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score, score_in_parts
@@ -210,3 +210,42 @@ def _wilson(values: np.ndarray) -> tuple[float, float, float]:
     reach = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     # If all fail or all succeed, an end is 0 or 1 up to rounding.
     return mean, min(middle - reach, mean) if mean else 0.0, max(middle + reach, mean) if mean < 1 else 1.0
+
+
+def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...]) -> Record:
+    """Return metrics of the joint batch at its first update; names as in METRICS.
+
+    Args:
+        batch: This process's rollouts; `sampler_gap` is of these alone.
+        info: Of the first update.
+        end: Ids of end tokens.
+    """
+    fields = info.fields
+    reward, live = fields.reward, fields.mask  # (B,), (B, T)
+    gap = (info.logp - batch.sampled_logp).abs().where(batch.mask, 0.0).max()
+    last = fields.tokens.gather(1, live.sum(dim=1, keepdim=True) - 1)  # (B, 1)
+    _, group = fields.group.unique(return_inverse=True)
+    largest = torch.full_like(reward[: int(group.max()) + 1], -torch.inf).scatter_reduce(0, group, reward, "amax")
+    smallest = torch.full_like(largest, torch.inf).scatter_reduce(0, group, reward, "amin")
+    record = {
+        "reward": float(reward.mean()),
+        "length": float(live.sum() / len(live)),
+        "ended": float(torch.isin(last, torch.tensor(end, device=last.device)).float().mean()),
+        "tied_groups": float((largest == smallest).to(reward).mean()),
+        "sampler_gap": float(gap),
+    }
+    return record if info.logged is None else {**record, "kl_logged": info.logged}
+
+
+def of_ratios(info: UpdateInfo, settings: Settings) -> Record:
+    """Return metrics of the importance ratios in the last inner epoch; `settings` are resolved."""
+    fields = info.fields
+    log_ratio = (fields.logp - fields.old_logp).where(fields.mask, 0.0)  # (B, T)
+    record = {"ratio_largest": float(log_ratio.exp().max())}
+    if settings.clip > 0:
+        if settings.ratio == "sequence":
+            log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+        advantage = advantages(fields.reward, fields.group, settings.baseline, settings.scale)[:, None]
+        cut = clipped(log_ratio.exp(), advantage, settings.clip) & fields.mask
+        record["clipped"] = float(cut.sum() / fields.mask.sum())
+    return record

@@ -1,18 +1,45 @@
-"""Policy and reference of a run: any Hugging Face causal model, or a tiny one that is trained here first."""
+"""Policy and reference of a run: any Hugging Face causal model, or a tiny one.
+
+The reference of a tiny model is made by supervised learning on the task until it earns the requested reward; it is then
+kept in a cache.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from kltest.errors import UsageError
-from kltest.finetune.reference import trained
 from kltest.finetune.settings import Settings
-from kltest.finetune.tasks import Task
-from kltest.language_models.language import LanguageModel
-from kltest.language_models.models import in_double, is_tiny, needs_transformers, pretrained
+from kltest.finetune.tasks import Problem, Split, Task
+from kltest.language_models.generation import generate
+from kltest.language_models.language import LanguageModel, padded
+from kltest.language_models.models import (
+    in_double,
+    is_tiny,
+    needs_transformers,
+    parameters_asked,
+    pretrained,
+    save,
+    tiny_model,
+    tiny_tokenizer,
+)
+from kltest.loss.global_state import preserved
+from kltest.sweeps.progress import Progress
+from kltest.sweeps.store import digest
+
+VERSION = 2
+"""Part of the cache key: raised when references are trained in another way."""
+BATCH = 64
+RATE = 3e-3
+# The reward is measured every so many updates, on so many held-out prompts.
+EVALUATE_EVERY, EVALUATED = 25, 128
 
 
 @dataclass(frozen=True)
@@ -49,3 +76,85 @@ def _compiled(model: Any) -> Any:
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"compile: torch.compile does not work here ({words[0]}); set compile=false") from error
     return torch.compile(model, dynamic=True)
+
+
+def trained(settings: Settings, task: Task) -> tuple[Any, Any]:
+    """Return a model and its tokenizer, from the cache or trained now, always on the CPU in float32."""
+    from transformers import LlamaForCausalLM
+
+    key = (parameters_asked(settings.model), settings.seed, settings.reference_steps, settings.reference_reward)
+    folder = cache_folder() / digest(VERSION, task.name, *key)
+    tokenizer = tiny_tokenizer(task.characters)
+    if not folder.exists():
+        model = _learned(settings, task, tokenizer)
+        save(model, tokenizer, folder)
+    # Loaded even if it was trained just now, so that every run starts from the same bytes.
+    return LlamaForCausalLM.from_pretrained(folder), tokenizer
+
+
+def cache_folder() -> Path:
+    """Return the folder of trained references: $KLTEST_MODELS, else one in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KLTEST_MODELS") or Path(cache) / "kltest" / "models")
+
+
+def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
+    with preserved(settings.seed):
+        model = tiny_model(parameters_asked(settings.model), len(tokenizer), *_ends(tokenizer))
+    language = LanguageModel.of(model, tokenizer)
+    generator = np.random.default_rng([settings.seed, 0, VERSION])
+    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    # A warm-up and no decay, since the last update is not known beforehand.
+    warm = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / 50))
+    with Progress("reference", settings.reference_steps) as progress:
+        for step in range(1, settings.reference_steps + 1):
+            loss = _cross_entropy(language, task.draw("train", BATCH, generator))
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            warm.step()
+            progress.advance(f"loss {loss.item():.2f}" if step % EVALUATE_EVERY == 0 else "")
+            if step % EVALUATE_EVERY == 0 and _reward(language, task, generator) >= settings.reference_reward:
+                break
+    return model
+
+
+def _ends(tokenizer: Any) -> tuple[int, int]:
+    return tokenizer.eos_token_id, tokenizer.pad_token_id
+
+
+def _cross_entropy(language: LanguageModel, problems: list[Problem]) -> Tensor:
+    """Mean over the tokens of completions, their end included, given the prompts."""
+    prompts = [language.encode(one.prompt) for one in problems]
+    targets = [[*language.encode(one.completion), language.end[0]] for one in problems]
+    ids, mask = padded([one + two for one, two in zip(prompts, targets, strict=True)], language.pad)
+    logits, _ = language.forward(ids[:, :-1], mask[:, :-1], keep=ids.shape[1] - 1)
+    position = torch.arange(1, ids.shape[1])
+    supervised = position >= ids.shape[1] - torch.tensor([len(one) for one in targets])[:, None]
+    return torch.nn.functional.cross_entropy(logits[supervised], ids[:, 1:][supervised])
+
+
+def _reward(language: LanguageModel, task: Task, generator: np.random.Generator, split: Split = "held-out") -> float:
+    """Mean reward of sampled completions."""
+    problems = task.draw(split, EVALUATED, generator)
+    uniforms = torch.from_numpy(generator.random((EVALUATED, task.max_tokens)))
+    rollouts = generate(language, [language.encode(one.prompt) for one in problems], uniforms)
+    return float(rewards(language, task, problems, rollouts.tokens, rollouts.mask).mean())
+
+
+def rewards(language: LanguageModel, task: Task, problems: list[Problem], tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return rewards (B,) in float64; a completion without an end is rewarded for its text as it is.
+
+    Args:
+        language: Decodes the completions.
+        task: Rewards them.
+        problems: B problems.
+        tokens: (B, T) ids.
+        mask: (B, T) bool, true at tokens.
+    """
+    texts = [
+        language.decode(row[live].tolist()) for row, live in zip(tokens.cpu().numpy(), mask.cpu().numpy(), strict=True)
+    ]
+    found = [task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    return torch.tensor(found, dtype=torch.float64)

@@ -12,8 +12,8 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
+from kltest.finetune.models import rewards
 from kltest.finetune.processes import Processes
-from kltest.finetune.reference import rewards
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Split, Task
 from kltest.language_models.generation import generate

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from kltest.errors import UsageError
-from kltest.finetune.batch_metrics import of_batch, of_ratios
 from kltest.finetune.checkpoints import CHECKPOINT, Record, RunFolder
 from kltest.finetune.errors import Interrupt, NotFiniteError, located
-from kltest.finetune.evaluation import compare_gradients, evaluate
+from kltest.finetune.evaluation import compare_gradients, evaluate, of_batch, of_ratios
 from kltest.finetune.models import Models, load
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
