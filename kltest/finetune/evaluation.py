@@ -1,4 +1,4 @@
-"""Measurements of a policy on fresh rollouts (rewards, KL(π‖ref), the gradient of the KL term), and of a training batch."""
+"""Measurements of a policy on fresh rollouts (rewards, KL(π‖ref), gradient of the KL term), and of a training batch."""
 
 from __future__ import annotations
 
