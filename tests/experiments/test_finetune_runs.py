@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from kltest.cli import app
 from kltest.errors import KltestError, UsageError
 from kltest.finetune.settings import Settings
 
@@ -21,6 +23,7 @@ pytest.importorskip("transformers")
 
 from kltest.finetune import errors
 from kltest.finetune import run as running
+from kltest.finetune.checkpoints import RunFolder
 from kltest.finetune.evaluation import compare_gradients, compared, evaluate
 from kltest.finetune.metrics import METRICS
 from kltest.finetune.models import load
@@ -150,20 +153,21 @@ def test_killed_and_gone_on_with_it_writes_the_same_bytes(finished, tmp_path):
     assert written.read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
-def test_ctrl_c_keeps_everything(finished, tmp_path):
-    folder = tmp_path / "run"
-    process = subprocess.Popen(command("--output", str(folder)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while process.poll() is None and not (folder / "metrics.jsonl").exists():
-        time.sleep(0.01)
-    while process.poll() is None and not (folder / "metrics.jsonl").read_bytes():
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=60)
-    assert process.returncode == 130, words
-    assert b"the same command goes on" in words
+def test_ctrl_c_keeps_everything(finished, tmp_path, monkeypatch):
+    folder, add = tmp_path / "run", RunFolder.add
+
+    def interrupted(*line):
+        add(*line)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "add", interrupted)
+        answer = CliRunner().invoke(app, ["finetune", *ARGUMENTS, "--output", str(folder)])
+    assert answer.exit_code == 130, answer.output
+    assert "the same command goes on" in answer.output
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert state["step"] == len(lines) <= 7
+    assert state["step"] == len(lines) == 1
     assert run(SMALL, folder, quiet=True).records[-1]["step"] == 6
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
@@ -395,14 +399,15 @@ def test_the_kl_that_is_measured_is_that_of_the_models(monkeypatch):
     assert found["length_held_out"] == 1.0
 
 
-def test_the_command_line(tmp_path, finished):
-    done = subprocess.run(command("--output", str(finished)), capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_command_line(tmp_path, finished, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["finetune", *ARGUMENTS, "--output", str(finished)])
+    assert done.exit_code == 0, done.output
     assert "held-out reward" in done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines() if line.split()[0] in "0356"] == ["0", "3", "6"]
-    wrong = subprocess.run(command("--set", "betta=1"), capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert wrong.returncode == 2
-    assert "did you mean beta?" in wrong.stderr
+    wrong = CliRunner().invoke(app, ["finetune", *ARGUMENTS, "--set", "betta=1"])
+    assert wrong.exit_code == 2
+    assert "did you mean beta?" in wrong.output
     listed = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "kltest.cli", "finetune", "--list"],
         capture_output=True,
