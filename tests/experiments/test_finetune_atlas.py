@@ -15,7 +15,7 @@ from kltest.environments import ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.finetune import exact
-from kltest.finetune.exact import SizedCase, Request, row_of, rows
+from kltest.finetune.exact import Request, SizedCase, row_of, rows
 from kltest.identify.instances import instances, seeds
 from kltest.language_models.networks import DISTANCE, STALENESS, Network, ParameterGradient, network
 from kltest.loss.resolve import resolve
