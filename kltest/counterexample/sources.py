@@ -102,7 +102,8 @@ def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
         raise NoSourceError("a variable around it has no value") from None
     known = {**function.__globals__, **closed}
     for name in sorted(names, key=lambda name: (name not in closed, name)):
-        if name in seen or (name not in known and hasattr(builtins, name)):
+        if name in seen or name == "__name__" or (name not in known and hasattr(builtins, name)):
+            # The body of a class reads `__name__`.
             continue
         if name not in known:
             raise NoSourceError(f"it uses {name}, which is not defined")

@@ -45,8 +45,8 @@ ADAPTER = Adapter(
     distribution="torchrl",
     version="0.14.1",
     installs=(
-        ("--no-deps", "torchrl=={version}", "tensordict"),
-        ("cloudpickle", "packaging", "orjson", "pyvers", "importlib_metadata", "numpy"),
+        ("--no-deps", "torchrl=={version}", "tensordict", "cloudpickle", "packaging", "orjson", "pyvers"),
+        ("--no-deps", "importlib_metadata", "zipp"),
     ),
     module=LOSSES,
     imports=(LOSSES,),
