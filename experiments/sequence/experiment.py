@@ -11,7 +11,7 @@ import numpy as np
 from kltest.environments import Instance, sequence
 from kltest.environments.policies import softmax_gradient, table
 from kltest.truth import asymmetry, gradient, jacobian, token_k2_fixed_point, value
-from kltest.truth.credit import credit_pairs
+from kltest.truth.gradients import credit_pairs
 
 from . import settings, worlds
 

@@ -2,6 +2,10 @@
 
 One folder a library: `__init__` holds the settings as data (`ADAPTER`), `calls` calls the library, `recipes` holds code
 or settings that follow the true gradient. No code of a library is copied, and no library is imported before it is used.
+
+An adapter is plain data, so that it can be listed without torch and without the library. A setting is a target of
+`kltest grade` with its arguments and options: a function of the library itself, or a function of the adapter's `calls`
+module that calls the library's own loss or trainer. Parameters are filled from the rollout as those of any loss.
 """
 
 from __future__ import annotations
@@ -9,17 +13,115 @@ from __future__ import annotations
 import re
 import runpy
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
-from kltest.adapters.adapter import DEPTHS, Adapter, Depth, Setting
 from kltest.errors import UsageError, did_you_mean
 
-__all__ = ["DEPTHS", "NAMES", "Adapter", "Depth", "Setting", "find", "installed_settings", "named"]
-
 NAMES = ("trl", "verl", "openrlhf", "liger", "torchrl", "tunix", "unsloth-zoo")
+
+
+Depth = Literal["function", "loss", "trainer"]
+DEPTHS: dict[Depth, str] = {
+    "function": "its KL function alone",
+    "loss": "its whole loss, from log-probs",
+    "trainer": "its trainer, forward pass included",
+}
+PAIRS = {"group_size": 2, "timeout": 300}
+"""Options for losses of whole groups: every group is called, some several times; groups of two keep that to seconds."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a library's KL term.
+
+    Args:
+        name: unique in its adapter and no Python identifier (`kl_penalty/k3`, `grpo/loss_type=dapo`), so that
+            `LIBRARY:NAME` is never mistaken for `module:function`.
+        target: what `kltest grade` grades, `module:function`.
+        arguments: values of the target's parameters.
+        options: further options of `kltest.grade` (expect, placement, credit, sampler, environment, group_size, …).
+        depth: how much of the library is called.
+        default: the library's documentation says that this happens if nothing is set.
+        recipe: kltest proposes this in place of the default.
+        source: link to what the library says of it.
+        note: one neutral sentence on what had to be assumed.
+    """
+
+    name: str
+    target: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    depth: Depth = "function"
+    default: bool = False
+    recipe: bool = False
+    source: str = ""
+    note: str = ""
+
+    def variant(self, arguments: Mapping[str, Any] = MappingProxyType({}), name: str = "", **others: Any) -> Setting:
+        """Return a setting of the same target, called `self.name/name`.
+
+        Args:
+            arguments: further arguments.
+            name: what tells it from the others, the arguments if empty.
+            others: other fields; options are added to those of this setting.
+        """
+        others["options"] = {**self.options, **others.get("options", {})}
+        arguments, name = {**self.arguments, **arguments}, f"{self.name}/{name or label(**arguments)}"
+        return replace(self, name=name, arguments=arguments, **others)
+
+    def options_with(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of `kltest.grade` for this setting, arguments included; `others` win over its own."""
+        arguments = {**self.arguments, **(others.get("arguments") or {})}
+        return {**self.options, **others, **({"arguments": arguments} if arguments else {})}
+
+
+def label(*words: str, **settings: object) -> str:
+    """Return the words and settings as a part of a setting's name: `dapo,beta=0.1`."""
+    return ",".join([*words, *(f"{name}={value}" for name, value in settings.items())])
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A library and its settings.
+
+    Args:
+        name: what the command line calls the library.
+        distribution: its name on the package index.
+        version: the version that the settings were tried with.
+        installs: calls of `pip install`, in order; `{version}` is replaced by the version to install.
+        module: module that must be importable before anything can be graded.
+        homepage: link.
+        settings: the known settings, documented defaults first.
+        imports: modules that most settings need and that take long to import. They are imported once, before the
+            processes that grade settings are forked; so no JAX, whose threads do not survive a fork.
+        discover: returns settings of the installed version that are not among `settings`; may import the library.
+        standalone: returns a program that shows a setting's gradient with the library and torch (or JAX) alone, or ""
+            if there is none. Its last line of output is a JSON object: `vocabulary` V and `length` T of an environment
+            of fixed length; `policy`, `reference` and `sampler` (null if it is the policy) as (C, V) probabilities;
+            `expected` (C, V), the gradient with respect to logits summed over all rollouts with their probabilities.
+            Contexts come in breadth-first order.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    installs: tuple[tuple[str, ...], ...]
+    module: str
+    homepage: str
+    settings: tuple[Setting, ...]
+    imports: tuple[str, ...] = ()
+    discover: Callable[[], Sequence[Setting]] | None = None
+    standalone: Callable[[Setting], str] | None = None
+
+    def setting(self, name: str) -> Setting | None:
+        """The known setting of that name."""
+        return next((setting for setting in self.settings if setting.name == name), None)
 
 
 def find(name: str) -> Adapter:

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from kltest.adapters.adapter import Setting
+from kltest.adapters import Setting
 from kltest.files import template
 
 Backend = Literal["torch", "jax"]

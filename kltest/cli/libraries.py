@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kltest.adapters import find
-from kltest.adapters.adapter import Setting
+from kltest.adapters import Setting, find
 from kltest.errors import UsageError, did_you_mean
 from kltest.grading.forms import seconds
 from kltest.render.tables import wrap

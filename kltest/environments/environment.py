@@ -176,32 +176,21 @@ class Environment:
             last = step == self.horizon - 1
             width = vocabulary if last else vocabulary * branches
             ended = current == END
-            children = np.where(ended, 1, width) if (some_ended := bool(ended.any())) else width
+            children = np.where(ended, 1, width)
             parent = np.repeat(np.arange(len(current)), children)
-            if some_ended:
-                first = np.cumsum(children) - children
-                child = np.arange(len(parent)) - first[parent]
-                live = ~ended[parent]
-                base = np.where(live, current[parent], 0) * vocabulary
-            else:
-                child = np.tile(np.arange(width), len(current))
-                live = None
-                base = current[parent] * vocabulary
-            cell = base + (child if last else child // branches)
-            weight = log_weight[parent]
+            child = np.arange(len(parent)) - (np.cumsum(children) - children)[parent]
+            live = ~ended[parent]
+            cell = np.where(live, current[parent], 0) * vocabulary + (child if last else child // branches)
+            log_weight = log_weight[parent]
             if not last:
                 branch = child % branches
-                following, chance = successors[cell, branch], probabilities[cell, branch]
-                if live is not None:
-                    following, chance = np.where(live, following, END), np.where(live, chance, 1.0)
-                if (chance <= 0).any():
-                    kept = chance > 0
-                    columns = (parent, cell, following, weight, chance)
-                    parent, cell, following, weight, chance = (column[kept] for column in columns)
-                    live = None if live is None else live[kept]
-                current, weight = following, weight + np.log(chance)
-            log_weight = weight
-            yield parent, cell, live, weight
+                chance = np.where(live, probabilities[cell, branch], 1.0)
+                current = np.where(live, successors[cell, branch], END)
+                if not (kept := chance > 0).all():
+                    columns = parent, cell, live, current, log_weight, chance
+                    parent, cell, live, current, log_weight, chance = (column[kept] for column in columns)
+                log_weight = log_weight + np.log(chance)
+            yield parent, cell, None if live.all() else live, log_weight
 
     def sample(self, log_probs: np.ndarray, n: int, generator: np.random.Generator) -> Paths:
         """Draw rollouts.
@@ -262,9 +251,7 @@ def _levels(grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]]) -> tu
         if len(cell) * FEW_ROWS <= leaves and step > 0:
             levels.append(_stem(grown[: step + 1], rows))
             break
-        consecutive = live is None and cell[-1] - cell[0] == len(cell) - 1 and bool((np.diff(cell) == 1).all())
-        cells = slice(int(cell[0]), int(cell[-1]) + 1) if consecutive else cell[:, None]
-        levels.append(Level(slice(step, step + 1), cells, rows, None if live is None else live[:, None]))
+        levels.append(Level(slice(step, step + 1), cell[:, None], rows, None if live is None else live[:, None]))
         counts = np.bincount(parent, np.broadcast_to(rows, parent.shape)).astype(np.int64)
         rows = int(counts[0]) if (counts == counts[0]).all() else counts
     return tuple(reversed(levels))

@@ -20,7 +20,7 @@ class Paths:
 
     `contexts`, `tokens` (N, T) int64, zero where `mask` (N, T) bool is false; `prompt` (N,) int64;
     `log_weight` (N,) float64 is the log-probability of everything that is not the policy's choice: the prompt and the
-    dynamics. `complete` says that the rows are every rollout of the environment, once each, in prefix order.
+    dynamics.
     """
 
     contexts: np.ndarray
@@ -28,7 +28,6 @@ class Paths:
     mask: np.ndarray
     prompt: np.ndarray
     log_weight: np.ndarray
-    complete: bool = False
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -89,35 +88,23 @@ class Paths:
 class Level:
     """The n distinct prefixes up to some step, and the cells c·V + v of their last tokens; 0 where they are not `live`.
 
-    `cells` is (n, steps), or a slice where there is one step and the cells are consecutive; `steps` says which columns
-    of (N, T) they are. `rows` is how many rollouts pass through each node: (n,), or one number for all. `live` is of
-    the shape of `cells`, None if all are.
+    `cells` is (n, steps); `steps` says which columns of (N, T) they are. `rows` is how many rollouts pass through each
+    node: (n,), or one number for all. `live` is of the shape of `cells`, None if all are.
     """
 
     steps: slice
-    cells: np.ndarray | slice
+    cells: np.ndarray
     rows: np.ndarray | int
     live: np.ndarray | None
 
     def __len__(self) -> int:
-        return self.cells.stop - self.cells.start if isinstance(self.cells, slice) else len(self.cells)
+        return len(self.cells)
 
     @cached_property
     def starts(self) -> np.ndarray:
         """(n + 1,) the first row of each node, and the end."""
         counts = np.full(len(self), self.rows) if isinstance(self.rows, int) else self.rows
         return np.concatenate([[0], np.cumsum(counts)])
-
-    @property
-    def index(self) -> np.ndarray:
-        """(n, steps) cells as an array."""
-        if isinstance(self.cells, slice):
-            return np.arange(self.cells.start, self.cells.stop)[:, None]
-        return self.cells
-
-    def read(self, flat: np.ndarray) -> np.ndarray:
-        """(n, steps) entries of a table (C·V,) at the cells."""
-        return flat[self.cells, None] if isinstance(self.cells, slice) else flat[self.cells]
 
     def spread(self, values: np.ndarray, out: np.ndarray) -> None:
         """Write values (n, steps, …) of nodes into all of their rows of `out` (N, T, …)."""
@@ -148,12 +135,8 @@ class Level:
             before = int(np.searchsorted(starts, first, side="right")) - 1
             nodes = slice(before, int(np.searchsorted(starts, last, side="left")))
             rows = np.diff(starts[nodes.start : nodes.stop + 1].clip(first, last))
-        if isinstance(self.cells, slice):
-            cells: np.ndarray | slice = slice(self.cells.start + nodes.start, self.cells.start + nodes.stop)
-        else:
-            cells = self.cells[nodes]
         live = None if self.live is None or self.live[nodes].all() else self.live[nodes]
-        return Level(self.steps, cells, rows, live)
+        return Level(self.steps, self.cells[nodes], rows, live)
 
 
 class Tree(Paths):
@@ -171,11 +154,8 @@ class Tree(Paths):
         vocabulary: int,
         prompt: np.ndarray,
         log_weight: np.ndarray,
-        *,
-        complete: bool = True,
     ) -> None:
-        own = {"levels": levels, "vocabulary": vocabulary, "prompt": prompt, "log_weight": log_weight}
-        self.__dict__.update(own, complete=complete)
+        self.__dict__.update(levels=levels, vocabulary=vocabulary, prompt=prompt, log_weight=log_weight)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -187,17 +167,17 @@ class Tree(Paths):
 
     @cached_property
     def contexts(self) -> np.ndarray:  # type: ignore[override]
-        return self._spread([level.index // self.vocabulary for level in self.levels])
+        return self._spread([level.cells // self.vocabulary for level in self.levels])
 
     @cached_property
     def tokens(self) -> np.ndarray:  # type: ignore[override]
-        return self._spread([level.index % self.vocabulary for level in self.levels])
+        return self._spread([level.cells % self.vocabulary for level in self.levels])
 
     @cached_property
     def mask(self) -> np.ndarray:  # type: ignore[override]
         if not self.padded:
             return np.ones(self.shape, dtype=bool)
-        ones = [np.ones(level.index.shape, dtype=bool) if level.live is None else level.live for level in self.levels]
+        ones = [np.ones(level.cells.shape, dtype=bool) if level.live is None else level.live for level in self.levels]
         return self._spread(ones)
 
     def take(self, rows: np.ndarray | slice) -> Paths:
@@ -205,7 +185,7 @@ class Tree(Paths):
             first, last, step = rows.indices(len(self))
             if step == 1 and first < last:
                 levels = tuple(level.part(first, last) for level in self.levels)
-                return Tree(levels, self.vocabulary, self.prompt[rows], self.log_weight[rows], complete=False)
+                return Tree(levels, self.vocabulary, self.prompt[rows], self.log_weight[rows])
             rows = np.arange(first, last, step)
         index = np.arange(len(self))[rows]
         shape = (len(index), self.shape[1])
@@ -213,8 +193,7 @@ class Tree(Paths):
         for level in self.levels:
             uniform = isinstance(level.rows, int)
             node = index // level.rows if uniform else np.searchsorted(level.starts, index, side="right") - 1
-            start = level.cells.start + node[:, None] if isinstance(level.cells, slice) else level.cells[node]
-            cells[:, level.steps] = start
+            cells[:, level.steps] = level.cells[node]
             if level.live is not None:
                 live[:, level.steps] = level.live[node]
         contexts, tokens = np.divmod(cells, self.vocabulary)
@@ -227,30 +206,28 @@ class Tree(Paths):
 
     def chosen(self, table: np.ndarray) -> np.ndarray:
         flat = table.reshape(-1)
-        return self._spread([level.read(flat) for level in self.levels])
+        return self._spread([flat[level.cells] for level in self.levels])
 
     def everything(self, table: np.ndarray) -> np.ndarray:
-        return self._spread([table[level.index // self.vocabulary] for level in self.levels])
+        return self._spread([table[level.cells // self.vocabulary] for level in self.levels])
 
     def collect(self, values: np.ndarray, into: np.ndarray) -> None:
         flat = into.reshape(-1)
         for level in self.levels:
             sums = level.collect(values)
             if values.ndim == 3:
-                np.add.at(into, level.index // self.vocabulary, sums)
-            elif isinstance(level.cells, slice):
-                flat[level.cells] += sums[:, 0]
+                np.add.at(into, level.cells // self.vocabulary, sums)
             else:
-                np.add.at(flat, level.cells, sums)
+                np.add.at(flat, level.cells.ravel(), sums.ravel())
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        live = [np.ones(level.index.shape) if level.live is None else level.live for level in self.levels]
+        live = [np.ones(level.cells.shape) if level.live is None else level.live for level in self.levels]
         return self._add_up(live).astype(np.int64)
 
     def along(self, table: np.ndarray) -> np.ndarray:
         flat = table.reshape(-1)
-        values = [level.read(flat) for level in self.levels]
+        values = [flat[level.cells] for level in self.levels]
         return self._add_up([v if n.live is None else v * n.live for v, n in zip(values, self.levels, strict=True)])
 
     def _add_up(self, values: list[np.ndarray]) -> np.ndarray:

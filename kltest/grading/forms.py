@@ -19,7 +19,7 @@ Form = Callable[[object, str], Any]
 def combination(value: object, where: str) -> dict[str, float]:
     """A combination of named gradients, as text or as coefficients by name."""
     from kltest.truth import parse
-    from kltest.truth.combination import canonical
+    from kltest.truth.atlas import canonical
 
     if not isinstance(value, Mapping):
         value = text(value, where)

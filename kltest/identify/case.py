@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.identify import transformers
 from kltest.identify.findings import Combination
 from kltest.identify.identification import Identification, identify
-from kltest.identify.instances import HELD_OUT, NETWORKS, instances, seeds
+from kltest.identify.instances import HELD_OUT, NETWORKS, instances, network, parameter_gradient, seeds
 from kltest.truth import ATLAS, combine, gradient
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Case:
     @property
     def network(self) -> Network | None:
         """The network whose weights are the policy's parameters; None if these are the logits themselves."""
-        return transformers.usual(self.instances[0].environment.vocabulary) if self.environment in NETWORKS else None
+        return network(self.instances[0].environment.vocabulary) if self.environment in NETWORKS else None
 
     @property
     def policy_seeds(self) -> list[tuple[int, ...]]:
@@ -71,9 +70,7 @@ class Case:
         if network is None:
             return list(gradients)
         drawn = zip(self.instances, self.policy_seeds, gradients, strict=True)
-        return [
-            transformers.parameter_gradient(instance, network, *seed).pull_back(one) for instance, seed, one in drawn
-        ]
+        return [parameter_gradient(instance, network, *seed).pull_back(one) for instance, seed, one in drawn]
 
     @property
     def freedom(self) -> int:

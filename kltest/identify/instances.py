@@ -11,11 +11,15 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kltest.environments import END, Environment, Instance, bandit, mdp, ragged, sequence, tabular
-from kltest.identify import transformers
+from kltest.truth import ATLAS, gradient
+
+if TYPE_CHECKING:
+    from kltest.language_models.networks import Network, ParameterGradient
 
 FITTED = 3
 HELD_OUT = 1
@@ -42,6 +46,8 @@ ENVIRONMENTS: dict[str, Callable[[int], Environment]] = {
     "transformer": _with_reward(sequence, 4, 3),
 }
 NETWORKS = frozenset({"transformer"})
+"""Environments in which policy, reference and sampler are one small network with different weights."""
+MODEL = "tiny:20k"
 
 
 def _layered(horizon: int, seed: int) -> Environment:
@@ -94,7 +100,7 @@ def instances(environment: str, seed: int, group: int | None = None) -> tuple[In
     for own_seed, policy_seed in seeds(environment, seed):
         built = replace(build(own_seed), name=environment)
         if environment in NETWORKS:
-            instance = transformers.usual(built.vocabulary).instance(built, (policy_seed,))
+            instance = network(built.vocabulary).instance(built, (policy_seed,))
         else:
             instance = Instance.draw(built, policy_seed)
         drawn.append(instance if group is None else with_ties(instance, own_seed))
@@ -136,3 +142,21 @@ def with_ties(instance: Instance, seed: int) -> Instance:
     reward = np.zeros(environment.reward.shape)
     reward.reshape(-1)[ends] = paid[uneven.argmin()]
     return replace(instance, environment=replace(environment, reward=reward))
+
+
+def network(vocabulary: int) -> Network:
+    """Return the network in which losses are graded; UsageError if transformers is not installed."""
+    import torch
+
+    from kltest.language_models import networks
+
+    return networks.network(MODEL, vocabulary, 0, torch.device("cpu"))
+
+
+@lru_cache(maxsize=12)
+def parameter_gradient(instance: Instance, network: Network, *seed: int) -> ParameterGradient:
+    """Return the map from gradients at the logits to those at all weights, for an instance drawn from this seed."""
+    from kltest.language_models.networks import ParameterGradient
+
+    named = {name: gradient(name, instance) for name in ATLAS if name != "zero"}
+    return ParameterGradient.at(network, instance.environment, network.drawn(seed), named)

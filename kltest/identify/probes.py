@@ -22,7 +22,7 @@ from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.loss.calling import Loss, Variant
 from kltest.loss.outcome import Outcome
-from kltest.moments.differentiate import leaf_gradients
+from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
@@ -138,8 +138,8 @@ class Probes:
         one = one.replace()
         first, second = self.loss(one), self.loss(other)
         return (
-            _at_leaves(self.loss, first, one),
-            _at_leaves(self.loss, second, other),
+            at_leaves(self.loss, first.objective, one),
+            at_leaves(self.loss, second.objective, other),
             TOLERANCES[first.dtype].influence,
         )
 
@@ -233,12 +233,6 @@ class _LiftStops(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             args = (True,)
         return func(*args, **(kwargs or {}))
-
-
-def _at_leaves(loss: Loss, outcome: Outcome, rollout: Rollout) -> list[Tensor]:
-    """Return the gradient at every leaf, padded positions included; zeros for a leaf that the loss did not use."""
-    found = leaf_gradients(loss, outcome.objective, rollout)
-    return [found[name] if name in found else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
 
 
 def _close(one: Tensor, other: Tensor, limit: float) -> bool:

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kltest.environments import Instance
@@ -15,8 +14,8 @@ from kltest.errors import KltestError
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
-from kltest.moments.differentiate import leaf_gradients
-from kltest.rollout import LEAVES, SAMPLER_FIELDS, Rollout
+from kltest.moments.differentiate import at_leaves
+from kltest.rollout import SAMPLER_FIELDS, Rollout
 
 # Lengths differ there, so that masks matter.
 ENVIRONMENT = "ragged"
@@ -70,8 +69,7 @@ def _results(loss: Loss, instance: Instance, seed: int) -> list[Tensor]:
         result = loss.for_experiments().returned(rollout)
     found = [result.loss.detach(), *([] if result.metric is None else [result.metric])]
     if result.loss.requires_grad:
-        got = leaf_gradients(loss, result.loss.sum(), rollout)
-        found += [got[name] if name in got else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
+        found += at_leaves(loss, result.loss.sum(), rollout)
     return found
 
 

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations_with_replacement, islice, product
 
 import numpy as np
@@ -67,16 +68,14 @@ def exact_batches(
     if size < 1:
         raise UsageError(f"a batch has at least one rollout, not {size}")
 
-    def of_size(rows: int) -> Moments:
-        return _exact(loss, instance, sampler, rows, grouped, padding, seed, most)
-
+    of_size = partial(_exact, loss, instance, sampler, grouped, padding, seed, most)
     moments = of_size(size)
     grows = moments.added_up and bool(moments.gradient.any()) and _grows(moments.gradient, size, of_size)
     return replace(moments, added_up=grows)
 
 
 def _exact(
-    loss: Loss, instance: Instance, sampler: str, size: int, grouped: bool, padding: int, seed: int, most: int
+    loss: Loss, instance: Instance, sampler: str, grouped: bool, padding: int, seed: int, most: int, size: int
 ) -> Moments:
     """Moments of batches of one size; `added_up` only says what doubling a batch does."""
     paths = instance.paths

@@ -134,7 +134,8 @@ class Asymptotic:
             longest = np.sqrt((samples**2).sum(axis=-1)).max(axis=0)
         shifted = samples - self._origin
         self._sum = self._sum + shifted.sum(axis=0)
-        self._outer = self._outer + outer_products(shifted)
+        moved = np.moveaxis(shifted, 0, -2)
+        self._outer = self._outer + moved.swapaxes(-1, -2) @ moved
         self._longest = np.maximum(self._longest, longest)
         self.count += len(samples)
 
@@ -180,11 +181,3 @@ def tuned(covariance: np.ndarray, accuracy: float, error_rate: float) -> tuple[f
     best = int(np.argmin(squared))
     samples = max(1.0, squared[best] / accuracy**2)
     return float(MIXTURES[best] * largest * samples), samples
-
-
-def outer_products(samples: np.ndarray) -> np.ndarray:
-    """(…, D, D) sum of x·xᵀ over samples (n, …, D)."""
-    if samples.ndim == 2:
-        return samples.T @ samples
-    moved = np.moveaxis(samples, 0, -2)
-    return moved.swapaxes(-1, -2) @ moved

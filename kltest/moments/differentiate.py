@@ -84,6 +84,12 @@ def leaf_gradients(loss: Loss, objective: Tensor, rollout: Rollout) -> dict[str,
     return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
+def at_leaves(loss: Loss, objective: Tensor, rollout: Rollout) -> list[Tensor]:
+    """∂objective/∂leaf at every position of every leaf; zeros for a leaf that the loss did not use."""
+    found = leaf_gradients(loss, objective, rollout)
+    return [found[name] if name in found else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
+
+
 def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Tensor | None]:
     """The gradient of an objective at each input, None for an unused one; TargetError if torch cannot go backward."""
     try:

@@ -23,7 +23,8 @@ from kltest.errors import UsageError
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.horizon import Horizon
-from kltest.moments.moments import Reduction
+from kltest.moments.moments import Expectation, ExpectedGradient, Moments, Reduction
+from kltest.moments.projection import Projection
 from kltest.moments.reduction import probe
 from kltest.moments.tolerances import near
 from kltest.rollout import Rollout
@@ -32,24 +33,20 @@ from kltest.rollout import Rollout
 CHUNK = 2**17
 # Rollouts on which the table is compared with what the loss does to whole rollouts.
 WITNESSES = 8
+# Contexts of an environment in which rollouts may come back to one: the visits between all pairs are a table.
+FEW_CONTEXTS = 200
 
 
-@dataclass(frozen=True)
-class Expected:
+@dataclass(frozen=True, kw_only=True)
+class Expected(ExpectedGradient):
     """Expected gradient of a batch of one rollout.
 
     Attributes:
-        gradient: (C, V) E[ĝ] with respect to logits.
         value: E[Σ_t ℓ_t] of the returned values ℓ_t a token.
-        reduction: How the loss combines the rows of a batch.
-        dtype: The precision in which the loss computes.
         second_moment: E‖ĝ‖², None if it was not requested.
     """
 
-    gradient: np.ndarray
     value: float
-    reduction: Reduction
-    dtype: str
     second_moment: float | None = None
 
     @property
@@ -116,16 +113,22 @@ def dynamic(
         if loss.placement != "loss" or pairs.full is not None:
             raise UsageError(f"dynamic programming cannot compute the variance of {loss.name}: enumerate rollouts")
         second = horizon.second_moment(pairs.sampled, instance.policy)
-    return Expected(softmax_gradient(table, instance.policy), value, pairs.reduction, pairs.dtype, second)
+    return Expected(
+        gradient=softmax_gradient(table, instance.policy),
+        reduction=pairs.reduction,
+        dtype=pairs.dtype,
+        leaves=pairs.leaves,
+        value=value,
+        second_moment=second,
+    )
 
 
 def _pairs(instance: Instance, contexts: slice) -> Tree:
     """Every token of consecutive contexts as a rollout of length 1."""
     vocabulary = instance.environment.vocabulary
-    cells = slice(contexts.start * vocabulary, contexts.stop * vocabulary)
-    rows = cells.stop - cells.start
+    cells = np.arange(contexts.start * vocabulary, contexts.stop * vocabulary)[:, None]
     level = Level(slice(0, 1), cells, 1, None)
-    return Tree((level,), vocabulary, np.zeros(rows, dtype=np.int64), np.zeros(rows), complete=False)
+    return Tree((level,), vocabulary, np.zeros(len(cells), dtype=np.int64), np.zeros(len(cells)))
 
 
 def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Pairs:
@@ -223,3 +226,52 @@ def _charged(cost: np.ndarray, credit: str) -> np.ndarray:
         return cost
     to_go = cost[:, ::-1].cumsum(axis=1)[:, ::-1]
     return to_go if credit == "to-go" else np.broadcast_to(to_go[:, :1], cost.shape)
+
+
+def works_token_by_token(loss: Loss, instance: Instance) -> bool:
+    """True if the loss is declared token by token, is placed in the loss, and its tables are small."""
+    declared = getattr(loss, "spec", None)
+    return (
+        declared is not None
+        and declared.per_token
+        and loss.placement == "loss"
+        and "logits" not in loss.takes
+        and (instance.environment.tree or instance.environment.n_contexts <= FEW_CONTEXTS)
+    )
+
+
+def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Moments:
+    """E[ĝ] and E‖ĝ‖² of a batch of one rollout, over every rollout of an environment; arguments as for `exact`.
+
+    A token-by-token loss has the gradient h(c, v) at each token. P(c, v) is the probability that a rollout passes
+    through a context and token. If no two tokens of a rollout share a context, E[A(c, v)] = P·h and
+    E‖ĝ‖² = Σ_(c,v) P·h²·‖∇log π(v|c)‖²; else their inner products are added by dynamic programming.
+
+    Raises:
+        UsageError: The loss depends on more than each token's own fields.
+    """
+    pairs = call_on_pairs(loss, instance, sampler, padding, seed)
+    compare(loss, instance, sampler, pairs, padding, seed)
+    paths, weights = instance.paths, instance.rollout_weights(sampler)
+    if instance.environment.tree:
+        passing = np.zeros(instance.policy.shape)
+        each = np.broadcast_to(weights[:, None], paths.shape)
+        paths.collect(np.where(paths.mask, each, 0.0) if paths.padded else each, passing)
+        projection = Projection(instance.policy, distinct=True)
+        projection.table = passing * pairs.sampled
+        projection.squares = projection.table * pairs.sampled
+        gradient, second_moment = projection.gradient, projection.second_moment
+    else:
+        horizon = Horizon(instance.environment, np.exp(instance.behaviour(sampler)))
+        table = horizon.visits[:, None] * horizon.chances * pairs.sampled
+        gradient = softmax_gradient(table, instance.policy)
+        second_moment = horizon.second_moment(pairs.sampled, instance.policy)
+    return Moments(
+        gradient=gradient,
+        second_moment=second_moment,
+        rollouts=len(paths),
+        reduction=pairs.reduction,
+        dtype=pairs.dtype,
+        leaves=pairs.leaves,
+        value=Expectation.of(paths.along(pairs.cost), weights),
+    )

@@ -10,8 +10,8 @@ from torch import Tensor
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
 from kltest.loss.calling import Loss
-from kltest.moments import token_by_token
 from kltest.moments.differentiate import RowGradients, differentiate
+from kltest.moments.dynamic_programming import from_tables, works_token_by_token
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
 from kltest.moments.reduction import Witness, probe
@@ -41,7 +41,7 @@ def exact(
     First the loss is called on single rollouts, pairs and larger batches, to learn how it combines rows. Then each
     rollout is called alone, which is the definition. More than ONE_BY_ONE rollouts are called in large batches instead,
     if the loss was seen to treat rows apart; single ones are compared again. A registered estimator that works token
-    by token is called once for each context and token (kltest.moments.token_by_token).
+    by token is called once for each context and token (kltest.moments.dynamic_programming).
 
     Args:
         loss: The loss, bound to a rollout's fields.
@@ -61,8 +61,8 @@ def exact(
         InvalidEnvironmentError: The environment cannot be enumerated.
     """
     paths = instance.paths
-    if len(paths) > ONE_BY_ONE and token_by_token.applies(loss, instance):
-        return token_by_token.from_tables(loss, instance, sampler, padding, seed)
+    if len(paths) > ONE_BY_ONE and works_token_by_token(loss, instance):
+        return from_tables(loss, instance, sampler, padding, seed)
     generator = np.random.default_rng([seed, len(paths)])
     if len(paths) > ONE_BY_ONE:
         pool = Rollout.of(instance, paths.take(_pool(paths, generator)), sampler=sampler, padding=padding)

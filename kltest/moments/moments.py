@@ -25,36 +25,43 @@ class Expectation:
         return cls(mean, float(np.sqrt(weights @ (rows - mean) ** 2)), rows)
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Exact moments of the gradient ĝ of a batch with respect to the policy's logits.
+@dataclass(frozen=True, kw_only=True)
+class ExpectedGradient:
+    """Expected gradient of a batch with respect to the policy's logits, exact or estimated.
 
     Attributes:
         gradient: (C, V) E[ĝ].
-        second_moment: E‖ĝ‖².
-        rollouts: Number of rollouts that were enumerated.
         reduction: How the loss combines the rows of a batch.
         dtype: The lowest precision in which the loss computes.
-        method: "exact" by enumeration, "dynamic" by dynamic programming.
         batch: Rollouts in a batch.
         leaves: Fields that the gradient reached; empty if nothing can be learnt from this loss.
-        value: Expectation of what the loss returned per rollout, None if it returned no such number.
-        metric: Expectation of the logged KL, None if there is none.
         coupling: The observation that showed a coupling of rows, else empty.
-        added_up: True if a coupled loss was seen to sum over rows instead of averaging.
     """
 
     gradient: np.ndarray
-    second_moment: float
-    rollouts: int
     reduction: Reduction
     dtype: str
-    method: Literal["exact", "dynamic"] = "exact"
     batch: int = 1
     leaves: frozenset[str] = frozenset()
+    coupling: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments(ExpectedGradient):
+    """Exact moments of the gradient ĝ of a batch.
+
+    Attributes:
+        second_moment: E‖ĝ‖².
+        rollouts: Number of rollouts that were enumerated.
+        value: Expectation of what the loss returned per rollout, None if it returned no such number.
+        metric: Expectation of the logged KL, None if there is none.
+        added_up: True if a coupled loss was seen to sum over rows instead of averaging.
+    """
+
+    second_moment: float
+    rollouts: int
     value: Expectation | None = None
     metric: Expectation | None = None
-    coupling: str = ""
     added_up: bool = False
 
     @property

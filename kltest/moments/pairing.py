@@ -9,7 +9,7 @@ estimators, or a sum of some.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from kltest.truth import combine
 RANK = 1e-10
 
 
-@dataclass(frozen=True)
 class Along:
     """Ingredients of known estimators, (N, T) and zero at padded positions.
 
@@ -38,34 +37,21 @@ class Along:
         moves: (N, T, V) π·u, the weights of next-token log-probs in the gradient of `kl`.
     """
 
-    live: np.ndarray
-    u: np.ndarray
-    ratio: np.ndarray
-    prefix_ratio: np.ndarray
-    before: np.ndarray
-    whole_ratio: np.ndarray
-    kl: np.ndarray
-    moves: np.ndarray
-
-    @classmethod
-    def of(cls, instance: Instance, paths: Paths, sampler: str) -> Along:
+    def __init__(self, instance: Instance, paths: Paths, sampler: str) -> None:
         def chosen(table: np.ndarray) -> np.ndarray:
             return np.where(paths.mask, paths.chosen(table), 0.0)
 
         log_ratio = chosen(instance.policy - instance.behaviour(sampler))
         passed = log_ratio.cumsum(axis=1)
         moves = np.exp(instance.policy) * (instance.policy - instance.reference)
-        visited = np.where(paths.mask[..., None], paths.everything(moves), 0.0)
-        return cls(
-            live=paths.mask.astype(float),
-            u=chosen(instance.policy - instance.reference),
-            ratio=np.where(paths.mask, np.exp(log_ratio), 0.0),
-            prefix_ratio=np.where(paths.mask, np.exp(passed), 0.0),
-            before=np.where(paths.mask, np.exp(passed - log_ratio), 0.0),
-            whole_ratio=np.exp(passed[:, -1:]) * paths.mask,
-            kl=visited.sum(axis=2),
-            moves=visited,
-        )
+        self.live = paths.mask.astype(float)
+        self.u = chosen(instance.policy - instance.reference)
+        self.ratio = np.where(paths.mask, np.exp(log_ratio), 0.0)
+        self.prefix_ratio = np.where(paths.mask, np.exp(passed), 0.0)
+        self.before = np.where(paths.mask, np.exp(passed - log_ratio), 0.0)
+        self.whole_ratio = np.exp(passed[:, -1:]) * paths.mask
+        self.moves = np.where(paths.mask[..., None], paths.everything(moves), 0.0)
+        self.kl = self.moves.sum(axis=2)
 
 
 def from_here(cost: np.ndarray) -> np.ndarray:
@@ -81,18 +67,6 @@ def before(cost: np.ndarray) -> np.ndarray:
 Names = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Known:
-    """Estimator Σ_t g_t·weight_t (with a weight (N, T, V): over all next tokens), and its expectation by sampler.
-
-    `current` is None if ratios of 1 make it equal to another estimator.
-    """
-
-    weight: Callable[[Along], np.ndarray]
-    current: Names | None
-    stale: Names
-
-
 ZERO: Names = {"zero": 1.0}
 REVERSE: Names = {"reverse_kl": 1.0}
 LOCAL: Names = {"local_reverse_kl": 1.0}
@@ -100,22 +74,26 @@ AT_SAMPLER: Names = {"local_reverse_kl@sampler": 1.0}
 SQUARES: Names = {"squared_log_ratio_sum": 1.0, "local_reverse_kl": -1.0}
 FORWARD: Names = {"forward_kl": 1.0}
 
-KNOWN: dict[str, Known] = {
-    "score": Known(lambda a: a.live, ZERO, {"from_sampler_kl": -1.0}),
-    "token ratio": Known(lambda a: a.ratio, None, ZERO),
-    "sequence ratio": Known(lambda a: a.whole_ratio, None, ZERO),
-    "k2-loss": Known(lambda a: a.prefix_ratio * a.u, LOCAL, LOCAL),
-    "k2-loss, token ratio": Known(lambda a: a.ratio * a.u, None, AT_SAMPLER),
-    "k3-loss, token ratio": Known(
-        lambda a: -a.ratio * np.exp(-a.u), {"local_forward_kl": 1.0}, {"local_forward_kl@sampler": 1.0}
+# Weights of the estimators Σ_t g_t·weight_t (if they are (N, T, V), the sum is over all next tokens as well), and their
+# expectations under the current sampler, None if ratios of 1 make two of them equal, and under a stale one.
+KNOWN: dict[str, tuple[Callable[[Along], np.ndarray], Names | None, Names]] = {
+    "score": (lambda a: a.live, ZERO, {"from_sampler_kl": -1.0}),
+    "token ratio": (lambda a: a.ratio, None, ZERO),
+    "sequence ratio": (lambda a: a.whole_ratio, None, ZERO),
+    "k2-loss": (lambda a: a.prefix_ratio * a.u, LOCAL, LOCAL),
+    "k2-loss, token ratio": (lambda a: a.ratio * a.u, None, AT_SAMPLER),
+    "k3-loss, token ratio": (
+        lambda a: -a.ratio * np.exp(-a.u),
+        {"local_forward_kl": 1.0},
+        {"local_forward_kl@sampler": 1.0},
     ),
-    "k3-loss-sequence": Known(lambda a: -a.whole_ratio * np.exp(-a.u.sum(axis=1, keepdims=True)), FORWARD, FORWARD),
-    "k1-reward-to-go": Known(lambda a: from_here(a.prefix_ratio * a.u), REVERSE, REVERSE),
-    "k2-reward-to-go": Known(lambda a: from_here(a.prefix_ratio * a.u**2 / 2), SQUARES, SQUARES),
-    "past log-ratios": Known(lambda a: a.prefix_ratio * before(a.u), ZERO, ZERO),
-    "past squares": Known(lambda a: a.prefix_ratio * before(a.u**2), ZERO, ZERO),
-    "full-loss": Known(lambda a: a.moves, LOCAL, AT_SAMPLER),
-    "full-reward": Known(
+    "k3-loss-sequence": (lambda a: -a.whole_ratio * np.exp(-a.u.sum(axis=1, keepdims=True)), FORWARD, FORWARD),
+    "k1-reward-to-go": (lambda a: from_here(a.prefix_ratio * a.u), REVERSE, REVERSE),
+    "k2-reward-to-go": (lambda a: from_here(a.prefix_ratio * a.u**2 / 2), SQUARES, SQUARES),
+    "past log-ratios": (lambda a: a.prefix_ratio * before(a.u), ZERO, ZERO),
+    "past squares": (lambda a: a.prefix_ratio * before(a.u**2), ZERO, ZERO),
+    "full-loss": (lambda a: a.moves, LOCAL, AT_SAMPLER),
+    "full-reward": (
         lambda a: from_here(a.before * a.kl) - a.before * a.kl,
         {"future_reverse_kl": 1.0},
         {"future_reverse_kl": 1.0},
@@ -134,13 +112,13 @@ COSTS: dict[str, tuple[Callable[[Along], np.ndarray], Names]] = {
 class Pairing:
     """Known estimators on batches of `size` rollouts, and the coefficients fitted to the samples so far."""
 
-    def __init__(self, instance: Instance, sampler: str, size: int = 1) -> None:
+    def __init__(self, instance: Instance, sampler: str, size: int = 1, *, known: Mapping[str, Any] = KNOWN) -> None:
         self.instance = instance
         self.sampler = sampler
         self.size = size
-        wanted = {name: known.current if sampler == "current" else known.stale for name, known in KNOWN.items()}
-        self.means = self._expectations(wanted)
-        products = {name: mean for name, (_, mean) in COSTS.items()} if sampler == "current" and size > 1 else {}
+        current = sampler == "current"
+        self.means = self._expectations({name: means[not current] for name, (_, *means) in known.items()})
+        products = {name: mean for name, (_, mean) in COSTS.items()} if known and current and size > 1 else {}
         self.products = {name: mean / size for name, mean in self._expectations(products).items()}
         self._count = 0
         self._sums: np.ndarray | float = 0.0
@@ -161,12 +139,12 @@ class Pairing:
 
     def samples(self, paths: Paths) -> np.ndarray:
         """(n, K, C·V) each estimator minus its expectation, for every `size` consecutive rollouts."""
-        along = Along.of(self.instance, paths, self.sampler)
+        along = Along(self.instance, paths, self.sampler)
         rows = np.arange(len(paths)).reshape(-1, self.size)
         batches = joint_paths(paths, rows, np.zeros(len(rows)))
         drawn = np.empty((len(rows), len(self), self.instance.policy.size))
         for index, (name, mean) in enumerate(self.means.items()):
-            drawn[:, index] = self._gradients(batches, KNOWN[name].weight(along)) - mean
+            drawn[:, index] = self._gradients(batches, KNOWN[name][0](along)) - mean
         if self.products:
             score = self._gradients(batches, along.live)
         for index, (name, mean) in enumerate(self.products.items(), len(self.means)):
@@ -179,6 +157,10 @@ class Pairing:
         each = weight.reshape(len(batches), -1, *weight.shape[2:]) / self.size
         leaves = (each, None) if weight.ndim == 2 else (None, each)
         return each_gradient(batches, self.instance.policy, *leaves).reshape(len(batches), -1)
+
+    def less_noise(self, gradients: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """(n, C·V) gradients minus the fitted combination of the known estimators (n, K, C·V)."""
+        return gradients - np.einsum("k,nkd->nd", self.coefficients, known)
 
     def learn(self, gradients: np.ndarray, known: np.ndarray) -> None:
         """Add gradients (n, C·V) and the known estimators (n, K, C·V) on the same rollouts to the fit."""

@@ -17,8 +17,8 @@ from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.moments.confidence import Asymptotic, EmpiricalBernstein, tuned
 from kltest.moments.drawing import CoupledError, Drawing, Singles, Source, source_of
-from kltest.moments.moments import Reduction
-from kltest.moments.pairing import Pairing
+from kltest.moments.moments import ExpectedGradient
+from kltest.moments.pairing import KNOWN, Pairing
 
 # Most samples by default: if rows can be called together, and if each batch needs a call of its own.
 ROWS, BATCHES = 200_000, 10_000
@@ -36,39 +36,27 @@ MOST_KNOWN = 2**24
 ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
-class Sampled:
+@dataclass(frozen=True, kw_only=True)
+class Sampled(ExpectedGradient):
     """Estimate of the expected gradient of a batch from samples, compared with a target.
 
     Attributes:
-        gradient: (C, V) the estimate, with respect to logits.
         radius: ‖E[ĝ] − gradient‖ is at most this, at the error rate, whenever sampling was stopped.
         distance: ‖gradient − target‖.
         samples: Number of batches drawn.
-        batch: Rollouts in a batch.
-        reduction: How the loss combines the rows of a batch.
-        dtype: The lowest precision in which the loss computes.
-        leaves: Fields that the gradient reached.
         second_moment: Estimate of E‖ĝ‖².
         variance: Estimate of the trace of the covariance of a batch's gradient.
         left: Share of the variance that pairing leaves.
         asymptotic: True if the error rate holds in the limit of many samples only.
-        coupling: The observation that showed a coupling of rows, else empty.
     """
 
-    gradient: np.ndarray
     radius: float
     distance: float
     samples: int
-    batch: int
-    reduction: Reduction
-    dtype: str
-    leaves: frozenset[str]
     second_moment: float
     variance: float
     left: float
     asymptotic: bool
-    coupling: str = ""
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -135,7 +123,7 @@ def sampled(
     drawn = Drawing(loss, instance, sampler, size, grouped, padding, np.random.default_rng([seed, size, padding]))
 
     def follow(source: Source) -> Sampled:
-        pairing = Pairing(instance, sampler, size) if pair else None
+        pairing = Pairing(instance, sampler, size, known=KNOWN if pair else {})
         most = samples or (ROWS if source.together else BATCHES)
         run = _Run(source, pairing, target.ravel(), accuracy, error_rate, bound, most)
         run.follow()
@@ -154,27 +142,22 @@ class _Run:
     def __init__(
         self,
         source: Source,
-        pairing: Pairing | None,
+        pairing: Pairing,
         target: np.ndarray,
         accuracy: float,
         error_rate: float,
         bound: float | None,
         samples: int,
     ) -> None:
-        self.source, self.pairing, self.target, self.accuracy = source, pairing, target, accuracy
+        self.source, self.target, self.accuracy, self.bound, self.samples = source, target, accuracy, bound, samples
+        self.pairing, self.bounds = _bounded(pairing, bound)
         self.drawn = 0
         self.longest = float(np.linalg.norm(target))
-        self._sum, self._squares = np.zeros(target.size), 0.0
-        self._left = 0.0
-        self.bounds = None if bound is None or pairing is None else _largest_known(pairing)
-        if bound is not None and self.bounds is None:
-            self.pairing = None
-        self.bound = bound
-        self.samples = samples
+        self._sum, self._squares, self._left = np.zeros(target.size), 0.0, 0.0
         self.first = PILOT_ROWS if source.together else PILOT_BATCHES
         gradients, known = self._draw(max(1, min(self.first, samples // 2)))
-        self._learn(gradients, known)
-        rest = self._less_noise(gradients, known)
+        self.pairing.learn(gradients, known)
+        rest = self.pairing.less_noise(gradients, known)
         self.spheres: Asymptotic | EmpiricalBernstein
         if bound is not None:
             self.spheres = EmpiricalBernstein(bound, error_rate)
@@ -188,14 +171,14 @@ class _Run:
         while self.drawn < self.samples and not self._decided():
             size = min(max(self.first, self.drawn // 4), self.samples - self.drawn, self._most)
             gradients, known = self._draw(size)
-            rest = self._less_noise(gradients, known)
+            rest = self.pairing.less_noise(gradients, known)
             if isinstance(self.spheres, Asymptotic):
-                longest = max(self.longest, float(np.linalg.norm(rest, axis=1).max()))
-                self.spheres.update(rest, longest=longest)
+                self.spheres.update(rest, longest=max(self.longest, float(np.linalg.norm(rest, axis=1).max())))
             else:
-                self.spheres.update(rest, bound=self._bound_of_rest())
+                taken = float(np.abs(self.pairing.coefficients) @ self.bounds)
+                self.spheres.update(rest, bound=self.spheres.bound + taken)
             self._left += float(((rest - self.spheres.sphere.centre) ** 2).sum())
-            self._learn(gradients, known)
+            self.pairing.learn(gradients, known)
 
     def result(self, shape: tuple[int, ...]) -> Sampled:
         sphere, source = self.spheres.sphere, self.source
@@ -221,8 +204,8 @@ class _Run:
 
     @property
     def _most(self) -> int:
-        estimators = 1 if self.pairing is None else len(self.pairing) + 1
-        return max(1, min(MOST_ROWS // self.source.drawn.size, CHUNK // (self.target.size * estimators)))
+        numbers = self.target.size * (len(self.pairing) + 1)
+        return max(1, min(MOST_ROWS // self.source.drawn.size, CHUNK // numbers))
 
     def _decided(self) -> bool:
         if self.spheres.count == 0:
@@ -243,29 +226,16 @@ class _Run:
                 f"{self.bound:.6g} that was stated. Leave the bound out, and the verdict is asymptotic"
             )
         self.longest = max(self.longest, longest)
-        nothing = np.empty((count, 0, self.target.size))
-        return gradients, nothing if self.pairing is None else self.pairing.samples(paths)
-
-    def _learn(self, gradients: np.ndarray, known: np.ndarray) -> None:
-        if self.pairing is not None:
-            self.pairing.learn(gradients, known)
-
-    def _less_noise(self, gradients: np.ndarray, known: np.ndarray) -> np.ndarray:
-        if self.pairing is None:
-            return gradients
-        return gradients - np.einsum("k,nkd->nd", self.pairing.coefficients, known)
-
-    def _bound_of_rest(self) -> float:
-        assert self.bound is not None
-        if self.pairing is None or self.bounds is None:
-            return self.bound
-        return self.bound + float(np.abs(self.pairing.coefficients) @ self.bounds)
+        return gradients, self.pairing.samples(paths)
 
 
-def _largest_known(pairing: Pairing) -> np.ndarray | None:
-    """(K,) the largest norm of each known estimator on any rollout; None if there are too many rollouts."""
+def _bounded(pairing: Pairing, bound: float | None) -> tuple[Pairing, np.ndarray]:
+    """The pairing and, for a bound, the largest norms (K,) of its estimators; both empty if rollouts are too many."""
+    if bound is None:
+        return pairing, np.zeros(0)
     instance = pairing.instance
+    numbers = instance.environment.count() * len(pairing) * instance.policy.size
+    if not len(pairing) or pairing.products or numbers > MOST_KNOWN:
+        return Pairing(instance, pairing.sampler, pairing.size, known={}), np.zeros(0)
     alone = Pairing(instance, pairing.sampler)
-    if pairing.products or instance.environment.count() * len(alone) * instance.policy.size > MOST_KNOWN:
-        return None
-    return np.linalg.norm(alone.samples(instance.paths), axis=2).max(axis=0)
+    return pairing, np.linalg.norm(alone.samples(instance.paths), axis=2).max(axis=0)

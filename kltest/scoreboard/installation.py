@@ -24,7 +24,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 import kltest
-from kltest.adapters.adapter import Adapter
+from kltest.adapters import Adapter
 from kltest.errors import KltestError, UsageError
 
 NEEDED = ("numpy", "scipy", "typer", "joblib")

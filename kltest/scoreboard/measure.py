@@ -23,8 +23,7 @@ from typing import IO, Any
 
 import joblib
 
-from kltest.adapters import find, installed_settings
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters import Adapter, Setting, find, installed_settings
 from kltest.errors import KltestError, UsageError
 from kltest.grading.jobs import Job, failed, graded, terminated_as_interrupted
 from kltest.report import Report

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kltest.adapters import NAMES
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters import NAMES, Adapter, Setting
 from kltest.environments import Instance, sequence
 from kltest.errors import KltestError
 from kltest.grading.isolation import Child, describe

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters import Adapter, Setting
 
 if TYPE_CHECKING:
     from kltest.report import Report

@@ -14,8 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import kltest
-from kltest.adapters import NAMES, find
-from kltest.adapters.adapter import Adapter
+from kltest.adapters import NAMES, Adapter, find
 from kltest.errors import KltestError, UsageError
 from kltest.files import writable, write
 from kltest.render.markdown import escape

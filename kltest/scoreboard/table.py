@@ -9,8 +9,7 @@ from typing import Any
 
 from pandas import DataFrame
 
-from kltest.adapters import NAMES, find
-from kltest.adapters.adapter import DEPTHS, Setting
+from kltest.adapters import DEPTHS, NAMES, Setting, find
 from kltest.scoreboard.rows import Row
 from kltest.truth import render
 

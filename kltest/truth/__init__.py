@@ -8,30 +8,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kltest.truth.atlas import ATLAS, NamedGradient
-from kltest.truth.combination import combine, parse, plain, render
+from kltest.truth.atlas import ATLAS, NamedGradient, parse, plain, render
 
 if TYPE_CHECKING:
     from kltest.truth.autograd import gradient_again, value_again
-    from kltest.truth.fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
-    from kltest.truth.gradients import gradient
+    from kltest.truth.gradients import combine, gradient
     from kltest.truth.jacobians import asymmetry, jacobian
-    from kltest.truth.regularised import Optimum, optimum
+    from kltest.truth.regularised import (
+        Optimum,
+        optimum,
+        sequence_k3_fixed_point,
+        token_k2_fixed_point,
+        token_k3_fixed_point,
+    )
     from kltest.truth.values import VALUES, value
 
 _HOMES = {
-    "gradient": "gradients",
-    "gradient_again": "autograd",
-    "VALUES": "values",
-    "value": "values",
-    "value_again": "autograd",
-    "Optimum": "regularised",
-    "optimum": "regularised",
-    "token_k2_fixed_point": "fixed_points",
-    "token_k3_fixed_point": "fixed_points",
-    "sequence_k3_fixed_point": "fixed_points",
-    "asymmetry": "jacobians",
-    "jacobian": "jacobians",
+    "gradients": ("combine", "gradient"),
+    "autograd": ("gradient_again", "value_again"),
+    "values": ("VALUES", "value"),
+    "regularised": ("Optimum", "optimum", "token_k2_fixed_point", "token_k3_fixed_point", "sequence_k3_fixed_point"),
+    "jacobians": ("asymmetry", "jacobian"),
 }
 
 __all__ = [
@@ -57,6 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ respect to the logits is then π·(S − Σ_v π·S), row by row: all time steps
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kltest.environments import Environment, Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import InvalidEnvironmentError
 from kltest.truth import divergences
-from kltest.truth.atlas import named
+from kltest.truth.atlas import canonical, named
 from kltest.truth.recursions import backwards, ending, forward, onward, start, total_visits, visits
 
 
@@ -49,6 +49,16 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
             "the policies are too far apart for it"
         )
     return result
+
+
+def combine(combination: Mapping[str, float], instance: Instance) -> np.ndarray:
+    """Return Σ c·gradient(name, instance) (C, V) with respect to the policy's logits.
+
+    Raises:
+        UsageError: A name is unknown or a coefficient is not finite.
+        InvalidEnvironmentError: As `gradient`.
+    """
+    return sum(coefficient * gradient(name, instance) for name, coefficient in canonical(combination).items())  # type: ignore[return-value]
 
 
 def from_signal(signal: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
@@ -86,6 +96,28 @@ def future(
             later *= state
             signal += later
     return signal, visited
+
+
+def credit_pairs(instance: Instance) -> dict[tuple[int, int], np.ndarray]:
+    """Return E_π[g_t u_s] for each pair of positions, with g_t the score of token t and u_s the log-ratio of token s.
+
+    All pairs together sum to `reverse_kl`, those with t = s to `local_reverse_kl`, the others to `future_reverse_kl`.
+    For t > s the expectation is zero: earlier log-ratios do not depend on a later token.
+
+    Returns:
+        {(t, s): gradient (C, V) with respect to the policy's logits} for 0 ≤ t ≤ s < horizon; pairs beyond the end of
+        every rollout may be missing.
+    """
+    environment, policy = instance.environment, instance.policy
+    chances, log_ratio = np.exp(policy), policy - instance.reference
+    brought = [log_ratio]  # expected log-ratio after 0, 1, … further steps
+    for _ in range(environment.horizon - 1):
+        brought.append(onward(environment, (chances * brought[-1]).sum(axis=1)))
+    return {
+        (t, t + lag): from_signal(visit[:, None] * brought[lag], policy)
+        for t, visit in enumerate(visits(environment, chances))
+        for lag in range(environment.horizon - t)
+    }
 
 
 def _reverse_kl(instance: Instance, towards: np.ndarray, *, now: float = 1.0) -> np.ndarray:

@@ -12,7 +12,7 @@ from kltest.checks.sequences.kl205_discounted_credit import read
 from kltest.identify.identification import solve
 from kltest.identify.instances import instances
 from kltest.truth import gradient
-from kltest.truth.credit import credit_pairs
+from kltest.truth.gradients import credit_pairs
 
 
 def by_enumeration(instance, t, s):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import PAIRS, Adapter, Setting, label
+from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 UTILS = "openrlhf.models.utils"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from inspect import isclass
 
-from kltest.adapters.adapter import PAIRS, Adapter, Setting, label
+from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 LOSSES = "torchrl.objectives.llm.grpo"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kltest.adapters.adapter import Adapter, Setting, label
+from kltest.adapters import Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 CALLS = "kltest.adapters.trl.calls"

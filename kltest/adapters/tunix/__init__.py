@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kltest.adapters.adapter import Adapter, Setting
+from kltest.adapters import Adapter, Setting
 from kltest.adapters.standalone import program
 
 COMMON = "tunix.rl.common"

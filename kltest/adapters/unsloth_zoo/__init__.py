@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kltest.adapters.adapter import PAIRS, Adapter, Setting
+from kltest.adapters import PAIRS, Adapter, Setting
 from kltest.adapters.standalone import program
 
 MODULE = "unsloth_zoo.rl_replacements"

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from kltest.adapters.adapter import PAIRS, Adapter, Setting, label
+from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 from kltest.adapters.verl.recipes import OVERRIDES
 

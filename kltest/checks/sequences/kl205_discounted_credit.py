@@ -15,7 +15,7 @@ from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve
 from kltest.truth import gradient
-from kltest.truth.credit import credit_pairs
+from kltest.truth.gradients import credit_pairs
 
 # Factors that differ by less are one factor: the fit leaves 1e-9, or 1e-4 if the loss computes in float32.
 SAME = 1e-3
