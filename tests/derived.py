@@ -7,8 +7,6 @@ an unnamed gradient: E_μ[f'(u)·g] without a ratio, unless f' = 1, and weights 
 the batch's own rollouts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -55,14 +53,15 @@ WHOLE = each({"reverse_kl": 1.0})
 NAMELESS = each(None)
 LOG_RATIO, LOG_RATIO_STALE = local("reverse_kl"), {**local("reverse_kl", "@sampler"), "bandit": {"reverse_kl": 1.0}}
 INVERSE_RATIO = local("forward_kl")
-SIGN = {
-    "bandit": {"total_variation": 2.0},
-    "sequence": {"local_total_variation": 2.0},
-    "ragged": {"local_total_variation": 2.0},
-}
+SIGN = everywhere(local("total_variation"), 2.0)
 ONE, ONE_STALE = each({"zero": 1.0}), each({"from_sampler_kl": -1.0})
 UNEVEN = {"ragged": None}
 """Pairs of rows that are coupled by their number of tokens: where lengths are equal they are not."""
+MIXED = {**LOG_RATIO, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None}
+MIXED_STALE = {**NAMELESS, "bandit": {"reverse_kl": 1.0}}
+"""Of the geometric mean of ratios, below."""
+PAIRS: dict[str, Any] = {"groups": UNEVEN, "stale_groups": UNEVEN, "reduction": "coupled"}
+OFF_POLICY: dict[str, Any] = {"stale": WHOLE, "stale_groups": WHOLE, "verdict": "confirmed"}
 
 K1 = "k1 = u has the weight 1 on g, and E[g] = 0; with stale rollouts E_μ[g] = −∇KL(μ‖π)."
 K2 = "k2 = u²/2 has the weight u: the next token's reverse KL, and the truth where there is one token."
@@ -150,8 +149,6 @@ def trl() -> dict[str, Derived]:
 
     fresh = "Fresh completions are their own sampler, so that ρ is 1 and is differentiated all the same."
     luspo, by_sequence = "grpo/loss_type=luspo", "importance_sampling_level=sequence"
-    geometric = {**LOG_RATIO, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None}
-    geometric_stale = {**NAMELESS, "bandit": {"reverse_kl": 1.0}}
     clipped = f"{REWARD} It is that of the sampler, log μ − log ref, and the clip of stale ratios leaves no name."
     corrected, plain = "use_bias_correction_kl=true", "use_bias_correction_kl=false"
     batch = by_tokens(LOG_RATIO)
@@ -167,8 +164,8 @@ def trl() -> dict[str, Derived]:
         f"{luspo},{plain},{by_sequence},num_iterations=2": grpo(f"{K3} {SUMMED}", INVERSE_RATIO, NAMELESS),
         f"{luspo},{corrected}": grpo(f"{RATIO} {fresh} {SUMMED}", LOG_RATIO),
         f"{luspo},{corrected},num_iterations=2": grpo(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
-        f"{luspo},{corrected},{by_sequence}": grpo(f"{GEOMETRIC} {SUMMED}", geometric),
-        f"{luspo},{corrected},{by_sequence},num_iterations=2": grpo(f"{GEOMETRIC}", geometric, geometric_stale),
+        f"{luspo},{corrected},{by_sequence}": grpo(f"{GEOMETRIC} {SUMMED}", MIXED),
+        f"{luspo},{corrected},{by_sequence},num_iterations=2": grpo(f"{GEOMETRIC}", MIXED, MIXED_STALE),
         f"{luspo},steps_per_generation=2": grpo(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
         f"{luspo},temperature=0.7": grpo(f"Drawn and scored at one temperature. {RATIO} {SUMMED}", LOG_RATIO),
         f"grpo_from_logprobs/loss_type=luspo,{plain},num_iterations=2": grpo(
@@ -225,12 +222,7 @@ def verl() -> dict[str, Derived]:
             f"{K3} {BY_CONSTANT} It is the width of the batch: 1, and 3.", everywhere(INVERSE_RATIO, 1 / 3, 1)
         ),
         "ppo_loss/use_kl_loss": Derived(
-            f"{K3} {BY_BATCH} The sampler's log-probs enter the policy loss only.",
-            batch,
-            NAMELESS,
-            UNEVEN,
-            UNEVEN,
-            reduction="coupled",
+            f"{K3} {BY_BATCH} The sampler's log-probs enter the policy loss only.", batch, NAMELESS, **PAIRS
         ),
         f"ppo_loss/kl_loss_type=k1+,{summed}": Derived(f"Its value with k2's gradient. {K2} {SUMMED}", LOG_RATIO),
     }
@@ -238,7 +230,7 @@ def verl() -> dict[str, Derived]:
     def charged(why: str, current: Environments, groups: Environments, **more: Any) -> Derived:
         return Derived(f"{REWARD} {why}", current, groups=groups, **{"reduction": "coupled", **more})
 
-    halved = each({"reverse_kl": 0.5})
+    halved, alone, nameless = each({"reverse_kl": 0.5}), {"sequence": None}, {"stale_groups": NAMELESS}
     centred = "Of two rollouts' rewards half is their mean, which is taken off."
     others = "The other rollout's reward is taken off, which costs nothing."
     return found | {
@@ -247,10 +239,9 @@ def verl() -> dict[str, Derived]:
         "kl_in_reward/rloo": charged(f"{others} {BY_BATCH}", third, third),
         f"kl_in_reward/rloo,{summed}": charged(
             f"{others} {SUMMED} Stale: log μ − log ref with each token's own ratio, clipped.",
-            WHOLE,
-            WHOLE,
+            *(WHOLE, WHOLE),
             stale=NAMELESS,
-            stale_groups=NAMELESS,
+            **nameless,
         ),
         f"kl_in_reward/grpo,norm_adv_by_std_in_grpo=False,{summed}": charged(f"{centred} {SUMMED}", WHOLE, halved),
         "kl_in_reward/gpg": charged(
@@ -269,19 +260,12 @@ def verl() -> dict[str, Derived]:
         ),
         "kl_in_reward/grpo_passk": charged("The best rollout's alone, over a spread.", {}, NAMELESS),
         "kl_in_reward/gae": charged(
-            f"{WHITENED} One token alone has no spread, which is an error.",
-            {"sequence": None},
-            NAMELESS,
-            stale={"sequence": None},
-            stale_groups=NAMELESS,
+            f"{WHITENED} One token alone has no spread, which is an error.", alone, NAMELESS, stale=alone, **nameless
         ),
         "kl_in_reward/sequence-corrected": charged(
             f"Log-probs computed anew, so that it is log π − log ref. {others} {CHARGED}",
-            WHOLE,
-            WHOLE,
-            stale=WHOLE,
-            stale_groups=WHOLE,
-            verdict="confirmed",
+            *(WHOLE, WHOLE),
+            **OFF_POLICY,
         ),
     }
 
@@ -352,11 +336,8 @@ def liger() -> dict[str, Derived]:
         groups = UNEVEN if how == "coupled" else {}
         return Derived(f"{why}", current, stale, groups, groups if stale else {}, dtype, how)
 
-    loss, ratio, by_sequence = (
-        "ppo_loss_fn/loss_type=",
-        "use_bias_correction_kl=True",
-        "importance_sampling_level=sequence",
-    )
+    loss = "ppo_loss_fn/loss_type="
+    ratio, by_sequence = "use_bias_correction_kl=True", "importance_sampling_level=sequence"
     by_row = f"{K3} {BY_ROW}"
     constant = f"{BY_CONSTANT} It is given as 3."
     lengths = (
@@ -385,17 +366,10 @@ def liger() -> dict[str, Derived]:
         f"{loss}luspo,{ratio}": whole(
             f"{RATIO} {lengths}", scaled(LOG_RATIO, ragged=None), scaled(LOG_RATIO_STALE, ragged=None)
         ),
-        f"{loss}luspo,{ratio},{by_sequence}": whole(
-            f"{GEOMETRIC} {lengths}",
-            {**LOG_RATIO, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None},
-            {**NAMELESS, "bandit": {"reverse_kl": 1.0}},
-        ),
+        f"{loss}luspo,{ratio},{by_sequence}": whole(f"{GEOMETRIC} {lengths}", MIXED, MIXED_STALE),
         "fused/loss_type=dr_grpo": whole(f"{K3} {constant}", everywhere(INVERSE_RATIO, 1 / 3), dtype="float32"),
         f"fused/loss_type=dr_grpo,{ratio}": whole(
-            f"{RATIO} {constant}",
-            everywhere(LOG_RATIO, 1 / 3),
-            everywhere(LOG_RATIO_STALE, 1 / 3),
-            dtype="float32",
+            f"{RATIO} {constant}", everywhere(LOG_RATIO, 1 / 3), everywhere(LOG_RATIO_STALE, 1 / 3), dtype="float32"
         ),
         "fused/kl-in-advantages": Derived(CHARGED, WHOLE, WHOLE, dtype="float32", verdict="confirmed"),
     }
@@ -463,9 +437,7 @@ def unsloth_zoo() -> dict[str, Derived]:
         for name in ("alone", "loss_type=sapo", by_sequence, "with_old=False")
     }
     for name in ("bnpo", "dapo", "cispo"):
-        found[f"{loss}loss_type={name}"] = Derived(
-            f"{K3} {BY_BATCH}", batch, NAMELESS, UNEVEN, UNEVEN, reduction="coupled"
-        )
+        found[f"{loss}loss_type={name}"] = Derived(f"{K3} {BY_BATCH}", batch, NAMELESS, **PAIRS)
     return found | {
         f"{loss}loss_type=luspo": Derived(f"{K3} {SUMMED}", INVERSE_RATIO, NAMELESS),
         f"{loss}loss_type=dr_grpo": Derived(
@@ -476,11 +448,7 @@ def unsloth_zoo() -> dict[str, Derived]:
         ),
         f"{loss}{ratio}": Derived(f"{RATIO} {BY_ROW}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE)),
         f"{loss}{ratio},loss_type=luspo": Derived(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
-        f"{loss}{ratio},{by_sequence},loss_type=luspo": Derived(
-            f"{GEOMETRIC} {SUMMED}",
-            {**LOG_RATIO, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None},
-            {**NAMELESS, "bandit": {"reverse_kl": 1.0}},
-        ),
+        f"{loss}{ratio},{by_sequence},loss_type=luspo": Derived(f"{GEOMETRIC} {SUMMED}", MIXED, MIXED_STALE),
         f"{loss}charged": Derived(CHARGED, WHOLE, WHOLE, verdict="confirmed"),
     }
 

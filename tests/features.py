@@ -4,8 +4,6 @@
 lost. A feature that is given up on purpose is moved there to "removed", with the reason.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterator

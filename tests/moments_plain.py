@@ -1,14 +1,14 @@
 """An independent, slow route to the moments of a loss: one rollout and one backward pass at a time, through a table."""
 
-from __future__ import annotations
-
 import inspect
+import itertools
+import math
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
+from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.rollout import Rollout
 
 PROMPTS = np.array([0.3, 0.7])
@@ -31,6 +31,27 @@ def drawn(world, seed=0):
     environment = WORLDS[world] if isinstance(world, str) else world
     object.__setattr__(environment, "reward", np.random.default_rng(7).standard_normal(environment.reward.shape))
     return Instance.draw(environment, seed)
+
+
+def by_hand(environment):
+    """All rollouts, one at a time: (prompt, [(context, token)], chance of all that is not the policy's choice)."""
+
+    def go_on(context, steps, chance, prompt):
+        for token in range(environment.vocabulary):
+            taken = [*steps, (context, token)]
+            if len(taken) == environment.horizon:
+                yield prompt, taken, chance
+                continue
+            following = environment.successors[context, token], environment.probabilities[context, token]
+            for after, likely in zip(*following, strict=True):
+                if likely > 0 and after == END:
+                    yield prompt, taken, chance * likely
+                elif likely > 0:
+                    yield from go_on(int(after), taken, chance * likely, prompt)
+
+    for prompt, (context, chance) in enumerate(zip(environment.start, environment.prompts, strict=True)):
+        if chance > 0:
+            yield from go_on(int(context), [], chance, prompt)
 
 
 def objective(function, fields):
@@ -80,3 +101,31 @@ def plain(function, instance, sampler="current", padding=0):
     each = [plain_batch(function, instance, [row], sampler, padding) for row in range(len(weights))]
     expected = sum(w * g for w, g in zip(weights, each, strict=True))
     return expected, sum(w * (g**2).sum() for w, g in zip(weights, each, strict=True)), each, weights
+
+
+def every_batch(instance, size, sampler="current"):
+    """All ordered batches, with their probabilities."""
+    weights = instance.rollout_weights(sampler)
+    for rows in itertools.product(range(len(weights)), repeat=size):
+        yield rows, math.prod(weights[list(rows)])
+
+
+def every_group(instance, size, sampler="current"):
+    """All ordered groups of one prompt, with their probabilities."""
+    paths, weights, prompts = instance.paths, instance.rollout_weights(sampler), instance.environment.prompts
+    for prompt, share in enumerate(prompts):
+        for rows in itertools.product(np.flatnonzero(paths.prompt == prompt).tolist(), repeat=size):
+            yield rows, share * math.prod(weights[row] / share for row in rows)
+
+
+one_batch = lru_cache(maxsize=10_000)(plain_batch)
+
+
+def moments_by_hand(function, instance, size, sampler="current", every=every_group):
+    """E[ĝ] and E‖ĝ‖² with one backward pass through the table of logits for each batch."""
+    expected, second = np.zeros(instance.policy.shape), 0.0
+    for rows, chance in every(instance, size, sampler):
+        found = one_batch(function, instance, tuple(rows), sampler)
+        expected += chance * found
+        second += chance * float((found**2).sum())
+    return expected, second

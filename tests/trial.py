@@ -1,8 +1,7 @@
 """An experiment tried with a few of its settings: its modules, rows computed here, and what it says of them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +29,10 @@ class Trial:
     def computed(self, *changes: str, seeds: int = 1) -> list[dict[str, Any]]:
         """The rows of all configurations with these settings, part by part, tidied."""
         found = Experiment(CHECKOUT, self.name).configurations(Request(changes=changes, seeds=seeds))
-        batches = [list(batch) for _, batch in groupby(found, key=lambda one: one["part"])]
+        return self.tidied(list(batch) for _, batch in groupby(found, key=lambda one: one["part"]))
+
+    def tidied(self, batches: Iterable[Sequence[Configuration]]) -> list[dict[str, Any]]:
+        """The rows of these configurations, batch by batch, tidied."""
         (analysis,) = self.modules("analysis")
         rows = [row for batch in batches for rows in compute_all(CHECKOUT, self.name, batch) for row in rows]
         return records(analysis.tidy(rows))
@@ -39,6 +41,51 @@ class Trial:
         """Whether each claim agrees with rows; None where it was not run."""
         (analysis,) = self.modules("analysis")
         return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
+
+    def agree(self, rows: Sequence[dict[str, Any]]) -> bool:
+        """Whether every claim agrees with rows; the others are printed."""
+        wrong = {claim: agrees for claim, agrees in self.verdicts(rows).items() if agrees is not True}
+        print(wrong)
+        return not wrong
+
+    def may_lack(self, kept: Sequence[dict[str, Any]]) -> set[bool | None]:
+        """Assert that no claim disagrees, and that tables and numbers are made, of a part of the rows."""
+        (analysis,) = self.modules("analysis")
+        analysis.tables(kept)
+        analysis.numbers(kept)
+        found = set(self.verdicts(kept).values())
+        assert False not in found
+        return found
+
+    def may_lack_parts(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Assert that claims agree with rows, and that those whose part is left out are not run."""
+        assert self.agree(rows)
+        assert self.may_lack([]) == {None}
+        for part in {row["part"] for row in rows}:
+            assert None in self.may_lack([row for row in rows if row["part"] != part])
+
+    def tells(self, rows: Sequence[dict[str, Any]], words: str, planted: Sequence[dict[str, Any]]) -> None:
+        """Assert that the claim with these words agrees with rows and disagrees with the planted ones."""
+        (claim,) = (claim for claim in self.verdicts(rows) if words in claim)
+        assert self.verdicts(rows)[claim] is True
+        assert self.verdicts(planted)[claim] is False
+
+
+def plant(rows: Sequence[dict[str, Any]], part: str, column: str, value: Any, where: Any) -> list[dict[str, Any]]:
+    """Return a copy of the rows with another value in a column of a part, where these columns have these values."""
+    changed = copy.deepcopy(list(rows))
+    hit = [row for row in changed if row["part"] == part and all(row.get(name) == it for name, it in where.items())]
+    assert hit
+    for row in hit:
+        assert column in row
+        row[column] = value
+    return changed
+
+
+def row_of(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """Return the one row that has these values."""
+    (row,) = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
+    return row
 
 
 def representative(configurations: Sequence[Configuration]) -> list[Configuration]:

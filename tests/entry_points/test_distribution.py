@@ -1,13 +1,13 @@
 """Builds of a checkout: an editable install that static tools follow, and a complete source distribution."""
 
 import os
-import subprocess
 import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 build = pytest.importorskip("hatchling.build", reason="hatchling, which builds kltest, is not installed here")
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,9 +19,7 @@ def in_the_checkout(monkeypatch):
 
 
 def tracked(*folders):
-    listed = subprocess.run(["git", "ls-files", *folders], capture_output=True, text=True, check=False).stdout.split(
-        "\n"
-    )
+    listed = ran("git", "ls-files", *folders).stdout.split("\n")
     found = {path for path in listed if path and os.path.exists(path)}
     if not found:
         pytest.skip("not a git checkout")

@@ -1,7 +1,5 @@
 """The public face: what the README, the citation and the constraints say is so."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -17,6 +15,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from processes import ran
 from typer.testing import CliRunner
 
 import kltest
@@ -86,7 +85,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = ran(*command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -156,9 +155,7 @@ def test_the_readmes_python_says_what_happens():
 def test_ci_runs_exactly_the_readmes_test_command():
     script = (ROOT / ".ci" / "run").read_text()
     extract = next(line for line in script.splitlines() if line.startswith("command="))
-    done = subprocess.run(
-        ["bash", "-c", f'{extract}; printf %s "$command"'], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = ran("bash", "-c", f'{extract}; printf %s "$command"', cwd=ROOT, check=True)
     assert f"```bash\n{done.stdout}\n```\n" == blocks(README)["test-command"]
     assert "pytest" in done.stdout
     assert "constraints.txt" in done.stdout
@@ -175,8 +172,7 @@ def test_ci_ends_as_the_command_ends(tmp_path):
 
     def run(page: str) -> subprocess.CompletedProcess:
         (tmp_path / "README.md").write_text(page)
-        environment = {**os.environ, "PYTHON": str(python)}
-        return subprocess.run(["bash", script], capture_output=True, text=True, env=environment, check=False)
+        return ran("bash", script, env={**os.environ, "PYTHON": str(python)})
 
     for command, code, last in (
         ("echo all passed", 0, "all passed"),

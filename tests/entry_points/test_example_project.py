@@ -4,11 +4,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from processes import ran
 from warm_python import started
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,9 +49,7 @@ def change(project, replacements):
 def run(project, *command, **environment):
     """A command in the project, as a user's shell runs it."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "PYTEST_"))}
-    return subprocess.run(
-        command, cwd=project, env={**given, **environment}, capture_output=True, encoding="utf-8", check=False
-    )
+    return ran(*command, cwd=project, env={**given, **environment}, encoding="utf-8")
 
 
 def counts(done):

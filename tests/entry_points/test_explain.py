@@ -1,7 +1,5 @@
 """`kltest explain`: every part of every check, its code and its demonstration, in words and in numbers."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """`kltest libraries` on a library made here: installed from a wheel, graded, changed, broken; what is said of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -15,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from processes import ran
 
 from kltest.adapters import NAMES, find, named
 from kltest.cli.libraries import Request, libraries, listing, program
@@ -148,9 +147,7 @@ def test_the_program_shows_the_same_without_kltest(measured, made_up):
     assert program.strip() == rows["1.0", "penalty/linear"]["program"].strip()
     assert "kltest" not in program.replace("kltest_made_up", "")
     installed = install(find(str(made_up)), "1.0")
-    done = subprocess.run(
-        installed.command("-c", program), env=installed.environment, capture_output=True, text=True, check=True
-    )
+    done = ran(*installed.command("-c", program), env=installed.environment, check=True)
     true, found = (json.loads(line) for line in done.stdout.splitlines())
     assert max(abs(x) for row in true for x in row) > 0.1
     assert max(abs(x) for row in found for x in row) < 1e-12
@@ -245,7 +242,7 @@ def test_measuring_needs_no_package_that_is_not_installed_beside_a_library():
         f"import sys; sys.modules.update(dict.fromkeys({others!r})); import kltest.scoreboard.measure, kltest; "
         "assert kltest.grade('k2-loss', environment='sequence').verdict == 'refuted'"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = ran(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -294,19 +291,25 @@ def test_every_adapter_is_well_made(name):
     assert any(setting.default for setting in library.settings)
     assert any(setting.recipe for setting in library.settings)
     assert library.settings[0].default
+    recipes = [setting for setting in library.settings if setting.recipe]
+    assert all(setting.note for setting in recipes)
+    assert name == "trl" or [setting.options.get("expect") for setting in recipes] == [None]
     for setting in library.settings:
         assert setting.source.startswith("https://") or not setting.source
+        assert setting.source or name not in ("torchrl", "tunix", "unsloth-zoo")
         assert ":" in setting.target
         assert json.loads(json.dumps(dict(setting.arguments))) == dict(setting.arguments)
         assert named(f"{name}:{setting.name}") == [(f"{name}:{setting.name}", setting)]
 
 
 def test_what_is_known_is_listed_without_torch_and_without_the_libraries():
+    heavy = {"torch", "jax", "transformers", *(find(name).module.partition(".")[0] for name in NAMES)}
     code = (
         "import sys; from kltest.cli.libraries import listing; listing(); "
-        "heavy = {'torch', 'trl', 'verl', 'jax', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+        f"heavy = {heavy!r} & set(sys.modules); assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = ran(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
     for name in NAMES:
         assert f"\n{name} (https://" in f"\n{done.stdout}"
         for setting in find(name).settings:

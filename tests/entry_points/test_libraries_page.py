@@ -1,19 +1,13 @@
 """The scoreboard in a real browser: sorted, filtered, on a phone, in the dark, and whole where no script runs."""
 
-from __future__ import annotations
-
-import html
-import json
 import re
-import shutil
-import subprocess
 
 import pytest
+from processes import BROWSER, opened
 
 from kltest.scoreboard import pages
 from kltest.scoreboard.table import COLUMNS, frame
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 ENVIRONMENTS = ("bandit", "sequence", "ragged")
 FOUND = {
     "square": ({"local_reverse_kl": 1.0}, ["KL201"], {"default": True}),
@@ -106,22 +100,7 @@ def seen(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     (folder / "page.html").write_text(pages.html(frame(ROWS)), encoding="utf-8")
     (folder / "driver.html").write_text(DRIVER.replace("WIDTH", str(request.param)), encoding="utf-8")
-    done = subprocess.run(
-        [
-            BROWSER,
-            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
-            *("--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}"),
-            *("--virtual-time-budget=5000", "--window-size=1500,1000", "--dump-dom"),
-            (folder / "driver.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    match = re.search(r'<pre id="out">(\{.*\})</pre>', done.stdout, flags=re.DOTALL)
-    assert match, done.stderr[-2000:]
-    return request.param, json.loads(html.unescape(match[1]))
+    return request.param, opened(folder / "driver.html")
 
 
 ALL = [f"{each['library']} {each['setting']}" for each in ROWS]

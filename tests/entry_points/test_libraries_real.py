@@ -4,8 +4,6 @@ Three that need torch alone are installed without dependencies, in seconds, and 
 way of calling a library, the cheapest. With `-m scheduled` every setting of all seven is measured, which takes an hour.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

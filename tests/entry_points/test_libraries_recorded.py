@@ -1,7 +1,5 @@
 """The results that kltest ships with are those that were worked out by hand; nothing is installed for it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 
@@ -34,12 +32,8 @@ def test_the_record_is_a_row_a_line_and_reads_back(tmp_path):
 def test_numbers_are_read_as_they_were_recorded():
     row = ROWS["trl:grpo/defaults"]
     found = row["gradients"][1]
-    assert (found["environment"], found["sampler"], found["batch"], found["method"]) == (
-        "sequence",
-        "current",
-        1,
-        "exact",
-    )
+    wanted = {"environment": "sequence", "sampler": "current", "batch": 1, "method": "exact"}
+    assert wanted.items() <= found.items()
     assert found["identified"] == {"local_reverse_kl": 0.333333}
     assert not found["agrees"]
     assert row["value"][0] == {"environment": "bandit", "sampler": "current", "matches": "kl"}

@@ -133,14 +133,19 @@ def test_an_expected_failure_is_one_and_excuses_the_gradient_that_it_explains(pr
     assert failed(found) == set()
 
 
-def test_without_the_excuse_or_with_another_both_fail(project, pytester):
-    project('[token_level], expected_failed_checks={"KL102": "the wrong excuse"}')
-    assert failed(outcomes(pytester)) == {"token_level-gradient", "token_level-KL201", "token_level-KL102"}
-
-
-def test_an_excuse_may_depend_on_the_loss(project, pytester):
-    project('[right, token_level], expected_failed_checks=lambda loss: {"KL201": "x"} if loss is token_level else None')
-    assert failed(outcomes(pytester)) == set()
+@pytest.mark.parametrize(
+    ("decoration", "arguments", "expected"),
+    [
+        ('[token_level], expected_failed_checks={"KL102": "the wrong excuse"}', (), {"gradient", "KL201", "KL102"}),
+        ('[right, token_level], expected_failed_checks=lambda loss: {"KL201": "x"} if loss is token_level else None',
+         (), set()),
+        ('[token_level], expected_failed_checks={"KL201": "on purpose"}', ("--runxfail",), {"gradient", "KL201"}),
+    ],
+    ids=["without the excuse, or with another", "an excuse that depends on the loss", "what is excused, shown"],
+)  # fmt: skip
+def test_what_fails_is_what_is_not_excused(project, pytester, decoration, arguments, expected):
+    project(decoration)
+    assert failed(outcomes(pytester, *arguments)) == {f"token_level-{name}" for name in expected}
 
 
 def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(project, pytester):
@@ -150,11 +155,6 @@ def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(pro
     summary.fnmatch_lines(["refuted  right  *KL201 (unexpected pass)"])
     project('[right], expected_failed_checks={"KL201": "was so once"}, allow_unexpected_passes=True')
     assert failed(outcomes(pytester)) == set()
-
-
-def test_runxfail_shows_what_is_excused(project, pytester):
-    project('[token_level], expected_failed_checks={"KL201": "on purpose"}')
-    assert failed(outcomes(pytester, "--runxfail")) == {"token_level-gradient", "token_level-KL201"}
 
 
 def test_a_loss_that_raises_fails_everywhere_and_no_excuse_covers_it(project, pytester):

@@ -24,7 +24,18 @@ def right(logp, ref_logp, mask):
 
 
 WRONG = {
-    "expect": [5, None, [], "", "revers_kl", "nan*reverse_kl", {"reverse_kl": "x"}, {"reverse_kl": NAN}, {5: 1.0}],
+    "expect": [
+        5,
+        None,
+        [],
+        "",
+        "revers_kl",
+        "reverse_kl--",
+        "nan*reverse_kl",
+        {"reverse_kl": "x"},
+        {"reverse_kl": NAN},
+        {5: 1.0},
+    ],
     "placement": [5, [], "", "los", True],
     "credit": [5, [], "", "togo"],
     "environment": [5, None, [], "", "bandits", ["bandit", 5]],
@@ -138,9 +149,6 @@ def test_a_logged_nan_is_graded_without_a_warning():
         report = kltest.grade(logs_nan)
     assert [check.code for check in report.failed] == ["KL601"]
     assert json.loads(report.to_json())["value"][0]["matches"] is None
-
-
-# --------------------------------------------------------------------------------------- the process around a grading
 
 
 def in_a_default(set_default, value, back):

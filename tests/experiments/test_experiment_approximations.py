@@ -1,7 +1,5 @@
 """The approximations experiment: its closed forms derived again, its claims able to fail, its parts apart."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -9,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import brentq
-from trial import Trial
+from trial import Trial, row_of
 
 TRIAL = Trial("approximations")
-ANALYSIS, HEADS, LENGTHS, PRECISION = TRIAL.modules("analysis", "heads", "lengths", "precision")
+HEADS, LENGTHS, PRECISION = TRIAL.modules("heads", "lengths", "precision")
 SMALL = (
     "k=2,8,32", "sharpness=1.0", "distance=0.0,0.1", "lead=3.0,4.0,8.0", "log_ratio=3e-4,0.03,0.1",
     "vocabulary=4096", "batch_size=1,2,3,64,128,1024", "beta=1.0,2.0",
@@ -25,14 +23,7 @@ def rows():
 
 
 def test_claims_agree_and_those_without_rows_are_not_run(rows):
-    assert set(TRIAL.verdicts(rows).values()) == {True}
-    assert set(TRIAL.verdicts([]).values()) == {None}
-    for part in {row["part"] for row in rows}:
-        kept = [row for row in rows if row["part"] != part]
-        assert None in TRIAL.verdicts(kept).values()
-        assert False not in TRIAL.verdicts(kept).values()
-        ANALYSIS.tables(kept)
-        ANALYSIS.numbers(kept)
+    TRIAL.may_lack_parts(rows)
 
 
 def test_the_push_of_a_head_by_autograd():
@@ -51,7 +42,7 @@ def test_the_push_of_a_head_by_autograd():
 
 def test_where_a_head_drifts(rows):
     """Eight tokens with 0.8 of the mass: 0.8/(0.8 + 0.2e), and the KL between the two, written out."""
-    (row,) = (row for row in rows if row["part"] == "drift" and (row["k"], row["form"]) == (8, "top-k"))
+    row = row_of(rows, part="drift", k=8, form="top-k")
     mass = 0.8 / (0.8 + 0.2 * math.e)
     kl = mass * math.log(mass / 0.8) + (1 - mass) * math.log((1 - mass) / 0.2)
     # A run that stops where its gradient is 1e-10 has a KL that is known far better.
@@ -110,10 +101,7 @@ def test_batches_of_two_by_brute_force(rows, normalised):
     )
     limit = sum(chances[a] * scores[a] for a in range(len(paths))) / (chances @ paths.lengths)
     distance = np.linalg.norm(expected - limit) / np.linalg.norm(limit)
-    (row,) = (
-        row for row in rows
-        if row["part"] == "batch" and (row["batch_size"], row["normalised"]) == (2, normalised)
-    )  # fmt: skip
+    row = row_of(rows, part="batch", batch_size=2, normalised=normalised)
     assert row["relative_distance"] == pytest.approx(distance, rel=1e-10)
 
 
@@ -156,9 +144,7 @@ def test_a_planted_result_is_told(rows, words, part, change):
         instead = row.get("batch_size", 1.0) ** -0.5 if part == "batch" else len(row.get("estimator", ""))
         return {**row, **{name: instead if value is None else value for name, value in change.items()}}
 
-    (claim,) = (claim for claim in TRIAL.verdicts(rows) if words in claim)
-    assert TRIAL.verdicts(rows)[claim] is True
-    assert TRIAL.verdicts([planted(row) for row in rows])[claim] is False
+    TRIAL.tells(rows, words, [planted(row) for row in rows])
 
 
 def test_low_precision_is_felt_where_it_should_be():

@@ -1,22 +1,16 @@
 """The coefficients experiment: fixed points, frontier and noise by hand, and claims that can fail."""
 
-from __future__ import annotations
-
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.optimize import brentq
+from trial import CHECKOUT, Trial
 
-from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 
-CHECKOUT = Checkout(Path(__file__).parents[2])
-MODULE, ANALYSIS, ENDS, SETTINGS, WORLDS = (
-    CHECKOUT.load("experiments", "coefficients", part)
-    for part in ("experiment", "analysis", "ends", "settings", "worlds")
-)
+TRIAL = Trial("coefficients")
+MODULE, ANALYSIS, ENDS, SETTINGS, WORLDS = TRIAL.modules("experiment", "analysis", "ends", "settings", "worlds")
 
 
 def exact(estimator, beta, world="bandit", **changed):
@@ -117,16 +111,8 @@ def test_the_noise_at_the_optimum_by_brute_force(estimator, batch):
 
 
 def test_the_distance_to_the_optimum_is_bias_and_spread():
-    one = {
-        "part": "budget",
-        "world": "sequence",
-        "estimator": "k2-loss",
-        "seed": 0,
-        "batch_size": 8,
-        "runs": 6,
-        "steps": 40,
-    }
-    ((row,),) = compute_all(CHECKOUT, "coefficients", [{**one, "learning_rate": 1.0}])
+    one = {"part": "budget", "world": "sequence", "estimator": "k2-loss", "seed": 0, "learning_rate": 1.0}
+    ((row,),) = compute_all(CHECKOUT, "coefficients", [{**one, "batch_size": 8, "runs": 6, "steps": 40}])
     assert row["at_end"] == pytest.approx(row["bias"] + row["spread"], rel=1e-10)
     assert row["bias"] > 0
     assert row["spread"] > 0
@@ -174,10 +160,6 @@ def made_up_rows():
     ]
 
 
-def agreeing(rows):
-    return {claim.claim: claim.agrees for claim in ANALYSIS.claims(rows)}
-
-
 PLANTED = {
     # What is planted, and the words of the claim that it must refute.
     "regularise as asked in every world": lambda row: row["estimator"] == "rao-blackwell" and row["world"] == "mdp",
@@ -191,11 +173,11 @@ PLANTED = {
 @pytest.mark.parametrize("words", PLANTED)
 def test_a_planted_coefficient_refutes_its_claim(words):
     rows = made_up_rows()
-    before = agreeing(rows)
+    before = TRIAL.verdicts(rows)
     assert {claim for claim, agrees in before.items() if agrees is False} == set()
     changed = ("kl", "predicted_kl", "coefficient_by_kl", "predicted_coefficient")
     planted = [{**row, **{name: 1.5 * row[name] for name in changed}} if PLANTED[words](row) else row for row in rows]
-    refuted = {claim for claim, agrees in agreeing(planted).items() if agrees is False}
+    refuted = {claim for claim, agrees in TRIAL.verdicts(planted).items() if agrees is False}
     assert [claim for claim in refuted if words in claim], refuted
 
 
@@ -205,13 +187,13 @@ def test_an_end_elsewhere_than_predicted_is_not_called_right():
         if row["estimator"] == "k1-reward" and row["beta"] == 100:
             row["coefficient_by_kl"] *= 1.1
     assert ANALYSIS.held(rows, "mdp", "k1-reward").kind == "astray"
-    assert False in agreeing(rows).values()
+    assert False in TRIAL.verdicts(rows).values()
 
 
 def test_a_collapse_refutes_that_there_are_none():
     rows = made_up_rows()
     rows[[row["estimator"] for row in rows].index("k1-reward")]["collapsed"] = True
-    refuted = [claim for claim, agrees in agreeing(rows).items() if agrees is False]
+    refuted = [claim for claim, agrees in TRIAL.verdicts(rows).items() if agrees is False]
     assert refuted == ["what follows ∇KL, the local gradient or forward KL never collapses under exact gradients"]
 
 
@@ -231,17 +213,17 @@ def test_where_a_biased_estimator_stops_being_nearer():
     found, foreseen = ANALYSIS.crossing(rows, "k3-loss", "k1-both")
     assert found == foreseen == pytest.approx(15, rel=0.02)  # the curves are chords between sizes, on logarithms
     nearer = "biased estimators end nearer"
-    assert [agrees for claim, agrees in agreeing(rows).items() if claim.startswith(nearer)] == [True]
+    assert [agrees for claim, agrees in TRIAL.verdicts(rows).items() if claim.startswith(nearer)] == [True]
     swapped = [{**row, "kl_to_optimum": 1 / row["kl_to_optimum"]} for row in rows]
-    assert [agrees for claim, agrees in agreeing(swapped).items() if claim.startswith(nearer)] == [False]
+    assert [agrees for claim, agrees in TRIAL.verdicts(swapped).items() if claim.startswith(nearer)] == [False]
     doubled = [{**row, "kl_to_optimum": 2 * row["kl_to_optimum"]} for row in rows]
     formula = "where noisy training settles is known"
-    assert [agrees for claim, agrees in agreeing(rows).items() if claim.startswith(formula)] == [True]
-    assert [agrees for claim, agrees in agreeing(doubled).items() if claim.startswith(formula)] == [False]
+    assert [agrees for claim, agrees in TRIAL.verdicts(rows).items() if claim.startswith(formula)] == [True]
+    assert [agrees for claim, agrees in TRIAL.verdicts(doubled).items() if claim.startswith(formula)] == [False]
 
 
 def test_without_rows_nothing_is_claimed():
-    assert set(agreeing([]).values()) == {None}
+    assert set(TRIAL.verdicts([]).values()) == {None}
     assert ANALYSIS.numbers([]).empty
     assert ANALYSIS.tables([]) == {"coefficients-table": [], "budget": []}
 

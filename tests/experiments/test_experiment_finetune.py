@@ -1,7 +1,5 @@
 """The finetune experiment: its runs are as its settings say, its claims can fail, its committed sweep is whole."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -186,9 +184,7 @@ def test_a_planted_result_is_told(words, arms, change):
         return {**row, **{name: value * wobble for name, value in change.items()}} if mine else row
 
     rows = synthetic()
-    (claim,) = (claim for claim in TRIAL.verdicts(rows) if words in claim)
-    assert TRIAL.verdicts(rows)[claim] is True
-    assert TRIAL.verdicts([planted(row) for row in rows])[claim] is False
+    TRIAL.tells(rows, words, [planted(row) for row in rows])
 
 
 def test_runs_that_end_elsewhere_are_told():

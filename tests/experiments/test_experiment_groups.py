@@ -1,19 +1,15 @@
 """The groups experiment: its closed forms by brute force, its claims able to fail, its parts apart."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
+from trial import CHECKOUT, Trial, row_of
 
-from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.experiment import Experiment, Request, compute_all
-from kltest.reproduce.frames import records
+from kltest.reproduce.experiment import Experiment, Request
 
-CHECKOUT = Checkout(Path(__file__).parents[2])
-MODULE, ANALYSIS = (CHECKOUT.load("experiments", "groups", part) for part in ("experiment", "analysis"))
+TRIAL = Trial("groups")
+(MODULE,) = TRIAL.modules("experiment")
 MASKING = [{"part": "masking", "group_size": size, "success": 0.2, "seed": 0} for size in (1, 2, 3)]
 PUSH = [{"part": "std", "push": push, "seed": 0} for push in (1e-6, 1e-5, 1e-2, 1.0)]
 
@@ -29,9 +25,7 @@ def rows():
         training(name)
         for name in ("k2-loss-sequence", "tied-groups-masked", "group-mean", "leave-one-out", "group-std")
     ]
-    parts = [MASKING, [{"part": "baselines", "group_size": 3, "seed": 0}], PUSH, runs]
-    found = [row for part in parts for rows in compute_all(CHECKOUT, "groups", part) for row in rows]
-    return records(ANALYSIS.tidy(found))
+    return TRIAL.tidied([MASKING, [{"part": "baselines", "group_size": 3, "seed": 0}], PUSH, runs])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -45,7 +39,7 @@ def test_the_lost_share_by_brute_force(rows, size):
         step = sum(chance * u[one] * (np.eye(4)[one] - policy) / size for one in group)
         truth += step
         lost += step * (len({one == 0 for one in group}) == 1)
-    (row,) = (row for row in rows if row["part"] == "masking" and row["group_size"] == size)
+    row = row_of(rows, part="masking", group_size=size)
     assert row["lost"] == pytest.approx(np.linalg.norm(lost) / np.linalg.norm(truth), rel=1e-12)
     assert row["closed_form_error"] < 1e-13
 
@@ -68,19 +62,12 @@ def test_where_training_ends(rows):
     assert ends["group-std"]["predicted"] is None
 
 
-def judged(rows):
-    return {claim.claim: claim.agrees for claim in ANALYSIS.claims(rows)}
-
-
 def test_claims_agree_and_those_without_rows_are_not_run(rows):
-    found = judged(rows)
-    assert {claim for claim, agrees in found.items() if agrees is None} == {
-        claim for claim in found if claim.startswith("sampled")
-    }
+    found = TRIAL.verdicts(rows)
+    sampled = {claim for claim in found if claim.startswith("sampled")}
+    assert {claim for claim, agrees in found.items() if agrees is None} == sampled
     assert False not in found.values()
-    assert set(judged([]).values()) == {None}
-    ANALYSIS.tables([])
-    ANALYSIS.numbers([])
+    assert TRIAL.may_lack([]) == {None}
 
 
 @pytest.mark.parametrize(
@@ -107,9 +94,7 @@ def test_a_planted_result_is_told(rows, words, part, change):
         else row
         for row in rows
     ]
-    (claim,) = (claim for claim in judged(rows) if words in claim)
-    assert judged(rows)[claim] is True
-    assert judged(planted)[claim] is False
+    TRIAL.tells(rows, words, planted)
 
 
 def test_parts_have_what_concerns_them_once():

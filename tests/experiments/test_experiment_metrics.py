@@ -1,17 +1,15 @@
 """The metrics experiment: its numbers derived again, its claims able to fail, its parts apart."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from trial import Trial
+from trial import Trial, row_of
 
 TRIAL = Trial("metrics")
-ANALYSIS, RUNS = TRIAL.modules("analysis", "runs")
+(RUNS,) = TRIAL.modules("runs")
 SMALL = ("beta=0.1", "staleness=0.5,3.0", "group_size=1,2,4", "success=0.1,0.5,0.8", "padded_length=4,9")
 
 
@@ -21,14 +19,7 @@ def rows():
 
 
 def test_claims_agree_and_those_without_rows_are_not_run(rows):
-    assert set(TRIAL.verdicts(rows).values()) == {True}
-    assert set(TRIAL.verdicts([]).values()) == {None}
-    for part in {row["part"] for row in rows}:
-        kept = [row for row in rows if row["part"] != part]
-        assert None in TRIAL.verdicts(kept).values()
-        assert False not in TRIAL.verdicts(kept).values()
-        ANALYSIS.tables(kept)
-        ANALYSIS.numbers(kept)
+    TRIAL.may_lack_parts(rows)
 
 
 def test_rewards_made_in_place_change_what_was_recorded():
@@ -78,10 +69,7 @@ def test_masked_metrics_by_brute_force(rows, size):
         for group in itertools.product((True, False), repeat=size)
         if len(set(group)) > 1
     )
-    (row,) = (
-        row for row in rows
-        if row["part"] == "masked" and (row["group_size"], row["success"]) == (size, right)
-    )  # fmt: skip
+    row = row_of(rows, part="masked", group_size=size, success=right)
     assert row["read"] == pytest.approx(read, rel=1e-11)
     assert row["kl"] == pytest.approx(sum(chance[one] * u[one] for one in u), rel=1e-11)
     assert read < 0
@@ -126,6 +114,4 @@ def test_a_planted_result_is_told(rows, words, part, change):
         instead = str(row["copied"]) if part == "mutation" else row.get("kl_per_token")
         return {**row, **{name: instead if value is None else value for name, value in change.items()}}
 
-    (claim,) = (claim for claim in TRIAL.verdicts(rows) if words in claim)
-    assert TRIAL.verdicts(rows)[claim] is True
-    assert TRIAL.verdicts([planted(row) for row in rows])[claim] is False
+    TRIAL.tells(rows, words, [planted(row) for row in rows])

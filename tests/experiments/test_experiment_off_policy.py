@@ -1,21 +1,13 @@
 """The off-policy experiment: its gradients and factors by hand, its claims able to fail, subsets not run."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
+from trial import CHECKOUT, Trial, row_of
 
-from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.experiment import Experiment, Request, compute_all
-from kltest.reproduce.frames import records
+from kltest.reproduce.experiment import Experiment, Request
 
-CHECKOUT = Checkout(Path(__file__).parents[2])
-MODULE, ANALYSIS, GRADIENTS, WEIGHTS, TRAINED = (
-    CHECKOUT.load("experiments", "off-policy", part)
-    for part in ("experiment", "analysis", "gradients", "weights", "trained")
-)
+TRIAL = Trial("off-policy")
+MODULE, GRADIENTS, WEIGHTS, TRAINED = TRIAL.modules("experiment", "gradients", "weights", "trained")
 STALENESS = (0, 1, 4, 64)
 COMPARED = ("k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio", "k3-ratio")
 NAMES = (*COMPARED, "k2-ratio-detached", "k3-ratio-detached", "k3-broadcast-ratio", "k1-reward", "k1-reward-stale")
@@ -46,14 +38,7 @@ def configurations():
 
 @pytest.fixture(scope="module")
 def rows():
-    batches = MODULE.BATCHING.batches(configurations())
-    found = [row for batch in batches for rows in compute_all(CHECKOUT, "off-policy", batch) for row in rows]
-    return records(ANALYSIS.tidy(found))
-
-
-def row_of(rows, **wanted):
-    (row,) = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
-    return row
+    return TRIAL.tidied(MODULE.BATCHING.batches(configurations()))
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -144,25 +129,14 @@ def test_the_thresholds_by_the_hessian(rows):
     assert row["multiplier"] < 1 < row_of(rows, part="stability", recipe="stale", updates=9, seed=0)["multiplier"]
 
 
-def judged(rows):
-    return {claim.claim: claim.agrees for claim in ANALYSIS.claims(rows)}
-
-
 def test_claims_agree_or_are_not_run(rows):
-    found = judged(rows)
-    assert False not in found.values(), [claim for claim, agrees in found.items() if agrees is False]
-    assert None not in found.values()
-    assert set(judged([]).values()) == {None}
-    ANALYSIS.tables([])
-    ANALYSIS.numbers([])
+    assert TRIAL.agree(rows)
+    assert TRIAL.may_lack([]) == {None}
 
 
 @pytest.mark.parametrize("part", ["path", "length", "weights", "stability", "training"])
 def test_a_part_alone_is_no_error(rows, part):
-    mine = [row for row in rows if row["part"] == part]
-    assert False not in judged(mine).values()
-    ANALYSIS.tables(mine)
-    ANALYSIS.numbers(mine)
+    TRIAL.may_lack([row for row in rows if row["part"] == part])
 
 
 def scaled(name, factor):
@@ -199,10 +173,7 @@ def scaled(name, factor):
     ],
 )
 def test_a_planted_result_is_told(rows, words, part, change):
-    (claim,) = (claim for claim in judged(rows) if words in claim)
-    planted = [{**row, **change(row)} if row["part"] == part else row for row in rows]
-    assert judged(rows)[claim] is True
-    assert judged(planted)[claim] is False
+    TRIAL.tells(rows, words, [{**row, **change(row)} if row["part"] == part else row for row in rows])
 
 
 def test_parts_have_what_concerns_them_once():

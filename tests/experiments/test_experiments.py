@@ -1,7 +1,5 @@
 """What every experiment owes: settings, rows that depend on nothing else, a figure, a section, a README."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

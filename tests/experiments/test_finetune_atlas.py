@@ -98,10 +98,8 @@ def log_probs(target, weights, instance):
 def kl(target, weights, instance):
     """KL(π‖ref) as a sum over completions; the reference's log-probs are those of the instance."""
     paths = instance.paths
-    logp, reference = (
-        log_probs(target, weights, instance).sum(dim=1),
-        torch.from_numpy(paths.log_probability(instance.reference)),
-    )
+    logp = log_probs(target, weights, instance).sum(dim=1)
+    reference = torch.from_numpy(paths.log_probability(instance.reference))
     return (logp.exp() * (logp - reference)).sum()
 
 

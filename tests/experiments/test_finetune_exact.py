@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from module_gradients import instance_of, pull_back
+from module_gradients import instance_of, llama, pull_back
 
 from kltest.environments import ragged, sequence
 from kltest.estimators import registry
@@ -15,31 +15,15 @@ from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
 from kltest.finetune.update import accumulate
 from kltest.language_models.language import LanguageModel
-from kltest.language_models.models import in_double
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score_in_parts
 from kltest.language_models.tables import tabulate
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 ALONE = Processes(0, 1, torch.device("cpu"))
 PROMPT = [2, 1]
-
-
-def llama(seed, vocabulary=4, *, tied=False):
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        initializer_range=0.5,
-    )
-    return in_double(transformers.LlamaForCausalLM(config)).eval()
 
 
 class Enumerated:
@@ -47,7 +31,7 @@ class Enumerated:
 
     def __init__(self, environment, sampler):
         self.environment, self.sampler = environment, sampler
-        self.policy, self.reference, self.other = (llama(seed) for seed in (0, 1, 2))
+        self.policy, self.reference, self.other = (llama(seed, 4, max_position_embeddings=32) for seed in (0, 1, 2))
         self.logits = tabulate(self.policy, environment, prompts=[PROMPT])
         with torch.no_grad():
             others = [tabulate(one, environment, prompts=[PROMPT]) for one in (self.reference, self.other)]

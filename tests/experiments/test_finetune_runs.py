@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import ran
 from typer.testing import CliRunner
 
 from kltest.cli import app
@@ -32,24 +33,10 @@ from kltest.finetune.run import run
 from kltest.finetune.tasks import task_named
 from kltest.language_models import generation
 
-SMALL = Settings(
-    model="tiny:30k",
-    task="addition:1",
-    steps=6,
-    prompts=4,
-    group_size=2,
-    eval_every=3,
-    eval_prompts=16,
-    gradient_every=4,
-    gradient_chunks=3,
-    gradient_batches=1,
-    checkpoint_every=2,
-    reference_steps=200,
-    reference_reward=0.3,
-    learning_rate=1e-3,
-    beta=0.1,
-    kl="k1-reward",
-)
+SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 6, "prompts": 4, "group_size": 2, "checkpoint_every": 2}
+MEASURED = {"eval_every": 3, "eval_prompts": 16, "gradient_every": 4, "gradient_chunks": 3, "gradient_batches": 1}
+REFERENCE = {"reference_steps": 200, "reference_reward": 0.3}
+SMALL = Settings(**SIZES, **MEASURED, **REFERENCE, learning_rate=1e-3, beta=0.1, kl="k1-reward")
 ARGUMENTS = [
     item for name, value in SMALL.plain().items() if name != "kl_options" for item in ("--set", f"{name}={value}")
 ]
@@ -148,7 +135,7 @@ def test_killed_and_gone_on_with_it_writes_the_same_bytes(finished, tmp_path):
         assert process.returncode == -signal.SIGKILL, "it was to be killed in the middle"
     with written.open("ab") as torn:
         torn.write(b'{"step": 5, "rew')
-    done = subprocess.run(command("--output", str(folder)), capture_output=True, text=True, check=False)
+    done = ran(*command("--output", str(folder)))
     assert done.returncode == 0, done.stderr
     assert written.read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
@@ -272,14 +259,8 @@ def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, mode
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
     launch += ["--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    done = subprocess.run(
-        [*launch, str(program), str(tmp_path / "two"), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        timeout=120,
-    )
+    cpu = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = ran(*launch, program, tmp_path / "two", *arguments, env=cpu, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("one", "two"))
     start = load(settings, task_named(settings.task), torch.device("cpu")).policy.model.state_dict()
@@ -306,15 +287,13 @@ def test_prompts_that_processes_cannot_share(monkeypatch):
         run(SMALL, quiet=True)
 
 
-@pytest.mark.parametrize("device", ["cuda:77", "tpu"])
-def test_devices_that_there_are_not(device):
-    with pytest.raises(UsageError, match=f"device '{device}'"):
-        run(replace(SMALL, device=device), quiet=True)
-
-
-def test_models_that_there_are_not(tmp_path):
-    with pytest.raises(UsageError, match="cannot be loaded"):
-        run(replace(SMALL, model=str(tmp_path)), quiet=True)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"device": "cuda:77"}, "device 'cuda:77'"), ({"device": "tpu"}, "device 'tpu'"), ({}, "cannot be loaded")],
+)
+def test_devices_and_models_that_there_are_not(tmp_path, change, words):
+    with pytest.raises(UsageError, match=words):
+        run(replace(SMALL, **(change or {"model": str(tmp_path)})), quiet=True)
 
 
 def test_without_transformers(monkeypatch):
@@ -348,12 +327,9 @@ def test_cosine_and_size_are_of_the_expectations():
         parts = [mean + generator.standard_normal((8, 400)) * 0.05 for mean in (term, truth)]
         joined = np.concatenate(parts)
         found = compared(joined @ joined.T)
-        covered.append(
-            (
-                found["kl_gradient_cosine_low"] <= math.cos(1.0) <= found["kl_gradient_cosine_high"],
-                found["kl_gradient_size_low"] <= 0.5 <= found["kl_gradient_size_high"],
-            )
-        )
+        wanted = {"cosine": math.cos(1.0), "size": 0.5}
+        low, high = ({of: found[f"kl_gradient_{of}_{end}"] for of in wanted} for end in ("low", "high"))
+        covered.append([low[of] <= mean <= high[of] for of, mean in wanted.items()])
         assert found["kl_gradient_noise"] == pytest.approx(math.sqrt(400) * 0.05, rel=0.2)
     # 95 % intervals; the chance of fewer than 180 of 200 is below 1 %, and a jackknife of eight is a little short.
     assert (np.mean(covered, axis=0) >= 0.88).all()
@@ -408,12 +384,7 @@ def test_the_command_line(tmp_path, finished, monkeypatch):
     wrong = CliRunner().invoke(app, ["finetune", *ARGUMENTS, "--set", "betta=1"])
     assert wrong.exit_code == 2
     assert "did you mean beta?" in wrong.output
-    listed = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "kltest.cli", "finetune", "--list"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    listed = ran(sys.executable, "-X", "importtime", "-m", "kltest.cli", "finetune", "--list")
     assert all(name in listed.stdout for name in (*METRICS, "beta", "gradient_every"))
     assert "transformers" not in listed.stderr
     assert not list(Path(tmp_path).iterdir())

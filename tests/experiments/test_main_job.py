@@ -1,17 +1,15 @@
 """The main job itself, as a user runs it: every claim agrees, and a wrong result would be seen."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 from PIL import Image
 
@@ -40,13 +38,8 @@ def results(ran, tmp_path_factory):
     output = Path(there) if there else tmp_path_factory.mktemp("results")
     code = "from kltest.cli import main; main()"
     only = [word for name in ran for word in ("--only", name)] if ran == SOME else []
-    done = subprocess.run(
-        [sys.executable, "-c", code, "reproduce", *only, "--output", str(output)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-    )
+    job = [sys.executable, "-c", code, "reproduce", *only, "--output", output]
+    done = processes.ran(*job, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     (output / "printed.txt").write_text(done.stdout, encoding="utf-8")
     return output
@@ -70,15 +63,9 @@ for name in names:
 
 def test_what_is_said_of_results_does_not_depend_on_how_words_are_hashed(ran, results):
     """The main job said it with one seed; another process says it of the same rows with another."""
-    again = subprocess.run(
-        [sys.executable, "-c", SAID, str(results), *ran],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    said = [json.loads(line) for line in again.splitlines()]
+    other = {"cwd": ROOT, "env": {**os.environ, "PYTHONHASHSEED": "2"}, "check": True}
+    again = processes.ran(sys.executable, "-c", SAID, results, *ran, **other)
+    said = [json.loads(line) for line in again.stdout.splitlines()]
     assert [name for name, *_ in said] == list(ran)
     for name, numbers, files in said:
         assert numbers == json.loads((results / name / "numbers.json").read_text())[:-1], "all but the score"

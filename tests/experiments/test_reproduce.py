@@ -1,7 +1,5 @@
 """The main job on a small checkout of its own: discovery, resumption, exit codes, what is written."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -97,6 +95,11 @@ STYLE = (Path(__file__).parents[2] / "figures" / "style.py").read_text()
 PAPER = '#import "results.typ": *\nThe largest root is #n("roots", "root", which: "largest", digits: 2).'
 
 
+def experiment(name: str, settings: str = SETTINGS, code: str = EXPERIMENT) -> dict[str, str]:
+    files = {"settings": settings, "experiment": code, "analysis": ANALYSIS}
+    return {f"experiments/{name}/{file}.py": text for file, text in files.items()}
+
+
 def populate(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -111,9 +114,7 @@ def checkout(tmp_path, monkeypatch):
         tmp_path / "checkout",
         {
             "pyproject.toml": PYPROJECT,
-            "experiments/roots/settings.py": SETTINGS,
-            "experiments/roots/experiment.py": EXPERIMENT,
-            "experiments/roots/analysis.py": ANALYSIS,
+            **experiment("roots"),
             "figures/style.py": STYLE,
             "figures/roots.py": FIGURE,
             "paper/paper.typ": PAPER,
@@ -155,15 +156,7 @@ def test_another_projects_experiments_are_not_ours(tmp_path):
 
 
 def test_a_new_folder_is_an_experiment_without_being_listed_anywhere(checkout):
-    populate(
-        checkout,
-        {
-            "experiments/cubes/settings.py": SETTINGS,
-            "experiments/cubes/experiment.py": EXPERIMENT,
-            "experiments/cubes/analysis.py": ANALYSIS,
-            "experiments/notes/README.md": "no settings, no experiment",
-        },
-    )
+    populate(checkout, {**experiment("cubes"), "experiments/notes/README.md": "no settings, no experiment"})
     assert Checkout.find().experiments() == ["cubes", "roots"]
     assert run("cubes") == 0
 
@@ -195,27 +188,16 @@ def test_everything_is_made_and_the_summary_ends_it(checkout, capsys):
     assert reproduce() == 0
     made = contents(checkout / "results")
     assert {
-        "roots/roots.csv",
-        "roots/roots.json",
-        "roots/table.md",
-        "roots/numbers.json",
-        "roots/claims.json",
-        "figures/roots.pdf",
-        "figures/roots.svg",
-        "figures/roots.png",
-        "paper/paper.pdf",
-        "summary.csv",
-        "summary.json",
-        "summary.md",
+        *("roots/roots.csv", "roots/roots.json", "roots/table.md", "roots/numbers.json", "roots/claims.json"),
+        *("figures/roots.pdf", "figures/roots.svg", "figures/roots.png", "paper/paper.pdf", "summary.csv"),
+        *("summary.json", "summary.md"),
     } <= made.keys()
     assert made["paper/paper.pdf"].startswith(b"%PDF")
     out = capsys.readouterr().out
     assert "1 of 1 claims agree, 0 disagree, 0 not run" in out
     assert "roots are small" not in out
-    assert (
-        f"Every claim is in {checkout / 'results/summary.md'}, the paper is {checkout / 'results/paper/paper.pdf'}."
-        in out
-    )
+    results = checkout / "results"
+    assert f"Every claim is in {results / 'summary.md'}, the paper is {results / 'paper/paper.pdf'}." in out
     assert "roots are small" in made["summary.md"].decode()
 
 
@@ -248,14 +230,7 @@ def test_a_failing_configuration_is_exit_3_and_the_others_are_kept(checkout, mon
 
 
 def test_a_failing_experiment_is_exit_3_and_the_other_experiments_run(checkout, capsys):
-    populate(
-        checkout,
-        {
-            "experiments/broken/settings.py": "",
-            "experiments/broken/experiment.py": "1 / 0\n",
-            "experiments/broken/analysis.py": ANALYSIS,
-        },
-    )
+    populate(checkout, experiment("broken", "", "1 / 0\n"))
     assert reproduce() == 3
     printed = capsys.readouterr()
     assert "broken failed: ZeroDivisionError" in printed.err
@@ -300,15 +275,8 @@ def test_a_setting_that_cannot_be_is_told_before_the_work(checkout, monkeypatch,
 
 def test_figures_and_paper_without_their_experiment_are_left_out_with_it(checkout, capsys):
     """With --only; what was run before is drawn all the same."""
-    populate(
-        checkout,
-        {
-            "experiments/cubes/settings.py": SETTINGS,
-            "experiments/cubes/experiment.py": EXPERIMENT,
-            "experiments/cubes/analysis.py": ANALYSIS,
-            "figures/both.py": FIGURE.replace("def draw", "READS = ('roots', 'cubes')\n\ndef draw"),
-        },
-    )
+    both = FIGURE.replace("def draw", "READS = ('roots', 'cubes')\n\ndef draw")
+    populate(checkout, {**experiment("cubes"), "figures/both.py": both})
     assert reproduce(only=["roots"]) == 0
     out = capsys.readouterr().out
     assert "both is not drawn, for want of cubes" in out
@@ -548,9 +516,8 @@ def test_figures_are_the_same_bytes_when_drawn_again_in_another_process(checkout
     code = "from kltest.reproduce import figures; figures()"
     drawn = []
     for seed in ("1", "2"):
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=checkout
-        )
+        seeded = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", code], check=True, env=seeded, cwd=checkout)
         drawn.append(contents(checkout / "results" / "figures"))
         time.sleep(1.1 if seed == "1" else 0)  # a date in a file would have the resolution of a second
     assert drawn[0] == drawn[1]

@@ -1,7 +1,5 @@
 """Which tests execute a line; as a command, runs those of the mutated one: `python covering.py COVERING.json`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """report.jsonl, a row a mutant, and report.md, their count by room."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections import Counter

@@ -64,10 +64,7 @@ def size(moments):
 
 def tables(instance, change):
     return replace(
-        instance,
-        policy=change(instance.policy),
-        reference=change(instance.reference),
-        sampler=change(instance.sampler),
+        instance, policy=change(instance.policy), reference=change(instance.reference), sampler=change(instance.sampler)
     )
 
 

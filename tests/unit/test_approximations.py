@@ -163,10 +163,8 @@ def test_a_truncated_log_prob_is_found_with_its_size(loss, k):
     found = failing(loss, arguments={"k": k}, environment="bandit,sequence" if k == 2 else "bandit")
     # A token that leaves the head loses its gradient, too: a dead zone.
     assert set(found) - {"KL504"} == {"KL703"}
-    assert (
-        f"the {k} likeliest actions under the {'reference' if loss is reference_truncated else 'policy'}"
-        in (found["KL703"])
-    )
+    under = "reference" if loss is reference_truncated else "policy"
+    assert f"the {k} likeliest actions under the {under}" in found["KL703"]
 
 
 def test_a_truncated_sampler_is_found_behind_a_ratio():

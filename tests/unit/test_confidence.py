@@ -5,14 +5,7 @@ import pytest
 from scipy.optimize import linprog
 
 from kltest.errors import UsageError
-from kltest.moments.confidence import (
-    FEW_DIMENSIONS,
-    LARGEST_BET,
-    Asymptotic,
-    EmpiricalBernstein,
-    squared_radius,
-    tuned,
-)
+from kltest.moments.confidence import FEW_DIMENSIONS, LARGEST_BET, Asymptotic, EmpiricalBernstein, squared_radius, tuned
 
 GRADINGS = 10_000
 

@@ -1,11 +1,10 @@
 """Worlds: what they enumerate, in which order, with which probabilities, and that samples follow these."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
+from moments_plain import by_hand
 from scipy import stats
 
 from kltest import errors
@@ -36,28 +35,6 @@ WORLDS = {
         start=np.array([0.6, 0.4]),
     ),
 }
-
-
-def by_hand(environment):
-    """All rollouts, one at a time: (prompt, [(context, token)], chance of all that is not the policy's choice)."""
-
-    def go_on(context, steps, chance, prompt):
-        for token in range(environment.vocabulary):
-            taken = [*steps, (context, token)]
-            if len(taken) == environment.horizon:
-                yield prompt, taken, chance
-                continue
-            for after, likely in zip(
-                environment.successors[context, token], environment.probabilities[context, token], strict=True
-            ):
-                if likely > 0 and after == END:
-                    yield prompt, taken, chance * likely
-                elif likely > 0:
-                    yield from go_on(int(after), taken, chance * likely, prompt)
-
-    for prompt, (context, chance) in enumerate(zip(environment.start, environment.prompts, strict=True)):
-        if chance > 0:
-            yield from go_on(int(context), [], chance, prompt)
 
 
 def rows(paths):

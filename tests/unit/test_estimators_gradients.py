@@ -5,10 +5,8 @@ pushed through the estimator alone, from a table of logits to a weighted sum tha
 gradients come from kltest.truth, which knows no estimator.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -16,8 +14,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from moments_plain import by_hand
 
-from kltest.environments import END, Environment, Instance, bandit, mdp, ragged, sequence
+from kltest.environments import Instance, bandit, mdp, ragged, sequence
 from kltest.estimators import Spec, find, registry
 from kltest.truth import ATLAS, gradient
 
@@ -35,44 +34,13 @@ EXACT = 1e-10
 FAR = 1e-6
 
 
-# --- the plain enumeration -------------------------------------------------------------------------------------------
-
-
-def rollouts(
-    world: Environment, contexts: tuple[int, ...] = (), tokens: tuple[int, ...] = (), chance: float = 1.0
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], float]]:
-    """Contexts, tokens and the probability of prompt and dynamics of every rollout of a world."""
-    if not contexts:
-        for start, share in zip(world.start, world.prompts, strict=True):
-            yield from rollouts(world, (int(start),), (), float(share))
-        return
-    for token in range(world.vocabulary):
-        taken = (*tokens, token)
-        following = world.successors[contexts[-1], token]
-        shares = world.probabilities[contexts[-1], token]
-        if len(taken) == world.horizon:
-            yield contexts, taken, chance
-            continue
-        for successor, share in zip(following, shares, strict=True):
-            if share == 0:
-                continue
-            if successor == END:
-                yield contexts, taken, chance * float(share)
-            else:
-                yield from rollouts(world, (*contexts, int(successor)), taken, chance * float(share))
-
-
 def placed(value: torch.Tensor, logp: torch.Tensor, length: int, placement: str, credit: str) -> torch.Tensor:
     """The scalar loss of one rollout of `length` live tokens, written out token by token."""
     as_loss = sum(value[0, t] for t in range(length)) if value.dim() == 2 else value.sum()
     if placement == "loss":
         return as_loss
     cost = value.detach()[0, :length].tolist() if value.dim() == 2 else [0.0] * (length - 1) + value.detach().tolist()
-    charged = {
-        "return": lambda t: sum(cost),
-        "to-go": lambda t: sum(cost[t:]),
-        "immediate": lambda t: cost[t],
-    }[credit]
+    charged = {"return": lambda t: sum(cost), "to-go": lambda t: sum(cost[t:]), "immediate": lambda t: cost[t]}[credit]
     as_reward = sum(logp[0, t] * charged(t) for t in range(length))
     return as_reward if placement == "reward" else as_loss + as_reward
 
@@ -99,7 +67,8 @@ def rows_of(world: str, seed: int) -> list[Row]:
     environment, instance = ENVIRONMENTS[world], instance_of(world, seed)
     noise = np.random.default_rng(seed)
     rows = []
-    for contexts, tokens, chance in rollouts(environment):
+    for _, steps, chance in by_hand(environment):
+        contexts, tokens = zip(*steps, strict=True)
         length, dead = len(tokens), environment.horizon - len(tokens)
         fields = {
             "mask": torch.tensor([[1.0] * length + [0.0] * dead], dtype=torch.float64),
@@ -157,8 +126,6 @@ def deviation(spec: Spec, function: Callable, world: str, sampler: str, seed: in
     return float(np.linalg.norm(found - claimed) / np.linalg.norm(named("reverse_kl", world, seed)))
 
 
-# --- the table ------------------------------------------------------------------------------------------------------
-
 # Those that couple the rollouts of a group are in the table of test_groups.py.
 TABLE = [
     pytest.param(name, world, sampler, id=f"{name}-{world}-{sampler}")
@@ -213,9 +180,6 @@ def test_the_spec_uses_the_sequence_level_name_on_a_bandit_and_sampler_names_onl
                 assert gradient_name in ATLAS
                 assert world != "bandit" or not ATLAS[gradient_name].local
                 assert sampler == "stale" or not ATLAS[gradient_name].stale
-
-
-# --- planted bugs: each must break the table --------------------------------------------------------------------------
 
 
 def _detached_ratio_forgotten(logp, ref_logp, old_logp):
@@ -307,9 +271,6 @@ def test_an_off_by_one_in_the_reward_to_go_breaks_the_table():
     assert deviation(replace(estimator.spec, credit="immediate"), earlier, "sequence", "current", 0) > 1e-3
 
 
-# --- what the SPECs say beside the table ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lam", [-1.0, 0.0, 0.3, 1.0, 2.0])
 @pytest.mark.parametrize("world", ENVIRONMENTS)
 def test_lambda_is_a_baseline(lam, world):
@@ -387,9 +348,6 @@ def test_rao_blackwell_has_no_noise_on_a_bandit():
         np.testing.assert_allclose(sample, named("reverse_kl", "bandit", 0), atol=1e-14)
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
 def expected_value(name: str, world: str, sampler: str = "current") -> tuple[float, float]:
     """E[value] (what is logged, where the estimator logs), and E_π[Σu] = KL(π‖ref), both by enumeration."""
     instance, value, kl = instance_of(world, 0), 0.0, 0.0
@@ -404,29 +362,10 @@ def expected_value(name: str, world: str, sampler: str = "current") -> tuple[flo
 
 
 UNBIASED = [
-    "k1-loss",
-    "k3-loss",
-    "k3-loss-sequence",
-    "full-loss",
-    "full-reward",
-    "k3-straight-through",
-    "k3-clamped",
-    "top-k",
-    "top-k-detached",
-    "k1-reward",
-    "k1-reward-to-go",
-    "k1-reward-immediate",
-    "k3-reward",
-    "k3-reward-sequence",
-    "k1-both",
-    "k3-both",
-    "rao-blackwell",
-    "lambda-baseline",
-    "k3-ratio",
-    "k3-ratio-detached",
-    "k1-reward-sequence-ratio",
-    "k1-reward-to-go-prefix-ratio",
-    "k1-reward-stale",
+    *("k1-loss", "k3-loss", "k3-loss-sequence", "full-loss", "full-reward", "k3-straight-through", "k3-clamped"),
+    *("top-k", "top-k-detached", "k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k3-reward"),
+    *("k3-reward-sequence", "k1-both", "k3-both", "rao-blackwell", "lambda-baseline", "k3-ratio"),
+    *("k3-ratio-detached", "k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio", "k1-reward-stale"),
 ]
 
 

@@ -1,7 +1,5 @@
 """Placement and credit: against the definition written out token by token, and deaf to what stands at padding."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from itertools import product

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from module_gradients import llama
 
 from kltest.errors import UsageError
 from kltest.finetune.settings import Settings, changes_of, read, settings_of
@@ -18,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 from kltest.language_models.generation import generate  # noqa: E402
 from kltest.language_models.language import LanguageModel, padded  # noqa: E402
-from kltest.language_models.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
+from kltest.language_models.models import parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
 from kltest.language_models.rollouts import Rollouts  # noqa: E402
 from kltest.language_models.scoring import score  # noqa: E402
 
@@ -26,27 +27,14 @@ PROMPTS = [[3, 4, 5, 6], [7, 8], [3]]
 
 
 def language(kind="llama", *, tied=False, pad=0):
-    torch.manual_seed(3)
     if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=12, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=None, eos_token_id=1
-        )
+        torch.manual_seed(3)
+        ends = {"n_positions": 64, "bos_token_id": None, "eos_token_id": 1}
+        config = transformers.GPT2Config(vocab_size=12, n_embd=16, n_layer=2, n_head=2, **ends)
         model = transformers.GPT2LMHeadModel(config)  # tied by default
     else:
-        model = in_double(
-            transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(
-                    vocab_size=12,
-                    hidden_size=16,
-                    intermediate_size=24,
-                    num_hidden_layers=2,
-                    num_attention_heads=2,
-                    tie_word_embeddings=tied,
-                    eos_token_id=1,
-                    initializer_range=0.3,
-                )
-            )
-        )
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.3}
+        model = llama(3, 12, **sizes, tie_word_embeddings=tied, eos_token_id=1)
     return LanguageModel(model.double().eval(), None, (1,), pad)
 
 
@@ -268,12 +256,8 @@ def test_settings_from_a_file_and_changes(tmp_path):
 def test_a_hub_model_whose_name_begins_with_tiny_is_no_tiny_model():
     from kltest.language_models.models import is_tiny
 
-    assert [is_tiny(name) for name in ("tiny", "tiny:1M", "tiny-random/llama", "tinyllama/chat")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    names = ("tiny", "tiny:1M", "tiny-random/llama", "tinyllama/chat")
+    assert [is_tiny(name) for name in names] == [True, True, False, False]
     assert Settings(model="tiny-random/llama", chat=True).chat
 
 

@@ -1,7 +1,5 @@
 """Losses that couple the rollouts of a group: graded exactly over all groups, and what checks say of them and of β."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -9,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from moments_plain import plain_batch
+from moments_plain import moments_by_hand, plain_batch
 from zoo.mutants_groups import k1, k2, scaled_over_the_batch, score
 
 from kltest.checks import CHECKS
@@ -29,17 +27,6 @@ EXACT = 1e-11
 # Losses of the zoo take standard deviations of one number, of which torch remarks that there is none.
 pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 
-# ------------------------------------------------------------------------- the expectation, group by group, by autograd
-
-
-def every_tuple(instance, size, sampler="current"):
-    """All ordered groups of one prompt, with their probabilities."""
-    paths, weights, prompts = instance.paths, instance.rollout_weights(sampler), instance.environment.prompts
-    for prompt, share in enumerate(prompts):
-        rows = np.flatnonzero(paths.prompt == prompt)
-        for group in itertools.product(rows.tolist(), repeat=size):
-            yield list(group), share * math.prod(weights[row] / share for row in group)
-
 
 def every_multiset(instance, size, sampler="current"):
     """All groups, their order aside: n!/(n₁!·n₂!·…) tuples each."""
@@ -49,16 +36,6 @@ def every_multiset(instance, size, sampler="current"):
         for group in itertools.combinations_with_replacement(rows.tolist(), size):
             orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
             yield list(group), orders * share * math.prod(weights[row] / share for row in group)
-
-
-def by_hand(function, instance, size, sampler="current", every=every_tuple):
-    """E[ĝ] and E‖ĝ‖² with one backward pass through the table of logits for each group."""
-    expected, second = np.zeros(instance.policy.shape), 0.0
-    for rows, chance in every(instance, size, sampler):
-        found = plain_batch(function, instance, rows, sampler)
-        expected += chance * found
-        second += chance * float((found**2).sum())
-    return expected, second
 
 
 group_mean, leave_one_out, group_std, tied_groups_masked = (
@@ -107,7 +84,7 @@ BY_HAND = [
 def test_moments_over_groups_are_those_of_every_ordered_tuple(kind, size, loss, plain, call, sampler):
     # Of the process with pairs only the smaller one: 4096 tuples would take a second.
     instance = instances(kind, 3, 4 if kind == "mdp" else size)[0]
-    expected, second = by_hand(plain, instance, size, sampler)
+    expected, second = moments_by_hand(plain, instance, size, sampler)
     moments = exact_batches(bind(loss, Call(**call)), instance, sampler, size, grouped=True)
     assert np.abs(moments.gradient - expected).max() < EXACT
     assert moments.second_moment == pytest.approx(second, rel=1e-10)
@@ -116,7 +93,7 @@ def test_moments_over_groups_are_those_of_every_ordered_tuple(kind, size, loss, 
 def test_groups_of_four_on_sequences_are_those_of_all_6561_tuples():
     """Tuples of the same rollouts in another order are called once, with their number."""
     instance = instances("sequence", 0, 4)[0]
-    expected, _ = by_hand(tied_groups_masked, instance, 4, every=every_multiset)
+    expected, _ = moments_by_hand(tied_groups_masked, instance, 4, every=every_multiset)
     found = exact_batches(bind(tied_groups_masked), instance, size=4, grouped=True).gradient
     assert np.abs(found - expected).max() < EXACT
 
@@ -154,7 +131,7 @@ def test_a_loss_that_mixes_groups_is_called_on_each(loss):
             else scaled_over_the_batch(logp, ref_logp, mask, reward, group, 1.0)
         )
 
-    expected, _ = by_hand(plain, instance, 4, every=every_multiset)
+    expected, _ = moments_by_hand(plain, instance, 4, every=every_multiset)
     found = exact_batches(bind(loss), instance, size=4, grouped=True)
     assert np.abs(found.gradient - expected).max() < EXACT
 
@@ -205,8 +182,6 @@ def test_the_coefficient_cancels_in_tied_groups():
     assert np.abs(pushed(1e-4, 1e-4) - pushed(1.0, 1e-4)).max() > 0.1
 
 
-# -------------------------------------------------------------------------------------------- the registered estimators
-
 OF_GROUPS = ("group-mean", "leave-one-out", "group-std", "tied-groups-masked")
 SEEDS = (0, 1, 2)
 
@@ -230,7 +205,7 @@ def test_an_estimator_of_groups_has_the_gradient_that_its_spec_says(name, kind, 
     spec = find(name).spec
     function = kl_part(1.0) if name == "group-std" else find(name).function
     drawn = [small(kind, seed) for seed in SEEDS]
-    found = [by_hand(function, instance, 4, sampler, every=every_multiset)[0] for instance in drawn]
+    found = [moments_by_hand(function, instance, 4, sampler, every=every_multiset)[0] for instance in drawn]
     claimed = spec.expectation(kind, sampler)
     assert spec.couples
     if claimed is not None:
@@ -267,9 +242,6 @@ def test_an_estimator_of_groups_is_the_mean_over_the_groups_of_a_batch(name):
     together = plain_batch(numbered, instance, mixed)
     apart = [plain_batch(function, instance, rows) for rows in (one, other)]
     assert np.abs(together - sum(apart) / 2).max() < EXACT
-
-
-# ----------------------------------------------------------------------------------------------- environments of groups
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16])
@@ -345,9 +317,6 @@ def test_the_shape_in_which_a_group_is_returned_does_not_matter(form):
 
     report = grade(loss)
     assert report.verdict == "confirmed"
-
-
-# --------------------------------------------------------------------------------------------------------------- checks
 
 
 P, Q = (0.8, 0.2), (0.5, 0.5)
@@ -556,9 +525,6 @@ def test_a_baseline_of_the_others_only_may_be_cut_and_one_with_itself_may_not():
 @pytest.mark.parametrize("loss", ["leave-one-out", "group-std", "tied-groups-masked", "k2-loss-sequence", "k1-reward"])
 def test_groups_that_are_kept_whole_may_be_cut_apart(loss):
     assert split(loss) == "pass"
-
-
-# -------------------------------------------------------------------------------------------- what cannot be enumerated
 
 
 def test_a_random_loss_is_not_judged_and_the_grading_goes_on():

@@ -3,10 +3,6 @@
 What each setting follows is held against its derivation in test_libraries_recorded.py.
 """
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -25,28 +21,6 @@ def elsewhere(tmp_path, monkeypatch):
 def needed(library: str) -> None:
     if find_spec(find(library).module.partition(".")[0]) is None:
         pytest.skip(f"{library} is not installed here")
-
-
-@pytest.mark.parametrize("library", ["torchrl", "tunix", "unsloth-zoo"])
-def test_an_adapter_imports_nothing(library):
-    module = f"kltest.adapters.{library.replace('-', '_')}"
-    code = (
-        f"import sys, {module}; found = {{'torch', 'jax', 'torchrl', 'tunix', 'unsloth_zoo'}} & sys.modules.keys(); "
-        "assert not found, found"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("library", ["torchrl", "tunix", "unsloth-zoo"])
-def test_settings_have_names_of_their_own_defaults_first_and_a_recipe(library):
-    settings = find(library).settings
-    assert len({setting.name for setting in settings}) == len(settings)
-    assert not any(setting.name.isidentifier() for setting in settings)
-    assert settings[0].default
-    assert [setting.recipe for setting in settings if setting.recipe] == [True]
-    assert all(setting.source.startswith("https://") for setting in settings)
-    assert all(setting.note for setting in settings if setting.recipe)
 
 
 @pytest.mark.parametrize(

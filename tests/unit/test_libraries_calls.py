@@ -3,10 +3,7 @@
 What each setting follows is held against its derivation in test_libraries_recorded.py.
 """
 
-from __future__ import annotations
-
 import ast
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -38,24 +35,6 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "kltest_made_up_names.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     return "kltest_made_up_names"
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_an_adapter_is_data(name):
-    """Listing what is known takes neither torch nor the library, and no name can be taken for a function's."""
-    code = f"import sys; from kltest.adapters import find; d = find({name!r}); "
-    code += (
-        "assert not {'torch', d.distribution, d.module.partition('.')[0]} & set(sys.modules); print(len(d.settings))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    settings = find(name).settings
-    known = [setting.name for setting in settings]
-    assert len(set(known)) == len(known) == int(done.stdout)
-    assert not any(part.isidentifier() for part in known)
-    assert settings[0].default
-    assert [setting.options.get("expect") for setting in settings if setting.recipe] == [None]
-    assert all(setting.note for setting in settings if setting.recipe)
 
 
 @cache

@@ -67,12 +67,7 @@ PLACED_IN_LOSS = [
 @pytest.mark.parametrize("name", PLACED_IN_LOSS)
 @pytest.mark.parametrize(
     "environment",
-    [
-        ragged(4, 5, prompts=np.array([0.3, 0.7])),
-        sequence(3, 6),
-        mdp(6, 3, 4, branches=2),
-        ngram(3, 8, 3, end_token=0),
-    ],
+    [ragged(4, 5, prompts=np.array([0.3, 0.7])), sequence(3, 6), mdp(6, 3, 4, branches=2), ngram(3, 8, 3, end_token=0)],
     ids=lambda environment: environment.name,
 )
 def test_declared_estimators_are_not_called_on_every_rollout_and_come_out_the_same(environment, name, sampler):

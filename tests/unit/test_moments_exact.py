@@ -2,14 +2,13 @@
 
 import itertools
 import tracemalloc
-from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moments_plain import WORLDS, drawn, plain, plain_batch
+from moments_plain import WORLDS, drawn, every_batch, every_group, moments_by_hand, plain, plain_batch
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.errors import TargetError, UsageError
@@ -380,27 +379,6 @@ def test_a_loss_that_needs_groups_is_told_from_one_that_fails():
 # Batches.
 
 
-one_batch = lru_cache(maxsize=10_000)(plain_batch)
-
-
-def by_hand(loss, instance, size, sampler="current", grouped=False):
-    """E[ĝ] and E‖ĝ‖² over ordered batches, one backward pass each."""
-    paths, weights = instance.paths, instance.rollout_weights(sampler)
-    prompts = instance.environment.prompts
-    expected, second = np.zeros(instance.policy.shape), 0.0
-    for rows in itertools.product(range(len(weights)), repeat=size):
-        chance = np.prod(weights[list(rows)])
-        if grouped:
-            first = paths.prompt[rows[0]]
-            chance = chance / prompts[first] ** (size - 1) if (paths.prompt[list(rows)] == first).all() else 0.0
-        if chance == 0:
-            continue
-        gradient = one_batch(loss, instance, rows, sampler)
-        expected += chance * gradient
-        second += chance * (gradient**2).sum()
-    return expected, second
-
-
 def in_order(logp, mask):
     rows = (logp * mask).sum(dim=1)
     return (rows * rows.roll(1).detach() * torch.arange(1, len(rows) + 1)).sum()
@@ -416,7 +394,7 @@ def in_order(logp, mask):
 def test_batches_equal_every_ordered_tuple(environment, loss, size):
     instance = drawn(environment)
     for grouped in (False, True):
-        expected, second = by_hand(loss, instance, size, "stale", grouped)
+        expected, second = moments_by_hand(loss, instance, size, "stale", every_group if grouped else every_batch)
         moments = exact_batches(bind(loss), instance, "stale", size, grouped=grouped)
         # The cube of a pair's deviations has gradient 0, of which rounding leaves 1e-17.
         assert np.abs(moments.gradient - expected).max() <= EXACT * np.sqrt(second) + 1e-16

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from moments_plain import WORLDS
+from moments_plain import WORLDS, by_hand
 
 from kltest.environments import Paths, tabular
 
@@ -17,36 +17,13 @@ TERMINATING = tabular(
 ALL = [*WORLDS.values(), TERMINATING]
 
 
-def walk(environment):
-    """Every rollout by recursion, in prefix order: (contexts, tokens, probability of prompt and dynamics, prompt)."""
-
-    def onward(context, left):
-        for token in range(environment.vocabulary):
-            if left == 1:
-                yield [context], [token], 1.0
-                continue
-            for following, chance in zip(
-                environment.successors[context, token], environment.probabilities[context, token], strict=True
-            ):
-                if chance == 0:
-                    continue
-                if following == -1:
-                    yield [context], [token], chance
-                    continue
-                for contexts, tokens, rest in onward(following, left - 1):
-                    yield [context, *contexts], [token, *tokens], chance * rest
-
-    for prompt, (start, chance) in enumerate(zip(environment.start, environment.prompts, strict=True)):
-        for contexts, tokens, rest in onward(start, environment.horizon):
-            yield contexts, tokens, chance * rest, prompt
-
-
 @pytest.mark.parametrize("environment", ALL, ids=lambda environment: environment.name)
 def test_enumeration_is_the_recursion(environment):
-    paths, expected = environment.enumerate(), list(walk(environment))
+    """In prefix order, and nothing stands at padded positions."""
+    paths, expected = environment.enumerate(), list(by_hand(environment))
     assert len(paths) == len(expected) == environment.count()
-    for row, (contexts, tokens, chance, prompt) in enumerate(expected):
-        live = paths.mask[row]
+    for row, (prompt, steps, chance) in enumerate(expected):
+        live, (contexts, tokens) = paths.mask[row], map(list, zip(*steps, strict=True))
         assert live.tolist() == [step < len(tokens) for step in range(environment.horizon)]
         assert paths.contexts[row][live].tolist() == contexts
         assert paths.tokens[row][live].tolist() == tokens

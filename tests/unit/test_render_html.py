@@ -1,18 +1,14 @@
 """The HTML page and its pictures: strictly well-formed, true to the numbers, and legible in a real browser."""
 
-from __future__ import annotations
-
 import html.parser
-import json
 import re
-import shutil
-import subprocess
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from functools import cache
 
 import losses_to_shrink as losses
 import pytest
+from processes import BROWSER, opened
 
 import kltest
 from kltest.counterexample.environment import SmallEnvironment
@@ -25,7 +21,6 @@ from kltest.render.pictures import bars, tree
 from kltest.report import CounterExample, Prefix
 
 VOID = {"meta", "br"}
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = "</pre></svg><script>alert(1)</script>\x1b\u202e&\"'<img src=x onerror=alert(1)>"
 
 
@@ -55,16 +50,10 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 @cache
 def reports():
-    names = ("k2-loss", "k2-loss-sequence", "k3-loss", "group-mean")
-    graded = [kltest.grade(name) for name in names]
     wrong = [losses.no_ratio, losses.divided_where_lengths_differ, losses.wrong_for_three_actions]
-    graded += [kltest.grade(loss) for loss in wrong]
-    big = example(3, 3, moved=True)
-    return [
-        *graded,
-        replace(graded[0], target="a" * 300, smallest=big),
-        kltest.grade(lambda logp: 1 / 0, name="broken"),
-    ]
+    graded = [kltest.grade(loss) for loss in ("k2-loss", "k2-loss-sequence", "k3-loss", "group-mean", *wrong)]
+    long = replace(graded[0], target="a" * 300, smallest=example(3, 3, moved=True))
+    return [*graded, long, kltest.grade(lambda logp: 1 / 0, name="broken")]
 
 
 class Strict(html.parser.HTMLParser):
@@ -236,23 +225,11 @@ document.getElementById("f").onload = function () {
 def test_a_real_browser_finds_nothing_cut_off_or_overlapping(tmp_path, width, scheme):
     (tmp_path / "page.html").write_text(render("html", reports()), encoding="utf-8")
     (tmp_path / "measure.html").write_text(MEASURE.replace("WIDTH", str(width)), encoding="utf-8")
-    done = subprocess.run(
-        [
-            str(BROWSER),
-            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
-            *("--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"),
-            f"--blink-settings=preferredColorScheme={'0' if scheme == 'dark' else '1'}",
-            *("--virtual-time-budget=5000", "--window-size=1300,1000", "--dump-dom"),
-            (tmp_path / "measure.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    found = opened(
+        tmp_path / "measure.html",
+        "--window-size=1300,1000",
+        f"--blink-settings=preferredColorScheme={'0' if scheme == 'dark' else '1'}",
     )
-    match = re.search(r'<pre id="out">(\{.*\})</pre>', done.stdout, flags=re.DOTALL)
-    assert match, done.stderr[-2000:]
-    found = json.loads(html.unescape(match[1]))
     assert found["dark"] == (scheme == "dark")
     assert found["paper"] == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(255, 255, 255)")
     assert found["width"] <= width, "the page scrolls sideways"

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
+from zoo.clean_sceptic import log_ratios, squared_sum_of_the_batch
+from zoo.mutants_sceptic import square_of_the_mean
 
 import kltest
 from kltest.cli import app
@@ -232,26 +234,13 @@ def test_a_losss_own_randomness_is_averaged_over(loss, reduction, verdict):
     np.testing.assert_array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
 
 
-def log_ratios(logp, ref_logp, mask):
-    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
-
-
-def square_of_the_sum(logp, ref_logp, mask):
-    """Twice as much for a batch with every row twice, and a mean in expectation: cross terms vanish."""
-    return log_ratios(logp, ref_logp, mask).sum().square() / (2 * len(logp))
-
-
-def square_of_the_mean(logp, ref_logp, mask):
-    return log_ratios(logp, ref_logp, mask).mean().square() / 2
-
-
 def sum_with_a_baseline(logp, ref_logp, mask):
     cost = log_ratios(logp, ref_logp, mask).detach()
     others = (cost.sum() - cost) / max(len(cost) - 1, 1)
     return ((cost - others) * logp.where(mask != 0, 0.0).sum(-1)).sum()
 
 
-@pytest.mark.parametrize("loss", [square_of_the_sum, square_of_the_mean, sum_with_a_baseline])
+@pytest.mark.parametrize("loss", [squared_sum_of_the_batch, square_of_the_mean, sum_with_a_baseline])
 def test_sums_are_told_from_means_in_expectation_as_the_exact_route_does(loss):
     instance = first("bandit")
     whole = exact_batches(bind(loss), instance, size=2)
@@ -391,15 +380,9 @@ def test_the_command_line_takes_the_same_options(tmp_path, monkeypatch):
     assert (row["method"], row["margin"], row["error_rate"]) == ("sampled", 0.1, 1e-3)
     text = CliRunner().invoke(app, arguments[:-2]).stdout
     assert "confirmed within 20% at error rate 0.001 (asymptotic)" in text
-    for wrong in (
-        ["--method", "guessed"],
-        ["--error-rate", "2"],
-        ["--margin", "0"],
-        ["--samples", "0"],
-        ["--bound", "0"],
-    ):
-        refused = CliRunner().invoke(app, [*arguments, *wrong])
-        assert (refused.exit_code, wrong[0] in refused.stderr) == (2, True)
+    for option, wrong in {"method": "guessed", "error-rate": "2", "margin": "0", "samples": "0", "bound": "0"}.items():
+        refused = CliRunner().invoke(app, [*arguments, f"--{option}", wrong])
+        assert (refused.exit_code, f"--{option}" in refused.stderr) == (2, True)
 
 
 def test_coefficients_do_not_depend_on_units():

@@ -1,7 +1,5 @@
 """The smallest failing environment: as small as known, its numbers those of plain torch, its program one that runs."""
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -491,11 +489,3 @@ def test_the_setting_in_words(sampler, batch, summed, said):
     example = CounterExample("bandit", "current", 1, 2, False, batch, "rows", summed, [place])
     assert said in example.setting
     assert ("in batches" in example.setting) is (batch > 1)
-
-
-def test_every_simple_distribution_is_one():
-    for actions, choices in SIMPLE.items():
-        for chances in choices:
-            assert len(chances) == actions
-            assert sum(chances) == pytest.approx(1, abs=1e-12)
-            assert min(chances) > 0

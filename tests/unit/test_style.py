@@ -1,10 +1,10 @@
 """The linter, the formatter and the type checker have nothing to say."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,7 +14,5 @@ MYPY = pytest.param(["mypy"], marks=pytest.mark.scheduled)  # on every push it i
 
 @pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], MYPY], ids=" ".join)
 def test_nothing_to_say(command):
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
-    )
+    done = ran(sys.executable, "-m", *command, cwd=ROOT, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """Settings, batches, and where the work is done: the same results wherever they come from."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Tables for terminals fit, line up, lose nothing, and are plain text unless colour is asked for."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

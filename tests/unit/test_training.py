@@ -2,13 +2,13 @@
 
 import sys
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from training_problems import problem
 
-from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
+from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.environments.policies import table
 from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators import registry
@@ -16,30 +16,11 @@ from kltest.loss.resolve import resolve
 from kltest.moments import exact, exact_batches
 from kltest.training import PerRun, Problem, Run, train
 from kltest.training.sums import softmax
-from kltest.truth import (
-    gradient,
-    optimum,
-    sequence_k3_fixed_point,
-    token_k2_fixed_point,
-    token_k3_fixed_point,
-    value,
-)
+from kltest.truth import gradient, optimum, sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point, value
 
-WORLDS = {
-    "bandit": lambda: bandit(4),
-    "prompts": lambda: bandit(3, prompts=np.array([0.3, 0.7])),
-    "sequence": lambda: sequence(3, 3),
-    "ragged": lambda: ragged(3, 3),
-    "mdp": lambda: mdp(4, 2, 3),
-    "ngram": lambda: ngram(3, 3, 2),
-}
+WORLDS = ("bandit", "prompts", "sequence", "ragged", "mdp", "ngram")
 # Gradients are of order 1 and added up in another order.
 SAME = 1e-12
-
-
-@cache
-def problem(world: str, seed: int = 0, reward: str = "normal") -> Problem:
-    return Problem.draw(WORLDS[world](), seed, reward=reward)
 
 
 def instance_of(which: Problem, logits=None, sampler=None) -> Instance:

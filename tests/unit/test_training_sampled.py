@@ -1,28 +1,15 @@
 """Sampled training: its mean is the exact gradient, its draws are each run's own, and numpy ends at the same logits."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
+from training_problems import problem
 
-from kltest.environments import bandit, mdp, ragged, sequence
+from kltest.environments import bandit
 from kltest.environments.policies import table
 from kltest.training import PerRun, Problem, Run, train
 
-WORLDS = {
-    "bandit": lambda: bandit(4),
-    "prompts": lambda: bandit(3, prompts=np.array([0.3, 0.7])),
-    "many arms": lambda: bandit(40),
-    "sequence": lambda: sequence(3, 3),
-    "ragged": lambda: ragged(3, 3),
-    "mdp": lambda: mdp(4, 2, 3),
-}
-
-
-@cache
-def problem(world: str, seed: int = 0, reward: str = "normal") -> Problem:
-    return Problem.draw(WORLDS[world](), seed, reward=reward)
+WORLDS = ("bandit", "prompts", "many arms", "sequence", "ragged", "mdp")
 
 
 def numpy_run(run: Run, steps: int, batch: int, group: int | None = None) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Truth at the edges of float64, against definitions written out in mpmath."""
 
-from __future__ import annotations
-
 import mpmath
 import numpy as np
 import pytest

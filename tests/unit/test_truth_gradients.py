@@ -1,7 +1,5 @@
 """The atlas as properties over one table: every name × every world × several seeds."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
@@ -9,17 +7,7 @@ import pytest
 
 from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
 from kltest.errors import UsageError
-from kltest.truth import (
-    ATLAS,
-    VALUES,
-    divergences,
-    gradient,
-    gradient_again,
-    gradients,
-    recursions,
-    value,
-    value_again,
-)
+from kltest.truth import ATLAS, VALUES, divergences, gradient, gradient_again, gradients, recursions, value, value_again
 
 # Both routes sum at most 10^4 terms of size 1; their gradients are of size 0.01 to 1.
 EXACT = 1e-11

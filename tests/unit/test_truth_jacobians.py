@@ -1,7 +1,5 @@
 """Jacobians of the named gradients, against torch's second derivatives over all enumerated rollouts."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

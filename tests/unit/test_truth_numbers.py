@@ -1,7 +1,5 @@
 """Numbers that were published or can be worked out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

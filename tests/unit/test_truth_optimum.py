@@ -1,7 +1,5 @@
 """The regularised optimum and the estimators' fixed points, each against its closed form and by its own gradient."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.special import logsumexp
@@ -34,11 +32,7 @@ TREES = {
     "sequences": paid(sequence, 2, 3, prompts=np.array([0.25, 0.75])),
     "ragged": paid(ragged, 3, 4),
 }
-SHARED = {
-    "mdp": mdp(4, 2, 3, seed=2),
-    "ngram": paid(ngram, 2, 4, 2),
-    "ngram-ragged": paid(ngram, 3, 3, 2, end_token=1),
-}
+SHARED = {"mdp": mdp(4, 2, 3, seed=2), "ngram": paid(ngram, 2, 4, 2), "ngram-ragged": paid(ngram, 3, 3, 2, end_token=1)}
 
 
 def unrolled(environment):

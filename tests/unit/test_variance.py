@@ -27,14 +27,10 @@ def result(report, code):
     return next(check for check in report.checks if check.code == code)
 
 
-# ------------------------------------------------------------------------------------------- they warn, and only warn
-
-
 @pytest.mark.parametrize("row", MUTANTS, ids=lambda row: row.name)
 def test_a_noisy_loss_is_confirmed_and_warned_of(row):
     report = grade(row.loss, **row.options)
     assert report.verdict == "confirmed", [report.error, *(check.message for check in report.failed)]
-    assert row.code in {check.code for check in report.failed}
     assert all(check.warns for check in report.failed)
     report.raise_for_failure()
 
@@ -120,8 +116,6 @@ def _findings(loss, environment, expect):
     return Findings(declared, "loss", (environment,), ("current",), measure)
 
 
-# ----------------------------------------------------------------------------------------- estimators to compare with
-
 TARGETS = ("reverse_kl", "local_reverse_kl", "forward_kl", "local_forward_kl")
 
 
@@ -194,9 +188,6 @@ def test_targets_of_which_no_estimator_is_known_are_skipped():
     )
     refuted = result(grade("k3-loss", select="KL802"), "KL802")
     assert refuted.status == "skip"
-
-
-# ------------------------------------------------------------------------------------------- the numbers of the words
 
 
 def test_the_rollouts_of_the_tail_example():

@@ -1,0 +1,23 @@
+"""Problems to train on, one for each kind of world, seed and reward."""
+
+from functools import cache
+
+import numpy as np
+
+from kltest.environments import bandit, mdp, ngram, ragged, sequence
+from kltest.training import Problem
+
+WORLDS = {
+    "bandit": lambda: bandit(4),
+    "prompts": lambda: bandit(3, prompts=np.array([0.3, 0.7])),
+    "sequence": lambda: sequence(3, 3),
+    "ragged": lambda: ragged(3, 3),
+    "mdp": lambda: mdp(4, 2, 3),
+    "ngram": lambda: ngram(3, 3, 2),
+    "many arms": lambda: bandit(40),
+}
+
+
+@cache
+def problem(world: str, seed: int = 0, reward: str = "normal") -> Problem:
+    return Problem.draw(WORLDS[world](), seed, reward=reward)
