@@ -19,7 +19,7 @@ __all__ = ["Report", "__version__", "grade", "jax_loss", "parametrize_with_check
 
 def __getattr__(name: str) -> Any:
     if name == "grade":
-        from kltest.grading import grade
+        from kltest.grading.grader import grade
 
         return grade
     if name == "Report":

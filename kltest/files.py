@@ -74,10 +74,8 @@ def write(path: Path, content: str | bytes) -> Path:
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
+    except OSError as error:  # another user's process is alive
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -100,10 +98,9 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line a row under a header; dictionaries become JSON, None is empty, numbers keep all their digits."""
     file = io.StringIO()
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(columns)
-    for row in rows:
-        writer.writerow([_cell(row.get(column)) for column in columns])
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({column: _cell(value) for column, value in row.items()} for row in rows)
     return file.getvalue()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +57,18 @@ def parametrize_with_checks(
 
     _check_options(options)
     options = renamed(options, stacklevel=3)
-    entries = [_Entry(loss) for loss in _listed(losses)]
+    if isinstance(losses, str) or not isinstance(losses, Iterable):
+        raise UsageError(f"parametrize_with_checks: give a list of losses; it is {losses!r}")
+    entries = [_Entry(loss) for loss in losses]
+    if not entries:
+        raise UsageError("parametrize_with_checks: the list of losses is empty")
     names = _distinct([entry.name for entry in entries])
     parameters: list[Any] = []
     expected: set[str] = set()
     made: set[str] = set()
     for entry, name in zip(entries, names, strict=True):
-        reasons = _reasons(expected_failed_checks, entry.loss)
+        given = expected_failed_checks(entry.loss) if callable(expected_failed_checks) else expected_failed_checks
+        reasons = forms.expected_failures({} if given is None else given, "expected_failed_checks")
         expected |= reasons.keys()
         for check in graded_checks(entry.loss, name, {**options, "expected_failures": reasons}):
             made.add(check.code)
@@ -115,15 +120,6 @@ def _argument(value: object) -> str:
     return loss_name(value) if callable(value) else type(value).__name__
 
 
-def _listed(losses: Iterable[Target]) -> Iterator[Target]:
-    if isinstance(losses, str) or not isinstance(losses, Iterable):
-        raise UsageError(f"parametrize_with_checks: give a list of losses; it is {losses!r}")
-    found = list(losses)
-    if not found:
-        raise UsageError("parametrize_with_checks: the list of losses is empty")
-    yield from found
-
-
 def _distinct(names: list[str]) -> list[str]:
     """The names with a number behind each that was there before."""
     seen: dict[str, int] = {}
@@ -144,8 +140,3 @@ def _check_options(options: Mapping[str, Any]) -> None:
             f"parametrize_with_checks: {name} is no option of kltest.grade; {hint}"
             f"there are: {', '.join(sorted(TAKEN - RENAMED.keys()))}"
         )
-
-
-def _reasons(given: Reasons | Callable[[Any], Reasons | None] | None, loss: Target) -> dict[str, str]:
-    found = given(loss) if callable(given) else given
-    return forms.expected_failures({} if found is None else found, "expected_failed_checks")

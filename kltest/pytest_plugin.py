@@ -17,7 +17,6 @@ import pytest
 from kltest import __version__
 
 if TYPE_CHECKING:
-    from kltest.grading.configuration import Target
     from kltest.grading.pytest_items import GradedCheck
 
 COLOURS = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
@@ -68,6 +67,8 @@ class ConfiguredTargets(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
         from kltest.errors import KltestWarning, UsageError
         from kltest.grading.configuration import read
+        from kltest.grading.options import merged
+        from kltest.grading.pytest_items import graded_checks
 
         try:
             configuration = read(self.path)
@@ -80,14 +81,8 @@ class ConfiguredTargets(pytest.File):
         if str(self.path.parent) not in sys.path:
             sys.path.append(str(self.path.parent))
         for target in configuration.targets:
-            yield from self._items(target, configuration.options)
-
-    def _items(self, target: Target, defaults: Any) -> Iterator[pytest.Item]:
-        from kltest.grading.options import merged
-        from kltest.grading.pytest_items import graded_checks
-
-        for check in graded_checks(target.text, target.text, merged(defaults, target.options)):
-            yield ConfiguredCheck.from_parent(self, name=f"{target.text}-{check.code}", check=check)
+            for check in graded_checks(target.text, target.text, merged(configuration.options, target.options)):
+                yield ConfiguredCheck.from_parent(self, name=f"{target.text}-{check.code}", check=check)
 
 
 class ConfiguredCheck(pytest.Item):
@@ -143,11 +138,8 @@ class _Summary:
 
 
 def _check(item: pytest.Item) -> GradedCheck | None:
-    """The check that an item makes, if it makes one; at no cost if no check was ever made."""
-    if "kltest.grading.pytest_items" not in sys.modules:
-        return None
-    from kltest.grading.pytest_items import GradedCheck
-
+    """The check that an item makes, if it makes one; none was ever made if their module is not loaded."""
+    module = sys.modules.get("kltest.grading.pytest_items")
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     check = item.check if isinstance(item, ConfiguredCheck) else parameters.get("check")
-    return check if isinstance(check, GradedCheck) else None
+    return check if module and isinstance(check, module.GradedCheck) else None

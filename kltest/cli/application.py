@@ -26,14 +26,19 @@ COMMANDS = {
     "libraries": ("libraries", "Install real libraries and grade all their settings."),
     "finetune": ("finetune", "Fine-tune a language model under a KL term; unbiased by default."),
     "reproduce": ("reproduce", "Run every experiment and make all figures and the paper (in a checkout)."),
-    "run": ("run", "Run one experiment (in a checkout)."),
-    "figures": ("figures", "Draw every figure from the results (in a checkout)."),
-    "paper": ("paper", "Typeset the paper from the results (in a checkout)."),
+    "run": ("reproduce", "Run one experiment (in a checkout)."),
+    "figures": ("reproduce", "Draw every figure from the results (in a checkout)."),
+    "paper": ("reproduce", "Typeset the paper from the results (in a checkout)."),
 }
-"""The module of each command and its help, in the order of `--help`; the function is `command`, the end `EPILOG`.
+"""The module of each command and its help, in the order of `--help`; the function is `command` or has its name.
 
 A command's module is imported when the command is called: `kltest --help` imports none.
 """
+EPILOGS = {
+    "grade": "Exit code: 0 confirmed, 1 refuted, 2 usage, 3 the loss or kltest crashed, 4 inconclusive, 5 nothing to "
+    "grade; of several targets the worst.",
+    "run": "With --set or --seeds its results stand beside those that the figures and the paper read.",
+}
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, a quota, and a limit on the size of a file."""
@@ -70,8 +75,7 @@ def _failed(error: Exception) -> int:
         _give_up_standard_output()
         typer.echo(f"kltest: {error.filename or 'standard output'} cannot be written: {error.strerror}", err=True)
         return 3
-    from kltest.grading.bugs import note_bug
-    from kltest.grading.isolation import describe
+    from kltest.grading.isolation import describe, note_bug
 
     typer.echo(f"kltest: {note_bug(describe(error), traceback.format_exc())}", err=True)
     return 3
@@ -103,15 +107,14 @@ class LoadedWhenCalled(typer.core.TyperCommand):
     @functools.cached_property
     def loaded(self) -> Any:
         """The command made of its module."""
-        found = import_module(f"kltest.cli.{COMMANDS[str(self.name)][0]}")
+        found = vars(import_module(f"kltest.cli.{COMMANDS[str(self.name)][0]}"))
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(self.name, epilog=getattr(found, "EPILOG", None))(answered(found.command))
+        alone.command(self.name)(answered(found.get("command") or found[str(self.name)]))
         return typer.main.get_command(alone)
 
     # Setters ignore what Typer read from a function without parameters.
     params = property(lambda self: self.loaded.params, lambda self, value: None)  # type: ignore[assignment]
     callback = property(lambda self: self.loaded.callback, lambda self, value: None)  # type: ignore[assignment]
-    epilog = property(lambda self: self.loaded.epilog, lambda self, value: None)  # type: ignore[assignment]
 
 
 def _application() -> typer.Typer:
@@ -125,7 +128,7 @@ def _application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, (_, text) in COMMANDS.items():
-        made.command(name, cls=LoadedWhenCalled, help=text)(lambda: None)
+        made.command(name, cls=LoadedWhenCalled, help=text, epilog=EPILOGS.get(name))(lambda: None)
     return made
 
 

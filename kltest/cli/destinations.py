@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kltest.errors import KltestError, UsageError
-from kltest.render import PLAIN, Terminal, render, render_changes, renderer
+from kltest.render import PLAIN, Terminal, module_of, render, render_changes
 from kltest.render.changes import Changes
 from kltest.report import Report
 
@@ -46,7 +46,7 @@ def destinations(texts: Iterable[str]) -> list[Destination]:
         texts.append(f"markdown:{summary}")
     for text in texts:
         form, colon, path = text.partition(":")
-        renderer(form)
+        module_of(form)  # refuses a format that there is not
         if colon and not path:
             raise UsageError(f"--output {text!r} names no file after the colon; give {form}:PATH, or {form} alone")
         file = Path(path) if path not in ("", "-") else None

@@ -82,24 +82,16 @@ def table(rows: Sequence[Row]) -> list[str]:
             f"{rank[2]} in a table)",
             f"  {'estimator':28} {'named gradient':{width}} {'relative bias':>13} {'cosine':>7}  as in tables",
         ]
-        lines += [
-            f"  {row.estimator:28} {_named(row.identified):{width}} {_bias(row.bias):>13} {_cosine(row.cosine):>7}  "
-            f"{'yes' if row.agrees else 'NO'}"
-            for row in here
-        ]
+        for row in here:
+            bias = "0" if row.bias < NO_BIAS else f"{row.bias:.3g}"
+            cosine = "–" if row.cosine is None else f"{row.cosine:.3f}"
+            cells = f"{_named(row.identified):{width}} {bias:>13} {cosine:>7}  {'yes' if row.agrees else 'NO'}"
+            lines.append(f"  {row.estimator:28} {cells}")
     return lines
 
 
 def _named(combination: Mapping[str, float] | None) -> str:
     return "no named gradient" if combination is None else render(dict(combination))
-
-
-def _bias(value: float) -> str:
-    return "0" if value < NO_BIAS else f"{value:.3g}"
-
-
-def _cosine(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _keep(folder: Path, request: Request, rows: Sequence[Row]) -> None:

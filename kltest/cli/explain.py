@@ -75,13 +75,19 @@ def explain(name: str) -> str:
     from kltest.checks import CHECKS
 
     wanted = name.strip()
-    for found in (_check(wanted), _estimator(wanted), _gradient(wanted)):
-        if found is not None:
-            return "\n".join(found) + "\n"
-    hint = did_you_mean(wanted, [*CHECKS, *(check.name for check in CHECKS.values()), *_estimator_names(), *ATLAS])
-    raise UsageError(
-        f"there is no check, estimator or named gradient called {name!r}; {hint}`kltest list` shows them all"
-    )
+    folded = wanted.casefold()
+    if check := _find(wanted):
+        words = _check_words(check)
+    elif owner := _estimator_names().get(folded.replace("_", "-")):
+        words = _estimator_words(registry()[owner].spec)
+    elif row := ATLAS.get(folded.replace("-", "_")):
+        words = _gradient_words(row)
+    else:
+        hint = did_you_mean(wanted, [*CHECKS, *(check.name for check in CHECKS.values()), *_estimator_names(), *ATLAS])
+        raise UsageError(
+            f"there is no check, estimator or named gradient called {name!r}; {hint}`kltest list` shows them all"
+        )
+    return "\n".join(words) + "\n"
 
 
 def _find(name: str) -> Check | None:
@@ -89,21 +95,6 @@ def _find(name: str) -> Check | None:
 
     folded = name.casefold()
     return next((check for check in CHECKS.values() if folded in (check.code.casefold(), check.name)), None)
-
-
-def _check(name: str) -> Iterator[str] | None:
-    check = _find(name)
-    return None if check is None else _check_words(check)
-
-
-def _estimator(name: str) -> Iterator[str] | None:
-    owner = _estimator_names().get(name.casefold().replace("_", "-"))
-    return None if owner is None else _estimator_words(registry()[owner].spec)
-
-
-def _gradient(name: str) -> Iterator[str] | None:
-    row = ATLAS.get(name.casefold().replace("-", "_"))
-    return None if row is None else _gradient_words(row)
 
 
 def _estimator_names() -> Mapping[str, str]:

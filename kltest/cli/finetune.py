@@ -13,44 +13,6 @@ FOLDER = "results/finetune"
 INTERRUPTED = 130
 
 
-def finetune(
-    given: Mapping[str, Any],
-    *,
-    changes: Sequence[str] = (),
-    file: str | None = None,
-    output: str | None = None,
-    again: bool = False,
-) -> int:
-    """Run with the settings of a file; `given` options win over it, and changes such as "beta=0.1" over both."""
-    from kltest.finetune.settings import changes_of, read, settings_of
-
-    values: dict[str, Any] = {} if file is None else read(Path(file))
-    values |= {name: value for name, value in given.items() if value is not None}
-    changed = changes_of(changes)
-    if isinstance(changed.get("kl_options"), dict) and isinstance(values.get("kl_options"), dict):
-        # A single argument on the command line leaves the file's others as they are.
-        changed["kl_options"] = {**values["kl_options"], **changed["kl_options"]}
-    values |= changed
-    settings = settings_of(values, file or "--set")
-    from kltest.language_models.models import needs_transformers
-
-    needs_transformers()
-    from kltest.finetune.run import run
-
-    folder = Path(output) if output else Path(FOLDER) / settings.key
-    try:
-        history = run(settings, folder, again=again)
-    except KeyboardInterrupt:
-        print(f"kltest: interrupted; everything is kept in {folder}: the same command goes on", file=sys.stderr)
-        return INTERRUPTED
-    if not history.records:  # another process keeps them
-        return 0
-    for line in _said(history.records):
-        print(line)
-    print(f"Metrics, checkpoint and model are in {folder}.")
-    return 0
-
-
 def listing() -> int:
     """Every setting with its default and meaning, and every metric with what it is."""
     from dataclasses import fields
@@ -74,8 +36,7 @@ def _said(records: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"{'step':>6}  {'held-out reward':>22}  {'KL(π‖ref), nats':>22}  {'cosine of the KL gradient':>26}"]
     for record in records:
         if "kl" in record or "kl_gradient_cosine" in record:
-            cells = (_cell(record, name) for name in ("reward_held_out", "kl", "kl_gradient_cosine"))
-            first, second, third = cells
+            first, second, third = (_cell(record, name) for name in ("reward_held_out", "kl", "kl_gradient_cosine"))
             lines.append(f"{record['step']:6d}  {first:>22}  {second:>22}  {third:>26}")
     return lines
 
@@ -128,10 +89,33 @@ def command(
 ) -> int:
     if list_only:
         return listing()
-    given = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
+    given: dict[str, Any] = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
     if exact:
         from kltest.cli.exact import exact as counted
 
         given |= {"settings": settings, "again": again or None}
         return counted(given, changes=changes or [], output=output)
-    return finetune(given, changes=changes or [], file=settings, output=output, again=again)
+    from kltest.finetune.settings import changes_of, read, settings_of
+
+    # Options win over the file, and changes over both.
+    values: dict[str, Any] = {} if settings is None else read(Path(settings))
+    values |= {name: value for name, value in given.items() if value is not None}
+    changed = changes_of(changes or [])
+    if isinstance(changed.get("kl_options"), dict) and isinstance(values.get("kl_options"), dict):
+        # A single argument on the command line leaves the file's others as they are.
+        changed["kl_options"] = {**values["kl_options"], **changed["kl_options"]}
+    chosen = settings_of(values | changed, settings or "--set")
+    from kltest.language_models.models import needs_transformers
+
+    needs_transformers()
+    from kltest.finetune.run import run
+
+    folder = Path(output) if output else Path(FOLDER) / chosen.key
+    try:
+        history = run(chosen, folder, again=again)
+    except KeyboardInterrupt:
+        print(f"kltest: interrupted; everything is kept in {folder}: the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+    if history.records:  # another process keeps them otherwise
+        print(*_said(history.records), f"Metrics, checkpoint and model are in {folder}.", sep="\n")
+    return 0

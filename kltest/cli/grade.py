@@ -13,21 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kltest.cli import diff as changes_since
 from kltest.cli.destinations import Destination, destinations, write
 from kltest.errors import UsageError
 from kltest.grading.configuration import Configuration, Target, nearest
 from kltest.grading.jobs import Job, graded, terminated_as_interrupted
 from kltest.grading.options import OPTIONS, Option, checked, merged
-from kltest.render.changes import Changes, compare
+from kltest.render.changes import compare, read
 from kltest.report import EXIT_CODES, Report
 
 NOTHING, INTERRUPTED = 5, 130
 WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
-EPILOG = (
-    "Exit code: 0 confirmed, 1 refuted, 2 usage, 3 the loss or kltest crashed, 4 inconclusive, 5 nothing to grade; of "
-    "several targets the worst."
-)
 Old = tuple[str, list[dict[str, Any]]]
 """The file of an earlier report, and its contents."""
 
@@ -71,7 +66,8 @@ def command(
         print("kltest: --allow-stale-excuses is deprecated; write --allow-unexpected-passes", file=sys.stderr)
         options["allow_unexpected_passes"] = True
     # A switch that is off and a list without entries were not given.
-    given = checked({name: None if value is False or value == [] else value for name, value in options.items()}, _flag)
+    named = {name: None if value is False or value == [] else value for name, value in options.items()}
+    given = checked(named, lambda option: option.flag or option.name)
     for target in targets or []:
         if not target.strip():
             raise UsageError(
@@ -81,7 +77,7 @@ def command(
     for words in configuration.deprecated:
         print(f"kltest: {words}", file=sys.stderr)
     where = destinations(output or configuration.outputs or ["text"])
-    old = None if diff is None else (diff, changes_since.read(diff))
+    old = None if diff is None else (diff, read(diff))
     jobs = _jobs(targets or [], given, configuration)
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
@@ -109,10 +105,6 @@ def _signature() -> inspect.Signature:
 command.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
-def _flag(option: Option) -> str:
-    return option.flag or option.name
-
-
 def _jobs(targets: Sequence[str], given: Mapping[str, Any], configuration: Configuration) -> list[Job]:
     chosen = [Target(text) for text in dict.fromkeys(targets)] or configuration.targets
     folder = str(configuration.path.parent) if configuration.path and not targets else None
@@ -130,22 +122,19 @@ def _nothing(configuration: Configuration) -> str:
 
 def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None = None) -> int:
     reports: list[Report] = []
-    misused = False
+    misused = interrupted = False
     try:
         with terminated_as_interrupted():
             for report, kind in graded(jobs):
                 reports.append(report)
                 misused |= kind == "usage"
     except KeyboardInterrupt:
-        if reports:
-            write(reports, where, _changes(old, reports))
+        interrupted = True
+    if reports:
+        write(reports, where, None if old is None else compare(*old, reports))
+    if interrupted:
         missing = ", ".join(job.name for job in jobs[len(reports) :])
         print(f"kltest: interrupted; {len(reports)} of {len(jobs)} graded, not graded: {missing}", file=sys.stderr)
         return INTERRUPTED
-    write(reports, where, _changes(old, reports))
     worst = min((report.verdict for report in reports), key=WORST_FIRST.index)
     return UsageError.exit_code if misused else EXIT_CODES[worst]
-
-
-def _changes(old: Old | None, reports: Sequence[Report]) -> Changes | None:
-    return None if old is None else compare(*old, reports)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as encoder
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +14,7 @@ from kltest.render.tables import table
 from kltest.truth import ATLAS, plain, render
 
 SAMPLERS = ("current", "stale")
+Entry = dict[str, Any]
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> int:
@@ -24,31 +25,28 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print JSON, for p
 
 
 def as_text() -> str:
-    """Return a table of each kind, for people."""
-    return "\n".join(
-        [
-            *_table("Estimators", ("name", "placement", "formula → expected gradient"), _estimators()),
-            *_table("Named gradients", ("name", "formula", "meaning"), _gradients()),
-            *_table("Environments", ("name", "tokens", "length", "rollouts"), _environments()),
-            *_table("Checks", ("code", "name", "title"), _checks()),
-            "`kltest explain NAME` describes each in full; `kltest grade NAME` grades an estimator.",
-            "",
-        ]
-    )
+    """Return a table of each kind, for people; its last column is wrapped."""
+    kinds = {
+        "Estimators": _estimators(),
+        "Named gradients": _gradients(),
+        "Environments": _environments(),
+        "Checks": _checks(),
+    }
+    lines: list[str] = []
+    for title, rows in kinds.items():
+        heads = [*rows[0]]
+        lines += [title, table(heads, [[*map(str, row.values())] for row in rows], whole=heads[:-1], indent=2), ""]
+    lines.append("`kltest explain NAME` describes each in full; `kltest grade NAME` grades an estimator.")
+    return "\n".join(lines) + "\n"
 
 
 def as_json() -> str:
     """Return the same as JSON, with the gradient of each estimator by sampler and environment."""
-    from kltest.checks import CHECKS
-
     listed = {
         "estimators": [_described(estimator.spec) for estimator in registry().values()],
-        "gradients": [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in ATLAS.values()],
-        "environments": [
-            {"name": name, "tokens": tokens, "length": length, "rollouts": rollouts}
-            for name, tokens, length, rollouts in _instances()
-        ],
-        "checks": [{"code": check.code, "name": check.name, "title": check.title} for check in CHECKS.values()],
+        "gradients": _gradients(),
+        "environments": _environments(),
+        "checks": _checks(),
     }
     return encoder.dumps(listed, indent=2, ensure_ascii=False) + "\n"
 
@@ -90,40 +88,35 @@ def _described(spec: Spec) -> dict[str, Any]:
     }
 
 
-def _estimators() -> Iterable[Sequence[str]]:
+def _estimators() -> list[Entry]:
+    found = []
     for name, estimator in registry().items():
         spec = estimator.spec
         sampler = "stale" if spec.off_policy_only else "current"
         bandit, sequence = (follows(spec, environment, sampler) for environment in ("bandit", "sequence"))
-        found = bandit if bandit == sequence else f"{bandit} on a bandit, {sequence} on sequences"
-        yield name, placement(spec), f"{spec.formula}\n→ {found}{' (stale sampler)' * spec.off_policy_only}"
+        named = bandit if bandit == sequence else f"{bandit} on a bandit, {sequence} on sequences"
+        words = f"{spec.formula}\n→ {named}{' (stale sampler)' * spec.off_policy_only}"
+        found.append({"name": name, "placement": placement(spec), "formula → expected gradient": words})
+    return found
 
 
-def _gradients() -> Iterable[Sequence[str]]:
-    return ((row.name, row.formula, row.meaning) for row in ATLAS.values())
+def _gradients() -> list[Entry]:
+    return [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in ATLAS.values()]
 
 
-def _environments() -> Iterable[Sequence[str]]:
-    return ((name, str(tokens), length, str(rollouts)) for name, tokens, length, rollouts in _instances())
-
-
-def _instances() -> Iterable[tuple[str, int, str, int]]:
-    """Name, number of tokens, lengths and number of rollouts of each environment."""
+def _environments() -> list[Entry]:
     from kltest.identify.instances import ENVIRONMENTS
 
+    found = []
     for name, build in ENVIRONMENTS.items():
         environment = build(0)
         lengths = environment.enumerate().mask.sum(axis=1)
         span = str(lengths[0]) if (lengths == lengths[0]).all() else f"{lengths.min()} to {lengths.max()}"
-        yield name, environment.vocabulary, span, len(lengths)
+        found.append({"name": name, "tokens": environment.vocabulary, "length": span, "rollouts": len(lengths)})
+    return found
 
 
-def _checks() -> Iterable[Sequence[str]]:
+def _checks() -> list[Entry]:
     from kltest.checks import CHECKS
 
-    return ((check.code, check.name, check.title) for check in CHECKS.values())
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    """The lines of a table whose last column is wrapped."""
-    return title, table(heads, rows, whole=heads[:-1], indent=2), ""
+    return [{"code": check.code, "name": check.name, "title": check.title} for check in CHECKS.values()]

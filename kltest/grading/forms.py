@@ -22,22 +22,18 @@ def combination(value: object, where: str) -> dict[str, float]:
     from kltest.truth.atlas import canonical
 
     if not isinstance(value, Mapping):
-        value = text(value, where)
+        text(value, where)
     elif not all(isinstance(name, str) and is_number(number) for name, number in value.items()):
         raise UsageError(f'{where}: give numbers by the names of gradients, as {{"reverse_kl": 1.0}}; it is {value!r}')
     try:
-        return parse(value) if isinstance(value, str) else canonical(value)
+        return canonical(value) if isinstance(value, Mapping) else parse(str(value))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
 
 
 def choice(*known: str) -> Form:
     """One of a few names."""
-
-    def form(value: object, where: str) -> str:
-        return _known(text(value, where), known, where)
-
-    return form
+    return lambda value, where: _known(text(value, where), known, where)
 
 
 def environments(value: object, where: str) -> tuple[str, ...]:
@@ -113,34 +109,40 @@ def expected_failures(value: object, where: str) -> dict[str, str]:
     return reasons
 
 
-def whole(least: int) -> Form:
-    """A whole number of at least `least`."""
+def _form(asked: str, accepts: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value) -> Form:
+    """The form of values that `accepts` takes, each returned as its `kind`; `asked` says what to give."""
 
-    def form(value: object, where: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise UsageError(f"{where}: give a whole number of at least {least}; it is {value!r}")
-        return value
+    def form(value: object, where: str) -> Any:
+        if not accepts(value):
+            raise UsageError(f"{where}: give {asked}; it is {value!r}")
+        return kind(value)
 
     return form
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return True for a Python number that is neither a truth value nor NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def whole(least: int) -> Form:
+    """A whole number of at least `least`."""
+    return _form(
+        f"a whole number of at least {least}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63,
+    )
 
 
 def positive(below: float = math.inf) -> Form:
     """A finite positive number below `below`."""
-
-    def form(value: object, where: str) -> float:
-        if not (is_number(value) and 0 < value < below):
-            limit = f" below {below:g}" if below < math.inf else ""
-            raise UsageError(f"{where}: give a positive number{limit}; it is {value!r}")
-        return float(value)
-
-    return form
+    limit = f" below {below:g}" if below < math.inf else ""
+    return _form(f"a positive number{limit}", lambda value: is_number(value) and 0 < value < below, float)
 
 
-def seconds(value: object, where: str) -> float:
-    """A positive number of seconds, infinity included."""
-    if not (is_number(value) and value > 0):
-        raise UsageError(f"{where}: give a positive number of seconds; it is {value!r}")
-    return float(value)
+seconds = _form("a positive number of seconds", lambda value: is_number(value) and value > 0, float)
+switch = _form("true or false", lambda value: isinstance(value, bool))
+text = _form("a text", lambda value: isinstance(value, str))
+title = _form("a text to call the loss by", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
 def coefficient(value: object, where: str) -> float:
@@ -152,38 +154,12 @@ def coefficient(value: object, where: str) -> float:
     return value
 
 
-def switch(value: object, where: str) -> bool:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise UsageError(f"{where}: give true or false; it is {value!r}")
-    return value
-
-
-def text(value: object, where: str) -> str:
-    """Text."""
-    if not isinstance(value, str):
-        raise UsageError(f"{where}: give a text; it is {value!r}")
-    return value
-
-
-def title(value: object, where: str) -> str:
-    """Text that is not blank."""
-    if not (isinstance(value, str) and value.strip()):
-        raise UsageError(f"{where}: give a text to call the loss by; it is {value!r}")
-    return value
-
-
 def outputs(value: object, where: str) -> tuple[str, ...]:
     """Places of reports: FORMAT or FORMAT:PATH, one or several."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(each, str) for each in texts):
         raise UsageError(f"{where}: give FORMAT or FORMAT:PATH, or a list of these; it is {value!r}")
     return tuple(texts)
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Return True for a Python number that is neither a truth value nor NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _names(value: object, where: str) -> list[str]:

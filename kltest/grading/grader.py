@@ -14,10 +14,9 @@ from kltest import __version__
 from kltest.adapters import named
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
-from kltest.grading.expected_failures import ExpectedFailures
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented
 from kltest.grading.time_limit import time_limit
-from kltest.grading.verdict import run_checks, selected_codes, verdict
+from kltest.grading.verdict import ExpectedFailures, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
@@ -202,19 +201,14 @@ def unmeasured(options: Options, target: str, *, reduction: str = "mean", error:
         expect=plain(options.expect),
         placement=options.placement or "loss",
         seed=options.seed,
-        versions=versions(),
+        versions={
+            "kltest": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
         verdict="error",
         reduction=reduction,
         dtype="float64",
         error=error,
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of kltest, Python, torch and numpy that the numbers were computed with."""
-    return {
-        "kltest": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }

@@ -18,6 +18,7 @@ import pickle
 import re
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,13 +28,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kltest.errors import KltestError, UsageError
+from kltest.grading.time_limit import LONGEST
 
-Work = Callable[..., Iterator[Any]]
 Kind = Literal["value", "usage", "failed", "ended", "crashed"]
-POSIX = os.name == "posix"
 TAIL = 16_384
 GRACE = 0.5
-LONGEST = 30 * 86_400.0
 DUMP = b"(most recent call first):"
 FATAL = b"Fatal Python error"
 ORPHAN_SECONDS = 30.0
@@ -60,11 +59,10 @@ class Output:
 
     newlines: int = 0
     tail: bytes = b""
-    limit: int = TAIL
 
     def add(self, chunk: bytes) -> None:
         self.newlines += chunk.count(b"\n")
-        self.tail = (self.tail + chunk)[-self.limit :]
+        self.tail = (self.tail + chunk)[-TAIL:]
 
     @property
     def lines(self) -> int:
@@ -86,24 +84,18 @@ class Child:
     The function must be importable. Its arguments and values are pickled.
     """
 
-    def __init__(self, function: Work, *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
         # Forking keeps torch's import; elsewhere than on Linux forked threads and frameworks are not safe.
         context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self.output = Output()
         self._connection, theirs = context.Pipe()
-        self._printed: Connection | None = None
-        self._stacks: Connection | None = None
-        printing: Connection | None = None
-        stacking: Connection | None = None
-        if POSIX:
-            self._printed, printing = context.Pipe(duplex=False)
-            self._stacks, stacking = context.Pipe(duplex=False)
+        self._printed, printing = context.Pipe(duplex=False)
+        self._stacks, stacking = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing, stacking))
         self._killed = False
         self._process.start()
         for end in (theirs, printing, stacking):
-            if end is not None:
-                end.close()
+            end.close()
 
     def __enter__(self) -> Child:
         return self
@@ -130,14 +122,13 @@ class Child:
         self._process.join()
         self._read_output()
         for end in (self._connection, self._printed, self._stacks):
-            if end is not None:
-                end.close()
+            end.close()
 
     def _answer(self, deadline: float | None, timeout: float | None) -> Step:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            sources = [self._connection, self._process.sentinel, *([self._printed] if self._printed else [])]
-            ready = wait(sources, left)
+            printed = [] if self._printed.closed else [self._printed]
+            ready = wait([self._connection, self._process.sentinel, *printed], left)
             if self._printed in ready:
                 self._read_output(once=True)
             if self._connection in ready or (self._process.sentinel in ready and self._connection.poll()):
@@ -148,15 +139,10 @@ class Child:
             if self._process.sentinel in ready:
                 return self._ended()
             if deadline is not None and time.monotonic() >= deadline:
-                return self._overdue(timeout)
-
-    def _overdue(self, timeout: float | None) -> Step:
-        return Step("ended", message=f"did not return within {timeout:g} s (--timeout){self._stack()}")
+                return Step("ended", message=f"did not return within {timeout:g} s (--timeout){self._stack()}")
 
     def _stack(self) -> str:
         """Return the innermost line that the child is executing; it dumps its stack when it gets SIGUSR1."""
-        if self._stacks is None or self._process.pid is None:
-            return ""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
         dumped = b""
@@ -179,7 +165,7 @@ class Child:
             message = "cut its connection to kltest"
         elif code >= 0:
             message = f"left the process (exit status {code}) before there was a result"
-        elif -code == getattr(signal, "SIGKILL", None):
+        elif -code == signal.SIGKILL:
             message = "was killed (SIGKILL); the usual reason is that memory ran out"
         else:
             message = f"crashed the interpreter ({_signal_name(-code)}){_innermost(self.output.tail)}"
@@ -187,26 +173,21 @@ class Child:
         return Step("ended", message=message)
 
     def _read_output(self, *, once: bool = False) -> None:
-        if self._printed is None or self._printed.closed:
-            return
-        while self._printed in wait([self._printed], 0):
-            chunk = os.read(self._printed.fileno(), 1 << 16)
-            if not chunk:
+        while not self._printed.closed and wait([self._printed], 0):
+            if chunk := os.read(self._printed.fileno(), 1 << 16):
+                self.output.add(chunk)
+            else:
                 self._printed.close()
-                self._printed = None
-                return
-            self.output.add(chunk)
             if once:
                 return
 
     def _kill(self) -> None:
         """Kill the child's process group, which outlives its leader if the user's code started processes."""
-        if self._killed or self._process.pid is None:
+        if self._killed:
             return
         self._killed = True
-        if POSIX:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
 
@@ -214,22 +195,19 @@ def _serve(
     function: Callable[..., Iterator[Any]],
     arguments: tuple[Any, ...],
     connection: Connection,
-    printing: Connection | None,
-    stacking: Connection | None,
+    printing: Connection,
+    stacking: Connection,
 ) -> None:
     """Run in the child: a step for every timeout received, until the parent closes the connection."""
-    if POSIX:
-        os.setsid()
+    os.setsid()
     with contextlib.suppress(OSError):
         # If memory runs out, the kernel should end this process and not the parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _capture(printing)
-    if stacking is not None:
-        faulthandler.register(signal.SIGUSR1, file=stacking.fileno(), all_threads=False)
-    steps = iter(())  # type: Iterator[Any]
-    started = False
+    faulthandler.register(signal.SIGUSR1, file=stacking.fileno(), all_threads=False)
+    steps: Iterator[Any] | None = None
     while True:
         try:
             timeout = connection.recv()
@@ -239,8 +217,7 @@ def _serve(
             # A parent that was killed cannot end this process, so it ends itself some time after the limit.
             faulthandler.dump_traceback_later(timeout + ORPHAN_SECONDS, exit=True, file=2)
         try:
-            if not started:
-                steps, started = function(*arguments), True
+            steps = steps or function(*arguments)
             step = Step("value", next(steps))
         except StopIteration:
             step = Step("crashed", message="asked for more steps than there are")
@@ -266,17 +243,27 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _capture(printing: Connection | None) -> None:
+def note_bug(what: str, trace: str) -> str:
+    """Return a message for people on a failure of kltest; the traceback is kept in a file if one can be written."""
+    message = f"kltest itself failed: {what}. This is a bug in kltest, not in the loss: please report it"
+    try:
+        handle, path = tempfile.mkstemp(prefix="kltest-bug-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(trace)
+    except OSError:
+        return f"{message} with this traceback:\n{trace}"
+    return f"{message} with the traceback in {path}"
+
+
+def _capture(printing: Connection) -> None:
     """Send everything written to standard output and error, by Python or below it, to the parent."""
-    target = printing.fileno() if printing is not None else os.open(os.devnull, os.O_WRONLY)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(target, number)
+        os.dup2(printing.fileno(), number)
         raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if printing is not None:
-        printing.close()
+    printing.close()
     faulthandler.enable(file=2)
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from kltest.adapters import named
 from kltest.errors import UsageError
-from kltest.grading.bugs import note_bug
-from kltest.grading.isolation import Child, Kind, Output, Step
+from kltest.grading.isolation import Child, Kind, Output, Step, note_bug
 from kltest.grading.options import DEFAULT_TIMEOUT, Options, checked
 from kltest.loss.names import named as named_loss
 from kltest.report import Report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,34 +17,27 @@ GRADIENT = "gradient"
 
 
 class Grading:
-    """A loss with its options, graded when its report is first read; a usage error is kept as well."""
+    """A loss with its options, graded when its report is first read: `known` is the report, `misuse` a usage error."""
 
     def __init__(self, loss: Target, name: str, options: Mapping[str, Any]) -> None:
         self.loss, self.name, self.options = loss, name, options
         self.others: dict[int, Grading] = {}
+        self.known: Report | None = None
+        self.misuse = ""
 
     @property
     def report(self) -> Report:
         __tracebackhide__ = True
-        outcome = self._outcome
-        if isinstance(outcome, UsageError):
-            raise UsageError(str(outcome)) from None
-        return outcome
-
-    @functools.cached_property
-    def _outcome(self) -> Report | UsageError:
         from kltest.grading.grader import grade
 
-        try:
-            return grade(self.loss, name=self.name, **self.options)
-        except UsageError as error:
-            return error
-
-    @property
-    def known(self) -> Report | None:
-        """The report, if the loss was graded."""
-        outcome = self.__dict__.get("_outcome")
-        return outcome if isinstance(outcome, Report) else None
+        if self.known is None and not self.misuse:
+            try:
+                self.known = grade(self.loss, name=self.name, **self.options)
+            except UsageError as error:
+                self.misuse = str(error)
+        if self.known is None:
+            raise UsageError(self.misuse)
+        return self.known
 
     def of(self, loss: Target) -> Grading:
         """Return the grading, with the same options, of a loss that the test made itself; it is kept, and so its id."""
@@ -89,10 +81,10 @@ def assert_gradient(report: Report) -> None:
     __tracebackhide__ = True
     import pytest
 
-    from kltest.render.words import rows
+    from kltest.render.words import cells_of
 
-    lines = [f"{row.cells[0]} ({row.cells[1]}): {row.cells[2]}, relative bias {row.cells[3]}" for row in rows(report)]
-    told = "\n".join(f"  {line}" for line, row in zip(lines, report.gradients, strict=True) if row.agrees is not True)
+    wrong = [cells_of(row) for row in report.gradients if row.agrees is not True]
+    told = "\n".join("  {} ({}): {}, relative bias {}".format(*cells) for cells in wrong)
     if any(row.refutes for row in report.gradients):
         raise RefutedError(f"{report.target} does not follow {report.expect}:\n{told}")
     if not report.gradients or any(row.agrees is None for row in report.gradients):

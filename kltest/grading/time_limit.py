@@ -24,7 +24,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     if seconds is None or seconds > LONGEST:
         yield
         return
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread():
         raise UsageError("timeout needs the main thread of a POSIX system; leave it out, or use the command line")
     running = True
 

@@ -6,9 +6,9 @@ The module of a format has `render(reports, terminal=PLAIN) -> str`; formats tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kltest.errors import UsageError, did_you_mean
 from kltest.render.tables import PLAIN, Terminal
@@ -19,18 +19,10 @@ if TYPE_CHECKING:
 
 
 FORMATS = ("github", "html", "json", "junit", "markdown", "text")
-Renderer = Callable[[Sequence[Report], Terminal], str]
 
 
-def render_changes(name: str, changes: Changes, terminal: Terminal = PLAIN) -> str:
-    """Return what changed since an earlier report; empty if the format has no place for it."""
-    renderer(name)
-    module = import_module(f"{__name__}.{name}")
-    return module.render_changes(changes, terminal) if hasattr(module, "render_changes") else ""
-
-
-def renderer(name: str) -> Renderer:
-    """Return the render function of a format.
+def module_of(name: str) -> Any:
+    """Return the module of a format.
 
     Raises:
         UsageError: If there is no such format; the message has the nearest name.
@@ -38,23 +30,21 @@ def renderer(name: str) -> Renderer:
     if name not in FORMATS:
         hint = did_you_mean(name, FORMATS)
         raise UsageError(f"there is no output format {name!r}; {hint}the formats are {', '.join(FORMATS)}")
-    return import_module(f"{__name__}.{name}").render
+    return import_module(f"{__name__}.{name}")
 
 
 def render(name: str, reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
     """Return the reports in a format, ending with a newline unless empty."""
-    text = renderer(name)(reports, terminal)
+    text = module_of(name).render(reports, terminal)
     return text if text.endswith("\n") or not text else text + "\n"
 
 
-def _as_text(report: Report) -> str:
-    return render("text", [report]).rstrip("\n")
+def render_changes(name: str, changes: Changes, terminal: Terminal = PLAIN) -> str:
+    """Return what changed since an earlier report; empty if the format has no place for it."""
+    module = module_of(name)
+    return module.render_changes(changes, terminal) if hasattr(module, "render_changes") else ""
 
 
-def _as_html(report: Report) -> str:
-    from kltest.render.html import fragment
-
-    return fragment(report)
-
-
-FORMS.update(text=_as_text, html=_as_html)
+FORMS.update(
+    text=lambda report: render("text", [report]).rstrip("\n"), html=lambda report: module_of("html").fragment(report)
+)

@@ -7,11 +7,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from kltest.errors import UsageError
 from kltest.render.words import gradient, number, one_line
-from kltest.report import Report
+from kltest.report import SCHEMA, Report
 
 # The same loss on another machine differs by rounding: relative to a number, or up to a bias that counts as zero.
 ROUNDING, NO_BIAS = 1e-6, 1e-9
@@ -56,6 +57,52 @@ class Changes:
         return [one_line(change.target) for change in self.targets if change not in self.moved]
 
 
+def read(path: str) -> list[dict[str, Any]]:
+    """Return the earlier reports in a file that `kltest grade` wrote as JSON: one object, or an array of several.
+
+    Raises:
+        UsageError: If the file cannot be read or holds something else.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or one_line(str(error))
+        raise UsageError(f"--diff: {path!r} cannot be read as JSON ({reason})") from None
+    reports = found if isinstance(found, list) else [found]
+    for place, report in enumerate(reports, 1):
+        if fault := _fault(report):
+            which = f"entry {place} of {path!r}" if isinstance(found, list) else repr(path)
+            raise UsageError(
+                f"--diff: {which} is not a report of kltest: {fault}; give what `kltest grade --output json:FILE` wrote"
+            )
+    if not reports:
+        raise UsageError(f"--diff: there is no report in {path!r}")
+    return reports
+
+
+def _fault(report: object) -> str:
+    """Reason why an object cannot be compared, empty if it can."""
+    if not isinstance(report, dict):
+        return "it is not an object"
+    if report.get("schema") != SCHEMA:
+        return f"its schema is {report.get('schema')!r}, not {SCHEMA!r}"
+    for key in ("target", "verdict"):
+        if not isinstance(report.get(key), str):
+            return f"its {key} is not a text"
+    parts = (("gradients", ("environment", "sampler")), ("checks", ("code", "status")))
+    for key, needed in parts:
+        entries = report.get(key)
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            return f"its {key} are not a list of objects"
+        if not all(isinstance(entry.get(name), str) for entry in entries for name in needed):
+            return f"one of its {key} lacks {' or '.join(needed)}"
+    for row in report["gradients"]:
+        identified = row.get("identified")
+        if not (identified is None or (isinstance(identified, dict) and all(map(is_number, identified.values())))):
+            return f"a gradient of it is identified as {identified!r}"
+    return ""
+
+
 def compare(path: str, old: Sequence[Mapping[str, Any]], reports: Sequence[Report]) -> Changes:
     """Compare reports, matched by the name of the target, and by order if a name occurs several times.
 
@@ -93,13 +140,10 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Dif
 
 
 def _of_row(place: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Iterator[Difference]:
-    if old is None or new is None:
-        yield Difference(f"gradient, {place}", _identified(old), _identified(new))
-        return
-    if not _same_gradient(old.get("identified"), new.get("identified")):
+    if not (old and new and _same_gradient(old.get("identified"), new.get("identified"))):
         yield Difference(f"gradient, {place}", _identified(old), _identified(new))
     for key, least in (("relative_bias", NO_BIAS), ("relative_variance", 0.0)):
-        if key in old and not _same_number(old[key], new[key], least):
+        if old and new and key in old and not _same_number(old[key], new[key], least):
             yield Difference(f"{key.replace('_', ' ')}, {place}", _number(old[key]), _number(new[key]))
 
 
@@ -137,12 +181,10 @@ def _same_gradient(old: Mapping[str, float] | None, new: Mapping[str, float] | N
 def _same_number(old: object, new: object, least: float = 0.0) -> bool:
     if not is_number(old) or not is_number(new):
         return not is_number(old) and not is_number(new)
-    assert isinstance(old, int | float)
-    assert isinstance(new, int | float)
     return abs(old - new) <= max(least, ROUNDING * max(abs(old), abs(new)))
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """True if a value of JSON is a finite number."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -151,7 +193,7 @@ def is_number(value: object) -> bool:
 
 
 def _number(value: object) -> str:
-    return number(float(value) if isinstance(value, int | float) and is_number(value) else None)
+    return number(float(value) if is_number(value) else None)
 
 
 def _words(value: object) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kltest.render import PLAIN, Terminal
-from kltest.render.words import expected_failures, headline, reason, rows, visible
+from kltest.render.words import cells_of, expected_failures, headline, reason, visible
 from kltest.report import Report
 
 DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
@@ -30,7 +30,7 @@ def _lines(report: Report) -> Iterator[str]:
     if report.verdict == "confirmed":
         yield _annotation("notice", report, "kltest confirmed", f"{report.target}: {headline(report)}")
     elif not errors:
-        wrong = [f"{row.cells[0]}, {row.cells[1]}: {row.cells[2]}" for row in rows(report) if row.differs]
+        wrong = ["{}, {}: {}".format(*cells_of(row)) for row in report.gradients if row.refutes]
         detail = "\n".join([report.error or headline(report), *wrong, *report.notes])
         yield _annotation("error", report, f"kltest {report.verdict}", f"{report.target}: {detail}")
 
@@ -43,9 +43,9 @@ def _annotation(level: str, report: Report, title: str, message: str) -> str:
 
 def _in_repository(path: str) -> str:
     """The path from the root of the checkout, as GitHub wants it, whatever the working directory."""
-    root = os.environ.get("GITHUB_WORKSPACE", "")
-    inside = root and Path(path).resolve().is_relative_to(Path(root).resolve())
-    return Path(path).resolve().relative_to(Path(root).resolve()).as_posix() if inside else path
+    root, file = os.environ.get("GITHUB_WORKSPACE", ""), Path(path).resolve()
+    inside = root and file.is_relative_to(Path(root).resolve())
+    return file.relative_to(Path(root).resolve()).as_posix() if inside else path
 
 
 def _escape(text: str, table: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from kltest.render import PLAIN, Terminal
-from kltest.render.words import headline, reason, rows, visible
+from kltest.render.words import cells_of, headline, note_of, reason, visible
 from kltest.report import Report
 
 KINDS, COUNTS = ("failure", "error", "skipped"), ("failures", "errors", "skipped")
@@ -26,12 +26,12 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 
 def _suite(root: Element, report: Report) -> None:
     suite = SubElement(root, "testsuite", name=_text(report.target))
-    for row, measured in zip(rows(report), report.gradients, strict=True):
-        environment, sampler, found, bias, *_ = row.cells
-        batches = f"-batches-of-{measured.batch}" if measured.batch > 1 else ""
+    for row in report.gradients:
+        environment, sampler, found, bias, *_ = cells_of(row)
+        batches = f"-batches-of-{row.batch}" if row.batch > 1 else ""
         case = _case(suite, report, f"gradient[{environment}-{sampler}{batches}]")
         if row.agrees is None:
-            SubElement(case, "skipped", message=_text(row.note or "not judged"))
+            SubElement(case, "skipped", message=_text(note_of(row) or "not judged"))
         elif row.excused:
             SubElement(case, "skipped", message=_text(f"expected failure: {', '.join(row.excused)}; follows {found}"))
         elif not row.agrees:

@@ -11,8 +11,8 @@ from markupsafe import Markup
 
 from kltest.render.changes import Changes
 from kltest.render.tables import PLAIN, Terminal
-from kltest.render.words import Row, one_line, visible
-from kltest.report import Report
+from kltest.render.words import note_of, one_line, visible
+from kltest.report import GradientRow, Report
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -43,10 +43,11 @@ def _templates() -> Environment:
     return made
 
 
-def _agreement(row: Row) -> Markup:
+def _agreement(row: GradientRow) -> Markup:
     agrees = {True: "yes", False: "**no**", None: "not judged"}[row.agrees]
     agrees = f"excused: {', '.join(row.excused)}" if row.excused else agrees
-    return Markup(f"{agrees}: {escape(row.note)}" if row.note else agrees)
+    note = note_of(row)
+    return Markup(f"{agrees}: {escape(note)}" if note else agrees)
 
 
 def _row(cells: Iterable[str]) -> Markup:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -23,75 +22,52 @@ SHOWN = 5e-7
 """Half of the last decimal that is printed."""
 
 
-@dataclass(frozen=True)
-class Node:
-    """A prefix in the tree, or a finished rollout (`context` is None); `chance` is its probability."""
-
-    depth: int
-    context: int | None
-    action: int | None
-    chance: float
-    children: tuple[Node, ...] = ()
-
-    @property
-    def leaves(self) -> int:
-        return sum(child.leaves for child in self.children) or 1
-
-
 def tree(example: CounterExample) -> Markup:
     """Return the tree of all rollouts, from left to right, with the probabilities of each choice on its branch."""
-    root = _grown(example, 0, 0, None, 1.0)
-    tables = 3 if example.drawn_from_sampler else 2
-    spacing, margin = 16 * tables + 10, 34
-    height = spacing * root.leaves + margin + 6
-    step = (WIDTH - 96) / example.length
-    body = [f'<text class="faint" x="14" y="14">start</text><text class="faint" x="{WIDTH}" y="14" {END}>chance</text>']
-    body += _branches(example, root, 20.0, margin - spacing / 2, step, spacing)
+    spacing, margin = 16 * (3 if example.drawn_from_sampler else 2) + 10, 34
+    here = margin + spacing * _rollouts(example, 0) / 2
+    body = [
+        f'<text class="faint" x="14" y="14">start</text><text class="faint" x="{WIDTH}" y="14" {END}>chance</text>',
+        *_branches(example, 0, 0, 1.0, 20.0, margin - spacing / 2, spacing),
+        f'<circle class="node root" cx="20.0" cy="{here:.1f}" r="6"/>',
+    ]
+    height = spacing * _rollouts(example, 0) + margin + 6
     return _svg(height, f"The environment as a tree: {example.setting}", body)
 
 
-def _grown(example: CounterExample, context: int, depth: int, action: int | None, chance: float) -> Node:
-    place = example.contexts[context]
-    drawn = place.sampler or place.policy
-    children = []
-    for choice in range(example.actions):
-        reached = chance * drawn[choice]
-        if depth + 1 == example.length or (example.ends and choice == example.actions - 1):
-            children.append(Node(depth + 1, None, choice, reached))
-        else:
-            children.append(_grown(example, _child(example, context, depth, choice), depth + 1, choice, reached))
-    return Node(depth, context, action, chance, tuple(children))
+def _rollouts(example: CounterExample, depth: int) -> int:
+    """Number of rollouts that begin with the same `depth` tokens and go on after them, or 1 for a finished one."""
+    if depth == example.length:
+        return 1
+    return (example.actions - example.ends) * _rollouts(example, depth + 1) + example.ends
 
 
-def _child(example: CounterExample, context: int, depth: int, action: int) -> int:
-    """Number of the context after an action; contexts are numbered by the length of their prefix, then in order."""
+def _branches(
+    example: CounterExample, context: int, depth: int, chance: float, x: float, top: float, spacing: float
+) -> Iterator[str]:
+    """Branches of a prefix of probability `chance` and everything to the right; `top` is the upper end of its share."""
+    place, end = example.contexts[context], x + (WIDTH - 96) / example.length
+    here = top + spacing * (_rollouts(example, depth) + 1) / 2
+    # Contexts are numbered by the length of their prefix, then in order.
     going_on = example.actions - example.ends
     first = sum(going_on**shorter for shorter in range(depth))
-    return first + going_on**depth + (context - first) * going_on + action
-
-
-def _branches(example: CounterExample, node: Node, x: float, top: float, step: float, spacing: float) -> Iterator[str]:
-    """Branches of a node and everything to the right of them; `top` is the upper end of its share of the height."""
-    here = top + spacing * node.leaves / 2 + spacing / 2
-    below = top
-    assert node.context is not None
-    place = example.contexts[node.context]
-    for child in node.children:
-        there = below + spacing * child.leaves / 2 + spacing / 2
-        end = x + step
+    after = first + going_on**depth + (context - first) * going_on
+    for action, probability in enumerate(place.sampler or place.policy):
+        ended = depth + 1 == example.length or (example.ends and action == example.actions - 1)
+        share = spacing * (1 if ended else _rollouts(example, depth + 1))
+        there = top + (share + spacing) / 2
         yield f'<path class="branch" d="M{x + 10:.1f} {here:.1f} L{x + 26:.1f} {there:.1f} H{end - 10:.1f}"/>'
-        yield from _labels(place, child.action or 0, x + 30, there)
+        yield from _labels(place, action, x + 30, there)
         yield f'<circle class="node" cx="{end:.1f}" cy="{there:.1f}" r="10"/>'
-        yield f'<text x="{end:.1f}" y="{there + 4:.1f}" text-anchor="middle">{child.action}</text>'
-        if child.context is None:
-            yield f'<text x="{WIDTH}" y="{there + 4:.1f}" {END}>{child.chance:.4g}</text>'
-            if child.depth < example.length:
-                yield f'<text class="faint" x="{end + 14:.1f}" y="{there + 4:.1f}">end</text>'
+        yield f'<text x="{end:.1f}" y="{there + 4:.1f}" text-anchor="middle">{action}</text>'
+        reached = chance * probability
+        if not ended:
+            yield from _branches(example, after + action, depth + 1, reached, end, top, spacing)
         else:
-            yield from _branches(example, child, end, below, step, spacing)
-        below += spacing * child.leaves
-    if node.action is None:
-        yield f'<circle class="node root" cx="{x:.1f}" cy="{here:.1f}" r="6"/>'
+            yield f'<text x="{WIDTH}" y="{there + 4:.1f}" {END}>{reached:.4g}</text>'
+            if depth + 1 < example.length:
+                yield f'<text class="faint" x="{end + 14:.1f}" y="{there + 4:.1f}">end</text>'
+        top += share
 
 
 def _labels(place: Prefix, action: int, x: float, y: float) -> Iterator[str]:

@@ -79,7 +79,9 @@ def table(
     )
     with console.capture() as captured:
         console.print(found)
-    return "\n".join(" " * indent + _stripped(line) for line in captured.get().splitlines())
+    # Lines without the spaces at their ends, be they styled or not.
+    lines = (TRAILING.sub(lambda end: RESET * (RESET in end[0]), line) for line in captured.get().splitlines())
+    return "\n".join(" " * indent + line for line in lines)
 
 
 def wrap(text: str, terminal: Terminal = PLAIN, *, indent: str = "", first: str | None = None) -> list[str]:
@@ -104,11 +106,3 @@ def paint(text: str, style: str, terminal: Terminal) -> str:
     from rich.style import Style
 
     return Style.parse(style).render(text, color_system=ColorSystem.STANDARD) if terminal.colour else text
-
-
-def _stripped(line: str) -> str:
-    """Without the spaces at the end, be they styled or not."""
-    end = TRAILING.search(line)
-    if end is None:
-        return line
-    return line[: end.start()] + (RESET if RESET in end[0] else "")

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from kltest.render.changes import Changes
 from kltest.render.tables import PLAIN, Terminal, paint, table, wrap
 from kltest.render.words import (
+    cells_of,
     expected_failures,
     headline,
+    note_of,
     one_line,
     passed,
     remedy,
-    rows,
     settings,
     shown,
     skipped,
@@ -66,13 +67,12 @@ def _gradients(report: Report, terminal: Terminal) -> Iterator[str]:
     from rich.text import Text
 
     cells: list[list[str | Text]] = []
-    for row in rows(report):
-        mark, style = EXCUSED if row.excused else MARKS[row.agrees]
-        cells.append([*map(visible, row.cells), Text(mark, style=style)])
-    yield table(HEADS, cells, right=HEADS[3:6], whole={*HEADS} - {"expected gradient"}, terminal=terminal)
     places: dict[str, list[str]] = {}
-    for row in rows(report):
-        places.setdefault(row.note, []).append(f"{row.cells[0]} ({row.cells[1]})")
+    for row in report.gradients:
+        mark, style = EXCUSED if row.excused else MARKS[row.agrees]
+        cells.append([*map(visible, cells_of(row)), Text(mark, style=style)])
+        places.setdefault(note_of(row), []).append(f"{row.environment} ({row.sampler})")
+    yield table(HEADS, cells, right=HEADS[3:6], whole={*HEADS} - {"expected gradient"}, terminal=terminal)
     for note, where in places.items():
         if note:
             yield from wrap(f"{', '.join(where)}: {note}", terminal, indent="    ", first="  ")

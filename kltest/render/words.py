@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kltest.errors import UsageError
-from kltest.report import CheckResult, GradientRow, Report, ValueRow
+from kltest.report import CheckResult, GradientRow, Report
 from kltest.truth import parse, render
 
 COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosine", "relative variance")
@@ -21,26 +20,9 @@ VALUES = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A gradient row as text; `agrees` is None if the row could not be compared.
-
-    `excused` holds the codes of the expected failures that account for a disagreement.
-    """
-
-    cells: tuple[str, ...]
-    agrees: bool | None
-    note: str
-    excused: tuple[str, ...] = ()
-
-    @property
-    def differs(self) -> bool:
-        return self.agrees is False and not self.excused
-
-
 def visible(text: str, *, keep: str = "\n") -> str:
     """Return the text with every character that a terminal, XML or a page could misread written out (`\\x1b`)."""
-    return "".join(character if character in keep or _harmless(character) else _escape(character) for character in text)
+    return "".join(c if c in keep or _harmless(c) else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _harmless(character: str) -> bool:
@@ -51,10 +33,6 @@ def _harmless(character: str) -> bool:
     reordering = 0x202A <= point <= 0x202E or 0x2066 <= point <= 0x2069
     not_text = 0x80 <= point <= 0x9F or 0xD800 <= point <= 0xDFFF or point & 0xFFFE == 0xFFFE
     return not (reordering or not_text or point in (0x2028, 0x2029))
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def one_line(text: str) -> str:
@@ -92,12 +70,8 @@ def declared(report: Report) -> str:
         return one_line(report.expect)
 
 
-def rows(report: Report) -> list[Row]:
-    """Return the gradient rows of a report as text, with the columns of COLUMNS."""
-    return [Row(_cells(row), row.agrees, _note(row), tuple(row.excused)) for row in report.gradients]
-
-
-def _cells(row: GradientRow) -> tuple[str, ...]:
+def cells_of(row: GradientRow) -> tuple[str, ...]:
+    """Return a gradient row as text, with the columns of COLUMNS."""
     undecided = row.method == "sampled" and row.identified is None
     found = "samples leave it open" if undecided else gradient(row.identified, row.residual)
     return (
@@ -110,7 +84,8 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
     )
 
 
-def _note(row: GradientRow) -> str:
+def note_of(row: GradientRow) -> str:
+    """Return the note of a gradient row and, unless it was enumerated, the method."""
     parts = [one_line(row.note)] if row.note else []
     if row.method != "exact":
         parts.append(f"{row.method}, {row.rollouts} rollouts")
@@ -192,23 +167,19 @@ def skipped(report: Report) -> dict[str, list[str]]:
 
 
 def value_rows(report: Report) -> list[str]:
-    """Return what the logged value estimates, a line for each answer; none if the loss logs no value."""
-    found: dict[str | None, list[ValueRow]] = {}
-    for row in report.value:
-        found.setdefault(row.matches, []).append(row)
-    return [f"{VALUES.get(matches, matches)} ({_places(group)}{_spread(group)})" for matches, group in found.items()]
+    """Return what the logged value estimates, a line for each answer; none if the loss logs no value.
 
-
-def _places(group: Sequence[ValueRow]) -> str:
-    environments: dict[str, list[str]] = {}
-    for row in group:
-        environments.setdefault(row.sampler, []).append(row.environment)
-    return "; ".join(f"{', '.join(names)}: {sampler}" for sampler, names in environments.items())
-
-
-def _spread(group: Sequence[ValueRow]) -> str:
-    """The largest bias if the value is none of the KLs, else the largest standard deviation."""
-    key = "bias" if group[0].matches is None else "std"
-    numbers = [getattr(row, f"relative_{key}") for row in group]
-    known = [value for value in numbers if value is not None]
-    return f"; relative {key} up to {number(max(known))}" if known else ""
+    Behind it stands the largest bias if the value is none of the KLs, else the largest standard deviation.
+    """
+    lines = []
+    for matches in dict.fromkeys(row.matches for row in report.value):
+        group = [row for row in report.value if row.matches == matches]
+        environments: dict[str, list[str]] = {}
+        for row in group:
+            environments.setdefault(row.sampler, []).append(row.environment)
+        places = "; ".join(f"{', '.join(names)}: {sampler}" for sampler, names in environments.items())
+        key = "bias" if matches is None else "std"
+        known = [value for row in group if (value := getattr(row, f"relative_{key}")) is not None]
+        spread = f"; relative {key} up to {number(max(known))}" if known else ""
+        lines.append(f"{VALUES.get(matches, matches)} ({places}{spread})")
+    return lines

@@ -23,10 +23,9 @@ from typing import IO, Any
 
 import joblib
 
-from kltest.adapters import Adapter, Setting, find, installed_settings
+from kltest.adapters import find, installed_settings
 from kltest.errors import KltestError, UsageError
 from kltest.grading.jobs import Job, failed, graded, terminated_as_interrupted
-from kltest.report import Report
 from kltest.scoreboard.programs import program
 from kltest.scoreboard.rows import Row, matches, row
 
@@ -76,9 +75,17 @@ def _row(name: str, wanted: str, timeout: float | None) -> Row:
     library = find(name)
     setting = next(each for each in installed_settings(library) if each.name == wanted)
     started = time.monotonic()
+    (job,) = Job.all_of(f"{name}:{wanted}", {"timeout": timeout} if timeout is not None else {})
+    shown: dict[str, Any] = {"program": "", "program_of_adapter": False}
     try:
-        report = _graded(f"{name}:{wanted}", timeout)
-        shown = _program(library, setting, report)
+        try:
+            ((report, _),) = graded([job])
+        except UsageError as error:
+            report = failed(job, str(error))
+        try:
+            shown = program(library, setting, report)
+        except KltestError as error:
+            shown["program_note"] = str(error)
     except KeyboardInterrupt:
         # The child has been ended; the next setting must not begin.
         os._exit(1)
@@ -89,22 +96,6 @@ def _row(name: str, wanted: str, timeout: float | None) -> Row:
         "seconds": round(time.monotonic() - started, 1),
     }
     return row(library, setting, report, **others, **shown)
-
-
-def _graded(target: str, timeout: float | None) -> Report:
-    (job,) = Job.all_of(target, {"timeout": timeout} if timeout is not None else {})
-    try:
-        ((report, _),) = graded([job])
-    except UsageError as error:
-        return failed(job, str(error))
-    return report
-
-
-def _program(library: Adapter, setting: Setting, report: Report) -> dict[str, Any]:
-    try:
-        return program(library, setting, report)
-    except KltestError as error:
-        return {"program": "", "program_of_adapter": False, "program_note": str(error)}
 
 
 def _version(name: str) -> str:

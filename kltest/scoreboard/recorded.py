@@ -8,7 +8,8 @@ in the check; both are filled in when the file is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,13 @@ def record(rows: Sequence[Row], path: Path | None = None, *, whole: bool = True)
     replaced = {(library, version) for library, version, _ in new if whole and library not in failed}
     kept = {_key(each): each for each in read(path) if (each["library"], each["version"]) not in replaced}
     order = sorted((kept | new).values(), key=_place)
-    lines = (json.dumps(line, ensure_ascii=False, allow_nan=False) for line in _lines(order))
-    write(path or PATH, "".join(f"{line}\n" for line in lines))
+    lines: list[Row] = []
+    for _, group in groupby(order, key=itemgetter("library", "version")):
+        first, *others = group
+        head = {name: first[name] for name in ("library", "version", "versions")}
+        lines += [head, *(_shortened(each, head) for each in (first, *others))]
+    text = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+    write(path or PATH, "".join(text))
 
 
 def _place(row: Row) -> tuple[Any, ...]:
@@ -66,15 +72,6 @@ def _place(row: Row) -> tuple[Any, ...]:
     library, version = row["library"], row["version"].split(".")
     order = NAMES.index(library) if library in NAMES else len(NAMES)
     return order, library, [-int(part) for part in version if part.isdigit()]
-
-
-def _lines(rows: Sequence[Row]) -> Iterator[Row]:
-    head: Row = {}
-    for each in rows:
-        if (each["library"], each["version"]) != (head.get("library"), head.get("version")):
-            head = {name: each[name] for name in ("library", "version", "versions")}
-            yield head
-        yield _shortened(each, head)
 
 
 def _shortened(row: Row, head: Row) -> Row:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import kltest
-from kltest.adapters import NAMES, Adapter, find
+from kltest.adapters import NAMES, find
 from kltest.errors import KltestError, UsageError
 from kltest.files import writable, write
 from kltest.render.markdown import escape
@@ -118,12 +118,19 @@ def _measured(name: str, version: str, there: Installed | KltestError, store: St
     """The rows of a library, and one with the error if it failed; those in the store are not measured again."""
     library = find(name)
     names: list[str] = []
-    done = {} if request.again else _finished(store, library, version)
+    # What could not be graded is tried once more.
+    done = {
+        each["setting"]: each
+        for each in ([] if request.again else store.all_rows())
+        if (each["library"], each["version"]) == (library.name, version) and not each["error"]
+    }
     try:
         if isinstance(there, KltestError):
             raise there
+        options = [f"--setting={setting}" for setting in request.settings] + [f"--done={setting}" for setting in done]
+        options += [] if request.timeout is None else [f"--timeout={request.timeout}"]
         path = str(Path(name).resolve()) if name.endswith(".py") else name
-        answers = map(json.loads, there.lines("-m", "kltest.scoreboard.measure", path, *_options(request, done)))
+        answers = map(json.loads, there.lines("-m", "kltest.scoreboard.measure", path, *options))
         names = next(answers)["settings"]
         with Progress(f"{library.name} {version}", len(names), done=len(done.keys() & names)) as progress:
             for each in answers:
@@ -135,21 +142,6 @@ def _measured(name: str, version: str, there: Installed | KltestError, store: St
         _log(f"{library.name} {version}: {error}")
         return [*(done[name] for name in names if name in done), absent(library, version, str(error))]
     return [done[name] for name in names]
-
-
-def _options(request: Request, done: Iterable[str]) -> list[str]:
-    """Arguments of `kltest.scoreboard.measure`."""
-    options = [f"--setting={setting}" for setting in request.settings] + [f"--done={setting}" for setting in done]
-    return options if request.timeout is None else [*options, f"--timeout={request.timeout}"]
-
-
-def _finished(store: Store, library: Adapter, version: str) -> dict[str, Row]:
-    """The rows of a library in the store, by setting; those that could not be graded are tried once more."""
-    return {
-        each["setting"]: each
-        for each in store.all_rows()
-        if (each["library"], each["version"]) == (library.name, version) and not each["error"]
-    }
 
 
 def _code() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from pandas import DataFrame
 
 from kltest.adapters import DEPTHS, NAMES, Setting, find
+from kltest.report import WARNINGS
 from kltest.scoreboard.rows import Row
 from kltest.truth import render
 
@@ -37,7 +38,6 @@ VALUES = {
     "mean_of_token_means": "mean of the rollouts' means",
     None: "none of the KL values",
 }
-WARNINGS = "KL8"
 
 
 def frame(rows: Sequence[Row]) -> DataFrame:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
@@ -22,10 +23,10 @@ from kltest.cli import app
 from kltest.cli import grade as grade_command
 from kltest.cli.application import COMMANDS
 from kltest.estimators import registry
-from kltest.render.json import schema
 from kltest.report import Report
 from kltest.truth import ATLAS
 
+SCHEMA = json.loads((files("kltest.render") / "grade-1.schema.json").read_text(encoding="utf-8"))
 LOSSES = """
 import ctypes, os, sys, time
 import torch
@@ -129,7 +130,7 @@ def graded(*arguments, code=None):
     result = call("grade", *arguments, "--environment", "bandit", "--output", "json")
     assert code is None or result.exit_code == code, result.output
     found = json.loads(result.stdout)
-    jsonschema.validate(found, schema())
+    jsonschema.validate(found, SCHEMA)
     return found
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kltest.cli import app
-from kltest.cli.diff import read
 from kltest.errors import UsageError
 from kltest.render import render_changes
-from kltest.render.changes import Change, Changes, Difference, compare
+from kltest.render.changes import Change, Changes, Difference, compare, read
 from kltest.report import CheckResult, GradientRow, Report
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import kltest
 from kltest.cli import app
 from kltest.errors import UsageError
-from kltest.grading.expected_failures import ExpectedFailures
+from kltest.grading.verdict import ExpectedFailures
 from kltest.report import CheckResult
 
 WHY = "token-level on purpose"

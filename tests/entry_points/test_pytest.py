@@ -180,7 +180,7 @@ def test_a_gradient_that_cannot_be_judged_fails(project, pytester):
 
 
 def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monkeypatch):
-    from kltest.grading.expected_failures import ExpectedFailures
+    from kltest.grading.verdict import ExpectedFailures
     from kltest.report import CheckResult, Report
 
     noisy = CheckResult("KL802", "inefficient", "fail", "noisier than need be")

@@ -16,7 +16,7 @@ from losses_to_shrink import leaks_padding as mask_ignored
 
 from kltest.checks import CHECKS
 from kltest.errors import UsageError
-from kltest.grading import grade as grade_with_all_checks
+from kltest.grading.grader import grade as grade_with_all_checks
 from kltest.identify.instances import instances
 from kltest.report import RefutedError
 from kltest.truth import gradient

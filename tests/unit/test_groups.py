@@ -14,7 +14,7 @@ from kltest.checks import CHECKS
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
-from kltest.grading import grade
+from kltest.grading.grader import grade
 from kltest.identify.instances import ENVIRONMENTS, MOST_GROUPS, instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
@@ -18,9 +19,9 @@ from markdown_it import MarkdownIt
 
 from kltest.errors import UsageError
 from kltest.render import FORMATS, Terminal, render
-from kltest.render.json import schema
 from kltest.report import CheckResult, GradientRow, Report, ValueRow
 
+SCHEMA = json.loads((files("kltest.render") / "grade-1.schema.json").read_text(encoding="utf-8"))
 JUNIT = Path(__file__).parents[1] / "junit.xsd"
 NASTY = "a<b>&\"'`|\n\r%:,\x1b[31m\x00\ud800\u2028\u202e]]>--*_[x](http://y)@me-->é∇\ufffe"
 
@@ -136,8 +137,8 @@ def test_renders_the_same_clean_bytes_every_time(name, report):
 
 @every_report
 def test_json_is_valid_against_the_schema_alone_and_in_an_array(report):
-    validator = jsonschema.Draft202012Validator(schema())
-    validator.check_schema(schema())
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    validator.check_schema(SCHEMA)
     alone, several = json.loads(render("json", [report])), json.loads(render("json", [report, CONFIRMED]))
     validator.validate(alone)
     validator.validate(several)
@@ -147,10 +148,10 @@ def test_json_is_valid_against_the_schema_alone_and_in_an_array(report):
 
 def test_the_schema_refuses_what_is_not_a_report():
     good = json.loads(render("json", [REFUTED]))
-    validator = jsonschema.Draft202012Validator(schema())
-    for key in schema()["$defs"]["report"]["required"]:
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    for key in SCHEMA["$defs"]["report"]["required"]:
         assert not validator.is_valid({name: value for name, value in good.items() if name != key}), key
-    for key in schema()["$defs"]["gradient"]["required"]:
+    for key in SCHEMA["$defs"]["gradient"]["required"]:
         lacking = {name: value for name, value in good["gradients"][0].items() if name != key}
         assert not validator.is_valid({**good, "gradients": [lacking]}), key
     assert not validator.is_valid({**good, "verdict": "unbiased"})

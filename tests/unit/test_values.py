@@ -11,7 +11,7 @@ from zoo.clean_values import CLEAN, live, penalty, sampled_k3
 
 from kltest.checks import CHECKS
 from kltest.checks.logged_values import kl603_metric_mutated as recorded
-from kltest.grading import grade
+from kltest.grading.grader import grade
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call

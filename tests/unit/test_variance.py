@@ -12,7 +12,7 @@ from kltest.checks import CHECKS
 from kltest.checks.variance import kl801_heavy_tailed_weight as tails
 from kltest.checks.variance import kl802_inefficient as variance
 from kltest.environments import Instance, ragged, sequence
-from kltest.grading import grade
+from kltest.grading.grader import grade
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
