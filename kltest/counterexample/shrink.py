@@ -16,9 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kltest.counterexample.environment import SmallEnvironment, kind
+from kltest.counterexample.environment import (
+    SmallEnvironment,
+    adds_up,
+    at_once,
+    counter_example,
+    differs,
+    kind,
+    measure,
+)
 from kltest.counterexample.program import with_program
-from kltest.counterexample.small_environments import adds_up, at_once, counter_example, differs, measure
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row

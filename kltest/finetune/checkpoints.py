@@ -5,8 +5,6 @@ however often the run was stopped. Times are in `timings.jsonl`. A checkpoint re
 lines are cut off when the run continues from it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

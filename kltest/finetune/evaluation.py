@@ -1,7 +1,5 @@
 """Measurements of a policy on fresh rollouts (rewards, KL(π‖ref), gradient of the KL term), and of a training batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from kltest.errors import UsageError
 from kltest.finetune.models import Models
-from kltest.finetune.objective import Objective, advantages, clipped
+from kltest.finetune.objective import Objective, advantages, clipped, importance_ratios
 from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import AUTO, NONE, Settings
@@ -240,12 +238,10 @@ def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...]) -> Record:
 def of_ratios(info: UpdateInfo, settings: Settings) -> Record:
     """Return metrics of the importance ratios in the last inner epoch; `settings` are resolved."""
     fields = info.fields
-    log_ratio = (fields.logp - fields.old_logp).where(fields.mask, 0.0)  # (B, T)
-    record = {"ratio_largest": float(log_ratio.exp().max())}
+    record = {"ratio_largest": float(importance_ratios(fields, "token").max())}
     if settings.clip > 0:
-        if settings.ratio == "sequence":
-            log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+        ratio = importance_ratios(fields, settings.ratio)
         advantage = advantages(fields.reward, fields.group, settings.baseline, settings.scale)[:, None]
-        cut = clipped(log_ratio.exp(), advantage, settings.clip) & fields.mask
+        cut = clipped(ratio, advantage, settings.clip) & fields.mask
         record["clipped"] = float(cut.sum() / fields.mask.sum())
     return record

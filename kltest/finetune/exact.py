@@ -7,8 +7,6 @@ over all completions is identified among the named gradients at the weights. The
 case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

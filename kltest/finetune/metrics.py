@@ -1,7 +1,12 @@
 """Metrics that a run writes, with their meaning; the documentation is made from this table."""
 
-from __future__ import annotations
 
+def _ends(name: str, kind: str = "") -> dict[str, str]:
+    lower = f"Lower end of its 95 % interval{kind and ' '}{kind}."
+    return {f"{name}_low": lower, f"{name}_high": "Upper end of that interval."}
+
+
+JACKKNIFE = "(jackknife over parts, Student's t)"
 METRICS: dict[str, str] = {
     "step": "Number of training steps before; all other numbers of the line are of the policy at that moment.",
     "reward": "Mean reward of the step's training rollouts.",
@@ -19,19 +24,15 @@ METRICS: dict[str, str] = {
     "sampler_gap": "Largest difference between a token's log-prob in generation and in the update's forward pass: "
     "rounding, or a sampler that is not the policy.",
     "reward_held_out": "Mean reward of fresh rollouts, one for each of eval_prompts held-out prompts.",
-    "reward_held_out_low": "Lower end of its 95 % interval (Wilson's, which holds for all rewards between 0 and 1).",
-    "reward_held_out_high": "Upper end of that interval.",
+    **_ends("reward_held_out", "(Wilson's, which holds for all rewards between 0 and 1)"),
     "reward_out_of_distribution": "The same on prompts longer than any trained on.",
-    "reward_out_of_distribution_low": "Lower end of its 95 % interval.",
-    "reward_out_of_distribution_high": "Upper end of that interval.",
+    **_ends("reward_out_of_distribution"),
     "kl": "KL(π‖ref) in nats a rollout, on held-out prompts: the mean of Σ_t KL(π(·|s_t)‖ref(·|s_t)) over the same "
     "fresh rollouts (Rao–Blackwell), independent of the KL term that is trained with.",
-    "kl_low": "Lower end of its 95 % interval (Student's t over rollouts, each of another prompt).",
-    "kl_high": "Upper end of that interval.",
+    **_ends("kl", "(Student's t over rollouts, each of another prompt)"),
     "kl_out_of_distribution": "The same on prompts longer than any trained on: how far training moves the policy "
     "on prompts that it was never trained on, whether or not it earns anything there.",
-    "kl_out_of_distribution_low": "Lower end of its 95 % interval.",
-    "kl_out_of_distribution_high": "Upper end of that interval.",
+    **_ends("kl_out_of_distribution"),
     "entropy": "Mean entropy of the next token, in nats, over the tokens of these rollouts.",
     "length_held_out": "Mean number of tokens of these rollouts.",
     "kl_gradient_cosine": "Cosine between the expected gradient of the KL term as it is placed and the gradient of "
@@ -39,22 +40,18 @@ METRICS: dict[str, str] = {
     "latter by the Rao–Blackwellised gradient. Inner products are between different parts only, so that noise does not "
     "add to them: the estimate is of the expectations' cosine, and may lie beyond 1. Missing if either "
     "is statistically indistinguishable from 0.",
-    "kl_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
-    "kl_gradient_cosine_high": "Upper end of that interval.",
+    **_ends("kl_gradient_cosine", JACKKNIFE),
     "kl_gradient_size": "Norm of the term's expected gradient over that of the gradient of KL(π‖ref), from the same "
     "inner products; 1 for an unbiased term. Missing if the latter "
     "is statistically indistinguishable from 0.",
-    "kl_gradient_size_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
-    "kl_gradient_size_high": "Upper end of that interval.",
+    **_ends("kl_gradient_size", JACKKNIFE),
     "kl_gradient_noise": "Root of the summed variances of the term's gradient in one batch of the run's size, over the "
     "norm of the gradient of KL(π‖ref).",
     "stale_gradient_cosine": "As `kl_gradient_cosine` before the last inner epoch, with the term on fresh rollouts of "
     "the step's sampler, which is inner_epochs − 1 updates old by then. The gradient of KL(π‖ref) is still from "
     "rollouts of the present policy.",
-    "stale_gradient_cosine_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
-    "stale_gradient_cosine_high": "Upper end of that interval.",
+    **_ends("stale_gradient_cosine", JACKKNIFE),
     "stale_gradient_size": "As `kl_gradient_size`, with these rollouts.",
-    "stale_gradient_size_low": "Lower end of its 95 % interval (jackknife over parts, Student's t).",
-    "stale_gradient_size_high": "Upper end of that interval.",
+    **_ends("stale_gradient_size", JACKKNIFE),
     "stale_gradient_noise": "As `kl_gradient_noise`, with these rollouts.",
 }

@@ -4,8 +4,6 @@ The reference of a tiny model is made by supervised learning on the task until i
 kept in a cache.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from kltest.errors import UsageError
 from kltest.finetune.settings import Settings
-from kltest.finetune.tasks import Problem, Split, Task
+from kltest.finetune.tasks import Problem, Task
 from kltest.language_models.generation import generate
 from kltest.language_models.language import LanguageModel, padded
 from kltest.language_models.models import (
@@ -86,8 +84,7 @@ def trained(settings: Settings, task: Task) -> tuple[Any, Any]:
     folder = cache_folder() / digest(VERSION, task.name, *key)
     tokenizer = tiny_tokenizer(task.characters)
     if not folder.exists():
-        model = _learned(settings, task, tokenizer)
-        save(model, tokenizer, folder)
+        save(_learned(settings, task, tokenizer), tokenizer, folder)
     # Loaded even if it was trained just now, so that every run starts from the same bytes.
     return LlamaForCausalLM.from_pretrained(folder), tokenizer
 
@@ -100,7 +97,9 @@ def cache_folder() -> Path:
 
 def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
     with preserved(settings.seed):
-        model = tiny_model(parameters_asked(settings.model), len(tokenizer), *_ends(tokenizer))
+        model = tiny_model(
+            parameters_asked(settings.model), len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id
+        )
     language = LanguageModel.of(model, tokenizer)
     generator = np.random.default_rng([settings.seed, 0, VERSION])
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
@@ -120,10 +119,6 @@ def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
     return model
 
 
-def _ends(tokenizer: Any) -> tuple[int, int]:
-    return tokenizer.eos_token_id, tokenizer.pad_token_id
-
-
 def _cross_entropy(language: LanguageModel, problems: list[Problem]) -> Tensor:
     """Mean over the tokens of completions, their end included, given the prompts."""
     prompts = [language.encode(one.prompt) for one in problems]
@@ -135,9 +130,8 @@ def _cross_entropy(language: LanguageModel, problems: list[Problem]) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[supervised], ids[:, 1:][supervised])
 
 
-def _reward(language: LanguageModel, task: Task, generator: np.random.Generator, split: Split = "held-out") -> float:
-    """Mean reward of sampled completions."""
-    problems = task.draw(split, EVALUATED, generator)
+def _reward(language: LanguageModel, task: Task, generator: np.random.Generator) -> float:
+    problems = task.draw("held-out", EVALUATED, generator)
     uniforms = torch.from_numpy(generator.random((EVALUATED, task.max_tokens)))
     rollouts = generate(language, [language.encode(one.prompt) for one in problems], uniforms)
     return float(rewards(language, task, problems, rollouts.tokens, rollouts.mask).mean())

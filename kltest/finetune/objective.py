@@ -11,11 +11,9 @@ with everything but the last factor constant. The KL term is any target that `kl
 `Rollout` and differentiated with respect to that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -56,15 +54,15 @@ class Fields:
     group: Tensor
 
     @classmethod
-    def of(cls, rollouts: Rollouts, logp: Tensor) -> Fields:
+    def of(cls, rollouts: Rollouts, logp: Tensor) -> Self:
         """Return the fields of rewarded rollouts; unknown log-probs of the reference or the sampler are `logp`."""
         assert rollouts.reward is not None
         ref_logp, old_logp = (logp if one is None else one for one in (rollouts.ref_logp, rollouts.old_logp))
         return cls(logp, ref_logp, old_logp, rollouts.mask, rollouts.tokens, rollouts.reward.to(logp), rollouts.group)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Fields:
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return the fields, each changed in the same way."""
-        return Fields(**{name: change(value) for name, value in vars(self).items()})
+        return type(self)(**{name: change(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -162,10 +160,7 @@ class Objective:
         advantage = advantages(fields.reward, fields.group, self.settings.baseline, self.settings.scale)[:, None]
         if self.settings.ratio == NONE:
             return advantage.expand_as(fields.logp)
-        log_ratio = (fields.logp - fields.old_logp).where(fields.mask, 0.0)
-        if self.settings.ratio == "sequence":
-            log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
-        ratio = log_ratio.exp()
+        ratio = importance_ratios(fields, self.settings.ratio)
         if self.settings.clip > 0:
             ratio = ratio.where(~clipped(ratio, advantage, self.settings.clip), 0.0)
         return advantage * ratio
@@ -190,6 +185,14 @@ def advantages(reward: Tensor, group: Tensor, baseline: str, scale: str) -> Tens
     if scale == NONE:
         return found
     return found / ((_summed(centred.square(), group) / (rows - 1).clamp(min=1)).sqrt() + SCALE)
+
+
+def importance_ratios(fields: Fields, ratio: str) -> Tensor:
+    """Return (B, T) ratios of the policy to the sampler, of each token or, if `ratio` is sequence, of its rollout."""
+    log_ratio = (fields.logp - fields.old_logp).where(fields.mask, 0.0)
+    if ratio == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+    return log_ratio.exp()
 
 
 def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:

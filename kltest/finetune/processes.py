@@ -1,10 +1,9 @@
 """Processes that share a run, as `accelerate launch` starts them; a single one needs no accelerate."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ class Processes:
     device: torch.device
 
     @classmethod
-    def here(cls, device: str) -> Processes:
+    def here(cls, device: str) -> Self:
         """Return this process.
 
         Raises:

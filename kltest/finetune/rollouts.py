@@ -4,8 +4,6 @@ The random streams depend on the seed, the step and the purpose alone. Runs that
 the same prompts and uniforms; so do several processes and one, and a run that was resumed and one that was not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal, get_args
 

@@ -5,20 +5,19 @@ step: `_measure`, `_generate`, `_update`, `_optimise`. Behind them stand `kltest
 `update` and `objective` (the gradient), `evaluation` (what is measured) and `checkpoints` (the folder).
 """
 
-from __future__ import annotations
-
+import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kltest.errors import UsageError
+from kltest.errors import KltestError, TargetError, UsageError
 from kltest.finetune.checkpoints import CHECKPOINT, Record, RunFolder
-from kltest.finetune.errors import Interrupt, NotFiniteError, located
 from kltest.finetune.evaluation import compare_gradients, evaluate, of_batch, of_ratios
 from kltest.finetune.models import Models, load
 from kltest.finetune.objective import Objective
@@ -26,7 +25,7 @@ from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Task, task_named
-from kltest.finetune.update import accumulate
+from kltest.finetune.update import NotFiniteError, accumulate
 from kltest.language_models.models import is_tiny, parameters_asked, save
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score_in_parts
@@ -76,13 +75,13 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     training.restore(files, folder)
     label = f"{settings.resolved.kl}, β = {settings.beta:g}"
     shown = not quiet and processes.main and training.step <= settings.steps
-    progress = Progress(label, settings.steps + 1, done=training.step) if shown else None
-    with Interrupt() as interrupt:
+    bar = Progress(label, settings.steps + 1, done=training.step) if shown else nullcontext()
+    with bar as progress, interruptible() as interrupted:
         while training.step <= settings.steps:
             record, seconds = training.next(files)
             if processes.main:
                 files.add(record, {"step": record["step"], **seconds})
-            stopping = bool(processes.largest(int(interrupt.requested)))
+            stopping = bool(processes.largest(int(interrupted.is_set())))
             due = settings.checkpoint_every and training.step % settings.checkpoint_every == 0
             if due or stopping or training.step > settings.steps:
                 files.save(training.state())
@@ -135,13 +134,12 @@ class Training:
         return record, self._seconds
 
     def _measure(self) -> Record:
-        """Evaluation and gradient measurement of the present policy, if they are due."""
-        settings = self.settings
+        of = self.models, self.task, self.settings, self.step
         record: Record = {}
-        if self.processes.main and self._due(settings.eval_every, ends=True):
-            record |= evaluate(self.models, self.task, settings, self.step)
-        if self.processes.main and self._due(settings.gradient_every, ends=False):
-            record |= compare_gradients(self.models, self.task, settings, self.step)
+        if self.processes.main and self._due(self.settings.eval_every, ends=True):
+            record |= evaluate(*of)
+        if self.processes.main and self._due(self.settings.gradient_every, ends=False):
+            record |= compare_gradients(*of)
         return record
 
     def _due(self, every: int, *, ends: bool) -> bool:
@@ -231,9 +229,57 @@ class Training:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started - nested
 
 
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Let Ctrl-C ask for an end after the present step; a second one ends the run at once.
+
+    In threads other than the main one, which cannot catch signals, Ctrl-C is left as it is.
+    """
+    requested = threading.Event()
+
+    def request(*_: object) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield requested
+        return
+    before = signal.signal(signal.SIGINT, request)
+    try:
+        yield requested
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def located(step: int, doing: str, save: Callable[[], Path | None]) -> Iterator[None]:
+    """Add the step and the activity to the message of a failure.
+
+    Args:
+        step: Number of the step.
+        doing: measuring, generation or update.
+        save: Writes the batch and the state for inspection, and returns the path.
+
+    Raises:
+        KltestError: A number was not finite, the KL term failed, or memory ran out.
+    """
+    try:
+        yield
+    except (NotFiniteError, TargetError) as error:
+        path = save()
+        where = f"; the batch and the state before it are in {path}" if path else ""
+        raise KltestError(f"step {step}, {doing}: {str(error).rstrip('.')}{where}") from error
+    except (MemoryError, RuntimeError) as error:
+        # torch.OutOfMemoryError is a RuntimeError.
+        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)):
+            raise
+        lower = {"measuring": "eval_prompts or micro_batch", "generation": "prompts, group_size or max_tokens"}
+        raise KltestError(f"step {step}, {doing}: out of memory; lower {lower.get(doing, 'micro_batch')}") from error
+
+
 def _set_threads(settings: Settings) -> None:
-    small = is_tiny(settings.model) and parameters_asked(settings.model) < 1_000_000
-    if settings.threads or small:
+    if settings.threads or (is_tiny(settings.model) and parameters_asked(settings.model) < 1_000_000):
         # Spreading so little work over threads costs more than it gains, and much more if cores are shared.
         torch.set_num_threads(settings.threads or 1)
 

@@ -1,19 +1,17 @@
 """Settings of a run: plain data with defaults and help texts, checked, read from files, hashed into a key."""
 
-from __future__ import annotations
-
-import ast
 import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators.spec import Credit, Placement
 from kltest.language_models.models import is_tiny
+from kltest.sweeps.settings import literal
 from kltest.sweeps.store import digest
 
 AUTO = "auto"
@@ -121,7 +119,7 @@ class Settings:
             raise UsageError("clip: there is no ratio to clip; set ratio=token or ratio=sequence")
 
     @property
-    def resolved(self) -> Settings:
+    def resolved(self) -> Self:
         """These settings with every "auto" of the algorithm replaced by its meaning."""
         grpo, stale = self.algorithm == "grpo", self.inner_epochs > 1
         ratio = "token" if grpo else "sequence" if stale else NONE
@@ -158,12 +156,16 @@ WITHOUT_EFFECT = ("threads", "checkpoint_every")
 
 def settings_of(values: Mapping[str, Any], where: str = "settings") -> Settings:
     """Return settings from plain data; UsageError for an unknown name, mentioning `where` it stands."""
-    known = {one.name for one in fields(Settings)}
-    for name in values:
+    known, chosen = {one.name: type(one.default) for one in fields(Settings)}, dict(values)
+    for name, value in values.items():
         if name not in known:
             hint = f"{did_you_mean(name, known)}there are: {', '.join(sorted(known))}"
             raise UsageError(f"{where}: there is no setting {name!r}; {hint}")
-    return Settings(**{name: _converted(name, value) for name, value in values.items()})
+        if known[name] is float and type(value) is int:
+            chosen[name] = float(value)
+        elif known[name] is str and value is None:  # JSON's null
+            chosen[name] = NONE
+    return Settings(**chosen)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -196,12 +198,11 @@ def changes_of(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(name: str, value: Any, default: Any, metadata: Mapping[str, Any]) -> None:
+    kind = type(default)
     if name == "kl_options":
-        fine = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-        if not fine:
+        if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
             raise UsageError(f"kl_options: give names and values, not {value!r}")
         return
-    kind = type(default)
     if type(value) is not kind:
         raise UsageError(f"{name}: give {_KINDS[kind]}, such as {default!r}, not {value!r}")
     if kind in (int, float) and not metadata["low"] <= value <= metadata["high"]:
@@ -212,23 +213,8 @@ def _check(name: str, value: Any, default: Any, metadata: Mapping[str, Any]) -> 
         raise UsageError(f"{name}: {did_you_mean(value, CHOICES[name])}{value!r} is none of {', '.join(CHOICES[name])}")
 
 
-def _converted(name: str, value: Any) -> Any:
-    """A whole number as a float if one is needed, and JSON's null as "none"."""
-    default = next(one.default for one in fields(Settings) if one.name == name)
-    if type(default) is float and type(value) is int:
-        return float(value)
-    return NONE if value is None and isinstance(default, str) else value
-
-
 def _literal(text: str) -> Any:
-    words = {"true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, bool | int | float | str | list) else text
+    return literal({"true": "True", "false": "False"}.get(text.lower(), text), bool | int | float | str | list)
 
 
 _KINDS = {str: "a word", int: "a whole number", float: "a number", bool: "true or false"}

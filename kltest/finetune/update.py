@@ -1,19 +1,21 @@
 """One gradient, accumulated in the parameters' `.grad`: score, differentiate at the log-probs, go backward."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kltest.finetune.errors import NotFiniteError
+from kltest.errors import KltestError
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Fields, Objective
 from kltest.finetune.processes import Processes
 from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score, score_in_parts
+
+
+class NotFiniteError(KltestError):
+    """A gradient or log-prob is NaN or infinite."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """Find the checkout of kltest that has the experiments, figures and the paper, from any directory inside it."""
 
-from __future__ import annotations
-
 import sys
-import tomllib
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 from types import ModuleType
+from typing import Self
 
 from kltest.errors import UsageError
 
@@ -20,11 +18,12 @@ class Checkout:
     root: Path
 
     @classmethod
-    def find(cls, start: Path | None = None) -> Checkout:
+    def find(cls, start: Path | None = None) -> Self:
         """Return the checkout around a directory (default: the current one); UsageError if there is none."""
         start = (start or Path.cwd()).resolve()
         for folder in (start, *start.parents):
-            if (folder / "experiments").is_dir() and _project_name(folder / "pyproject.toml") == "kltest":
+            project = folder / "pyproject.toml"
+            if (folder / "experiments").is_dir() and project.is_file() and 'name = "kltest"\n' in project.read_text():
                 return cls(folder)
         raise UsageError(
             f"{start} is not inside a checkout of kltest. The experiments, figures and the paper are not part of the "
@@ -55,10 +54,3 @@ class Checkout:
             package.__path__ = [str(self.root)]
         invalidate_caches()  # the file may have just been written
         return import_module(".".join((root, *path)))
-
-
-def _project_name(pyproject: Path) -> str | None:
-    try:
-        return tomllib.loads(pyproject.read_text()).get("project", {}).get("name")
-    except (OSError, ValueError):
-        return None

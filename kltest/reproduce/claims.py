@@ -18,11 +18,9 @@ claim was then not run. If all that is claimed is that a column stays below a li
     claims.between("k1 and k3 agree", OWN, "1", "10 %", "{low:.2f} to {high:.2f}", "ratio", above=0.9, below=1.1)
 '''
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -53,9 +51,6 @@ class Claim:
     @property
     def verdict(self) -> str:
         return {True: "yes", False: "NO", None: "not run"}[self.agrees]
-
-    def row(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -4,30 +4,34 @@
 (the others were still made); 130: interrupted, everything finished is kept. A question wrongly put raises UsageError.
 """
 
-from __future__ import annotations
-
+import io
 import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_json, as_markdown, held, writable, write
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.claims import Claim
-from kltest.reproduce.drawing import draw, sources
+from kltest.reproduce.claims import Claim, score
 from kltest.reproduce.experiment import Experiment, Request
-from kltest.reproduce.summary import summary
-from kltest.reproduce.typesetting import typeset
-from kltest.sweeps.run import title
-from kltest.sweeps.spread import connect
+from kltest.reproduce.typesetting import draw, sources, typeset
+from kltest.sweeps.run import connect, title
 from kltest.sweeps.store import Failure
 
 INTERRUPTED = 130
+# What disagrees comes first in the summary, then what was not run.
+ORDER = {False: 0, None: 1, True: 2}
 Result = TypeVar("Result")
 
 
@@ -39,18 +43,17 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
         claims, failed = _experiments(checkout, chosen, folder, request)
         absent = [name for name in checkout.experiments() if not (folder / name / "numbers.json").is_file()]
         failed |= _figures(checkout, folder, left_out=absent if only else ())
-        pdf, built = folder / "paper" / "paper.pdf", not (only and absent)
-        if built:
-            built = _attempt("paper", typeset, checkout, folder) is not None
-            failed |= not built
-            if built:
-                _say(f"paper: {pdf}")
-        else:
+        pdf = None
+        if only and absent:
             _say(f"paper: not built, for want of {', '.join(absent)}; without --only it is")
+        elif pdf := _attempt("paper", typeset, checkout, folder):
+            _say(f"paper: {pdf}")
+        else:
+            failed = True
         skipped = [name for name in checkout.experiments() if name not in chosen]
         claims += [Claim(name, "all of its claims", "", "", "left out by --only", None) for name in skipped]
         _conclude(claims, folder)
-        _say(f"Every claim is in {folder / 'summary.md'}, the paper {f'is {pdf}' if built else 'was not built'}.")
+        _say(f"Every claim is in {folder / 'summary.md'}, the paper {f'is {pdf}' if pdf else 'was not built'}.")
         _say(f"Results and figures are in {folder} ({time.monotonic() - started:.0f} s).")
         return 3 if failed else int(any(claim.agrees is False for claim in claims))
     return INTERRUPTED
@@ -138,11 +141,10 @@ def _figures(checkout: Checkout, folder: Path, left_out: Sequence[str] = ()) -> 
         missing = [source for source in left_out if left_out and source in sources(checkout, name)]
         if missing:
             _say(f"figure: {name} is not drawn, for want of {', '.join(missing)}")
+        elif drawn := _attempt(f"figure {name}", draw, checkout, name, folder):
+            _say(f"figure: {drawn[0].with_suffix('.{pdf,svg,png}')}")
         else:
-            drawn = _attempt(f"figure {name}", draw, checkout, name, folder)
-            failed |= drawn is None
-            if drawn is not None:
-                _say(f"figure: {drawn[0].with_suffix('.{pdf,svg,png}')}")
+            failed = True
     return failed
 
 
@@ -158,7 +160,7 @@ def _attempt(what: str, work: Callable[..., Result], *arguments: Any) -> Result 
 
 
 def _conclude(claims: Sequence[Claim], folder: Path) -> None:
-    rows = [claim.row() for claim in claims]
+    rows = [asdict(claim) for claim in claims]
     write(folder / "summary.json", as_json(rows))
     write(folder / "summary.csv", as_csv(rows))
     write(folder / "summary.md", as_markdown(rows))
@@ -188,3 +190,38 @@ def _say(text: str) -> None:
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def summary(claims: Sequence[Claim], width: int, *, fold: bool = False) -> str:
+    """Return the table in lines of at most `width` columns; with `fold` agreeing claims are a count an experiment."""
+    shown = [claim for claim in claims if not (fold and claim.agrees)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+    table.add_column("agrees", no_wrap=True)
+    for name, ratio in (("claim", 4), ("expected", 3), ("found", 3)):
+        table.add_column(name, ratio=ratio, overflow="fold")
+    for claim in sorted(shown, key=lambda claim: ORDER[claim.agrees]):
+        about = [f"source: {claim.source}"] if claim.source and not claim.agrees else []
+        limit = [f"tolerance: {claim.tolerance}"] if claim.tolerance and not claim.agrees else []
+        cells = ([f"{claim.experiment}: {claim.claim}", *about], [claim.expected, *limit], [claim.found])
+        table.add_row(claim.verdict, *(Text("\n".join(cell)) for cell in cells))
+    file = io.StringIO()
+    console = Console(file=file, width=max(width, 60), color_system=None, highlight=False, legacy_windows=False)
+    if shown:
+        console.print(table)
+    if fold:
+        console.print(_counts(claims))
+    agreed, wrong, unknown = (sum(claim.agrees is verdict for claim in claims) for verdict in (True, False, None))
+    console.print(f"{agreed} of {len(claims)} claims agree, {wrong} disagree, {unknown} not run.")
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def _counts(claims: Sequence[Claim]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("experiment", "agree", "of", "score"):
+        table.add_column(name, justify="left" if name == "experiment" else "right")
+    for name in dict.fromkeys(claim.experiment for claim in claims):
+        mine = [claim for claim in claims if claim.experiment == name]
+        value = score(mine)
+        agreed = sum(claim.agrees is True for claim in mine)
+        table.add_row(name, str(agreed), str(len(mine)), "–" if value is None else f"{value:.2f}")
+    return table

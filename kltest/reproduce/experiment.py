@@ -11,15 +11,13 @@
 `README.md`       the claim, the setting, the expected shape, what was found
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import kltest
 from kltest.errors import UsageError
@@ -82,24 +80,20 @@ class Experiment:
     name: str
 
     @classmethod
-    def find(cls, checkout: Checkout, name: str) -> Experiment:
+    def find(cls, checkout: Checkout, name: str) -> Self:
         """UsageError, with the names that exist, if there is none of that name."""
         known = checkout.experiments()
         if name not in known:
             raise UsageError(f"there is no experiment called {name!r}; there are: {', '.join(known) or 'none'}")
         return cls(checkout, name)
 
-    @property
-    def folder(self) -> Path:
-        return self.checkout.root / "experiments" / self.name
-
     @cached_property
     def version(self) -> str:
         """Changes with anything that a result depends on, so that no result of other code is ever reused."""
-        package = Path(kltest.__file__).parent
+        package, experiments = Path(kltest.__file__).parent, self.checkout.root / "experiments"
         # What is said about results does not change them.
-        own = [path for path in self.folder.glob("*.py") if path.name != "analysis.py"]
-        own += self.folder.parent.glob("*.py")  # what experiments share
+        own = [path for path in (experiments / self.name).glob("*.py") if path.name != "analysis.py"]
+        own += experiments.glob("*.py")  # what experiments share
         module = self.checkout.load("experiments", self.name, "experiment")
         rooms = (*ROOMS, *getattr(module, "ROOMS", ()))
         sources = [*own, *(package / one for one in MODULES)]
@@ -147,15 +141,19 @@ class Experiment:
         rows = analysis.tidy([row for found in finished if isinstance(found, list) for row in found])
         claims, table = analysis.claims(rows), records(rows)
         cited = [*records(analysis.numbers(rows)), number("score", score(claims))]
-        write(folder / "settings.json", as_json({"scale": request.scale, **self._grid(request)}))
-        write(folder / f"{self.name}.csv", as_csv(table))
-        write(folder / f"{self.name}.json", as_json(table))
-        write(folder / "numbers.json", as_json(cited))
-        write(folder / "claims.json", as_json([claim.row() for claim in claims]))
-        write(folder / "failures.json", as_json([asdict(failure) for failure in failures]))
+        data = {
+            "settings": {"scale": request.scale, **self._grid(request)},
+            self.name: table,
+            "numbers": cited,
+            "claims": [asdict(claim) for claim in claims],
+            "failures": [asdict(failure) for failure in failures],
+        }
+        files = {f"{title}.json": as_json(value) for title, value in data.items()}
+        files[f"{self.name}.csv"] = as_csv(table)
         for title, lines in analysis.tables(rows).items():
-            write(folder / f"{title}.md", as_markdown(lines))
-            write(folder / f"{title}.csv", as_csv(lines))
+            files |= {f"{title}.md": as_markdown(lines), f"{title}.csv": as_csv(lines)}
+        for name, content in files.items():
+            write(folder / name, content)
         notes = [f"{store.path}, line {number}: not a result of kltest, passed over" for number in store.foreign_lines]
         return Outcome(claims, failures, notes)
 

@@ -4,8 +4,6 @@ A whole experiment's frame keeps values as they were computed (None is a value, 
 `need` cut out the rows of a part and give their columns the plain types of numpy.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +64,11 @@ def records(rows: Rows) -> list[Row]:
         return list(rows)  # type: ignore[arg-type]
     columns = list(rows.columns)
     return [
-        {name: _plain(value) for name, value in zip(columns, row, strict=True) if not _absent(value)}
+        {
+            name: value.item() if hasattr(value, "item") else value
+            for name, value in zip(columns, row, strict=True)
+            if not (isinstance(value, float) and value != value)
+        }
         for row in zip(*(rows[name].tolist() for name in columns), strict=True)
     ]
 
@@ -110,11 +112,3 @@ def mean(values: Iterable[float]) -> float:
     found = [value for value in values if value is not None and value == value]
     require(found)
     return float(sum(found) / len(found))
-
-
-def _absent(value: Any) -> bool:
-    return isinstance(value, float) and value != value
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value

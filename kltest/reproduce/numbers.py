@@ -15,8 +15,6 @@ one call says so. The paper looks them up by all columns: #n("comedy", "bias", e
     numbers.single("length", {"longest": ("length", "max")}, seed=0)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

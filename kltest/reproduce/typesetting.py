@@ -1,8 +1,13 @@
-"""Builds the paper: Typst reads the text from paper/ and every number and table from results."""
+"""Figures and the paper, from results alone.
 
-from __future__ import annotations
+Each script of figures/ has `draw(rows) -> Figure`. `READS` names the experiments whose results it is called with, a
+frame each (if it is missing: the one that is called like the figure). The paper is typeset with Typst, which reads the
+text from paper/ and every number and table from results.
+"""
 
+import io
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -13,7 +18,10 @@ from typing import Any
 from kltest.errors import KltestError, UsageError
 from kltest.files import write
 from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.frames import frame
 
+# What would differ from one drawing to the next, by format; random names are ruled out by the style's hash salt.
+DATES: dict[str, tuple[str, ...]] = {"pdf": ("CreationDate", "ModDate"), "svg": ("Date",), "png": ()}
 # How the text cites a number: #n("atlas", "bias", estimator: "k3-loss", digits: 2), the experiment first, then the
 # quantity, then the columns that single it out; what says how to print it is no column.
 CITATION = re.compile(
@@ -24,6 +32,33 @@ FORMAT = ("digits", "figures", "percent")
 Cited = tuple[str, tuple[tuple[str, Any], ...]]
 # The date in the PDF's metadata, fixed so that the same text and results give the same bytes.
 TIMESTAMP = 1_600_000_000
+
+
+def sources(checkout: Checkout, name: str) -> tuple[str, ...]:
+    """Return the experiments that a figure reads."""
+    return getattr(checkout.load("figures", name), "READS", (name,))
+
+
+def draw(checkout: Checkout, name: str, output: Path) -> list[Path]:
+    """Draw one figure from the results in `output` and write it as PDF, SVG and PNG to output/figures/."""
+    # Matplotlib chooses its back end when it is first imported; these drawings need no display.
+    os.environ.setdefault("MPLBACKEND", "agg")
+    script, style = checkout.load("figures", name), checkout.load("figures", "style")
+    # Fonts and resolution count when a figure is saved as much as when it is drawn.
+    with style.styled():
+        try:
+            files = [output / source / f"{source}.json" for source in sources(checkout, name)]
+            figure = script.draw(*(frame(json.loads(file.read_text(encoding="utf-8"))) for file in files))
+        except FileNotFoundError as error:
+            raise KltestError(f"there is no {error.filename} to draw; `kltest reproduce` makes it") from error
+        return [write(output / "figures" / f"{name}.{kind}", render(figure, kind)) for kind in DATES]
+
+
+def render(figure: Any, kind: str) -> bytes:
+    """Return the figure as a file's content: the same bytes every time, so without a date."""
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, metadata=dict.fromkeys(DATES[kind]))
+    return content.getvalue()
 
 
 def typeset(checkout: Checkout, output: Path) -> Path:

@@ -1,13 +1,8 @@
 """Progress of long work: a bar with the time left on a terminal, a plain line a percent elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
+from typing import Any, Self, TextIO
 
 
 class Progress:
@@ -19,7 +14,7 @@ class Progress:
         self._before, self._started, self._shown = done, time.monotonic(), -1
         self._bar = self._drawn() if self.stream.isatty() else None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._bar:
             self._bar.start()
         return self
@@ -42,12 +37,11 @@ class Progress:
             print(line.rstrip(), file=self.stream, flush=True)
 
     def _left(self) -> str:
-        """The time left at the mean speed so far."""
         speed = (time.monotonic() - self._started) / max(self.done - self._before, 1)
         minutes, seconds = divmod(round(speed * (self.total - self.done)), 60)
         return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
-    def _drawn(self) -> Bar:
+    def _drawn(self) -> Any:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar

@@ -4,8 +4,6 @@
 `--seeds` and `--set` change the values, never the code.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import math
@@ -84,7 +82,9 @@ class Settings:
 
     def _value(self, text: str, name: str, part: str, known: Sequence[Value]) -> Value:
         kinds = {type(value) for value in known if value is not None}
-        value = None if part == "None" and None in known else part if kinds == {str} else _literal(part)
+        value = part if kinds == {str} else literal(part, bool | int | float | None)
+        if part == "None" and None in known:
+            value = None
         if kinds == {float} and type(value) is int:
             value = float(value)
         if not (type(value) in kinds or (value is None and None in known)):
@@ -97,10 +97,12 @@ class Settings:
             if value not in choices:
                 meant = _meant(value, choices)
                 raise UsageError(f"--set {text}: {name} cannot be {value!r}{meant}; it is one of: {', '.join(choices)}")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            low, high = allowed or (-math.inf, math.inf)
+        elif allowed and isinstance(value, int | float) and not isinstance(value, bool):
+            low, high = allowed
             if not low <= value <= high:
-                raise UsageError(f"--set {text}: {name} must be {_between(low, high)}, not {part}")
+                between = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+                between = between if low > -math.inf else f"at most {high:g}"
+                raise UsageError(f"--set {text}: {name} must be {between}, not {part}")
         return value
 
 
@@ -111,19 +113,13 @@ def _several(value: Any) -> tuple[Value, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _literal(text: str) -> Any:
-    """A number, True, False or None; else the text itself."""
+def literal(text: str, kinds: Any) -> Any:
+    """Return the value that a text writes down if it is of one of the `kinds`, else the text itself."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-    return value if value is None or isinstance(value, bool | int | float) else text
-
-
-def _between(low: float, high: float) -> str:
-    if low == -math.inf:
-        return f"at most {high:g}"
-    return f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+    return value if isinstance(value, kinds) else text
 
 
 def _meant(word: str, known: Iterable[str]) -> str:

@@ -6,8 +6,6 @@ Records are keyed by configuration and version, so that results of other code ar
 failure is a record too, with its reason; the last record of a configuration counts.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -15,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from kltest.errors import KltestError, UsageError
 
@@ -52,7 +50,7 @@ class Store:
         self._results: dict[str, Result] = {}
         self._file: IO[bytes]
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         try:
             self._file = self.path.open("a+b")
         except OSError as error:

@@ -1,7 +1,5 @@
 """Rollouts of one update, M rows for each of R runs, and the sums over them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,15 +1,14 @@
 """Exact measurements of many policies at once, by dynamic programming over contexts, and their history."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kltest.environments import END
-from kltest.training.problems import Runs
+from kltest.training.problems import Problem, Runs
 from kltest.training.sums import Policy, total
 from kltest.truth import optimum
 
@@ -46,7 +45,6 @@ class History:
     logits: np.ndarray
 
     def __len__(self) -> int:
-        """Number of runs."""
         return len(self.diverged)
 
 
@@ -65,29 +63,21 @@ class Measure:
         self._reached = [torch.from_numpy(np.flatnonzero(here)) for here in environment.reachable()]
         self._reward, self._log_reference = torch.from_numpy(runs.reward), torch.from_numpy(runs.log_reference)
         self._beta = torch.from_numpy(runs.beta)
-        self._optimal: Tensor | None = None
-        self._best: Tensor | None = None
-        if optima:
-            self._optimal, self._best = self._optima()
+        self._optimal, self._best = self._optima() if optima else (None, None)
 
     def _optima(self) -> tuple[Tensor, Tensor]:
         """Return log π* (T or 1, V, C, R) and J* (R,), NaN if β = 0; runs that share problem and β are solved once."""
-        solved: dict[tuple[int, float], tuple[np.ndarray, float]] = {}
         environment = self.runs.environment
-        shape = (environment.n_contexts, environment.vocabulary)
-        steps = 1 if environment.tree else environment.horizon
-        policies, values = [], []
-        for run in self.runs.each:
-            key = (id(run.problem), run.beta)
-            if key not in solved:
-                if run.beta > 0:
-                    found = optimum(run.problem.environment, run.problem.reference, run.beta)
-                    solved[key] = (found.policy, found.value)
-                else:
-                    solved[key] = (np.full(shape, np.nan), np.nan)
-            policy, value = solved[key]
-            policies.append(np.broadcast_to(policy, (steps, *shape)))
-            values.append(value)
+        shape = (1 if environment.tree else environment.horizon, environment.n_contexts, environment.vocabulary)
+
+        @cache
+        def solved(problem: Problem, beta: float) -> tuple[np.ndarray, float]:
+            if not beta > 0:
+                return np.full(shape, np.nan), np.nan
+            found = optimum(problem.environment, problem.reference, beta)
+            return np.broadcast_to(found.policy, shape), found.value
+
+        policies, values = zip(*(solved(run.problem, run.beta) for run in self.runs.each), strict=True)
         tables = np.stack(policies, axis=-1).swapaxes(1, 2)
         return torch.from_numpy(np.ascontiguousarray(tables)), torch.tensor(values, dtype=torch.float64)
 
@@ -96,8 +86,7 @@ class Measure:
         log_policy, chances = torch.from_numpy(policy.log_probs), torch.from_numpy(policy.chances)
         vocabulary, contexts, runs = log_policy.shape
         fixed = [self._reward, log_policy - self._log_reference, -log_policy]
-        own = 0 if self._optimal is None else 1
-        value = torch.zeros((contexts, 3 + own, runs), dtype=torch.float64)
+        value = torch.zeros((contexts, 3 if self._optimal is None else 4, runs), dtype=torch.float64)
         for step in reversed(range(self.runs.environment.horizon)):
             here = self._reached[step]
             earlier = torch.zeros_like(value)
@@ -112,17 +101,10 @@ class Measure:
                 earlier.index_add_(0, here, worth * chances[token].index_select(0, here).unsqueeze(1))
             value = earlier
         first = torch.from_numpy(total((value.index_select(0, self._starts) * self._prompts.view(-1, 1, 1)).numpy()))
-        reward, kl, entropy = first[0], first[1], first[2]
-        objective = reward - self._beta * kl
-        unknown = torch.full_like(reward, torch.nan)
-        found = {
-            "reward": reward,
-            "kl": kl,
-            "objective": objective,
-            "entropy": entropy,
-            "kl_to_optimum": first[3] if own else unknown,
-            "gap": unknown if self._best is None else self._best - objective,
-        }
+        found = dict(zip(("reward", "kl", "entropy", "kl_to_optimum"), first, strict=False))
+        found["objective"] = found["reward"] - self._beta * found["kl"]
+        if self._best is not None:
+            found["gap"] = self._best - found["objective"]
         return {name: values.numpy() for name, values in found.items()}
 
     def _onward(self, value: Tensor, here: Tensor, token: int) -> Tensor:

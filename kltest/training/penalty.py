@@ -5,8 +5,6 @@ different runs share a call if the estimator treats rows separately or couples t
 called once for each batch of each run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from math import isfinite
@@ -18,14 +16,15 @@ from torch import Tensor
 
 from kltest.environments import Instance
 from kltest.loss.placement import place
-from kltest.moments.differentiate import leaf_gradients
+from kltest.moments.differentiate import backward, leaf_gradients
 from kltest.moments.reduction import BatchOfOneError, probe
 from kltest.rollout import LEAVES, Rollout
 from kltest.training.batch import Batch
-from kltest.training.estimator import bound, is_built_in
-from kltest.training.problems import PerRun, Runs, State
+from kltest.training.problems import PerRun, Runs, State, bound, is_built_in
 from kltest.training.sums import total, transposed
 
+FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
+"""What the terms of a `TokenPenalty` read."""
 PROBED = 12
 """Rollouts on which a user-defined function is tested for coupling between the rows of a batch."""
 
@@ -50,7 +49,6 @@ class Penalty:
         run = runs.each[0]
         self.loss, self.runs, self.whole = bound(run), runs, run.whole
         self.own = [name for name, value in run.options.items() if isinstance(value, PerRun)]
-        self._ones: Tensor | None = None
         # Built-in estimators are called directly. A user-defined function gets copies, converted to the types it needs.
         self.built_in = is_built_in(self.loss)
         self.couples = self.loss.spec.couples if self.built_in and self.loss.spec is not None else self._tested()
@@ -176,7 +174,6 @@ class Penalty:
     def _fields(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Any]:
         """All fields of a rollout, (M·R, …), built when they are read."""
         steps, rows, runs = batch.shape
-        flat = (rows * runs, steps)
 
         def reward() -> np.ndarray:
             return batch.along(batch.chosen(self.runs.reward))
@@ -185,12 +182,12 @@ class Penalty:
             earned = reward()
             return torch.from_numpy((earned - batch.mean(earned)).reshape(-1))
 
-        def mask() -> Tensor:
-            assert batch.live is not None
-            return torch.from_numpy(batch.rows(batch.live).astype(float))
-
         fields: dict[str, Any] = {
-            "mask": mask if batch.live is not None else self._all_live(flat),
+            "mask": lambda: (
+                torch.ones(rows * runs, steps, dtype=torch.float64)
+                if batch.live is None
+                else torch.from_numpy(batch.rows(batch.live).astype(float))
+            ),
             "tokens": lambda: torch.from_numpy(batch.rows(batch.cells.reshape(batch.shape)) // policy[0].size),
             "reward": lambda: torch.from_numpy(reward().reshape(-1)),
             "advantage": advantage,
@@ -201,14 +198,64 @@ class Penalty:
             fields[f"{prefix}logits"] = lambda table=table: torch.from_numpy(batch.next_tokens(table))
         return fields
 
-    def _all_live(self, shape: tuple[int, int]) -> Tensor:
-        """A mask of ones, kept for the next update unless a user-defined function may have written into it."""
-        if not self.built_in or self._ones is None or self._ones.shape != shape:
-            self._ones = torch.ones(shape, dtype=torch.float64)
-        return self._ones
-
 
 def weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Product of values and weights, 0 wherever the weight is 0, even if the value is infinite or NaN."""
     product = values * weights
     return product if isfinite(np.add.reduce(product, axis=None)) else np.where(weights != 0, product, 0.0)
+
+
+class TokenPenalty(Penalty):
+    """A `Penalty` of an estimator whose term of a token reads that token's log-probs alone.
+
+    The gradient of the summed terms is then each term's own derivative, and a cost in the reward is credited by plain
+    sums over the rollout. The result is that of `Penalty`, up to rounding, in a fraction of the time.
+    """
+
+    def gradient(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> PenaltyGradient:
+        tables = {"logp": policy, "ref_logp": self.runs.log_reference, "old_logp": sampler}
+        value, gradient = self._valued({name: torch.from_numpy(batch.chosen(tables[name])) for name in self.loss.takes})
+        if self.loss.placement != "loss":
+            charged = self._charged(batch, value)
+            gradient = charged if self.loss.placement == "reward" or gradient is None else gradient + charged
+        logged = total(weighted(batch.along(value), batch.weights)) if log else None
+        if gradient is None:
+            return PenaltyGradient(logged=logged)
+        weights = batch.weights if self.whole else batch.weights * self.runs.beta
+        weights = weights if batch.live is None else np.where(batch.live, weights, 0.0)
+        return PenaltyGradient(weighted(gradient, weights), None, logged)
+
+    def _valued(self, fields: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the terms (T, M, R) of all tokens and, if placed in the loss, their derivatives."""
+        own = {parameter: fields[name] for parameter, name in self.loss.fields.items()}
+        arguments: dict[str, Any] = {**self.loss.settings, **own}
+        if self.loss.placement == "reward" or "logp" not in fields:
+            return self.loss.function(**arguments).numpy(), None
+        leaf = fields["logp"].requires_grad_()
+        arguments.update({parameter: leaf for parameter, name in self.loss.fields.items() if name == "logp"})
+        with torch.enable_grad():
+            value = self.loss.function(**arguments)
+            objective = value.sum()
+        gradient = backward(self.loss, objective, [leaf])[0] if objective.requires_grad else None
+        return value.detach().numpy(), None if gradient is None else gradient.numpy()
+
+    def _charged(self, batch: Batch, cost: np.ndarray) -> np.ndarray:
+        """Cost (T, M, R) that the credit assigns to each token."""
+        if batch.live is not None:
+            cost = np.where(batch.live, cost, 0.0)
+        if self.loss.credit == "immediate" or len(cost) == 1:
+            return cost
+        if self.loss.credit == "return":
+            return np.broadcast_to(total(cost), batch.shape)
+        left = cost.copy()
+        for step in reversed(range(len(left) - 1)):
+            left[step] += left[step + 1]
+        return left
+
+
+def penalty_of(runs: Runs) -> Penalty:
+    """The faster kind of penalty if the estimator is a built-in one whose term reads its token's log-probs alone."""
+    penalty = Penalty(runs)
+    spec, takes = penalty.loss.spec, penalty.loss.takes
+    faster = penalty.built_in and spec is not None and spec.per_token and takes <= FIELDS and not penalty.own
+    return TokenPenalty(runs) if faster else penalty

@@ -1,10 +1,9 @@
-"""Problems (an environment with a start and a reference), single runs, and the tables of many runs at once."""
+"""Problems (an environment with a start and a reference), single runs, and what many runs share: tables and calls."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, Self
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +11,11 @@ from torch import Tensor
 from kltest.environments import Environment, Instance
 from kltest.environments.policies import table
 from kltest.errors import InvalidEnvironmentError, UsageError
+from kltest.estimators import registry
 from kltest.estimators.spec import Credit, Placement
+from kltest.loss.calling import Loss, bind
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
 from kltest.training.sums import transposed
 
 STRUCTURE = ("start", "prompts", "successors", "probabilities")
@@ -40,7 +43,7 @@ class Problem:
         *,
         distance: float = 2.0,
         reward: Literal["kept", "normal", "binary"] = "kept",
-    ) -> Problem:
+    ) -> Self:
         """Draw start and reference, with |Σ log π/ref| < `distance` along every rollout, and perhaps a reward.
 
         `reward` keeps that of the environment ("kept") or draws one for every context and token: standard "normal", or
@@ -57,7 +60,7 @@ class Problem:
             raise UsageError(f"a reward is 'kept', 'normal' or 'binary', not {reward!r}")
         return cls(environment, drawn.policy if distance else drawn.reference, drawn.reference)
 
-    @property
+    @cached_property
     def log_reference(self) -> np.ndarray:
         """Log-probs (C, V) of the reference."""
         return table(self.reference, what="reference")
@@ -118,13 +121,8 @@ def check_alike(problems: Sequence[Problem]) -> Environment:
     """Return the environment that all problems share, apart from its reward."""
     if not problems:
         raise UsageError("there is no run to train")
-    first = problems[0].environment
-    seen = {id(first)}
-    for problem in problems:
-        other = problem.environment
-        if id(other) in seen:
-            continue
-        seen.add(id(other))
+    first, *others = {id(problem.environment): problem.environment for problem in problems}.values()
+    for other in others:
         pairs = [(getattr(other, name), getattr(first, name)) for name in STRUCTURE]
         if other.horizon != first.horizon or not all(a is b or np.array_equal(a, b) for a, b in pairs):
             raise InvalidEnvironmentError(
@@ -145,9 +143,9 @@ class Runs:
         problems = [run.problem for run in runs]
         self.environment = check_alike(problems)
         self.each = runs
-        self.start = _stacked(problems, lambda problem: np.asarray(problem.start, dtype=float))
-        self.log_reference = _stacked(problems, lambda problem: problem.log_reference)
-        self.reward = _stacked(problems, lambda problem: problem.environment.reward)
+        self.start = transposed(np.stack([problem.start for problem in problems]).astype(float))
+        self.log_reference = transposed(np.stack([problem.log_reference for problem in problems]))
+        self.reward = transposed(np.stack([problem.environment.reward for problem in problems]))
         self.beta = np.array([run.beta for run in runs], dtype=float)
         self.rate = np.array([run.learning_rate for run in runs], dtype=float)
 
@@ -155,7 +153,52 @@ class Runs:
         return len(self.each)
 
 
-def _stacked(problems: Sequence[Problem], read: Callable[[Problem], np.ndarray]) -> np.ndarray:
-    """Stack a (C, V) table of each problem to (V, C, R); runs that share a problem share one read."""
-    tables = {key: read(problem) for key, problem in {id(problem): problem for problem in problems}.items()}
-    return transposed(np.stack([tables[id(problem)] for problem in problems]))
+def bound(run: Run) -> Loss:
+    """Bind the run's estimator, a number in place of each PerRun. Raises UsageError if it cannot be called."""
+    options = {name: 0.5 if isinstance(value, PerRun) else value for name, value in run.options.items()}
+    call = Call(run.placement, run.credit, None, options)
+    if isinstance(run.estimator, str):
+        loss = resolve(run.estimator, call)
+    else:
+        assert run.estimator is not None
+        name = getattr(run.estimator, "__qualname__", type(run.estimator).__name__)
+        spec = next((entry.spec for entry in registry().values() if entry.function is run.estimator), None)
+        loss = bind(run.estimator, call, name, spec=spec)
+    if options != run.options and not is_built_in(loss):
+        raise UsageError(f"{loss.name}: a PerRun option is for the estimators of kltest")
+    return loss
+
+
+def is_built_in(loss: Loss) -> bool:
+    """True for an estimator of this package, whose SPEC is tested."""
+    return loss.spec is not None and getattr(loss.function, "__module__", "").startswith("kltest.estimators.")
+
+
+def sharing(runs: Sequence[Run]) -> list[list[int]]:
+    """Indices of the runs, grouped into those whose estimator can be called for all of them at once."""
+    takes_beta: dict[Hashable, bool] = {}
+    together: dict[Hashable, list[int]] = {}
+    for row, run in enumerate(runs):
+        same = _likeness(run)
+        if same not in takes_beta:
+            takes = frozenset() if run.estimator is None else bound(run).takes
+            # A function that takes β may not accept a tensor of them.
+            takes_beta[same] = bool(takes & {"beta", "rollout"})
+        together.setdefault((same, run.beta if takes_beta[same] else None), []).append(row)
+    return list(together.values())
+
+
+def _likeness(run: Run) -> Hashable:
+    """A key that is equal for runs that call the same function in the same way."""
+    estimator = run.estimator if run.estimator is None or isinstance(run.estimator, str) else id(run.estimator)
+    options = tuple((name, *_same(value)) for name, value in sorted(run.options.items()))
+    return estimator, run.placement, run.credit, run.whole, options
+
+
+def _same(value: Any) -> tuple[Hashable, ...]:
+    """A key that is equal for equal values of an option; the numbers of all PerRun count as equal."""
+    if isinstance(value, PerRun):
+        return ("PerRun", id(value.value)) if callable(value.value) else ("PerRun",)
+    # The type belongs to the key: 1, 1.0 and True are equal, but a function may distinguish them.
+    kind = type(value).__name__
+    return (kind, value) if isinstance(value, int | float | str | bool | None) else (kind, id(value))

@@ -10,8 +10,6 @@ The baseline b is 0 ("none"), the mean reward of the row's group ("mean"), or th
 exact mode without groups both means are the expected reward of the prompt under the sampler.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -5,8 +5,6 @@ number of runs changes the layout, and with it the rounding of every run. Here u
 by one, and more always along contiguous memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

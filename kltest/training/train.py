@@ -1,7 +1,5 @@
 """The training loop for many runs at once: rollouts, both parts of the gradient, one step on the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -9,15 +7,12 @@ from typing import get_args
 import numpy as np
 
 from kltest.errors import UsageError
-from kltest.training.drawn import Drawn
-from kltest.training.enumerated import Enumerated
-from kltest.training.estimator import sharing
 from kltest.training.measure import MEASURED, History, Measure
-from kltest.training.penalty import PenaltyGradient
-from kltest.training.problems import Run, Runs, check_alike
+from kltest.training.penalty import PenaltyGradient, penalty_of
+from kltest.training.problems import Run, Runs, check_alike, sharing
 from kltest.training.reward import Baseline, Ratio, score_weights
+from kltest.training.sources import Drawn, Enumerated
 from kltest.training.sums import softmax, softmax_gradient, total, transposed
-from kltest.training.tokens import penalty_of
 
 EXPLODED = 1e6
 """Largest absolute logit; a run beyond it counts as diverged."""
@@ -119,8 +114,8 @@ def train(
             part = rows[first : first + size]
             together = Runs([runs[row] for row in part])
             measured, last, since = _train_together(together, settings, recorded)
-            for name in MEASURED:
-                columns[name][:, part] = measured[name]
+            for name, values in measured.items():
+                columns[name][:, part] = values
             logits[part], diverged[part] = last, since
     return History(np.array(recorded), **columns, diverged=diverged, logits=logits)
 
@@ -133,7 +128,7 @@ def _train_together(
     penalty = penalty_of(runs) if runs.each[0].estimator is not None else None
     source = _source(runs, settings, coupled=penalty is not None and penalty.couples)
     measure = Measure(runs, optima=settings.optima)
-    found: dict[str, list[np.ndarray]] = {name: [] for name in MEASURED}
+    found: list[dict[str, np.ndarray]] = []
     logits = runs.start.copy()
     diverged = np.full(len(runs), -1)
     policy = sampler = softmax(logits)
@@ -148,9 +143,8 @@ def _train_together(
             earned = batch.along(batch.chosen(runs.reward))
             log_ratio = None if sampler is policy else batch.chosen(policy.log_probs - sampler.log_probs)
             ascent = score_weights(batch, earned, log_ratio, settings.baseline, settings.ratio, settings.clip)
-        if penalty is None:
-            descent = PenaltyGradient()
-        else:
+        descent = PenaltyGradient()
+        if penalty is not None:
             descent = penalty.gradient(batch, policy.log_probs, sampler.log_probs, log=recording)
         table = batch.collect(ascent if descent.logp is None else ascent - descent.logp, logits)
         if descent.logits is not None:
@@ -159,10 +153,8 @@ def _train_together(
         if recording or settings.max_norm is not None:
             norm = np.sqrt(total(total(np.square(gradient))))
         if recording:
-            for name, values in measure(policy).items():
-                found[name].append(values)
-            found["gradient_norm"].append(norm)
-            found["logged"].append(np.full_like(norm, np.nan) if descent.logged is None else descent.logged)
+            logged = {} if descent.logged is None else {"logged": descent.logged}
+            found.append({**measure(policy), "gradient_norm": norm, **logged})
         if step == settings.steps:
             break
         if settings.max_norm is not None:
@@ -178,12 +170,11 @@ def _train_together(
         # The policy's memory is reused unless the sampler still refers to it.
         spent = sampler is not policy or (step + 1) % settings.inner_steps == 0
         policy = softmax(logits, policy if spent else None)
-    measured = {name: np.stack(values) for name, values in found.items()}
+    measured = {name: np.stack([each[name] for each in found]) for name in found[0]}
     return measured, transposed(logits), diverged
 
 
 def _source(runs: Runs, settings: Settings, *, coupled: bool) -> Enumerated | Drawn:
-    """The source of rollouts; `coupled` means that the estimator couples them."""
     if settings.batch_size is None:
         return Enumerated(runs.environment, len(runs), settings.group_size)
     seeds = [run.seed for run in runs.each]

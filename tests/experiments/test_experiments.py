@@ -8,9 +8,8 @@ from trial import representative
 
 from kltest.errors import UsageError
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.drawing import sources
 from kltest.reproduce.experiment import Experiment, Request, compute_all
-from kltest.reproduce.typesetting import cited, written
+from kltest.reproduce.typesetting import cited, sources, written
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Settings
 

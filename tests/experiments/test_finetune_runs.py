@@ -22,7 +22,6 @@ from kltest.finetune.settings import Settings
 
 pytest.importorskip("transformers")
 
-from kltest.finetune import errors
 from kltest.finetune import run as running
 from kltest.finetune.checkpoints import RunFolder
 from kltest.finetune.evaluation import compare_gradients, compared, evaluate
@@ -207,7 +206,7 @@ def test_out_of_memory_says_what_to_lower(monkeypatch, where, doing, words):
 
 
 def test_other_errors_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="shapes"), errors.located(0, "update", lambda: None):
+    with pytest.raises(RuntimeError, match="shapes"), running.located(0, "update", lambda: None):
         raise RuntimeError("shapes")
 
 

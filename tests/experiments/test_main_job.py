@@ -15,8 +15,7 @@ from PIL import Image
 
 from kltest.estimators import registry
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.drawing import sources
-from kltest.reproduce.typesetting import CITATION, cited, uncovered, written
+from kltest.reproduce.typesetting import CITATION, cited, sources, uncovered, written
 
 ROOT = Path(__file__).parents[2]
 PAPER = written(Checkout(ROOT))
@@ -47,6 +46,7 @@ def results(ran, tmp_path_factory):
 
 SAID = """
 import json, sys
+from dataclasses import asdict
 from pathlib import Path
 from kltest.files import as_json, as_markdown
 from kltest.reproduce.checkout import Checkout
@@ -55,7 +55,7 @@ checkout, results, names = Checkout(Path.cwd()), Path(sys.argv[1]), sys.argv[2:]
 for name in names:
     analysis = checkout.load("experiments", name, "analysis")
     rows = frame(json.loads((results / name / f"{name}.json").read_text()))
-    files = {"claims.json": as_json([claim.row() for claim in analysis.claims(rows)])}
+    files = {"claims.json": as_json([asdict(claim) for claim in analysis.claims(rows)])}
     files |= {f"{title}.md": as_markdown(lines) for title, lines in analysis.tables(rows).items()}
     print(json.dumps([name, records(analysis.numbers(rows)), files]))
 """

@@ -20,10 +20,10 @@ from kltest.files import as_csv, as_markdown, held, write
 from kltest.reproduce import Request, figures, paper, reproduce, run
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, Claims
+from kltest.reproduce.commands import summary
 from kltest.reproduce.experiment import Experiment
 from kltest.reproduce.frames import Missing, frame, mean, need, records, results, select
 from kltest.reproduce.numbers import Numbers, extremes, melted, number
-from kltest.reproduce.summary import summary
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 

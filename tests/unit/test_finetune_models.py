@@ -10,10 +10,7 @@ from module_gradients import llama
 
 from kltest.errors import UsageError
 from kltest.finetune.settings import Settings, changes_of, read, settings_of
-from kltest.finetune.tasks import SPLITS, task_named
-from kltest.finetune.tasks.addition import Addition
-from kltest.finetune.tasks.countdown import Countdown
-from kltest.finetune.tasks.task import is_held_out
+from kltest.finetune.tasks import SPLITS, Addition, Countdown, is_held_out, task_named
 
 transformers = pytest.importorskip("transformers")
 

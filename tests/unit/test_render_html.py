@@ -11,9 +11,8 @@ import pytest
 from processes import BROWSER, opened
 
 import kltest
-from kltest.counterexample.environment import SmallEnvironment
+from kltest.counterexample.environment import SmallEnvironment, counter_example
 from kltest.counterexample.shrink import Shape, unrelated
-from kltest.counterexample.small_environments import counter_example
 from kltest.loss.calling import bind
 from kltest.render import pictures as _pictures
 from kltest.render import render

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import kltest
+from kltest.counterexample.environment import counter_example
 from kltest.counterexample.program import with_program
 from kltest.counterexample.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
-from kltest.counterexample.small_environments import counter_example
 from kltest.counterexample.sources import NoSourceError, source_of
 from kltest.identify.findings import Findings, Row
 from kltest.identify.measure import Measure

@@ -9,10 +9,9 @@ import time
 import pytest
 
 from kltest.errors import KltestError, UsageError
-from kltest.sweeps import spread as spreading
-from kltest.sweeps.run import Batching, attempt, run
+from kltest.sweeps import run as spreading
+from kltest.sweeps.run import Batching, attempt, run, spread
 from kltest.sweeps.settings import Settings
-from kltest.sweeps.spread import spread
 from kltest.sweeps.store import Failure, Store
 
 SETTINGS = Settings(

@@ -211,7 +211,7 @@ def test_measurements_are_the_truth(world):
 
 @pytest.mark.parametrize("bug", ["no projection", "half the penalty", "another softmax"])
 def test_planted_bugs_are_seen(bug, monkeypatch):
-    loop, tokens = sys.modules["kltest.training.train"], sys.modules["kltest.training.tokens"]
+    loop, tokens = sys.modules["kltest.training.train"], sys.modules["kltest.training.penalty"]
     if bug == "no projection":
         monkeypatch.setattr(loop, "softmax_gradient", lambda weights, policy: weights)
     elif bug == "half the penalty":

@@ -8,9 +8,8 @@ import pytest
 from kltest.environments import bandit, mdp, ragged, sequence
 from kltest.estimators import find, registry
 from kltest.training import PerRun, Problem, Run, train
-from kltest.training.penalty import Penalty
+from kltest.training.penalty import Penalty, TokenPenalty, penalty_of
 from kltest.training.problems import Runs
-from kltest.training.tokens import TokenPenalty, penalty_of
 
 loop = sys.modules["kltest.training.train"]
 WORLDS = {"bandit": bandit(4), "sequence": sequence(3, 3), "ragged": ragged(3, 3), "mdp": mdp(4, 2, 3)}
