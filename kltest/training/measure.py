@@ -63,7 +63,10 @@ class Measure:
         self._reached = [torch.from_numpy(np.flatnonzero(here)) for here in environment.reachable()]
         self._reward, self._log_reference = torch.from_numpy(runs.reward), torch.from_numpy(runs.log_reference)
         self._beta = torch.from_numpy(runs.beta)
-        self._optimal, self._best = self._optima() if optima else (None, None)
+        self._optimal: Tensor | None = None
+        self._best: Tensor | None = None
+        if optima:
+            self._optimal, self._best = self._optima()
 
     def _optima(self) -> tuple[Tensor, Tensor]:
         """Return log π* (T or 1, V, C, R) and J* (R,), NaN if β = 0; runs that share problem and β are solved once."""
