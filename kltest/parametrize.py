@@ -38,7 +38,7 @@ def parametrize_with_checks(
             check(loss)
 
     Besides the checks there is an item for the gradient itself. Ids are `my_loss-gradient`, `my_loss-KL101`, ….
-    Checks that only warn (KL8xx) give a KltestWarning and pass.
+    Checks that only warn give a KltestWarning and pass.
 
     Args:
         losses: Callables, texts that `kltest.grade` takes, or a `pytest.param` of one of these.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -30,17 +31,34 @@ FIELDS: dict[str, Field] = {
     "logp": Field(
         "(B, T)",
         "log-prob of the sampled token now; requires grad",
-        ("logprob", "logprobs", "log_prob", "log_probs", "per_token_logps", "new_logprobs"),
+        ("logprob", "logprobs", "log_prob", "log_probs", "logps", "per_token_logps", "new_logprobs"),
     ),
     "ref_logp": Field(
         "(B, T)",
         "the same under the reference",
-        ("ref_logprob", "ref_logprobs", "ref_log_prob", "ref_log_probs", "log_probs_base", "ref_per_token_logps"),
+        (
+            "ref_logprob",
+            "ref_logprobs",
+            "ref_log_prob",
+            "ref_log_probs",
+            "log_probs_base",
+            "log_probs_ref",
+            "ref_logps",
+            "ref_per_token_logps",
+        ),
     ),
     "old_logp": Field(
         "(B, T)",
         "the same under the sampler",
-        ("old_logprob", "old_logprobs", "old_log_prob", "old_log_probs", "log_probs_old", "old_per_token_logps"),
+        (
+            "old_logprob",
+            "old_logprobs",
+            "old_log_prob",
+            "old_log_probs",
+            "log_probs_old",
+            "old_logps",
+            "old_per_token_logps",
+        ),
     ),
     "mask": Field(
         "(B, T)",
@@ -59,11 +77,13 @@ FIELDS: dict[str, Field] = {
     "ref_logits": Field("(B, T, V)", "next-token log-probs of the reference"),
     "old_logits": Field("(B, T, V)", "next-token log-probs of the sampler"),
     "reward": Field(
-        "(B,)", "task reward of the rollout; (B, T), repeated, where a loss wants that", ("rewards", "scores")
+        "(B,)",
+        "task reward of the rollout; (B, T), repeated, where a loss wants that",
+        ("rewards", "scores", "token_level_scores"),
     ),
     "advantage": Field("(B,)", "group-centred reward; (B, T), repeated, where a loss wants that", ("advantages",)),
     "group": Field("(B,) int", "which prompt", ("group_ids",)),
-    "beta": Field("float", "coefficient of the KL term", ("kl_coef", "kl_coeff", "kl_beta")),
+    "beta": Field("float", "coefficient of the KL term", ("kl_coef", "kl_coeff", "kl_beta", "kl_loss_coef", "kl_ctl")),
     "rollout": Field("Rollout", "all of the above, as attributes or by key"),
 }
 
@@ -167,6 +187,27 @@ class Rollout:
         beta = fields.pop("beta", self._built["beta"])
         kept = {name: (lambda name=name: self.peek(name)) for name in self._builders}
         return Rollout({**kept, **fields}, beta=beta)
+
+    def wider(self, columns: int, padding: int = 0) -> Rollout:
+        """Return the same batch with more columns of padding, finite and legal numbers, and fresh leaves."""
+        generator = torch.Generator().manual_seed(padding)
+
+        def padded(name: str) -> Tensor:
+            value = self.peek(name).detach()
+            if value.dim() < 2:
+                return value
+            shape = (len(value), columns, *value.shape[2:])
+            if name == "mask":
+                more = torch.zeros(shape)
+            elif name == "tokens":
+                more = torch.randint(self.peek("ref_logits").shape[-1], shape, generator=generator)
+            elif value.dim() == 3:
+                more = torch.randn(shape, generator=generator).log_softmax(-1)
+            else:
+                more = -3 * torch.rand(shape, generator=generator)
+            return torch.cat([value, more.to(value.dtype)], dim=1)
+
+        return Rollout({name: partial(padded, name) for name in self._builders}, beta=self.peek("beta"))
 
     @classmethod
     def of(

@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from kltest.report import Level
+
 if TYPE_CHECKING:
     from kltest.checks.demonstrations import Demonstration
     from kltest.identify.findings import Findings, Row
@@ -21,10 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Found:
-    """Result of an experiment in whole sentences: the defect, a measurement, or why it could not be made."""
+    """Result of an experiment in whole sentences: the defect, a measurement, or why it could not be made.
+
+    `level` is given if it depends on what was found; else it is the check's own.
+    """
 
     message: str
     status: Literal["pass", "fail", "skip", "inconclusive"] = "fail"
+    level: Level | None = None
 
 
 def shared(experiment: Callable[[Findings], T]) -> Callable[[Findings], T]:
@@ -41,9 +47,9 @@ def signed(number: float, digits: int = 6) -> str:
 class Check:
     """One pitfall.
 
-    `code` and `name` are stable. The texts are whole sentences, `example` has exact numbers. They come from the
-    family's words.toml and are read without torch; `module`, the dotted name of the check's module, is imported when
-    one of its functions is first needed. That module defines
+    `code` and `name` are stable; `level` is that of a failure unless what was found decides. The texts are whole
+    sentences, `example` has exact numbers. They come from the family's words.toml and are read without torch; `module`,
+    the dotted name of the check's module, is imported when one of its functions is first needed. That module defines
 
     - the loss that falls into the pitfall (`wrong`) and the same loss put right (`fixed`), if they are not shared in
       kltest.checks.losses, graded with `options`. Their source is shown to people, so it is written as a library would
@@ -52,6 +58,7 @@ class Check:
       they are made from `demonstration` (see kltest.checks.demonstrations);
     - `explains(row, findings)`: True, or a few words on how, if this pitfall accounts for the disagreement of that row,
       and optionally `tells(row, findings)`: those words, if it takes calls of the loss to find them;
+    - optionally `remark(findings)`: a sentence that follows the rows, or "";
     - or `examine(findings)`: an experiment of its own and its result, None if nothing is wrong. A KltestError makes
       the check inconclusive;
     - optionally `moot(findings)`: the reason to skip the check, or None.
@@ -68,6 +75,7 @@ class Check:
     module: str = field(repr=False)
     wrong_name: str = field(repr=False)
     fixed_name: str = field(repr=False)
+    level: Level = "error"
     options: Mapping[str, Any] = field(default_factory=dict)
     demonstration: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -117,6 +125,10 @@ class Check:
         """Return how the pitfall shows in a row that it explains, empty if the identified gradient says it all."""
         words = self._call("tells" if self._defined("tells") else "explains", row, findings)
         return words if isinstance(words, str) else ""
+
+    def remark(self, findings: Findings) -> str:
+        """Return a sentence on all the rows that it explains, or ""."""
+        return self._call("remark", findings) or ""
 
     def examine(self, findings: Findings) -> Found | None:
         """Make the check's experiment; None if it has none or found nothing wrong."""

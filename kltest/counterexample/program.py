@@ -21,11 +21,13 @@ from kltest.counterexample.sources import FROM_FILE, FUTURE, NoSourceError, Sour
 from kltest.files import template
 from kltest.identify.findings import Combination
 from kltest.loss.arguments import Stub, field_asked, given_to
+from kltest.loss.building import Built
 from kltest.loss.calling import Loss
 from kltest.loss.filling import FieldOf, Filling
 from kltest.loss.global_state import preserved
 from kltest.loss.jax.bridge import JaxLoss
 from kltest.loss.modes import eagerly
+from kltest.loss.placement import ROW_FIELDS
 from kltest.report import CounterExample
 
 TEMPLATE = Path(__file__).parent / "templates" / "program.py.j2"
@@ -81,16 +83,14 @@ class _Program:
         self.float, self.of_mask = ("", "") if form is None else (_cast(form.floats), _cast(form.mask))
 
     def variants(self) -> Iterator[str]:
-        """Programs to try: the loss may be the first of several results, and may not depend on the policy."""
+        """Programs to try: the loss may be one of several results, and may not depend on the policy."""
         example, takes, lines = self.example, self.loss.takes, self.source.lines
-        fillings, paths = self.loss.fillings.values(), self.instance.paths
-        environment = self.environment
+        environment, paths = self.environment, self.instance.paths
         tables = {"logits": environment.policy, "ref": environment.reference, "old": environment.sampler}
-        rewarded = takes & {"reward", "advantage"} or "expected_reward" in self.declared
+        rewarded = (takes & ROW_FIELDS and not self.loss.unrewarded) or "expected_reward" in self.declared
         text = partial(
             template(TEMPLATE).render,
             future=FUTURE if FUTURE in lines else "",
-            has_stubs=self.loss.receiver is not None or any(isinstance(one, Stub) for one in fillings),
             definitions=[line for line in lines if line != FUTURE],
             tables={name: _rows(table) for name, table in tables.items() if table is not None},
             width=WIDTH,
@@ -103,13 +103,14 @@ class _Program:
             rewards=self.instance.environment.returns(paths).tolist() if rewarded else None,
             declared=as_torch(self.declared, masked=example.ends),
         )
-        for first, start in product(("", "[0]"), ("", "0 * logits.sum() + ")):
+        for first, start in product(("", "[0]", ".loss", "['loss']"), ("", "0 * logits.sum() + ")):
             call, expected = self._expected(first, start)
-            yield text(call=call, expected=expected).rstrip("\n")
+            has_stubs = "SimpleNamespace(" in call + expected
+            yield text(call=call, expected=expected, has_stubs=has_stubs).rstrip("\n")
 
     def _expected(self, first: str, start: str) -> tuple[str, str]:
         """A lambda, "" if none is needed, and the sum over all batches that may use it."""
-        call = f"{self._call()}{first}"
+        call = f"{'-' * self.loss.shaped}{self._call()}{first}"
         if not self.loss.takes_beta and self.loss.placement != "both":
             whole = start + self._sum(call)
             if len(f"expected = {whole}") <= WIDTH:
@@ -118,7 +119,7 @@ class _Program:
         beta = self.loss.fixed_beta or 1.0
         cost = f"call({self.rows}, {beta!r})"
         if self.loss.takes_beta:
-            cost = f"({cost} - call({self.rows}, 0.0))"
+            cost = cost if self.loss.shaped else f"({cost} - call({self.rows}, 0.0))"
             cost = f"({cost} / {beta!r})" if beta != 1 else cost
         return f"{self.rows}, beta: {call}", start + self._sum(cost)
 
@@ -161,6 +162,12 @@ class _Program:
         if isinstance(filling, Stub):
             parts = (f"{name}={self._value(value)}" for name, value in given_to(filling).items())
             return f"SimpleNamespace({', '.join(parts)})"
+        if isinstance(filling, Built):
+            owner, kind = self.source.name.rpartition(".")[0], type(filling.thing).__name__
+            if filling is self.loss.receiver and owner.rpartition(".")[2] == kind and not given_to(filling.given):
+                return f"{owner}()"
+            held = {**getattr(filling.thing, "__dict__", {}), **given_to(filling.given)}
+            return f"SimpleNamespace({', '.join(f'{name}={self._value(value)}' for name, value in held.items())})"
         if isinstance(filling, FieldOf):
             return self._field(filling.name)
         if isinstance(filling, str) and (name := field_asked(filling)) is not None:
@@ -177,7 +184,7 @@ class _Program:
             if self.mask and not prefix:
                 rows = f"torch.where({self.mask}[..., None] > 0, {rows}, {rows}.detach())"
             return rows + self.float
-        if name in ("reward", "advantage"):
+        if name in ROW_FIELDS:
             return self._per_rollout(name)
         fields = {
             **{each: f"{each}{self.at}{self.float}" for each in ("logp", "ref_logp", "old_logp")},
@@ -192,7 +199,9 @@ class _Program:
 
     def _per_rollout(self, name: str) -> str:
         value = f"reward{self.at}"
-        if name == "advantage" and any(map(any, self.environment.reward or ())):
+        if self.loss.unrewarded:
+            value = f"torch.zeros({self.example.batch}, dtype=torch.float64)"
+        elif name == "advantage" and any(map(any, self.environment.reward or ())):
             mean = f"{self.chance} @ reward" if self.example.batch == 1 else f"{value}.mean()"
             value = f"({value} - {mean})"
         if self.loss.form is not None and self.loss.form.per_token:

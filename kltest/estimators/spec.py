@@ -18,7 +18,9 @@ from typing import Any, Literal, get_args
 
 from kltest.errors import UsageError, did_you_mean
 
-Placement = Literal["loss", "reward", "both"]
+Place = Literal["loss", "reward", "both"]
+Placement = Literal["loss", "reward", "shaped-reward", "both"]
+"""A shaped reward is what is left of a reward after a penalty, higher being better: the negative of a cost."""
 Credit = Literal["return", "to-go", "immediate"]
 Combination = Mapping[str, float]
 ENVIRONMENTS = ("bandit", "sequence", "ragged", "mdp")

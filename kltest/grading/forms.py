@@ -109,6 +109,21 @@ def expected_failures(value: object, where: str) -> dict[str, str]:
     return reasons
 
 
+def levels(value: object, where: str) -> dict[str, str]:
+    """Levels by code."""
+    from kltest.checks import CHECKS
+
+    if not isinstance(value, Mapping):
+        raise UsageError(f'{where}: give levels by code, as {{ KL502 = "error" }}; it is {value!r}')
+    for code, level in value.items():
+        if code not in CHECKS:
+            hint = did_you_mean(code, CHECKS) if isinstance(code, str) else ""
+            raise UsageError(f"{where}: there is no check {code!r}; {hint}the codes are {', '.join(CHECKS)}")
+        if level not in ("error", "warning"):
+            raise UsageError(f'{where}: the level of {code} is "error" or "warning"; it is {level!r}')
+    return dict(value)
+
+
 def _form(asked: str, accepts: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value) -> Form:
     """The form of values that `accepts` takes, each returned as its `kind`; `asked` says what to give."""
 

@@ -12,14 +12,16 @@ import torch
 
 from kltest import __version__
 from kltest.adapters import named
+from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented
 from kltest.grading.time_limit import time_limit
-from kltest.grading.verdict import ExpectedFailures, run_checks, selected_codes, verdict
+from kltest.grading.verdict import ExpectedFailures, Levels, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
+from kltest.identify.shaped import as_shaped_reward
 from kltest.identify.uses import fields_used, sampler_matters
 from kltest.loss.callables import name_of
 from kltest.loss.calling import Loss
@@ -55,6 +57,8 @@ def grade(
     margin: float = 0.05,
     samples: int | None = None,
     bound: float | None = None,
+    strict: bool = False,
+    levels: Mapping[str, str] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     allow_unexpected_passes: bool = False,
     name: str | None = None,
@@ -110,12 +114,14 @@ class _Grading:
         codes = selected_codes(options.select, options.ignore)
         self.loss = resolved(target, options)
         with preserved():
+            self.loss = as_shaped_reward(self.loss, options.seed)
             self.findings = findings = plan(self.loss, options)
             for environment in findings.environments:
                 for sampler in findings.samplers:
                     findings.rows += findings.measure.rows(environment, sampler)
+            agree_up_to_scale(findings)
             expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
-            self.results = run_checks(findings, codes, expected)
+            self.results = run_checks(findings, codes, expected, Levels(options.levels, options.strict))
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
 
@@ -124,7 +130,8 @@ class _Grading:
         if loss is None:
             return report
         credit = None if loss.placement == "loss" else loss.credit
-        report = replace(report, placement=loss.placement, credit=credit, notes=list(loss.notes))
+        placement = "shaped-reward" if loss.shaped else loss.placement
+        report = replace(report, placement=placement, credit=credit, notes=list(loss.notes))
         if findings is None:
             return report
         return replace(
@@ -132,7 +139,9 @@ class _Grading:
             verdict=verdict(findings, self.results, error=error),
             reduction=findings.observed.reduction,
             dtype=findings.observed.dtype,
-            gradients=[row.published for row in findings.rows],
+            gradients=[
+                replace(row.published, scale=row.scale or (1.0 if row.agrees else None)) for row in findings.rows
+            ],
             value=[row.value for row in findings.rows if row.value is not None],
             checks=self.results,
             smallest=self.smallest,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args
 from kltest.estimators.spec import Credit, Placement
 from kltest.grading import forms
 from kltest.grading.forms import Form
+from kltest.report import Level
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds that a target may take on the command line; in Python there is no limit unless one is given."""
@@ -109,9 +110,11 @@ class Options:
     arguments: Mapping[str, Any] = _option(
         None,
         forms.arguments,
-        "An argument of the target, repeatable; NAME=@FIELD passes a field of the rollout.",
+        "An argument of the target, repeatable; NAME=@FIELD passes a field of the rollout, NAME.ATTRIBUTE=VALUE "
+        "(config.beta=0.1, self.beta=@beta) sets an attribute of an object.",
         "NAME=VALUE",
-        in_python='Arguments of the loss by name; "@FIELD" passes a field of the rollout.',
+        in_python='Arguments of the loss by name; "@FIELD" passes a field of the rollout; a dotted name '
+        '("config.beta") sets an attribute of an object.',
         repeatable=True,
         flag="--arg",
         key="arg",
@@ -177,6 +180,14 @@ class Options:
         "NORM",
         kind=float,
     )
+    strict: bool = _option(False, forms.switch, "Make errors of all warnings.", kind=bool)
+    levels: Mapping[str, Level] = _option(
+        None,
+        forms.levels,
+        'Levels of single checks by their codes, "error" or "warning".',
+        repeatable=True,
+        flag=None,
+    )
     expected_failures: Mapping[str, str] = _option(
         None,
         forms.expected_failures,
@@ -237,13 +248,11 @@ def checked(given: Mapping[str, object], place: Callable[[Option], str]) -> dict
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked options, a later layer winning; expected failures add up."""
+    """Checked options, a later layer winning; expected failures and levels add up by code."""
     found: dict[str, Any] = {}
     for layer in layers:
-        reasons = {**found.get("expected_failures", {}), **layer.get("expected_failures", {})}
-        found |= layer
-        if reasons:
-            found["expected_failures"] = reasons
+        by_code = {name: {**found.get(name, {}), **layer.get(name, {})} for name in ("expected_failures", "levels")}
+        found |= {**layer, **{name: table for name, table in by_code.items() if table}}
     return found
 
 

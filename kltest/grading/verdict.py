@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from kltest.checks import CHECKS, Check, Found
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, proportion
-from kltest.report import CheckResult, Verdict
+from kltest.report import CheckResult, Level, Verdict
 from kltest.truth import render
 
 # A check on the left is not reported for rows that one on the right accounts for: the right one names the cause.
 CAUSES = {
     "KL101": ("KL510",),
-    "KL106": ("KL203", "KL204", "KL402", "KL403", "KL510"),
+    "KL106": ("KL203", "KL204", "KL207", "KL402", "KL403", "KL510"),
     "KL509": ("KL510",),
 }
 LEFTOVER = "KL105"
@@ -81,7 +81,21 @@ def selected_codes(select: Collection[str], ignore: Collection[str]) -> list[str
     ]
 
 
-def run_checks(findings: Findings, codes: Iterable[str], expected: ExpectedFailures) -> list[CheckResult]:
+@dataclass(frozen=True)
+class Levels:
+    """Levels as asked for: by code, or all of them errors."""
+
+    by_code: Mapping[str, Level] = field(default_factory=dict)
+    strict: bool = False
+
+    def of(self, code: str, own: Level) -> Level:
+        """Return the level of a check whose own level is given."""
+        return "error" if self.strict else self.by_code.get(code, own)
+
+
+def run_checks(
+    findings: Findings, codes: Iterable[str], expected: ExpectedFailures, levels: Levels
+) -> list[CheckResult]:
     """Return the result of each check, and mark the rows whose checks are all expected to fail.
 
     A check fails if it accounts for a disagreeing row, or if its own experiment finds something.
@@ -95,7 +109,7 @@ def run_checks(findings: Findings, codes: Iterable[str], expected: ExpectedFailu
     if LEFTOVER in explained:
         named = [row for rows in explained.values() for row in rows]
         explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
-    results = [expected.result(_result(CHECKS[code], explained[code], findings)) for code in codes]
+    results = [expected.result(_result(CHECKS[code], explained[code], findings, levels)) for code in codes]
     findings.rows = [expected.row(row, explained) for row in findings.rows]
     findings.notes += expected.notes(results, explained)
     return results
@@ -112,13 +126,17 @@ def _deciding(codes: Collection[str], expected: ExpectedFailures) -> list[str]:
 def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = "") -> Verdict:
     """Return the first of error, refuted, inconclusive and confirmed that applies.
 
-    A disagreeing row or a failed check refutes, unless it is expected; so does a check that passes unexpectedly.
+    A disagreeing row or a failed check of level error refutes, unless it is expected; so does a check that passes
+    unexpectedly. A row or a check of level error that is inconclusive makes the verdict so; warnings never do.
     """
+    results = list(results)
     if error:
         return "error"
     if any(result.refutes for result in results) or any(row.refutes for row in findings.rows):
         return "refuted"
     if not findings.rows or any(row.agrees is None for row in findings.rows):
+        return "inconclusive"
+    if any(result.status == "inconclusive" and not result.warns for result in results):
         return "inconclusive"
     return "confirmed"
 
@@ -145,18 +163,22 @@ def _tells(check: Check, row: Row, findings: Findings) -> str:
     return _words(row)
 
 
-def _result(check: Check, rows: list[Row], findings: Findings) -> CheckResult:
+def _result(check: Check, rows: list[Row], findings: Findings, levels: Levels) -> CheckResult:
+    found = _found(check, rows, findings)
+    status, message = found.status, found.message
+    level = levels.of(check.code, found.level or check.level)
+    fix = check.remedy if status == "fail" else ""
+    return CheckResult(check.code, check.name, status, message, fix, level=level)
+
+
+def _found(check: Check, rows: list[Row], findings: Findings) -> Found:
     if rows:
         words = "; ".join(f"{row.where}: {_tells(check, row, findings)}" for row in rows)
-        return CheckResult(check.code, check.name, "fail", f"{check.title}. Found {words}.", check.remedy)
+        return Found(f"{check.title}. Found {words}. {check.remark(findings)}".rstrip())
     if reason := check.moot(findings):
-        return CheckResult(check.code, check.name, "skip", reason)
-    found = _examined(check, findings)
-    if found is None:
-        return CheckResult(check.code, check.name, "pass")
-    if found.status != "fail":
-        return CheckResult(check.code, check.name, found.status, found.message)
-    return CheckResult(check.code, check.name, "fail", f"{check.title}. {found.message}", check.remedy)
+        return Found(reason, "skip")
+    found = _examined(check, findings) or Found("", "pass")
+    return replace(found, message=f"{check.title}. {found.message}") if found.status == "fail" else found
 
 
 def _examined(check: Check, findings: Findings) -> Found | None:

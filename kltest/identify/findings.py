@@ -94,7 +94,10 @@ class Observed:
 
 @dataclass
 class Findings:
-    """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it."""
+    """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
+
+    `scale` is the constant c if the rows agree up to scale; `expect` is then c times what was declared.
+    """
 
     expect: Combination
     placement: str
@@ -103,6 +106,7 @@ class Findings:
     measure: Measure
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    scale: float | None = None
     _results: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -25,10 +25,7 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
     if inspect.isclass(function):
         function = _instance(function, name)
     described_by = function.forward if isinstance(function, torch.nn.Module) else function
-    inner = without_partials(described_by)
-    if not (inspect.isroutine(inner) or inspect.isclass(inner)):
-        inner = type(inner).__call__
-    inner = inspect.unwrap(inner)
+    inner = inner_of(function)
     if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
         kind = "a generator" if inspect.isgeneratorfunction(inner) else "an async function"
         raise UsageError(f"{name} is {kind}; a loss is a plain function that returns its value")
@@ -84,6 +81,14 @@ def _instance(kind: type, name: str) -> Any:
         raise
     except BaseException as error:
         raise failure(f"building {name}()", error, source_file(kind)) from error
+
+
+def inner_of(function: Any) -> Any:
+    """Return the function that runs when a callable is called, without partials and wrappers."""
+    inner = without_partials(function.forward if isinstance(function, torch.nn.Module) else function)
+    if not (inspect.isroutine(inner) or inspect.isclass(inner)):
+        inner = type(inner).__call__
+    return inspect.unwrap(inner)
 
 
 def without_partials(function: Any) -> Any:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from kltest.errors import KltestError, TargetError, UsageError
-from kltest.estimators.spec import Credit, Placement, Spec
+from kltest.estimators.spec import Credit, Place, Spec
 from kltest.loss.arguments import Stub
+from kltest.loss.beside import Beside
+from kltest.loss.building import Built
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import FieldOf, arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
@@ -25,11 +27,11 @@ from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.jax.recognition import is_for_jax
 from kltest.loss.modes import eagerly, unusual_input
 from kltest.loss.outcome import Call, Outcome
-from kltest.loss.placement import place
+from kltest.loss.placement import ROW_FIELDS, place, with_rewards
 from kltest.loss.precision import PrecisionTrace, lowest_precision
-from kltest.loss.results import Result, check_finite, read, with_stored
+from kltest.loss.results import Result, check_finite, with_stored
 from kltest.loss.stored_metrics import StoredMetrics
-from kltest.loss.view import INPUT_FORMS, ROW_FIELDS, InputForm, RolloutView, made_unambiguous, unambiguous
+from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
 from kltest.rollout import LEAVES, NotGivenError, Rollout
 
 _TRACED_ROWS = 4096
@@ -41,7 +43,7 @@ def bind(
     call: Call | None = None,
     name: str | None = None,
     *,
-    receiver: Stub | None = None,
+    receiver: Stub | Built | None = None,
     spec: Spec | None = None,
     notes: tuple[str, ...] = (),
 ) -> Loss:
@@ -80,6 +82,7 @@ class Loss:
         fields: the field that fills each parameter.
         settings: the arguments that were given.
         takes_beta: True if it is called at β and at 0; its objective is the difference over β.
+        placement: where its values are placed; `shaped`: with their sign changed; `unrewarded`: for rewards of zero.
         fixed_beta: the coefficient at which the KL part is taken, None for the rollout's own.
         costly: True if it says of itself that a call takes milliseconds.
         form: the form in which it last took its fields, None before the first call.
@@ -94,24 +97,28 @@ class Loss:
         function: Callable[..., Any],
         parameters: list[inspect.Parameter],
         call: Call,
-        receiver: Stub | None,
+        receiver: Stub | Built | None,
         spec: Spec | None,
         notes: tuple[str, ...],
     ) -> None:
         self.name, self.function, self.parameters, self.receiver, self.spec = name, function, parameters, receiver, spec
-        self.fillings = fill(name, parameters, call)
+        self.fillings = fill(name, parameters, call, function)
         # First, since a number given for β makes a filling of it.
         self.fixed_beta = fixed_beta(self.fillings, call)
         self.fields = {key: filling.name for key, filling in self.fillings.items() if isinstance(filling, FieldOf)}
-        stubs = [filling for filling in (*self.fillings.values(), receiver) if isinstance(filling, Stub)]
+        stubs = [filling for filling in (receiver, *self.fillings.values()) if isinstance(filling, Stub | Built)]
         self.takes = frozenset(self.fields.values()).union(*(stub.fields() for stub in stubs))
         self.takes_beta = "beta" in self.takes
-        self.placement: Placement = call.placement or (spec.placement if spec else "loss")
+        placement = call.placement or (spec.placement if spec else "loss")
+        self.shaped = self.unrewarded = placement == "shaped-reward"
+        self.asked_placement = call.placement
+        self.placement: Place = "reward" if placement == "shaped-reward" else placement
         self.credit: Credit = call.credit or (spec.credit if spec else "return")
         self.settings: Mapping[str, object] = call.arguments
         self.costly = bool(getattr(function, "costly", False))
         self.form: InputForm | None = None
-        self.notes = list(notes)
+        self._built = [stub for stub in stubs if isinstance(stub, Built)]
+        self.notes = [*notes, *(built.note() for built in self._built)]
         self.writes: dict[str, str] = {}
         self.made_trainable: set[str] = set()
         self._forms: tuple[InputForm, ...] = INPUT_FORMS
@@ -119,6 +126,7 @@ class Loss:
         self._must_be_finite = True
         self._traced: list[torch.dtype] | None = None
         self._stored = StoredMetrics(function)
+        self._beside = Beside(function)
 
     def for_experiments(self, floats: torch.dtype | None = None) -> Loss:
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
@@ -173,7 +181,7 @@ class Loss:
             results[f"{self.name} at β = 0"] = without
             if without.returned not in (result.returned, "scalar"):
                 raise TargetError(f"{self.name} returned {result.returned} at β = {beta}, {without.returned} at β = 0")
-            loss = (loss - without.loss.to(torch.float64)) / beta
+            loss = (loss - (0.0 if self.shaped else without.loss.to(torch.float64))) / beta
         logp = loss if self.placement == "loss" else rollout.peek("logp")
         placed = place(loss, logp, rollout.peek("mask"), self.placement, self.credit)
         if self._must_be_finite and not math.isfinite(float(placed.detach().sum())):
@@ -212,6 +220,7 @@ class Loss:
 
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, RolloutView]:
         """Call once in the first form of fields that the loss accepts; later calls begin with that form."""
+        rollout = with_rewards(rollout, torch.zeros(len(rollout)).double()) if self.unrewarded else rollout
         # What a loss raises if it needs its fields in another form; JAX raises ValueError for shapes.
         of_jax = (ValueError,) if isinstance(self.function, JaxLoss) else ()
         refusals = (TypeError, IndexError, RuntimeError, AssertionError, *of_jax)
@@ -244,14 +253,14 @@ class Loss:
             if beta == 0 and isinstance(answer, int | float) and not isinstance(answer, bool):
                 # A loss without its KL term may be the number 0.
                 answer = torch.tensor(float(answer), dtype=torch.float64)
-            result = read(self.name, answer, rollout, lists=bool(view.lists))
+            result = self._beside.read(self.name, answer, rollout, bool(view.lists))
             if result.metric is None:
-                fresh = RolloutView(rollout, beta, form, always_copy=bool(self.writes))
-                stored = self._stored.read(before, holders, partial(self._call, fresh))
+                stored = self._stored.read(before, holders, partial(self._call, view.over(rollout)))
                 result = with_stored(result, *stored, rollout)
+            result = self._beside.chosen(result, rollout, view, self._call)
             if result.note and result.note not in self.notes:
                 self.notes.append(result.note)
-            return result, view
+            return (replace(result, loss=-result.loss) if self.shaped else result), view
         raise self._failure(errors[0], beta) from errors[0]
 
     def _call(self, view: RolloutView) -> tuple[Any, list[Any], Mapping[Any, Any]]:
@@ -281,8 +290,9 @@ class Loss:
                 )
 
     def _failure(self, error: BaseException, beta: float) -> KltestError:
-        if isinstance(error, NotGivenError):
-            return UsageError(f"{self.name}: {error}")
+        lacks = str(error) if isinstance(error, NotGivenError) else "".join(one.lacks(error) for one in self._built)
+        if lacks:
+            return UsageError(f"{self.name}: {lacks}")
         at = " (called with β = 0, to take the part that β multiplies)" if self.takes_beta and beta == 0 else ""
         return failure(self.name + at, error, source_file(self.function))
 

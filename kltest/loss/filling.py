@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub, field_asked, fields_listed, split_dotted
+from kltest.loss.building import Built, annotated, configuration
 from kltest.loss.outcome import Call
 from kltest.loss.suggesting import near_spelling, suggested_field
 from kltest.loss.view import RolloutView
@@ -25,22 +26,25 @@ class FieldOf:
     listed: bool = False
 
 
-Filling = FieldOf | Stub | Any
+Filling = FieldOf | Stub | Built | Any
 _LIST_OF_TENSORS = re.compile(r"\b(?:list|List|Sequence|Iterable|tuple|Tuple)\[[^\]]*Tensor\b")
 
 
 def arguments(
-    parameters: list[inspect.Parameter], fillings: Mapping[str, Filling], receiver: Stub | None, view: RolloutView
+    parameters: list[inspect.Parameter],
+    fillings: Mapping[str, Filling],
+    receiver: Stub | Built | None,
+    view: RolloutView,
 ) -> tuple[list[Any], dict[str, Any], list[Any]]:
     """Return the positional and the named arguments of one call, and the objects among them that may keep metrics."""
 
     def value_of(filling: Filling) -> Any:
         if isinstance(filling, FieldOf):
             return view.listed(filling.name) if filling.listed else getattr(view, filling.name)
-        return filling.at(view) if isinstance(filling, Stub) else filling
+        return filling.at(view) if isinstance(filling, Stub | Built) else filling
 
     values = {key: value_of(filling) for key, filling in fillings.items()}
-    holders = [values[key] for key, filling in fillings.items() if isinstance(filling, Stub | Mapping)]
+    holders = [values[key] for key, filling in fillings.items() if isinstance(filling, Stub | Built | Mapping)]
     positional: list[Any] = []
     if receiver is not None:
         positional.append(receiver.at(view))
@@ -53,10 +57,12 @@ def arguments(
     return positional, named, holders
 
 
-def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str, Filling]:
+def fill(
+    name: str, parameters: list[inspect.Parameter], call: Call, function: Callable[..., Any]
+) -> dict[str, Filling]:
     """Return the filling of each parameter; those that keep their default are left out.
 
-    Raises UsageError if nothing fills a parameter, or if no parameter takes an argument.
+    Raises UsageError that names all parameters that nothing fills, or an argument that no parameter takes.
     """
     plain, dotted = split_dotted(call.arguments)
     fillings: dict[str, Filling] = {}
@@ -76,16 +82,27 @@ def fill(name: str, parameters: list[inspect.Parameter], call: Call) -> dict[str
         fillings[key] = value if asked is None else FieldOf(asked)
     for key, attributes in dotted.items():
         fillings[key] = Stub(key, attributes)
+    missing: dict[str, str] = {}
     for parameter in fillable:
+        if parameter.name in dotted:
+            fillings[parameter.name] = (
+                configuration(parameter, function, dotted[parameter.name]) or fillings[parameter.name]
+            )
         if parameter.name not in fillings:
             field = field_named(parameter.name)
             if field is not None:
                 fillings[parameter.name] = FieldOf(field)
             elif parameter.default is parameter.empty:
-                raise _cannot_fill(name, parameter.name, parameters)
+                if (made := configuration(parameter, function, {})) is not None:
+                    fillings[parameter.name] = made
+                else:
+                    kind = annotated(parameter, function)
+                    missing[parameter.name] = f"{kind.__name__} is not built by its defaults" if kind else ""
         filling = fillings.get(parameter.name)
         if isinstance(filling, FieldOf) and wants_lists(parameter.annotation):
             fillings[parameter.name] = replace(filling, listed=True)
+    if missing:
+        raise _cannot_fill(name, missing, parameters)
     return fillings
 
 
@@ -96,17 +113,23 @@ def wants_lists(annotation: Any) -> bool:
     return found > 0 and "Tensor" not in left
 
 
-def _cannot_fill(name: str, parameter: str, parameters: list[inspect.Parameter]) -> UsageError:
-    near = suggested_field(parameter)
-    hint = f" (did you mean {near}, --arg {parameter}=@{near}?)" if near else ""
+def _cannot_fill(name: str, missing: Mapping[str, str], parameters: list[inspect.Parameter]) -> UsageError:
+    """Name all parameters that nothing fills; `missing` gives for each why not, if there is something to say."""
+    near = {parameter: field for parameter in missing if (field := suggested_field(parameter)) is not None}
+    guesses = [f"did you mean {field}, --arg {parameter}=@{field}?" for parameter, field in near.items()]
+    hints = "; ".join([*guesses, *filter(None, missing.values())])
+    words = list(map(repr, missing))
     table = "\n".join(
         f"  {field:10} {entry.shape:12} {entry.meaning}"
         + (f"; also {', '.join(entry.aliases)}" if entry.aliases else "")
         for field, entry in FIELDS.items()
     )
+    which = f"parameters {', '.join(words[:-1])} and {words[-1]}" if words[1:] else f"parameter {words[0]}"
+    whose, own = ("each", "NAME") if words[1:] else ("it", next(iter(missing)))
     return UsageError(
-        f"the parameter {parameter!r} of {name}({_shown(parameters)}) cannot be filled{hint}. Give it a value with "
-        f"--arg {parameter}=VALUE, or a field of the rollout with --arg {parameter}=@FIELD. "
+        f"the {which} of {name}({_shown(parameters)}) cannot be filled{hints and f' ({hints})'}. Give {whose} a value "
+        f"with --arg {own}=VALUE, a field of the rollout with --arg {own}=@FIELD, or, where an object is wanted, its "
+        f"attributes with --arg {own}.ATTRIBUTE=VALUE (as --arg config.beta=0.1). "
         f"Parameters of these names are filled by themselves:\n{table}"
     )
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import inspect
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 from kltest.loss.frames import describe, failure
 from kltest.loss.importing import Found, attribute, package_of, searching, source_of
 from kltest.loss.syntax import compiled, is_plain, names_bound, names_read, parse
+from kltest.rollout import field_named
 
 _PREFIX = "kltest_lifted_"
 
@@ -45,6 +48,8 @@ def lift(path: Path, names: str, *, because: BaseException) -> Found:
         text = f"{head} could not be lifted out of {path.name} ({vars(thing)['_why']}), and importing the file"
         raise failure(text, because, str(path)) from because
     found = attribute(SimpleNamespace(**{head: thing}), names, str(path))
+    for taking in (found.function, getattr(found.owner, "__init__", None)):
+        lifter.define_annotations(taking)
     note = f"{names} was lifted out of {path.name} by its syntax tree, since importing the file failed: "
     left_out = (note for each in lifter.family.values() for note in each.notes)
     return Found(found.function, found.owner, (note + describe(because), *left_out))
@@ -136,6 +141,14 @@ class _Lifter:
             self.namespace[name] = _Absent(name, f"no statement of {self.path.name} that ran gives it a value")
         else:
             self._from_stars(name)
+
+    def define_annotations(self, function: Any) -> None:
+        """Define the classes that annotate parameters which nothing else fills: they may be configurations."""
+        for parameter in inspect.signature(function).parameters.values() if inspect.isfunction(function) else ():
+            if parameter.default is parameter.empty and field_named(parameter.name) is None:
+                for name in re.findall(r"\w+", str(parameter.annotation)):
+                    if name in self.units:
+                        self.define(name)
 
     def _execute(self, name: str, unit: ast.stmt) -> None:
         for needed in names_read(unit, self.path):

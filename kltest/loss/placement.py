@@ -14,12 +14,21 @@ import torch
 from torch import Tensor
 
 from kltest.errors import TargetError
-from kltest.estimators.spec import Credit, Placement
+from kltest.estimators.spec import Credit, Place
+from kltest.rollout import Rollout
+
+ROW_FIELDS = frozenset({"reward", "advantage"})
+"""Fields of one number a rollout, which many trainers repeat for every token."""
 
 
-def place(
-    value: Tensor, logp: Tensor, mask: Tensor, placement: Placement = "loss", credit: Credit = "return"
-) -> Tensor:
+def with_rewards(rollout: Rollout, rewards: Tensor) -> Rollout:
+    """Return the same batch, with fresh leaves, in which these are rewards and advantages."""
+    other = rollout.replace(**dict.fromkeys(ROW_FIELDS, rewards))
+    other.accessed = rollout.accessed
+    return other
+
+
+def place(value: Tensor, logp: Tensor, mask: Tensor, placement: Place = "loss", credit: Credit = "return") -> Tensor:
     """Return the losses (B,) of the rollouts, whose mean is to be differentiated; a scalar stays a scalar.
 
     Args:
@@ -62,7 +71,7 @@ def _paid_last(value: Tensor, live: Tensor) -> Tensor:
     return torch.where(live & (live_from_here == 1), value[:, None], 0.0)
 
 
-def _check(value: Tensor, mask: Tensor, placement: Placement) -> None:
+def _check(value: Tensor, mask: Tensor, placement: Place) -> None:
     rows, tokens = mask.shape
     if value.dim() == 0 and placement != "loss":
         raise TargetError(

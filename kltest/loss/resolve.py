@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kltest.errors import UsageError
-from kltest.loss.arguments import Stub
+from kltest.loss.building import stand_in
 from kltest.loss.calling import Loss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Found, ImportFailedError, attribute, import_by_name, import_file, source_of
@@ -36,7 +36,7 @@ def resolve(text: str, call: Call | None = None) -> Loss:
     found, receiver = _function(target), None
     if found.owner is not None:
         attributes = {key[5:]: value for key, value in call.arguments.items() if key.startswith("self.")}
-        receiver = Stub("self", attributes, found.owner)
+        receiver = stand_in("self", found.owner, attributes)
         call = replace(call, arguments={k: v for k, v in call.arguments.items() if not k.startswith("self.")})
     return bind(found.function, call, text.strip(), receiver=receiver, notes=found.notes)
 

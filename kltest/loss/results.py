@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,16 @@ from kltest.loss.callables import kind_of
 from kltest.loss.outcome import Returned
 from kltest.rollout import Rollout
 
-ACCEPTED = "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, or (loss, metric, metric, …)"
+ACCEPTED = (
+    "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, (loss, metric, metric, …) with "
+    'metrics that have no gradient, or a dict, named tuple or dataclass with a "loss"'
+)
+_WHOLE = ("loss", "total_loss")
+Names = Callable[[int], Sequence[str]]
+
+
+def _nameless(count: int) -> Sequence[str]:
+    return [""] * count
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class Result:
     """A loss as returned, before placement; `metric` is the logged KL, a copy, float64; `note` is for the report.
 
     `logged` is that KL itself, as the loss left it; `stored` says that the loss keeps it and did not return it.
+    `beside` are tensors and numbers that it returned beside the loss, by name: the logged KL may be among them.
     """
 
     loss: Tensor
@@ -32,19 +42,33 @@ class Result:
     note: str | None = None
     logged: Any = None
     stored: bool = False
+    beside: tuple[tuple[str, Any], ...] = ()
 
 
-def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Result:
+@dataclass(frozen=True)
+class _Parts:
+    loss: Any
+    metrics: Any = None
+    note: str | None = None
+    beside: tuple[tuple[str, Any], ...] = ()
+
+
+def read(
+    name: str, answer: Any, rollout: Rollout, *, lists: bool = False, names: Names = _nameless, aux: bool = False
+) -> Result:
     """Return the loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
 
     A list of one tensor a rollout is put together; of one number a rollout only where the loss was given `lists`.
+    `names` gives the names of so many items of a tuple without any. `aux`: that the second item of a pair has a
+    gradient does not tell that it is a loss.
     """
     live = rollout.peek("mask") != 0
     shape = tuple(live.shape)
     answer = _joined(answer, live, lists)
     if isinstance(answer, list | tuple) and answer and isinstance(answer[0], list | tuple):
         answer = (_joined(answer[0], live, lists), *answer[1:])
-    loss, metrics, note = _split(name, answer, shape)
+    parts = _split(name, answer, shape, names, aux)
+    loss, metrics = parts.loss, parts.metrics
     if not isinstance(loss, Tensor):
         _refuse(name, loss)
     if not loss.dtype.is_floating_point:
@@ -60,23 +84,32 @@ def read(name: str, answer: Any, rollout: Rollout, *, lists: bool = False) -> Re
         )
     # A list of metrics, and metrics of other names, are ignored.
     logged = _joined(metrics.get("kl"), live, lists) if isinstance(metrics, Mapping) else None
-    metric = None if logged is None else _as_metric(logged, shape)
+    metric = None if logged is None else as_metric(logged, rollout)
     if logged is not None and metric is None:
         raise TargetError(
             f'{name} logged {kind_of(logged)} as metrics["kl"]; it must be a number or a tensor of shape (), '
             f"{(shape[0],)} or {shape}"
         )
-    return Result(loss, returned, metric, note, logged)
+    return Result(loss, returned, metric, parts.note, logged, beside=parts.beside)
 
 
 def with_stored(result: Result, number: Any, item: Any, note: str, rollout: Rollout) -> Result:
     """Return the result with a KL that the loss stored (`item`), if that is a number or a tensor of a known shape."""
     if number is None and not note:
         return result
-    metric = None if number is None else _as_metric(number, tuple(rollout.peek("mask").shape))
+    metric = None if number is None else as_metric(number, rollout)
     if metric is None:
         return replace(result, note=result.note or note or None)
     return replace(result, metric=metric, logged=item, stored=True)
+
+
+def as_metric(logged: Any, rollout: Rollout) -> Tensor | None:
+    """Return a copy as float64: what the loss logged may share memory with tensors that it uses again."""
+    try:
+        metric = torch.as_tensor(logged, dtype=torch.float64).detach().cpu().to_dense().clone()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return None if _kind(metric, tuple(rollout.peek("mask").shape)) is None else metric
 
 
 def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str, str]) -> None:
@@ -104,6 +137,8 @@ def _joined(answer: Any, live: Tensor, lists: bool) -> Any:
         return answer
     if not all(isinstance(item, Tensor) and item.is_floating_point() for item in answer):
         return answer
+    if not lists and len(answer) == 2 and answer[0].requires_grad > answer[1].requires_grad:
+        return answer  # a loss and what is logged
     if [tuple(item.shape) for item in answer] == [(int(length),) for length in live.sum(dim=1)]:
         tokens = torch.cat(list(answer))
         return tokens.new_zeros(live.shape).masked_scatter(live, tokens)
@@ -112,34 +147,58 @@ def _joined(answer: Any, live: Tensor, lists: bool) -> Any:
     return answer
 
 
-def _split(name: str, answer: Any, shape: tuple[int, ...]) -> tuple[Any, Any, str | None]:
-    """Return the loss, its metrics, and a sentence for the report."""
+def _split(name: str, answer: Any, shape: tuple[int, ...], names: Names, aux: bool) -> _Parts:
+    """Take an answer apart into the loss and what stands beside it."""
+    entries = _entries(answer)
+    if entries is not None and "loss" in entries:
+        beside = [(str(key), item) for key, item in entries.items() if key != "loss"]
+        metrics = next((item for _, item in beside if isinstance(item, Mapping) and "kl" in item), None)
+        note = f"Of the {type(answer).__name__} that it returned ({', '.join(map(str, entries))}) its loss was taken"
+        return _Parts(entries["loss"], metrics, note, tuple(beside))
     if not isinstance(answer, list | tuple):
-        return answer, None, None
+        return _Parts(answer)
+    if answer and isinstance(answer[0], Tensor):
+        if len(answer) == 2 and (isinstance(answer[1], list | tuple) or _entries(answer[1]) is not None):
+            return _Parts(answer[0], _entries(answer[1]))
+        known = list(entries) if entries is not None else names(len(answer))
+        if len(answer) == 2:
+            one_loss = aux or _is_logged(answer[1], named=known[0] in _WHOLE and not known[1].endswith("loss"))
+        else:
+            one_loss = len(answer) > 2 and sum(_could_be_the_loss(item, shape) for item in answer) < 2
+        if one_loss:
+            labels = [label or type(item).__name__ for label, item in zip(known, answer, strict=True)]
+            note = f"Of the {len(answer)} items that it returned ({', '.join(labels)}) the first was taken as the loss"
+            metrics = next((item for item in answer if isinstance(item, Mapping)), None)
+            return _Parts(answer[0], metrics, note, tuple(zip(labels, answer, strict=True))[1:])
     kinds = ", ".join(
         f"tensor of shape {tuple(i.shape)}" if isinstance(i, Tensor) else type(i).__name__ for i in answer
     )
-    if answer and isinstance(answer[0], Tensor):
-        if len(answer) == 2 and isinstance(answer[1], Mapping | list | tuple):
-            return answer[0], answer[1], None
-        if len(answer) > 2 and sum(_could_be_the_loss(item, shape) for item in answer) < 2:
-            note = f"Of the {len(answer)} items that it returned ({kinds}) the first was taken as the loss."
-            return answer[0], next((item for item in answer if isinstance(item, Mapping)), None), note
-    raise TargetError(f"{name} returned a {type(answer).__name__} of ({kinds}); accepted are {ACCEPTED}.")
+    more = " Which of the two is the loss? Detach what is only logged, or name it." if len(answer) == 2 else ""
+    raise TargetError(f"{name} returned a {type(answer).__name__} of ({kinds}); accepted are {ACCEPTED}.{more}")
+
+
+def _entries(thing: Any) -> Mapping[Any, Any] | None:
+    """Return the named parts of a mapping, a named tuple, a dataclass or an object with a `loss`; else None."""
+    if isinstance(thing, Mapping):
+        return thing
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return dict(zip(thing._fields, thing, strict=True))
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return {field.name: getattr(thing, field.name, None) for field in fields(thing)}
+    held = getattr(thing, "__dict__", {})
+    return held if "loss" in held and not isinstance(thing, Tensor) else None
+
+
+def _is_logged(item: Any, *, named: bool) -> bool:
+    """Return True for the second item of a pair that cannot be the loss, since it has no gradient or by the `named`."""
+    if not isinstance(item, Tensor):
+        return item is None or isinstance(item, float | np.floating)
+    return not item.requires_grad or (named and item.dim() == 0)
 
 
 def _could_be_the_loss(item: Any, shape: tuple[int, ...]) -> bool:
     """Return True if an item could be the loss as well; a scalar is one more metric."""
     return isinstance(item, Tensor) and item.requires_grad and tuple(item.shape) in (shape[:1], shape)
-
-
-def _as_metric(logged: Any, shape: tuple[int, ...]) -> Tensor | None:
-    """Return a copy as float64: what the loss logged may share memory with tensors that it uses again."""
-    try:
-        metric = torch.as_tensor(logged, dtype=torch.float64).detach().cpu().to_dense().clone()
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return None if _kind(metric, shape) is None else metric
 
 
 def _kind(tensor: Tensor, shape: tuple[int, ...]) -> Returned | None:
@@ -165,5 +224,5 @@ def _refuse(name: str, answer: Any) -> None:
     elif isinstance(answer, int | float | np.ndarray | np.generic):
         why = "The loss left torch (`.item()`, `float(…)`, NumPy), so there is nothing to differentiate."
     elif isinstance(answer, Mapping):
-        why = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}; return the loss itself, or (loss, metrics)."
+        why = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}; return (loss, metrics), or the loss as 'loss'."
     raise TargetError(f"{name} returned {what}; accepted are {ACCEPTED}. {why}".strip())

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kltest.loss.placement import ROW_FIELDS
 from kltest.loss.tracked import SMALL, TrackedTensor
 from kltest.rollout import FIELDS, Rollout
-
-ROW_FIELDS = frozenset({"reward", "advantage"})
-"""Fields of one number a rollout, which many trainers repeat for every token."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,10 @@ class RolloutView(Rollout):
         self._base, self._form, self._always_copy = base, form, always_copy
         self._fields: dict[str, TrackedTensor] = {}
         self.lists: dict[str, TrackedTensor] = {}
+
+    def over(self, base: Rollout) -> RolloutView:
+        """Return such a view of another batch, or a fresh one of the same."""
+        return RolloutView(base, self.peek("beta"), self._form, always_copy=self._always_copy or bool(self.writes()))
 
     def __getattr__(self, name: str) -> Any:
         if self._form.lists and name in FIELDS and "T" in FIELDS[name].shape[:6]:

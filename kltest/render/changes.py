@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from kltest.errors import UsageError
 from kltest.render.words import gradient, number, one_line
-from kltest.report import SCHEMA, Report
+from kltest.report import READABLE, SCHEMA, Report
 
 # The same loss on another machine differs by rounding: relative to a number, or up to a bias that counts as zero.
 ROUNDING, NO_BIAS = 1e-6, 1e-9
@@ -84,7 +84,7 @@ def _fault(report: object) -> str:
     """Reason why an object cannot be compared, empty if it can."""
     if not isinstance(report, dict):
         return "it is not an object"
-    if report.get("schema") != SCHEMA:
+    if report.get("schema") not in READABLE:
         return f"its schema is {report.get('schema')!r}, not {SCHEMA!r}"
     for key in ("target", "verdict"):
         if not isinstance(report.get(key), str):

@@ -1,4 +1,4 @@
-"""JSON (schema kltest.grade/1, in grade-1.schema.json): one object for one target, an array for several."""
+"""JSON (schema kltest.grade/2, in grade-2.schema.json): one object for one target, an array for several."""
 
 from __future__ import annotations
 

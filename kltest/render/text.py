@@ -42,6 +42,8 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 
 def _lines(report: Report, terminal: Terminal) -> Iterator[str]:
     verdict = paint(report.verdict.upper(), STYLES[report.verdict], terminal)
+    if report.verdict == "confirmed" and report.expected_failures:
+        verdict += " with an expected failure" + "s" * (len(report.expected_failures) > 1)
     yield f"{verdict}  {paint(one_line(report.target), 'bold', terminal)}"
     yield from wrap(f"{headline(report)}.", terminal)
     yield from wrap(f"declared {one_line(report.expect)} · {settings(report)}", terminal)

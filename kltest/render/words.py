@@ -96,18 +96,31 @@ def headline(report: Report) -> str:
     """Return the verdict as one sentence."""
     target = declared(report) if report.verdict != "error" else ""
     excused = dict.fromkeys(code for row in report.gradients for code in row.excused)
-    exception = f", apart from what {' and '.join(excused)} accounts for, as expected" if excused else ""
+    scales = {row.scale for row in report.gradients} - {None, 1.0}
+    found = f"{target} times {number(scales.pop())}, which agrees up to scale" if scales else target
+    if excused:
+        found = f"{followed(report)}, not {target}: {' and '.join(excused)} failed as expected"
     return {
-        "confirmed": f"the expected gradient is {target}{exception}",
-        "refuted": _refutation(report, f"{target}{exception}", target),
+        "confirmed": f"the expected gradient is {found}",
+        "refuted": _refutation(report, found, target),
         "inconclusive": f"could not be compared with {target}",
         "error": "could not be graded",
     }[report.verdict]
 
 
+def followed(report: Report) -> str:
+    """Return the gradients that were found, with their environments if there are several."""
+    places: dict[str, list[str]] = {}
+    for row in report.gradients:
+        places.setdefault(gradient(row.identified), []).append(row.environment)
+    if len(places) == 1:
+        return next(iter(places))
+    return "; ".join(f"{name} ({', '.join(dict.fromkeys(where))})" for name, where in places.items())
+
+
 def _refutation(report: Report, found: str, target: str) -> str:
     """Name what refutes: the gradient, else failed checks, else checks that passed though expected to fail."""
-    failed = [check.code for check in report.failed if not check.warns]
+    failed = [check.code for check in report.errors]
     passed = [check.code for check in report.unexpected_passes]
     agrees = bool(report.gradients) and all(row.agrees is not None and not row.refutes for row in report.gradients)
     if not agrees or not (failed or passed):

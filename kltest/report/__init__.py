@@ -1,4 +1,4 @@
-"""Reports as plain data, in the shape of the published JSON (schema kltest.grade/1)."""
+"""Reports as plain data, in the shape of the published JSON (schema kltest.grade/2)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ __all__ = [
     "align",
     "format_cell",
 ]
-SCHEMA = "kltest.grade/1"
+SCHEMA = "kltest.grade/2"
+READABLE = ("kltest.grade/1", SCHEMA)
+"""Schemas of earlier reports that can be compared with."""
 Verdict = Literal["confirmed", "refuted", "inconclusive", "error"]
-WARNINGS = "KL8"
+Level = Literal["error", "warning"]
 EXIT_CODES: dict[str, int] = {"confirmed": 0, "refuted": 1, "error": 3, "inconclusive": 4}
 
 
@@ -45,7 +47,8 @@ class GradientRow:
     `identified` is the combination of named gradients that was found, None if there is none, and `expected` the one
     that was declared. `agrees` tells if the two are equal, None if that is inconclusive. `batch` is the number of
     rollouts in a batch: 1, or more if a loss couples the rows of a batch. `excused` holds the codes of the expected
-    failures that account for a disagreement, which then does not refute.
+    failures that account for a disagreement, which then does not refute. `scale` is 1 if the gradient is the declared
+    one, c if it is c times that and agrees up to scale, else None; `expected` is the declared one times that c.
 
     If the method is "sampled", the relative bias lies in `interval` except with probability `error_rate` (for all rows
     together; in the limit of many samples if `asymptotic`), and the row agrees if the interval ends below `margin`. At
@@ -72,6 +75,7 @@ class GradientRow:
     samples: int | None = None
     interval: tuple[float, float] | None = None
     asymptotic: bool | None = None
+    scale: float | None = None
 
     @property
     def refutes(self) -> bool:
@@ -93,7 +97,9 @@ class ValueRow:
 class CheckResult:
     """Result of one check: `message` says what happened and why it matters, `fix` what to change.
 
-    `excused` is the reason why a failure was expected. A check that fails as expected does not refute; one that passes
+    The `level` of a failure is "error" if the expected gradient or the logged value is wrong on ordinary input, and
+    "warning" if only extreme input, low precision, noise or efficiency is at stake: warnings do not refute. `excused`
+    is the reason why a failure was expected. A check that fails as expected does not refute; one that passes
     unexpectedly does.
     """
 
@@ -103,6 +109,7 @@ class CheckResult:
     message: str = ""
     fix: str = ""
     excused: str = ""
+    level: Level = "error"
 
     @property
     def words(self) -> str:
@@ -111,8 +118,8 @@ class CheckResult:
 
     @property
     def warns(self) -> bool:
-        """True if a failure only warns (the variance family)."""
-        return self.code.startswith(WARNINGS)
+        """True if a failure only warns."""
+        return self.level == "warning"
 
     @property
     def passed_unexpectedly(self) -> bool:
@@ -135,7 +142,7 @@ class Report:
     Attributes:
         target: Name of the loss, as the user gave it.
         expect: The declared gradient, as `--expect` takes it.
-        placement: "loss", "reward" or "both".
+        placement: "loss", "reward", "shaped-reward" or "both".
         seed: Seed of the instances and of the padding.
         versions: Versions of kltest, Python, NumPy and torch; they make numbers reproducible.
         verdict: "confirmed", "refuted", "inconclusive" or "error".
@@ -176,8 +183,19 @@ class Report:
 
     @property
     def failed(self) -> list[CheckResult]:
-        """The checks that failed and were not expected to, in the order of their codes; warnings are among them."""
-        return [check for check in self.checks if check.status == "fail" and not check.excused]
+        """The checks that failed and were not expected to: errors first, then warnings, each in the order of codes."""
+        failed = [check for check in self.checks if check.status == "fail" and not check.excused]
+        return sorted(failed, key=lambda check: check.warns)
+
+    @property
+    def errors(self) -> list[CheckResult]:
+        """The checks that refute by failing."""
+        return [check for check in self.failed if not check.warns]
+
+    @property
+    def warnings(self) -> list[CheckResult]:
+        """The checks that failed and only warn."""
+        return [check for check in self.failed if check.warns]
 
     @property
     def expected_failures(self) -> list[CheckResult]:

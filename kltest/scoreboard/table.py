@@ -10,7 +10,7 @@ from typing import Any
 from pandas import DataFrame
 
 from kltest.adapters import DEPTHS, NAMES, Setting, find
-from kltest.report import WARNINGS
+from kltest.checks import CHECKS
 from kltest.scoreboard.rows import Row
 from kltest.truth import render
 
@@ -149,8 +149,8 @@ def _gradient(identified: Mapping[str, float] | None) -> str:
 def _codes(each: Row) -> str:
     """The checks that failed; those that only warn behind them."""
     codes = [check["code"] for check in each["failed"]]
-    failed = " ".join(code for code in codes if not code.startswith(WARNINGS))
-    warned = " ".join(code for code in codes if code.startswith(WARNINGS))
+    failed = " ".join(code for code in codes if CHECKS[code].level == "error")
+    warned = " ".join(code for code in codes if CHECKS[code].level == "warning")
     return failed + (f"{' · ' if failed else ''}warns: {warned}" if warned else "")
 
 

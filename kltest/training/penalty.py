@@ -136,7 +136,7 @@ class Penalty:
         """
         beta = rollout.peek("beta")
         value, metric = self._returned(rollout, columns, beta)
-        if self.loss.takes_beta and not self.whole:
+        if self.loss.takes_beta and not (self.whole or self.loss.shaped):
             # Of a loss that takes β, the KL term is the difference that β makes.
             value = value - self._returned(rollout, columns, 0.0)[0]
         logged = value.detach() if metric is None else metric

@@ -26,7 +26,7 @@ from kltest.estimators import registry
 from kltest.report import Report
 from kltest.truth import ATLAS
 
-SCHEMA = json.loads((files("kltest.render") / "grade-1.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((files("kltest.render") / "grade-2.schema.json").read_text(encoding="utf-8"))
 LOSSES = """
 import ctypes, os, sys, time
 import torch
@@ -302,7 +302,7 @@ def test_arguments_reach_the_loss(folder):
         (["k3-loss", "--expect", "revers_kl"], ["--expect", "reverse_kl"]),
         (["k3-loss", "--expect", ""], "--expect"),
         (["k3-loss", "--expect", "2*"], "--expect"),
-        (["k3-loss", "--placement", "rewards"], ["--placement", "did you mean reward", "loss, reward, both"]),
+        (["k3-loss", "--placement", "rewards"], ["--placement", "did you mean reward", "reward, shaped-reward, both"]),
         (["k3-loss", "--credit", "togo"], ["--credit", "did you mean to-go"]),
         (["k3-loss", "--environment", "bandits"], ["--environment", "did you mean bandit", "ragged"]),
         (["k3-loss", "--environment", ","], "--environment"),

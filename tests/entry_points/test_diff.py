@@ -186,7 +186,7 @@ GOOD = json.loads(OLD.to_json())
         (b"[]", "there is no report"),
         (b"3", "not an object"),
         (b"{}", "schema is None"),
-        (json.dumps({**GOOD, "schema": "kltest.grade/2"}).encode(), "kltest.grade/2"),
+        (json.dumps({**GOOD, "schema": "kltest.grade/3"}).encode(), "kltest.grade/2"),
         (json.dumps([GOOD, {**GOOD, "verdict": None}]).encode(), "entry 2"),
         (json.dumps({**GOOD, "target": 3}).encode(), "target is not a text"),
         (json.dumps({**GOOD, "gradients": [3]}).encode(), "gradients"),

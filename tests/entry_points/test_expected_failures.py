@@ -116,7 +116,7 @@ def test_no_excuse_covers_a_loss_that_crashes_or_cannot_be_judged():
 
 def test_a_warning_may_be_excused_and_its_excuse_may_be_stale():
     excuses = ExpectedFailures({"KL802": WHY})
-    warned = excuses.result(CheckResult("KL802", "inefficient", "fail", "noisy"))
+    warned = excuses.result(CheckResult("KL802", "inefficient", "fail", "noisy", level="warning"))
     assert (warned.excused, warned.refutes) == (WHY, False)
     assert excuses.result(CheckResult("KL802", "inefficient", "pass")).refutes
     assert not excuses.result(CheckResult("KL802", "inefficient", "skip")).refutes

@@ -183,7 +183,7 @@ def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monk
     from kltest.grading.verdict import ExpectedFailures
     from kltest.report import CheckResult, Report
 
-    noisy = CheckResult("KL802", "inefficient", "fail", "noisier than need be")
+    noisy = CheckResult("KL802", "inefficient", "fail", "noisier than need be", level="warning")
 
     def canned(loss, *, name, expected_failures, **options):
         checks = [ExpectedFailures(expected_failures).result(noisy)]

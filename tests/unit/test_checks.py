@@ -49,10 +49,10 @@ def test_the_wrong_loss_fails_the_check(check):
     report = kltest.grade(check.wrong, **check.options, **where, select=() if others else check.code)
     assert not report.error
     assert check.code in codes(report)
-    assert report.verdict == ("confirmed" if check.code.startswith("KL8") else "refuted")
+    (result,) = (result for result in report.checks if result.code == check.code)
+    assert report.verdict == ("confirmed" if result.warns else "refuted")
     if check.code.startswith("KL6"):  # a metric that is no KL is KL601, whatever else is known of it
         assert {code for code in codes(report) if code < "KL8"} <= {check.code, "KL601"}
-    (result,) = (result for result in report.checks if result.code == check.code)
     assert result.message.startswith(check.title)
     assert len(result.message) > len(check.title) + 10  # what was found, with its numbers
     assert check.why not in result.message  # that is `kltest explain`'s
@@ -64,7 +64,9 @@ def test_the_fixed_loss_fails_nothing(check):
     report = graded(check.fixed, **check.options)
     assert report.verdict == "confirmed", (report.error, codes(report))
     assert check.code not in codes(report)
-    assert [code for code in codes(report) if check.code.startswith("KL8") or code < "KL8"] == []
+    # A baseline of the other rollouts in a batch moves with the cut of the batch, in noise only: a warning.
+    others = {code for code in codes(report) if check.code.startswith("KL8") or code < "KL8"}
+    assert others <= ({"KL206"} if check.code == "KL402" else set())
 
 
 @ALL

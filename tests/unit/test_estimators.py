@@ -167,7 +167,7 @@ def test_the_same_function_may_register_again_when_its_module_is_reloaded():
         ({"name": "My KL"}, "lower case"),
         ({"name": "my_kl"}, "hyphens"),
         ({"name": ""}, "name"),
-        ({"placement": "advantage"}, "'advantage' is none of loss, reward, both"),
+        ({"placement": "advantage"}, "'advantage' is none of loss, reward, shaped-reward, both"),
         ({"credit": "discounted"}, "'discounted' is none of return, to-go, immediate"),
         ({"identified": {"fresh": {}}}, "'fresh'.*current, stale"),
         ({"identified": {"current": {"atari": None}}}, "'atari'.*bandit"),

@@ -410,7 +410,7 @@ def test_reports_are_reproducible_and_depend_on_the_seed():
 
 def test_the_json_is_json_without_non_finite_numbers():
     found = json.loads(grade(k1).to_json())
-    assert found["schema"] == "kltest.grade/1"
+    assert found["schema"] == "kltest.grade/2"
     assert found["gradients"][0]["identified"] == {"zero": 1.0}
     assert found["gradients"][0]["cosine"] is None
     assert found["gradients"][0]["relative_bias"] == pytest.approx(1.0)

@@ -417,7 +417,7 @@ def test_the_first_of_many_results_is_the_loss(reduce, more, rollout):
         (lambda logp: logp.detach().numpy(), ["ndarray", "left torch"]),
         (lambda logp: None, ["None", "return"]),
         (lambda logp: "loss", ["a str"]),
-        (lambda logp: {"loss": logp.sum()}, ["'loss'", "(loss, metrics)"]),
+        (lambda logp: {"policy": logp.sum()}, ["'policy'", "(loss, metrics)"]),
         (lambda logp: (logp, logp), ["tuple of (tensor of shape (15, 3)"]),
         (lambda logp: (logp.sum(), 3), ["int"]),
         (lambda logp: (logp, 2 * logp.sum(1), 3), ["tensor of shape (15, 3), tensor of shape (15,), int"]),

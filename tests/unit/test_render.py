@@ -21,7 +21,7 @@ from kltest.errors import UsageError
 from kltest.render import FORMATS, Terminal, render
 from kltest.report import CheckResult, GradientRow, Report, ValueRow
 
-SCHEMA = json.loads((files("kltest.render") / "grade-1.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((files("kltest.render") / "grade-2.schema.json").read_text(encoding="utf-8"))
 JUNIT = Path(__file__).parents[1] / "junit.xsd"
 NASTY = "a<b>&\"'`|\n\r%:,\x1b[31m\x00\ud800\u2028\u202e]]>--*_[x](http://y)@me-->é∇\ufffe"
 
@@ -67,7 +67,7 @@ REFUTED = replace(
     value=[ValueRow("bandit", "current", "kl", 1e-16, 0.5)],
     checks=[
         CheckResult("KL102", "forward-kl-gradient", "fail", "follows the other KL", "use k1 in the reward"),
-        CheckResult("KL802", "inefficient", "fail", "noisier than need be", "centre it"),
+        CheckResult("KL802", "inefficient", "fail", "noisier than need be", "centre it", level="warning"),
     ],
     notes=["lifted out of loss.py"],
 )
@@ -85,7 +85,7 @@ HOSTILE = replace(
     gradients=[row(agrees=False, note=NASTY), *REFUTED.gradients],
     checks=[CheckResult("KL102", NASTY, "fail", NASTY, NASTY), CheckResult("KL103", NASTY, "skip", NASTY)],
 )
-WARNED = replace(CONFIRMED, checks=[CheckResult("KL802", "inefficient", "fail", "noisy", "centre it")])
+WARNED = replace(CONFIRMED, checks=[CheckResult("KL802", "inefficient", "fail", "noisy", "centre it", level="warning")])
 CODE = "def fixed(logp, ref_logp):\n    u = logp - ref_logp\n\n    return u.sum(-1) ** 2 / 2"
 FIXED = replace(REFUTED, checks=[CheckResult("KL102", "forward-kl-gradient", "fail", "wrong", f"square it\n\n{CODE}")])
 EXPECTED_FAILURE = replace(
@@ -335,7 +335,11 @@ def test_text_shows_code_as_it_stands_however_narrow():
     ("report", "said"),
     [
         (CONFIRMED, "the expected gradient is ∇KL(π‖ref)"),
-        (EXPECTED_FAILURE, "the expected gradient is ∇KL(π‖ref), apart from what KL201 accounts for, as expected"),
+        (
+            EXPECTED_FAILURE,
+            "the expected gradient is ∇KL(π‖ref) (bandit); E_π[Σ_t ∇KL_t(π‖ref)] (sequence), not ∇KL(π‖ref): "
+            "KL201 failed as expected",
+        ),
         (REFUTED, "the loss does not follow ∇KL(π‖ref) as declared"),
         (HYGIENE, "the expected gradient is ∇KL(π‖ref), but KL501 failed"),
         (UNEXPECTED_PASS, "the expected gradient is ∇KL(π‖ref), but KL201, expected to fail, passed"),

@@ -29,7 +29,7 @@ from kltest.truth import combine, gradient
 
 ENVIRONMENTS = ("bandit", "sequence", "ragged")
 GROUPED = ("group-mean", "group-std", "leave-one-out", "tied-groups-masked")
-SCHEMA = json.loads((files("kltest.render") / "grade-1.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((files("kltest.render") / "grade-2.schema.json").read_text(encoding="utf-8"))
 
 
 def first(environment):

@@ -78,6 +78,19 @@ def flattened(logp, ref_logp, mask):
     return (total * logp)[live].mean()
 
 
+# KL207: a mean over all columns of the batch, padded ones too.
+
+
+def masked_then_mean(logp, ref_logp, mask):
+    return ((logp - ref_logp).where(mask.bool(), 0.0).square() / 2).mean(dim=-1)
+
+
+def mean_of_everything(logp, ref_logp, mask):
+    """One `.mean()` over rows and columns, after a return for each sequence."""
+    total = (logp - ref_logp).where(mask.bool(), 0.0).sum(-1, keepdim=True).detach()
+    return (total * logp.where(mask.bool(), 0.0)).mean()
+
+
 MUTANTS = [
     Mutant("KL201", grpo_token_loss_with_k2, options={"sampler": "current"}),
     Mutant("KL201", exact_next_token_kl),
@@ -88,4 +101,6 @@ MUTANTS = [
     Mutant("KL203", per_row_mean, also=("KL201",)),
     Mutant("KL204", masked_mean, also=("KL201", "KL206")),
     Mutant("KL204", flattened, also=("KL206",)),
+    Mutant("KL207", masked_then_mean, options={"expect": "local_reverse_kl"}),
+    Mutant("KL207", mean_of_everything),
 ]

@@ -12,12 +12,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutant:
-    """A loss that must fail `code`; `also` are the other codes that rightly fail (warnings, KL8xx, need no mention)."""
+    """A loss that must fail `code`; `also` are the other codes that rightly fail (KL8xx need no mention).
+
+    `warns`: its defects are warnings, so that it is confirmed all the same.
+    """
 
     code: str
     loss: Callable[..., Any] | str
     also: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    warns: bool = False
 
     @property
     def name(self) -> str:

@@ -1,6 +1,9 @@
 """KL103: the term pushes the policy away from the reference."""
 
+from kltest.checks.other_reading import other_reading
 from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
+
+remark = other_reading
 
 
 def explains(row: Row, findings: Findings) -> bool:

@@ -3,7 +3,10 @@
 from kltest.checks.check import Found
 from kltest.checks.far_apart import differs_much
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
+from kltest.checks.other_reading import other_reading
 from kltest.identify.findings import Findings, Row
+
+remark = other_reading
 
 
 def explains(row: Row, findings: Findings) -> bool:

@@ -3,6 +3,7 @@
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
+from kltest.checks.check import Found
 from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
 from kltest.truth import render
 
@@ -13,6 +14,17 @@ def explains(row: Row, findings: Findings) -> bool:
         return whole > 0
     partial = proportion(without_sampler(row.identified), local_form(row.expected))
     return partial is not None and partial > 0 and abs(partial - 1) > 1e-6
+
+
+def examine(findings: Findings) -> Found | None:
+    """A constant factor is a warning: agreement up to scale was established when the rows were measured."""
+    if findings.scale is None:
+        return None
+    return Found(
+        f"It is {findings.scale:.6g} times the declared one, at every length and batch size that was tried and also "
+        "with more columns of padding.",
+        level="warning",
+    )
 
 
 def tells(row: Row, findings: Findings) -> str:

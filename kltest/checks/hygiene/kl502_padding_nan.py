@@ -1,25 +1,25 @@
 """KL502: NaN or infinity at a padded position gets through."""
 
-from collections.abc import Callable
+from functools import partial
 from math import inf, nan
 
-import torch
-from torch import Tensor
-
 from kltest.checks.check import Found
-from kltest.checks.hygiene.padding import exchange, not_exchangeable
+from kltest.checks.hygiene.padding import Fill, apart, exchange, not_exchangeable
 from kltest.identify.findings import Findings
+
+HUGE = 1e4
 
 moot = not_exchangeable
 
 
 def examine(findings: Findings) -> Found | None:
-    """Fill padding with NaN and infinities."""
-    return exchange(findings, {"NaN": _constant(nan), "+inf": _constant(inf), "−inf": _constant(-inf)})
-
-
-def _constant(value: float) -> Callable[[str, Tensor], Tensor]:
-    return lambda name, dead: dead if name == "tokens" else torch.full_like(dead, value)
+    """Fill padding with NaN, infinities, and numbers that are no log-probs."""
+    numbers = {"NaN": nan, "+inf": inf, "−inf": -inf}
+    fills: dict[str, Fill] = {name: partial(apart, policy=value, others=value) for name, value in numbers.items()}
+    for sign, other, size in (("", "−", HUGE), ("−", "", -HUGE)):
+        name = f"{sign}{HUGE:g} for the policy and {other}{HUGE:g} for the others"
+        fills[name] = partial(apart, policy=size, others=-size)
+    return exchange(findings, fills)
 
 
 def multiplied(logp, ref_logp, mask):

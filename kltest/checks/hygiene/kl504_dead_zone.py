@@ -23,6 +23,7 @@ from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.moments.differentiate import Experiment
 from kltest.moments.tolerances import TOLERANCES
+from kltest.report import Level
 
 # |u| from a thousandth to a thousand, each a quarter larger than the one before: zones that are open to one side are
 # always met, and so are zones whose width is a quarter of their distance from 0.
@@ -35,7 +36,9 @@ HALVINGS = 40
 # probability nothing is left to pull at, and near 1e-8 code begins to guard against zero. A sequence's log-ratio goes
 # on to grow.
 MET = {"token": 15.0, "sequence": 30.0}
-Level = Literal["gradient", "value"]
+# The largest |u| of a token, and of a whole rollout, that training is sure to reach.
+USUAL_IN_TRAINING = {"token": 5.0, "sequence": 10.0}
+Quantity = Literal["gradient", "value"]
 
 moot = not_comparable
 
@@ -43,15 +46,16 @@ moot = not_comparable
 @shared
 def examine(findings: Findings) -> Found | None:
     """Report the dead zones; if there are none, the plateaus of a gradient that is not the declared one far away."""
-    what: Level = "gradient" if findings.placement == "loss" else "value"
+    what: Quantity = "gradient" if findings.placement == "loss" else "value"
     # Log-ratios that rounding of the log-probs loses are KL508's.
     finest = TOLERANCES[findings.observed.dtype].log_ratio
     scan = Scan(findings.measure.experiment(), what, companions(findings), finest)
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
     if zones := scan.zones():
-        return Found(scan.words(zones, happens))
+        return Found(scan.words(zones, happens), level=scan.level_of(zones))
     if (away := differs(findings)) and (plateaus := scan.near_plateaus()):
-        return Found(f"{scan.words(plateaus, 'the gradient stays what it is at the bound')} {away}")
+        words = scan.words(plateaus, "the gradient stays what it is at the bound")
+        return Found(f"{words} {away}", level=scan.level_of(plateaus))
     return None
 
 
@@ -61,6 +65,11 @@ class Zone(NamedTuple):
     low: float
     high: float
     level: float
+
+    @property
+    def nearest(self) -> float:
+        """Least |u| in the interval."""
+        return 0.0 if self.low <= 0 <= self.high else min(abs(self.low), abs(self.high))
 
     def __str__(self) -> str:
         if self.high == np.inf:
@@ -73,7 +82,7 @@ class Zone(NamedTuple):
 class Scan:
     """Levels (gradient size or value) of one rollout of one token whose log-ratio goes through the grid."""
 
-    def __init__(self, experiment: Experiment, what: Level, companions: int, finest: float = 0.0) -> None:
+    def __init__(self, experiment: Experiment, what: Quantity, companions: int, finest: float = 0.0) -> None:
         self.experiment, self.what, self.companions = experiment, what, companions
         steps = STEPS[finest <= STEPS]
         self.grid = np.concatenate([-steps[::-1], [0.0], steps])
@@ -90,7 +99,12 @@ class Scan:
         """Plateaus that begin at log-ratios met in training, not where a logarithm or an exponential is guarded."""
         plateaus = self.plateaus()
         reach = MET["sequence" if self.of_sequences(plateaus) else "token"]
-        return [zone for zone in plateaus if min(abs(zone.low), abs(zone.high)) <= reach]
+        return [zone for zone in plateaus if zone.nearest <= reach]
+
+    def level_of(self, zones: list[Zone]) -> Level:
+        """Return "error" if a zone begins at log-ratios that training reaches."""
+        usual = USUAL_IN_TRAINING["sequence" if self.of_sequences(zones) else "token"]
+        return "error" if min(zone.nearest for zone in zones) <= usual else "warning"
 
     def words(self, zones: list[Zone], happens: str) -> str:
         of = "summed over the sequence" if self.of_sequences(zones) else "of a token"

@@ -4,6 +4,7 @@ The gradient in bfloat16 and float16 is compared with that of the same loss in f
 """
 
 import math
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from kltest.checks.check import Found
 from kltest.checks.group_fixture import with_advantage
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.errors import KltestError
+from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings
+from kltest.moments import exact as expectation
 from kltest.moments.differentiate import CallResult, Experiment
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
@@ -23,6 +26,9 @@ DIGITS = {"bfloat16": 8, "float16": 11}
 GRID = {"bfloat16": 2.0**-4, "float16": 2.0**-7}
 ROWS, LENGTH, VOCABULARY = 12, 5, 6
 SEED = 0
+# Relative errors of an expected gradient in float32: of a careful loss well below the first; above the second it is no
+# question of digits any more.
+SEEN, MUCH = 1e-3, 1e-2
 # Paths through the neighbourhood of a batch and steps on each; on a smooth stretch a step is about a 24th of the path.
 PATHS, STEPS, JUMP = 4, 24, 0.25
 
@@ -54,7 +60,11 @@ moot = not_comparable
 
 
 def examine(findings: Findings) -> Found | None:
-    """Half precision inside although float64 was passed; else a gradient that half precision of the inputs destroys."""
+    """Half precision inside although float64 was passed, or what lower precision of the inputs does to the gradient."""
+    off = _off_in_float32(findings)
+    if off > SEEN:
+        words = f"In float32 the expected gradient is off by {off:.2g} of it."
+        return Found(words, level="error" if off > MUCH else "warning")
     dtype = findings.observed.dtype
     if dtype in NARROW:
         return Found(
@@ -92,6 +102,24 @@ def examine(findings: Findings) -> Found | None:
     if not_called:
         return Found(f"It could not be called with half precision: {'; '.join(not_called)}.", "inconclusive")
     return None
+
+
+def _off_in_float32(findings: Findings) -> float:
+    """Largest distance of a row's expected gradient in float32 from the declared one, or from that in float64.
+
+    The declared one counts if the row agrees with it. Relative to the gradient that is compared with.
+    """
+    loss = findings.loss.for_experiments(torch.float32)
+    off = 0.0
+    for row in findings.rows:
+        if row.batch > 1 or not findings.measure.gradients(row):
+            continue
+        instance = findings.measure.case(row).instances[0]
+        wanted = target(findings.expect, instance) if row.agrees else findings.measure.gradients(row)[0]
+        with suppress(KltestError):
+            found = expectation(loss, instance, row.sampler, padding=findings.seed).gradient
+            off = max(off, relative_bias(found, wanted, size(instance)))
+    return off
 
 
 def _jumps(experiment: Experiment, batch: Rollout, name: str) -> Tensor:

@@ -48,6 +48,11 @@ def exchange(findings: Findings, fills: dict[str, Fill]) -> Found | None:
     return None
 
 
+def apart(name: str, dead: Tensor, policy: float, others: float) -> Tensor:
+    """Return one number for the policy's log-probs and another for the others', everywhere."""
+    return dead if name == "tokens" else torch.full_like(dead, policy if name in ("logp", "logits") else others)
+
+
 def _moved(before: CallResult, after: CallResult) -> str:
     """Describe what an exchange at padded positions changed; empty for nothing."""
 

@@ -39,8 +39,9 @@ def examine(findings: Findings) -> Found | None:
     count, group, unit = (GROUPS * size, size, size) if grouped else (ROWS, ROWS, 1)
     try:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
-        if found.moved <= limit(findings) or not _in_expectation(findings):
+        if found.moved <= limit(findings):
             return None
+        expected = _in_expectation(findings)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
         rewarded = not grouped and findings.observed.uses & ROW_FIELDS
         if rewarded and _moved(findings, _batch(fixture, longest, ALIKE), 1).moved > limit(findings):
@@ -50,16 +51,27 @@ def examine(findings: Findings) -> Found | None:
             raise
         return Found(f"the loss takes one group per call: {error}, and it does not read groups", "skip")
     parts = " + ".join(map(str, found.parts))
-    return Found(
+    words = (
         f"{sum(found.parts)} rollouts of different lengths in one batch, and cut into {parts} with their gradients "
         f"accumulated: the two gradients differ by {found.moved:.3g} of their size, though no group was cut."
+    )
+    if expected:
+        return Found(words)
+    return Found(
+        f"{words} The accumulated one is {found.factor:.3g} times as long. The expected gradient is the same in "
+        f"batches of {SIZES[0]} and of {SIZES[1]}.",
+        level="warning",
     )
 
 
 class Split(NamedTuple):
-    """Distance of the accumulated parts of a batch from the whole, relative to it, and the rollouts of each part."""
+    """Distance of the accumulated parts of a batch from the whole, relative to it, and the rollouts of each part.
+
+    `factor` is the norm of the accumulated gradient over that of the whole.
+    """
 
     moved: float
+    factor: float = 1.0
     parts: tuple[int, ...] = ()
 
 
@@ -102,8 +114,8 @@ def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:
             added[part] = gradient(findings.measure, rollout.take(part))
             mean[part] = added[part] * len(part) / len(rollout)
         counts = tuple(map(len, parts))
-        as_means.append(Split(norm(mean - whole) / size, counts))
-        as_sums.append(Split(norm(added - whole) / size, counts))
+        as_means.append(Split(norm(mean - whole) / size, norm(mean) / size, counts))
+        as_sums.append(Split(norm(added - whole) / size, norm(added) / size, counts))
     return min(max(as_means), max(as_sums))
 
 

@@ -1,0 +1,89 @@
+"""Agreement up to scale: a loss without a coefficient may follow the same positive multiple of the declared gradient.
+
+A coefficient that is written into a loss is no defect. One that moves with the length of rollouts, the number of padded
+columns or the number of rows is: the multiple is compared over all of these before it counts as a constant.
+"""
+
+from dataclasses import replace
+from math import isclose
+
+from kltest.checks.batch_sizes import share_by_size
+from kltest.checks.group_fixture import as_array, limit, norm
+from kltest.checks.usual_batch import usual_batch
+from kltest.errors import KltestError
+from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
+
+# One token, three, and up to three.
+LENGTHS = ("bandit", "sequence", "ragged")
+# Padded columns that are added to a batch.
+COLUMNS = 3
+
+
+def agree_up_to_scale(findings: Findings) -> None:
+    """Let rows agree that follow c times the declared gradient, if c is a positive constant: `findings.scale`.
+
+    What is declared becomes c times as much for all further experiments. Rows stay open if constancy cannot be tried.
+    """
+    first = [row for row in findings.rows if row.sampler == findings.samplers[0]]
+    factor = _common(first)
+    fixed = findings.loss.takes_beta or any(coefficient != 1 for coefficient in findings.expect.values())
+    if factor is None or isclose(factor, 1.0, rel_tol=1e-6) or fixed:
+        return
+    try:
+        if not _constant(findings, factor, first):
+            return
+    except KltestError as error:
+        reason = f"follows {factor:.6g} times the declared gradient; whether that is a constant could not be tried"
+        findings.rows = [replace(row, agrees=None, note=f"{reason}: {error}") for row in findings.rows]
+        return
+    findings.scale = factor
+    findings.expect = findings.measure.declared = {name: factor * one for name, one in findings.expect.items()}
+    known = findings.observed.rows
+    for place, rows in known.items():
+        known[place] = [_scaled(row, factor) for row in rows]
+    asked = [(environment, sampler) for environment in findings.environments for sampler in findings.samplers]
+    findings.rows = [row for place in asked for row in known[place]]
+
+
+def widened(findings: Findings) -> float:
+    """Relative change of the gradient at live tokens if padded columns are added to a batch."""
+    narrow = usual_batch(findings)
+    wide = narrow.wider(COLUMNS, findings.seed)
+    before, after = (as_array(findings.measure.differentiate(rollout), rollout) for rollout in (narrow, wide))
+    return norm(after[:, : before.shape[1]] - before) / (norm(before) or 1.0)
+
+
+def _common(rows: list[Row]) -> float | None:
+    """The factor of all rows, None if they differ or one of them follows something else."""
+    factors = [_factor(row) for row in rows]
+    if not factors or any(factor is None or not isclose(factor, factors[0] or 0, rel_tol=1e-6) for factor in factors):
+        return None
+    return factors[0]
+
+
+def _factor(row: Row) -> float | None:
+    """The c > 0 of a row that follows c times the declared gradient, or c times its form with the prefixes fixed."""
+    if row.method != "exact":
+        return None
+    whole = proportion(row.identified, row.expected)
+    found = whole or proportion(without_sampler(row.identified), local_form(row.expected))
+    return found if found is not None and found > 0 else None
+
+
+def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
+    """True if the factor is the same at other lengths, with other padded columns and in batches of other sizes."""
+    lengths = [row for name in LENGTHS for row in findings.measure.rows(name, findings.samplers[0])]
+    same = _common(lengths)
+    if same is None or not isclose(same, factor, rel_tol=1e-6) or widened(findings) > limit(findings):
+        return False
+    if not findings.observed.coupled:
+        return True
+    shares = share_by_size(max(rows, key=lambda row: row.batch), findings).values()
+    return bool(shares) and all(isclose(share, factor, rel_tol=1e-3) for share in shares)
+
+
+def _scaled(row: Row, factor: float) -> Row:
+    expected = {name: factor * coefficient for name, coefficient in row.expected.items()}
+    whole = proportion(row.identified, expected)
+    agrees = whole is not None and isclose(whole, 1.0, rel_tol=1e-6)
+    return replace(row, expected=expected, agrees=agrees or row.agrees, scale=factor if agrees else None)

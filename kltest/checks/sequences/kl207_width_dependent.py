@@ -1,0 +1,39 @@
+"""KL207: the gradient changes with the number of padded columns."""
+
+from kltest.checks.check import Found, shared
+from kltest.checks.group_fixture import limit
+from kltest.checks.hygiene import kl501_padding_leak
+from kltest.checks.scale import COLUMNS, widened
+from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
+
+moot = kl501_padding_leak.moot
+
+
+@shared
+def examine(findings: Findings) -> Found | None:
+    moved = widened(findings)
+    if moved <= limit(findings):
+        return None
+    if findings.once(kl501_padding_leak.examine):
+        return Found("numbers at padded positions get into the loss (KL501)", "skip")
+    return Found(
+        f"With {COLUMNS} more columns of padding the gradient at live tokens of the same batch differs by "
+        f"{moved:.3g} of its size."
+    )
+
+
+def explains(row: Row, findings: Findings) -> bool:
+    """Return True for the declared gradient, or its local form, divided by the number of columns."""
+    columns = findings.measure.case(row).instances[0].paths.shape[1]
+    factor = proportion(row.identified, row.expected)
+    if factor is None:
+        factor = proportion(without_sampler(row.identified), local_form(row.expected))
+    if factor is None or abs(factor * columns - 1) > 1e-3:
+        return False
+    found = examine(findings)
+    return found is not None and found.status == "fail"
+
+
+def divided_by_columns(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return log_ratio.square() / 2 / mask.shape[-1]

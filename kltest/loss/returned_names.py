@@ -1,0 +1,114 @@
+"""Names of what a loss returns beside the loss, read from its return statements, and whether a name says KL."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kltest.loss.callables import inner_of
+
+_KL = re.compile(r"(approx|mean|avg|ref|seq|token|policy)?kl(s|d|div|divergence)?\d*")
+_NO_KL = re.compile(
+    r"beta|clip|coeff?(icient)?|controller|cost|ctl|early|forward|frac(tion)?|grad(ient)?|kind|limit|loss(es)?|mask|max|"
+    r"min|mode|name|old|penalt(y|ies)|rewards?|sampler|scaled?|sq|squared?|std|stop|target|term|threshold|type|"
+    r"var(iance)?|weight(ed)?"
+)
+"""Beside KL, these words say that it is something else: a multiple, another statistic, a setting."""
+_DEEPEST = 3
+
+
+def says_kl(name: str) -> bool:
+    """Return True for `kl`, `mean_kl`, `approxkl`, `klToRef`, not for `kl_loss`, `kl_coef` or `kl_max`."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
+
+
+def returned_names(function: Callable[..., Any], count: int, depth: int = _DEEPEST) -> list[str]:
+    """Return the names of `count` items that a function returns as a tuple or a list, "" for those without a name.
+
+    `return helper(…)` is followed into the helper. Of several return statements the first that says KL counts.
+    """
+    function = inner_of(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return [""] * count
+    found = [""] * count
+    for answer in _returned(tree):
+        if isinstance(answer, ast.Tuple | ast.List) and len(answer.elts) == count:
+            named = [_name(item) for item in answer.elts]
+        elif isinstance(answer, ast.Call) and depth and (helper := _value(answer.func, function)) is not None:
+            named = returned_names(helper, count, depth - 1)
+        else:
+            continue
+        found = [
+            new if says_kl(new) and not says_kl(old) else old or new for old, new in zip(found, named, strict=True)
+        ]
+    return found
+
+
+def _returned(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield what the return statements of a function return; for a name, what was assigned to it last."""
+    own, assigned = list(_own(tree)), dict[str, ast.expr]()
+    for node in own:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            assigned[node.targets[0].id] = node.value
+    for node in own:
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield assigned.get(node.value.id, node.value) if isinstance(node.value, ast.Name) else node.value
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function in their order, without those of functions inside it."""
+    for inner in ast.iter_child_nodes(node):
+        if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield inner
+            yield from _own(inner)
+
+
+def _name(item: ast.AST) -> str:
+    """Return the name that an expression has or takes the mean of, "" for a product, a sum and the like."""
+    if isinstance(item, ast.Name):
+        return item.id
+    if isinstance(item, ast.Subscript):
+        key = item.slice
+        return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else _name(item.value)
+    if isinstance(item, ast.Attribute):
+        return item.attr if not says_kl(inner := _name(item.value)) else inner
+    if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Div):
+        return _name(item.left)
+    if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mult):
+        sides = _name(item.left), _name(item.right)
+        return next((sides[1 - i] for i, side in enumerate(sides) if "mask" in side.lower()), "")
+    if isinstance(item, ast.Call):
+        owner, called = "", _name(item.func)
+        if isinstance(item.func, ast.Attribute):
+            owner, called = _name(item.func.value), item.func.attr
+        return next(filter(says_kl, (owner, *map(_name, item.args), called)), "" if item.args else owner)
+    return ""
+
+
+def _value(node: ast.expr, function: Any) -> Any:
+    """Return the function that a name in a function's code stands for, None if that is unknown."""
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, function)
+        return None if owner is None else getattr(owner, node.attr, None)
+    if not isinstance(node, ast.Name):
+        return None
+    if node.id == "self":
+        return getattr(function, "__self__", None)
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    closed = dict(zip(code.co_freevars if code else (), cells, strict=False))
+    if node.id in closed:
+        try:
+            return closed[node.id].cell_contents
+        except ValueError:
+            return None
+    found = getattr(function, "__globals__", {}).get(node.id)
+    return found.forward if isinstance(found, torch.nn.Module) else found

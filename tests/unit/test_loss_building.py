@@ -1,0 +1,255 @@
+"""Objects built from the defaults of their class, and the message that names every parameter that nothing fills."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import kltest
+from kltest.environments import Instance, ragged
+from kltest.errors import UsageError
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
+from kltest.rollout import Rollout
+
+ROLLOUT = Rollout.of(Instance.draw(ragged(), 3), sampler="stale")
+K2 = ((ROLLOUT.peek("logp") - ROLLOUT.peek("ref_logp")) * ROLLOUT.peek("mask")).detach() / len(ROLLOUT)
+
+
+def follows(loss, expected):
+    fresh = ROLLOUT.take(range(len(ROLLOUT)))
+    (found,) = torch.autograd.grad(loss(fresh).objective, [fresh.built("logp")])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+CLASSES = """
+    from dataclasses import dataclass, field
+    import torch
+
+    @dataclass(frozen=True)
+    class KL:
+        weight: float = 3.0
+
+    @dataclass
+    class Config:
+        kl: KL = field(default_factory=KL)
+        scale: float = 2.0
+
+    class Settings:
+        def __init__(self, weight=5.0):
+            self.weight = weight
+
+    class Needs:
+        def __init__(self, tokenizer):
+            self.weight = 1.0
+
+    class Broken:
+        def __init__(self):
+            raise OSError("no GPU")
+
+    def k2(logp, ref_logp, weight):
+        return weight * (logp - ref_logp) ** 2 / 2
+
+    class OfDefaults:
+        def __init__(self, weight=2.0):
+            self.weight = weight
+
+        def loss(self, logp, ref_logp):
+            return k2(logp, ref_logp, self.weight)
+
+    class OfAConfig:
+        def __init__(self, config: Config):
+            self.config = config
+
+        def loss(self, logp, ref_logp):
+            return k2(logp, ref_logp, self.config.kl.weight)
+
+    class Module(torch.nn.Module):
+        def __init__(self, config: Config | None = None):
+            super().__init__()
+            self.config = config or Config()
+            self.noise = torch.nn.Parameter(torch.randn(3))
+
+        def penalty(self, logp, ref_logp):
+            return k2(logp, ref_logp, self.config.scale)
+
+    class Child(OfDefaults):
+        def loss(self, logp, ref_logp):
+            assert isinstance(self, OfDefaults)
+            return 2 * super().loss(logp, ref_logp)
+
+    class Fails(Broken):
+        scale = 4.0
+
+        def loss(self, logp, ref_logp):
+            return k2(logp, ref_logp, self.scale)
+
+    class Unset:
+        def __init__(self, config=None):
+            self.config = config
+
+        def loss(self, logp, ref_logp):
+            return k2(logp, ref_logp, self.config.weight if self.config else self.weight)
+
+    def typed(logp, ref_logp, config: Config):
+        return k2(logp, ref_logp, config.kl.weight * config.scale)
+
+    def quoted(logp, ref_logp, cfg: "Settings | None"):
+        return k2(logp, ref_logp, cfg.weight)
+
+    def positional(logp, settings: Settings, /, ref_logp):
+        return k2(logp, ref_logp, settings.weight)
+
+    def optional(logp, ref_logp, config: Config = None):
+        return k2(logp, ref_logp, 1.0 if config is None else config.scale)
+
+    def needs(logp, ref_logp, config: Needs):
+        return k2(logp, ref_logp, config.weight)
+
+    @dataclass
+    class Batch:
+        tensors: dict = None
+        info: dict = field(default_factory=dict)
+
+    def whole(data: Batch, group_advantage, logp):
+        return logp
+
+    def model(policy: torch.nn.Linear, data: dict, u, ref, prev_logprobs, logp):
+        return logp
+"""
+
+
+@pytest.fixture
+def classes(write):
+    return write("mine.py", CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("target", "weight", "note"),
+    [
+        ("OfDefaults.loss", 2, "self is OfDefaults(), built from its defaults"),
+        ("OfAConfig.loss", 3, "self is OfAConfig(), built from its defaults"),
+        ("Module.penalty", 2, "self is Module()"),
+        ("Child.loss", 4, "self is Child()"),
+        ("typed", 6, "config is Config(), built from its defaults"),
+        ("quoted", 5, "cfg is Settings()"),
+        ("positional", 5, "settings is Settings()"),
+        ("optional", 1, None),
+        ("Fails.loss", 4, None),
+    ],
+)
+def test_objects_are_built_from_defaults(target, weight, note, classes):
+    loss = resolve(f"mine.py:{target}")
+    follows(loss, weight * K2)
+    assert [note in text for text in loss.notes] == ([] if note is None else [True]), loss.notes
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "weight"),
+    [
+        ("OfDefaults.loss", {"self.weight": 7.0}, 7),
+        ("OfAConfig.loss", {"self.config.kl.weight": 7.0}, 7),
+        ("OfAConfig.loss", {"self.config": "@rollout", "self.config.kl": 1}, None),
+        ("Module.penalty", {"self.config.scale": 0.5}, 0.5),
+        ("Child.loss", {"self.weight": "@beta"}, 2),
+        ("typed", {"config.kl.weight": 0.5}, 1),
+        ("typed", {"config.scale": "@beta"}, 3),
+        ("quoted", {"cfg.weight": 0.25}, 0.25),
+        ("optional", {"config.scale": 0.1}, 0.1),
+        ("Unset.loss", {"self.weight": 3.0}, 3),
+        ("Unset.loss", {"self.config.weight": 3.0}, 3),
+        ("needs", {"config.weight": 3.0}, 3),
+    ],
+)
+def test_dotted_arguments_win(target, arguments, weight, classes):
+    if weight is None:
+        with pytest.raises(UsageError, match="one of the two"):
+            resolve(f"mine.py:{target}", Call(arguments=arguments))
+        return
+    follows(resolve(f"mine.py:{target}", Call(arguments=arguments)), weight * K2)
+    if "needs" not in target and "Unset" not in target:
+        follows(resolve(f"mine.py:{target}"), {"OfDefaults": 2, "OfAConfig": 3, "Module": 2, "Child": 4, "typed": 6,
+                "quoted": 5, "optional": 1}[target.split(".")[0]] * K2)  # fmt: skip
+
+
+def test_an_attribute_that_the_object_lacks(classes):
+    with pytest.raises(UsageError, match=r"Unset\(\) and has no 'weight'; give it with --arg self.weight=VALUE"):
+        resolve("mine.py:Unset.loss")(ROLLOUT)
+    with pytest.raises(UsageError, match=r"config.scal=…: a Config has no 'scal'; did you mean scale"):
+        resolve("mine.py:typed", Call(arguments={"config.scal": 1.0}))(ROLLOUT)
+
+
+def test_a_method_given_in_python(classes):
+    resolve("mine:k2", Call(arguments={"weight": 1.0}))
+    module = sys.modules["mine"]
+    follows(bind(module.OfAConfig.loss), 3 * K2)
+    follows(bind(module.OfDefaults.loss, Call(arguments={"self.weight": 7.0})), 7 * K2)
+
+
+def test_a_configuration_is_lifted_with_its_function(write):
+    write("pack/__init__.py", "")
+    write(
+        "pack/config.py",
+        "import nowhere\n\nclass Config:\n    def __init__(self, weight=3.0):\n        self.weight = weight\n",
+    )
+    write(
+        "pack/losses.py",
+        """
+        from __future__ import annotations
+        import nowhere
+        from .config import Config
+
+        def loss(logp, ref_logp, config: Config):
+            return config.weight * (logp - ref_logp) ** 2 / 2
+        """,
+    )
+    loss = resolve("pack/losses.py:loss")
+    assert "config is Config()" in " ".join(loss.notes)
+    follows(loss, 3 * K2)
+
+
+def test_what_is_random_in_an_object_is_the_same_in_every_run(classes):
+    one, other = (resolve("mine.py:Module.penalty").receiver.thing for _ in range(2))
+    assert one is not other
+    assert torch.equal(one.noise, other.noise)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            "model",
+            [
+                "the parameters 'policy', 'data', 'u', 'ref' and 'prev_logprobs'",
+                "did you mean old_logp",
+                "config.beta=0.1",
+            ],
+        ),
+        ("whole", ["the parameters 'data' and 'group_advantage' of", "(Batch is not built by its defaults)"]),
+        (
+            "needs",
+            ["the parameter 'config' of ", "(Needs is not built by its defaults)", "--arg config.ATTRIBUTE=VALUE"],
+        ),
+    ],
+)
+def test_all_that_cannot_be_filled_is_named_at_once(target, words, classes):
+    with pytest.raises(UsageError) as refused:
+        resolve(f"mine.py:{target}")
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    assert "'logp'" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("target", "coefficient"), [("OfDefaults.loss", 2), ("typed", 6), ("Child.loss", 4)])
+def test_the_report_of_a_method_says_how_its_object_was_made(target, coefficient, classes):
+    report = kltest.grade(f"mine.py:{target}", expect="local_reverse_kl", environment="bandit", select="KL101")
+    (row,) = report.gradients[:1]
+    assert row.identified == {"reverse_kl": pytest.approx(coefficient)}
+    assert "built from its defaults" in " ".join(report.notes)
+
+
+def test_missing_parameters_with_a_stub(classes):
+    with pytest.raises(UsageError, match=r"the parameters 'x' and 'y' of"):
+        bind(lambda logp, x, y: logp)

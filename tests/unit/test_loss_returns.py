@@ -1,0 +1,279 @@
+"""What losses return beside the loss: pairs, named tuples, dictionaries and dataclasses, and the KL among them."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import kltest
+from kltest.environments import Instance, ragged
+from kltest.errors import TargetError
+from kltest.loss.calling import bind
+from kltest.loss.returned_names import says_kl
+from kltest.rollout import Rollout
+
+
+@pytest.fixture
+def short():
+    return Rollout.of(Instance.draw(ragged(), 1), sampler="stale")
+
+
+def k2(logp, ref_logp, mask):
+    """The loss of a batch, and k1 summed over the tokens of each rollout."""
+    u = (logp - ref_logp) * mask
+    return (u**2 / 2).sum(1).mean(), u.sum(1)
+
+
+# --- pairs whose items are named by the return statement
+
+
+def variable(logp, ref_logp, mask):
+    loss, rows = k2(logp, ref_logp, mask)
+    mean_kl = rows.mean().detach()
+    return loss, mean_kl
+
+
+def expression(logp, ref_logp, mask):
+    loss, kl = k2(logp, ref_logp, mask)
+    return [loss, torch.mean(kl).detach()]
+
+
+def of_an_attribute(logp, ref_logp, mask):
+    loss, rows = k2(logp, ref_logp, mask)
+    stats = SimpleNamespace(approxkl=rows.detach())
+    answer = (loss, stats.approxkl.mean())
+    return answer
+
+
+def number(logp, ref_logp, mask):
+    loss, kl = k2(logp, ref_logp, mask)
+    return loss, kl.mean().item()
+
+
+def masked(logp, ref_logp, mask):
+    loss, _ = k2(logp, ref_logp, mask)
+    with torch.no_grad():
+        kld = logp - ref_logp
+    return loss, (kld * mask).sum() / len(mask)
+
+
+def attached(logp, ref_logp, mask):
+    loss, kl = k2(logp, ref_logp, mask)
+    return loss, kl.mean()
+
+
+def late(logp, ref_logp, mask):
+    loss, kl = k2(logp, ref_logp, mask)
+    if len(logp) == 0:
+        return loss, loss.detach()
+    return loss, kl.mean().detach()
+
+
+def through_a_helper(logp, ref_logp, mask):
+    return variable(logp, ref_logp, mask)
+
+
+def three(logp, ref_logp, mask):
+    loss, kl = k2(logp, ref_logp, mask)
+    clip_fraction = (logp > ref_logp).double().mean()
+    return loss, clip_fraction, kl.mean().detach()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [variable, expression, of_an_attribute, number, masked, attached, late, through_a_helper, three],
+    ids=lambda loss: loss.__name__,
+)
+def test_the_kl_beside_the_loss_is_graded(loss, short):
+    bound = bind(loss)
+    outcome = bound(short)
+    value, rows = k2(short.peek("logp"), short.peek("ref_logp"), short.peek("mask"))
+    torch.testing.assert_close(outcome.metric, rows.mean().detach())
+    torch.testing.assert_close(outcome.objective, value)
+    bound(short.take([0, 3, 4]))
+    (note,) = bound.notes
+    assert "the first was taken as the loss" in note
+    assert "as the logged KL" in note
+
+
+def old_kl(logp, ref_logp, old_logp, mask):
+    approx_kl = ((old_logp - logp) * mask).sum(1).mean().detach()
+    return k2(logp, ref_logp, mask)[0], approx_kl
+
+
+def other_name(logp, ref_logp, mask):
+    loss, rows = k2(logp, ref_logp, mask)
+    return loss, rows.mean().detach()
+
+
+def a_multiple(logp, ref_logp, mask):
+    loss, kl = k2(logp, ref_logp, mask)
+    return loss, 0.1 * kl.mean().detach()
+
+
+def penalty(logp, ref_logp, mask):
+    loss, kl = k2(logp, ref_logp, mask)
+    kl_penalty = kl.mean().detach()
+    return loss, kl_penalty
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (old_kl, "approx_kl does not move with ref_logp"),
+        (other_name, "nothing there says by its name"),
+        (a_multiple, "nothing there says by its name"),
+        (penalty, "nothing there says by its name"),
+        (lambda logp, ref_logp, mask: (k2(logp, ref_logp, mask)[0], None), "nothing there"),
+    ],
+)
+def test_what_is_no_kl_is_ignored_and_the_report_says_so(loss, why, short):
+    bound = bind(loss)
+    assert bound(short).metric is None
+    (note,) = bound.notes
+    assert "ignored" in note
+    assert why in note
+
+
+# --- results whose parts have names
+
+
+class Named(NamedTuple):
+    loss: torch.Tensor
+    kl: torch.Tensor
+
+
+class Backwards(NamedTuple):
+    policy_loss: torch.Tensor
+    ref_kl: torch.Tensor
+    loss: torch.Tensor
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    kl_loss: torch.Tensor
+    kl: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    mean_kl: float
+    loss: torch.Tensor
+
+
+WRAPPED = {
+    "named tuple": lambda loss, kl: Named(loss, kl),
+    "loss last": lambda loss, kl: Backwards(loss.detach(), kl, loss),
+    "untyped": lambda loss, kl: namedtuple("Answer", "objective kl")(loss, kl.detach()),
+    "dataclass": lambda loss, kl: Output(loss, 0.1 * kl, kl.detach()),
+    "frozen": lambda loss, kl: Frozen(kl.item(), loss),
+    "dict": lambda loss, kl: {"kl_coef": 0.1, "loss": loss, "kl": kl},
+    "dict of dicts": lambda loss, kl: {"loss": loss, "metrics": {"kl": kl.item(), "lr": 0.1}},
+    "metrics as a dataclass": lambda loss, kl: (loss, Frozen(kl.item(), loss)),
+    "object": lambda loss, kl: SimpleNamespace(loss=loss, kl_div=kl.detach()),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_parts_that_have_names(kind, short):
+    def loss(logp, ref_logp, mask):
+        value, rows = k2(logp, ref_logp, mask)
+        return WRAPPED[kind](value, rows.mean())
+
+    bound = bind(loss)
+    outcome = bound(short)
+    value, rows = k2(short.peek("logp"), short.peek("ref_logp"), short.peek("mask"))
+    torch.testing.assert_close(outcome.objective, value)
+    if kind == "metrics as a dataclass":
+        assert outcome.metric is None, "it has no kl"
+        return
+    torch.testing.assert_close(outcome.metric, rows.mean().detach())
+    (note,) = bound.notes
+    assert "as the logged KL" in note
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loss: {"loss": loss, "grad_scale": loss.new_tensor(1.0)},
+        lambda loss: {"loss": loss, "kl_coef": 0.1, "kl": torch.tensor(0.5)},
+        lambda loss: SimpleNamespace(loss=loss),
+        lambda loss: Named(loss, torch.ones(7, 7)),
+    ],
+)
+def test_a_loss_without_a_kl_beside_it(wrap, short):
+    bound = bind(lambda logp, ref_logp, mask: wrap(k2(logp, ref_logp, mask)[0]))
+    outcome = bound(short)
+    torch.testing.assert_close(outcome.objective, k2(*(short.peek(n) for n in ("logp", "ref_logp", "mask")))[0])
+    assert outcome.metric is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda loss: (loss, 2 * loss),
+        lambda loss: {"policy": loss},
+        lambda loss: Named(1.0, loss),
+        lambda loss: (loss, 3),
+    ],
+)
+def test_no_telling_which_is_the_loss(answer, short):
+    with pytest.raises(TargetError):
+        bind(lambda logp, ref_logp, mask: answer(k2(logp, ref_logp, mask)[0]))(short)
+
+
+def test_a_kl_that_is_missing_at_beta_zero(short):
+    def loss(logp, ref_logp, mask, beta):
+        value, rows = k2(logp, ref_logp, mask)
+        return {"loss": beta * value - logp.sum(1).mean(), "kl": rows.mean().detach() if beta else None}
+
+    bound = bind(loss)
+    assert bound(short).metric is not None
+    assert len(bound.notes) == 1
+
+
+def test_a_list_of_two_rows_is_a_pair(short):
+    def loss(logp, ref_logp, mask):
+        kl = (logp - ref_logp) * mask
+        return [(kl**2 / 2).sum(1), kl.detach().sum(1)]
+
+    lengths = short.peek("mask").sum(1)
+    two = short.take((lengths == 2).nonzero().flatten()[:2])
+    outcome = bind(loss)(two)
+    assert outcome.returned == "rows"
+    assert outcome.metric.shape == (2,)
+
+
+@pytest.mark.parametrize("name", ["kl", "mean_kl", "approxkl", "refKL", "kl_div", "kl_to_ref", "KL", "kld", "k3_kl"])
+def test_names_that_say_kl(name):
+    assert says_kl(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "loss", "kl_loss", "kl_coef", "klPenalty", "kl_max", "kl_beta", "klaus", "old_kl", "forward_kl", "skl"]
+)
+def test_names_that_do_not(name):
+    assert not says_kl(name)
+
+
+def test_a_wrong_number_beside_the_loss_is_found(short):
+    def loss(logp, ref_logp, mask):
+        value, kl = k2(logp, ref_logp, mask)
+        return value, kl.mean().detach() / 2
+
+    def right(logp, ref_logp, mask):
+        value, kl = k2(logp, ref_logp, mask)
+        return value, kl.mean().detach()
+
+    graded = [kltest.grade(each, environment="bandit", select="KL601") for each in (loss, right)]
+    assert [[check.status for check in report.checks if check.code == "KL601"] for report in graded] == [
+        ["fail"],
+        ["pass"],
+    ]
+    assert "kl as the logged KL" in " ".join(graded[1].notes)
