@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
-from kltest.loss.calling import Loss, Variant
+from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
+from kltest.loss.variant import Variant
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout

@@ -295,11 +295,3 @@ class Loss:
             return UsageError(f"{self.name}: {lacks}")
         at = " (called with β = 0, to take the part that β multiplies)" if self.takes_beta and beta == 0 else ""
         return failure(self.name + at, error, source_file(self.function))
-
-
-class Variant(Loss):
-    """A loss that calls another one, `loss`, in a special way, and is like it in all else."""
-
-    def __init__(self, loss: Loss) -> None:
-        vars(self).update(vars(loss))
-        self.loss = loss
