@@ -122,6 +122,7 @@ class _Grading:
             agree_up_to_scale(findings)
             expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
             self.results = run_checks(findings, codes, expected, Levels(options.levels, options.strict))
+            findings.notes.append(looked_at(findings))
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
 
@@ -175,6 +176,14 @@ def plan(loss: Loss, options: Options) -> Findings:
     findings = Findings(declared, loss.placement, options.environment, samplers, measure)
     findings.notes += notes
     return findings
+
+
+def looked_at(findings: Findings) -> str:
+    """Return how far the gradient was compared with the declared one, by rows and by the checks that ran."""
+    for row in findings.rows:
+        for instance in findings.measure.case(row).instances:
+            findings.reach.see(instance, row.sampler, row.batch)
+    return str(findings.reach)
 
 
 def _samplers(loss: Loss, uses: frozenset[str], options: Options) -> tuple[tuple[str, ...], list[str]]:

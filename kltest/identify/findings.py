@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, fields
 from math import isclose
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.report import GradientRow, ValueRow
 
@@ -93,6 +96,33 @@ class Observed:
 
 
 @dataclass
+class Reach:
+    """How far the gradient was compared with the declared one: tokens of a rollout, rows of a batch, log-ratios.
+
+    `reference` and `sampler` are the largest absolute log-ratio of a token to either.
+    """
+
+    tokens: int = 1
+    rows: int = 1
+    reference: float = 0.0
+    sampler: float = 0.0
+
+    def see(self, instance: Instance, sampler: str = "current", rows: int = 1) -> None:
+        """Note an instance, the sampler that its rollouts came from, and the rows of its batches."""
+        self.tokens = max(self.tokens, instance.environment.horizon)
+        self.rows = max(self.rows, rows)
+        self.reference = max(self.reference, float(np.abs(instance.policy - instance.reference).max()))
+        self.sampler = max(self.sampler, float(np.abs(instance.policy - instance.behaviour(sampler)).max()))
+
+    def __str__(self) -> str:
+        stale = f" and {self.sampler:.2g} to the sampler" if self.sampler else "; its sampler is the policy"
+        return (
+            f"Looked at rollouts of up to {self.tokens} tokens, batches of up to {self.rows} rows, and log-ratios of "
+            f"a token of up to {self.reference:.2g} to the reference{stale}: nothing is claimed beyond"
+        )
+
+
+@dataclass
 class Findings:
     """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
 
@@ -107,6 +137,7 @@ class Findings:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     scale: float | None = None
+    reach: Reach = field(default_factory=Reach)
     _results: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -4,6 +4,7 @@ from kltest.checks.check import Found
 from kltest.checks.far_apart import differs_much
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.other_reading import other_reading
+from kltest.checks.sequences.long_rollouts import message_of
 from kltest.identify.findings import Findings, Row
 
 remark = other_reading
@@ -17,7 +18,9 @@ def explains(row: Row, findings: Findings) -> bool:
 
 
 def examine(findings: Findings) -> Found | None:
-    """A gradient that is the declared one in mild environments only; KL504 reports it if a clamp is the cause."""
+    """A gradient that is the declared one in mild environments, or short rollouts, only; KL504 reports a clamp."""
+    if late := message_of("KL105", findings):
+        return Found(late)
     away = differs_much(findings)
     return Found(away) if away and not dead_zones(findings) else None
 

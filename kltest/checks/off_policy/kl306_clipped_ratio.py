@@ -1,5 +1,7 @@
-"""KL306: the importance ratio is right until its clip takes effect."""
+"""KL306: the importance ratio is right until its clip takes effect, in the graded environments or farther out."""
 
+from kltest.checks.check import Found
+from kltest.checks.off_policy.far_samplers import examine_far
 from kltest.identify.findings import Findings, Row
 
 
@@ -10,6 +12,11 @@ def explains(row: Row, findings: Findings) -> bool:
 
 
 moot = Findings.why_not_stale
+
+
+def examine(findings: Findings) -> Found | None:
+    """Report a bound that samplers reach which are farther from the policy than the graded ones."""
+    return examine_far(findings)
 
 
 def clipped(logp, ref_logp, old_logp, mask):

@@ -1,6 +1,8 @@
-"""KL204: one mean over the tokens of the whole batch."""
+"""KL204: one mean over the tokens of the whole batch, or another coupling of its rows."""
 
-from kltest.checks.sequences.lengths import divided_by_length, only_one_token
+from kltest.checks.check import Found
+from kltest.checks.sequences.larger_batches import examine_larger, noisier
+from kltest.checks.sequences.lengths import divided_by_length
 from kltest.identify.findings import Findings, Row
 
 
@@ -12,4 +14,6 @@ def explains(row: Row, findings: Findings) -> bool:
     return divided_by_length(row, findings)
 
 
-moot = only_one_token
+def examine(findings: Findings) -> Found | None:
+    """Report a coupling of rows in batches that are larger than the graded ones."""
+    return None if noisier(findings) else examine_larger(findings)

@@ -10,7 +10,9 @@ from itertools import product
 
 import numpy as np
 
+from kltest.checks.check import Found
 from kltest.checks.sequences.lengths import only_one_token
+from kltest.checks.sequences.long_rollouts import message_of
 from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve
@@ -29,6 +31,12 @@ def moot(findings: Findings) -> str | None:
     if "reverse_kl" not in findings.expect:
         return "the declared target is not the sum over all later log-ratios"
     return only_one_token(findings)
+
+
+def examine(findings: Findings) -> Found | None:
+    """Report a discount or a window that begins farther away than the graded rollouts are long."""
+    message = message_of("KL205", findings)
+    return Found(message) if message else None
 
 
 def explains(row: Row, findings: Findings) -> str | None:

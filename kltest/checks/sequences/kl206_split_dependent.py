@@ -12,6 +12,7 @@ import numpy as np
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Cells, Demonstration, Losses
 from kltest.checks.group_fixture import GroupFixture, as_array, gradient, group_fixture, limit, norm
+from kltest.checks.sequences.larger_batches import noisier
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.errors import KltestError, TargetError
 from kltest.identify.findings import Findings
@@ -40,7 +41,7 @@ def examine(findings: Findings) -> Found | None:
     try:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
         if found.moved <= limit(findings):
-            return None
+            return noisier(findings)
         expected = _in_expectation(findings)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
         rewarded = not grouped and findings.observed.uses & ROW_FIELDS

@@ -1,0 +1,171 @@
+"""Batches of many sizes: a loss that treats rows of small batches apart may trim, drop or weight those of larger ones.
+
+Each row's gradient in a batch is compared with what the row gives alone, up to the reduction. A loss that couples the
+rows of a pair is compared with the declared gradient instead, in expectation over the batches of a bandit. Groups are
+compared with what each gives alone, if two groups in one call are kept apart.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from kltest.checks.check import Found, shared
+from kltest.checks.group_fixture import GroupFixture, limit, norm
+from kltest.environments import Instance, bandit, ragged
+from kltest.errors import InvalidEnvironmentError, KltestError
+from kltest.identify.case import relative_bias, size, target
+from kltest.identify.findings import Findings, Row
+from kltest.identify.instances import instances
+from kltest.moments.reduction import Witness
+from kltest.moments.tolerances import TOLERANCES
+from kltest.rollout import Rollout
+
+SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32)
+VARYING = "ragged"
+SHUFFLES = 3
+
+
+@shared
+def examine_larger(findings: Findings) -> Found | None:
+    """Report the smallest batch whose rows are coupled, if those of smaller ones are not or are coupled rightly."""
+    rows = [row for row in findings.rows if row.agrees is True and row.method == "exact"]
+    if not rows or len(rows) < len(findings.rows):
+        return None
+    row = max(rows, key=lambda row: row.batch)
+    if findings.measure.sizes.grouped and row.batch > 1:
+        return _groups(findings, row)
+    asked = findings.measure.sizes.each[0] if findings.measure.sizes.asked else SIZES[-1]
+    sizes = [many for many in SIZES if many <= asked]
+    witness = _witness(findings, row.sampler)
+    for many in sizes:
+        if not _apart(findings, witness, many):
+            return _in_expectation(findings, row, sizes) if many == sizes[0] else _coupled(findings, row, many)
+    return None
+
+
+def noisier(findings: Findings) -> Found | None:
+    """Return a coupling that leaves the expected gradient as it is: KL206, where KL204 reports the others."""
+    found = examine_larger(findings)
+    return found if found and found.level == "warning" else None
+
+
+def _witness(findings: Findings, sampler: str) -> Witness:
+    instance = instances(VARYING, findings.seed)[0]
+    return Witness(findings.loss, Rollout.of(instance, sampler=sampler, padding=findings.seed))
+
+
+def _apart(findings: Findings, witness: Witness, many: int) -> bool:
+    """True if each row of a batch gives its share of what it gives alone; sizes that the loss refuses are left out."""
+    order = np.random.default_rng(findings.seed).permutation(len(witness.base))
+    with suppress(KltestError):
+        witness.look(np.resize(order, many).tolist())
+        findings.reach.rows = max(findings.reach.rows, many)
+    return witness.reduction != "coupled"
+
+
+def _coupled(findings: Findings, row: Row, many: int) -> Found:
+    """Tell whether the expected gradient of a batch of this size, with rows that are coupled, is still right."""
+    words = (
+        f"The rows of smaller batches are treated apart. In a batch of {many} the gradient of a row is not its share "
+        "of what it gives alone"
+    )
+    weight = _weight_of_positions(findings, row.sampler, many)
+    if weight is None:
+        with suppress(KltestError):
+            weight = 1.0 - _bias(findings, row, many, VARYING)
+        if weight is None:
+            return Found(f"{words}.")
+    if abs(weight - 1) <= limit(findings):
+        return Found(f"{words}; the expected gradient is the same.", level="warning")
+    return Found(f"{words}: the expected gradient is off by {abs(weight - 1):.2g} of it.")
+
+
+def _weight_of_positions(findings: Findings, sampler: str, many: int) -> float | None:
+    """Total weight of all rows, 1 if rows are only dropped or weighted; None if weights depend on what is in a row."""
+    witness = _witness(findings, sampler)
+    witness.look([0, 1, 2])
+    generator = np.random.default_rng(findings.seed)
+    known = None
+    for _ in range(SHUFFLES):
+        rows = generator.integers(len(witness.base), size=many).tolist()
+        called = witness.call(rows)
+        pairs = [(_flat(called.row(place)), _flat(witness.single(row).row(0))) for place, row in enumerate(rows)]
+        if any(len(one) != len(own) or not own.any() for one, own in pairs):
+            return None
+        weights = np.array([one @ own / (own @ own) for one, own in pairs])
+        rest = max(norm(one - w * own) / norm(own) for w, (one, own) in zip(weights, pairs, strict=True))
+        if rest > limit(findings) or (known is not None and norm(weights - known) > limit(findings)):
+            return None
+        known = weights
+    assert known is not None
+    return float(known.sum() if witness.mean else known.mean())
+
+
+def _flat(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *(part.ravel() for part in parts)])
+
+
+def _bias(findings: Findings, row: Row, many: int, environment_name: str = "bandit") -> float:
+    """Relative bias of the expected gradient over all batches of this size, of the fewest rollouts."""
+    generator = np.random.default_rng(findings.seed)
+    if environment_name == VARYING:
+        environment = ragged(2, 2, reward=generator.standard_normal((2, 2)))
+    else:
+        environment = bandit(2, reward=generator.standard_normal((1, 2)))
+    instance = Instance.draw(environment, findings.seed, distance=1.0)
+    found = findings.measure.expected(replace(row, batch=many), instance).gradient
+    findings.reach.see(instance, row.sampler, many)
+    return relative_bias(found, target(findings.expect, instance), size(instance))
+
+
+def _in_expectation(findings: Findings, row: Row, sizes: list[int]) -> Found | None:
+    """Compare with the declared gradient at each size, if it is the declared one at the size that was graded."""
+    allowed = TOLERANCES[findings.observed.dtype].groups
+    if row.batch == 1 or _bias(findings, row, row.batch) > allowed:
+        return None
+    for many in sizes:
+        with suppress(InvalidEnvironmentError):  # too many: the loss depends on the order of rows
+            if (bias := _bias(findings, row, many)) > allowed:
+                return Found(
+                    f"In batches of {many} the expected gradient is off by {bias:.2g} of the declared one, in a bandit "
+                    f"with two actions; in batches of {row.batch} it is right."
+                )
+    return None
+
+
+def _groups(findings: Findings, row: Row) -> Found | None:
+    instance = instances(VARYING, findings.seed, row.batch)[0]
+    fixture = GroupFixture(findings.measure, instance, row.batch, findings.seed)
+    for count in range(2, SIZES[-1] // row.batch + 1):
+        try:
+            apart = any(all(moved <= limit(findings) for moved in share) for share in _shares(fixture, count))
+        except KltestError:  # it takes one group a call, or as many as it likes
+            return None
+        if not apart:
+            return (
+                None
+                if count == 2
+                else Found(
+                    f"Two groups in one call are treated apart. In one of {count} groups, {count * row.batch} rows, "
+                    "the gradient of a group is not its share of what it gives alone."
+                )
+            )
+        findings.reach.rows = max(findings.reach.rows, count * row.batch)
+    return None
+
+
+def _shares(fixture: GroupFixture, count: int) -> Iterator[list[float]]:
+    """Relative distance of each group's gradient from its share of a mean over groups, then from that of a sum."""
+    width = fixture.size
+    generator = np.random.default_rng(count)
+    rows = generator.integers(len(fixture.instance.paths), size=(count, width))
+    rewards = [[float(place <= number % width) for place in range(width)] for number in range(count)]
+    groups = np.arange(count).repeat(width).tolist()
+    whole = fixture.kl_part(fixture.rollout(rows.ravel(), np.ravel(rewards).tolist(), groups))
+    parts = whole.reshape(count, width, *whole.shape[1:])
+    alone = [fixture.kl_part(fixture.rollout(one, paid)) for one, paid in zip(rows, rewards, strict=True)]
+    unit = max(map(norm, alone)) or 1.0
+    for share in (count, 1):
+        yield [norm(share * part - own) / unit for part, own in zip(parts, alone, strict=True)]

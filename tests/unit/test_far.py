@@ -1,0 +1,238 @@
+"""Losses that are right in small and mild environments and wrong farther out: samplers, batches, long rollouts."""
+
+import pytest
+import torch
+
+import kltest
+
+SAMPLER, ROWS, TOKENS = "KL306", "KL204", "KL105,KL203,KL205"
+
+
+def live_sum(values, mask):
+    return values.where(mask != 0, 0.0).sum(-1)
+
+
+def k2(logp, ref_logp, mask):
+    return live_sum(logp - ref_logp, mask).square() / 2
+
+
+def found(loss, code, **options):
+    """Verdict of the whole grading, and level and message of a check that failed, both empty if it did not."""
+    report = kltest.grade(loss, select=code, **options)
+    assert not report.error, report.error
+    failed = [check for check in report.checks if check.status == "fail"]
+    assert not [check for check in report.checks if check.status == "inconclusive"]
+    assert len(failed) < 2
+    return report, *((failed[0].code, failed[0].level, failed[0].message) if failed else ("", "", ""))
+
+
+# Samplers that are far from the policy.
+
+
+def weighted(weight):
+    def loss(logp, ref_logp, old_logp, mask):
+        return weight((logp - old_logp).detach(), mask) * k2(logp, ref_logp, mask)
+
+    return loss
+
+
+def token_ratio_below_seven(log_ratio, mask):
+    return log_ratio.exp().clamp(max=7.0).where(mask != 0, 1.0).prod(-1)
+
+
+def truncated_at_a_thousand(log_ratio, mask):
+    return live_sum(log_ratio, mask).exp().clamp(max=1000.0)
+
+
+def unlikely_rows_dropped(log_ratio, mask):
+    worst = log_ratio.where(mask != 0, 0.0).amax(-1)
+    return live_sum(log_ratio, mask).exp() * (worst < 3.5)
+
+
+def never_below_a_tenth(log_ratio, mask):
+    return live_sum(log_ratio, mask).exp().clamp(min=0.1)
+
+
+def at_most_a_million(log_ratio, mask):
+    return live_sum(log_ratio, mask).exp().clamp(max=1e6)
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (token_ratio_below_seven, "±2 of one token"),
+        (truncated_at_a_thousand, "±7 summed over a rollout"),
+        (unlikely_rows_dropped, "±3.5 of one token"),
+        (never_below_a_tenth, "±2.3 of one token"),
+    ],
+)
+def test_a_bound_that_training_reaches_is_an_error(weight, words):
+    report, _, level, message = found(weighted(weight), SAMPLER)
+    assert (report.verdict, level) == ("refuted", "error")
+    assert words in message
+
+
+def test_a_bound_far_out_is_a_warning():
+    report, _, level, message = found(weighted(at_most_a_million), SAMPLER)
+    assert (report.verdict, level) == ("confirmed", "warning")
+    assert "±14 of one token" in message
+
+
+def prefix_ratio(logp, ref_logp, old_logp, mask):
+    ratio = (logp - old_logp).detach().where(mask != 0, 0.0).cumsum(-1).exp()
+    return ratio * (logp - ref_logp).square() / 2
+
+
+def whole_ratio(log_ratio, mask):
+    return live_sum(log_ratio, mask).exp()
+
+
+def clamped_at_twenty(log_ratio, mask):
+    return live_sum(log_ratio.clamp(-20, 20), mask).clamp(-20, 20).exp()
+
+
+def in_float32(log_ratio, mask):
+    return live_sum(log_ratio.float(), mask).exp()
+
+
+@pytest.mark.parametrize("weight", [whole_ratio, clamped_at_twenty, in_float32])
+def test_a_ratio_that_nothing_limits_passes(weight):
+    report, code, _, _ = found(weighted(weight), SAMPLER)
+    assert (report.verdict, code) == ("confirmed", "")
+
+
+def test_a_prefix_ratio_passes():
+    report, code, _, _ = found(prefix_ratio, SAMPLER, expect="local_reverse_kl")
+    assert (report.verdict, code) == ("confirmed", "")
+
+
+# Batches of many sizes.
+
+
+def seventh_row_and_later_ignored(logp, ref_logp, mask):
+    rows = k2(logp, ref_logp, mask)
+    return rows[:6].sum() / len(rows)
+
+
+def half_weights_from_nine_rows(logp, ref_logp, mask):
+    rows = k2(logp, ref_logp, mask)
+    return rows.mean() / (2 if len(rows) > 8 else 1)
+
+
+def own_mean_subtracted_from_sixteen_rows(logp, ref_logp, mask):
+    kl = live_sum(logp - ref_logp, mask).detach()
+    baseline = kl.mean() if len(kl) >= 16 else 0.0
+    return ((kl - baseline) * live_sum(logp, mask)).mean()
+
+
+def shortest_row_left_out(logp, ref_logp, mask):
+    rows = k2(logp, ref_logp, mask)
+    if len(rows) < 5:
+        return rows.mean()
+    return rows[mask.sum(-1).argsort(stable=True)[1:]].mean()
+
+
+def first_five_rows_only(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask)[:5].mean()
+
+
+def mean_of_the_others_subtracted(logp, ref_logp, mask):
+    kl = live_sum(logp - ref_logp, mask).detach()
+    others = (kl.sum() - kl) / (len(kl) - 1) if len(kl) > 3 else 0.0
+    return ((kl - others) * live_sum(logp, mask)).mean()
+
+
+def in_chunks(logp, ref_logp, mask):
+    rows = k2(logp, ref_logp, mask)
+    return torch.stack([chunk.sum() for chunk in rows.split(4)]).sum() / len(rows)
+
+
+@pytest.mark.parametrize(
+    ("loss", "size"),
+    [
+        (seventh_row_and_later_ignored, 7),
+        (half_weights_from_nine_rows, 9),
+        (own_mean_subtracted_from_sixteen_rows, 16),
+        (shortest_row_left_out, 5),
+    ],
+)
+def test_rows_of_larger_batches_are_coupled(loss, size):
+    report, code, level, message = found(loss, ROWS)
+    assert (report.verdict, code, level) == ("refuted", ROWS, "error")
+    assert f"atch of {size} " in message or f"atches of {size} " in message
+
+
+@pytest.mark.parametrize("loss", [first_five_rows_only, mean_of_the_others_subtracted])
+def test_noisier_batches_with_the_right_expectation_are_a_warning(loss):
+    report, code, level, _ = found(loss, "KL204,KL206")
+    assert (report.verdict, code, level) == ("confirmed", "KL206", "warning")
+
+
+def test_chunks_that_are_divided_by_all_rows_pass():
+    report, code, _, _ = found(in_chunks, ROWS)
+    assert (report.verdict, code) == ("confirmed", "")
+
+
+# Long rollouts.
+
+
+def token_k2(logp, ref_logp):
+    return (logp - ref_logp).square() / 2
+
+
+def first_thirty_tokens(logp, ref_logp, mask):
+    return live_sum(token_k2(logp, ref_logp)[:, :30], mask[:, :30])
+
+
+def credit(logp, ref_logp, mask, factor):
+    """Each token's score times the log-ratios from it on, each times a factor of their distance (T, T)."""
+    ratios = (logp - ref_logp).detach().where(mask != 0, 0.0)
+    steps = torch.arange(logp.shape[1])
+    distance = steps[None, :] - steps[:, None]
+    to_go = ratios @ torch.where(distance >= 0, factor(distance), 0.0).T.to(ratios)
+    return live_sum(to_go * logp, mask)
+
+
+def horizon_of_twenty_five(logp, ref_logp, mask):
+    return credit(logp, ref_logp, mask, lambda distance: (distance <= 25).double())
+
+
+def decay_after_ten(logp, ref_logp, mask):
+    return credit(logp, ref_logp, mask, lambda distance: 0.95 ** (distance - 10).clamp(min=0))
+
+
+def everything_to_go(logp, ref_logp, mask):
+    return credit(logp, ref_logp, mask, torch.ones_like)
+
+
+def less_if_long(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask) / (mask.sum(-1) / 16).clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expect", "code", "words"),
+    [
+        (first_thirty_tokens, "local_reverse_kl", "KL105", "it differs at tokens 42, 63"),
+        (horizon_of_twenty_five, "reverse_kl", "KL205", "it differs at tokens 0, 5, 19 of"),
+        (decay_after_ten, "reverse_kl", "KL205", "it differs at tokens 0, 5, 19, 42 of"),
+        (less_if_long, "reverse_kl", "KL203", "0.25 times the declared one"),
+    ],
+)
+def test_what_begins_in_long_rollouts_is_found(loss, expect, code, words):
+    report, failed, level, message = found(loss, TOKENS, expect=expect)
+    assert (report.verdict, failed, level) == ("refuted", code, "error")
+    assert words in message
+
+
+@pytest.mark.parametrize("loss", [everything_to_go, k2])
+def test_full_credit_passes(loss):
+    report, code, _, _ = found(loss, TOKENS)
+    assert (report.verdict, code) == ("confirmed", "")
+
+
+def test_a_report_says_how_far_it_looked():
+    report = kltest.grade(weighted(whole_ratio))
+    assert report.verdict == "confirmed"
+    (note,) = [note for note in report.notes if note.startswith("Looked at")]
+    assert "rollouts of up to 64 tokens, batches of up to 32 rows" in note
+    assert "to the reference and 19 to the sampler" in note
