@@ -21,8 +21,7 @@ from kltest.grading.verdict import ExpectedFailures, Levels, run_checks, selecte
 from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
-from kltest.identify.shaped import as_shaped_reward
-from kltest.identify.uses import fields_used, sampler_matters
+from kltest.identify.uses import as_shaped_reward, fields_used, sampler_matters
 from kltest.loss.callables import name_of
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved

@@ -187,7 +187,8 @@ def _examined(check: Check, findings: Findings) -> Found | None:
     try:
         return check.examine(findings)
     except KltestError as error:
-        return Found(f"the experiment could not be made: {error}", "inconclusive")
+        # Of a loss that does not take the batch of an experiment nothing is known, but nothing is wrong either.
+        return Found(f"the experiment could not be made: {error}", "inconclusive", level="warning")
 
 
 def _words(row: Row) -> str:

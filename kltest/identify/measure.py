@@ -116,10 +116,11 @@ class Measure:
         known = self._measured.get((row.environment, row.sampler, row.batch))
         return known[0] if known else Case(row.environment, row.sampler, self.seed)
 
-    def expected(self, row: Row, instance: Instance) -> Moments:
-        """Return the moments of a measured row's batches on another instance."""
+    def expected(self, row: Row, instance: Instance, floats: torch.dtype | None = None) -> Moments:
+        """Return the moments of a measured row's batches on another instance, or given numbers of another precision."""
         if row.batch == 1:
-            return exact(self.loss, instance, row.sampler, padding=self.seed)
+            loss = self.loss if floats is None else self.loss.for_experiments(floats)
+            return exact(loss, instance, row.sampler, padding=self.seed)
         return self._over_batches(instance, Case(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
 
     def meets(self, loss: Loss, instance: Instance, sampler: str = "stale") -> bool:

@@ -22,7 +22,7 @@ from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
-from kltest.loss.variant import Variant
+from kltest.loss.resolve import Variant
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout

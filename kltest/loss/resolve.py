@@ -69,3 +69,11 @@ def _functions(path: Path) -> Iterator[str]:
         for function in inner:
             if isinstance(function, ast.FunctionDef) and "__" not in function.name:
                 yield function.name if function is node else f"{getattr(node, 'name', '')}.{function.name}"
+
+
+class Variant(Loss):
+    """A loss that calls another one, `loss`, in a special way, and is like it in all else."""
+
+    def __init__(self, loss: Loss) -> None:
+        vars(self).update(vars(loss))
+        self.loss = loss

@@ -73,6 +73,9 @@ def read(
         _refuse(name, loss)
     if not loss.dtype.is_floating_point:
         raise TargetError(f"{name} returned a tensor of {loss.dtype}; a loss must be floating-point: {ACCEPTED}.")
+    if loss.layout is not torch.strided or loss.is_meta:
+        kind = "without numbers (device meta)" if loss.is_meta else f"of the layout {loss.layout}"
+        raise TargetError(f"{name} returned a tensor {kind}; a loss must be a dense tensor of numbers: {ACCEPTED}.")
     # A loss may compute where it likes; what is done with it is done where its inputs came from.
     loss = loss.to(live.device)
     returned = _kind(loss, shape)

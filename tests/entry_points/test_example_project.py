@@ -334,7 +334,7 @@ def test_the_pages_workflow_says_what_a_pull_request_changes(project, tmp_path, 
             (project / "pyproject.toml").write_text("" if adopting else settings)
         else:
             (project / "pyproject.toml").write_text(settings)
-            losses.write_text(losses.read_text().replace("/ 2", "/ 3"))
+            losses.write_text(losses.read_text().replace("/ 2", "/ -2"))
 
     assert walked(steps, project, tmp_path, checkout) == [5 if adopting else 0, 1]
     summary = (tmp_path / "summary").read_text()

@@ -57,7 +57,7 @@ def test_an_excuse_covers_its_own_check_and_no_other():
     assert "KL106" in codes
     for code in codes:
         report = grade(twice_token_level, {code: "only this"})
-        assert report.verdict == "refuted"
+        assert report.verdict == ("confirmed" if code == "KL201" else "refuted")  # a constant factor only warns
         assert status(report, code) == ("fail", "only this")
         assert {check.code for check in report.failed} == codes - {code}
     assert grade(twice_token_level, dict.fromkeys(codes, "both")).verdict == "confirmed"

@@ -172,7 +172,7 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     names = [f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True, record=True) == 1
     said = capsys.readouterr().out.partition("What changed since the recorded results.")[2]
-    assert re.search(r"penalty/square: verdict.* 1\.0: .*local_reverse_kl → .*2\*local_reverse_kl", said)
+    assert re.search(r"penalty/square: gradients.* 1\.0: .*local_reverse_kl → .*2\*local_reverse_kl", said)
     assert "penalty/straight: new, bandit, current: zero" in said
     assert "penalty/linear" not in said
     assert (tmp_path / "changes.md").read_text().count("\n- ") == 2

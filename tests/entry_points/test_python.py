@@ -55,6 +55,8 @@ WRONG = {
     "bound": [0, -1, NAN, INF, True, "x"],
     "expected_failures": [5, {"KL999": "why"}, {"KL201": ""}, {5: "why"}],
     "allow_unexpected_passes": [5, "yes", None],
+    "strict": [5, "yes", None],
+    "levels": [5, "KL502", {"KL999": "error"}, {"KL502": "fatal"}],
     "allow_stale_excuses": [5, "yes", None],
     "name": [5, "", []],
 }

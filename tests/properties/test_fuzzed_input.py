@@ -86,7 +86,7 @@ def test_no_options_of_grade_give_a_traceback_or_an_unknown_exit_code(parts):
 def test_options_that_are_right_are_taken(names, data):
     arguments = ["grade", "k3-loss"]
     for name in dict.fromkeys(names):
-        arguments += [name] if name == "--allow-unexpected-passes" else [name, data.draw(st.sampled_from(RIGHT[name]))]
+        arguments += [name] if not RIGHT[name] else [name, data.draw(st.sampled_from(RIGHT[name]))]
     result = call(arguments)
     assert result.exit_code == CONFIRMED, (arguments, result.output)
 
@@ -111,6 +111,7 @@ RIGHT = {
     "--bound": ["3"],
     "--expect-failure": ["KL201=on purpose", "kl101=a=b"],
     "--allow-unexpected-passes": [],
+    "--strict": [],
     "--diff": ["old.json"],
     "--output": ["text", "json:out.json", "markdown:out.md"],
 }

@@ -228,7 +228,7 @@ SEEN = [
 @pytest.mark.parametrize(("loss", "options", "codes"), SEEN)
 def test_each_pitfall_has_its_code(loss, options, codes):
     report = grade(loss, **options)
-    assert report.verdict == "refuted"
+    assert report.verdict == ("confirmed" if codes == {"KL106"} else "refuted")  # a constant factor is a warning
     assert {check.code for check in report.failed} == codes, [c.message for c in report.failed]
 
 
@@ -609,10 +609,10 @@ def test_a_small_constant_in_a_denominator_is_noted_and_not_refuted():
     assert all("denominator" in row.note for row in report.gradients)
 
 
-def test_a_larger_constant_is_refuted_with_its_size():
+def test_a_larger_constant_is_named():
     report = grade(lambda logp, ref_logp, mask: k2_of_the_sequence(logp, ref_logp, mask) * (1 + 1e-5))
     assert {check.code for check in report.failed} == {"KL106"}
-    assert "1e-05" in report.failed[0].message
+    assert "1.00001 times" in report.failed[0].message
 
 
 def test_a_target_that_cancels_is_zero():

@@ -518,8 +518,10 @@ def test_a_baseline_of_the_others_only_may_be_cut_and_one_with_itself_may_not():
 
     expect = "reverse_kl-expected_reward"
     for loss in (whole_batch_leave_one_out, CHECKS["KL402"].fixed):
-        assert split(loss, expect=expect) == "pass"
-    assert split(with_itself) == "fail"
+        (check,) = grade(loss, select="KL206", environment="bandit", expect=expect).checks
+        assert check.status != "fail" or check.level == "warning"  # the noise of a given batch moves
+    (check,) = grade(with_itself, select="KL206", environment="bandit").checks
+    assert (check.status, check.level) == ("fail", "error")
 
 
 @pytest.mark.parametrize("loss", ["leave-one-out", "group-std", "tied-groups-masked", "k2-loss-sequence", "k1-reward"])

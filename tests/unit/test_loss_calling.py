@@ -157,11 +157,11 @@ def test_a_compiled_function_names_what_it_lacks():
 
 def test_an_unknown_parameter_is_named_with_what_can_be_filled():
     with pytest.raises(UsageError) as refused:
-        bind(lambda logp, ref_logps: logp)
+        bind(lambda logp, reff_logp: logp)
     text = str(refused.value)
-    assert "'ref_logps'" in text
+    assert "'reff_logp'" in text
     assert "did you mean ref_logp" in text
-    assert "--arg ref_logps=@FIELD" in text
+    assert "--arg reff_logp=@FIELD" in text
     assert all(name in text for name in FIELDS)
 
 

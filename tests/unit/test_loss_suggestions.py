@@ -53,7 +53,6 @@ def test_the_role_decides(field, word, quantity):
         ("curr_logprobs", "logp"),
         ("prev_logprobs", "old_logp"),
         ("policy_logprobs", "logp"),
-        ("log_probs_ref", "ref_logp"),
         ("per_token_ref_logps", "ref_logp"),
         ("oldlogprobs", "old_logp"),
         ("reflogp", "ref_logp"),
@@ -63,8 +62,6 @@ def test_the_role_decides(field, word, quantity):
         ("reference_logits", "ref_logits"),
         ("behavior_logits", "old_logits"),
         ("policy_logits", "logits"),
-        ("ref_logps", "ref_logp"),
-        ("old_logps", "old_logp"),
         # Near spellings of a name that would be filled.
         ("reff_logp", "ref_logp"),
         ("logp_", "logp"),

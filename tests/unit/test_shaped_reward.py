@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 
 import jsonschema
 import pytest
@@ -11,7 +12,6 @@ import torch
 import kltest
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import bind
-from kltest.render.json import schema
 from kltest.rollout import Rollout
 
 
@@ -237,7 +237,8 @@ def test_what_moves_the_gradient_with_the_reward_is_a_loss(loss):
 
 def test_the_report_is_valid_by_the_schema():
     report = json.loads(kltest.grade(Shaper(), environment="bandit").to_json())
-    jsonschema.validate(report, schema())
+    schema = json.loads((files("kltest.render") / "grade-2.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(report, schema)
     assert report["placement"] == "shaped-reward"
 
 

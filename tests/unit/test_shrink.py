@@ -53,7 +53,7 @@ CASES = {
     # Right for one token alone, 1/T of it for more: as a mean over the batch it couples where lengths differ.
     "a scalar": (losses.k3_scalar, {}, BANDIT),
     "partial gradient": (losses.k2_per_token, {}, PAIR),
-    "boolean mask": (losses.boolean_mask, {}, BANDIT),
+    "boolean mask": (losses.boolean_mask, {}, PAIR),
     "a pair": (losses.with_metrics, {}, BANDIT),
     "logits": (losses.whole_distribution, {}, PAIR),
     "three actions": (losses.wrong_for_three_actions, {}, (1, 3, False, 1)),
@@ -62,7 +62,7 @@ CASES = {
     "token ratio, stale": (losses.token_ratio, {"expect": "local_reverse_kl"}, PAIR),
     "only where lengths differ": (losses.divided_where_lengths_differ, {}, RAGGED),
     "no name": (losses.square_root, {}, BANDIT),
-    "argument": (losses.scaled, {"arguments": {"scale": 0.25}}, BANDIT),
+    "argument": (losses.scaled, {"arguments": {"scale": -0.25}}, BANDIT),
     "coefficient": (losses.policy_loss, {"environment": "bandit"}, BANDIT),
     "coefficient, given": (losses.policy_loss, {"environment": "bandit", "beta": 0.04}, BANDIT),
     "group": (losses.baseline_of_the_group, {"environment": "bandit"}, (1, 2, False, 2)),
@@ -382,7 +382,7 @@ def test_a_function_made_on_the_way_brings_what_it_closes_over(tmp_path, run):
         return x * x
 
     def bad(logp, ref_logp):
-        return weight * helper(logp - ref_logp)
+        return -weight * helper(logp - ref_logp)
 
     found = smallest(bad)
     assert "weight = 0.25" in found.code
@@ -405,7 +405,7 @@ def test_a_program_needs_no_name_of_an_annotation_and_every_name_of_a_default(tm
 
 def test_what_inner_functions_use_is_brought_along(tmp_path, run):
     def bad(logp, ref_logp):
-        return (lambda u: math.pi * u * u)(logp - ref_logp)
+        return -(lambda u: math.pi * u * u)(logp - ref_logp)
 
     found = smallest(bad)
     assert "import math" in found.code, found.note
@@ -414,10 +414,10 @@ def test_what_inner_functions_use_is_brought_along(tmp_path, run):
 
 def test_arguments_after_one_that_is_left_out_and_those_that_need_a_name_have_one(tmp_path, run):
     def bad(logp, scale=1.0, *, ref_logp):
-        return scale * (logp - ref_logp) ** 2
+        return -scale * (logp - ref_logp) ** 2
 
     def worse(logp, scale=1.0, ref_logp=None):
-        return scale * (logp - ref_logp) ** 2
+        return -scale * (logp - ref_logp) ** 2
 
     for loss in (bad, worse):
         found = smallest(loss)
@@ -461,7 +461,7 @@ def test_a_program_that_would_print_other_numbers_is_not_given():
     factors = iter([1.0] * 10_000)
 
     def bad(logp, ref_logp):
-        return next(factors) * (logp - ref_logp) ** 2
+        return -next(factors) * (logp - ref_logp) ** 2
 
     found = smallest(bad)
     assert found is not None

@@ -70,6 +70,6 @@ MUTANTS = [
     Mutant("KL104", k3_in_the_reward, also=("KL503",), options=REWARD),
     Mutant("KL105", cubed),
     Mutant("KL105", square_root),
-    Mutant("KL106", doubled),
-    Mutant("KL106", scaled_by_a_constant),
+    Mutant("KL106", doubled, warns=True),
+    Mutant("KL106", scaled_by_a_constant, warns=True),
 ]

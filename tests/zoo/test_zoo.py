@@ -50,7 +50,8 @@ def test_a_mutant_fails_its_codes_and_no_others(mutant):
 def test_a_correct_loss_fails_nothing(correct):
     report = kltest.grade(correct.loss, **correct.options)
     assert report.verdict == "confirmed", report.error or [(check.code, check.message) for check in report.failed]
-    assert not failed(report)
+    # A baseline of the other rows in a batch moves the gradient of a given batch, in noise only: a warning.
+    assert failed(report) <= {"KL206"}
 
 
 @pytest.mark.parametrize("code", CHECKS)

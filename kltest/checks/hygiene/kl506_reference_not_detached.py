@@ -26,7 +26,7 @@ from kltest.checks.usual_batch import usual_batch
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
 from kltest.loss.outcome import Outcome
-from kltest.loss.variant import Variant
+from kltest.loss.resolve import Variant
 from kltest.moments.differentiate import Experiment, backward
 from kltest.rollout import LEAVES, Rollout
 
