@@ -1,0 +1,58 @@
+"""Every label of the corpus holds by enumeration, whatever kltest says."""
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+@cache
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"corpus_{name}", HERE / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+brute_force, table = load("brute_force"), load("table")
+
+
+def function_of(case: Any) -> Any:
+    file, _, name = case.target.partition(":")
+    found: Any = load(file.removesuffix(".py"))
+    for part in name.split("."):
+        found = getattr(found() if isinstance(found, type) else found, part)
+    return found
+
+
+@pytest.mark.parametrize("case", table.CASES, ids=lambda c: c.name)
+def test_label(case: Any) -> None:
+    torch.set_num_threads(1)
+    brute_force.judge(function_of(case), case)
+
+
+@pytest.mark.parametrize("case", [c for c in table.CASES if c.level == "error"], ids=lambda c: c.name)
+def test_no_wrong_loss_passes_as_right(case: Any) -> None:
+    with pytest.raises(AssertionError):
+        brute_force.judge(function_of(case), dataclasses.replace(case, right=True))
+
+
+def test_the_corpus_is_large_and_balanced() -> None:
+    cases = table.CASES
+    assert len({c.name for c in cases}) == len(cases) >= 96
+    assert 0.35 < sum(c.right for c in cases) / len(cases) < 0.65
+    assert all(c.right == (not c.defect) and (c.right or (c.level and c.codes)) for c in cases)
+    assert all(math.isfinite(v) for c in cases for v in c.reach.values())
+    assert all(not (c.codes & c.forbidden) for c in cases)
