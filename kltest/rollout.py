@@ -193,8 +193,7 @@ class Rollout:
         generator = torch.Generator().manual_seed(padding)
 
         def padded(name: str) -> Tensor:
-            value = self.peek(name).detach()
-            if value.dim() < 2:
+            if (value := self.peek(name).detach()).dim() < 2:
                 return value
             shape = (len(value), columns, *value.shape[2:])
             if name == "mask":

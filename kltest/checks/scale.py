@@ -8,10 +8,11 @@ from dataclasses import replace
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
+from kltest.checks.check import shared
 from kltest.checks.group_fixture import as_array, limit, norm
 from kltest.checks.usual_batch import usual_batch
 from kltest.errors import KltestError
-from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
+from kltest.identify.findings import Findings, Row, multiple, proportion
 
 # One token, three, and up to three.
 LENGTHS = ("bandit", "sequence", "ragged")
@@ -45,6 +46,7 @@ def agree_up_to_scale(findings: Findings) -> None:
     findings.rows = [row for place in asked for row in known[place]]
 
 
+@shared
 def widened(findings: Findings) -> float:
     """Relative change of the gradient at live tokens if padded columns are added to a batch."""
     narrow = usual_batch(findings)
@@ -63,10 +65,7 @@ def _common(rows: list[Row]) -> float | None:
 
 def _factor(row: Row) -> float | None:
     """The c > 0 of a row that follows c times the declared gradient, or c times its form with the prefixes fixed."""
-    if row.method != "exact":
-        return None
-    whole = proportion(row.identified, row.expected)
-    found = whole or proportion(without_sampler(row.identified), local_form(row.expected))
+    found = multiple(row) if row.method == "exact" else None
     return found if found is not None and found > 0 else None
 
 

@@ -179,6 +179,12 @@ def proportion(identified: Combination | None, expected: Combination) -> float |
     return ratios[0] if all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios) else None
 
 
+def multiple(row: Row) -> float | None:
+    """The c of a row that follows c times the declared gradient, or c times its local form; None if there is none."""
+    whole = proportion(row.identified, row.expected)
+    return proportion(without_sampler(row.identified), local_form(row.expected)) if whole is None else whole
+
+
 def local_form(combination: Combination) -> Combination:
     """Return the same combination with every term's prefixes held fixed."""
     return _renamed(combination, lambda name: LOCAL_FORMS.get(name, name))

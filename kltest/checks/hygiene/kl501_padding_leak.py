@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kltest.checks.check import Found
+from kltest.checks.check import Found, shared
 from kltest.checks.hygiene.padding import LOG_PROBS, apart, exchange, not_exchangeable
 from kltest.identify.findings import Findings
 
@@ -13,6 +13,7 @@ LEAST = -50.0
 moot = not_exchangeable
 
 
+@shared
 def examine(findings: Findings) -> Found | None:
     """Fill padding with other legal numbers: near those that stood there, and as far apart as the usual ones get."""
     return exchange(

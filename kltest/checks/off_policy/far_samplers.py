@@ -5,7 +5,7 @@ are e^d times as likely under the policy as under the sampler, and others e^−d
 reference stays near the policy.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -76,7 +76,7 @@ class FarSamplers:
         prompts = np.full(len(pairs), 1 / len(pairs))
         environment = sequence(VOCABULARY, self.tokens, prompts=prompts, name="far sampler")
         reward = generator.integers(2, size=environment.reward.shape).astype(float)
-        environment = sequence(VOCABULARY, self.tokens, prompts=prompts, reward=reward, name="far sampler")
+        environment = replace(environment, reward=reward)
         later = environment.n_contexts // len(pairs) - 1
         distances = np.concatenate([[first, *[second] * later] for first, second in pairs])
         often, seldom = generator.uniform(0.3, 0.45, size=(2, len(distances))), np.exp(-distances)

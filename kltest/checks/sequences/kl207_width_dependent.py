@@ -4,7 +4,7 @@ from kltest.checks.check import Found, shared
 from kltest.checks.group_fixture import limit
 from kltest.checks.hygiene import kl501_padding_leak
 from kltest.checks.scale import COLUMNS, widened
-from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
+from kltest.identify.findings import Findings, Row, multiple
 
 moot = kl501_padding_leak.moot
 
@@ -14,7 +14,7 @@ def examine(findings: Findings) -> Found | None:
     moved = widened(findings)
     if moved <= limit(findings):
         return None
-    if findings.once(kl501_padding_leak.examine):
+    if kl501_padding_leak.examine(findings):
         return Found("numbers at padded positions get into the loss (KL501)", "skip")
     return Found(
         f"With {COLUMNS} more columns of padding the gradient at live tokens of the same batch differs by "
@@ -25,9 +25,7 @@ def examine(findings: Findings) -> Found | None:
 def explains(row: Row, findings: Findings) -> bool:
     """Return True for the declared gradient, or its local form, divided by the number of columns."""
     columns = findings.measure.case(row).instances[0].paths.shape[1]
-    factor = proportion(row.identified, row.expected)
-    if factor is None:
-        factor = proportion(without_sampler(row.identified), local_form(row.expected))
+    factor = multiple(row)
     if factor is None or abs(factor * columns - 1) > 1e-3:
         return False
     found = examine(findings)
