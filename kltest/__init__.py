@@ -3,8 +3,6 @@
 `import kltest` is cheap: what needs torch is loaded when it is first asked for.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """Errors that kltest raises on purpose. Every message says what was wrong, with which input, and what to do."""
 
-from __future__ import annotations
-
 import difflib
 import warnings
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Files that are either the old or the new version, never half of one, with the same bytes for the same content."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import io

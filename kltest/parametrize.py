@@ -1,7 +1,5 @@
 """`@kltest.parametrize_with_checks`: a pytest item for each loss and check; nothing is graded at collection."""
 
-from __future__ import annotations
-
 import re
 import reprlib
 import warnings
@@ -30,7 +28,7 @@ def parametrize_with_checks(
     *,
     expected_failed_checks: Reasons | Callable[[Any], Reasons | None] | None = None,
     **options: Any,
-) -> pytest.MarkDecorator:
+) -> "pytest.MarkDecorator":
     """Parametrize a test function over losses and checks; its parameters are `loss` and `check`.
 
         @kltest.parametrize_with_checks([my_loss, "k3-loss"], expected_failed_checks={"KL201": "on purpose"})

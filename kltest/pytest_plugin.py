@@ -3,8 +3,6 @@
 It loads neither torch nor the checks unless a test uses them. Losses are graded in pytest's own process.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator
@@ -88,7 +86,7 @@ class ConfiguredTargets(pytest.File):
 class ConfiguredCheck(pytest.Item):
     """One check of one configured target."""
 
-    def __init__(self, *, check: GradedCheck, **node: Any) -> None:
+    def __init__(self, *, check: "GradedCheck", **node: Any) -> None:
         super().__init__(**node)
         self.check = check
 
@@ -137,7 +135,7 @@ class _Summary:
             terminalreporter.write_line(f"  {target}{'  ' if codes else ''}{', '.join(codes)}")
 
 
-def _check(item: pytest.Item) -> GradedCheck | None:
+def _check(item: pytest.Item) -> "GradedCheck | None":
     """The check that an item makes, if it makes one; none was ever made if their module is not loaded."""
     module = sys.modules.get("kltest.grading.pytest_items")
     parameters = getattr(getattr(item, "callspec", None), "params", {})

@@ -3,8 +3,6 @@
 Fields, shapes and the names of parameters they fill are the calling convention: see FIELDS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -176,19 +174,19 @@ class Rollout:
         """Return a field if it was built already, else None; the grader so finds the leaves that a loss used."""
         return self._built.get(name)
 
-    def take(self, rows: Any, *, beta: float | None = None) -> Rollout:
+    def take(self, rows: Any, *, beta: float | None = None) -> "Rollout":
         """Return a new batch of the given rows (repeats allowed), with fresh leaves."""
         index = torch.as_tensor(rows)
         fields = {name: _row_picker(self, name, index) for name in self._builders}
         return Rollout(fields, beta=self.peek("beta") if beta is None else beta)
 
-    def replace(self, **fields: Any) -> Rollout:
+    def replace(self, **fields: Any) -> "Rollout":
         """Return the same batch with some fields exchanged, `beta` perhaps among them, and fresh leaves."""
         beta = fields.pop("beta", self._built["beta"])
         kept = {name: (lambda name=name: self.peek(name)) for name in self._builders}
         return Rollout({**kept, **fields}, beta=beta)
 
-    def wider(self, columns: int, padding: int = 0) -> Rollout:
+    def wider(self, columns: int, padding: int = 0) -> "Rollout":
         """Return the same batch with more columns of padding, finite and legal numbers, and fresh leaves."""
         generator = torch.Generator().manual_seed(padding)
 
@@ -218,7 +216,7 @@ class Rollout:
         padding: int = 0,
         beta: float = 1.0,
         centre: Centre = "environment",
-    ) -> Rollout:
+    ) -> "Rollout":
         """Build the rollouts of an instance as a loss sees them.
 
         Args:

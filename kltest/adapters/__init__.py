@@ -8,8 +8,6 @@ An adapter is plain data, so that it can be listed without torch and without the
 module that calls the library's own loss or trainer. Parameters are filled from the rollout as those of any loss.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 import warnings
@@ -63,7 +61,7 @@ class Setting:
     source: str = ""
     note: str = ""
 
-    def variant(self, arguments: Mapping[str, Any] = MappingProxyType({}), name: str = "", **others: Any) -> Setting:
+    def variant(self, arguments: Mapping[str, Any] = MappingProxyType({}), name: str = "", **others: Any) -> "Setting":
         """Return a setting of the same target, called `self.name/name`.
 
         Args:

@@ -4,8 +4,6 @@ A program holds the lines of the function that a setting calls, an environment o
 and the sum over all rollouts, or over all pairs of rollouts if the loss of a single one has no gradient.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence

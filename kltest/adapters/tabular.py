@@ -10,8 +10,6 @@ of a prompt than its last, and the side on which it is padded, make no differenc
 they may be leaves of a graph. A saved model has none.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

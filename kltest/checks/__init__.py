@@ -3,8 +3,6 @@
 To add a check, write its module, `klNNN_its_name.py`, and a table `[KLNNN]` in words.toml beside it.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A check: a known pitfall under a stable code, its words, and the module that finds and demonstrates it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +31,7 @@ class Found:
     level: Level | None = None
 
 
-def shared(experiment: Callable[[Findings], T]) -> Callable[[Findings], T]:
+def shared(experiment: "Callable[[Findings], T]") -> "Callable[[Findings], T]":
     """Decorate an experiment that is asked for several times: it is made once for each loss."""
     return update_wrapper(lambda findings: findings.once(experiment), experiment)
 
@@ -109,7 +107,7 @@ class Check:
         """True if the check makes an experiment of its own."""
         return self._defined("examine") is not None
 
-    def demonstrate(self) -> Demonstration:
+    def demonstrate(self) -> "Demonstration":
         """Run the pitfall in the smallest environment that shows it."""
         from kltest.checks.demonstrations import demonstrate  # imports torch
 
@@ -117,24 +115,24 @@ class Check:
         own = self._defined("demonstrate")
         return own(losses) if own else demonstrate(losses, self.demonstration, self.options)
 
-    def explains(self, row: Row, findings: Findings) -> bool:
+    def explains(self, row: "Row", findings: "Findings") -> bool:
         """Return True if the pitfall accounts for the disagreement of a row."""
         return bool(self._call("explains", row, findings))
 
-    def tells(self, row: Row, findings: Findings) -> str:
+    def tells(self, row: "Row", findings: "Findings") -> str:
         """Return how the pitfall shows in a row that it explains, empty if the identified gradient says it all."""
         words = self._call("tells" if self._defined("tells") else "explains", row, findings)
         return words if isinstance(words, str) else ""
 
-    def remark(self, findings: Findings) -> str:
+    def remark(self, findings: "Findings") -> str:
         """Return a sentence on all the rows that it explains, or ""."""
         return self._call("remark", findings) or ""
 
-    def examine(self, findings: Findings) -> Found | None:
+    def examine(self, findings: "Findings") -> Found | None:
         """Make the check's experiment; None if it has none or found nothing wrong."""
         return self._call("examine", findings)
 
-    def moot(self, findings: Findings) -> str | None:
+    def moot(self, findings: "Findings") -> str | None:
         """Return the reason to skip the check, or None."""
         return self._call("moot", findings)
 

@@ -1,7 +1,5 @@
 """The program `kltest`: its commands, and how errors become a message and an exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -4,8 +4,6 @@ GitHub Actions keeps the summary of a step in a file (its path is in GITHUB_STEP
 step write as well. Reports are appended to it, and the format `github` writes a summary there by itself.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`kltest finetune --exact`: estimators graded at the weights of a transformer whose completions are all enumerated."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -53,7 +51,7 @@ def exact(options: Mapping[str, Any], *, changes: Sequence[str] = (), output: st
     return DISAGREES if wrong else 0
 
 
-def request_of(options: Mapping[str, Any], changes: Sequence[str]) -> Request:
+def request_of(options: Mapping[str, Any], changes: Sequence[str]) -> "Request":
     """Return the request; UsageError for an option that has no meaning here, or a value of another type."""
     from kltest.finetune.exact import Request
 
@@ -69,7 +67,7 @@ def request_of(options: Mapping[str, Any], changes: Sequence[str]) -> Request:
     return Request(**values, estimators=() if kl is None else (kl,))
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: "Sequence[Row]") -> list[str]:
     """Return a line for each row, by environment and sampler."""
     lines: list[str] = []
     for place in dict.fromkeys((row.world, row.sampler) for row in rows):
@@ -94,7 +92,7 @@ def _named(combination: Mapping[str, float] | None) -> str:
     return "no named gradient" if combination is None else render(dict(combination))
 
 
-def _keep(folder: Path, request: Request, rows: Sequence[Row]) -> None:
+def _keep(folder: Path, request: "Request", rows: "Sequence[Row]") -> None:
     written = {"schema": SCHEMA, "kltest": __version__, "asked": asdict(request), "rows": [asdict(row) for row in rows]}
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """`kltest explain`: a check, an estimator or a named gradient in full."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class Part:
     items: tuple[str, ...] = ()
 
 
-def parts(check: Check) -> list[Part]:
+def parts(check: "Check") -> list[Part]:
     """Return the description of a check in the order of reading."""
     called = ", ".join(f"{name}={value!r}" for name, value in check.options.items())
     return [
@@ -90,7 +88,7 @@ def explain(name: str) -> str:
     return "\n".join(words) + "\n"
 
 
-def _find(name: str) -> Check | None:
+def _find(name: str) -> "Check | None":
     from kltest.checks import CHECKS
 
     folded = name.casefold()
@@ -103,7 +101,7 @@ def _estimator_names() -> Mapping[str, str]:
     return {name: spec.name for spec in specs for name in (*spec.aliases, spec.name)}
 
 
-def _check_words(check: Check) -> Iterator[str]:
+def _check_words(check: "Check") -> Iterator[str]:
     yield f"{check.code} {check.name}"
     yield check.title
     for part in parts(check):

@@ -1,7 +1,5 @@
 """`kltest finetune`: one run of the language-model runner, with a table of its evaluations at the end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 The options come from `kltest.grading.options`.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ installed or took its process down (the others were measured, and its row says s
 kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

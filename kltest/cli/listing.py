@@ -1,7 +1,5 @@
 """`kltest list`: the estimators, named gradients, environments and checks."""
 
-from __future__ import annotations
-
 import json as encoder
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`kltest reproduce`, `kltest run`, `kltest figures` and `kltest paper`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -4,8 +4,6 @@ A sequence has one context per prefix, an n-gram one per recent history; a bandi
 process has sparse stochastic dynamics and a stationary policy.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ horizon. A bandit has one context; a token sequence has one context per prefix; 
 prefixes; in a Markov decision process the contexts are the states.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Instances: an environment with a policy, a reference and a sampler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +27,7 @@ class Instance:
         policy: np.ndarray,
         reference: np.ndarray,
         sampler: np.ndarray | None = None,
-    ) -> Instance:
+    ) -> "Instance":
         """Build an instance from logits.
 
         Args:
@@ -59,7 +57,7 @@ class Instance:
         *,
         distance: float = 2.0,
         staleness: float = 1.0,
-    ) -> Instance:
+    ) -> "Instance":
         """Draw three random policies that are close to each other.
 
         Args:

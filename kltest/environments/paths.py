@@ -5,8 +5,6 @@ depends on a prefix alone is computed once per node and spread over its rows, an
 reshape. The (N, T) arrays of contexts and tokens are built only when they are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,11 +45,11 @@ class Paths:
         """Number (N,) of live tokens of each rollout."""
         return self.mask.sum(axis=1)
 
-    def take(self, rows: np.ndarray | slice) -> Paths:
+    def take(self, rows: np.ndarray | slice) -> "Paths":
         """Return the given rows, in the given order, repeats allowed."""
         return Paths(self.contexts[rows], self.tokens[rows], self.mask[rows], self.prompt[rows], self.log_weight[rows])
 
-    def split(self, size: int) -> Iterator[tuple[slice, Paths]]:
+    def split(self, size: int) -> "Iterator[tuple[slice, Paths]]":
         """Yield consecutive parts of at most `size` rows."""
         for first in range(0, len(self), size):
             rows = slice(first, min(first + size, len(self)))
@@ -125,7 +123,7 @@ class Level:
             sums = grouped @ np.ones(self.rows) if grouped.ndim == 3 else grouped.sum(axis=2)
         return sums.swapaxes(0, 1)
 
-    def part(self, first: int, last: int) -> Level:
+    def part(self, first: int, last: int) -> "Level":
         """The nodes of the rows `first` … `last` − 1, with those rows alone."""
         rows: np.ndarray | int
         if isinstance(self.rows, int) and first % self.rows == last % self.rows == 0:

@@ -1,7 +1,5 @@
 """Tabular softmax policies: log-probs from logits, and gradients with respect to logits."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kltest.errors import InvalidEnvironmentError

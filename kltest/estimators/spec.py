@@ -7,8 +7,6 @@ names that module as an entry point in the group `kltest.estimators`:
     def my_kl(logp, ref_logp): ...
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

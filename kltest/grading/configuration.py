@@ -1,7 +1,5 @@
 """`[tool.kltest]` of the nearest pyproject.toml: defaults of the options of `kltest grade`, and its targets."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A value comes from the command line (text), from `[tool.kltest]` (TOML) or from 
 messages. Every form raises UsageError for a value of another kind. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Grading of one loss: resolve it, measure its expected gradient, check it, and report."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace

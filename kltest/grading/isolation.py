@@ -7,8 +7,6 @@ Our own, since no process pool reports the frame in which a child hangs or crash
 its output below Python's level, or ends the processes that it started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import io
@@ -97,7 +95,7 @@ class Child:
         for end in (theirs, printing, stacking):
             end.close()
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> "Child":
         return self
 
     def __exit__(self, *_: object) -> None:

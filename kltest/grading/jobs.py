@@ -1,7 +1,5 @@
 """Jobs: one target with its options each, graded in a child process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys
@@ -42,7 +40,7 @@ class Job:
         return self.given.get("timeout", DEFAULT_TIMEOUT)
 
     @classmethod
-    def all_of(cls, target: str, given: Mapping[str, Any], folder: str | None = None) -> list[Job]:
+    def all_of(cls, target: str, given: Mapping[str, Any], folder: str | None = None) -> "list[Job]":
         """Return the jobs that a target stands for: one, or one for each setting of a library.
 
         `given` holds checked options. Raises UsageError for a library or a setting that is not there.

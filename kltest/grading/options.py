@@ -4,8 +4,6 @@ From `Options` are made the command line of `kltest grade`, the settings of `[to
 documentation of the arguments of `kltest.grade`. Importing this module loads neither torch nor numpy.
 """
 
-from __future__ import annotations
-
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -210,7 +208,7 @@ class Options:
     )
 
     @classmethod
-    def of(cls, **given: Any) -> Options:
+    def of(cls, **given: Any) -> "Options":
         """Options from Python values. Raises UsageError for the first that is wrong."""
         kept = {name: value for name, value in renamed(given).items() if not OPTIONS[name].left_out(value)}
         return cls(**{name: OPTIONS[name].form(value, name) for name, value in kept.items()})

@@ -1,7 +1,5 @@
 """Items of pytest: a loss is graded in this process when the first of its items runs, once for all of them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,7 +37,7 @@ class Grading:
             raise UsageError(self.misuse)
         return self.known
 
-    def of(self, loss: Target) -> Grading:
+    def of(self, loss: Target) -> "Grading":
         """Return the grading, with the same options, of a loss that the test made itself; it is kept, and so its id."""
         if loss is self.loss:
             return self

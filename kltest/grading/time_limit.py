@@ -1,7 +1,5 @@
 """A limit on the time that a grading may take in the process that calls it."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

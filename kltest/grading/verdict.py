@@ -1,7 +1,5 @@
 """Results of the checks, expected failures among them, and the verdict that follows."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Case: an environment under one sampler, with its instances, its named gradients and the declared one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -47,7 +45,7 @@ class Case:
         return _candidates_at_parameters(self)
 
     @property
-    def network(self) -> Network | None:
+    def network(self) -> "Network | None":
         """The network whose weights are the policy's parameters; None if these are the logits themselves."""
         return network(self.instances[0].environment.vocabulary) if self.environment in NETWORKS else None
 

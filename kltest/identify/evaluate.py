@@ -1,7 +1,5 @@
 """Rows of cases from the moments of a loss's gradient. Pure functions; no loss is called here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Results of measuring one loss: rows, and what was noticed on the way. Data, without the means to measure more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import isclose
@@ -33,7 +31,7 @@ class Row(GradientRow):
 
     length: int | None = None
     value: ValueRow | None = None
-    reported: Reported | None = None
+    reported: "Reported | None" = None
     variances: tuple[float, ...] = ()
 
     @property
@@ -133,7 +131,7 @@ class Findings:
     placement: str
     environments: tuple[str, ...]
     samplers: tuple[str, ...]
-    measure: Measure
+    measure: "Measure"
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     scale: float | None = None
@@ -145,14 +143,14 @@ class Findings:
         return self.measure.observed
 
     @property
-    def loss(self) -> Loss:
+    def loss(self) -> "Loss":
         return self.measure.loss
 
     @property
     def seed(self) -> int:
         return self.measure.seed
 
-    def once(self, experiment: Callable[[Findings], T]) -> T:
+    def once(self, experiment: "Callable[[Findings], T]") -> T:
         """Return the result of an experiment that checks share; it is run once, and its KltestError raised again."""
         if experiment not in self._results:
             try:

@@ -6,8 +6,6 @@ of the logits. Two that agree at a few random instances agree everywhere with pr
 Schwartz-Zippel test of polynomial identities: so few instances suffice, and agreement is no matter of curve fitting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -4,8 +4,6 @@ Losses that couple the rollouts of a group have environments of their own, under
 rollouts to enumerate every group, and a reward of 0 or 1 a rollout, equally often, so that some groups are tied.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable
@@ -144,7 +142,7 @@ def with_ties(instance: Instance, seed: int) -> Instance:
     return replace(instance, environment=replace(environment, reward=reward))
 
 
-def network(vocabulary: int) -> Network:
+def network(vocabulary: int) -> "Network":
     """Return the network in which losses are graded; UsageError if transformers is not installed."""
     import torch
 
@@ -154,7 +152,7 @@ def network(vocabulary: int) -> Network:
 
 
 @lru_cache(maxsize=12)
-def parameter_gradient(instance: Instance, network: Network, *seed: int) -> ParameterGradient:
+def parameter_gradient(instance: Instance, network: "Network", *seed: int) -> "ParameterGradient":
     """Return the map from gradients at the logits to those at all weights, for an instance drawn from this seed."""
     from kltest.language_models.networks import ParameterGradient
 

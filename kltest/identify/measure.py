@@ -1,7 +1,5 @@
 """The measuring service: cases of one loss, called and evaluated once each, and one more for a check that asks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +45,7 @@ class Sizes:
     asked: bool = False
 
     @classmethod
-    def of(cls, uses: frozenset[str], group_size: int | None = None, batch_size: int | None = None) -> Sizes:
+    def of(cls, uses: frozenset[str], group_size: int | None = None, batch_size: int | None = None) -> "Sizes":
         """Return sizes for a loss that reads these fields: of groups if it reads rewards and no batch size is given."""
         grouped = bool(uses & GROUP_FIELDS) and batch_size is None
         asked = group_size if grouped else batch_size

@@ -3,8 +3,6 @@
 Each experiment changes one thing in one environment and compares gradients.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable
@@ -34,12 +32,12 @@ NEAR = 0.01
 CLOSE = 1e-6
 
 
-def _answer(if_it_fails: bool) -> Callable[[Callable[[Probes, Instance], bool]], Callable[[Probes, str], bool]]:
+def _answer(if_it_fails: bool) -> "Callable[[Callable[[Probes, Instance], bool]], Callable[[Probes, str], bool]]":
     """Run an experiment once an environment; if the loss fails in it, return this answer."""
 
-    def decorate(experiment: Callable[[Probes, Instance], bool]) -> Callable[[Probes, str], bool]:
+    def decorate(experiment: "Callable[[Probes, Instance], bool]") -> "Callable[[Probes, str], bool]":
         @lru_cache(maxsize=64)
-        def answer(probes: Probes, environment: str) -> bool:
+        def answer(probes: "Probes", environment: str) -> bool:
             try:
                 return experiment(probes, probes.instance(environment))
             except KltestError:

@@ -6,8 +6,6 @@ in every instance, refuted if d > m in one, and else the row is inconclusive; d 
 instances of a grading share the error rate: it bounds the probability that any of their intervals misses.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class Sampling:
 
 
 def sample(
-    loss: Loss,
+    loss: "Loss",
     declared: Combination,
     case: Case,
     sampling: Sampling,

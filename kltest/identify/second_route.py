@@ -1,7 +1,5 @@
 """Second route: before a disagreement is reported, compute both sides of it again in another way."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

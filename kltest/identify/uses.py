@@ -1,7 +1,5 @@
 """Uses of a rollout by a loss: fields that it reads, the sampler's influence, and rewards that it shapes."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import suppress
 from dataclasses import dataclass, replace

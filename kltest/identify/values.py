@@ -6,8 +6,6 @@ estimate without bias (k3) has one after the division; multiplied by the length 
 known. The token-mean of a batch is then judged by what it tends to, E[Σu]/E[L]; a mean of token-means keeps its bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

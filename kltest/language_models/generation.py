@@ -5,8 +5,6 @@ exceeds that number. The same uniforms and the same model give the same rollouts
 processes, and after a restart. Nothing is truncated (no top-k, no top-p), so the sampler's log-probs are the policy's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

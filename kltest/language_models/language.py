@@ -1,7 +1,5 @@
 """A causal language model with its tokenizer: the interface that generation and scoring need."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Sequence
@@ -41,7 +39,7 @@ class LanguageModel:
     @classmethod
     def of(
         cls, model: Any, tokenizer: Any, compute_dtype: torch.dtype | None = None, *, chat: bool = False
-    ) -> LanguageModel:
+    ) -> "LanguageModel":
         """Return a model with the end and padding ids that its configuration or tokenizer names.
 
         Raises:
@@ -66,7 +64,7 @@ class LanguageModel:
         """True if a forward pass can continue from an earlier one."""
         return "past_key_values" in _options_of(type(self.model).forward)
 
-    def frozen(self) -> LanguageModel:
+    def frozen(self) -> "LanguageModel":
         """Return a copy with the present weights, which require no gradient."""
         return replace(self, model=copy.deepcopy(self.model).requires_grad_(False), compiled=None)
 

@@ -1,7 +1,5 @@
 """Causal language models in Hugging Face's format: loaded, or tiny ones made here with fresh weights; and saved."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

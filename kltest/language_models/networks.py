@@ -5,8 +5,6 @@ tokens; the id after them is the prompt. One backward pass takes a gradient with
 with respect to all weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -132,7 +130,7 @@ class ParameterGradient:
     @classmethod
     def at(
         cls, network: Network, environment: Environment, weights: Weights, named: Mapping[str, np.ndarray]
-    ) -> ParameterGradient:
+    ) -> "ParameterGradient":
         """Return the map at the given weights; `named` are gradients (C, V) with respect to logits."""
         own = {name: one.detach().requires_grad_() for name, one in weights.items()}
         logits, leaves = network.table(own, environment), tuple(own.values())

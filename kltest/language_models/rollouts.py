@@ -1,7 +1,5 @@
 """Rollouts of a language model: prompts and completions side by side, and how they are cut and joined."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
@@ -45,7 +43,7 @@ class Rollouts:
         """(B,) number of tokens."""
         return self.mask.sum(dim=1)
 
-    def rows(self, which: slice | Tensor) -> Rollouts:
+    def rows(self, which: slice | Tensor) -> "Rollouts":
         """Return some of the rows."""
         present = self._present(*(one.name for one in fields(self)))
         return replace(self, **{name: value[which] for name, value in present.items()})
@@ -55,7 +53,7 @@ class Rollouts:
         size = size or len(self)
         return (slice(first, first + size) for first in range(0, len(self), size))
 
-    def resized(self, width: int) -> Rollouts:
+    def resized(self, width: int) -> "Rollouts":
         """Return the rollouts with T = `width`: padded on the right, or later positions cut off."""
         more = (0, width - self.tokens.shape[1])
         present = self._present(*PER_TOKEN)

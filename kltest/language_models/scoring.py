@@ -4,8 +4,6 @@ On a CPU the cost of a pass is its arithmetic. Rollouts of one prompt therefore 
 rollouts of similar length are scored together, without most of their padding.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

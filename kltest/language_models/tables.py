@@ -4,8 +4,6 @@ The table stays connected to the model's parameters. Everything that is known ex
 logits is then known with respect to parameters by one backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments given by name: fields of the rollout, and stand-in objects that dotted names build."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -85,7 +83,7 @@ class Stub:
         ]
         return {name for names in inner for name in names if name is not None}
 
-    def at(self, rollout: Rollout) -> Stub:
+    def at(self, rollout: Rollout) -> "Stub":
         """Return a copy that reads its fields from `rollout`; what a loss writes on it ends with the call."""
         copy = object.__new__(Stub)
         given = {

@@ -1,7 +1,5 @@
 """The logged KL among what a loss returned beside the loss: what says so by its name and moves with the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

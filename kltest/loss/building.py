@@ -1,7 +1,5 @@
 """Objects built from the defaults of their class: the `self` of a method, and configurations that a loss takes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys

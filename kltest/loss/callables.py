@@ -1,7 +1,5 @@
 """Parameters of the callables that can be called with a rollout, and the reason why others are refused."""
 
-from __future__ import annotations
-
 import inspect
 import reprlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Losses: callables whose parameters are filled by name, called with rollouts, and what each call did and returned."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
@@ -46,7 +44,7 @@ def bind(
     receiver: Stub | Built | None = None,
     spec: Spec | None = None,
     notes: tuple[str, ...] = (),
-) -> Loss:
+) -> "Loss":
     """Make a callable into a Loss: each parameter gets the rollout's field of its name, or the argument given for it.
 
     Args:
@@ -128,7 +126,7 @@ class Loss:
         self._stored = StoredMetrics(function)
         self._beside = Beside(function)
 
-    def for_experiments(self, floats: torch.dtype | None = None) -> Loss:
+    def for_experiments(self, floats: torch.dtype | None = None) -> "Loss":
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
 
         Args:
@@ -143,7 +141,7 @@ class Loss:
             other.form = other._traced = None
         return other
 
-    def at(self, beta: float) -> Loss:
+    def at(self, beta: float) -> "Loss":
         """Return the same loss with another β."""
         other = copy.copy(self)
         other.fixed_beta = beta

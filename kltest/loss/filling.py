@@ -1,7 +1,5 @@
 """Filling the parameters of a loss: with a field of the same name, an argument, or a stand-in object."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

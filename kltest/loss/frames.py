@@ -1,7 +1,5 @@
 """Find the line at which a loss failed: the user's own frame, not torch's or ours."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 import textwrap

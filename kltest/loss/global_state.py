@@ -1,7 +1,5 @@
 """State of the process that a loss may change: random generators, gradient mode, torch's default type and device."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

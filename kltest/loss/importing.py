@@ -1,7 +1,5 @@
 """Import the function that `package.module:function` or `path/to/file.py:function` names, or say why not."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

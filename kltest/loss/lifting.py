@@ -5,8 +5,6 @@ through what it uses. Each import is tried by itself; if it fails, the name is l
 Annotations are not evaluated. A name without a value is replaced by an object that says why when it is used.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy
@@ -81,7 +79,7 @@ class _Absent:
 class _LiftedModule:
     """Another file of the package, as `from . import utils` names it: its names are lifted when they are read."""
 
-    def __init__(self, lifter: _Lifter) -> None:
+    def __init__(self, lifter: "_Lifter") -> None:
         self._lifter = lifter
 
     def __getattr__(self, name: str) -> Any:
@@ -99,7 +97,7 @@ class _LiftedModule:
 class _Lifter:
     """The module-level names of one file, each executed when it is first needed."""
 
-    def __init__(self, path: Path, family: dict[Path, _Lifter] | None = None) -> None:
+    def __init__(self, path: Path, family: "dict[Path, _Lifter] | None" = None) -> None:
         self.path = path
         self.root, name = package_of(path)
         self.family = {} if family is None else family
@@ -228,7 +226,7 @@ class _Lifter:
                 raise
             return _LiftedModule(self.sibling(source))
 
-    def sibling(self, path: Path) -> _Lifter:
+    def sibling(self, path: Path) -> "_Lifter":
         """Return the lifter of another file of the same package."""
         return self.family.get(path) or _Lifter(path, self.family)
 

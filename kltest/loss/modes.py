@@ -1,7 +1,5 @@
 """Modes of torch under which a loss is called."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Read the text that names a loss: a registered name, a module's function, or a file's. Imports no torch."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

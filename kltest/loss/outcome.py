@@ -1,7 +1,5 @@
 """Options of a call of a loss, and the outcome of one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

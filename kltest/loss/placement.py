@@ -8,8 +8,6 @@ log-prob of token t is the cost that is charged to it,
 No importance ratio is added. Only live tokens count: nothing at padded positions, NaN included, has an effect.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

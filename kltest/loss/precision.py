@@ -1,7 +1,5 @@
 """The floating-point precision in which a loss computed, whatever the type of what it returned."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Resolve the text that a user gives into a loss: a registered name, a module's function, or a file's."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import replace

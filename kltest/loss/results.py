@@ -1,7 +1,5 @@
 """Read what a loss returned: a tensor of a known shape, alone or beside its metrics."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace

@@ -1,7 +1,5 @@
 """Names of what a loss returns beside the loss, read from its return statements, and whether a name says KL."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -5,8 +5,6 @@ entry is the newest. Only what a call was seen to write counts as logged by it. 
 adds to it; anything else that depends on earlier calls is not read at all.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass
@@ -39,14 +37,14 @@ class Entry:
     version: int = -1
 
     @classmethod
-    def of(cls, held: Any) -> Entry:
+    def of(cls, held: Any) -> "Entry":
         entries = len(held) if isinstance(held, MutableSequence | deque) else -1
         item = held if entries < 0 else held[-1] if entries else None
         if isinstance(item, Tensor):
             return cls(item, item.detach().clone(), entries, item._version)
         return cls(item, item.copy() if isinstance(item, np.ndarray) else item, entries)
 
-    def differs(self, other: Entry | None) -> bool:
+    def differs(self, other: "Entry | None") -> bool:
         if other is None or (self.entries, self.version) != (other.entries, other.version):
             return True
         return self.item is not other.item or not _equal(self.copy, other.copy)

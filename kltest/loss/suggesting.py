@@ -3,8 +3,6 @@
 Whose log-probs they are is told by the role words of a name; names that differ there are never proposed for each other.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher

@@ -1,6 +1,5 @@
 """Reading a module's statements without running them: which names each one binds, changes and reads."""
 
-from __future__ import annotations
 import __future__
 
 import ast

@@ -1,7 +1,5 @@
 """Tensors given to a loss, and what it did to them: writes found bit for bit, gradients switched on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +26,7 @@ class TrackedTensor:
     lengths: list[int] = field(default_factory=list)
 
     @classmethod
-    def as_tensor(cls, tensor: Tensor, original: Tensor) -> TrackedTensor:
+    def as_tensor(cls, tensor: Tensor, original: Tensor) -> "TrackedTensor":
         """Track a field in one piece; `original` is the rollout's own."""
         before: Tensor | None = original.detach()
         if tensor is original:
@@ -38,7 +36,7 @@ class TrackedTensor:
         return cls(tensor, before, tensor.requires_grad, tensor._version)
 
     @classmethod
-    def as_list(cls, field_: Tensor, live: Tensor) -> TrackedTensor:
+    def as_list(cls, field_: Tensor, live: Tensor) -> "TrackedTensor":
         """Track a field as RL loops store it: one tensor of live tokens a rollout, all parts of one stored tensor."""
         lengths = live.sum(dim=1).tolist()
         whole = field_[live] if field_.dim() > 1 else field_.clone()

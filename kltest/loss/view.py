@@ -1,7 +1,5 @@
 """Views of a rollout for one call of a loss: copies that it may write into, of the types and shapes that it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +39,7 @@ class InputForm:
             return False
         return "mask" in accessed or not self.bool_mask
 
-    def unlike(self, other: InputForm) -> str:
+    def unlike(self, other: "InputForm") -> str:
         """Return in words how this form differs from another one."""
         parts = {
             "floats": f"{str(self.floats).removeprefix('torch.')} fields",
@@ -81,7 +79,7 @@ class RolloutView(Rollout):
         self._fields: dict[str, TrackedTensor] = {}
         self.lists: dict[str, TrackedTensor] = {}
 
-    def over(self, base: Rollout) -> RolloutView:
+    def over(self, base: Rollout) -> "RolloutView":
         """Return such a view of another batch, or a fresh one of the same."""
         return RolloutView(base, self.peek("beta"), self._form, always_copy=self._always_copy or bool(self.writes()))
 

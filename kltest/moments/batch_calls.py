@@ -1,7 +1,5 @@
 """Calls of a loss on batches of known rows: one batch a call, or many groups a call if the loss keeps them apart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Literal

@@ -3,8 +3,6 @@
 Batches are those of training: rows drawn independently, or one group, rollouts of one prompt that is drawn first.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator

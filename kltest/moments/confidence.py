@@ -10,8 +10,6 @@ error rate is right in the limit of many samples only, as that of a central limi
 since scipy has intervals for one fixed sample size and one dimension, and none that hold at all times for vectors.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One call of a loss and one backward pass: the gradient at every row's log-probs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

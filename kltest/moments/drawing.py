@@ -1,7 +1,5 @@
 """Samples of a loss's gradient: rollouts are drawn, the loss is called on them, a batch gives one gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,7 +77,7 @@ class Drawing:
         return each_gradient(paths, policy, leaves.get("logp"), leaves.get("logits")).reshape(len(paths), -1)
 
 
-def source_of(drawn: Drawing, noisy: bool) -> Source:
+def source_of(drawn: Drawing, noisy: bool) -> "Source":
     """The source that needs the fewest calls; `noisy` says that the loss draws random numbers of its own."""
     if drawn.size > 1:
         return Batches(drawn, noisy=noisy)

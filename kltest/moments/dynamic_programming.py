@@ -10,8 +10,6 @@ the rollouts, E[A(c, v)]/π(v|c) is
 Earlier costs vanish in the gradient if rollouts are drawn from the policy itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

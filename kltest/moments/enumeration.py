@@ -1,7 +1,5 @@
 """The exact expected gradient and the exact per-rollout variance of any loss, over every rollout of an environment."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ d_t(c) is the probability of context c at time t, and M(c, c') = Σ_v π(v|c)·P
 once a step, forward, backward or both, and need (C, V) tables once in all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import isqrt
 

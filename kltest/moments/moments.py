@@ -1,7 +1,5 @@
 """Exact moments of a loss's gradient in one environment: expectation, variance, and how rows combine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +17,7 @@ class Expectation:
     rows: np.ndarray
 
     @classmethod
-    def of(cls, rows: np.ndarray, weights: np.ndarray) -> Expectation:
+    def of(cls, rows: np.ndarray, weights: np.ndarray) -> "Expectation":
         """Of values (N,) under probabilities (N,)."""
         mean = float(weights @ rows)
         return cls(mean, float(np.sqrt(weights @ (rows - mean) ** 2)), rows)

@@ -6,8 +6,6 @@ come from earlier samples only; they are fitted by least squares. No noise is le
 estimators, or a sum of some.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ context. If no two do, it is a sum over tokens too:
     ‖a·e_y − a·π(c)‖² = a²·(1 − 2π(y|c) + ‖π(c)‖²).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 

@@ -5,8 +5,6 @@ g_i(S) = g_i/|S| and a sum g_i(S) = g_i, for every batch and row. Anything else 
 the gradient of a batch is then not the average of its rows' own gradients, and is graded by batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -43,7 +41,7 @@ class NonDeterministicError(TargetError):
         self.keeps_state = keeps_state
 
     @classmethod
-    def of(cls, loss: Loss, call: Callable[[], RowGradients]) -> NonDeterministicError:
+    def of(cls, loss: Loss, call: Callable[[], RowGradients]) -> "NonDeterministicError":
         """The error of a loss that did not repeat a call; two more calls find out why."""
         with preserved():
             once = call()

@@ -5,8 +5,6 @@ or groups, losses that draw random numbers. A sample is the gradient of one batc
 minus the noise that it shares with estimators of known expectation on the same rollouts (kltest.moments.pairing).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -6,8 +6,6 @@ float32, 9.8e-4 in float16 and 7.8e-3 in bfloat16; every number below is that, t
 cancellations of the comparison it is for, and far below the effects that the comparison is after.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ The module of a format has `render(reports, terminal=PLAIN) -> str`; formats tha
 `render_changes(changes, terminal=PLAIN) -> str` as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -39,7 +37,7 @@ def render(name: str, reports: Sequence[Report], terminal: Terminal = PLAIN) -> 
     return text if text.endswith("\n") or not text else text + "\n"
 
 
-def render_changes(name: str, changes: Changes, terminal: Terminal = PLAIN) -> str:
+def render_changes(name: str, changes: "Changes", terminal: Terminal = PLAIN) -> str:
     """Return what changed since an earlier report; empty if the format has no place for it."""
     module = module_of(name)
     return module.render_changes(changes, terminal) if hasattr(module, "render_changes") else ""

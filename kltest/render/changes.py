@@ -1,7 +1,5 @@
 """Differences between an earlier report and a new one, in words: verdicts, gradients, bias, variance, checks."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """GitHub Actions annotations: `::error` for a failed check, `::warning` for a warning, `::notice` for the rest."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

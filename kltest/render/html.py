@@ -1,7 +1,5 @@
 """HTML: one self-contained page with pictures, nothing loaded from elsewhere, readable on a phone and in the dark."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources

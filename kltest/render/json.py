@@ -1,7 +1,5 @@
 """JSON (schema kltest.grade/2, in grade-2.schema.json): one object for one target, an array for several."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 A case fails or errs exactly if the verdict is not `confirmed`; warnings go to `system-out`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 

@@ -1,7 +1,5 @@
 """Markdown, for job summaries and issues."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -34,7 +32,7 @@ def escape(text: str) -> str:
 
 
 @cache
-def _templates() -> Environment:
+def _templates() -> "Environment":
     # Jinja2 is loaded when something is rendered: the command line imports this module for `escape`.
     from kltest.render.templating import environment
 

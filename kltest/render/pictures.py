@@ -3,8 +3,6 @@
 They are about as wide as a phone, so that the letters stay readable there. Colours are classes of the style sheet.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator
 

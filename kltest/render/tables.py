@@ -1,7 +1,5 @@
 """Tables and paragraphs for terminals, in colour only if the terminal has it."""
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap
@@ -31,7 +29,7 @@ PLAIN = Terminal()
 
 def table(
     columns: Sequence[str],
-    rows: Iterable[Sequence[str | Text]],
+    rows: "Iterable[Sequence[str | Text]]",
     *,
     right: Collection[str] = (),
     whole: Collection[str] | None = None,

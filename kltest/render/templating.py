@@ -1,7 +1,5 @@
 """Jinja2 templates: every text that they print is escaped, unless it is markup already."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from jinja2 import Environment, PackageLoader, StrictUndefined

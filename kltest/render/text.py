@@ -1,7 +1,5 @@
 """Plain text for terminals and issues: the verdict first, then a row per environment, then what to do."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -25,7 +23,7 @@ from kltest.render.words import (
 from kltest.report import CheckResult, CounterExample, Report
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    pass
 
 HEADS = ("environment", "sampler", "expected gradient", "rel. bias", "cosine", "rel. variance", "")
 STYLES = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}

@@ -1,7 +1,5 @@
 """Words for findings, the same in all formats that people read."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Sequence

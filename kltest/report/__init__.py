@@ -1,7 +1,5 @@
 """Reports as plain data, in the shape of the published JSON (schema kltest.grade/2)."""
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -131,7 +129,7 @@ class CheckResult:
         return self.passed_unexpectedly or (self.status == "fail" and not self.excused and not self.warns)
 
 
-FORMS: dict[str, Callable[[Report], str]] = {}
+FORMS: "dict[str, Callable[[Report], str]]" = {}
 """How a report shows itself, as "text" and as "html"; `kltest.render`, a layer above, puts its functions in."""
 
 
@@ -215,7 +213,7 @@ class Report:
         """Return the report as JSON: keys in a fixed order, the same bytes for the same findings."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
-    def to_frame(self) -> DataFrame:
+    def to_frame(self) -> "DataFrame":
         """Return the gradient rows as a pandas DataFrame, so that those of many reports can be concatenated.
 
         Returns:

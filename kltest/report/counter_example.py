@@ -1,7 +1,5 @@
 """Counter-examples as plain data: a small environment with the declared gradient and the one that a loss follows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

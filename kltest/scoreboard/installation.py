@@ -5,8 +5,6 @@ dependencies borrows those of the running interpreter (torch above all), which t
 dependencies, with the version of torch that is running here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -6,8 +6,6 @@
 if the library takes this process down. What the library itself prints goes to standard error.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

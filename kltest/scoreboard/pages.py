@@ -1,7 +1,5 @@
 """The pages of the scoreboard: one in Markdown, one that is sorted and filtered in a browser, and the programs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence

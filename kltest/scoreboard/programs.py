@@ -1,7 +1,5 @@
 """Standalone programs of settings, run and compared with what grading found before they are given out."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

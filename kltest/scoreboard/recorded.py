@@ -5,8 +5,6 @@ line for each setting, with numbers and codes alone. How a setting is called sta
 in the check; both are filled in when the file is read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Rows: the results of grading one setting, as plain data. The same findings give the same row but for `seconds`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -32,7 +30,7 @@ def described(setting: Setting) -> Row:
     return {key: _rounded(getattr(setting, key)) for key in DESCRIBED}
 
 
-def row(library: Adapter, setting: Setting, report: Report, **others: Any) -> Row:
+def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> Row:
     """Return the row of one setting: its call, what was found, and `others` (version, time, program) as they are."""
     found = report.to_dict()
     return _rounded(

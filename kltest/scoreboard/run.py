@@ -3,8 +3,6 @@
 A finished setting is stored at once, so that an interrupted measurement goes on from there.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

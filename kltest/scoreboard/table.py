@@ -1,7 +1,5 @@
 """The scoreboard as a data frame, in words: a row for each library, version and setting, for all formats."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

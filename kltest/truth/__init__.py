@@ -3,8 +3,6 @@
 Names are listed, parsed and rendered without numpy or torch; functions that compute are imported on first use.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -5,8 +5,6 @@ token given the prefix, KL_t a divergence between next-token distributions. A gr
 held fixed; `…@sampler` weights the prefixes by the sampler μ instead of the policy.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

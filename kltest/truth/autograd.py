@@ -1,7 +1,5 @@
 """Values and named gradients by a second route: plain sums over all enumerated rollouts, and autograd of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

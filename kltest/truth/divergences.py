@@ -4,8 +4,6 @@ Tables of log-probabilities are (…, V); sums run over the last axis. Every sum
 relative accuracy if the distributions nearly agree or one token has nearly all the probability.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _SMALL = 0.5

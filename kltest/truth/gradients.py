@@ -5,8 +5,6 @@ S(c, v) sums over time the visitation of c times Q_t(c, v), up to terms that do 
 respect to the logits is then π·(S − Σ_v π·S), row by row: all time steps share one (C, V) table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

@@ -8,8 +8,6 @@ With d_t(c) the probability of context c at time t, and r_t(c, ·) the row that 
 since a local gradient ignores its effect on later contexts. ∂d_t is a recursion, without autograd or differences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 from math import isqrt

@@ -4,8 +4,6 @@ A *visitation* d_t(c) is the probability of context c at time t; an *onward* val
 O(c, v) = Σ_c' P(c'|c, v)·x(c'). Time runs from 0 to the horizon − 1; the last step leads nowhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from math import isqrt
 

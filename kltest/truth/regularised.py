@@ -4,8 +4,6 @@ Each is solved exactly for tabular policies. A fixed point is a policy at which 
 estimator) vanishes, the gradient being the one that the estimator follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

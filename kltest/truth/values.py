@@ -3,8 +3,6 @@
 `value` computes them by dynamic programming, `value_again` (kltest.truth.autograd) as plain sums over all rollouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

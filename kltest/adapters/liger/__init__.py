@@ -1,7 +1,5 @@
 """Liger-Kernel: `k3_loss_fn`, the GRPO loss from log-probs by every loss type, and fused with the linear layer."""
 
-from __future__ import annotations
-
 from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 

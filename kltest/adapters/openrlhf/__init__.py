@@ -1,7 +1,5 @@
 """OpenRLHF: `compute_approx_kl`, the KL loss of the actor's step, and the KL in the reward under every estimator."""
 
-from __future__ import annotations
-
 from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 

@@ -1,7 +1,5 @@
 """torchrl: the whole `GRPOLoss` and its variants, and the transform that puts the KL into the reward."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from inspect import isclass
 

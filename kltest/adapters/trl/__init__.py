@@ -1,7 +1,5 @@
 """TRL: `GRPOTrainer` and `RLOOTrainer`, whole trainers, with a table as the language model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ trainer make them itself, rewards, advantages and reference included; only gener
 then run the real forward pass. `grpo_from_logprobs` replaces that pass by a leaf of log-probs.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

@@ -15,8 +15,6 @@ batch of completions help). Memory and time are those of the trainer with β > 0
 with a loss that divides by lengths, start from β divided by the mean length.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

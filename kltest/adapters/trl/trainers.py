@@ -1,7 +1,5 @@
 """Trainers of TRL, built as a user builds them, with a table as the model and given rollouts as what it generates."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

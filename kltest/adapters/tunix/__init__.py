@@ -1,7 +1,5 @@
 """tunix (JAX): `compute_kl_divergence` by every method, and `grpo_loss_fn` from the logits of a model to the loss."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from kltest.adapters import Adapter, Setting

@@ -1,7 +1,5 @@
 """unsloth-zoo: `grpo_compute_loss` by every loss type and the options that change its KL term."""
 
-from __future__ import annotations
-
 from kltest.adapters import PAIRS, Adapter, Setting
 from kltest.adapters.standalone import program
 

@@ -1,7 +1,5 @@
 """verl: `kl_penalty` by every name, the KL loss by every aggregation, `ppo_loss` whole, and the KL in the reward."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module

@@ -4,8 +4,6 @@ JAX is imported when the first one is called, never before, since a process that
 JAX's float64 is switched on for each call, so that a loss computes in float32 only if it says so itself.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +28,7 @@ CALLED = (
 _NARROW = {23: torch.float32, 10: torch.float16, 7: torch.bfloat16}
 
 
-def jax_loss(function: Callable[..., Any]) -> JaxLoss:
+def jax_loss(function: Callable[..., Any]) -> "JaxLoss":
     """Make a function of JAX arrays into a loss of torch tensors: the same parameters, values and gradients.
 
     kltest recognises most losses that are written for JAX; this is for those that it does not recognise.
@@ -73,7 +71,7 @@ class JaxLoss:
             call = _Call(self, args, kwargs, leaves)
             return call.answer(_Bridge.apply(call, *leaves))
 
-    def called(self, arrays: _Arrays, args: Any, kwargs: Any) -> Any:
+    def called(self, arrays: "_Arrays", args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(arrays.of, (args, kwargs))
         return self.function(*args, **kwargs)
 

@@ -4,8 +4,6 @@ JAX writes a function down as a jaxpr, a list of primitive steps. The arrays tha
 an intermediate one was float32; its jaxpr does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A function that names JAX and not torch is called with JAX arrays, any other wit
 `kltest.jax_loss` says so).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType, ModuleType
