@@ -31,6 +31,7 @@ MEASURING = (
 SHOWING = ("table.py", "pages.py", "recorded.py")
 """Files of these rooms that only show results."""
 FOLDER = "results/libraries"
+CHECKOUT = Path(kltest.__file__).parents[1]
 Asked = tuple[str, str | None]
 """An adapter, by its name or file, and the version to measure, None for the one of the adapter."""
 
@@ -53,6 +54,10 @@ def libraries(
     record: bool = False,
 ) -> int:
     """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, print what was found."""
+    if record and not (CHECKOUT / "pyproject.toml").is_file():
+        raise UsageError(
+            f"--record replaces a file of a checkout, and {CHECKOUT} is none; run it in one, installed by -e"
+        )
     asked = asked_for(names)
     folder = writable(Path(output or FOLDER))
     found: dict[Asked, list[Row]] = {}

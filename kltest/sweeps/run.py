@@ -123,23 +123,35 @@ def spread(
             left.pop(0)
             yield work(batch)
     if left:
-        yield from _in_processes(work, left, workers or cores, cluster)
+        yield from _on_cluster(work, left, cluster) if cluster else _in_processes(work, left, workers or cores)
 
 
-def _in_processes(
-    work: Callable[[Batch], Done], batches: Sequence[Batch], workers: int, cluster: str | None
-) -> Iterator[Done]:
+def _on_cluster(work: Callable[[Batch], Done], batches: Sequence[Batch], address: str) -> Iterator[Done]:
+    from dask.distributed import as_completed
+
+    client = connect(address)
+    futures = client.map(partial(_job, work, None), batches, pure=False)
+    try:
+        for future in as_completed(futures):
+            yield future.result()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise KltestError(
+            f"--cluster {address}: a task cannot be run there ({reason}). Scheduler and workers need all that this "
+            "process imports: kltest, and this checkout at the same path. What was finished is kept"
+        ) from error
+    finally:
+        client.cancel(futures)
+
+
+def _in_processes(work: Callable[[Batch], Done], batches: Sequence[Batch], workers: int) -> Iterator[Done]:
     import joblib
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-    options: dict[str, Any] = {"backend": "loky", "inner_max_num_threads": 1}
-    if cluster:
-        options = {"backend": "dask", "client": connect(cluster), "wait_for_workers_timeout": SECONDS_TO_ANSWER}
-    parent = None if cluster else os.getpid()
-    with joblib.parallel_config(**options):
-        parallel = joblib.Parallel(n_jobs=-1 if cluster else workers, return_as="generator_unordered")
+    with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+        parallel = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
         try:
-            yield from parallel(joblib.delayed(_job)(work, parent, batch) for batch in batches)
+            yield from parallel(joblib.delayed(_job)(work, os.getpid(), batch) for batch in batches)
         except TerminatedWorkerError as error:
             raise KltestError(
                 "a worker process was killed, perhaps for want of memory. What was finished is kept; run the same "

@@ -18,7 +18,7 @@ from processes import ran
 from kltest.adapters import NAMES, find, named
 from kltest.cli.libraries import Request, libraries, listing, program
 from kltest.errors import UsageError
-from kltest.scoreboard import pages, recorded
+from kltest.scoreboard import pages, recorded, run
 from kltest.scoreboard.installation import NEEDED, InstallError, UnreachableError, exact_version, install
 from kltest.scoreboard.rows import absent, changes
 from kltest.scoreboard.table import frame
@@ -372,6 +372,14 @@ def test_the_former_names_are_still_read_for_one_release(tmp_path):
         library = find(str(file))
     assert library.name == "made-up"
     assert {str(each.message).rpartition(" is now called ")[2] for each in warned} == {"Adapter", "ADAPTER"}
+
+
+def test_outside_a_checkout_a_record_is_refused_before_anything_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(run, "install", lambda *_: pytest.fail("it installs"))
+    with pytest.raises(UsageError, match="--record .*checkout"):
+        libraries(["trl"], output=str(tmp_path / "results"), record=True)
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_record_is_replaced_setting_by_setting_or_whole(measured, tmp_path):

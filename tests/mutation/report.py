@@ -1,7 +1,6 @@
-"""report.jsonl, a row a mutant, and report.md, their count by room."""
+"""report.jsonl, a row a mutant that was not noticed at once and a count of the others, and report.md, by room."""
 
 import json
-import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -10,34 +9,36 @@ Row = dict[str, object]
 
 
 def read(path: Path = HERE / "report.jsonl") -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def write(rows: list[Row], path: Path = HERE / "report.jsonl") -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    path.with_suffix(".md").write_text(render(rows), encoding="utf-8")
+    """Write both files; a mutant that was explained ("why") in the file before stays so."""
+    known = {place(row): row["why"] for row in read(path) if "why" in row}
+    lived = [row for row in rows if row["outcome"] != "killed"]
+    killed = Counter(str(row["module"]) for row in rows for _ in range(mutants(row)) if row["outcome"] == "killed")
+    kept = [row | ({"why": known[place(row)]} if place(row) in known else {}) for row in lived]
+    kept += [{"module": module, "outcome": "killed", "mutants": number} for module, number in killed.items()]
+    kept.sort(key=lambda row: (row["module"], row.get("line", 0)))
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+    path.with_suffix(".md").write_text(render(kept), encoding="utf-8")
 
 
-def changed(row: Row) -> tuple[str, str]:
-    """The line as it was and as the mutant has it."""
-    lines = [line for line in str(row["diff"]).splitlines() if line[:3] not in ("---", "+++")]
-    old, new = ("\n".join(line[1:].strip() for line in lines if line[:1] == sign) for sign in "-+")
-    return old, new
+def place(row: Row) -> tuple[str, str]:
+    """The module, and the line as the mutant has it."""
+    new = (line[1:].strip() for line in str(row["diff"]).splitlines() if line[:1] == "+" and line[:3] != "+++")
+    return str(row["module"]), "\n".join(new)
 
 
-def reasons() -> dict[tuple[str, str], str]:
-    """Why a mutant may live, by its module and its line: `explained.toml`."""
-    entries = tomllib.loads((HERE / "explained.toml").read_text(encoding="utf-8"))["mutant"]
-    return {(entry["module"], entry["now"]): entry["why"] for entry in entries}
+def mutants(row: Row) -> int:
+    return int(str(row.get("mutants", 1)))
 
 
-def state(row: Row, known: dict[tuple[str, str], str]) -> str:
+def state(row: Row) -> str:
     """noticed at once, noticed since, gone (its line has changed since), explained or unexplained."""
     if row["outcome"] == "killed":
         return "noticed at once"
-    if row.get("again") in ("noticed since", "gone"):
-        return str(row["again"])
-    return "explained" if (str(row["module"]), changed(row)[1]) in known else "unexplained"
+    return str(row.get("again") or ("explained" if "why" in row else "unexplained"))
 
 
 STATES = ("noticed at once", "noticed since", "gone", "explained", "unexplained")
@@ -45,27 +46,22 @@ STATES = ("noticed at once", "noticed since", "gone", "explained", "unexplained"
 
 def render(rows: list[Row]) -> str:
     """A table of what became of the mutants, by room."""
-    known = reasons()
-    rooms = sorted({room(row) for row in rows})
-    counted = {place: Counter(state(row, known) for row in rows if room(row) == place) for place in rooms}
+    counted: dict[str, Counter[str]] = {}
+    for row in rows:
+        counted.setdefault(str(row["module"]).rpartition("/")[0], Counter())[state(row)] += mutants(row)
     whole = sum(counted.values(), Counter())
     lines = [
         "# Mutation testing",
         "",
-        f"{len(rows)} mutants, each in another place: a seeded sample by cosmic-ray (`python tests/mutation/run.py`).",
-        "`report.jsonl` has a row a mutant; `explained.toml` says why those that are not noticed may live.",
+        f"{whole.total()} mutants, each in another place: a sample by cosmic-ray (`python tests/mutation/run.py`).",
+        "`report.jsonl` has a row for each that was not noticed at once, and says why those that never are may live.",
         "",
         f"| room | mutants | {' | '.join(STATES)} |",
         "| --- " * (len(STATES) + 2) + "|",
     ]
-    for place, counts in [*((f"`{place}`", counted[place]) for place in rooms), ("together", whole)]:
-        lines.append(f"| {place} | {counts.total()} | {' | '.join(str(counts[name]) for name in STATES)} |")
+    for name, counts in [*((f"`{room}`", counted[room]) for room in sorted(counted)), ("together", whole)]:
+        lines.append(f"| {name} | {counts.total()} | {' | '.join(str(counts[each]) for each in STATES)} |")
     return "\n".join(lines) + "\n"
-
-
-def room(row: Row) -> str:
-    """The folder that holds the mutated module."""
-    return str(row["module"]).rpartition("/")[0]
 
 
 if __name__ == "__main__":

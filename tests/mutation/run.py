@@ -1,9 +1,9 @@
 """Mutation testing of kltest's own grading and moments with cosmic-ray: `python tests/mutation/run.py`.
 
 A seeded sample of places in the code, one mutant each, in clones of the last commit. The suites run once under
-coverage, so that on each mutant those tests run, until one fails, that execute the mutated line. Writes report.json and
-report.md. Needs `pip install cosmic-ray pytest-cov` and takes an hour or two; with `--folder` it can be stopped at any
-moment and goes on from where it was.
+coverage, so that on each mutant those tests run, until one fails, that execute the mutated line. Writes report.jsonl
+and report.md. Needs `pip install cosmic-ray pytest-cov` and takes an hour or two; with `--folder` it can be stopped at
+any moment and goes on from where it was.
 """
 
 import argparse

@@ -251,6 +251,18 @@ def test_results_are_identical_here_in_processes_and_on_a_cluster(tmp_path, clus
     assert stored(tmp_path / "cluster.jsonl", cluster=cluster) == here
 
 
+def test_a_task_that_a_cluster_cannot_read_is_said_and_others_go_on(tmp_path, monkeypatch, cluster):
+    (tmp_path / "module_of_this_process.py").write_text("def work(batch): return batch")
+    monkeypatch.syspath_prepend(tmp_path)
+    import module_of_this_process
+
+    started = time.monotonic()
+    with pytest.raises(KltestError, match=r"--cluster .*a task cannot be run there \(.*\)\. Scheduler and workers need"):
+        list(spread(module_of_this_process.work, [[1]], cluster=cluster))
+    assert time.monotonic() - started < 30
+    assert sorted(spread(len, [[1], [1, 2]], cluster=cluster)) == [1, 2]
+
+
 def test_a_cluster_that_does_not_answer_is_a_usage_error(monkeypatch):
     monkeypatch.setattr(spreading, "SECONDS_TO_ANSWER", 0.5)
     with pytest.raises(UsageError, match=r"tcp://127.0.0.1:9: no Dask scheduler.*dask scheduler"):
