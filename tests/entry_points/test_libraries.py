@@ -377,7 +377,7 @@ def test_the_former_names_are_still_read_for_one_release(tmp_path):
 def test_outside_a_checkout_a_record_is_refused_before_anything_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "CHECKOUT", tmp_path)
     monkeypatch.setattr(run, "install", lambda *_: pytest.fail("it installs"))
-    with pytest.raises(UsageError, match="--record .*checkout"):
+    with pytest.raises(UsageError, match=r"--record .*checkout"):
         libraries(["trl"], output=str(tmp_path / "results"), record=True)
     assert not (tmp_path / "results").exists()
 
