@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.environments import loss
 from benchmarks.measure import Row, compare, save
-from benchmarks.worlds import loss
 from kltest.environments import Instance, mdp, ngram
 from kltest.moments import dynamic
 from kltest.truth import gradient

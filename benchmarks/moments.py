@@ -5,18 +5,18 @@ from __future__ import annotations
 import multiprocessing
 from pathlib import Path
 
+from benchmarks.environments import FIXED, OTHERS, built, drawn, forward_backward, loss
 from benchmarks.measure import Row, compare, save
-from benchmarks.worlds import FIXED, OTHERS, built, drawn, forward_backward, loss
 from kltest.moments import exact
 
 CLAIM = "exact moments / the loss's own forward and backward"
-WORLDS = (("fixed length", FIXED, 1.5), ("ragged or shared contexts", OTHERS, 3.0))
+ENVIRONMENTS = (("fixed length", FIXED, 1.5), ("ragged or shared contexts", OTHERS, 3.0))
 
 
 def main() -> list[Row]:
     rows = []
-    for kind, worlds, bound in WORLDS:
-        for case, environment in worlds.items():
+    for kind, environments, bound in ENVIRONMENTS:
+        for case, environment in environments.items():
             instance = drawn(environment)
             for name in ("k3-loss", "k2-loss"):
                 for declared in (True, False):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from benchmarks.environments import FIXED, drawn, loss
 from benchmarks.measure import Row, compare, save
-from benchmarks.worlds import FIXED, drawn, loss
 from kltest.environments import Instance
 from kltest.moments import exact
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.environments import forward_backward, loss
 from benchmarks.measure import Row, compare, save
-from benchmarks.worlds import forward_backward, loss
 from kltest.environments import Instance, ngram, ragged, sequence
 from kltest.loss.calling import Loss
 from kltest.moments import Sampled, sampled
 from kltest.rollout import Rollout
 from kltest.truth import gradient
 
-WORLDS = {"V=3, T=3": sequence(3, 3), "ragged, V=8, T≤3": ragged(8, 3), "2-gram, V=4, T=50": ngram(4, 50, 2)}
+ENVIRONMENTS = {"V=3, T=3": sequence(3, 3), "ragged, V=8, T≤3": ragged(8, 3), "2-gram, V=4, T=50": ngram(4, 50, 2)}
 # Each with what it follows; top-k-detached is none of the estimators that it is paired with.
 LOSSES = {
     "k1-reward": "reverse_kl",
@@ -28,7 +28,7 @@ ENOUGH = 3_000_000
 
 def main() -> list[Row]:
     rows = []
-    for case, environment in WORLDS.items():
+    for case, environment in ENVIRONMENTS.items():
         instance = Instance.draw(environment, 0)
         for name, followed in LOSSES.items():
             taken, target = loss(name), gradient(followed, instance)

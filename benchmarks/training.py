@@ -1,6 +1,6 @@
 """Runs trained together, against the same runs one at a time in numpy: closed-form gradients and the same draws.
 
-What numpy does is written for one world and one estimator (token k2 as a loss, leave-one-out baseline), without
+What numpy does is written for one environment and one estimator (token k2 as a loss, leave-one-out baseline), without
 autograd, names or options; both must end at the same logits. The clock covers whole sweeps, uniforms included, without
 measurements. Uniforms are drawn ahead by a thread, so that a second core helps where one is free; `taskset -c 0` shows
 what one core does. The rows "as a sweep" are what `kltest run` does with such runs: two batches, spread over two

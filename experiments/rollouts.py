@@ -1,4 +1,4 @@
-"""The gradient of each rollout of a small world with respect to the policy's logits, one row a rollout."""
+"""The gradient of each rollout of a small environment with respect to the policy's logits, one row a rollout."""
 
 from __future__ import annotations
 

@@ -123,4 +123,4 @@ def _lengths(axes: Axes, rows: DataFrame) -> None:
             if not at:
                 middle = tuple(mine.iloc[len(mine) // 2][["batch_size", "relative_distance"]])
                 label(axes, words, middle, offset, style["color"])
-    note(axes, 0.97, 0.95, "falls like 1/B\n(pale: another world)", ha="right", va="top")
+    note(axes, 0.97, 0.95, "falls like 1/B\n(pale: another environment)", ha="right", va="top")

@@ -1,4 +1,4 @@
-"""The atlas: estimators down, worlds across; a cell says which gradient is followed, how biased and how noisy."""
+"""The atlas: estimators down, environments across; a cell says which gradient is followed, how biased and how noisy."""
 
 import math
 
@@ -23,7 +23,7 @@ from .style import (
 
 Cells = dict[tuple[str, str, str], Row]
 
-WORLDS = ("bandit", "sequence", "ragged", "mdp")
+ENVIRONMENTS = ("bandit", "sequence", "ragged", "mdp")
 SAMPLERS = {"current": "samples of the current policy (μ = π)", "stale": "stale samples (μ ≠ π)"}
 GROUPS = {"loss": "as a loss", "reward": "in the reward", "both": "in both", "groups": "across a batch"}
 UNBIASED = 1e-9
@@ -82,9 +82,9 @@ LEFT, GAP = 0.222, 0.014
 WIDTH = (1 - LEFT - GAP - 0.008) / 8
 
 
-def _column(world: str, sampler: str) -> float:
+def _column(environment: str, sampler: str) -> float:
     stale = sampler == "stale"
-    return LEFT + WIDTH * (WORLDS.index(world) + 4 * stale) + GAP * stale
+    return LEFT + WIDTH * (ENVIRONMENTS.index(environment) + 4 * stale) + GAP * stale
 
 
 def _matrix(axes: Axes, groups: dict[str, list[str]], cells: Cells) -> None:
@@ -96,8 +96,8 @@ def _matrix(axes: Axes, groups: dict[str, list[str]], cells: Cells) -> None:
         for name in names:
             axes.text(LEFT - 0.008, y + 0.5, name, ha="right", va="center", size=6.4)
             for sampler in SAMPLERS:
-                for world in WORLDS:
-                    _cell(axes, _column(world, sampler), y, cells.get((name, world, sampler)))
+                for environment in ENVIRONMENTS:
+                    _cell(axes, _column(environment, sampler), y, cells.get((name, environment, sampler)))
             y += 1
 
 
@@ -153,11 +153,11 @@ def _head(figure: Figure, axes: Axes, height: float) -> None:
 
     figure.text(0.008, y(0.16), "Which gradient does a KL penalty follow?", weight="bold", size=9.5, va="center")
     for sampler, title in SAMPLERS.items():
-        left, right = _column(WORLDS[0], sampler), _column(WORLDS[-1], sampler) + WIDTH
+        left, right = _column(ENVIRONMENTS[0], sampler), _column(ENVIRONMENTS[-1], sampler) + WIDTH
         figure.text((left + right) / 2, y(0.38), title, ha="center", va="center", size=7)
-        for world in WORLDS:
-            label = "MDP" if world == "mdp" else world
-            figure.text(_column(world, sampler) + WIDTH / 2, y(0.56), label, ha="center", va="center", size=6.2)
+        for environment in ENVIRONMENTS:
+            label = "MDP" if environment == "mdp" else environment
+            figure.text(_column(environment, sampler) + WIDTH / 2, y(0.56), label, ha="center", va="center", size=6.2)
 
 
 def _key(figure: Figure, height: float) -> None:

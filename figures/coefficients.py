@@ -7,7 +7,7 @@ from matplotlib.lines import Line2D
 
 from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, look, records, select, tidy
 
-WORLDS = {"bandit": "bandit", "sequence": "sequences of 3 tokens", "mdp": "MDP, 3 steps"}
+ENVIRONMENTS = {"bandit": "bandit", "sequence": "sequences of 3 tokens", "mdp": "MDP, 3 steps"}
 # One of each kind; those that follow the same gradient end at the same place.
 SHOWN = {
     "k1-reward": "k1 in reward (and all others that follow ∇KL)",
@@ -23,7 +23,7 @@ SHOWN = {
 NOTES = (
     "Symbols: exact training; those of k3 in the reward are missing where it diverged. "
     "Crosses: sampled training, quartiles.",
-    "Open circles: the predicted fixed point. Bands: several worlds of a kind, extremes. "
+    "Open circles: the predicted fixed point. Bands: several environments of a kind, extremes. "
     "Returns have a standard deviation of about 1.",
 )
 SMALLEST = 1e-8  # what is nearer than this is drawn here, and called 0
@@ -33,8 +33,8 @@ def draw(rows: DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 6.7))
     axes = figure.subplots(3, 3)
     figure.subplots_adjust(left=0.082, right=0.99, top=0.965, bottom=0.168, hspace=0.42, wspace=0.2)
-    for column, (world, title) in enumerate(WORLDS.items()):
-        here = select(rows, world=world)
+    for column, (environment, title) in enumerate(ENVIRONMENTS.items()):
+        here = select(rows, environment=environment)
         _frontier(axes[0, column], here, title)
         _distance(axes[1, column], here)
         _effective(axes[2, column], here)
@@ -61,7 +61,7 @@ def _frontier(axes: Axes, rows: DataFrame, title: str) -> None:
                 axes.errorbar(row["kl"], row["gain"], high, wide, **style)
     axes.set(xscale="log", xlim=(0.01, 7))
     axes.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
-    if len(optima) and title == WORLDS["bandit"]:
+    if len(optima) and title == ENVIRONMENTS["bandit"]:
         at = optima.loc[np.log(optima["kl"] / 0.25).abs().idxmin()]
         axes.annotate("all optima π*(β')", (at["kl"], at["gain"]), (-12, 16), textcoords="offset points", ha="right",
                       size=6.2, arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.5})  # fmt: skip

@@ -14,7 +14,7 @@ from .style import FAINT, HAIRLINE, INK, PAGE_WIDTH, Axes, DataFrame, Figure, la
 
 # The runs that have ended, by term and coefficient: a row a seed.
 Ended = dict[tuple[str, float], DataFrame]
-# By arm: what it is called here, in full and in short.
+# By variant: what it is called here, in full and in short.
 WORDS = {
     "none": ("no KL term", "no KL\nterm"),
     "stale:none": ("no KL term, stale", "none,\nstale"),
@@ -34,7 +34,7 @@ ENDS: dict[str, tuple[tuple[str, tuple[int, int]], ...]] = {
     "none": (("no KL term", (8, 4)),),
     "stale:none": (("no KL term, stale", (-44, -12)),),
 }
-TERMS = [arm for arm in WORDS if not arm.endswith("none")]
+TERMS = [variant for variant in WORDS if not variant.endswith("none")]
 OPTIMUM = "optimum"
 
 
@@ -42,7 +42,7 @@ def draw(rows: DataFrame) -> Figure:
     rows = select(rows, "committed")
     figure = Figure(figsize=(PAGE_WIDTH, 7.4), layout="constrained")
     (frontier, realised), (every, elsewhere), (followed, key) = figure.subplots(3, 2)
-    run = ["arm", "beta", "seed"]
+    run = ["variant", "beta", "seed"]
     start, end = (select(rows, update=update).set_index(run) for update in (0, rows["update"].max()))
     end["gain"] = end["reward_held_out"] - start["reward_held_out"]
     last: Ended = dict(iter(end.reset_index().groupby(run[:2], sort=False)))
@@ -70,10 +70,10 @@ def _interval(values: pd.Series, *, positive: bool = False) -> tuple[float, floa
     return middle, middle - float(np.exp(mean - reach)), float(np.exp(mean + reach)) - middle
 
 
-def _curve(last: Ended, arm: str, name: str) -> tuple[list[float], Any, Any]:
-    """The coefficients of an arm, a metric's mean over seeds, and how far its interval reaches."""
-    betas = sorted(beta for one, beta in last if one == arm)
-    found = [_interval(last[arm, beta][name], positive=name == "kl") for beta in betas]
+def _curve(last: Ended, variant: str, name: str) -> tuple[list[float], Any, Any]:
+    """The coefficients of an variant, a metric's mean over seeds, and how far its interval reaches."""
+    betas = sorted(beta for one, beta in last if one == variant)
+    found = [_interval(last[variant, beta][name], positive=name == "kl") for beta in betas]
     return betas, [mean for mean, _, _ in found], np.array([reach for _, *reach in found]).T
 
 
@@ -81,15 +81,15 @@ def _frontier(axes: Axes, last: Ended) -> None:
     tidy(axes, title="a  What a KL earns", x="KL(π‖ref) at the end, nats", y="held-out reward gained")
     _nats(axes.xaxis)
     axes.axhline(0, color=INK, linewidth=0.6)
-    for arm in (*TERMS, "none", "stale:none"):
-        betas, x, wide = _curve(last, arm, "kl")
+    for variant in (*TERMS, "none", "stale:none"):
+        betas, x, wide = _curve(last, variant, "kl")
         if not betas:
             continue
-        _, y, high = _curve(last, arm, "gain")
-        style = _style(arm)
+        _, y, high = _curve(last, variant, "gain")
+        style = _style(variant)
         axes.errorbar(x, y, high, wide, **style, elinewidth=0.5)
-        if arm in ENDS:
-            for at, (words, shift) in zip((-1, 0), ENDS[arm], strict=False):
+        if variant in ENDS:
+            for at, (words, shift) in zip((-1, 0), ENDS[variant], strict=False):
                 label(axes, words, (x[at], y[at]), shift, style["color"])
 
     betas, x, _ = _curve(last, OPTIMUM, "kl")
@@ -104,18 +104,18 @@ def _realised(axes: Axes, last: Ended) -> None:
     tidy(axes, title="b  The KL that a coefficient buys", x="coefficient β", y="KL(π‖ref) at the end, nats")
     axes.set_xscale("log")
     _nats(axes.yaxis)
-    for arm, line in (("none", "-"), ("stale:none", "--")):
-        _, y, high = _curve(last, arm, "kl")
+    for variant, line in (("none", "-"), ("stale:none", "--")):
+        _, y, high = _curve(last, variant, "kl")
         if y:
             axes.axhline(y[0], color=INK, linewidth=0.9, linestyle=line)
             axes.axhspan(y[0] - high[0][0], y[0] + high[1][0], color=HAIRLINE, alpha=0.45, linewidth=0)
-            at = (0.82 if arm == "none" else 0.5, y[0])
-            label(axes, WORDS[arm][0], at, (0, 2), xycoords=("axes fraction", "data"), ha="center")
-    for shift, arm in enumerate(TERMS):
-        betas, y, high = _curve(last, arm, "kl")
+            at = (0.82 if variant == "none" else 0.5, y[0])
+            label(axes, WORDS[variant][0], at, (0, 2), xycoords=("axes fraction", "data"), ha="center")
+    for shift, variant in enumerate(TERMS):
+        betas, y, high = _curve(last, variant, "kl")
         if betas:
             beside = [beta * 1.05 ** (shift - 3) for beta in betas]
-            axes.errorbar(beside, y, high, **_style(arm), elinewidth=0.6, label=WORDS[arm][0])
+            axes.errorbar(beside, y, high, **_style(variant), elinewidth=0.6, label=WORDS[variant][0])
     betas, y, _ = _curve(last, OPTIMUM, "kl")
     if betas:
         axes.plot(betas, y, **_style(OPTIMUM), label="π*, the optimum")
@@ -134,12 +134,12 @@ def _nats(axis: Any) -> None:
 def _every(axes: Axes, last: Ended) -> None:
     tidy(axes, title="c  Every run: a mark a seed, β growing to the right", y="held-out reward gained")
     names = list(WORDS)
-    for (arm, beta), rows in last.items():
-        if arm == OPTIMUM:
+    for (variant, beta), rows in last.items():
+        if variant == OPTIMUM:
             continue
-        betas = sorted(one for name, one in last if name == arm)
-        place = names.index(arm) + (betas.index(beta) - (len(betas) - 1) / 2) * 0.2
-        axes.plot([place] * len(rows), rows["gain"], **{**_style(arm), "linestyle": ""})
+        betas = sorted(one for name, one in last if name == variant)
+        place = names.index(variant) + (betas.index(beta) - (len(betas) - 1) / 2) * 0.2
+        axes.plot([place] * len(rows), rows["gain"], **{**_style(variant), "linestyle": ""})
     axes.axhline(0, color=INK, linewidth=0.6)
     axes.set_xticks(range(len(names)), [short for _, short in WORDS.values()])
     axes.tick_params(axis="x", labelsize=6, length=0)
@@ -148,10 +148,10 @@ def _every(axes: Axes, last: Ended) -> None:
 def _elsewhere(axes: Axes, last: Ended) -> None:
     name = "kl_out_of_distribution"
     tidy(axes, title="d  Every run on longer numbers, never trained on", x="KL(π‖ref), nats", y="KL there, nats")
-    for (arm, _), rows in last.items():
+    for (variant, _), rows in last.items():
         known = rows[rows[name] > 0]
         if len(known):
-            axes.plot(known["kl"], known[name], **{**_style(arm), "linestyle": "", "markersize": 2.6})
+            axes.plot(known["kl"], known[name], **{**_style(variant), "linestyle": "", "markersize": 2.6})
     for axis in (axes.xaxis, axes.yaxis):
         _nats(axis)
     axes.axline((0.1, 0.1), (1, 1), color=INK, linewidth=0.6)
@@ -161,11 +161,11 @@ def _followed(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="e  The direction that is followed", x="updates", y="cosine of E[gradient] and ∇KL(π‖ref)")
     axes.axhline(1, color=INK, linewidth=0.7)
     updates = sorted(rows.dropna(subset=["kl_gradient_size"])["update"].unique())
-    for shift, arm in enumerate(TERMS):
+    for shift, variant in enumerate(TERMS):
         x, y, high = [], [], []
-        name = "stale_gradient_cosine" if "stale" in arm else "kl_gradient_cosine"
+        name = "stale_gradient_cosine" if "stale" in variant else "kl_gradient_cosine"
         for update in updates:
-            values = select(rows, arm=arm, update=update)[name].dropna()
+            values = select(rows, variant=variant, update=update)[name].dropna()
             # What is not told from zero has no direction, and two seeds have no interval that could be seen.
             if len(values) > 2:
                 mean, reach, _ = _interval(values)
@@ -173,18 +173,18 @@ def _followed(axes: Axes, rows: DataFrame) -> None:
                 y.append(mean)
                 high.append(reach)
         if x:
-            axes.errorbar(x, y, high, **_style(arm), elinewidth=0.6)
+            axes.errorbar(x, y, high, **_style(variant), elinewidth=0.6)
     axes.set_xticks(updates)
     note(axes, 0.02, 0.04, "$k_1$ in loss has none: not told from zero", color=FAINT)
 
 
-def _style(arm: str) -> dict[str, Any]:
-    if arm.endswith("none"):
-        marker = "*" if arm == "none" else "P"
+def _style(variant: str) -> dict[str, Any]:
+    if variant.endswith("none"):
+        marker = "*" if variant == "none" else "P"
         return look("none").plot(color=INK, linestyle="", marker=marker, markersize=5.5, markeredgewidth=0.2)
-    if arm == OPTIMUM:
+    if variant == OPTIMUM:
         return look("truth").plot(color=INK, linestyle="-.", marker="D", markerfacecolor="white")
-    otherwise, _, term = arm.rpartition(":")
+    otherwise, _, term = variant.rpartition(":")
     if term == "leave-one-out":
         return look(term).plot(fillstyle="left", markerfacecoloralt="white")
     return look(term).plot(**({"linestyle": "--", "markerfacecolor": "white"} if otherwise else {}))

@@ -41,9 +41,9 @@ def draw(rows: DataFrame) -> Figure:
     _price(price, select(rows, "length"))
     # The environment whose optimum is farthest from the reference: staleness has most to spoil there.
     stability = select(rows, "stability")
-    world = stability.loc[stability["kl"].idxmax(), "seed"]
-    _cycle(cycle, select(stability, seed=world))
-    trained = select(rows, "training", seed=world)
+    environment = stability.loc[stability["kl"].idxmax(), "seed"]
+    _cycle(cycle, select(stability, seed=environment))
+    trained = select(rows, "training", seed=environment)
     _ends(exact, select(trained, batch_size=0), "Where exact training ends", "e")
     size = trained["batch_size"].max()
     _ends(drawn, select(trained, batch_size=size), f"With {size} rollouts", "f")

@@ -26,11 +26,11 @@ SHOWN = 0.02  # references whose ends are drawn
 
 
 def draw(rows: DataFrame) -> Figure:
-    """Above the grid: the world, then what three gradients do in each cell. Below: slip, ends by β, eigenvalues."""
+    """Above: the grid, then what three gradients do in each cell. Below: slip, ends by β, eigenvalues."""
     figure = Figure(figsize=(PAGE_WIDTH, 5.6))
     cells = records(select(rows, "picture"))
     titles = (
-        ("a  The world", None),
+        ("a  The environment", None),
         ("b  Down the true gradient", "whole"),
         ("c  Down the token-level gradient", "local"),
         ("d  What is missed: b − c", "future"),
@@ -41,7 +41,7 @@ def draw(rows: DataFrame) -> Figure:
         _grid(axes, cells, push)
     figure.text(0.03, 0.428, KEY, size=6.3, va="top", linespacing=1.35)
     panels = [figure.add_axes((left, 0.07, 0.25, 0.215)) for left in (0.062, 0.4, 0.735)]
-    _slip(panels[0], select(rows, "worlds"))
+    _slip(panels[0], select(rows, "environments"))
     _ends(panels[1], select(rows, "length"))
     _eigenvalues(panels[2], select(rows, "rotation"))
     return figure
@@ -100,14 +100,14 @@ def _slip(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="e  Actions that slip", x="chance that a random action is taken", y="‖missed part‖ / ‖∇KL‖")
     steps = 8 if (rows["horizon"] == 8).any() else rows["horizon"].max()
     looks = {"chain": ("o", "-"), "grid": ("s", "--"), "random": ("^", ":")}
-    for world, (marker, line) in looks.items():
-        mine = select(rows, world=world, horizon=steps)
+    for environment, (marker, line) in looks.items():
+        mine = select(rows, environment=environment, horizon=steps)
         if mine.empty:
             continue
         style = {"color": look("k2-loss").colour, "ls": line, "marker": marker, "ms": 3, "lw": 1.1}
         mean = band(axes, mine, "slip", "missed", alpha=0.13, **style)["mean"]
         start = (mean.index[0], mean.iloc[0])
-        label(axes, world, start, (5, -9 if world == "chain" else 5), size=6)
+        label(axes, environment, start, (5, -9 if environment == "chain" else 5), size=6)
     axes.set_ylim(-0.02, 0.8)
     note(axes, 0.98, 0.95, f"{steps} steps\nband: all draws", size=6, ha="right", va="top")
 

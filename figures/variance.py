@@ -58,11 +58,13 @@ def _pair(axes: Axes, rows: DataFrame) -> None:
 
 
 def _rates(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="b  At random: how often RB loses", x="logit noise between π and ref", y="share of worlds (%)")
+    tidy(
+        axes, title="b  At random: how often RB loses", x="logit noise between π and ref", y="share of environments (%)"
+    )
     for spread, like in ((4.0, "rao-blackwell"), (1.0, "k1-reward")):
         for column, line, marker in (("value", "-", "o"), ("gradient", "--", "s")):
-            by = select(rows, spread=spread).groupby("distance")[[f"{column}_fails", "worlds"]].sum()
-            share = 100 * by[f"{column}_fails"] / by["worlds"]
+            by = select(rows, spread=spread).groupby("distance")[[f"{column}_fails", "environments"]].sum()
+            share = 100 * by[f"{column}_fails"] / by["environments"]
             axes.plot(share.index, share, **look(like).plot(linestyle=line, marker=marker))
     axes.set(xscale="log", ylim=(-0.4, 10))
     axes.text(0.1, 8.7, "sure policy (logits of spread 4)", size=6.5, color=look("rao-blackwell").colour)

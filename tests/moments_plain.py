@@ -12,7 +12,7 @@ from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, seque
 from kltest.rollout import Rollout
 
 PROMPTS = np.array([0.3, 0.7])
-WORLDS = {
+ENVIRONMENTS = {
     "bandit": bandit(4),
     "bandit with prompts": bandit(3, prompts=PROMPTS),
     "sequence": sequence(3, 3),
@@ -26,9 +26,9 @@ WORLDS = {
 }
 
 
-def drawn(world, seed=0):
+def drawn(label, seed=0):
     """A random instance whose rewards differ."""
-    environment = WORLDS[world] if isinstance(world, str) else world
+    environment = ENVIRONMENTS[label] if isinstance(label, str) else label
     object.__setattr__(environment, "reward", np.random.default_rng(7).standard_normal(environment.reward.shape))
     return Instance.draw(environment, seed)
 

@@ -1,4 +1,4 @@
-"""Problems to train on, one for each kind of world, seed and reward."""
+"""Problems to train on, one for each kind of environment, seed and reward."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ import numpy as np
 from kltest.environments import bandit, mdp, ngram, ragged, sequence
 from kltest.training import Problem
 
-WORLDS = {
+ENVIRONMENTS = {
     "bandit": lambda: bandit(4),
     "prompts": lambda: bandit(3, prompts=np.array([0.3, 0.7])),
     "sequence": lambda: sequence(3, 3),
@@ -19,5 +19,5 @@ WORLDS = {
 
 
 @cache
-def problem(world: str, seed: int = 0, reward: str = "normal") -> Problem:
-    return Problem.draw(WORLDS[world](), seed, reward=reward)
+def problem(environment: str, seed: int = 0, reward: str = "normal") -> Problem:
+    return Problem.draw(ENVIRONMENTS[environment](), seed, reward=reward)

@@ -81,12 +81,12 @@ def on_prefixes(one: Mapping[str, Any]) -> list[Row]:
     from kltest.moments import exact
     from kltest.truth import gradient
 
-    world = sequence(PREFIXES["vocabulary"], PREFIXES["length"])
-    instance = Instance.draw(world, np.random.SeedSequence([one["seed"], 17]))
+    environment = sequence(PREFIXES["vocabulary"], PREFIXES["length"])
+    instance = Instance.draw(environment, np.random.SeedSequence([one["seed"], 17]))
     chances, k = np.exp(instance.policy), PREFIXES["k"]
     head = np.argsort(np.argsort(-chances, axis=1), axis=1) < k
     # How often a prefix is met is the chance of its rollouts.
-    visits = np.zeros(world.n_contexts)
+    visits = np.zeros(environment.n_contexts)
     paths = instance.paths
     np.add.at(visits, paths.contexts, instance.rollout_weights("current")[:, None] * paths.mask)
     push = visits[:, None] * softmax_gradient(np.where(head, chances, 0.0), instance.policy)

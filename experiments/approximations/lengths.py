@@ -169,9 +169,9 @@ def ends(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
     """
     from kltest.training import Problem, Run, train
 
-    world = _task()
-    reference = np.zeros_like(world.reward)
-    problem = Problem(world, reference, reference)
+    environment = _task()
+    reference = np.zeros_like(environment.reward)
+    problem = Problem(environment, reference, reference)
     runs = [
         Run(problem, penalty, beta=one["beta"], learning_rate=OPTIMUM["learning_rate"] / max(one["beta"], 1.0))
         for one in configurations
@@ -191,10 +191,10 @@ def _task() -> Any:
 
     from kltest.environments import ragged
 
-    world = ragged(OPTIMUM["vocabulary"], OPTIMUM["length"])
-    reward = np.zeros((world.n_contexts, world.vocabulary))
+    environment = ragged(OPTIMUM["vocabulary"], OPTIMUM["length"])
+    reward = np.zeros((environment.n_contexts, environment.vocabulary))
     reward[0, 0] = reward[0, -1] = 1.0
-    return replace(world, reward=reward)
+    return replace(environment, reward=reward)
 
 
 def _ended(run: Any, logits: np.ndarray) -> Row:
@@ -204,10 +204,10 @@ def _ended(run: Any, logits: np.ndarray) -> Row:
     from kltest.environments import Instance
     from kltest.truth import optimum
 
-    world, reference = run.problem.environment, run.problem.reference
-    instance = Instance.of(world, logits, reference)
+    environment, reference = run.problem.environment, run.problem.reference
+    instance = Instance.of(environment, logits, reference)
     paths = instance.paths
-    earned, lengths = world.returns(paths), paths.lengths
+    earned, lengths = environment.returns(paths), paths.lengths
     log_ref = paths.log_probability(instance.reference)
     chances = {"": np.exp(paths.log_probability(instance.policy)), "reference_": np.exp(log_ref)}
 
@@ -217,7 +217,7 @@ def _ended(run: Any, logits: np.ndarray) -> Row:
     if run.estimator == "length-normalised":
         wanted = at(brentq(lambda c: at(c).sum() - 1, 0.0, 1.0, xtol=1e-15))
     else:
-        wanted = np.exp(paths.log_probability(optimum(world, reference, run.beta).policy))
+        wanted = np.exp(paths.log_probability(optimum(environment, reference, run.beta).policy))
     found: Row = {"end_error": float(np.abs(chances[""] - wanted).sum())}
     for which, chance in chances.items():
         for words, kind in (("right", earned == 1), ("wrong", earned == 0)):

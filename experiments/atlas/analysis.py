@@ -13,7 +13,7 @@ from kltest.reproduce.frames import Row, Rows, frame, need, select
 from kltest.reproduce.numbers import Cited, Numbers, number
 from kltest.truth import render
 
-from .settings import COEFFICIENT_TOLERANCE, SAMPLERS, UNBIASED, WORLDS
+from .settings import COEFFICIENT_TOLERANCE, ENVIRONMENTS, SAMPLERS, UNBIASED
 
 COLUMNS = (
     *("estimator", "placement", "couples", "environment", "sampler", "seed", "batch"),
@@ -21,7 +21,7 @@ COLUMNS = (
     *("method", "instances", "rollouts"),
 )
 CELL = ["estimator", "environment", "sampler"]
-PLACES = [(world, sampler) for sampler in SAMPLERS for world in WORLDS]
+PLACES = [(environment, sampler) for sampler in SAMPLERS for environment in ENVIRONMENTS]
 UNNAMED = "no named gradient"
 
 numbers = Numbers()
@@ -75,7 +75,7 @@ def _of_cells(rows: pd.DataFrame) -> Cited:
     found = need(rows)
     named = found["identified"].notna()
     yield number("estimators", found["estimator"].nunique())
-    yield number("worlds", found["environment"].nunique())
+    yield number("environments", found["environment"].nunique())
     yield number("cells", len(found))
     yield number("cells named", named.sum())
     yield number("cells as stated", found["agrees"].sum())
@@ -92,9 +92,9 @@ def _of_unbiased(rows: pd.DataFrame) -> Cited:
     right = found["relative_bias"].astype(float) < UNBIASED
     local = found["identified"].map(lambda one: same(one, {"local_reverse_kl": 1.0}))
     for sampler in SAMPLERS:
-        sets = {world: _all(found, right, world, sampler) for world in WORLDS}
-        for world, names in sets.items():
-            yield number("unbiased", len(names), environment=world, sampler=sampler)
+        sets = {environment: _all(found, right, environment, sampler) for environment in ENVIRONMENTS}
+        for environment, names in sets.items():
+            yield number("unbiased", len(names), environment=environment, sampler=sampler)
         yield number("local", len(_all(found, local, "sequence", sampler)), environment="sequence", sampler=sampler)
         everywhere = sorted(set.intersection(*sets.values()))
         yield number("unbiased everywhere", len(everywhere), sampler=sampler)
@@ -102,15 +102,17 @@ def _of_unbiased(rows: pd.DataFrame) -> Cited:
         yield number("names unbiased everywhere", words, sampler=sampler)
 
 
-def _all(rows: pd.DataFrame, holds: pd.Series, world: str, sampler: str) -> set[str]:
+def _all(rows: pd.DataFrame, holds: pd.Series, environment: str, sampler: str) -> set[str]:
     """The estimators for which it holds in an environment, under a sampler, for every seed."""
-    here = (rows["environment"] == world) & (rows["sampler"] == sampler)
+    here = (rows["environment"] == environment) & (rows["sampler"] == sampler)
     return set(rows[here]["estimator"]) - set(rows[here & ~holds]["estimator"])
 
 
 def _line(mine: pd.DataFrame) -> Row:
     shown = {"one step": ("bandit", "current"), "sequences": ("sequence", "current"), "stale": ("sequence", "stale")}
-    cells = {title: select(mine, environment=world, sampler=who)[:1] for title, (world, who) in shown.items()}
+    cells = {
+        title: select(mine, environment=environment, sampler=who)[:1] for title, (environment, who) in shown.items()
+    }
     first = cells["sequences"]
     return {
         "estimator": mine["estimator"].iloc[0],
@@ -126,22 +128,22 @@ def _short(value: float | None) -> str:
 
 
 def _words(cells: Sequence[tuple[str, str, dict[str, float] | None]]) -> str:
-    """The worlds of one sampler that have the same gradient are named together: `A (bandit), B (sequence, mdp)`."""
+    """Name environments with the same gradient together, for each sampler: `A (bandit), B (sequence, mdp)`."""
     parts = []
     for sampler in SAMPLERS:
-        worlds: dict[str, list[str]] = {}
-        for world, who, combination in cells:
-            if who == sampler and world not in worlds.setdefault(_rendered(combination), []):
-                worlds[_rendered(combination)].append(world)
-        if worlds:
-            parts.append(f"{sampler}: " + ", ".join(f"{text}{_where(where)}" for text, where in worlds.items()))
+        environments: dict[str, list[str]] = {}
+        for environment, who, combination in cells:
+            if who == sampler and environment not in environments.setdefault(_rendered(combination), []):
+                environments[_rendered(combination)].append(environment)
+        if environments:
+            parts.append(f"{sampler}: " + ", ".join(f"{text}{_where(where)}" for text, where in environments.items()))
     return "; ".join(parts)
 
 
-def _where(worlds: Sequence[str]) -> str:
-    if len(worlds) == len(WORLDS):
+def _where(environments: Sequence[str]) -> str:
+    if len(environments) == len(ENVIRONMENTS):
         return ""
-    return " (tokens)" if set(worlds) == set(WORLDS[1:]) else f" ({', '.join(worlds)})"
+    return " (tokens)" if set(environments) == set(ENVIRONMENTS[1:]) else f" ({', '.join(environments)})"
 
 
 def _rendered(combination: dict[str, float] | None) -> str:
@@ -152,7 +154,7 @@ def _order(row: Row) -> tuple:
     return (
         row["estimator"],
         SAMPLERS.index(row["sampler"]),
-        WORLDS.index(row["environment"]),
+        ENVIRONMENTS.index(row["environment"]),
         row["seed"],
         row["batch"],
         json.dumps(row["identified"]),

@@ -1,4 +1,4 @@
-"""Grades one registered estimator in every world, with a current and with a stale sampler."""
+"""Grades one registered estimator in every environment, with a current and with a stale sampler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .settings import WORLDS
+from .settings import ENVIRONMENTS
 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -27,7 +27,7 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any
 
 
 def compute(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row a world and sampler: what was found, beside what the estimator's SPEC says is to be found."""
+    """A row an environment and sampler: what was found, beside what the estimator's SPEC says is to be found."""
     import kltest
     from kltest.errors import TargetError
     from kltest.estimators import find
@@ -35,7 +35,7 @@ def compute(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
     spec = find(configuration["estimator"]).spec
     # No checks: they judge what the rows already say.
     report = kltest.grade(
-        spec.name, environment=WORLDS, sampler="both", seed=configuration["seed"], select=("KL101",)
+        spec.name, environment=ENVIRONMENTS, sampler="both", seed=configuration["seed"], select=("KL101",)
     ).to_dict()
     if report["verdict"] == "error":
         raise TargetError(report["error"])
@@ -45,6 +45,6 @@ def compute(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _expected(spec: Any, world: str, sampler: str) -> dict[str, float] | None:
-    expected = spec.expectation(world, sampler)
+def _expected(spec: Any, environment: str, sampler: str) -> dict[str, float] | None:
+    expected = spec.expectation(environment, sampler)
     return None if expected is None else dict(expected)

@@ -16,7 +16,7 @@ from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 from .ends import EXACT, LOCAL
 from .settings import CENTRED, PARTS
 
-WORLDS = ("bandit", "sequence", "mdp")
+ENVIRONMENTS = ("bandit", "sequence", "mdp")
 WRONG_IN_LOSS = (*LOCAL, "k3-loss", "k3-loss-sequence")
 
 # Six figures of each number are kept: more than any claim needs, and rows stay small.
@@ -25,7 +25,7 @@ DROPPED = ("steps", "learning_rate", "entropy", "reward", "predicted_reward")
 # Training has settled where its β' is that of the predicted fixed point, to 1 %; from this β on it has to have.
 SETTLED, CERTAIN = 0.01, 3.0
 # An end is on the frontier where less than 0.5 % of what could be earned at its KL is missing; a coefficient is one
-# number where no β and no world differs from it by more than 2 %: both are as far as training has settled.
+# number where no β and no environment differs from it by more than 2 %: both are as far as training has settled.
 ON_FRONTIER, SAME = 5e-3, 0.02
 # A penalty that at the largest β of all leaves the policy where the optimum of a β ten times smaller would be.
 LOOSE = 0.1
@@ -47,7 +47,7 @@ def tidy(rows: Sequence[Row]) -> pd.DataFrame:
     parts = list(PARTS)
 
     def place(row: Row) -> tuple[Any, ...]:
-        words, sizes = ("world", "estimator"), ("beta", "batch_size", "seed")
+        words, sizes = ("environment", "estimator"), ("beta", "batch_size", "seed")
         return parts.index(row["part"]), *(row.get(name, "") for name in words), *(row.get(name, 0) for name in sizes)
 
     def kept(row: Row) -> Row:
@@ -76,9 +76,9 @@ KINDS = {
 }
 
 
-def held(rows: Rows, world: str, estimator: str) -> Held | None:
+def held(rows: Rows, environment: str, estimator: str) -> Held | None:
     """Return how an estimator holds the policy in an environment; None without rows of exact training."""
-    mine, free = (select(rows, "exact", world=world, estimator=name) for name in (estimator, "none"))
+    mine, free = (select(rows, "exact", environment=environment, estimator=name) for name in (estimator, "none"))
     if mine.empty:
         return None
     if not free.empty:
@@ -161,18 +161,18 @@ claims.add("theory", "KL(π‖π*) > 1e-3", "1e-3: a thousand times further than
 
 @claims.add("theory", "KL(π‖predicted) < 1 % of KL(predicted‖ref)", "1 %: rare contexts are slow")
 def _ends_as_predicted(rows: pd.DataFrame) -> Answer:
-    """exact training ends at the predicted fixed point, in every world, for every β from 3 on"""
+    """exact training ends at the predicted fixed point, in every environment, for every β from 3 on"""
     ends = known(need(rows, "exact", beta=lambda x: x >= CERTAIN).dropna(subset=["kl_to_predicted"]))
     share = ends["kl_to_predicted"] / ends["predicted_kl"]
     worst = ends.loc[share.idxmax()]
-    return f"{share.max():.1e} at most, {worst['estimator']} in {worst['world']}", share.max() < 0.01
+    return f"{share.max():.1e} at most, {worst['estimator']} in {worst['environment']}", share.max() < 0.01
 
 
 # The coefficient at which each holds the policy.
-def _kinds(rows: pd.DataFrame, names: Iterable[str], worlds: Iterable[str]) -> dict[tuple[str, str], Held]:
+def _kinds(rows: pd.DataFrame, names: Iterable[str], environments: Iterable[str]) -> dict[tuple[str, str], Held]:
     """The hold of each; Missing unless β goes from well below the rewards to well above them."""
     betas = need(rows, "exact")["beta"]
-    found = {(name, world): held(rows, world, name) for name in names for world in worlds}
+    found = {(name, environment): held(rows, environment, name) for name in names for environment in environments}
     require(betas.min() <= 0.1 and betas.max() >= 300 and all(found.values()))
     return {which: one for which, one in found.items() if one is not None}
 
@@ -187,9 +187,9 @@ ASKED = [name for name in EXACT if name != CENTRED]
 
 @claims.add("theory", "on the frontier, at β' = β",
     f"{SAME:.0%} in β', {ON_FRONTIER:.1%} of the reward: as far as training has settled",
-    claim=f"{', '.join(ASKED)} regularise as asked in every world")  # fmt: skip
+    claim=f"{', '.join(ASKED)} regularise as asked in every environment")  # fmt: skip
 def _as_asked(rows: pd.DataFrame) -> Answer:
-    return _all_are(_kinds(rows, ASKED, WORLDS), "asked")
+    return _all_are(_kinds(rows, ASKED, ENVIRONMENTS), "asked")
 
 
 @claims.add("theory", "on the frontier, at β' = β", ON_TARGET)
@@ -201,7 +201,7 @@ def _on_one_step(rows: pd.DataFrame) -> Answer:
 @claims.add("theory", "β'/β = 1/3", f"{SAME:.0%}: as far as training has settled")
 def _by_length(rows: pd.DataFrame) -> Answer:
     """a penalty divided by the length T = 3 is on the frontier, at a third of the coefficient"""
-    found = _kinds(rows, ["length-normalised"], WORLDS[1:]).values()
+    found = _kinds(rows, ["length-normalised"], ENVIRONMENTS[1:]).values()
     thirds = all(one.kind == "scaled" and one.factor and abs(3 * one.factor - 1) < SAME for one in found)
     return ", ".join("none" if one.factor is None else f"{one.factor:.4f}" for one in found), thirds
 
@@ -210,14 +210,14 @@ def _by_length(rows: pd.DataFrame) -> Answer:
     "1e-6 of the KL: the same gradient, added up in another order")  # fmt: skip
 def _not_at_all(rows: pd.DataFrame) -> Answer:
     """k1 in the loss regularises not at all"""
-    return _all_are(_kinds(rows, ["k1-loss"], WORLDS), "none")
+    return _all_are(_kinds(rows, ["k1-loss"], ENVIRONMENTS), "none")
 
 
 @claims.add(OWN, "β'/β changes with β", f"more than {SAME:.0%} of change")
 def _drift(rows: pd.DataFrame) -> Answer:
     """token k2, the exact next-token KL, token and sequence k3 have no one coefficient on sequences"""
-    found = _kinds(rows, WRONG_IN_LOSS, WORLDS[1:])
-    cells = {name: one for (name, world), one in found.items() if world == "mdp"}
+    found = _kinds(rows, WRONG_IN_LOSS, ENVIRONMENTS[1:])
+    cells = {name: one for (name, environment), one in found.items() if environment == "mdp"}
     said = ", ".join(f"{n} {one.low:.2f}–{one.high:.2f}" if one.low is not None else n for n, one in cells.items())
     return said, all(one.kind == "drifts" for one in found.values())
 
@@ -225,12 +225,12 @@ def _drift(rows: pd.DataFrame) -> Answer:
 @claims.add(OWN, "β'/β → 1", "2 %: of the order of reward/β at the largest β, and as far as training has settled")
 def _in_the_end(rows: pd.DataFrame) -> Answer:
     """but all of them come to regularise as asked as β grows"""
-    found = _kinds(rows, WRONG_IN_LOSS, WORLDS[1:])
+    found = _kinds(rows, WRONG_IN_LOSS, ENVIRONMENTS[1:])
     off = max(abs((one.last or 0.0) - 1) for one in found.values())
     return f"{off:.1e} from 1 at the largest β", off < 2 * SAME
 
 
-@claims.add(OWN, "β'/β > 1.5 at one end, < 0.95 in between", "the whole range of β and of worlds")
+@claims.add(OWN, "β'/β > 1.5 at one end, < 0.95 in between", "the whole range of β and of environments")
 def _hyperbolic(rows: pd.DataFrame) -> Answer:
     """k3 in the loss, on the bandit, holds too tight below β = .3 and too loose around β = 3"""
     (one,) = _kinds(rows, ["k3-loss"], ["bandit"]).values()
@@ -243,10 +243,10 @@ def _hyperbolic(rows: pd.DataFrame) -> Answer:
 @claims.add(OWN, f"β'/β < {LOOSE:g} at the largest β, or divergence", "a tenth of what was asked; π* is at 1")
 def _loose(rows: pd.DataFrame) -> Answer:
     """k2 and k3 in the reward, and the last token's k2 on sequences, hold the policy at no coefficient"""
-    cells = [(name, world) for name in ("k2-reward", "k3-reward", "last-token") for world in WORLDS]
+    cells = [(name, environment) for name in ("k2-reward", "k3-reward", "last-token") for environment in ENVIRONMENTS]
     cells.remove(("last-token", "bandit"))
     _kinds(rows, (), ())
-    found = [one for name, world in cells if (one := held(rows, world, name)) is not None]
+    found = [one for name, environment in cells if (one := held(rows, environment, name)) is not None]
     require(found)
     return "; ".join(dict.fromkeys(KINDS[one.kind] for one in found)), all(one.kind == "loose" for one in found)
 
@@ -277,7 +277,7 @@ def _worse_than_nothing(rows: pd.DataFrame) -> Answer:
     free, noisy = (need(found, beta=most, estimator=name)["kl"].to_numpy() for name in ("none", "k1-loss"))
     require(most >= 1000 and len(free) == len(noisy))
     times = (noisy / free).min()
-    return f"{times:.0f} times or more, by the medians in each world", times > 100
+    return f"{times:.0f} times or more, by the medians in each environment", times > 100
 
 
 # Noise.
@@ -369,13 +369,13 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
     """The hold of each estimator in each environment, and the ends of noisy training."""
     exact, budget = select(rows, "exact"), records(select(rows, "budget"))
     names = list(exact["estimator"].unique()) if len(exact) else []
-    cells = {name: {world: held(rows, world, name) for world in WORLDS} for name in names}
+    cells = {name: {environment: held(rows, environment, name) for environment in ENVIRONMENTS} for name in names}
     rank = {name: max(list(KINDS).index(one.kind) for one in cells[name].values() if one) for name in names}
     lines = []
     for name in sorted(names, key=lambda name: (rank[name], name)):
         line: Row = {"estimator": name}
-        for world, found in cells[name].items():
-            line["MDP" if world == "mdp" else world] = "" if found is None else _cell(found)
+        for environment, found in cells[name].items():
+            line["MDP" if environment == "mdp" else environment] = "" if found is None else _cell(found)
         collapsed, drawn = need(exact, estimator=name)["collapsed"], select(rows, "sampled", estimator=name)
         of_drawn = [0, 0] if drawn.empty else drawn[["collapsed", "runs"]].sum().astype(int)
         line["collapsed, exact"] = f"{collapsed.sum()} of {len(collapsed)}"
@@ -412,17 +412,17 @@ def _of_exact_training(rows: pd.DataFrame) -> Cited:
     for name, mine in runs.groupby("estimator", sort=False):
         yield number("collapsed", mine["collapsed"].sum(), estimator=name)
         yield number("runs", len(mine), estimator=name)
-        for world in WORLDS:
-            found = held(rows, world, name)
+        for environment in ENVIRONMENTS:
+            found = held(rows, environment, name)
             if found is not None and found.factor is not None:
                 for what in Held._fields[1:]:
-                    yield number(what, getattr(found, what), estimator=name, world=world)
+                    yield number(what, getattr(found, what), estimator=name, environment=environment)
 
 
 numbers.melt("optimum", {"kl_to_optimum": "KL to π* in theory's part"}, ["estimator"])
 numbers.melt("fixed-points", {"kl_to_predicted": "KL to its fixed point"}, ["estimator"])
 
-numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "world", "beta"])
+numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "environment", "beta"])
 
 
 @numbers.add

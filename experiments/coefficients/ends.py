@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .worlds import environment, problem
+from .environments import environment, problem
 
 # Coefficients at which the frontier is solved for, to be interpolated between.
 FRONTIER = np.logspace(-3, 6, 181)
@@ -17,17 +17,17 @@ EXACT = ("k1-reward", "k1-reward-to-go", "k1-both", "k3-both", "rao-blackwell", 
 LOCAL = ("k2-loss", "full-loss", "k3-ratio", "k1-reward-immediate")
 
 
-def predicted(world: str, estimator: str, beta: float, seed: int) -> np.ndarray | None:
+def predicted(label: str, estimator: str, beta: float, seed: int) -> np.ndarray | None:
     """(C, V) log-probs of the policy at which the expected gradient vanishes, by theory; None if unknown."""
     from kltest.truth import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
 
-    which = problem(world, seed)
+    which = problem(label, seed)
     asked = which.environment, which.reference, beta
     steps = which.environment.horizon
     if estimator in EXACT or (steps == 1 and estimator in (*LOCAL, "last-token")):
-        return best(world, beta, seed)
+        return best(label, beta, seed)
     if estimator == "length-normalised":
-        return best(world, beta / steps, seed)
+        return best(label, beta / steps, seed)
     if estimator in LOCAL:
         policy = token_k2_fixed_point(*asked)
     elif estimator == "k3-loss":
@@ -36,23 +36,23 @@ def predicted(world: str, estimator: str, beta: float, seed: int) -> np.ndarray 
         policy = sequence_k3_fixed_point(*asked)
     else:
         return None
-    return by_context(world, policy)
+    return by_context(label, policy)
 
 
 @cache
-def best(world: str, beta: float, seed: int) -> np.ndarray:
+def best(label: str, beta: float, seed: int) -> np.ndarray:
     """(C, V) log-probs of π*."""
     from kltest.truth import optimum
 
-    which = problem(world, seed)
-    return by_context(world, optimum(which.environment, which.reference, beta).policy)
+    which = problem(label, seed)
+    return by_context(label, optimum(which.environment, which.reference, beta).policy)
 
 
-def by_context(world: str, policy: np.ndarray) -> np.ndarray:
-    """(C, V) of a table that may have a time step in front: every context of these worlds has one time of its own."""
+def by_context(label: str, policy: np.ndarray) -> np.ndarray:
+    """Return (C, V) of a table that may have a time step in front; each context here belongs to one time step."""
     if policy.ndim == 2:
         return policy
-    here = environment(world)
+    here = environment(label)
     merged = policy[0].copy()
     reached = here.start_distribution() > 0
     for table in policy:
@@ -61,39 +61,39 @@ def by_context(world: str, policy: np.ndarray) -> np.ndarray:
     return merged
 
 
-def measured(world: str, seed: int, policy: np.ndarray) -> tuple[float, float]:
+def measured(label: str, seed: int, policy: np.ndarray) -> tuple[float, float]:
     """KL(π‖ref) and E_π[R], exactly."""
     from kltest.environments import Instance
     from kltest.truth import value
 
-    which = problem(world, seed)
+    which = problem(label, seed)
     instance = Instance.of(which.environment, policy, which.reference)
     return value("reverse_kl", instance), value("expected_reward", instance)
 
 
-def distance(world: str, seed: int, policy: np.ndarray, other: np.ndarray) -> float:
+def distance(label: str, seed: int, policy: np.ndarray, other: np.ndarray) -> float:
     """KL(π‖other) over whole rollouts."""
     from kltest.environments import Instance
     from kltest.truth import value
 
-    return value("reverse_kl", Instance.of(problem(world, seed).environment, policy, other))
+    return value("reverse_kl", Instance.of(problem(label, seed).environment, policy, other))
 
 
 @cache
-def entropy(world: str, beta: float, seed: int) -> float:
+def entropy(label: str, beta: float, seed: int) -> float:
     """H(π*) over whole rollouts."""
     from kltest.environments import Instance
     from kltest.truth import value
 
-    which = problem(world, seed)
-    return value("entropy", Instance.of(which.environment, best(world, beta, seed), which.reference))
+    which = problem(label, seed)
+    return value("entropy", Instance.of(which.environment, best(label, beta, seed), which.reference))
 
 
 @dataclass(frozen=True)
 class Frontier:
     """KL(π*‖ref) and E_π*[R] of the optima π*(β'), over β'; both fall as β' grows."""
 
-    world: str
+    environment: str
     seed: int
     kl: np.ndarray
     reward: np.ndarray
@@ -101,7 +101,7 @@ class Frontier:
 
     def at(self, coefficient: float) -> tuple[float, float]:
         """KL and reward at a β', not interpolated."""
-        return measured(self.world, self.seed, best(self.world, coefficient, self.seed))
+        return measured(self.environment, self.seed, best(self.environment, coefficient, self.seed))
 
     def same_kl(self, kl: float) -> float | None:
         """The β' whose optimum is as far from the reference; None beyond the frontier's ends."""
@@ -116,9 +116,9 @@ class Frontier:
 
 
 @cache
-def frontier(world: str, seed: int) -> Frontier:
-    kl, reward = np.array([measured(world, seed, best(world, float(beta), seed)) for beta in FRONTIER]).T
-    return Frontier(world, seed, kl, reward, measured(world, seed, problem(world, seed).reference)[1])
+def frontier(label: str, seed: int) -> Frontier:
+    kl, reward = np.array([measured(label, seed, best(label, float(beta), seed)) for beta in FRONTIER]).T
+    return Frontier(label, seed, kl, reward, measured(label, seed, problem(label, seed).reference)[1])
 
 
 def _odds(reward: Any, floor: float, top: float) -> Any:

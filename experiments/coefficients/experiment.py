@@ -12,8 +12,8 @@ from kltest.sweeps.run import Batching
 from kltest.sweeps.store import digest
 
 from .ends import FRONTIER, best, distance, entropy, frontier, measured, predicted
+from .environments import problem
 from .settings import BUDGET_BETA, CENTRED, COLLAPSED, FIXED_POINTS, OPTIMUM
-from .worlds import problem
 
 BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
 
@@ -45,7 +45,7 @@ def _estimator(one: Configuration) -> str | None:
 
 def _exact(configurations: Sequence[Configuration]) -> list[Row]:
     """Ascent on expected gradients, at a rate that rises as the policy comes nearer."""
-    problems = [problem(one["world"], one["seed"]) for one in configurations]
+    problems = [problem(one["environment"], one["seed"]) for one in configurations]
     history = ascend(configurations, problems)
     rows = []
     for index, one in enumerate(configurations):
@@ -85,31 +85,31 @@ def _measured(history: Any, index: int, one: Configuration) -> Row:
     """Where a run ended; it collapsed if it diverged, or if little is left of the entropy that π* has."""
     end = {name: float(getattr(history, name)[-1, index]) for name in ("reward", "kl", "kl_to_optimum", "entropy")}
     diverged = bool(history.diverged[index] >= 0)
-    optimal = entropy(one["world"], one["beta"], one.get("seed", 0))
+    optimal = entropy(one["environment"], one["beta"], one.get("seed", 0))
     return {**end, "diverged": diverged, "collapsed": diverged or end["entropy"] < COLLAPSED * optimal}
 
 
 def _against(one: Configuration, logits: np.ndarray, found: Row) -> Row:
     """The end beside the frontier of all optima and beside the predicted fixed point, if there is one."""
-    world, beta, seed = one["world"], one["beta"], one["seed"]
-    row = _beside_frontier(world, seed, found["kl"], found["reward"])
-    expected = predicted(world, one["estimator"], beta, seed)
+    environment, beta, seed = one["environment"], one["beta"], one["seed"]
+    row = _beside_frontier(environment, seed, found["kl"], found["reward"])
+    expected = predicted(environment, one["estimator"], beta, seed)
     if expected is None:
         return row
-    kl, reward = measured(world, seed, expected)
+    kl, reward = measured(environment, seed, expected)
     numbers = {
         "kl": kl,
         "reward": reward,
-        "coefficient": frontier(world, seed).same_kl(kl),
-        "kl_to_optimum": distance(world, seed, expected, best(world, beta, seed)),
+        "coefficient": frontier(environment, seed).same_kl(kl),
+        "kl_to_optimum": distance(environment, seed, expected, best(environment, beta, seed)),
     }
     row |= {f"predicted_{name}": number for name, number in numbers.items()}
-    return row | {"kl_to_predicted": distance(world, seed, logits, expected)}
+    return row | {"kl_to_predicted": distance(environment, seed, logits, expected)}
 
 
-def _beside_frontier(world: str, seed: int, kl: float, reward: float) -> Row:
+def _beside_frontier(environment: str, seed: int, kl: float, reward: float) -> Row:
     """The coefficients of optima with the same KL or reward, and the share of the gain at that KL that is missing."""
-    curve = frontier(world, seed)
+    curve = frontier(environment, seed)
     same_kl = curve.same_kl(kl)
     most = None if same_kl is None else curve.at(same_kl)[1]
     return {
@@ -122,7 +122,7 @@ def _beside_frontier(world: str, seed: int, kl: float, reward: float) -> Row:
 
 def _frontier(one: Configuration) -> list[Row]:
     """The frontier itself: what optima gain over the reference, and at which KL."""
-    curve = frontier(one["world"], 0)
+    curve = frontier(one["environment"], 0)
     points = zip(FRONTIER[::2], curve.kl[::2], curve.reward[::2], strict=True)
     return [{**one, "beta": float(b), "kl": float(kl), "gain": float(reward - curve.floor)} for b, kl, reward in points]
 
@@ -136,21 +136,21 @@ def _sampled(configurations: Sequence[Configuration]) -> list[Row]:
         for number in range(one["runs"]):
             runs.append(
                 Run(
-                    problem(one["world"], 0),
+                    problem(one["environment"], 0),
                     _estimator(one),
                     beta=one["beta"],
                     learning_rate=one["learning_rate"] / max(1.0, one["beta"]),
-                    seed=_seed("sampled", one["world"], one["beta"], number),
+                    seed=_seed("sampled", one["environment"], one["beta"], number),
                 )
             )
     history = train(runs, steps=first["steps"], batch_size=first["batch_size"])
-    rows, at, floors = [], 0, {one["world"]: frontier(one["world"], 0).floor for one in configurations}
+    rows, at, floors = [], 0, {one["environment"]: frontier(one["environment"], 0).floor for one in configurations}
     for one in configurations:
         ends = [_measured(history, at + number, one) for number in range(one["runs"])]
         at += one["runs"]
         row = {**one, "collapsed": sum(end["collapsed"] for end in ends), "diverged": sum(e["diverged"] for e in ends)}
         for end in ends:
-            end["gain"] = end["reward"] - floors[one["world"]]
+            end["gain"] = end["reward"] - floors[one["environment"]]
         for name in ("gain", "kl", "kl_to_optimum"):
             low, middle, high = np.quantile([end[name] for end in ends], (0.25, 0.5, 0.75))
             row |= {name: float(middle), f"{name}_low": float(low), f"{name}_high": float(high)}
@@ -167,11 +167,11 @@ def _budget(configurations: Sequence[Configuration]) -> list[Row]:
         for number in range(one["runs"]):
             runs.append(
                 Run(
-                    problem(one["world"], one["seed"]),
+                    problem(one["environment"], one["seed"]),
                     one["estimator"],
                     beta=BUDGET_BETA,
                     learning_rate=one["learning_rate"] / BUDGET_BETA,
-                    seed=_seed("budget", one["world"], one["batch_size"], one["seed"], number),
+                    seed=_seed("budget", one["environment"], one["batch_size"], one["seed"], number),
                 )
             )
     steps = first["steps"]
@@ -182,31 +182,34 @@ def _budget(configurations: Sequence[Configuration]) -> list[Row]:
         mine = slice(at, at + one["runs"])
         at += one["runs"]
         by_run = history.kl_to_optimum[1:, mine].mean(axis=0)
-        settled = predicted(one["world"], one["estimator"], BUDGET_BETA, one["seed"])
-        optimal = best(one["world"], BUDGET_BETA, one["seed"])
+        settled = predicted(one["environment"], one["estimator"], BUDGET_BETA, one["seed"])
+        optimal = best(one["environment"], BUDGET_BETA, one["seed"])
         rows.append(
             {
                 **one,
                 "kl_to_optimum": float(by_run.mean()),
                 "standard_error": float(by_run.std(ddof=1) / np.sqrt(len(by_run))),
-                **_bias_and_spread(one["world"], one["seed"], history.logits[mine]),
-                "predicted_bias": distance(one["world"], one["seed"], settled, optimal),
-                "noise": noise(one["world"], one["estimator"], BUDGET_BETA, one["batch_size"], one["seed"]),
+                **_bias_and_spread(one["environment"], one["seed"], history.logits[mine]),
+                "predicted_bias": distance(one["environment"], one["seed"], settled, optimal),
+                "noise": noise(one["environment"], one["estimator"], BUDGET_BETA, one["batch_size"], one["seed"]),
                 "diverged": int((history.diverged[mine] >= 0).sum()),
             }
         )
     return rows
 
 
-def _bias_and_spread(world: str, seed: int, logits: np.ndarray) -> Row:
+def _bias_and_spread(environment: str, seed: int, logits: np.ndarray) -> Row:
     """With π̄ the mixture of runs i as rollouts go, mean KL(π_i‖π*) = KL(π̄‖π*) + mean KL(π_i‖π̄), exactly."""
     from scipy.special import logsumexp
 
     from kltest.environments.policies import table
 
-    paths = problem(world, seed).environment.enumerate()
+    paths = problem(environment, seed).environment.enumerate()
     ends = np.array([paths.log_probability(table(one)) for one in logits])
-    mixture, target = logsumexp(ends, axis=0) - np.log(len(ends)), paths.log_probability(best(world, BUDGET_BETA, seed))
+    mixture, target = (
+        logsumexp(ends, axis=0) - np.log(len(ends)),
+        paths.log_probability(best(environment, BUDGET_BETA, seed)),
+    )
     return {
         "at_end": float((np.exp(ends) * (ends - target)).sum(axis=1).mean()),
         "bias": float(np.exp(mixture) @ (mixture - target)),
@@ -214,7 +217,7 @@ def _bias_and_spread(world: str, seed: int, logits: np.ndarray) -> Row:
     }
 
 
-def noise(world: str, estimator: str, beta: float, batch: int, seed: int = 0) -> float:
+def noise(environment: str, estimator: str, beta: float, batch: int, seed: int = 0) -> float:
     """batch × the trace of the covariance of one update's ascent direction at π*, exactly.
 
     The reward's baseline is the mean of the other rollouts. So with r the centred reward, G = Σ_t g_t and k the
@@ -228,8 +231,8 @@ def noise(world: str, estimator: str, beta: float, batch: int, seed: int = 0) ->
     from kltest.loss.placement import place
     from kltest.moments import exact
 
-    which = problem(world, seed)
-    instance = Instance.of(which.environment, best(world, beta, seed), which.reference)
+    which = problem(environment, seed)
+    instance = Instance.of(which.environment, best(environment, beta, seed), which.reference)
     paths, chances = instance.paths, instance.rollout_weights("current")
     reward = which.environment.returns(paths)
     centred = estimator == CENTRED

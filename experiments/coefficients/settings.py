@@ -11,22 +11,22 @@ _OF_SAMPLING = ("batch_size", "runs", "steps", "learning_rate")
 PARTS = {
     # Exact expected gradients, to the end: where does each estimator lead?
     "exact": {
-        **{name: name for name in ("world", "estimator", "beta", "seed")},
+        **{name: name for name in ("environment", "estimator", "beta", "seed")},
         "steps": "exact_steps",
         "learning_rate": "exact_rate",
     },
     # Sampled gradients, several runs of each configuration: what is left of that with noise?
-    "sampled": {name: name for name in ("world", "estimator", "beta", *_OF_SAMPLING)},
+    "sampled": {name: name for name in ("environment", "estimator", "beta", *_OF_SAMPLING)},
     # Sampled gradients at several batch sizes, at one β: when does a biased estimator end nearer to π*?
     "budget": {
-        **{name: name for name in ("world", "estimator", "seed")},
+        **{name: name for name in ("environment", "estimator", "seed")},
         **{name: f"budget_{name}" for name in _OF_SAMPLING},
     },
     # Theory: the five fixed points on short sequences, and who reaches π* on long ones.
     "fixed-points": {"estimator": "estimator"},
     "optimum": {"estimator": "estimator"},
     # The optima of all coefficients, to be drawn.
-    "frontier": {"world": "world"},
+    "frontier": {"environment": "environment"},
 }
 
 ESTIMATORS = (
@@ -52,7 +52,7 @@ ESTIMATORS = (
 # The penalty less the mean of the others: in expectation k1-reward, so of interest where gradients are sampled.
 CENTRED = "leave-one-out"
 IN_BUDGET = ("k1-reward", "k1-both", CENTRED, "rao-blackwell", "k2-loss", "k3-loss")
-BUDGET_WORLDS = ("sequence",)
+BUDGET_ENVIRONMENTS = ("sequence",)
 BUDGET_BETA = 1.0
 IN_FIXED_POINTS = ("k1-loss", "k1-reward", "k2-loss-sequence", "k2-loss", "full-loss", "k3-loss", "k3-loss-sequence")
 IN_OPTIMUM = ("k1-reward", "k2-loss-sequence", "k3-loss-sequence", "k3-loss", "k1-loss")
@@ -71,7 +71,7 @@ def applies(configuration: Mapping[str, Any]) -> bool:
     if part == "sampled":
         decade = log10(configuration["beta"])
         return abs(decade - round(decade)) < 1e-9  # whole decades of β are enough
-    if part == "budget" and configuration["world"] not in BUDGET_WORLDS:
+    if part == "budget" and configuration["environment"] not in BUDGET_ENVIRONMENTS:
         return False
     within = {"exact": ESTIMATORS, "budget": IN_BUDGET, "fixed-points": IN_FIXED_POINTS, "optimum": IN_OPTIMUM}
     return part == "frontier" or estimator in within[part]
@@ -83,7 +83,7 @@ SETTINGS = Settings(
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "world": ("bandit", "sequence", "mdp"),
+        "environment": ("bandit", "sequence", "mdp"),
         "estimator": (*ESTIMATORS, CENTRED),
         "beta": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
         # Updates, and the learning rate in units of 1/β.

@@ -160,7 +160,7 @@ def _steps(references: np.ndarray, directions: np.ndarray, kl: float) -> tuple[n
 
 
 def _instance(policies: np.ndarray, references: np.ndarray) -> Any:
-    """Each row a bandit of its own, as equally likely prompts of one world."""
+    """Each row a bandit of its own, as equally likely prompts of one environment."""
     from kltest.environments import Instance, bandit
 
     count, vocabulary = policies.shape

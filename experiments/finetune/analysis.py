@@ -18,7 +18,7 @@ from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, reco
 from kltest.reproduce.numbers import Cited, Numbers, number
 
 from .optimum import ROLLOUTS
-from .settings import ARMS, BETA_OF_GRADIENTS, COMMITTED, OPTIMUM, PARTS, RUN
+from .settings import BETA_OF_GRADIENTS, COMMITTED, OPTIMUM, PARTS, RUN, VARIANTS
 from .spread import Interval, geometric, interval, paired
 
 TANG_MUNOS = "Tang & Munos 2025"
@@ -34,7 +34,7 @@ ELSEWHERE = 0.99
 MEASURES = ("kl", "reward_held_out")
 ELSEWHERE_KL = "kl_out_of_distribution"
 SLOW, CENTRED = "slow:k1-reward", "leave-one-out"
-RUN_KEY = ["arm", "beta", "seed"]
+RUN_KEY = ["variant", "beta", "seed"]
 SEEDS = "95 % intervals over seeds, Student's t"
 
 findings, of_now, numbers = Claims("finetune"), Claims("finetune"), Numbers()
@@ -42,13 +42,13 @@ findings, of_now, numbers = Claims("finetune"), Claims("finetune"), Numbers()
 
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:
     """Runs made now, then committed ones, each in the order of the sweep."""
-    parts, arms = list(PARTS), list(ARMS)
-    place = lambda r: (parts.index(r["part"]), arms.index(r["arm"]), r["beta"], r["seed"], r["update"])  # noqa: E731
+    parts, variants = list(PARTS), list(VARIANTS)
+    place = lambda r: (parts.index(r["part"]), variants.index(r["variant"]), r["beta"], r["seed"], r["update"])  # noqa: E731
     return frame(sorted(rows, key=place))
 
 
 def runs(rows: Rows, part: str) -> dict[tuple[str, float, int], list[Row]]:
-    """Return the rows of each run, by arm, coefficient and seed."""
+    """Return the rows of each run, by variant, coefficient and seed."""
     found = select(rows, part)
     return {key: records(own) for key, own in found.groupby(RUN_KEY, sort=False)} if len(found) else {}
 
@@ -70,57 +70,57 @@ class Sweep:
 
     @cached_property
     def settings(self) -> dict[tuple[str, float], pd.DataFrame]:
-        """Ended runs, by arm and coefficient: a row a seed."""
-        by = self.ended.reset_index().groupby(["arm", "beta"], sort=False)
+        """Ended runs, by variant and coefficient: a row a seed."""
+        by = self.ended.reset_index().groupby(["variant", "beta"], sort=False)
         return {setting: found.set_index("seed") for setting, found in by}
 
-    def betas(self, arm: str) -> list[float]:
-        return sorted(select(self.rows, arm=arm)["beta"].unique()) if len(self.rows) else []
+    def betas(self, variant: str) -> list[float]:
+        return sorted(select(self.rows, variant=variant)["beta"].unique()) if len(self.rows) else []
 
-    def largest(self, arm: str) -> float:
-        return max(self.betas(arm), default=math.nan)
+    def largest(self, variant: str) -> float:
+        return max(self.betas(variant), default=math.nan)
 
-    def ends(self, arm: str, beta: float, name: str = "kl") -> dict[int, float]:
+    def ends(self, variant: str, beta: float, name: str = "kl") -> dict[int, float]:
         """Return a metric when training ended, by seed."""
-        found = self.settings.get((arm, beta))
+        found = self.settings.get((variant, beta))
         return {} if found is None or name not in found else found[name].dropna().to_dict()
 
-    def spread(self, arm: str, beta: float, name: str) -> Interval:
+    def spread(self, variant: str, beta: float, name: str) -> Interval:
         """Return the interval of a metric at the end."""
-        return _interval(self.ends(arm, beta, name).values())
+        return _interval(self.ends(variant, beta, name).values())
 
-    def against_none(self, arm: str, beta: float | None = None, level: float = 0.95, name: str = "kl") -> Interval:
+    def against_none(self, variant: str, beta: float | None = None, level: float = 0.95, name: str = "kl") -> Interval:
         """Return KL at the end over that of the unpenalised run of the same seed."""
-        none = "stale:none" if ARMS[arm].get("inner_epochs", 1) > 1 else "none"
-        at = self.largest(arm) if beta is None else beta
-        return _paired(self.ends(arm, at, name), self.ends(none, 0.0, name), level)
+        none = "stale:none" if VARIANTS[variant].get("inner_epochs", 1) > 1 else "none"
+        at = self.largest(variant) if beta is None else beta
+        return _paired(self.ends(variant, at, name), self.ends(none, 0.0, name), level)
 
-    def gradients(self, arm: str, name: str) -> Interval:
-        """Return a measurement of the arm's gradient along its runs: over seeds, after a mean within each.
+    def gradients(self, variant: str, name: str) -> Interval:
+        """Return a measurement of the variant's gradient along its runs: over seeds, after a mean within each.
 
         Plain means: errors grow with lengths and shrink towards a cosine of 1, so that weights would choose the answer.
         """
         size = f"{name.rpartition('_')[0]}_size_low"
-        found = need(self.rows, arm=arm)
+        found = need(self.rows, variant=variant)
         require(name in found and size in found)
         found = found[found[name].notna() & (found[size] > 0)]
         return _interval(found.groupby("seed", sort=False)[name].mean())
 
-    def vanishing(self, arm: str, which: str = "kl") -> tuple[int, int]:
+    def vanishing(self, variant: str, which: str = "kl") -> tuple[int, int]:
         """In how many measurements the term's expected gradient was not told from 0, and of how many."""
         size, cosine = f"{which}_gradient_size_low", f"{which}_gradient_cosine"
-        found = select(self.rows, arm=arm)
+        found = select(self.rows, variant=variant)
         if size not in found:
             return 0, 0
         measured = found[found[size].notna()]
         without = measured[cosine].isna() if cosine in measured else True
         return int(((measured[size] <= 0) | without).sum()), len(measured)
 
-    def over_k1_in_reward(self, arm: str) -> Interval:
+    def over_k1_in_reward(self, variant: str) -> Interval:
         """Return KL at the end over that of k1 in the reward with the same seed and β, after a mean over β."""
         logs: dict[int, list[float]] = {}
-        for beta in self.betas(arm):
-            ones, others = self.ends(arm, beta), self.ends("k1-reward", beta)
+        for beta in self.betas(variant):
+            ones, others = self.ends(variant, beta), self.ends("k1-reward", beta)
             for seed in ones.keys() & others.keys():
                 logs.setdefault(seed, []).append(math.log(ones[seed] / others[seed]))
         return _interval(float(np.mean(each)) for each in logs.values()).mapped(math.exp)
@@ -128,13 +128,13 @@ class Sweep:
     def gained(self) -> Interval:
         """Return the reward gained under the three penalties and the smaller coefficients, after a mean by seed."""
         index = self.ended.index
-        mine = index.get_level_values("arm").isin(PENALTIES) & (index.get_level_values("beta") < 1)
+        mine = index.get_level_values("variant").isin(PENALTIES) & (index.get_level_values("beta") < 1)
         return _interval(self.ended[mine]["gain"].groupby("seed", sort=False).mean())
 
-    def slope(self, arm: str) -> Interval:
+    def slope(self, variant: str) -> Interval:
         """Return the slope of log KL against log β, over seeds."""
-        betas = self.betas(arm)
-        ended = [self.ends(arm, beta) for beta in betas]
+        betas = self.betas(variant)
+        ended = [self.ends(variant, beta) for beta in betas]
         require(len(betas) >= 3)
         x = np.log(betas)
         return _interval(
@@ -142,9 +142,9 @@ class Sweep:
             for seed in sorted(set.intersection(*map(set, ended)))
         )
 
-    def shortfall(self, arm: str, beta: float) -> Interval:
+    def shortfall(self, variant: str, beta: float) -> Interval:
         """Return by how much a run's objective E[R] − β·KL is below that of π*, over seeds."""
-        best, ended = (self.ends(one, beta, "objective") for one in (OPTIMUM, arm))
+        best, ended = (self.ends(one, beta, "objective") for one in (OPTIMUM, variant))
         return _interval(best[seed] - ended[seed] for seed in sorted(best.keys() & ended.keys()))
 
 
@@ -180,8 +180,8 @@ def _rises(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     return f"up by {found.text()}", found.low > 0
 
 
-def _holds(rows: pd.DataFrame, sweep: Sweep, arms: tuple[str, ...] = PENALTIES, name: str = "kl") -> Answer:
-    found = {arm: sweep.against_none(arm, name=name) for arm in arms}
+def _holds(rows: pd.DataFrame, sweep: Sweep, variants: tuple[str, ...] = PENALTIES, name: str = "kl") -> Answer:
+    found = {variant: sweep.against_none(variant, name=name) for variant in variants}
     return _each(found), all(one.high < 1 for one in found.values())
 
 
@@ -192,14 +192,14 @@ findings.add(TANG_MUNOS, "KL below that of no term with the same seed", SEEDS,
 @findings.add(THEORY, "log KL falls with log β", SEEDS)
 def _falls(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """they hold it back the more the larger β is"""
-    found = {arm: sweep.slope(arm) for arm in PENALTIES}
+    found = {variant: sweep.slope(variant) for variant in PENALTIES}
     return _each(found), all(one.high < 0 for one in found.values())
 
 
 @findings.add(THEORY, f"KL within a factor of {ALIKE:g} of that of k1 in the reward", SEEDS)
 def _alike(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """they buy about the same KL with the same β, so near the reference"""
-    found = {arm: sweep.over_k1_in_reward(arm) for arm in ("k2-loss", "k3-loss")}
+    found = {variant: sweep.over_k1_in_reward(variant) for variant in ("k2-loss", "k3-loss")}
     return _each(found), all(one.low > 1 / ALIKE and one.high < ALIKE for one in found.values())
 
 
@@ -230,41 +230,43 @@ def _carries_off(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     "two jackknife errors")  # fmt: skip
 def _vanishes(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """the expected gradient of k1 in the loss is not told from zero where that of k1 in the reward is"""
-    (zero, measured), (missed, of) = (sweep.vanishing(arm) for arm in ("k1-loss", "k1-reward"))
+    (zero, measured), (missed, of) = (sweep.vanishing(variant) for variant in ("k1-loss", "k1-reward"))
     require(measured and of)
     said = f"{zero} of {measured}; of k1 in the reward {missed} of {of}"
     return said, zero >= 0.8 * measured and missed < 0.5 * of
 
 
 def _within(
-    rows: pd.DataFrame, sweep: Sweep, arm: str, low: float, high: float = 1.05, name: str = "kl_gradient_cosine"
+    rows: pd.DataFrame, sweep: Sweep, variant: str, low: float, high: float = 1.05, name: str = "kl_gradient_cosine"
 ) -> Answer:
     """Judge if the whole interval of the cosine lies between two bounds."""
-    found = sweep.gradients(arm, name)
+    found = sweep.gradients(variant, name)
     return found.text(3), low < found.low and found.high < high
 
 
-def _reaches_one(rows: pd.DataFrame, sweep: Sweep, arm: str, low: float, name: str = "kl_gradient_cosine") -> Answer:
-    found = sweep.gradients(arm, name)
+def _reaches_one(
+    rows: pd.DataFrame, sweep: Sweep, variant: str, low: float, name: str = "kl_gradient_cosine"
+) -> Answer:
+    found = sweep.gradients(variant, name)
     return found.text(3), low < found.low < 1 < found.high
 
 
 STALE = "stale_gradient_cosine"
 for _claim, _source, _expected, _judge in (
     ("k1 in the reward follows ∇KL(π‖ref)", THEORY, "cosine within 0.05 of 1",
-     partial(_within, arm="k1-reward", low=0.95)),
+     partial(_within, variant="k1-reward", low=0.95)),
     ("what k2 in the loss misses through later tokens is hardly anything here", OWN, "cosine within 0.05 of 1",
-     partial(_within, arm="k2-loss", low=0.95)),
+     partial(_within, variant="k2-loss", low=0.95)),
     ("that k3 in the loss follows another direction is not told here", OWN, "cosine above 0.8, its interval reaches 1",
-     partial(_reaches_one, arm="k3-loss", low=0.8)),
+     partial(_reaches_one, variant="k3-loss", low=0.8)),
     ("k3 with its ratio follows the same direction as k2 in the loss", THEORY, "cosine within 0.05 of 1",
-     partial(_within, arm="stale:k3-ratio", low=0.95)),
+     partial(_within, variant="stale:k3-ratio", low=0.95)),
     ("on stale rollouts k3 with its ratio is not told from this direction", THEORY,
-     "cosine above 0.9, its interval reaches 1", partial(_reaches_one, arm="stale:k3-ratio", low=0.9, name=STALE)),
+     "cosine above 0.9, its interval reaches 1", partial(_reaches_one, variant="stale:k3-ratio", low=0.9, name=STALE)),
     ("k2 in the loss, without a ratio, turns away there", THEORY, "cosine on stale rollouts below 1",
-     partial(_within, arm="stale:k2-loss", low=-1.0, high=1.0, name=STALE)),
+     partial(_within, variant="stale:k2-loss", low=-1.0, high=1.0, name=STALE)),
     ("k3 with its ratio holds the policy back with a stale sampler", "DeepSeek-V3.2", "KL below that of no term",
-     partial(_holds, arms=("stale:k3-ratio",))),
+     partial(_holds, variants=("stale:k3-ratio",))),
     ("where it was never trained, on longer numbers, the penalties hold the policy back as well", OWN,
      "KL there below that of no term, largest β", partial(_holds, name=ELSEWHERE_KL)),
 ):  # fmt: skip
@@ -278,7 +280,7 @@ findings.add(OWN, "KL there over that of no term: at no β below 1", f"{SEEDS}, 
 def _below_optimum(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """no run does better than π* of its coefficient"""
     betas = sweep.betas(OPTIMUM)
-    found = {f"{arm}, β {beta:g}": sweep.shortfall(arm, beta) for arm in PENALTIES for beta in betas}
+    found = {f"{variant}, β {beta:g}": sweep.shortfall(variant, beta) for variant in PENALTIES for beta in betas}
     require(found)
     return _each(found), all(one.high > 0 for one in found.values())
 
@@ -286,14 +288,14 @@ def _below_optimum(rows: pd.DataFrame, sweep: Sweep) -> Answer:
 @findings.add(OWN, "E[R] − β·KL of the reference less that of the run: above 0", SEEDS)
 def _loses(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """at the largest β training ends with a smaller objective than its reference has"""
-    found = {arm: sweep.spread(arm, sweep.largest(PENALTIES[0]), "lost") for arm in PENALTIES}
+    found = {variant: sweep.spread(variant, sweep.largest(PENALTIES[0]), "lost") for variant in PENALTIES}
     return _each(found), all(one.low > 0 for one in found.values())
 
 
 @findings.add(OWN, "intervals do not overlap", SEEDS)
 def _slow(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     """with an eighth of the learning rate k1 in the reward loses less"""
-    slow, fast = (sweep.spread(arm, sweep.largest(SLOW), "lost") for arm in (SLOW, SLOW.partition(":")[2]))
+    slow, fast = (sweep.spread(variant, sweep.largest(SLOW), "lost") for variant in (SLOW, SLOW.partition(":")[2]))
     return f"{slow.text(3)}, at the full rate {fast.text(3)}", slow.high < fast.low
 
 
@@ -320,16 +322,16 @@ def _as_committed(rows: pd.DataFrame) -> Answer:
     """runs made now end where the committed runs of their settings did"""
     committed, now, sweep = runs(rows, "committed"), runs(rows, "run"), Sweep(rows, "committed")
     same, outside, off = 0, [], []
-    for (arm, beta, seed), own in now.items():
-        before = committed.get((arm, beta, seed))
+    for (variant, beta, seed), own in now.items():
+        before = committed.get((variant, beta, seed))
         # By the same settings, which rows carry with them.
         if before is None or any(before[-1][name] != own[-1][name] for name in PARTS["run"]):
             continue
         off.append(abs(own[-1]["kl"] / before[-1]["kl"] - 1))
         if all(one.get(name) == other.get(name) for one, other in zip(own, before, strict=False) for name in MEASURES):
             same += 1
-        elif not all(_near(own[-1][name], list(sweep.ends(arm, beta, name).values())) for name in MEASURES):
-            outside.append(f"{arm}, β {beta:g}, seed {seed}")
+        elif not all(_near(own[-1][name], list(sweep.ends(variant, beta, name).values())) for name in MEASURES):
+            outside.append(f"{variant}, β {beta:g}, seed {seed}")
     require(off)
     said = f"{same} of {len(off)} identical, KLs at most {max(off):.1%} apart"
     return said + (f"; outside: {'; '.join(outside)}" if outside else ""), len(outside) <= 0.02 * len(off)
@@ -346,7 +348,7 @@ def _now(rows: pd.DataFrame) -> Answer:
     """in runs made now k1 in the reward holds the policy back and k1 in the loss does not"""
     # Of the smallest seed and the largest β that there are.
     ended = Sweep(rows, "run").ended.reset_index()
-    ended = need(ended, seed=ended["seed"].min()).sort_values("beta").groupby("arm").tail(1).set_index("arm")
+    ended = need(ended, seed=ended["seed"].min()).sort_values("beta").groupby("variant").tail(1).set_index("variant")
     names = ("none", "k1-reward", "k1-loss")
     require(set(names) <= set(ended.index))
     low = ended["kl_low"]
@@ -359,43 +361,43 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
     made = [{name: value for name, value in row.items() if name != "part"} for row in records(select(rows, "run"))]
     sweep, at_ends, followed = Sweep(rows, "committed"), [], []
     columns = sorted(sweep.rows.loc[sweep.rows["beta"] > 0, "beta"].unique()) if len(sweep.rows) else []
-    for arm in ARMS if columns else ():
-        line: Row = {"KL term": arm}
+    for variant in VARIANTS if columns else ():
+        line: Row = {"KL term": variant}
         for beta in columns:
-            at = 0.0 if ARMS[arm].get("kl") == "none" else beta
-            kls = list(sweep.ends(arm, at).values())
+            at = 0.0 if VARIANTS[variant].get("kl") == "none" else beta
+            kls = list(sweep.ends(variant, at).values())
             repeated = at != beta and beta != columns[0]
             line[f"β = {beta:g}"] = "" if repeated or not kls else geometric(kls).text()
         at_ends.append(line)
-        (zero, measured), lost = sweep.vanishing(arm), sweep.vanishing(arm, "stale")
+        (zero, measured), lost = sweep.vanishing(variant), sweep.vanishing(variant, "stale")
         if not measured:
             continue
         told = zero <= measured / 2
-        stale = _text(sweep, arm, STALE, 3)
+        stale = _text(sweep, variant, STALE, 3)
         followed.append(
             {
-                "KL term": arm,
-                "cosine": _text(sweep, arm, "kl_gradient_cosine", 3) if told else "",
-                "length": _text(sweep, arm, "kl_gradient_size", 2) if told else "",
+                "KL term": variant,
+                "cosine": _text(sweep, variant, "kl_gradient_cosine", 3) if told else "",
+                "length": _text(sweep, variant, "kl_gradient_size", 2) if told else "",
                 "not told from 0": f"{zero} of {measured}",
                 "cosine, stale": stale,
                 "not told, stale": "{} of {}".format(*lost) if stale else "",
-                "noise": f"{_noise(sweep, arm):.1f}",
+                "noise": f"{_noise(sweep, variant):.1f}",
             }
         )
     return {name: table for name, table in (("sweep", made), ("ends", at_ends), ("gradients", followed)) if table}
 
 
-def _text(sweep: Sweep, arm: str, name: str, digits: int) -> str:
+def _text(sweep: Sweep, variant: str, name: str, digits: int) -> str:
     try:
-        return sweep.gradients(arm, name).text(digits)
+        return sweep.gradients(variant, name).text(digits)
     except Missing:
         return ""
 
 
-def _noise(sweep: Sweep, arm: str) -> float:
+def _noise(sweep: Sweep, variant: str) -> float:
     """Median over measurements."""
-    return float(need(sweep.rows, arm=arm)["kl_gradient_noise"].median())
+    return float(need(sweep.rows, variant=variant)["kl_gradient_noise"].median())
 
 
 def _with_bounds(quantity: str, found: Interval, **where: Any) -> Cited:
@@ -408,18 +410,18 @@ def _with_bounds(quantity: str, found: Interval, **where: Any) -> Cited:
 @numbers.add
 def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     ended = Sweep(rows, "committed").ended.reset_index()
-    stale = ended[ended["arm"].str.startswith("stale:")]
-    fell = ended[ended["reward_held_out"] < COLLAPSED * ended["start"]]["arm"]
+    stale = ended[ended["variant"].str.startswith("stale:")]
+    fell = ended[ended["reward_held_out"] < COLLAPSED * ended["start"]]["variant"]
     for name, value in COMMITTED.items():
         yield number(name, value)
-    yield number("runs", (ended["arm"] != OPTIMUM).sum())
+    yield number("runs", (ended["variant"] != OPTIMUM).sum())
     yield number("seeds", ended["seed"].nunique())
     yield number("runs made now", len(runs(rows, "run")))
     yield number("rollouts of a chance", ROLLOUTS)
     yield number("longest", RUN["max_norm"])
     yield number("warm-up", RUN["warmup"])
     yield number("collapsed", len(fell))
-    yield number("collapsed", (fell == "k1-loss").sum(), arm="k1-loss")
+    yield number("collapsed", (fell == "k1-loss").sum(), variant="k1-loss")
     yield number("collapsed, stale", fell.str.startswith("stale:").sum())
     yield number("stale runs", len(stale))
     yield number("stale runs that fell", (stale["gain"] < 0).sum())
@@ -430,22 +432,22 @@ def _of_the_sweep(rows: pd.DataFrame) -> Cited:
 @numbers.add
 def _of_ends(rows: pd.DataFrame) -> Cited:
     sweep = Sweep(rows, "committed")
-    for arm, beta in sweep.settings:
-        where = {"arm": arm, "beta": beta}
+    for variant, beta in sweep.settings:
+        where = {"variant": variant, "beta": beta}
         for name, label in (("kl", "kl"), ("reward_held_out", "reward"), (ELSEWHERE_KL, "kl elsewhere")):
-            if values := list(sweep.ends(arm, beta, name).values()):
+            if values := list(sweep.ends(variant, beta, name).values()):
                 yield from _with_bounds(label, (interval if label == "reward" else geometric)(values), **where)
-        yield from _with_bounds("gain", interval(list(sweep.ends(arm, beta, "gain").values())), **where)
-        kl = np.log(list(sweep.ends(arm, beta).values()))
+        yield from _with_bounds("gain", interval(list(sweep.ends(variant, beta, "gain").values())), **where)
+        kl = np.log(list(sweep.ends(variant, beta).values()))
         yield number("spread", float(np.std(kl, ddof=1)) if len(kl) > 1 else None, **where)
-        if ARMS[arm].get("kl", "none") == "none":
+        if VARIANTS[variant].get("kl", "none") == "none":
             continue
         for label, of in (
-            ("kl over none", partial(sweep.against_none, arm, beta)),
-            ("kl elsewhere over none", partial(sweep.against_none, arm, beta, name=ELSEWHERE_KL)),
-            ("shortfall", partial(sweep.shortfall, arm, beta)),
-            ("loss", partial(sweep.spread, arm, beta, "lost")),
-            ("kl over optimum", partial(_paired, sweep.ends(arm, beta), sweep.ends(OPTIMUM, beta))),
+            ("kl over none", partial(sweep.against_none, variant, beta)),
+            ("kl elsewhere over none", partial(sweep.against_none, variant, beta, name=ELSEWHERE_KL)),
+            ("shortfall", partial(sweep.shortfall, variant, beta)),
+            ("loss", partial(sweep.spread, variant, beta, "lost")),
+            ("kl over optimum", partial(_paired, sweep.ends(variant, beta), sweep.ends(OPTIMUM, beta))),
         ):
             try:
                 yield from _with_bounds(label, of(), **where)
@@ -456,28 +458,30 @@ def _of_ends(rows: pd.DataFrame) -> Cited:
 @numbers.add
 def _of_gradients(rows: pd.DataFrame) -> Cited:
     sweep = Sweep(rows, "committed")
-    for arm in ARMS:
+    for variant in VARIANTS:
         for which, label in (("kl", ""), ("stale", "stale ")):
-            zero, measured = sweep.vanishing(arm, which)
+            zero, measured = sweep.vanishing(variant, which)
             if measured:
-                yield number(f"{label}told", measured - zero, arm=arm)
-                yield number(f"{label}measured", measured, arm=arm)
+                yield number(f"{label}told", measured - zero, variant=variant)
+                yield number(f"{label}measured", measured, variant=variant)
             for name in ("cosine", "size"):
                 try:
-                    yield from _with_bounds(f"{label}{name}", sweep.gradients(arm, f"{which}_gradient_{name}"), arm=arm)
+                    yield from _with_bounds(
+                        f"{label}{name}", sweep.gradients(variant, f"{which}_gradient_{name}"), variant=variant
+                    )
                 except Missing:
                     continue
-        if sweep.vanishing(arm)[1]:
-            yield number("noise", _noise(sweep, arm), arm=arm)
+        if sweep.vanishing(variant)[1]:
+            yield number("noise", _noise(sweep, variant), variant=variant)
 
 
 @numbers.add
 def _of_comparisons(rows: pd.DataFrame) -> Cited:
     sweep = Sweep(rows, "committed")
     yield from _with_bounds("gain of small penalties", sweep.gained())
-    yield from _with_bounds("slope", sweep.slope("k1-reward"), arm="k1-reward")
+    yield from _with_bounds("slope", sweep.slope("k1-reward"), variant="k1-reward")
     fall = interval([-gain for gain in sweep.ends("stale:none", 0.0, "gain").values()])
-    yield from _with_bounds("fall", fall, arm="stale:none", beta=0.0)
-    for arm in ("k2-loss", "k3-loss"):
-        yield from _with_bounds("kl over k1-reward", sweep.over_k1_in_reward(arm), arm=arm)
+    yield from _with_bounds("fall", fall, variant="stale:none", beta=0.0)
+    for variant in ("k2-loss", "k3-loss"):
+        yield from _with_bounds("kl over k1-reward", sweep.over_k1_in_reward(variant), variant=variant)
     yield from _with_bounds("reward of the reference", sweep.spread("none", 0.0, "start"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .optimum import chances_of, optimal
-from .settings import ARMS, BETA_OF_GRADIENTS, OPTIMUM, RUN
+from .settings import BETA_OF_GRADIENTS, OPTIMUM, RUN, VARIANTS
 from .spread import interval
 
 # What rows depend on beside what those of every experiment do.
@@ -46,7 +46,7 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
     one = {name: value for name, value in configuration.items() if not name.startswith("_")}
     if one["part"] == "committed":
         return committed()
-    if one["arm"] == OPTIMUM:
+    if one["variant"] == OPTIMUM:
         return optimum(one)
     from kltest.finetune.run import run
 
@@ -87,10 +87,10 @@ def settings_of(one: Mapping[str, Any]) -> Any:
     """The runner's settings: measured at the start, half-way and at the end, gradients every quarter."""
     from kltest.finetune.settings import settings_of
 
-    arm = ARMS[one["arm"]]
-    steps = one["updates"] // arm.get("inner_epochs", 1)
+    variant = VARIANTS[one["variant"]]
+    steps = one["updates"] // variant.get("inner_epochs", 1)
     same = ("seed", "beta", "model", "task", "reference_reward", "prompts", "group_size", "learning_rate")
-    measured = arm["kl"] != "none" and one["beta"] == BETA_OF_GRADIENTS
+    measured = variant["kl"] != "none" and one["beta"] == BETA_OF_GRADIENTS
     return settings_of(
         {
             **RUN,
@@ -98,7 +98,7 @@ def settings_of(one: Mapping[str, Any]) -> Any:
             "steps": steps,
             "eval_every": max(1, steps // 2),
             "gradient_every": max(1, steps // 4) if measured else 0,
-            **arm,
+            **variant,
         }
     )
 

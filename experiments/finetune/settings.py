@@ -7,9 +7,9 @@ from typing import Any
 
 from kltest.sweeps.settings import Settings
 
-# What each arm sets, under the names of `kltest finetune --set`. Four updates with the rollouts of one sampler need a
-# quarter of the rounds for as many updates.
-ARMS: dict[str, dict[str, Any]] = {
+# What each variant sets, under the names of `kltest finetune --set`. With four updates for the rollouts of one sampler,
+# a quarter of the rounds gives as many updates.
+VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"kl": "none"},
     "k1-reward": {"kl": "k1-reward"},
     # An eighth of the learning rate below.
@@ -49,7 +49,7 @@ _OF_RUNS = (
 )
 PARTS = {
     # Runs made now: a few at quick scale, all of them at full.
-    "run": ("seed", "arm", "beta", *_OF_RUNS),
+    "run": ("seed", "variant", "beta", *_OF_RUNS),
     # What was found when all of them were made: sweep.csv.
     "committed": (),
 }
@@ -66,8 +66,8 @@ def applies(configuration: Mapping[str, Any]) -> bool:
     """Without a KL term there is no coefficient, and with one there is."""
     if configuration["part"] != "run":
         return True
-    arm, beta = configuration["arm"], configuration["beta"]
-    return arm.endswith("none") == (beta == 0) and beta >= LEAST_BETA.get(arm, 0.0)
+    variant, beta = configuration["variant"], configuration["beta"]
+    return variant.endswith("none") == (beta == 0) and beta >= LEAST_BETA.get(variant, 0.0)
 
 
 SETTINGS = Settings(
@@ -76,7 +76,7 @@ SETTINGS = Settings(
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "arm": ("none", "k1-reward", "k1-loss", "stale:k3-ratio", OPTIMUM),
+        "variant": ("none", "k1-reward", "k1-loss", "stale:k3-ratio", OPTIMUM),
         "beta": (0.0, 0.3),
         "model": "tiny:0.2M",
         "task": "addition:2",
@@ -90,10 +90,10 @@ SETTINGS = Settings(
         "device": "cpu",
         "dtype": "float32",
     },
-    full={"arm": tuple(ARMS), "beta": (0.0, *BETAS)},
+    full={"variant": tuple(VARIANTS), "beta": (0.0, *BETAS)},
     seeds={"quick": 1, "full": 5},
     allowed={
-        "arm": tuple(ARMS),
+        "variant": tuple(VARIANTS),
         "beta": (0.0, 100.0),
         "model": ("tiny:0.2M", "tiny:1M", "tiny:5M", "tiny:20M", "tiny:100M"),
         "task": ("addition:1", "addition:2", "addition:3", "addition:4", "countdown"),

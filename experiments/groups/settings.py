@@ -5,7 +5,7 @@ from typing import Any
 
 from kltest.sweeps.settings import Settings
 
-# The world: one prompt, four answers, of which the first is right. The wrong ones share the rest of the reference so.
+# The environment: one prompt and four answers, of which the first is right. The reference's shares of the wrong ones.
 WRONG = (0.5, 0.3, 0.2)
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -21,7 +21,7 @@ TRAINED_SUCCESS = (0.1, 0.5)
 
 
 def applies(one: Mapping[str, Any]) -> bool:
-    """Baselines need others; training is of few worlds, and exact training of one seed, since nothing is random."""
+    """Baselines need groups; training takes few environments, and exact training one seed, since nothing is random."""
     if one["part"] == "baselines":
         return bool(one["group_size"] > 1)
     if one["part"] == "training":

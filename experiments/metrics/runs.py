@@ -9,7 +9,7 @@ import numpy as np
 
 from kltest.sweeps.store import digest
 
-from .settings import CONTROLLER, LOOKS, TRAINING, WORLD
+from .settings import CONTROLLER, ENVIRONMENT, LOOKS, TRAINING
 
 Row = dict[str, Any]
 
@@ -19,7 +19,7 @@ def problem_of(seed: int) -> Any:
     from kltest.environments import ragged
     from kltest.training import Problem
 
-    return Problem.draw(ragged(WORLD["vocabulary"], WORLD["length"]), seed, distance=0.0, reward="binary")
+    return Problem.draw(ragged(ENVIRONMENT["vocabulary"], ENVIRONMENT["length"]), seed, distance=0.0, reward="binary")
 
 
 def token_rewards(logp, ref_logp, mask, reward, beta, copied):  # type: ignore[no-untyped-def]
@@ -48,10 +48,10 @@ def mutation(one: Mapping[str, Any]) -> list[Row]:
     from kltest.truth import value
 
     problem = problem_of(one["seed"])
-    world, logits = problem.environment, np.array(problem.start)
+    environment, logits = problem.environment, np.array(problem.start)
     rows = []
     for step in range(TRAINING["steps"] + 1):
-        instance = Instance.of(world, logits, problem.reference)
+        instance = Instance.of(environment, logits, problem.reference)
         paths, chances = instance.paths, instance.rollout_weights("current")
         batch = Rollout.of(instance)
         recorded = (batch.logp - batch.ref_logp).where(batch.mask != 0, 0.0).detach()
@@ -91,11 +91,11 @@ def controller(one: Mapping[str, Any]) -> list[Row]:
     generator = np.random.default_rng(11)
     reward = (generator.random((1, 8)) < 0.5).astype(float)
     reference = generator.standard_normal((1, 8))
-    world = bandit(8)
-    world = replace(world, reward=reward + one["offset"])
+    environment = bandit(8)
+    environment = replace(environment, reward=reward + one["offset"])
     beta, rows = CONTROLLER["start"], []
     for round_ in range(CONTROLLER["rounds"] + 1):
-        instance = Instance.of(world, optimum(world, reference, beta).policy, reference)
+        instance = Instance.of(environment, optimum(environment, reference, beta).policy, reference)
         kl = value("kl", instance)
         read = {
             "kl": kl,

@@ -51,7 +51,7 @@ SETTINGS = Settings(
 )
 
 # Rollouts of up to so many tokens, the last of the vocabulary ending them; a reward of 1 or 0 for each token.
-WORLD = {"vocabulary": 3, "length": 4}
+ENVIRONMENT = {"vocabulary": 3, "length": 4}
 
 # Training with exact gradients, from the reference.
 TRAINING = {"steps": 60, "learning_rate": 1.0}

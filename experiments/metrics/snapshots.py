@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .settings import GARBAGE, REFERENCE, WORLD
+from .settings import ENVIRONMENT, GARBAGE, REFERENCE
 
 Row = dict[str, Any]
 
@@ -21,10 +21,10 @@ def reweighted(one: Mapping[str, Any]) -> list[Row]:
     from kltest.rollout import Rollout
     from kltest.truth import value
 
-    world = ragged(WORLD["vocabulary"], WORLD["length"])
+    environment = ragged(ENVIRONMENT["vocabulary"], ENVIRONMENT["length"])
     generator = np.random.default_rng([one["seed"], 5])
-    world = replace(world, reward=generator.standard_normal(world.reward.shape))
-    instance = Instance.draw(world, one["seed"], staleness=one["staleness"])
+    environment = replace(environment, reward=generator.standard_normal(environment.reward.shape))
+    instance = Instance.draw(environment, one["seed"], staleness=one["staleness"])
     batch, chances = Rollout.of(instance, sampler="stale"), instance.rollout_weights("stale")
     live = batch.mask != 0
     u, log_ratio = (
@@ -83,8 +83,8 @@ def masked(one: Mapping[str, Any]) -> list[Row]:
     right, size = one["success"], one["group_size"]
     wrong = np.array(REFERENCE[1:])
     policy = np.log([[right, *((1 - right) * wrong / wrong.sum())]])
-    world = bandit(4, reward=np.array([[1.0, 0.0, 0.0, 0.0]]))
-    instance = Instance.of(world, policy, np.log([REFERENCE]))
+    environment = bandit(4, reward=np.array([[1.0, 0.0, 0.0, 0.0]]))
+    instance = Instance.of(environment, policy, np.log([REFERENCE]))
     found = exact_batches(bind(masked_kl), instance, size=size, grouped=True).metric
     assert found is not None
     chances, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
@@ -110,13 +110,13 @@ def padding(one: Mapping[str, Any]) -> list[Row]:
     from kltest.rollout import Rollout
     from kltest.truth import value
 
-    instance = Instance.draw(ragged(WORLD["vocabulary"], WORLD["length"]), one["seed"])
+    instance = Instance.draw(ragged(ENVIRONMENT["vocabulary"], ENVIRONMENT["length"]), one["seed"])
     batch, chances = Rollout.of(instance), instance.rollout_weights("current")
-    length = max(one["padded_length"], WORLD["length"])
+    length = max(one["padded_length"], ENVIRONMENT["length"])
     u = torch.zeros((len(chances), length), dtype=torch.float64)
-    u[:, : WORLD["length"]] = (batch.logp - batch.ref_logp).detach()
+    u[:, : ENVIRONMENT["length"]] = (batch.logp - batch.ref_logp).detach()
     live = torch.zeros_like(u, dtype=torch.bool)
-    live[:, : WORLD["length"]] = batch.mask != 0
+    live[:, : ENVIRONMENT["length"]] = batch.mask != 0
     filled = {"zeros": u.where(live, 0.0), "garbage": u.where(live, GARBAGE)}
     return [
         {

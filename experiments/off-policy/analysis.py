@@ -193,7 +193,7 @@ def _times(rows: pd.DataFrame) -> pd.Series:
 
 claims.between("prefix ratios on the cost to go are less noisy than the full-sequence ratio, once rollouts are long",
     "Precup et al. 2000; this work", f"variance of the latter larger from {LONG} tokens on",
-    "above 1, in these worlds; for short rollouts it can be either", "{low:.2f} to {high:.1f} times", _times,
+    "above 1, in these environments; for short rollouts it can be either", "{low:.2f} to {high:.1f} times", _times,
     above=1)  # fmt: skip
 
 claims.bound("where training rests on-policy it rests for every number of updates to one sampler", OWN,

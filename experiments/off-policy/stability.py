@@ -24,7 +24,7 @@ def of_stability(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]
 
 
 def _cycle(one: Mapping[str, Any]) -> Row:
-    """The largest eigenvalue of M, where the rest point went, and what theory needs to know of the world."""
+    """The largest eigenvalue of M, where the rest point went, and what theory needs to know of the environment."""
     from kltest.training import Problem, Run, train
 
     estimator, ratio, name = RECIPES[one["recipe"]]

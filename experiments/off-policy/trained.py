@@ -17,7 +17,7 @@ MEASURED = ("gap", "kl", "kl_to_optimum", "gradient_norm")
 
 
 def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
-    """A row for each configuration: runs that differ in the world alone are trained together."""
+    """A row for each configuration: runs that differ in the environment alone are trained together."""
     from kltest.training import Run, train
 
     first = configurations[0]

@@ -29,7 +29,7 @@ def shares(instance: Instance) -> list[Row]:
     For prefixes, and so for whole rollouts, E_μ[ρ_(1:t)²] is the sum over paths of Π π²/μ: powers of a matrix.
     """
     environment, policy, sampler = instance.environment, instance.policy, instance.sampler
-    # In a world of one token nothing follows; the recursion ends before it would matter where it leads.
+    # In an environment of one token nothing follows; the recursion ends before it would matter where it leads.
     following = np.maximum(environment.successors[:, :, 0], 0)
     square = np.exp(2 * policy - sampler)
     growth, at_sampler_next, at_policy_next = (

@@ -13,7 +13,7 @@ from kltest.environments.policies import softmax_gradient, table
 from kltest.truth import asymmetry, gradient, jacobian, token_k2_fixed_point, value
 from kltest.truth.gradients import credit_pairs
 
-from . import settings, worlds
+from . import environments, settings
 
 Configuration = Mapping[str, Any]
 Row = dict[str, Any]
@@ -61,9 +61,9 @@ def _vocabulary(vocabulary: int, steering: float, seed: int) -> list[Row]:
 
 
 def _persistent(vocabulary: int, length: int, steering: float, seed: int) -> Row:
-    instance = worlds.persistent(vocabulary, length, steering, seed)
+    instance = environments.persistent(vocabulary, length, steering, seed)
     whole, local, last = parts(instance, gradient)
-    formula = worlds.future_in_closed_form(instance, steering)
+    formula = environments.future_in_closed_form(instance, steering)
     return {
         **divided(whole, local, last),
         "kl_per_token": value("kl_per_token", instance),
@@ -77,7 +77,7 @@ def _estimators(length: int, estimator: str) -> list[Row]:
     from kltest.loss.resolve import resolve
     from kltest.moments import dynamic
 
-    instance = worlds.persistent(settings.VOCABULARY, length, settings.STEERING, 0)
+    instance = environments.persistent(settings.VOCABULARY, length, settings.STEERING, 0)
     whole, local = (gradient(name, instance) for name in ("reverse_kl", "local_reverse_kl"))
     found = dynamic(resolve(estimator), instance).gradient
     return [
@@ -96,7 +96,7 @@ def _credit(steering: float, seed: int) -> list[Row]:
     α·V, V the KL still to come, gives G_0 + Σ_(n≥1) (α + (1 − α)·λⁿ)·G_n: discounted is what the critic does not know.
     """
 
-    instance = worlds.persistent(settings.VOCABULARY, settings.CREDIT_LENGTH, steering, seed)
+    instance = environments.persistent(settings.VOCABULARY, settings.CREDIT_LENGTH, steering, seed)
     lags = np.zeros((settings.CREDIT_LENGTH, *instance.policy.shape))
     for (t, s), pair in credit_pairs(instance).items():
         lags[s - t] += pair
@@ -116,7 +116,7 @@ def _credit(steering: float, seed: int) -> list[Row]:
 def _advantages(steering: float, seed: int, critic: float, discount: float) -> Row:
     """The same as a sum over all rollouts of Σ_t g_t·A_t, the advantages formed along each as a trainer does."""
 
-    instance = worlds.persistent(settings.ENUMERATED["vocabulary"], settings.ENUMERATED["length"], steering, seed)
+    instance = environments.persistent(settings.ENUMERATED["vocabulary"], settings.ENUMERATED["length"], steering, seed)
     paths, horizon = instance.paths, instance.environment.horizon
     chances, u = np.exp(instance.policy), instance.policy - instance.reference
     onward = np.zeros(len(u))
@@ -144,7 +144,7 @@ def _conditions(seed: int) -> list[Row]:
 
     rows = []
     for condition in settings.CONDITIONS:
-        instance = worlds.prefixes(condition, **settings.PREFIXES, seed=seed)
+        instance = environments.prefixes(condition, **settings.PREFIXES, seed=seed)
         found, again = (divided(*parts(instance, route)) for route in (gradient, gradient_again))
         off = max(abs(found[name] - again[name]) for name in found)
         asymmetric = asymmetry(jacobian("local_reverse_kl", instance))
@@ -160,7 +160,7 @@ def _root(estimator: str) -> list[Row]:
     rows = []
     for chance in settings.CHANCES:
         for departure in settings.DEPARTURES:
-            instance = worlds.blind_root(chance, departure)
+            instance = environments.blind_root(chance, departure)
             kl = value("kl", instance) / chance
             found = float(exact(resolve(estimator), instance).gradient[0, 1])
             whole, local = (float(gradient(f"{name}reverse_kl", instance)[0, 1]) for name in ("", "local_"))
@@ -172,7 +172,7 @@ def _root(estimator: str) -> list[Row]:
 
 def _field(length: int, steering: float, seed: int) -> list[Row]:
 
-    instance = worlds.persistent(settings.VOCABULARY, length, steering, seed)
+    instance = environments.persistent(settings.VOCABULARY, length, steering, seed)
     return [{"asymmetry": asymmetry(jacobian("local_reverse_kl", instance))}]
 
 
@@ -184,7 +184,7 @@ def _circulation() -> list[Row]:
     from kltest.loss.resolve import resolve
     from kltest.moments import exact
 
-    world, fair = sequence(2, 2), np.zeros((3, 2))
+    environment, fair = sequence(2, 2), np.zeros((3, 2))
     nodes, weights = np.polynomial.legendre.leggauss(30)
     (x0, x1), (y0, y1) = settings.CORNERS
     corners = [(x0, y0), (x1, y0), (x1, y1), (x0, y1), (x0, y0)]
@@ -197,7 +197,7 @@ def _circulation() -> list[Row]:
                 share = (1 + node) / 2
                 logits = np.zeros((3, 2))
                 logits[0, 1], logits[2, 1] = xa + share * (xb - xa), ya + share * (yb - ya)
-                found = field(Instance.of(world, logits, fair))
+                found = field(Instance.of(environment, logits, fair))
                 total += float(weight / 2 * (found[0, 1] * (xb - xa) + found[2, 1] * (yb - ya)))
             sums.append(total)
         return sums
@@ -208,7 +208,7 @@ def _circulation() -> list[Row]:
         "k2-loss": lambda instance: exact(resolve("k2-loss"), instance).gradient,
     }
     chance = [1 / (1 + np.exp(-x)) for x in (x0, x1)]
-    formula = float((chance[1] - chance[0]) * (worlds.coin_kl(y1) - worlds.coin_kl(y0)))
+    formula = float((chance[1] - chance[0]) * (environments.coin_kl(y1) - environments.coin_kl(y0)))
     rows = []
     for name, field in fields.items():
         edges = along(field)
@@ -224,16 +224,16 @@ def _ends(seed: int) -> list[Row]:
     from kltest.training import Problem, Run, train
 
     chosen = settings.ENDS
-    drawn = worlds.generator("ends", chosen, seed)
+    drawn = environments.generator("ends", chosen, seed)
     shape = (sequence(chosen["vocabulary"], chosen["length"]).n_contexts, chosen["vocabulary"])
-    world = sequence(chosen["vocabulary"], chosen["length"], reward=0.7 * drawn.standard_normal(shape))
+    environment = sequence(chosen["vocabulary"], chosen["length"], reward=0.7 * drawn.standard_normal(shape))
     reference, beta = 0.7 * drawn.standard_normal(shape), chosen["beta"]
     starts = [1.5 * drawn.standard_normal(shape) for _ in range(chosen["starts"])]
-    runs = [Run(Problem(world, start, reference), "k2-loss", beta, chosen["learning_rate"]) for start in starts]
+    runs = [Run(Problem(environment, start, reference), "k2-loss", beta, chosen["learning_rate"]) for start in starts]
     ended = train(runs, steps=chosen["steps"], optima=False).logits
-    rest = token_k2_fixed_point(world, reference, beta)
+    rest = token_k2_fixed_point(environment, reference, beta)
     found, first = (np.stack([np.exp(table(logits)) for logits in some]) for some in (ended, starts))
-    instance = Instance.of(world, rest, reference)
+    instance = Instance.of(environment, rest, reference)
     matrix = jacobian("expected_reward", instance) - beta * jacobian("local_reverse_kl", instance)
     return [
         {

@@ -60,7 +60,7 @@ DISCOUNTS = (0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 CRITICS = (0.0, 0.5, 0.9, 1.0)
 ENUMERATED = {"vocabulary": 3, "length": 5}  # where generalised advantages are formed rollout by rollout as well
 
-# Conditions: policies of whole prefixes, in a world small enough to be enumerated.
+# Conditions: policies of whole prefixes, in an environment small enough to be enumerated.
 CONDITIONS = ("both context-free", "policy context-free", "reference context-free", "relabelled", "neither")
 PREFIXES = {"vocabulary": 3, "length": 4}
 
@@ -71,7 +71,7 @@ DEPARTURES = (0.1, 0.3, 0.6)  # below log 2, the most that a coin can differ fro
 # Circulation: corners of a rectangle of two logits, the root's and the one after its second token.
 CORNERS = ((-1.5, 1.0), (0.5, 2.5))
 
-# Ends: training from several starts in a world of whole prefixes.
+# Ends: training from several starts in an environment of whole prefixes.
 ENDS = {"vocabulary": 2, "length": 3, "starts": 6, "beta": 1.0, "steps": 4000, "learning_rate": 3.0}
 
 # Relative differences below this are rounding; what is called a difference is above 1e-3.

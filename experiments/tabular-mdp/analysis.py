@@ -27,9 +27,9 @@ tidy = ordered(PARTS)
 @claims.add("theory", "0", f"{EXACT:g}: sums of thousands of rollouts in float64")
 def _routes(rows: pd.DataFrame) -> Answer:
     """dynamics cancel in the log-ratio of trajectories, and two routes agree"""
-    found = known(need(rows, "worlds").dropna(subset=["off_again"]))
+    found = known(need(rows, "environments").dropna(subset=["off_again"]))
     off, dynamics = found["off_again"].max(), found["off_dynamics"].max()
-    said = f"{len(found)} worlds: gradients off by {off:.0e}; log-ratios with dynamics off by {dynamics:.0e}"
+    said = f"{len(found)} environments: gradients off by {off:.0e}; log-ratios with dynamics off by {dynamics:.0e}"
     return said, max(off, dynamics) < EXACT
 
 
@@ -55,7 +55,7 @@ def _right(rows: pd.DataFrame) -> Answer:
 @claims.add(TANG_MUNOS, "0 for one step only", f"zero: {EXACT:g}; not zero: above {VISIBLE:g}")
 def _one_step(rows: pd.DataFrame) -> Answer:
     """the part of the state distribution is missed for more than one step"""
-    found = need(rows, "worlds")
+    found = need(rows, "environments")
     one = need(found, horizon=1)["missed"].max()
     several = need(found, horizon=lambda x: x > 1, slip=lambda x: x < 1)["missed"]
     said = f"one step {one:.0e}; more {several.min():.2g} to {several.max():.2f}"
@@ -66,7 +66,7 @@ def _one_step(rows: pd.DataFrame) -> Answer:
     f"{EXACT:g} at slip 1; the order of the means")  # fmt: skip
 def _slip(rows: pd.DataFrame) -> Answer:
     """what is missed falls as actions slip, and is nothing where they decide nothing"""
-    found = need(rows, "worlds", horizon=lambda x: x > 1)
+    found = need(rows, "environments", horizon=lambda x: x > 1)
     means = found.groupby("slip")["missed"].mean()
     none = need(found, slip=1.0)[["missed", "asymmetry"]].max(axis=None)
     require(len(means) >= 2)
@@ -150,11 +150,13 @@ def _spirals(rows: pd.DataFrame) -> Answer:
 
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     """The missed part, by environment, horizon and slip: share and cosine, means over draws."""
-    worlds, found = select(rows, "worlds"), []
-    for (world, horizon), mine in worlds.groupby(["world", "horizon"], sort=False) if len(worlds) else ():
+    environments, found = select(rows, "environments"), []
+    for (environment, horizon), mine in (
+        environments.groupby(["environment", "horizon"], sort=False) if len(environments) else ()
+    ):
         if horizon == 1:
             continue
-        line: Row = {"world": world, "steps": horizon}
+        line: Row = {"environment": environment, "steps": horizon}
         for slip, draws in mine.groupby("slip"):
             share, angle = mean(draws["missed"]), mean(draws["cosine"])
             line[f"slip {slip:g}"] = f"{share:.2f} ({angle:.2f})" if share >= EXACT else "0 (1)"
@@ -162,8 +164,8 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
     return {"table": found} if found else {}
 
 
-numbers.melt("worlds", ["missed"], ["world", "horizon", "slip"], means=True)
-numbers.single("worlds", {"largest share missed": ("missed", "max"), "largest asymmetry": ("asymmetry", "max"),
+numbers.melt("environments", ["missed"], ["environment", "horizon", "slip"], means=True)
+numbers.single("environments", {"largest share missed": ("missed", "max"), "largest asymmetry": ("asymmetry", "max"),
     "routes apart": ("off_again", "max")})  # fmt: skip
 
 numbers.single("picture", {"cells": ("kl", len), "cells where π = ref": ("kl", lambda kl: (kl < EXACT).sum())})

@@ -13,7 +13,7 @@ from kltest.environments.policies import table
 from kltest.truth import asymmetry, gradient, gradient_again, jacobian, value, value_again
 from kltest.truth.recursions import total_visits
 
-from . import settings, worlds
+from . import environments, settings
 from .settings import ENUMERATED
 
 Configuration = Mapping[str, Any]
@@ -34,9 +34,9 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
     return float((one * other).sum()) / (norm(one) * norm(other))
 
 
-def _worlds(world: str, horizon: int, slip: float, seed: int) -> list[Row]:
+def _environments(environment: str, horizon: int, slip: float, seed: int) -> list[Row]:
     """What is missed, and how far the token-level gradient is from any function's; by enumeration where it fits."""
-    instance = worlds.instance(world, horizon, slip, seed)
+    instance = environments.instance(environment, horizon, slip, seed)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
     row = {
         "missed": norm(whole - local) / norm(whole),
@@ -61,12 +61,12 @@ def _dynamics(instance: Instance) -> float:
     return float(np.abs(with_dynamics - paths.along(instance.policy - instance.reference)).max())
 
 
-def _estimators(world: str, estimator: str) -> list[Row]:
+def _estimators(environment: str, estimator: str) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming and over all rollouts."""
     from kltest.loss.resolve import resolve
     from kltest.moments import dynamic, exact
 
-    instance = worlds.instance(world, ENUMERATED["horizon"], ENUMERATED["slip"], 0)
+    instance = environments.instance(environment, ENUMERATED["horizon"], ENUMERATED["slip"], 0)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
     loss = resolve(estimator)
     found, again = dynamic(loss, instance).gradient, exact(loss, instance).gradient
@@ -82,12 +82,12 @@ def _estimators(world: str, estimator: str) -> list[Row]:
 
 def _picture() -> list[Row]:
     """A row a cell: what it is like, and which way the descent of the KL moves the policy there, as (right, up)."""
-    instance, away = worlds.picture()
+    instance, away = environments.picture()
     columns = settings.PICTURE["columns"]
     environment, chances = instance.environment, np.exp(instance.policy)
     visits = total_visits(environment, instance.policy)
     kl = (chances * (instance.policy - instance.reference)).sum(axis=1)
-    moves = np.array(worlds.MOVES, dtype=float)
+    moves = np.array(environments.MOVES, dtype=float)
     # A push has a direction only where actions have: those of the grid are its moves.
     pushes = {
         name: -gradient(row, instance)
@@ -154,7 +154,7 @@ def _pull(beta: float, reference: float, logit: float, followed: str) -> float:
 
 def _pushes(beta: float, reference: float, logit: float, followed: str) -> tuple[float, float]:
     """What training follows at the logit, by dynamic programming and as β·p·(1 − p)/(1 − γp) of the pull."""
-    instance = worlds.going_on(reference, logit)
+    instance = environments.going_on(reference, logit)
     found = gradient("expected_reward", instance) - beta * gradient(followed, instance)
     stop, chance = np.exp(instance.policy[0])
     scale = beta * chance * stop / (1 - settings.CONTINUES * chance)
@@ -164,10 +164,10 @@ def _pushes(beta: float, reference: float, logit: float, followed: str) -> tuple
 def _rotation(beta: float, seed: int) -> list[Row]:
     """How what training follows stands at its rest point, in random processes: whether it spirals in."""
     rows = []
-    for number in range(settings.ROTATION["worlds"]):
-        process, reference = worlds.ending(seed, number)
+    for number in range(settings.ROTATION["environments"]):
+        process, reference = environments.ending(seed, number)
         for followed, soft in (("local_reverse_kl", False), ("reverse_kl", True)):
-            instance = Instance.of(process, worlds.rest(process, reference, beta, soft), reference)
+            instance = Instance.of(process, environments.rest(process, reference, beta, soft), reference)
             reward, penalty = (gradient(name, instance) for name in ("expected_reward", followed))
             matrix = jacobian("expected_reward", instance) - beta * jacobian(followed, instance)
             rows.append(
@@ -194,7 +194,7 @@ def _eigenvalues(matrix: np.ndarray, instance: Instance) -> Row:
 
 
 COMPUTE: dict[str, Callable[..., list[Row]]] = {
-    "worlds": _worlds,
+    "environments": _environments,
     "estimators": _estimators,
     "picture": _picture,
     "length": _length,

@@ -6,8 +6,8 @@ from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...]] = {
-    "worlds": ("world", "horizon", "slip", "seed"),
-    "estimators": ("world", "estimator"),
+    "environments": ("environment", "horizon", "slip", "seed"),
+    "estimators": ("environment", "estimator"),
     "picture": (),
     "length": ("beta", "reference"),
     "rotation": ("beta", "seed"),
@@ -22,7 +22,7 @@ SETTINGS = Settings(
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "world": ("chain", "grid", "random"),
+        "environment": ("chain", "grid", "random"),
         "horizon": (1, 2, 4, 8, 16, 32, 64),
         "slip": (0.0, 0.25, 0.5, 0.75, 1.0),
         "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go", "k1-reward"),
@@ -48,7 +48,7 @@ SETTINGS = Settings(
     },
 )
 
-# The worlds. An action that slips is one that was drawn uniformly.
+# The environments. An action that slips is one that was drawn uniformly.
 CHAIN = 9  # states in a row: left, stay or right
 GRID = (5, 4)  # columns, rows: right, up, left or down, or where one is at a wall
 RANDOM = {"states": 12, "actions": 3, "branches": 3}
@@ -65,7 +65,7 @@ CONTINUES = 0.9
 STEPS = 350  # 0.9^350 is 1e-16: nothing is left of a rollout by then
 
 # Rotation: random processes of this size, this many for each seed, all of them ended with chance 1 − CONTINUES a step.
-ROTATION = {"states": 3, "actions": 3, "branches": 2, "worlds": 12}
+ROTATION = {"states": 3, "actions": 3, "branches": 2, "environments": 12}
 
 # Relative differences below this are rounding; what is called a difference is above 1e-2.
 EXACT = 1e-10

@@ -76,8 +76,8 @@ def _drawn(rows: pd.DataFrame) -> Answer:
 claims.bound(
     "the two variances differ by Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t): Rao–Blackwell loses where "
     "costly tokens lead to cheaper prefixes",
-    OWN, "equal in every random world", f"{EXACT:g} of the variances: recursions in float64", "off_identity", EXACT,
-    "rates")  # fmt: skip
+    OWN, "equal in every random environment", f"{EXACT:g} of the variances: recursions in float64",
+    "off_identity", EXACT, "rates")  # fmt: skip
 
 claims.between("the best mixture of both values is no noisier than either", "theory", "at most 1 times the better one",
     "exact", "{low:.2f} to {high:.2f} times the better one",
@@ -85,13 +85,13 @@ claims.between("the best mixture of both values is no noisier than either", "the
     below=1 + EXACT)  # fmt: skip
 
 
-@claims.add(OWN, f"none up to logit noise {NEAR:g}, some from {FAR:g} on", "exact for each world; counts")
+@claims.add(OWN, f"none up to logit noise {NEAR:g}, some from {FAR:g} on", "exact for each environment; counts")
 def _by_distance(rows: pd.DataFrame) -> Answer:
     """at random the inequality never fails near the reference, and does far from it"""
     found = need(rows, "rates")
     near, far = (found[where] for where in (found["distance"] <= NEAR, found["distance"] >= FAR))
-    require(near["worlds"].sum() >= MANY and far["worlds"].sum() >= MANY)
-    (few, of), (many, of_far) = (one[["value_fails", "worlds"]].sum() for one in (near, far))
+    require(near["environments"].sum() >= MANY and far["environments"].sum() >= MANY)
+    (few, of), (many, of_far) = (one[["value_fails", "environments"]].sum() for one in (near, far))
     return f"near: {few} of {of}; far: {many} of {of_far}", few == 0 and many > 0
 
 
@@ -100,12 +100,16 @@ def _fails_by(rows: pd.DataFrame, name: str, spread: float = math.inf) -> tuple[
     found = need(rows, "rates", distance=lambda x: x >= FAR, spread=lambda x: x <= spread)
     others = [one for one in ("vocabulary", "length", "distance", "spread", "seed") if one != name]
     ends = sorted({found[name].min(), found[name].max()})
-    cells = found.pivot_table(["value_fails", "worlds"], others, name, aggfunc="last")
-    cells = cells.dropna(subset=[(of, end) for of in ("value_fails", "worlds") for end in ends]).astype("Int64")
-    worlds = cells["worlds"][ends[0]].sum()
-    require(len(ends) >= 2 and worlds >= MANY)
+    cells = found.pivot_table(["value_fails", "environments"], others, name, aggfunc="last")
+    cells = cells.dropna(subset=[(of, end) for of in ("value_fails", "environments") for end in ends]).astype("Int64")
+    environments = cells["environments"][ends[0]].sum()
+    require(len(ends) >= 2 and environments >= MANY)
     few, many = (cells["value_fails"][end].sum() for end in ends)
-    return f"{name} {ends[0]:g}: {few / worlds:.1%}; {ends[1]:g}: {many / worlds:.1%} of {worlds}", few, many
+    return (
+        f"{name} {ends[0]:g}: {few / environments:.1%}; {ends[1]:g}: {many / environments:.1%} of {environments}",
+        few,
+        many,
+    )
 
 
 @claims.add(OWN, "more failures at the largest spread of logits than at the smallest", "counts over the same cells")
@@ -122,15 +126,14 @@ def _choice(rows: pd.DataFrame) -> Answer:
     return said, few > many
 
 
-@claims.add(OWN, "some worlds, fewer than for the value", "exact for each world; counts")
+@claims.add(OWN, "some environments, fewer than for the value", "exact for each environment; counts")
 def _gradients(rows: pd.DataFrame) -> Answer:
     """Rao–Blackwell's gradient, too, can be noisier than k1 to go, but less often than its value"""
     found = need(rows, "rates")
-    value, gradient, worlds = found[["value_fails", "gradient_fails", "worlds"]].sum()
-    require(worlds >= MANY and value)
-    said = (
-        f"value {value}, gradient {gradient} of {worlds}; at worst {found['gradient_worst'].max():.0f} times as noisy"
-    )
+    value, gradient, environments = found[["value_fails", "gradient_fails", "environments"]].sum()
+    require(environments >= MANY and value)
+    worst = found["gradient_worst"].max()
+    said = f"value {value}, gradient {gradient} of {environments}; at worst {worst:.0f} times as noisy"
     return said, 0 < gradient < value
 
 
@@ -139,7 +142,7 @@ claims.bound("recursions over prefixes give what enumeration of the registered e
 
 
 # -------------------------------------------------------------------------------------------------- what can be gained
-@claims.add(OWN, "no estimator below 1 times that floor in any world", f"{EXACT:g}")
+@claims.add(OWN, "no estimator below 1 times that floor in any environment", f"{EXACT:g}")
 def _floor(rows: pd.DataFrame) -> Answer:
     """whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is at least
     Σ d(1 − d)‖M‖²"""
@@ -151,18 +154,18 @@ def _floor(rows: pd.DataFrame) -> Answer:
 @claims.add(OWN, "as many independent differences as that gives", "exact: ranks of integers' size")
 def _freedom(rows: pd.DataFrame) -> Answer:
     """unbiased estimators differ by terms z(prefix, token) of mean zero and, where the reference is seen at sampled
-    tokens alone, by λ(prefix)·(w − 1); there are no others, and so no best one for all worlds"""
+    tokens alone, by λ(prefix)·(w − 1); there are no others, and so no best one for all environments"""
     found = need(rows, "freedom")
     said = ", ".join(f"{row['dimension']} of {row['unknowns']}" for row in records(found))
     return said, (found["dimension"] == found["predicted"]).all()
 
 
 claims.between("near the reference Rao–Blackwell alone has all but reached the floor", OWN,
-    "below 1.2 times at logit noise 0.1", "medians over worlds", "up to {high:.2f} times the floor", "over_floor",
+    "below 1.2 times at logit noise 0.1", "medians over environments", "up to {high:.2f} times the floor", "over_floor",
     "ladder", estimator="rao-blackwell", distance=lambda x: x <= 0.1, below=1.2)  # fmt: skip
 
 
-@claims.add(OWN, "above 5 times the floor from six tokens on, below 2 with a critic", "medians over worlds")
+@claims.add(OWN, "above 5 times the floor from six tokens on, below 2 with a critic", "medians over environments")
 def _far_floor(rows: pd.DataFrame) -> Answer:
     """far from it Rao–Blackwell needs a critic: without one most of its variance is avoidable"""
     alone = need(rows, "ladder", estimator="rao-blackwell", distance=lambda x: x >= FAR, length=lambda x: x >= 6)
@@ -178,7 +181,7 @@ def _cells(rows: pd.DataFrame, column: str) -> pd.DataFrame:
 
 @claims.add(OWN,
     "k1 to go with a critic against Rao–Blackwell with one number: above 1 near, below 1 far at six tokens or more",
-    "medians over worlds")  # fmt: skip
+    "medians over environments")  # fmt: skip
 def _critic_or_exact(rows: pd.DataFrame) -> Answer:
     """a critic is worth less than exact next-token terms near the reference, and more far from it"""
     over = _cells(rows, "over_floor")
@@ -190,17 +193,18 @@ def _critic_or_exact(rows: pd.DataFrame) -> Answer:
 
 
 @claims.add("Tang & Munos 2025 (arXiv 2506.09477)", "above 1 times at every length and distance",
-    "medians over worlds; single ones can differ")  # fmt: skip
+    "medians over environments; single ones can differ")  # fmt: skip
 def _to_go(rows: pd.DataFrame) -> Answer:
     """k1 to go is less noisy than k1 on the whole return"""
     over, to_go = _cells(rows, "over_floor"), need(rows, "ladder", estimator="to go")
     ratios = over["return"] / over["to go"]
-    exceptions, worlds = to_go["noisier_than_return"].sum(), to_go["compared"].sum()
-    said = f"medians {ratios.min():.2f} to {ratios.max():.2f} times; noisier in {exceptions:.0f} of {worlds:.0f} worlds"
+    exceptions, environments = to_go["noisier_than_return"].sum(), to_go["compared"].sum()
+    share = f"{exceptions:.0f} of {environments:.0f} environments"
+    said = f"medians {ratios.min():.2f} to {ratios.max():.2f} times; noisier in {share}"
     return said, ratios.min() > 1
 
 
-@claims.add("theory: a baseline by prefix takes the past out of the return as well", "in no world", "exact")
+@claims.add("theory: a baseline by prefix takes the past out of the return as well", "in no environment", "exact")
 def _prefix_return(rows: pd.DataFrame) -> Answer:
     """with its best baseline by prefix to go is never noisier than the whole return"""
     found = need(rows, "ladder", estimator=("to go, baseline by prefix", "rao-blackwell, critic"))
@@ -214,7 +218,7 @@ def _gains_of_mixtures(rows: pd.DataFrame) -> pd.Series:
 
 
 @claims.add(OWN, "sampled alone above 2 times; with Rao–Blackwell it has weight above 0.8 and gains less than 3 times",
-    "medians over worlds, weights best for each")  # fmt: skip
+    "medians over environments, weights best for each")  # fmt: skip
 def _mixtures(rows: pd.DataFrame) -> Answer:
     """no mixture of sampled log-probs comes near the floor, and one with Rao–Blackwell is mostly that"""
     found, gain = need(rows, "mixtures"), _gains_of_mixtures(rows).max()
@@ -317,12 +321,12 @@ def _of_rates(rows: pd.DataFrame) -> Cited:
     found = need(rows, "rates")
     counts = found.groupby(["spread", "distance"]).sum(numeric_only=True)
     for column in ("value", "gradient", "baselines"):
-        share = (counts[f"{column}_fails"] / counts["worlds"]).to_frame("share")
+        share = (counts[f"{column}_fails"] / counts["environments"]).to_frame("share")
         yield from melted(share, {"share": f"{column} fails"})
         yield number(f"{column} failures", found[f"{column}_fails"].sum())
         yield number(f"{column} worst", found[f"{column}_worst"].max())
-    yield number("random worlds", found["worlds"].sum())
-    yield number("random worlds near", found[found["distance"] <= NEAR]["worlds"].sum())
+    yield number("random environments", found["environments"].sum())
+    yield number("random environments near", found[found["distance"] <= NEAR]["environments"].sum())
 
 
 @numbers.add
@@ -333,7 +337,7 @@ def _of_the_ladder(rows: pd.DataFrame) -> Cited:
     yield from melted(found.drop_duplicates(["length", "distance"]), {"kl": "KL"}, ["length", "distance"])
     yield number("longest", found["length"].max())
     yield number("to go noisier than return", to_go["noisier_than_return"].sum())
-    yield number("ladder worlds", to_go["compared"].sum())
+    yield number("ladder environments", to_go["compared"].sum())
     yield number("least of sampled mixtures", need(rows, "mixtures")["sampled log-probs: over_floor"].min())
     yield number("largest gain of mixtures", _gains_of_mixtures(rows).max())
 

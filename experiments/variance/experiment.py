@@ -1,4 +1,4 @@
-"""Exact variances of values and gradients: the published pair, random worlds, what can be gained, the bandit."""
+"""Exact variances of values and gradients: the published pair, random environments, what can be gained, the bandit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..rollouts import gradients
 from . import bandit, freedom
-from .prefixes import Form, Worlds, best_coefficient, bootstrapped, rao_blackwell, sampled
+from .prefixes import Environments, Form, best_coefficient, bootstrapped, rao_blackwell, sampled
 from .settings import ENUMERATED, EXACT, MIXED, PUBLISHED, SURE, VOCABULARY
 
 if TYPE_CHECKING:
@@ -108,36 +108,37 @@ def _as_drawn(instance: Instance, one: Mapping[str, Any], *values: np.ndarray) -
     return found
 
 
-def _chunks(one: Mapping[str, Any], vocabulary: int, count: int, spread: float = 1.0) -> Iterator[Worlds]:
-    """Random worlds, some at a time."""
+def _chunks(one: Mapping[str, Any], vocabulary: int, count: int, spread: float = 1.0) -> Iterator[Environments]:
+    """Random environments, some at a time."""
     length, distance = one["length"], one["distance"]
     size = max(1, CHUNK // vocabulary**length)
     for first in range(0, count, size):
         generator = _generator(vocabulary, length, distance, spread, one["seed"], first)
-        yield Worlds.draw(min(size, count - first), vocabulary, length, distance, generator, spread)
+        yield Environments.draw(min(size, count - first), vocabulary, length, distance, generator, spread)
 
 
 def _rates(one: Mapping[str, Any]) -> list[Row]:
-    """In how many worlds Rao–Blackwell is the noisier one, of value and of gradient, and by how much."""
+    """In how many environments Rao–Blackwell is the noisier one, of value and of gradient, and by how much."""
     found: dict[str, list[np.ndarray]] = {"value": [], "gradient": [], "baselines": [], "kl": [], "identity": []}
     off: float | None = None
-    for number, worlds in enumerate(_chunks(one, one["vocabulary"], one["worlds"], one["spread"])):
-        kl, plain = worlds.value_moments(worlds.u)
-        blackwell = worlds.value_moments()[1]
-        forms = {"to go": sampled(worlds, credit="to-go"), "rao-blackwell": rao_blackwell(worlds)}
-        noise = {name: worlds.noise(form).variance for name, form in forms.items()}
+    for number, environments in enumerate(_chunks(one, one["vocabulary"], one["environments"], one["spread"])):
+        kl, plain = environments.value_moments(environments.u)
+        blackwell = environments.value_moments()[1]
+        forms = {"to go": sampled(environments, credit="to-go"), "rao-blackwell": rao_blackwell(environments)}
+        noise = {name: environments.noise(form).variance for name, form in forms.items()}
         best = {
-            name: worlds.noise(worlds.with_baseline(form, by_prefix=False)).variance for name, form in forms.items()
+            name: environments.noise(environments.with_baseline(form, by_prefix=False)).variance
+            for name, form in forms.items()
         }
         found["kl"].append(kl)
         found["value"].append(blackwell / plain)
         found["gradient"].append(noise["rao-blackwell"] / noise["to go"])
         found["baselines"].append(best["rao-blackwell"] / best["to go"])
-        own = worlds.own_noise()
-        gap = np.abs(plain - blackwell - own - 2 * worlds.steering())
+        own = environments.own_noise()
+        gap = np.abs(plain - blackwell - own - 2 * environments.steering())
         found["identity"].append(gap / (plain + blackwell + own))
         if number == 0 and one["vocabulary"] ** one["length"] <= ENUMERATED:
-            off = _off(worlds, noise, plain, blackwell)
+            off = _off(environments, noise, plain, blackwell)
     all_of = {name: np.concatenate(parts) for name, parts in found.items()}
     row: Row = {"kl": float(np.median(all_of["kl"])), "off_again": off, "off_identity": float(all_of["identity"].max())}
     for name in ("value", "gradient", "baselines"):
@@ -150,9 +151,11 @@ def _rates(one: Mapping[str, Any]) -> list[Row]:
     return [row]
 
 
-def _off(worlds: Worlds, noise: Mapping[str, np.ndarray], plain: np.ndarray, blackwell: np.ndarray) -> float:
-    """In the first world, the largest relative difference from enumeration of the registered estimators."""
-    instance = _instance(worlds, 0)
+def _off(
+    environments: Environments, noise: Mapping[str, np.ndarray], plain: np.ndarray, blackwell: np.ndarray
+) -> float:
+    """In the first environment, the largest relative difference from enumeration of the registered estimators."""
+    instance = _instance(environments, 0)
     enumerated = {name: _exact(instance, name) for name in noise}
     value, metric = enumerated["to go"].value, enumerated["rao-blackwell"].metric
     assert value is not None
@@ -163,37 +166,37 @@ def _off(worlds: Worlds, noise: Mapping[str, np.ndarray], plain: np.ndarray, bla
     return float(np.abs(differences).max())
 
 
-def _instance(worlds: Worlds, world: int) -> Instance:
+def _instance(environments: Environments, environment: int) -> Instance:
     from kltest.environments import Instance, sequence
 
-    policy, reference = worlds.tables(world)
-    return Instance.of(sequence(policy.shape[1], worlds.length), policy, reference)
+    policy, reference = environments.tables(environment)
+    return Instance.of(sequence(policy.shape[1], environments.length), policy, reference)
 
 
-def ladder(worlds: Worlds) -> Iterator[tuple[str, Form]]:
+def ladder(environments: Environments) -> Iterator[tuple[str, Form]]:
     """Unbiased estimators, from what needs least knowledge to what needs most."""
-    to_go, exact = sampled(worlds, credit="to-go"), rao_blackwell(worlds)
-    yield "return", sampled(worlds, credit="return")
-    yield "k3 in both", sampled(worlds, 1.0, credit="return", both=True)
+    to_go, exact = sampled(environments, credit="to-go"), rao_blackwell(environments)
+    yield "return", sampled(environments, credit="return")
+    yield "k3 in both", sampled(environments, 1.0, credit="return", both=True)
     yield "to go", to_go
-    yield "k3 in both, to go", sampled(worlds, 1.0, credit="to-go", both=True)
-    yield "to go, best λ", sampled(worlds, _best(worlds), credit="to-go", both=True)
-    yield "to go, one baseline", worlds.with_baseline(to_go, by_prefix=False)
-    yield "to go, baseline by prefix", worlds.with_baseline(to_go, by_prefix=True)
-    yield "to go, critic", worlds.with_baseline(bootstrapped(worlds), by_prefix=True)
+    yield "k3 in both, to go", sampled(environments, 1.0, credit="to-go", both=True)
+    yield "to go, best λ", sampled(environments, _best(environments), credit="to-go", both=True)
+    yield "to go, one baseline", environments.with_baseline(to_go, by_prefix=False)
+    yield "to go, baseline by prefix", environments.with_baseline(to_go, by_prefix=True)
+    yield "to go, critic", environments.with_baseline(bootstrapped(environments), by_prefix=True)
     yield "rao-blackwell", exact
-    yield "rao-blackwell, one baseline", worlds.with_baseline(exact, by_prefix=False)
-    yield "rao-blackwell, baseline by prefix", worlds.with_baseline(exact, by_prefix=True)
+    yield "rao-blackwell, one baseline", environments.with_baseline(exact, by_prefix=False)
+    yield "rao-blackwell, baseline by prefix", environments.with_baseline(exact, by_prefix=True)
     yield (
         "rao-blackwell, critic",
-        worlds.with_baseline(rao_blackwell(worlds, critic=True), by_prefix=True),
+        environments.with_baseline(rao_blackwell(environments, critic=True), by_prefix=True),
     )
 
 
-def _best(worlds: Worlds) -> np.ndarray:
+def _best(environments: Environments) -> np.ndarray:
     """(W,) the λ of the least noisy gradient: the variance is quadratic in it."""
-    forms = (sampled(worlds, lam, credit="to-go", both=True) for lam in (-1.0, 0.0, 1.0))
-    return best_coefficient([worlds.noise(form).variance for form in forms])
+    forms = (sampled(environments, lam, credit="to-go", both=True) for lam in (-1.0, 0.0, 1.0))
+    return best_coefficient([environments.noise(form).variance for form in forms])
 
 
 def _ladder(one: Mapping[str, Any]) -> list[Row]:
@@ -201,11 +204,11 @@ def _ladder(one: Mapping[str, Any]) -> list[Row]:
     found: dict[str, list[np.ndarray]] = {}
     kl: list[np.ndarray] = []
     off: float | None = None
-    for number, worlds in enumerate(_chunks(one, VOCABULARY, one["compared"])):
-        kl.append(worlds.value_moments()[0])
-        size = worlds.squared_gradient(rao_blackwell(worlds))
-        for name, form in ladder(worlds):
-            noise = worlds.noise(form)
+    for number, environments in enumerate(_chunks(one, VOCABULARY, one["compared"])):
+        kl.append(environments.value_moments()[0])
+        size = environments.squared_gradient(rao_blackwell(environments))
+        for name, form in ladder(environments):
+            noise = environments.noise(form)
             if name == "return":
                 whole = noise.variance
             columns = [
@@ -215,7 +218,7 @@ def _ladder(one: Mapping[str, Any]) -> list[Row]:
             ]
             found.setdefault(name, []).append(np.stack(columns))
             if number == 0 and name in AGAIN and VOCABULARY ** one["length"] <= ENUMERATED:
-                again = _exact(_instance(worlds, 0), name)
+                again = _exact(_instance(environments, 0), name)
                 square = float((again.gradient**2).sum())
                 off = max(off or 0.0, abs(noise.variance[0] / again.variance - 1), abs(size[0] / square - 1))
     rows = []
@@ -248,18 +251,18 @@ SCORE = ("k1-loss", None, None)
 
 
 def _mixtures(one: Mapping[str, Any]) -> list[Row]:
-    """The least noisy linear combination of what is registered, weights best for each world; medians over worlds."""
+    """Medians over environments of the least noisy linear combination of the registered estimators."""
     found: dict[str, list[float]] = {}
-    for number in range(int(MIXED["worlds"])):
+    for number in range(int(MIXED["environments"])):
         generator = _generator("mixtures", one["length"], one["distance"], one["seed"], number)
-        worlds = Worlds.draw(1, VOCABULARY, one["length"], one["distance"], generator)
-        instance = _instance(worlds, 0)
+        environments = Environments.draw(1, VOCABULARY, one["length"], one["distance"], generator)
+        instance = _instance(environments, 0)
         each = {
             name: gradients(estimator, instance, instance.paths, placement, credit)  # type: ignore[arg-type]
             for name, (estimator, placement, credit) in (AGAIN | {"score": SCORE}).items()
         }
         weights = instance.rollout_weights("current")
-        floor = float(worlds.noise(rao_blackwell(worlds)).visits[0])
+        floor = float(environments.noise(rao_blackwell(environments)).visits[0])
         mixtures = {
             "to go, one baseline": ("to go",),
             "sampled log-probs": SAMPLED_ONLY,

@@ -1,7 +1,8 @@
 """Which unbiased estimators there are: the dimension of all functions of what a trainer sees whose mean is always 0.
 
-Two unbiased estimators differ by such a function. What varies from world to world is what the trainer does not know
-until it is there; a function is one unknown for each thing that can be seen, a world is one equation.
+Two unbiased estimators differ by such a function. What varies from environment to environment is what the
+trainer does not know until it is there; a function is one unknown for each thing that can be seen, an environment is
+one equation.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def counts() -> list[Row]:
         ("full distributions", 3, 2, lambda: _full(3), 2 + 3 * CHOICES * 2),
     ]
     rows = []
-    for sees, vocabulary, length, worlds, predicted in cases:
-        unknowns, rank = _rank(worlds())
+    for sees, vocabulary, length, environments, predicted in cases:
+        unknowns, rank = _rank(environments())
         rows.append(
             {
                 "sees": sees, "vocabulary": vocabulary, "length": length, "unknowns": unknowns, "rank": rank,
@@ -46,8 +47,8 @@ def counts() -> list[Row]:
     return rows
 
 
-def _rank(worlds: Iterator[Equation]) -> tuple[int, int]:
-    equations = list(worlds)
+def _rank(environments: Iterator[Equation]) -> tuple[int, int]:
+    equations = list(environments)
     names = {seen: at for at, seen in enumerate(sorted({seen for equation in equations for seen in equation}))}
     matrix = np.zeros((len(equations), len(names)))
     for row, equation in enumerate(equations):

@@ -1,4 +1,4 @@
-"""Exact noise of gradients in many worlds at once, by recursion over prefixes, each with logits of its own.
+"""Exact noise of gradients in many environments at once, by recursion over prefixes, each with logits of its own.
 
 Of a prefix s and its next token v, with g_v = ∇log π(v|s), an estimator gives the logits of s, wherever s is visited,
 
@@ -57,7 +57,7 @@ class Noise:
 
 
 @dataclass(frozen=True, eq=False)
-class Worlds:
+class Environments:
     """W pairs of policies: log-probs (W, Vᵗ, V) for prefixes of t tokens, in lexicographic order."""
 
     policy: Levels
@@ -72,8 +72,8 @@ class Worlds:
         distance: float,
         generator: np.random.Generator,
         spread: float = 1.0,
-    ) -> Worlds:
-        """Random worlds as in the settings."""
+    ) -> Environments:
+        """Random environments as in the settings."""
         policy, reference = [], []
         prefixes = sum(vocabulary**step for step in range(length))
         drawn = generator.standard_normal((count, prefixes, 2, vocabulary))
@@ -90,9 +90,9 @@ class Worlds:
     def length(self) -> int:
         return len(self.policy)
 
-    def tables(self, world: int) -> tuple[np.ndarray, np.ndarray]:
-        """(C, V) tables of one world's policy and reference, prefixes numbered as by `sequence`."""
-        return tuple(np.concatenate([level[world] for level in pair]) for pair in (self.policy, self.reference))  # type: ignore[return-value]
+    def tables(self, environment: int) -> tuple[np.ndarray, np.ndarray]:
+        """(C, V) tables of one environment's policy and reference, prefixes numbered as by `sequence`."""
+        return tuple(np.concatenate([level[environment] for level in pair]) for pair in (self.policy, self.reference))  # type: ignore[return-value]
 
     @cached_property
     def chance(self) -> Levels:
@@ -194,7 +194,7 @@ class Worlds:
         return Noise(*total)
 
     def with_baseline(self, form: Form, *, by_prefix: bool) -> Form:
-        """The form less its least noisy baseline: one number for each prefix, or one number for each world."""
+        """The form less its least noisy baseline: one number for each prefix, or one number for each environment."""
         above, below = [], []
         for step, p in enumerate(self.chance):
             norms = self.score_norms[step]
@@ -226,25 +226,25 @@ class Worlds:
         return means
 
 
-def sampled(worlds: Worlds, lam: float | np.ndarray = 0.0, *, credit: str, both: bool = False) -> Form:
+def sampled(environments: Environments, lam: float | np.ndarray = 0.0, *, credit: str, both: bool = False) -> Form:
     """u + λ·(w − 1) as a cost, to go or of the whole rollout; in `both` places its derivative is added."""
     lam = np.asarray(lam, dtype=float).reshape(-1, 1, 1)
-    costs = [u + lam * np.expm1(-u) for u in worlds.u]
+    costs = [u + lam * np.expm1(-u) for u in environments.u]
     # With its derivative 1 − λw the token's own cost u + λ(w − 1) is u + 1 − λ.
-    own = [u + (1 - lam) for u in worlds.u] if both else costs
+    own = [u + (1 - lam) for u in environments.u] if both else costs
     if credit == "return":
-        own = [here + past for here, past in zip(own, worlds.past(costs), strict=True)]
-    return Form(False, own, worlds.ahead(costs))
+        own = [here + past for here, past in zip(own, environments.past(costs), strict=True)]
+    return Form(False, own, environments.ahead(costs))
 
 
-def rao_blackwell(worlds: Worlds, *, critic: bool = False) -> Form:
+def rao_blackwell(environments: Environments, *, critic: bool = False) -> Form:
     """∇KL of each prefix, and the KLs of those ahead, or what a perfect critic expects of them, as a cost."""
-    return Form(True, _nothing(worlds.u), worlds.known if critic else worlds.ahead())
+    return Form(True, _nothing(environments.u), environments.known if critic else environments.ahead())
 
 
-def bootstrapped(worlds: Worlds) -> Form:
+def bootstrapped(environments: Environments) -> Form:
     """A token's own u, and what a perfect critic expects of the rest."""
-    return Form(False, worlds.u, worlds.known)
+    return Form(False, environments.u, environments.known)
 
 
 def best_coefficient(values: Sequence[np.ndarray]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """How noisy unbiased KL gradients are: sampling against expectations, baselines, credit, and what is left to gain.
 
-A *random world* here has a table of its own for every prefix: logits of the policy are normal with the standard
+A *random environment* here has a table of its own for every prefix: logits of the policy are normal with the standard
 deviation `spread` (1 where nothing is said), those of the reference are the policy's plus normal noise of the standard
 deviation `distance`.
 """
@@ -25,18 +25,18 @@ RECORDED = 21
 # The published learning rate at which medians are given, to this much.
 PUBLISHED_RATE, MEDIAN_TOLERANCE = 5.0, 0.05
 
-# Rates of failure are taken of worlds of at most so many rollouts.
+# Rates of failure are taken of environments of at most so many rollouts.
 MOST = 512
 # The ladder and the mixtures are of this vocabulary.
 VOCABULARY = 3
-# Mixtures are found by enumeration, up to this length and in so many worlds.
-MIXED = {"length": 4, "worlds": 8}
-# One world of each cell of up to so many rollouts is enumerated as well, with the registered estimators.
+# Mixtures are found by enumeration, up to this length and in so many environments.
+MIXED = {"length": 4, "environments": 8}
+# One environment of each cell of up to so many rollouts is enumerated as well, with the registered estimators.
 ENUMERATED = 30
 
 PARTS: dict[str, tuple[str, ...]] = {
     "pair": ("reference", "samples"),
-    "rates": ("vocabulary", "length", "distance", "spread", "worlds", "seed"),
+    "rates": ("vocabulary", "length", "distance", "spread", "environments", "seed"),
     "ladder": ("length", "distance", "compared", "seed"),
     "mixtures": ("length", "distance", "seed"),
     "freedom": (),
@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def applies(one: Mapping[str, Any]) -> bool:
-    """Random worlds are small enough, and what is enumerated smaller still."""
+    """Random environments are small enough, and what is enumerated smaller still."""
     if one["part"] == "rates":
         return bool(one["vocabulary"] ** one["length"] <= MOST)
     return bool(one["part"] != "mixtures" or one["length"] <= MIXED["length"])
@@ -65,7 +65,7 @@ SETTINGS = Settings(
         "length": (2, 3, 4, 6, 8),
         "distance": (0.1, 0.3, 1.0, 3.0, 10.0),
         "spread": (1.0, 4.0),
-        "worlds": 1000,
+        "environments": 1000,
         "compared": 50,
         "lam": (*(0.25 * step for step in range(-2, 19)),),
         # The control variate's coefficient: fixed, or the best for value or gradient at every update.
@@ -79,7 +79,7 @@ SETTINGS = Settings(
         "samples": 2_000_000,
         "distance": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
         "spread": (1.0, 2.0, 4.0, 8.0),
-        "worlds": 10_000,
+        "environments": 10_000,
         "compared": 500,
         "rate": (1.0, 2.0, 5.0, 7.0, 10.0, 12.0, 15.0, 20.0),
         "runs": 256,
@@ -92,7 +92,7 @@ SETTINGS = Settings(
         "length": (2, 10),
         "distance": (0.01, 30.0),
         "spread": (0.01, 8.0),
-        "worlds": (10, 1_000_000),
+        "environments": (10, 1_000_000),
         "compared": (10, 100_000),
         "lam": (-5.0, 5.0),
         "rate": (1e-3, 100.0),

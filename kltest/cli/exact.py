@@ -39,9 +39,11 @@ def exact(options: Mapping[str, Any], *, changes: Sequence[str] = (), output: st
         print(line)
     wrong = [row for row in found if not row.agrees]
     for row in wrong:
-        print(f"{row.estimator}, {row.world}, {row.sampler}: {_named(row.expected)} in the tabular case, see above")
+        print(
+            f"{row.estimator}, {row.environment}, {row.sampler}: {_named(row.expected)} in the tabular case, see above"
+        )
     seconds = time.perf_counter() - started
-    completions = {row.world: row.completions for row in found}
+    completions = {row.environment: row.completions for row in found}
     print(
         f"\n{len(found) - len(wrong)} of {len(found)} as in the tabular case, at all {found[0].parameters:,} weights, "
         f"over {' and '.join(f'{n} completions ({name})' for name, n in completions.items())}; {seconds:.0f} s."
@@ -70,8 +72,8 @@ def request_of(options: Mapping[str, Any], changes: Sequence[str]) -> "Request":
 def table(rows: "Sequence[Row]") -> list[str]:
     """Return a line for each row, by environment and sampler."""
     lines: list[str] = []
-    for place in dict.fromkeys((row.world, row.sampler) for row in rows):
-        here = [row for row in rows if (row.world, row.sampler) == place]
+    for place in dict.fromkeys((row.environment, row.sampler) for row in rows):
+        here = [row for row in rows if (row.environment, row.sampler) == place]
         width = max(14, *(len(_named(row.identified)) for row in here))
         rank = max((row.names, row.rank, row.rank_in_tables) for row in here)
         lines += [

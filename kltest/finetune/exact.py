@@ -75,7 +75,7 @@ class Row:
     """
 
     estimator: str
-    world: str
+    environment: str
     sampler: str
     identified: Combination | None
     expected: Combination | None

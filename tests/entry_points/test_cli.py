@@ -449,11 +449,11 @@ def test_list_shows_everything_there_is():
     assert [entry["name"] for entry in listed["estimators"]] == list(registry())
     assert [entry["name"] for entry in listed["gradients"]] == list(ATLAS)
     assert [entry["code"] for entry in listed["checks"]] == list(CHECKS)
-    worlds = {entry["name"]: entry for entry in listed["environments"]}
+    environments = {entry["name"]: entry for entry in listed["environments"]}
     # V^T sequences; with an end token, Σ_{t<T} 2^(t−1) that end early and 2²·3 that reach the end.
-    assert worlds["bandit"]["rollouts"] == 4
-    assert worlds["sequence"]["rollouts"] == 3**3
-    assert worlds["ragged"]["rollouts"] == 1 + 2 + 2**2 * 3
+    assert environments["bandit"]["rollouts"] == 4
+    assert environments["sequence"]["rollouts"] == 3**3
+    assert environments["ragged"]["rollouts"] == 1 + 2 + 2**2 * 3
 
 
 @pytest.mark.parametrize("name", [*CHECKS, *ATLAS, *registry(), "kl102", "forward-kl-gradient", "K3_LOSS", "k3"])

@@ -39,11 +39,11 @@ def test_places_are_named_by_the_actions_that_lead_there(actions, length, ends):
     going_on = range(actions - ends)
     prefixes = [prefix for depth in range(length) for prefix in itertools.product(going_on, repeat=depth)]
     table = [[1 / actions] * actions] * len(prefixes)
-    world = SmallEnvironment(table, table, length=length, ends=ends)
-    assert world.instance().environment.n_contexts == len(prefixes)
+    environment = SmallEnvironment(table, table, length=length, ends=ends)
+    assert environment.instance().environment.n_contexts == len(prefixes)
     places = [f"after {' '.join(map(str, prefix))}" if prefix else "root" for prefix in prefixes]
-    assert [world.prefix(context) for context in range(len(prefixes))] == places
-    assert [line.split(":")[0].strip() for line in world.words().splitlines()[1:]] == places
+    assert [environment.prefix(context) for context in range(len(prefixes))] == places
+    assert [line.split(":")[0].strip() for line in environment.words().splitlines()[1:]] == places
 
 
 @every_check

@@ -10,17 +10,19 @@ from trial import CHECKOUT, Trial
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 
 TRIAL = Trial("coefficients")
-MODULE, ANALYSIS, ENDS, SETTINGS, WORLDS = TRIAL.modules("experiment", "analysis", "ends", "settings", "worlds")
+MODULE, ANALYSIS, ENDS, SETTINGS, ENVIRONMENTS = TRIAL.modules(
+    "experiment", "analysis", "ends", "settings", "environments"
+)
 
 
-def exact(estimator, beta, world="bandit", **changed):
-    one = {"part": "exact", "world": world, "estimator": estimator, "beta": beta, "seed": 0}
+def exact(estimator, beta, environment="bandit", **changed):
+    one = {"part": "exact", "environment": environment, "estimator": estimator, "beta": beta, "seed": 0}
     return {**one, "steps": 900, "learning_rate": 2.0, **changed}
 
 
 def bandit():
     """(V,) reference probabilities and rewards of the first bandit."""
-    which = WORLDS.problem("bandit", 0)
+    which = ENVIRONMENTS.problem("bandit", 0)
     return np.exp(which.reference[0]), which.environment.reward[0]
 
 
@@ -59,21 +61,21 @@ def test_where_k3_in_the_loss_ends_on_the_bandit_and_what_it_costs():
 
 def test_ends_in_the_mdp_whose_states_know_the_time():
     """The right one and the local one by a recursion of their own, both reached, and not the same."""
-    which, beta = WORLDS.problem("mdp", 0), 1.0
-    world = which.environment
+    which, beta = ENVIRONMENTS.problem("mdp", 0), 1.0
+    environment = which.environment
     ((right,), (local,)) = compute_all(
         CHECKOUT, "coefficients", [exact(name, beta, "mdp") for name in ("k1-reward", "full-loss")]
     )
     for row, soft in ((right, True), (local, False)):
-        value, divergence = np.zeros(world.n_contexts), np.zeros(world.n_contexts)
-        for context in reversed(range(world.n_contexts)):
-            following, chance = world.successors[context], world.probabilities[context]
+        value, divergence = np.zeros(environment.n_contexts), np.zeros(environment.n_contexts)
+        for context in reversed(range(environment.n_contexts)):
+            following, chance = environment.successors[context], environment.probabilities[context]
             onward = (np.where(following >= 0, value[following], 0.0) * chance).sum(axis=1)
             later = (np.where(following >= 0, divergence[following], 0.0) * chance).sum(axis=1)
-            scores = world.reward[context] + onward - (beta * later if soft else 0.0)
+            scores = environment.reward[context] + onward - (beta * later if soft else 0.0)
             policy = np.exp(which.reference[context] + scores / beta)
             policy /= policy.sum()
-            value[context] = policy @ (world.reward[context] + onward)
+            value[context] = policy @ (environment.reward[context] + onward)
             divergence[context] = policy @ (np.log(policy) - which.reference[context] + later)
         assert row["kl"] == pytest.approx(divergence[0], rel=1e-8)
         assert row["reward"] == pytest.approx(value[0], rel=1e-8)
@@ -111,7 +113,7 @@ def test_the_noise_at_the_optimum_by_brute_force(estimator, batch):
 
 
 def test_the_distance_to_the_optimum_is_bias_and_spread():
-    one = {"part": "budget", "world": "sequence", "estimator": "k2-loss", "seed": 0, "learning_rate": 1.0}
+    one = {"part": "budget", "environment": "sequence", "estimator": "k2-loss", "seed": 0, "learning_rate": 1.0}
     ((row,),) = compute_all(CHECKOUT, "coefficients", [{**one, "batch_size": 8, "runs": 6, "steps": 40}])
     assert row["at_end"] == pytest.approx(row["bias"] + row["spread"], rel=1e-10)
     assert row["bias"] > 0
@@ -142,12 +144,19 @@ EVERYWHERE = {
 BANDIT = dict.fromkeys(("k3-loss", "k3-loss-sequence"), lambda beta: {0.1: 2.0, 1.0: 0.9, 3.0: 0.8}.get(beta, 1.0))
 
 
-def made_up(estimator, world, beta):
+def made_up(estimator, environment, beta):
     """A row as exact training leaves it, the coefficient that holds the policy said by a rule of thumb."""
-    rules = EVERYWHERE | (BANDIT if world == "bandit" else TOKENS | DRIFTS)
+    rules = EVERYWHERE | (BANDIT if environment == "bandit" else TOKENS | DRIFTS)
     coefficient = beta * rules.get(estimator, lambda beta: 1.0)(beta)
     diverged = estimator == "k3-reward" and beta <= 3
-    row = {"part": "exact", "world": world, "estimator": estimator, "beta": beta, "seed": 0, "shortfall": 0.0}
+    row = {
+        "part": "exact",
+        "environment": environment,
+        "estimator": estimator,
+        "beta": beta,
+        "seed": 0,
+        "shortfall": 0.0,
+    }
     row |= {"kl": coefficient**-2, "gain": 1 / coefficient, "coefficient_by_kl": coefficient, "kl_to_predicted": 0.0}
     row |= {"predicted_kl": coefficient**-2, "predicted_coefficient": coefficient}
     return {**row, "diverged": diverged, "collapsed": diverged}
@@ -155,18 +164,20 @@ def made_up(estimator, world, beta):
 
 def made_up_rows():
     return [
-        made_up(estimator, world, beta)
-        for estimator, world, beta in product(SETTINGS.ESTIMATORS, ANALYSIS.WORLDS, BETAS)
+        made_up(estimator, environment, beta)
+        for estimator, environment, beta in product(SETTINGS.ESTIMATORS, ANALYSIS.ENVIRONMENTS, BETAS)
     ]
 
 
 PLANTED = {
     # What is planted, and the words of the claim that it must refute.
-    "regularise as asked in every world": lambda row: row["estimator"] == "rao-blackwell" and row["world"] == "mdp",
-    "every loss whose weight is u": lambda row: row["estimator"] == "full-loss" and row["world"] == "bandit",
-    "divided by the length": lambda row: row["estimator"] == "length-normalised" and row["world"] == "sequence",
-    "k1 in the loss regularises not at all": lambda row: row["estimator"] == "k1-loss" and row["world"] == "mdp",
-    "come to regularise as asked": lambda row: row["estimator"] == "k3-loss" and row["world"] == "mdp",
+    "regularise as asked in every environment": lambda row: (
+        row["estimator"] == "rao-blackwell" and row["environment"] == "mdp"
+    ),
+    "every loss whose weight is u": lambda row: row["estimator"] == "full-loss" and row["environment"] == "bandit",
+    "divided by the length": lambda row: row["estimator"] == "length-normalised" and row["environment"] == "sequence",
+    "k1 in the loss regularises not at all": lambda row: row["estimator"] == "k1-loss" and row["environment"] == "mdp",
+    "come to regularise as asked": lambda row: row["estimator"] == "k3-loss" and row["environment"] == "mdp",
 }
 
 
@@ -198,7 +209,13 @@ def test_a_collapse_refutes_that_there_are_none():
 
 
 def settles(estimator, batch, bias, noise, found=1.0):
-    row = {"part": "budget", "world": "sequence", "estimator": estimator, "batch_size": batch, "learning_rate": 1.0}
+    row = {
+        "part": "budget",
+        "environment": "sequence",
+        "estimator": estimator,
+        "batch_size": batch,
+        "learning_rate": 1.0,
+    }
     kl = found * (bias + noise / (4 * batch))
     row |= {"seed": 0, "kl_to_optimum": kl, "at_end": kl, "standard_error": 0.0}
     return row | {"predicted_bias": bias, "noise": noise}
@@ -229,7 +246,7 @@ def test_without_rows_nothing_is_claimed():
 
 
 @pytest.mark.parametrize(
-    "changes", [("part=budget", "budget_batch_size=4"), ("world=mdp", "beta=0.5"), ("estimator=none",)]
+    "changes", [("part=budget", "budget_batch_size=4"), ("environment=mdp", "beta=0.5"), ("estimator=none",)]
 )
 def test_settings_of_a_persons_own_give_each_part_what_concerns_it(changes):
     configurations = Experiment(CHECKOUT, "coefficients").configurations(Request(changes=changes))

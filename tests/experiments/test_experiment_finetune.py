@@ -27,11 +27,11 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows():
-    return TRIAL.computed(*SMALL, "arm=none,k2-loss", "beta=0,0.1")
+    return TRIAL.computed(*SMALL, "variant=none,k2-loss", "beta=0,0.1")
 
 
-def applies(arm, beta):
-    return SETTINGS.applies({"part": "run", "arm": arm, "beta": beta})
+def applies(variant, beta):
+    return SETTINGS.applies({"part": "run", "variant": variant, "beta": beta})
 
 
 def around(name, value, reach):
@@ -42,29 +42,29 @@ def synthetic(part="committed"):
     """A sweep in which everything is as claimed, with five seeds a little apart."""
     cosines = {"k1-reward": 1.0, "k2-loss": 0.98, "k3-loss": 0.995, "stale:k2-loss": 0.9, "stale:k3-ratio": 0.995}
     found = []
-    for arm in SETTINGS.ARMS:
-        none = arm.endswith("none")
-        for beta in (beta for beta in (0.0, *SETTINGS.BETAS) if applies(arm, beta)):
+    for variant in SETTINGS.VARIANTS:
+        none = variant.endswith("none")
+        for beta in (beta for beta in (0.0, *SETTINGS.BETAS) if applies(variant, beta)):
             for seed in range(5):
                 wobble = 1 + 0.02 * (seed - 2)
-                kl = 2.0 if none else 2.0 * (1 + 3 * beta) if arm == "k1-loss" else 1.0 / (1 + 3 * beta)
+                kl = 2.0 if none else 2.0 * (1 + 3 * beta) if variant == "k1-loss" else 1.0 / (1 + 3 * beta)
                 one = {name: SETTINGS.SETTINGS.values[name] for name in SETTINGS.PARTS["run"][3:]}
-                one = {"part": part, "seed": seed, "arm": arm, "beta": beta, **one}
-                reward = 0.8 if arm == "optimum" else 0.5 * wobble
-                if arm.startswith("slow"):
+                one = {"part": part, "seed": seed, "variant": variant, "beta": beta, **one}
+                reward = 0.8 if variant == "optimum" else 0.5 * wobble
+                if variant.startswith("slow"):
                     kl, reward = 0.02, 0.32
                 ends = {"kl_low": 0.9 * kl * wobble, "kl_high": 1.1 * kl * wobble}
                 found.append({**one, "update": 0, "reward_held_out": 0.3, "kl": 0.0, "kl_low": 0.0, "kl_high": 0.0})
                 last = {**one, "update": 64, "reward_held_out": reward, "kl": kl * wobble, **ends}
-                if arm != "optimum":
+                if variant != "optimum":
                     last["kl_out_of_distribution"] = 3 * kl * wobble
-                if arm in cosines and beta == SETTINGS.BETA_OF_GRADIENTS:
-                    cosine = cosines[arm] + 0.005 * (seed - 2)
-                    for which in ("kl", "stale") if "stale" in arm else ("kl",):
+                if variant in cosines and beta == SETTINGS.BETA_OF_GRADIENTS:
+                    cosine = cosines[variant] + 0.005 * (seed - 2)
+                    for which in ("kl", "stale") if "stale" in variant else ("kl",):
                         last |= around(f"{which}_gradient_size", 1.0, 0.2)
                         last |= around(f"{which}_gradient_cosine", cosine, 0.1)
                     last["kl_gradient_noise"] = 3.0
-                elif arm == "k1-loss" and beta == SETTINGS.BETA_OF_GRADIENTS:
+                elif variant == "k1-loss" and beta == SETTINGS.BETA_OF_GRADIENTS:
                     last |= around("kl_gradient_size", 0.1, 0.1) | {"kl_gradient_noise": 3.0}
                 found.append(last)
     return found
@@ -72,7 +72,7 @@ def synthetic(part="committed"):
 
 def test_a_run_is_as_its_settings_say(rows):
     """At the start the policy is the reference; rows are at the start, every quarter and at the end."""
-    assert {row["arm"] for row in rows} == {"none", "k2-loss"}
+    assert {row["variant"] for row in rows} == {"none", "k2-loss"}
     for own in ANALYSIS.runs(rows, "run").values():
         assert own[0]["update"] == 0
         assert own[0]["kl"] == pytest.approx(0, abs=1e-6)  # rounding of float32
@@ -84,8 +84,8 @@ def test_a_run_is_as_its_settings_say(rows):
 
 def test_as_many_updates_with_a_stale_sampler_are_fewer_rounds():
     one = Experiment(CHECKOUT, "finetune").configurations(Request(changes=SMALL))[0]
-    for arm, rounds in (("k3-loss", 16), ("stale:k3-ratio", 4)):
-        settings = RUNS.settings_of({**one, "arm": arm, "beta": 0.1})
+    for variant, rounds in (("k3-loss", 16), ("stale:k3-ratio", 4)):
+        settings = RUNS.settings_of({**one, "variant": variant, "beta": 0.1})
         assert (settings.steps, settings.steps * settings.inner_epochs) == (rounds, 16)
         assert settings.resolved.ratio == ("none" if rounds == 16 else "sequence")
 
@@ -109,9 +109,9 @@ def test_the_committed_sweep_is_whole():
     """A row at the start and at the end of every run of the full scale."""
     full = Experiment(CHECKOUT, "finetune").configurations(Request(scale="full", changes=("part=run",)))
     found = ANALYSIS.runs(RUNS.committed(), "committed")
-    assert set(found) == {(one["arm"], one["beta"], one["seed"]) for one in full}
+    assert set(found) == {(one["variant"], one["beta"], one["seed"]) for one in full}
     for one in full:
-        own = found[one["arm"], one["beta"], one["seed"]]
+        own = found[one["variant"], one["beta"], one["seed"]]
         assert (own[0]["update"], own[-1]["update"]) == (0, one["updates"])
         assert {name: own[-1][name] for name in SETTINGS.PARTS["run"]} == {
             name: one[name] for name in SETTINGS.PARTS["run"]
@@ -152,7 +152,7 @@ def test_a_whole_sweep_made_now_is_asked_the_same_and_compared():
 
 
 @pytest.mark.parametrize(
-    ("words", "arms", "change"),
+    ("words", "variants", "change"),
     [
         ("leaves its reference", ["none"], {"kl": 0.4}),
         ("rewards rise", ["k1-reward", "k2-loss", "k3-loss"], {"reward_held_out": 0.3}),
@@ -177,10 +177,10 @@ def test_a_whole_sweep_made_now_is_asked_the_same_and_compared():
         ("an eighth of the learning rate", ["slow:k1-reward"], {"kl": 0.2}),
     ],
 )
-def test_a_planted_result_is_told(words, arms, change):
+def test_a_planted_result_is_told(words, variants, change):
     def planted(row):
         wobble = 1 + 0.001 * (row["seed"] - 2)
-        mine = row["arm"] in arms and row["update"] == 64
+        mine = row["variant"] in variants and row["update"] == 64
         return {**row, **{name: value * wobble for name, value in change.items()}} if mine else row
 
     rows = synthetic()
@@ -190,7 +190,7 @@ def test_a_planted_result_is_told(words, arms, change):
 def test_runs_that_end_elsewhere_are_told():
     """Rounding may lead a run as far as another seed, and no farther; another task is not compared."""
     claim = "runs made now end where the committed runs of their settings did"
-    committed, now = synthetic(), [row for row in synthetic("run") if row["arm"] == "none"]
+    committed, now = synthetic(), [row for row in synthetic("run") if row["variant"] == "none"]
     assert TRIAL.verdicts([*now, *committed])[claim] is True
     for factor, agrees in ((1.02, True), (1.5, False)):
         moved = [{**row, "kl": row["kl"] * factor} for row in now]
@@ -199,10 +199,10 @@ def test_runs_that_end_elsewhere_are_told():
     assert TRIAL.verdicts([*other, *committed])[claim] is None
 
 
-def test_tables_have_a_line_for_every_arm():
+def test_tables_have_a_line_for_every_variant():
     """In that of gradients, for those that have one."""
     tables = ANALYSIS.tables(synthetic())
-    assert [line["KL term"] for line in tables["ends"]] == list(SETTINGS.ARMS)
+    assert [line["KL term"] for line in tables["ends"]] == list(SETTINGS.VARIANTS)
     assert [line["KL term"] for line in tables["gradients"]] == [
         "k1-reward", "k2-loss", "k3-loss", "k1-loss", "stale:k2-loss", "stale:k3-ratio"
     ]  # fmt: skip
@@ -211,7 +211,7 @@ def test_tables_have_a_line_for_every_arm():
 
 @pytest.mark.parametrize("beta", [0.001, 0.1, 0.3, 1.0, 50.0])
 def test_the_optimum_is_that_of_a_bandit_of_two(beta):
-    """One prompt is a bandit whose arms are right and wrong; the objective is β·log Z, and nothing overflows."""
+    """One prompt is a bandit whose variants are right and wrong; the objective is β·log Z, and nothing overflows."""
     from kltest.environments import Instance, bandit
     from kltest.truth import optimum, value
 
@@ -221,19 +221,21 @@ def test_the_optimum_is_that_of_a_bandit_of_two(beta):
         normaliser = 1 - chances + chances * np.exp(1 / beta)
         assert reward - beta * kl == pytest.approx(beta * np.log(normaliser), rel=1e-9, abs=1e-12)
     for p, earned, far in zip(chances[1:4], reward[1:4], kl[1:4], strict=True):
-        world = replace(bandit(2), reward=np.array([[1.0, 0.0]]))
+        environment = replace(bandit(2), reward=np.array([[1.0, 0.0]]))
         reference = np.log([[p, 1 - p]])
-        best = optimum(world, reference, beta)
+        best = optimum(environment, reference, beta)
         assert earned == pytest.approx(np.exp(best.policy[0, 0]), rel=1e-9)
-        assert far == pytest.approx(value("reverse_kl", Instance.of(world, best.policy, reference)), rel=1e-6)
+        assert far == pytest.approx(value("reverse_kl", Instance.of(environment, best.policy, reference)), rel=1e-6)
     assert (reward[0], kl[0], reward[4], kl[4]) == pytest.approx((0, 0, 1, 0), abs=1e-12)
 
 
 def test_the_optimum_is_computed_from_the_reference_of_the_run():
     """Its first row is the reference: what a run earns before its first update, but for other prompts and rollouts."""
-    rows = TRIAL.computed(*SMALL, "eval_prompts=64", "arm=none,optimum", "beta=0,1")
+    rows = TRIAL.computed(*SMALL, "eval_prompts=64", "variant=none,optimum", "beta=0,1")
     found = ANALYSIS.runs(rows, "run")
-    (none,), (best,) = ([own for (arm, *_), own in found.items() if arm == name] for name in ("none", "optimum"))
+    (none,), (best,) = (
+        [own for (variant, *_), own in found.items() if variant == name] for name in ("none", "optimum")
+    )
     assert [row["update"] for row in best] == [0, 16]
     assert best[0]["reward_held_out_low"] - 0.2 < none[0]["reward_held_out"] < best[0]["reward_held_out_high"] + 0.2
     assert best[1]["reward_held_out"] > best[0]["reward_held_out"]

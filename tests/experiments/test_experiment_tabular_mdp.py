@@ -1,4 +1,4 @@
-"""The experiment on decision processes: rest points by hand, worlds by definition, wrong results called so."""
+"""The experiment on decision processes: rest points by hand, environments by definition, wrong results called so."""
 
 import math
 
@@ -9,7 +9,7 @@ from trial import Trial, look_up, plant
 from kltest.truth import gradient, value
 
 TRIAL = Trial("tabular-mdp")
-analysis, settings, worlds = TRIAL.modules("analysis", "settings", "worlds")
+analysis, settings, environments = TRIAL.modules("analysis", "settings", "environments")
 GAMMA = settings.CONTINUES
 
 
@@ -17,7 +17,7 @@ GAMMA = settings.CONTINUES
 def rows() -> list[dict]:
     """Every part, with few steps; all coefficients, since ends are counted over them."""
     return [
-        *TRIAL.computed("part=worlds,estimators,picture", "horizon=1,3", "slip=0,0.5,1"),
+        *TRIAL.computed("part=environments,estimators,picture", "horizon=1,3", "slip=0,0.5,1"),
         *TRIAL.computed("part=length", "reference=0.02"),
         *TRIAL.computed("part=rotation", "beta=2", seeds=3),
     ]
@@ -68,7 +68,7 @@ def test_training_ends_where_it_is_said_to(rows, start, end):
     assert low < look_up(numbers, "tipping point") < high
     logit = math.log(start / (1 - start))
     for _ in range(100):
-        instance = worlds.going_on(0.02, logit)
+        instance = environments.going_on(0.02, logit)
         push = gradient("expected_reward", instance) - beta * gradient("local_reverse_kl", instance)
         stop, go = np.exp(instance.policy[0])
         # In the natural direction, so that it takes no thousand steps where a policy is all but certain.
@@ -78,14 +78,16 @@ def test_training_ends_where_it_is_said_to(rows, start, end):
 
 
 def test_an_action_that_slips_is_a_random_one():
-    firm, loose = (worlds.world("chain", 3, slip, 0).transition.toarray().reshape(9, 3, 9) for slip in (0.0, 0.3))
+    firm, loose = (
+        environments.environment("chain", 3, slip, 0).transition.toarray().reshape(9, 3, 9) for slip in (0.0, 0.3)
+    )
     assert np.abs(loose - (0.7 * firm + 0.3 * firm.mean(axis=1, keepdims=True))).max() < 1e-15
     assert firm[0, 0, 0] == firm[4, 2, 5] == firm[8, 2, 8] == 1
 
 
 def test_values_of_going_on_are_geometric_series():
     """E[R] = p/(1 − γp) and KL = KL_1/(1 − γp): nothing of a rollout is left at the horizon."""
-    instance = worlds.going_on(0.1, math.log(0.6 / 0.4))
+    instance = environments.going_on(0.1, math.log(0.6 / 0.4))
     kl = 0.6 * math.log(0.6 / 0.1) + 0.4 * math.log(0.4 / 0.9)
     assert value("expected_reward", instance) == pytest.approx(0.6 / (1 - GAMMA * 0.6), rel=1e-13)
     assert value("kl", instance) == pytest.approx(kl / (1 - GAMMA * 0.6), rel=1e-13)
@@ -105,13 +107,13 @@ def test_the_policy_of_the_picture_is_the_reference_but_near_the_coin(rows):
 @pytest.mark.parametrize(
     ("part", "column", "value", "where"),
     [
-        ("worlds", "off_again", 1e-6, {"horizon": 3}),
-        ("worlds", "off_dynamics", 1e-6, {"horizon": 3}),
+        ("environments", "off_again", 1e-6, {"horizon": 3}),
+        ("environments", "off_dynamics", 1e-6, {"horizon": 3}),
         ("estimators", "off_local", 1e-6, {"estimator": "k2-loss"}),
         ("estimators", "bias", 1e-6, {"estimator": "k1-reward-to-go"}),
-        ("worlds", "missed", 1e-6, {"horizon": 1}),
-        ("worlds", "missed", 1e-6, {"slip": 1.0, "horizon": 3}),
-        ("worlds", "missed", 2.0, {"slip": 0.5, "horizon": 3}),
+        ("environments", "missed", 1e-6, {"horizon": 1}),
+        ("environments", "missed", 1e-6, {"slip": 1.0, "horizon": 3}),
+        ("environments", "missed", 2.0, {"slip": 0.5, "horizon": 3}),
         ("picture", "local_size", 1e-3, {"away": 5}),
         ("picture", "whole_size", 0.0, {"away": 5}),
         ("length", "stable", False, {"beta": 0.7}),
@@ -135,7 +137,9 @@ def test_where_there_are_no_two_ends_both_claims_of_them_disagree(rows):
 def test_claims_without_their_rows_are_not_run():
     assert set(TRIAL.verdicts([]).values()) == {None}
     assert analysis.tables([]) == {}
-    few = TRIAL.computed("part=worlds,length", "world=chain", "horizon=2", "slip=0.5", "beta=0.7", "reference=0.1")
+    few = TRIAL.computed(
+        "part=environments,length", "environment=chain", "horizon=2", "slip=0.5", "beta=0.7", "reference=0.1"
+    )
     assert set(TRIAL.verdicts(few).values()) <= {None, True}
     with pytest.raises(KeyError, match="tipping point"):
         look_up(analysis.numbers(few), "tipping point")

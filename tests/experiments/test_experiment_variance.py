@@ -21,7 +21,7 @@ def rows() -> list[dict]:
     """All parts; of the bandit's training only what three claims need least: its start, and made-up ends."""
     found = TRIAL.computed(
         "part=pair,rates,ladder,mixtures,freedom,noise", "reference=0.1,0.25,0.5,0.9", "vocabulary=2,8",
-        "length=2,6", "distance=0.1,3.0", "worlds=1000", "compared=10", "lam=-0.5,0.0,1.0,2.0",
+        "length=2,6", "distance=0.1,3.0", "environments=1000", "compared=10", "lam=-0.5,0.0,1.0,2.0",
     )  # fmt: skip
     path = {"part": "bandit", "what": "path", "step": 0, "rule": "1", "rate": 5.0, "kl": 2.4302}
     return [*found, *_ends(), {**path, "low": 2.4302, "high": 2.4302}]
@@ -74,10 +74,10 @@ def test_the_best_mixture_is_least_along_the_line_between_the_two(rows):
     assert all(variance(row["share"] + step) > row["mixture"] for step in (-0.01, 0.01))
 
 
-def one_by_one(worlds, world: int, name: str) -> tuple[np.ndarray, float]:
+def one_by_one(environments, environment: int, name: str) -> tuple[np.ndarray, float]:
     """Mean and total variance of a gradient, rollout by rollout, each formula written out in logits."""
-    policy, reference = worlds.tables(world)
-    instance = Instance.of(sequence(policy.shape[1], worlds.length), policy, reference)
+    policy, reference = environments.tables(environment)
+    instance = Instance.of(sequence(policy.shape[1], environments.length), policy, reference)
     p, u = np.exp(policy), policy - reference
     w, kl = np.exp(-u), (p * u).sum(axis=1)
     ahead = exact_ahead(instance, kl)
@@ -118,67 +118,69 @@ def exact_ahead(instance: Instance, kl: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def worlds():
-    return prefixes.Worlds.draw(2, 3, 3, 1.0, np.random.default_rng(1), 1.5)
+def environments():
+    return prefixes.Environments.draw(2, 3, 3, 1.0, np.random.default_rng(1), 1.5)
 
 
 @pytest.mark.parametrize(
     "name", ["return", "to go", "k3 in both", "k3 in both, to go", "rao-blackwell", "critic", "bootstrapped"]
 )
-def test_recursions_by_rollouts(worlds, name):
+def test_recursions_by_rollouts(environments, name):
     forms = {
-        "return": lambda: prefixes.sampled(worlds, credit="return"),
-        "to go": lambda: prefixes.sampled(worlds, credit="to-go"),
-        "k3 in both": lambda: prefixes.sampled(worlds, 1.0, credit="return", both=True),
-        "k3 in both, to go": lambda: prefixes.sampled(worlds, 1.0, credit="to-go", both=True),
-        "rao-blackwell": lambda: prefixes.rao_blackwell(worlds),
-        "critic": lambda: prefixes.rao_blackwell(worlds, critic=True),
-        "bootstrapped": lambda: prefixes.bootstrapped(worlds),
+        "return": lambda: prefixes.sampled(environments, credit="return"),
+        "to go": lambda: prefixes.sampled(environments, credit="to-go"),
+        "k3 in both": lambda: prefixes.sampled(environments, 1.0, credit="return", both=True),
+        "k3 in both, to go": lambda: prefixes.sampled(environments, 1.0, credit="to-go", both=True),
+        "rao-blackwell": lambda: prefixes.rao_blackwell(environments),
+        "critic": lambda: prefixes.rao_blackwell(environments, critic=True),
+        "bootstrapped": lambda: prefixes.bootstrapped(environments),
     }
     form = forms[name]()
-    for world in range(2):
-        mean, variance = one_by_one(worlds, world, name)
-        policy, reference = worlds.tables(world)
+    for environment in range(2):
+        mean, variance = one_by_one(environments, environment, name)
+        policy, reference = environments.tables(environment)
         truth = gradient("reverse_kl", Instance.of(sequence(3, 3), policy, reference))
         # Sums of 27 terms of order one.
         np.testing.assert_allclose(mean, truth, atol=1e-13)
-        assert worlds.noise(form).variance[world] == pytest.approx(variance, rel=1e-11)
-        assert worlds.squared_gradient(form)[world] == pytest.approx((truth**2).sum(), rel=1e-11)
+        assert environments.noise(form).variance[environment] == pytest.approx(variance, rel=1e-11)
+        assert environments.squared_gradient(form)[environment] == pytest.approx((truth**2).sum(), rel=1e-11)
 
 
-def test_the_floor_is_the_noise_of_knowing_everything_about_a_visited_prefix(worlds):
+def test_the_floor_is_the_noise_of_knowing_everything_about_a_visited_prefix(environments):
     """It is reached, and it is Σ ‖G‖²/d − ‖G‖² with G the true gradient at a prefix that is visited with chance d."""
-    noise = worlds.noise(prefixes.rao_blackwell(worlds))
-    for world in range(2):
-        _, variance = one_by_one(worlds, world, "floor")
-        assert noise.visits[world] == pytest.approx(variance, rel=1e-11)
-        policy, reference = worlds.tables(world)
+    noise = environments.noise(prefixes.rao_blackwell(environments))
+    for environment in range(2):
+        _, variance = one_by_one(environments, environment, "floor")
+        assert noise.visits[environment] == pytest.approx(variance, rel=1e-11)
+        policy, reference = environments.tables(environment)
         instance = Instance.of(sequence(3, 3), policy, reference)
         truth = gradient("reverse_kl", instance)
         chance = np.zeros(len(policy))
         weights = instance.rollout_weights("current")
         np.add.at(chance, instance.paths.contexts, np.repeat(weights[:, None], 3, axis=1))
         floor = ((truth**2).sum(axis=1) / chance).sum() - (truth**2).sum()
-        assert noise.visits[world] == pytest.approx(floor, rel=1e-11)
+        assert noise.visits[environment] == pytest.approx(floor, rel=1e-11)
 
 
 @pytest.mark.parametrize("by_prefix", [True, False])
-def test_the_best_baseline_is_where_any_other_is_worse(worlds, by_prefix):
+def test_the_best_baseline_is_where_any_other_is_worse(environments, by_prefix):
     from dataclasses import replace
 
-    for form in (prefixes.sampled(worlds, credit="to-go"), prefixes.rao_blackwell(worlds)):
-        best = worlds.with_baseline(form, by_prefix=by_prefix)
-        least = worlds.noise(best).variance
-        assert (least < worlds.noise(form).variance).all()
+    for form in (prefixes.sampled(environments, credit="to-go"), prefixes.rao_blackwell(environments)):
+        best = environments.with_baseline(form, by_prefix=by_prefix)
+        least = environments.noise(best).variance
+        assert (least < environments.noise(form).variance).all()
         for step in (-0.01, 0.01):
             moved = replace(best, own=[own + step for own in best.own])
-            assert (worlds.noise(moved).variance > least).all()
-            assert worlds.squared_gradient(moved) == pytest.approx(worlds.squared_gradient(form), rel=1e-11)
+            assert (environments.noise(moved).variance > least).all()
+            assert environments.squared_gradient(moved) == pytest.approx(environments.squared_gradient(form), rel=1e-11)
 
 
-def test_to_go_and_return_are_alike_under_their_best_baselines_by_prefix(worlds):
+def test_to_go_and_return_are_alike_under_their_best_baselines_by_prefix(environments):
     noise = [
-        worlds.noise(worlds.with_baseline(prefixes.sampled(worlds, credit=credit), by_prefix=True)).variance
+        environments.noise(
+            environments.with_baseline(prefixes.sampled(environments, credit=credit), by_prefix=True)
+        ).variance
         for credit in ("to-go", "return")
     ]
     np.testing.assert_allclose(noise[0], noise[1], rtol=1e-11)
@@ -207,7 +209,7 @@ def test_a_mixture_is_no_noisier_than_its_parts_and_moving_its_weights_makes_it_
     assert variance < min(best(shares[0] + 0.05), best(shares[0] - 0.05), noise(base), noise(other))
 
 
-def test_differences_of_unbiased_estimators_have_mean_zero_in_every_world():
+def test_differences_of_unbiased_estimators_have_mean_zero_in_every_environment():
     """The predicted ones do: baselines, and for references that are seen at the sampled token alone, w − 1."""
     chances = np.array(freedom.CHANCES[3])
     for table in freedom._references():

@@ -26,12 +26,14 @@ CPU = torch.device("cpu")
 SMALL = "tiny:20k"
 
 
-WORLDS, SAMPLERS = ("sequence", "ragged"), ("current", "stale")
+ENVIRONMENTS, SAMPLERS = ("sequence", "ragged"), ("current", "stale")
 
 
 def followed(name):
     """What an estimator follows in every environment under both samplers, as its SPEC says."""
-    return tuple(str(find(name).spec.expectation(world, sampler)) for world in WORLDS for sampler in SAMPLERS)
+    return tuple(
+        str(find(name).spec.expectation(environment, sampler)) for environment in ENVIRONMENTS for sampler in SAMPLERS
+    )
 
 
 # One estimator for each way to follow gradients; those that follow the same are tried weekly.
@@ -46,16 +48,16 @@ def found():
     @cache
     def of(name):
         one = Request(SMALL, vocabulary=4, estimators=(name,))
-        return {(row.world, row.sampler): row for row in rows(one)}
+        return {(row.environment, row.sampler): row for row in rows(one)}
 
     return of
 
 
 @EVERY
 def test_every_estimator_follows_what_its_spec_says(name, found):
-    assert found(name).keys() == {(world, sampler) for world in WORLDS for sampler in SAMPLERS}
-    for (world, sampler), row in found(name).items():
-        expected = find(name).spec.expectation(world, sampler)
+    assert found(name).keys() == {(environment, sampler) for environment in ENVIRONMENTS for sampler in SAMPLERS}
+    for (environment, sampler), row in found(name).items():
+        expected = find(name).spec.expectation(environment, sampler)
         if expected is None:
             assert row.identified is None
         else:

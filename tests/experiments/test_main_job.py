@@ -83,10 +83,12 @@ def analysis():
     return Checkout(ROOT).load("experiments", "atlas", "analysis")
 
 
-def test_every_estimator_world_and_sampler_is_there(rows):
+def test_every_estimator_environment_and_sampler_is_there(rows):
     cells = {(row["estimator"], row["environment"], row["sampler"]) for row in rows}
-    worlds = ("bandit", "sequence", "ragged", "mdp")
-    assert cells == {(name, world, who) for name in registry() for world in worlds for who in ("current", "stale")}
+    environments = ("bandit", "sequence", "ragged", "mdp")
+    assert cells == {
+        (name, environment, who) for name in registry() for environment in environments for who in ("current", "stale")
+    }
 
 
 def test_every_claim_agrees(ran, results):
@@ -123,7 +125,7 @@ def test_the_table_for_machines_says_the_same_as_the_json(results, rows):
 def test_what_the_papers_say_of_the_best_known_estimators(rows):
     """Tang & Munos 2025 (k3 in the loss, partial gradients), Liu et al. 2025 (k2 in the loss), Shah et al. 2025."""
     found = {(row["estimator"], row["environment"], row["sampler"]): row["identified"] for row in rows}
-    for name, world, expected in (
+    for name, environment, expected in (
         ("k1-loss", "bandit", {"zero": 1.0}),
         ("k3-loss", "bandit", {"forward_kl": 1.0}),
         ("k3-loss", "sequence", {"local_forward_kl": 1.0}),
@@ -132,7 +134,7 @@ def test_what_the_papers_say_of_the_best_known_estimators(rows):
         ("k1-reward", "mdp", {"reverse_kl": 1.0}),
         ("k3-reward", "bandit", {"reverse_kl": 1.0, "forward_kl": -1.0}),
     ):
-        assert found[name, world, "current"] == pytest.approx(expected, abs=1e-9)
+        assert found[name, environment, "current"] == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_one_wrong_cell_is_a_disagreeing_claim(analysis, rows, identified):
     assert [claim.claim for claim in wrong] == ["which gradient k1-reward follows"]
 
 
-def test_a_missing_world_is_not_agreement(analysis, rows):
+def test_a_missing_environment_is_not_agreement(analysis, rows):
     kept = [row for row in rows if (row["estimator"], row["environment"]) != ("k2-loss", "mdp")]
     claims = {claim.claim: claim.agrees for claim in analysis.claims(kept)}
     assert claims["which gradient k2-loss follows"] is False

@@ -1,4 +1,4 @@
-"""What must hold in every world: random ones, with random policies, by hypothesis.
+"""What must hold in every environment: random ones, with random policies, by hypothesis.
 
 Nothing here knows the right gradient; each test changes what must not matter, or goes a second way.
 """
@@ -26,7 +26,7 @@ PROMPTS = np.array([0.25, 0.75])
 
 
 @st.composite
-def worlds(draw):
+def environments(draw):
     """A random environment of at most a few hundred rollouts, with rewards."""
     kind = draw(st.sampled_from(["bandit", "sequence", "ragged", "ngram", "mdp"]))
     vocabulary, length, seed = draw(st.integers(2, 4)), draw(st.integers(1, 3)), draw(st.integers(0, 999))
@@ -45,7 +45,7 @@ def worlds(draw):
 
 @st.composite
 def instances(draw):
-    return Instance.draw(draw(worlds()), draw(st.integers(0, 9999)))
+    return Instance.draw(draw(environments()), draw(st.integers(0, 9999)))
 
 
 SAMPLERS = st.sampled_from(["current", "stale"])

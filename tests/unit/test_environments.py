@@ -1,4 +1,4 @@
-"""Worlds: what they enumerate, in which order, with which probabilities, and that samples follow these."""
+"""Environments: what they enumerate, in which order, with which probabilities, and that samples follow these."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from kltest.environments.policies import table
 from kltest.errors import InvalidEnvironmentError
 
 PROMPTS = np.array([0.2, 0.5, 0.3])
-WORLDS = {
+ENVIRONMENTS = {
     "bandit": bandit(4),
     "bandits": bandit(3, prompts=PROMPTS),
     "sequence": sequence(3, 3),
@@ -47,9 +47,9 @@ def rows(paths):
         )
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_enumeration_is_what_a_person_would_write_down(world):
-    environment = WORLDS[world]
+@pytest.mark.parametrize("label", ENVIRONMENTS)
+def test_enumeration_is_what_a_person_would_write_down(label):
+    environment = ENVIRONMENTS[label]
     paths = environment.enumerate()
     expected = list(by_hand(environment))
     found = list(rows(paths))
@@ -61,18 +61,18 @@ def test_enumeration_is_what_a_person_would_write_down(world):
     assert environment.count() == len(paths) == len(expected)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_rollouts_stand_in_prefix_order(world):
+@pytest.mark.parametrize("label", ENVIRONMENTS)
+def test_rollouts_stand_in_prefix_order(label):
     """The rows that share their first t contexts and tokens stand together, for every t."""
-    found = [(prompt, *itertools.chain.from_iterable(steps)) for prompt, steps in rows(WORLDS[world].enumerate())]
-    for length in range(1, 2 * WORLDS[world].horizon + 2):
+    found = [(prompt, *itertools.chain.from_iterable(steps)) for prompt, steps in rows(ENVIRONMENTS[label].enumerate())]
+    for length in range(1, 2 * ENVIRONMENTS[label].horizon + 2):
         heads = [head for head, _ in itertools.groupby(row[:length] for row in found)]
         assert len(heads) == len(set(heads))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_probabilities_sum_to_one(world):
-    environment = WORLDS[world]
+@pytest.mark.parametrize("label", ENVIRONMENTS)
+def test_probabilities_sum_to_one(label):
+    environment = ENVIRONMENTS[label]
     for seed in range(3):
         instance = Instance.draw(environment, seed)
         for sampler in ("current", "stale"):
@@ -82,9 +82,9 @@ def test_probabilities_sum_to_one(world):
         np.testing.assert_allclose(per_prompt, environment.prompts, rtol=1e-13)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_padding_is_zero_and_masks_are_prefixes(world):
-    paths = WORLDS[world].enumerate()
+@pytest.mark.parametrize("label", ENVIRONMENTS)
+def test_padding_is_zero_and_masks_are_prefixes(label):
+    paths = ENVIRONMENTS[label].enumerate()
     assert paths.mask[:, 0].all()
     assert not (paths.mask[:, 1:] & ~paths.mask[:, :-1]).any()
     assert not paths.contexts[~paths.mask].any()
@@ -105,9 +105,9 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("world", COUNTS)
-def test_counts(world):
-    assert WORLDS[world].count() == COUNTS[world]
+@pytest.mark.parametrize("label", COUNTS)
+def test_counts(label):
+    assert ENVIRONMENTS[label].count() == COUNTS[label]
 
 
 def test_counting_does_not_enumerate():
@@ -134,19 +134,19 @@ def test_the_limit_is_half_of_the_memory(monkeypatch):
     assert len(environment.enumerate()) == 4096
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_samples_follow_the_exact_probabilities(world):
-    """Pearson's χ² of 20,000 rollouts: of 100,000 seeds one would fail in any of the worlds. The seed is fixed."""
-    environment = WORLDS[world]
+@pytest.mark.parametrize("label", ENVIRONMENTS)
+def test_samples_follow_the_exact_probabilities(label):
+    """Pearson's χ² of 20,000 rollouts: one seed of 100,000 would fail in any environment. The seed is fixed."""
+    environment = ENVIRONMENTS[label]
     instance = Instance.draw(environment, 1)
     expected = instance.rollout_weights("stale")
     found = environment.sample(instance.sampler, 20_000, np.random.default_rng(12))
-    assert _p_value(instance.paths, expected, found) > 1e-5 / len(WORLDS)
+    assert _p_value(instance.paths, expected, found) > 1e-5 / len(ENVIRONMENTS)
 
 
-@pytest.mark.parametrize("world", ["sequence", "ragged", "mdp"])
-def test_a_wrong_sampler_is_noticed(world):
-    environment = WORLDS[world]
+@pytest.mark.parametrize("label", ["sequence", "ragged", "mdp"])
+def test_a_wrong_sampler_is_noticed(label):
+    environment = ENVIRONMENTS[label]
     instance = Instance.draw(environment, 1)
     found = environment.sample(instance.policy, 20_000, np.random.default_rng(12))
     assert _p_value(instance.paths, instance.rollout_weights("stale"), found) < 1e-6
@@ -163,16 +163,16 @@ def _p_value(paths, expected, found):
 
 
 def test_sampling_is_seeded():
-    environment, policy = WORLDS["mdp"], Instance.draw(WORLDS["mdp"], 0).policy
+    environment, policy = ENVIRONMENTS["mdp"], Instance.draw(ENVIRONMENTS["mdp"], 0).policy
     one, again, other = (environment.sample(policy, 50, np.random.default_rng(seed)) for seed in (3, 3, 4))
     np.testing.assert_array_equal(one.tokens, again.tokens)
     np.testing.assert_array_equal(one.contexts, again.contexts)
     assert (one.tokens != other.tokens).any()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_sampled_rollouts_know_their_probability(world):
-    environment = WORLDS[world]
+@pytest.mark.parametrize("label", ENVIRONMENTS)
+def test_sampled_rollouts_know_their_probability(label):
+    environment = ENVIRONMENTS[label]
     instance = Instance.draw(environment, 2)
     found = environment.sample(instance.policy, 200, np.random.default_rng(0))
     known = dict(
@@ -182,8 +182,8 @@ def test_sampled_rollouts_know_their_probability(world):
     np.testing.assert_allclose(np.exp(found.log_probability(instance.policy)), expected, rtol=1e-12)
 
 
-def test_prompts_are_worlds_of_their_own():
-    """P prompts at once are the P worlds one by one, context after context."""
+def test_prompts_are_environments_of_their_own():
+    """P prompts at once are the P environments one by one, context after context."""
     together, alone = sequence(3, 2, prompts=PROMPTS), sequence(3, 2)
     paths, single = together.enumerate(), alone.enumerate()
     for prompt in range(len(PROMPTS)):
@@ -207,8 +207,8 @@ def test_an_ngram_that_remembers_everything_is_a_sequence(order, end_token):
 
 
 def test_an_ngram_sees_its_last_tokens_only():
-    world = ngram(3, 6, 3)
-    paths = world.enumerate()
+    label = ngram(3, 6, 3)
+    paths = label.enumerate()
     for steps in (contexts for _, contexts in itertools.islice(rows(paths), 0, None, 37)):
         tokens = [token for _, token in steps]
         for step, (context, _) in enumerate(steps):
@@ -219,15 +219,15 @@ def test_an_ngram_sees_its_last_tokens_only():
 
 def test_returns_sum_the_reward_of_live_tokens():
     reward = np.random.default_rng(0).standard_normal((7, 3))
-    world = ragged(3, 3, reward=reward)
-    paths = world.enumerate()
+    label = ragged(3, 3, reward=reward)
+    paths = label.enumerate()
     expected = [sum(reward[context, token] for context, token in steps) for _, steps in rows(paths)]
-    np.testing.assert_allclose(world.returns(paths), expected, rtol=1e-14)
+    np.testing.assert_allclose(label.returns(paths), expected, rtol=1e-14)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_transition_is_the_dynamics(world):
-    environment = WORLDS[world]
+@pytest.mark.parametrize("label", ENVIRONMENTS)
+def test_transition_is_the_dynamics(label):
+    environment = ENVIRONMENTS[label]
     dense = environment.transition.toarray().reshape(*environment.reward.shape, environment.n_contexts)
     for context, token in np.ndindex(environment.reward.shape):
         expected = np.zeros(environment.n_contexts)
@@ -239,10 +239,10 @@ def test_transition_is_the_dynamics(world):
         np.testing.assert_allclose(dense[context, token], expected, rtol=1e-15)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_drawn_instances_are_mild_but_not_trivial(world):
+@pytest.mark.parametrize("label", ENVIRONMENTS)
+def test_drawn_instances_are_mild_but_not_trivial(label):
     for seed in range(5):
-        instance = Instance.draw(WORLDS[world], seed)
+        instance = Instance.draw(ENVIRONMENTS[label], seed)
         paths = instance.paths
         for other, bound in ((instance.reference, 2.0), (instance.sampler, 1.0)):
             apart = np.abs(paths.log_probability(instance.policy) - paths.log_probability(other)).max()
@@ -250,7 +250,7 @@ def test_drawn_instances_are_mild_but_not_trivial(world):
 
 
 def test_instances_depend_on_their_seed_alone():
-    one, again, other = (Instance.draw(WORLDS["mdp"], seed) for seed in (0, 0, 1))
+    one, again, other = (Instance.draw(ENVIRONMENTS["mdp"], seed) for seed in (0, 0, 1))
     np.testing.assert_array_equal(one.reference, again.reference)
     assert (one.reference != other.reference).any()
 
@@ -263,10 +263,10 @@ def test_a_bandit_is_a_sequence_of_one_token():
 @pytest.mark.parametrize("states", [1, 2, 5])
 def test_random_processes_are_processes(states):
     for branches in range(1, states + 1):
-        world = mdp(states, 2, 3, branches=branches, seed=branches)
-        assert world.count() == len(world.enumerate())
+        label = mdp(states, 2, 3, branches=branches, seed=branches)
+        assert label.count() == len(label.enumerate())
         # Nothing ends before the horizon.
-        np.testing.assert_allclose(world.transition.sum(axis=1), 1, rtol=1e-12)
+        np.testing.assert_allclose(label.transition.sum(axis=1), 1, rtol=1e-12)
 
 
 BAD = {
@@ -315,7 +315,7 @@ BAD |= {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_world_that_cannot_be_is_refused(what):
+def test_an_environment_that_cannot_be_is_refused(what):
     make, message = BAD[what]
     with pytest.raises(InvalidEnvironmentError, match=message):
         make()

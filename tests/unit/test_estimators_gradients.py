@@ -1,4 +1,4 @@
-"""Every registered estimator's expected gradient is what its SPEC says, in every world and under either sampler.
+"""Every registered estimator's expected gradient is what its SPEC says, in every environment and under either sampler.
 
 The expectation is taken here, without kltest's rollouts, placement or moments: rollout by rollout in plain Python, each
 pushed through the estimator alone, from a table of logits to a weighted sum that is differentiated once. The named
@@ -57,14 +57,14 @@ class Row:
 
 
 @cache
-def instance_of(world: str, seed: int) -> Instance:
-    return Instance.draw(ENVIRONMENTS[world], seed)
+def instance_of(environment: str, seed: int) -> Instance:
+    return Instance.draw(ENVIRONMENTS[environment], seed)
 
 
 @cache
-def rows_of(world: str, seed: int) -> list[Row]:
+def rows_of(label: str, seed: int) -> list[Row]:
     """All rollouts of an instance, padded to the horizon with arbitrary finite numbers."""
-    environment, instance = ENVIRONMENTS[world], instance_of(world, seed)
+    environment, instance = ENVIRONMENTS[label], instance_of(label, seed)
     noise = np.random.default_rng(seed)
     rows = []
     for _, steps, chance in by_hand(environment):
@@ -100,11 +100,13 @@ def called(function: Callable, row: Row, table: torch.Tensor, sampler: str, **se
     return answer, fields["logp"], row.chance * float(behaviour.sum().exp())
 
 
-def expected_gradient(spec: Spec, function: Callable, world: str, sampler: str, seed: int, **settings) -> np.ndarray:
+def expected_gradient(
+    spec: Spec, function: Callable, environment: str, sampler: str, seed: int, **settings
+) -> np.ndarray:
     """(C, V) Σ_y P(y)·∇loss(y), with P under the policy or, stale, the sampler."""
-    logits = torch.from_numpy(instance_of(world, seed).policy.copy()).requires_grad_()
+    logits = torch.from_numpy(instance_of(environment, seed).policy.copy()).requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    for row in rows_of(world, seed):
+    for row in rows_of(environment, seed):
         value, logp, probability = called(function, row, logits.log_softmax(dim=1), sampler, **settings)
         value = value[0] if isinstance(value, tuple) else value
         total = total + probability * placed(value, logp, row.length, spec.placement, spec.credit)
@@ -113,44 +115,44 @@ def expected_gradient(spec: Spec, function: Callable, world: str, sampler: str, 
 
 
 @cache
-def named(name: str, world: str, seed: int) -> np.ndarray:
-    return gradient(name, instance_of(world, seed))
+def named(name: str, environment: str, seed: int) -> np.ndarray:
+    return gradient(name, instance_of(environment, seed))
 
 
-def deviation(spec: Spec, function: Callable, world: str, sampler: str, seed: int, **settings) -> float:
+def deviation(spec: Spec, function: Callable, environment: str, sampler: str, seed: int, **settings) -> float:
     """The distance of the expected gradient from what the SPEC says, relative to the reverse KL's."""
-    combination = spec.expectation(world, sampler)
+    combination = spec.expectation(environment, sampler)
     assert combination
-    claimed = sum(coefficient * named(name, world, seed) for name, coefficient in combination.items())
-    found = expected_gradient(spec, function, world, sampler, seed, **settings)
-    return float(np.linalg.norm(found - claimed) / np.linalg.norm(named("reverse_kl", world, seed)))
+    claimed = sum(coefficient * named(name, environment, seed) for name, coefficient in combination.items())
+    found = expected_gradient(spec, function, environment, sampler, seed, **settings)
+    return float(np.linalg.norm(found - claimed) / np.linalg.norm(named("reverse_kl", environment, seed)))
 
 
 # Those that couple the rollouts of a group are in the table of test_groups.py.
 TABLE = [
-    pytest.param(name, world, sampler, id=f"{name}-{world}-{sampler}")
+    pytest.param(name, environment, sampler, id=f"{name}-{environment}-{sampler}")
     for name, estimator in registry().items()
     if "group" not in inspect.signature(estimator.function).parameters
-    for world in ENVIRONMENTS
+    for environment in ENVIRONMENTS
     for sampler in SAMPLERS
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "sampler"), TABLE)
-def test_expected_gradient_is_what_the_spec_says(name, world, sampler):
+@pytest.mark.parametrize(("name", "environment", "sampler"), TABLE)
+def test_expected_gradient_is_what_the_spec_says(name, environment, sampler):
     spec, function = find(name).spec, find(name).function
-    if spec.expectation(world, sampler) is not None:
-        assert max(deviation(spec, function, world, sampler, seed) for seed in SEEDS) < EXACT
+    if spec.expectation(environment, sampler) is not None:
+        assert max(deviation(spec, function, environment, sampler, seed) for seed in SEEDS) < EXACT
         return
-    found = [expected_gradient(spec, function, world, sampler, seed) for seed in SEEDS]
+    found = [expected_gradient(spec, function, environment, sampler, seed) for seed in SEEDS]
     assert all(np.isfinite(part).all() for part in found)
-    assert best_fit(np.concatenate([part.ravel() for part in found]), world, sampler)[0] > FAR
+    assert best_fit(np.concatenate([part.ravel() for part in found]), environment, sampler)[0] > FAR
 
 
-def best_fit(found: np.ndarray, world: str, sampler: str) -> tuple[float, tuple[str, ...]]:
+def best_fit(found: np.ndarray, environment: str, sampler: str) -> tuple[float, tuple[str, ...]]:
     """The least relative residual of any one, two or three named gradients, common coefficients on all instances."""
     usable = [name for name, row in ATLAS.items() if name != "zero" and (sampler == "stale" or not row.stale)]
-    columns = {name: np.concatenate([named(name, world, seed).ravel() for seed in SEEDS]) for name in usable}
+    columns = {name: np.concatenate([named(name, environment, seed).ravel() for seed in SEEDS]) for name in usable}
     columns = {name: column for name, column in columns.items() if np.linalg.norm(column) > 0}
     size = np.linalg.norm(found)
     best = (1.0, ())
@@ -175,10 +177,10 @@ def test_the_brute_force_fit_can_find_something():
 def test_the_spec_uses_the_sequence_level_name_on_a_bandit_and_sampler_names_only_when_stale(name):
     spec = find(name).spec
     for sampler in SAMPLERS:
-        for world in ENVIRONMENTS:
-            for gradient_name in spec.expectation(world, sampler) or ():
+        for environment in ENVIRONMENTS:
+            for gradient_name in spec.expectation(environment, sampler) or ():
                 assert gradient_name in ATLAS
-                assert world != "bandit" or not ATLAS[gradient_name].local
+                assert environment != "bandit" or not ATLAS[gradient_name].local
                 assert sampler == "stale" or not ATLAS[gradient_name].stale
 
 
@@ -245,8 +247,8 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_breaks_the_table(bug):
-    name, function, world, sampler = PLANTED[bug]
-    assert max(deviation(find(name).spec, function, world, sampler, seed) for seed in SEEDS) > 1e-3
+    name, function, environment, sampler = PLANTED[bug]
+    assert max(deviation(find(name).spec, function, environment, sampler, seed) for seed in SEEDS) > 1e-3
 
 
 @pytest.mark.parametrize("change", [{"placement": "loss"}, {"placement": "both"}, {"credit": "immediate"}])
@@ -272,17 +274,17 @@ def test_an_off_by_one_in_the_reward_to_go_breaks_the_table():
 
 
 @pytest.mark.parametrize("lam", [-1.0, 0.0, 0.3, 1.0, 2.0])
-@pytest.mark.parametrize("world", ENVIRONMENTS)
-def test_lambda_is_a_baseline(lam, world):
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_lambda_is_a_baseline(lam, environment):
     estimator = find("lambda-baseline")
-    assert deviation(estimator.spec, estimator.function, world, "current", 0, lam=lam) < EXACT
+    assert deviation(estimator.spec, estimator.function, environment, "current", 0, lam=lam) < EXACT
 
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_coefficients_that_depend_on_the_length(length, monkeypatch):
     """1/T of the reverse KL; and local forward KL, 1/T of the way to the reverse KL (theory at a fixed length T)."""
-    world = f"sequence-of-{length}"
-    monkeypatch.setitem(ENVIRONMENTS, world, sequence(3, length))
+    environment = f"sequence-of-{length}"
+    monkeypatch.setitem(ENVIRONMENTS, environment, sequence(3, length))
     share = 1 / length
     for name, claimed in {
         "length-normalised": {"reverse_kl": share},
@@ -290,7 +292,7 @@ def test_coefficients_that_depend_on_the_length(length, monkeypatch):
         "k3-broadcast-ratio": {"local_forward_kl": 1 - share, "reverse_kl": share},
     }.items():
         spec = replace(find(name).spec, identified={"current": {"tokens": claimed}})
-        assert deviation(spec, find(name).function, world, "current", 0) < EXACT
+        assert deviation(spec, find(name).function, environment, "current", 0) < EXACT
 
 
 def test_length_normalised_follows_a_length_weighted_kl_when_lengths_vary():
@@ -317,10 +319,10 @@ def test_the_clamp_has_no_gradient_beyond_its_bound():
 
 
 @pytest.mark.parametrize("name", ["top-k", "top-k-detached"])
-@pytest.mark.parametrize("world", ENVIRONMENTS)
-def test_a_head_of_the_whole_vocabulary_is_the_exact_kl(name, world):
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_a_head_of_the_whole_vocabulary_is_the_exact_kl(name, environment):
     spec = replace(find("full-loss").spec, name=name)
-    assert deviation(spec, find(name).function, world, "current", 0, k=9) < EXACT
+    assert deviation(spec, find(name).function, environment, "current", 0, k=9) < EXACT
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -348,10 +350,10 @@ def test_rao_blackwell_has_no_noise_on_a_bandit():
         np.testing.assert_allclose(sample, named("reverse_kl", "bandit", 0), atol=1e-14)
 
 
-def expected_value(name: str, world: str, sampler: str = "current") -> tuple[float, float]:
+def expected_value(name: str, environment: str, sampler: str = "current") -> tuple[float, float]:
     """E[value] (what is logged, where the estimator logs), and E_π[Σu] = KL(π‖ref), both by enumeration."""
-    instance, value, kl = instance_of(world, 0), 0.0, 0.0
-    for row in rows_of(world, 0):
+    instance, value, kl = instance_of(environment, 0), 0.0, 0.0
+    for row in rows_of(environment, 0):
         result, logp, probability = called(find(name).function, row, torch.from_numpy(instance.policy), sampler)
         result = result[1]["kl"] if isinstance(result, tuple) else result
         result = result[:, : row.length] if result.dim() == 2 else result
@@ -369,10 +371,10 @@ UNBIASED = [
 ]
 
 
-@pytest.mark.parametrize("world", ENVIRONMENTS)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
 @pytest.mark.parametrize("name", UNBIASED)
-def test_values_said_to_be_unbiased_are(name, world):
-    value, kl = expected_value(name, world)
+def test_values_said_to_be_unbiased_are(name, environment):
+    value, kl = expected_value(name, environment)
     assert value == pytest.approx(kl, rel=EXACT)
 
 

@@ -676,7 +676,7 @@ def test_an_exact_ratio_is_never_blamed():
 
 
 @pytest.mark.parametrize("environment", ["sequence", "ragged", ("sequence", "mdp")])
-def test_a_division_by_the_length_is_told_from_a_constant_in_any_world(environment):
+def test_a_division_by_the_length_is_told_from_a_constant_in_any_environment(environment):
     assert {check.code for check in grade(k2_over_length, environment=environment).failed} == {"KL203"}
     assert {check.code for check in grade(over_constant, environment=environment).failed} == {"KL106"}
 
@@ -697,11 +697,11 @@ def test_signs_and_factors_are_told_on_other_gradients_too(loss, codes):
     ("environment", "vocabulary", "length", "rollouts"),
     [("bandit", 4, 1, 4), ("sequence", 3, 3, 27), ("ragged", 3, 3, 1 + 2 + 4 * 3)],
 )
-def test_the_worlds_are_those_of_the_contract(environment, vocabulary, length, rollouts):
+def test_the_environments_are_those_of_the_contract(environment, vocabulary, length, rollouts):
     """`bandit` V = 4; `sequence` V = 3, length 3; `ragged` V = 3 with an end token, length up to 3; all mild."""
-    worlds = instances(environment, 0)
-    assert len(worlds) == 3 + 1
-    for instance in worlds:
+    environments = instances(environment, 0)
+    assert len(environments) == 3 + 1
+    for instance in environments:
         assert (instance.environment.vocabulary, instance.environment.horizon) == (vocabulary, length)
         assert len(instance.paths) == rollouts
         log_ratio = np.abs(instance.paths.along(instance.policy - instance.reference))

@@ -187,7 +187,7 @@ SEEDS = (0, 1, 2)
 
 
 def small(kind, seed):
-    """Worlds of three to four rollouts, and what each of them is paid at its end."""
+    """Environments of three to four rollouts, and what each of them is paid at its end."""
     environment = {"bandit": bandit(4), "sequence": sequence(2, 2), "ragged": ragged(2, 2)}[kind]
     paid = np.zeros(environment.reward.shape)
     paths = environment.enumerate()

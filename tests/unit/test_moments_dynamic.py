@@ -1,11 +1,11 @@
-"""Dynamic programming equals enumeration, for every estimator that works token by token, in every world."""
+"""Dynamic programming equals enumeration, for every estimator that works token by token, in every environment."""
 
 import functools
 import inspect
 
 import numpy as np
 import pytest
-from moments_plain import WORLDS, drawn
+from moments_plain import ENVIRONMENTS, drawn
 
 from kltest.environments import END, Environment, Instance, mdp, ngram, ragged, sequence
 from kltest.errors import UsageError
@@ -43,17 +43,17 @@ def agrees(loss, instance, sampler, *, variance=False):
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_dynamic_programming_equals_enumeration(name, sampler):
-    for world in WORLDS:
-        agrees(estimator(name), drawn(world, 0), sampler, variance=name in PLACED_IN_LOSS)
-        agrees(estimator(name), drawn(world, 1), sampler)
+    for environment in ENVIRONMENTS:
+        agrees(estimator(name), drawn(environment, 0), sampler, variance=name in PLACED_IN_LOSS)
+        agrees(estimator(name), drawn(environment, 1), sampler)
 
 
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 @pytest.mark.parametrize("credit", CREDITS)
 @pytest.mark.parametrize("placement", ["reward", "both"])
-@pytest.mark.parametrize("world", ["ragged with prompts", "mdp", "ragged ngram"])
-def test_every_placement_and_credit(world, placement, credit, sampler):
-    agrees(estimator("k3-ratio", placement=placement, credit=credit), drawn(world), sampler)
+@pytest.mark.parametrize("environment", ["ragged with prompts", "mdp", "ragged ngram"])
+def test_every_placement_and_credit(environment, placement, credit, sampler):
+    agrees(estimator("k3-ratio", placement=placement, credit=credit), drawn(environment), sampler)
 
 
 PLACED_IN_LOSS = [
@@ -155,10 +155,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("loss", REFUSED.values(), ids=REFUSED)
-@pytest.mark.parametrize("world", ["ragged", "mdp"])
-def test_what_looks_beyond_the_token_is_refused(loss, world):
+@pytest.mark.parametrize("environment", ["ragged", "mdp"])
+def test_what_looks_beyond_the_token_is_refused(loss, environment):
     with pytest.raises(UsageError, match="depends on more than each token's own"):
-        dynamic(bind(loss), drawn(world))
+        dynamic(bind(loss), drawn(environment))
 
 
 def test_a_loss_that_takes_another_road_for_whole_rollouts_is_refused():
@@ -186,10 +186,10 @@ def test_other_losses_are_refused_with_the_reason(loss, words):
         dynamic(bind(loss), drawn("ragged"))
 
 
-@pytest.mark.parametrize("world", ["ragged ngram", "mdp", "bandit"])
-def test_a_sum_over_rows_has_no_number_of_a_tokens_own(world):
+@pytest.mark.parametrize("environment", ["ragged ngram", "mdp", "bandit"])
+def test_a_sum_over_rows_has_no_number_of_a_tokens_own(environment):
     with pytest.raises(UsageError, match="summed sums over the rows"):
-        dynamic(bind(lambda logp, ref_logp: len(logp) * (logp - ref_logp) ** 2 / 2, name="summed"), drawn(world))
+        dynamic(bind(lambda logp, ref_logp: len(logp) * (logp - ref_logp) ** 2 / 2, name="summed"), drawn(environment))
 
 
 def test_rollouts_may_all_end_before_the_horizon(monkeypatch):

@@ -1,4 +1,4 @@
-"""The expected gradient and its second moment equal those of one backward pass per rollout, in every world."""
+"""The expected gradient and its second moment equal those of one backward pass per rollout, in every environment."""
 
 import itertools
 import tracemalloc
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moments_plain import WORLDS, drawn, every_batch, every_group, moments_by_hand, plain, plain_batch
+from moments_plain import ENVIRONMENTS, drawn, every_batch, every_group, moments_by_hand, plain, plain_batch
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.errors import TargetError, UsageError
@@ -70,9 +70,9 @@ def agrees(moments, expected, second):
 
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("world", WORLDS)
-def test_moments_equal_one_backward_pass_per_rollout(world, loss, sampler):
-    instance = drawn(world)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_moments_equal_one_backward_pass_per_rollout(environment, loss, sampler):
+    instance = drawn(environment)
     expected, second, _, _ = plain(loss, instance, sampler)
     moments = exact(bind(loss), instance, sampler)
     agrees(moments, expected, second)
@@ -183,7 +183,7 @@ coefficients = st.lists(st.floats(-2, 2, allow_nan=False), min_size=4, max_size=
     st.integers(0, 5),
     st.sampled_from(["current", "stale"]),
 )
-def test_random_polynomials_in_random_worlds(kind, vocabulary, length, first, second, seed, sampler):
+def test_random_polynomials_in_random_environments(kind, vocabulary, length, first, second, seed, sampler):
     environment = {
         "sequence": lambda: sequence(vocabulary, length),
         "ragged": lambda: ragged(vocabulary, length),
@@ -323,7 +323,7 @@ def test_the_reduction_is_found(loss, reduction, environment, monkeypatch):
         assert weights.sum() == pytest.approx(1)
 
 
-def test_probes_of_a_large_world_hold_rollouts_of_two_prompts():
+def test_probes_of_a_large_environment_hold_rollouts_of_two_prompts():
     """Among forty prompts neighbours hardly ever come by chance: they are taken from the first and the last one."""
     paths = Instance.draw(sequence(3, 3, prompts=np.full(40, 1 / 40)), 0).paths
     for seed in range(5):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from moments_plain import WORLDS, by_hand
+from moments_plain import ENVIRONMENTS, by_hand
 
 from kltest.environments import Paths, tabular
 
@@ -14,7 +14,7 @@ TERMINATING = tabular(
     start=np.array([0.5, 0.5]),
     name="ends by chance",
 )
-ALL = [*WORLDS.values(), TERMINATING]
+ALL = [*ENVIRONMENTS.values(), TERMINATING]
 
 
 @pytest.mark.parametrize("environment", ALL, ids=lambda environment: environment.name)

@@ -164,7 +164,7 @@ def test_false_alarms_of_whole_gradings_stay_below_a_loose_error_rate():
 # What cannot be enumerated
 
 
-def test_a_world_with_more_rollouts_than_atoms():
+def test_an_environment_with_more_rollouts_than_atoms():
     """4¹⁰⁰ rollouts; the truth is dynamic programming's, and what is left out of the local gradient is 4.5% of it."""
     instance = Instance.draw(ngram(4, 100, 2), 1, distance=40.0)
     with pytest.raises(InvalidEnvironmentError):
@@ -180,7 +180,7 @@ def test_a_world_with_more_rollouts_than_atoms():
     assert low <= bias <= high
 
 
-def test_a_world_with_too_many_logits_is_refused():
+def test_an_environment_with_too_many_logits_is_refused():
     with pytest.raises(InvalidEnvironmentError, match="logits"):
         compared(bind(squared), Instance.draw(sequence(8, 5), 0))
 

@@ -22,11 +22,11 @@ SETTINGS = Settings(
         "beta": (0.1, 1.0),
         "steps": 100,
         "exact": True,
-        "world": "bandit",
+        "environment": "bandit",
     },
     full={"beta": (0.1, 1.0, 10.0)},
     seeds={"quick": 2, "full": 5},
-    allowed={"beta": (0.0, 100.0), "steps": (1, math.inf), "world": ("bandit", "sequence")},
+    allowed={"beta": (0.0, 100.0), "steps": (1, math.inf), "environment": ("bandit", "sequence")},
     applies=lambda one: not (one["estimator"] is None and one["beta"] == 1.0),
 )
 
@@ -38,7 +38,7 @@ def test_the_grid_is_every_combination_that_applies():
     configurations = SETTINGS.configurations(SETTINGS.grid("quick"))
     assert len(configurations) == (3 * 2 - 1) * 2
     assert configurations[0] == {
-        "estimator": "k1-loss", "beta": 0.1, "steps": 100, "exact": True, "world": "bandit", "seed": 0,
+        "estimator": "k1-loss", "beta": 0.1, "steps": 100, "exact": True, "environment": "bandit", "seed": 0,
     }  # fmt: skip
     assert len({json.dumps(one, sort_keys=True) for one in configurations}) == len(configurations)
 
@@ -79,7 +79,7 @@ def test_full_scale_contains_quick():
         ("beta=1,1.0", "beta", (1.0,)),
         ("steps=7,8", "steps", (7, 8)),
         ("exact=False", "exact", (False,)),
-        ("world=sequence", "world", ("sequence",)),
+        ("environment=sequence", "environment", ("sequence",)),
         ("estimator=k3-loss,None", "estimator", ("k3-loss", None)),
     ],
 )
@@ -108,8 +108,8 @@ def test_a_setting_is_set(change, name, values):
         ("steps=1.5", "a whole number, as 100, not '1.5'"),
         ("steps=True", "a whole number"),
         ("exact=1", "True or False"),
-        ("world=grid", "one of: bandit, sequence"),
-        ("world=sequense", "did you mean sequence"),
+        ("environment=grid", "one of: bandit, sequence"),
+        ("environment=sequense", "did you mean sequence"),
         ("estimator=k4-loss", r"cannot be 'k4-loss'.*k1-loss, k3-loss"),
         ("steps=__import__('os').abort()", "a whole number"),
     ],

@@ -18,7 +18,7 @@ from kltest.training import PerRun, Problem, Run, train
 from kltest.training.sums import softmax
 from kltest.truth import gradient, optimum, sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point, value
 
-WORLDS = ("bandit", "prompts", "sequence", "ragged", "mdp", "ngram")
+ENVIRONMENTS = ("bandit", "prompts", "sequence", "ragged", "mdp", "ngram")
 # Gradients are of order 1 and added up in another order.
 SAME = 1e-12
 
@@ -27,14 +27,14 @@ def instance_of(which: Problem, logits=None, sampler=None) -> Instance:
     return Instance.of(which.environment, which.start if logits is None else logits, which.reference, sampler)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
 @pytest.mark.parametrize("name", registry())
-def test_exact_training_follows_the_enumerated_gradient(name, world):
-    assert_first_step_is_exact(name, world)
+def test_exact_training_follows_the_enumerated_gradient(name, environment):
+    assert_first_step_is_exact(name, environment)
 
 
-def assert_first_step_is_exact(name, world):
-    which, beta, rate = problem(world), 0.7, 0.5
+def assert_first_step_is_exact(name, environment):
+    which, beta, rate = problem(environment), 0.7, 0.5
     moved = train([Run(which, name, beta=beta, learning_rate=rate)], steps=1, optima=False).logits[0]
     instance = instance_of(which)
     penalty = exact(resolve(name), instance, "current").gradient
@@ -45,10 +45,10 @@ def ascent(instance, beta, penalty):
     return gradient("expected_reward", instance) - beta * penalty
 
 
-@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged", "mdp"])
+@pytest.mark.parametrize("environment", ["bandit", "sequence", "ragged", "mdp"])
 @pytest.mark.parametrize("name", registry())
-def test_stale_exact_training_follows_the_enumerated_gradient_under_the_sampler(name, world):
-    which, beta, rate = problem(world), 0.4, 0.3
+def test_stale_exact_training_follows_the_enumerated_gradient_under_the_sampler(name, environment):
+    which, beta, rate = problem(environment), 0.4, 0.3
     runs = [Run(which, name, beta=beta, learning_rate=rate)]
     # With the ratio of the whole sequence the reward part is that of the policy, whatever the sampler.
     settings = {"inner_steps": 2, "ratio": "sequence", "optima": False}
@@ -68,9 +68,9 @@ def test_the_sampler_is_renewed_after_inner_steps():
 
 
 @pytest.mark.parametrize("ratio", ["none", "token", "sequence", "clipped"])
-@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged"])
-def test_ratios_of_the_reward_part(world, ratio):
-    which, clip = problem(world), 0.05
+@pytest.mark.parametrize("environment", ["bandit", "sequence", "ragged"])
+def test_ratios_of_the_reward_part(environment, ratio):
+    which, clip = problem(environment), 0.05
     runs = [Run(which, None, learning_rate=1.0)]
     once, twice = (
         train(runs, steps=steps, inner_steps=2, ratio=ratio, clip=clip, baseline="mean").logits[0] for steps in (1, 2)
@@ -105,9 +105,9 @@ def surrogate_gradient(which, logits, ratio, clip):
 
 
 @pytest.mark.parametrize("name", ["group-mean", "leave-one-out", "tied-groups-masked", "k2-loss", "token-mean"])
-@pytest.mark.parametrize("world", ["bandit", "prompts"])
-def test_exact_groups_follow_the_gradient_over_all_groups(name, world):
-    which, size = problem(world, reward="binary"), 3
+@pytest.mark.parametrize("environment", ["bandit", "prompts"])
+def test_exact_groups_follow_the_gradient_over_all_groups(name, environment):
+    which, size = problem(environment, reward="binary"), 3
     start = train([Run(which, name, beta=0.6)], steps=1, group_size=size, baseline="leave-one-out").logits[0]
     instance = instance_of(which)
     penalty = exact_batches(resolve(name), instance, size=size, grouped=True).gradient
@@ -148,10 +148,10 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("world", "rate"), [(bandit(4), 4.0), (sequence(3, 2), 3.0), (ragged(2, 3), 2.0)])
-def test_exact_ascent_ends_at_the_fixed_point(world, rate):
-    which = Problem.draw(world, 3, distance=0.0, reward="normal")
-    which = Problem(replace(world, reward=which.environment.reward / 2), which.start, which.reference)
+@pytest.mark.parametrize(("environment", "rate"), [(bandit(4), 4.0), (sequence(3, 2), 3.0), (ragged(2, 3), 2.0)])
+def test_exact_ascent_ends_at_the_fixed_point(environment, rate):
+    which = Problem.draw(environment, 3, distance=0.0, reward="normal")
+    which = Problem(replace(environment, reward=which.environment.reward / 2), which.start, which.reference)
     runs = [Run(which, name, beta=1.0, learning_rate=rate) for name in ENDS]
     history = train(runs, steps=400, optima=False)
     for name, ended in zip(ENDS, history.logits, strict=True):
@@ -172,13 +172,13 @@ def test_theory_5_10_who_reaches_the_optimum():
     The contexts of the first two tokens start at the reference, the others, met too seldom for a short ascent,
     at the optimum: whoever follows the true gradient leaves them there.
     """
-    world, beta = sequence(5, 4), 0.5
-    drawn = Problem.draw(world, 0, distance=0.0)
-    world = replace(world, reward=np.random.default_rng(0).standard_normal(drawn.start.shape) / 4)
-    start = optimum(world, drawn.reference, beta).policy.copy()
+    environment, beta = sequence(5, 4), 0.5
+    drawn = Problem.draw(environment, 0, distance=0.0)
+    environment = replace(environment, reward=np.random.default_rng(0).standard_normal(drawn.start.shape) / 4)
+    start = optimum(environment, drawn.reference, beta).policy.copy()
     start[:6] = drawn.reference[:6]
     names = ["k1-reward", "k2-loss-sequence", "k3-loss-sequence", "k3-loss", "k1-loss"]
-    runs = [Run(Problem(world, start, drawn.reference), name, beta=beta, learning_rate=8.0) for name in names]
+    runs = [Run(Problem(environment, start, drawn.reference), name, beta=beta, learning_rate=8.0) for name in names]
     history = train(runs, steps=330)
     distance = dict(zip(names, history.kl_to_optimum[-1], strict=True))
     assert min(history.kl_to_optimum[0]) > 1e-2
@@ -186,9 +186,9 @@ def test_theory_5_10_who_reaches_the_optimum():
     assert min(distance["k3-loss-sequence"], distance["k3-loss"], distance["k1-loss"]) > 1e-3
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_measurements_are_the_truth(world):
-    which, beta = problem(world), 0.7
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_measurements_are_the_truth(environment):
+    which, beta = problem(environment), 0.7
     history = train([Run(which, "k2-loss", beta=beta)], steps=2, record=1)
     for index, steps in enumerate((0, 1, 2)):
         logits = train([Run(which, "k2-loss", beta=beta)], steps=steps).logits[0]
@@ -200,7 +200,7 @@ def test_measurements_are_the_truth(world):
         }
         best = optimum(which.environment, which.reference, beta)
         expected["objective"] = expected["reward"] - beta * expected["kl"]
-        # J* − J_β = β·KL(π‖π*), for any world.
+        # J* − J_β = β·KL(π‖π*), for any environment.
         expected["gap"] = best.value - expected["objective"]
         expected["kl_to_optimum"] = expected["gap"] / beta
         expected["gradient_norm"] = np.linalg.norm(ascent(instance, beta, exact(resolve("k2-loss"), instance).gradient))

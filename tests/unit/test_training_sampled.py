@@ -9,34 +9,34 @@ from kltest.environments import bandit
 from kltest.environments.policies import table
 from kltest.training import PerRun, Problem, Run, train
 
-WORLDS = ("bandit", "prompts", "many arms", "sequence", "ragged", "mdp")
+ENVIRONMENTS = ("bandit", "prompts", "many arms", "sequence", "ragged", "mdp")
 
 
 def numpy_run(run: Run, steps: int, batch: int, group: int | None = None) -> np.ndarray:
     """The logits of one run, rollout by rollout, from the same uniforms: token k2 as a loss, leave-one-out baseline."""
-    world, logits = run.problem.environment, run.problem.start.copy()
-    reference, horizon = run.problem.log_reference, world.horizon
+    environment, logits = run.problem.environment, run.problem.start.copy()
+    reference, horizon = run.problem.log_reference, environment.horizon
     generator = np.random.default_rng(run.seed)
     for _ in range(steps):
         log_policy = table(logits)
-        several, branching = len(world.prompts) > 1, world.branches > 1
+        several, branching = len(environment.prompts) > 1, environment.branches > 1
         for_prompts = generator.random(batch) if several else np.zeros(batch)
         for_steps = [generator.random(batch) for _ in range(horizon + (horizon - 1) * branching)]
         paths, earned, prompts = [], np.zeros(batch), np.zeros(batch, dtype=int)
         for row in range(batch):
             uniform = for_prompts[row - row % group if group else row]
-            prompts[row] = np.searchsorted(world.prompts.cumsum()[:-1], uniform, side="right")
-            context, path = int(world.start[prompts[row]]), []
+            prompts[row] = np.searchsorted(environment.prompts.cumsum()[:-1], uniform, side="right")
+            context, path = int(environment.start[prompts[row]]), []
             for step in range(horizon):
                 draw = for_steps[step * (1 + branching)][row]
                 token = int(np.searchsorted(np.exp(log_policy[context]).cumsum()[:-1], draw, side="right"))
                 path.append((context, token))
-                earned[row] += world.reward[context, token]
+                earned[row] += environment.reward[context, token]
                 if step == horizon - 1:
                     break
-                arrivals = world.probabilities[context, token].cumsum()[:-1]
+                arrivals = environment.probabilities[context, token].cumsum()[:-1]
                 where = np.searchsorted(arrivals, for_steps[2 * step + 1][row], side="right") if branching else 0
-                context = int(world.successors[context, token, where])
+                context = int(environment.successors[context, token, where])
                 if context < 0:
                     break
             paths.append(path)
@@ -55,9 +55,9 @@ def numpy_run(run: Run, steps: int, batch: int, group: int | None = None) -> np.
 
 
 @pytest.mark.parametrize("group", [None, 4])
-@pytest.mark.parametrize("world", WORLDS)
-def test_plain_numpy_ends_at_the_same_logits(world, group):
-    runs = [Run(problem(world, seed), "k2-loss", beta=0.3, learning_rate=0.5, seed=seed) for seed in range(2)]
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_plain_numpy_ends_at_the_same_logits(environment, group):
+    runs = [Run(problem(environment, seed), "k2-loss", beta=0.3, learning_rate=0.5, seed=seed) for seed in range(2)]
     ended = train(runs, steps=12, batch_size=8, group_size=group, optima=False).logits
     for run, logits in zip(runs, ended, strict=True):
         # Rounding of 1e-16 an update, carried along by a few dozen of order 1.
@@ -68,11 +68,11 @@ ESTIMATORS = ("k2-loss", "k1-reward", "k3-loss", "full-loss", "group-mean", "gro
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 8}, {"batch_size": 8, "group_size": 4}, {"batch_size": None}])
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_run_ends_at_the_same_bits_in_any_company(world, settings):
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_a_run_ends_at_the_same_bits_in_any_company(environment, settings):
     runs = [
-        Run(problem(world, seed % 3), ESTIMATORS[seed % 8], beta=0.1 + seed % 5, learning_rate=0.1, seed=seed)
-        for seed in range(56 if world != "many arms" else 16)
+        Run(problem(environment, seed % 3), ESTIMATORS[seed % 8], beta=0.1 + seed % 5, learning_rate=0.1, seed=seed)
+        for seed in range(56 if environment != "many arms" else 16)
     ]
     options = {"steps": 4, "record": 2, "inner_steps": 2, "ratio": "token", **settings}
     together = train(runs, **options)
@@ -104,17 +104,17 @@ def test_a_seed_is_a_run_of_its_own():
 
 
 @pytest.mark.parametrize("name", ["k2-loss", "k1-reward-to-go", "full-loss", "leave-one-out"])
-@pytest.mark.parametrize("world", ["bandit", "prompts", "sequence", "ragged", "mdp"])
-def test_the_mean_of_sampled_gradients_is_the_exact_one(world, name):
-    assert_unbiased(world, name)
+@pytest.mark.parametrize("environment", ["bandit", "prompts", "sequence", "ragged", "mdp"])
+def test_the_mean_of_sampled_gradients_is_the_exact_one(environment, name):
+    assert_unbiased(environment, name)
 
 
-def assert_unbiased(world, name, beta=0.5):
+def assert_unbiased(environment, name, beta=0.5):
     """Each coordinate within 5 standard errors of 2,000 seeds: chance alone does that once in 10⁶ coordinates.
 
     Exact groups are single rollouts, without a baseline for the cost: the mean must not depend on that.
     """
-    which, seeds = problem(world), 2000
+    which, seeds = problem(environment), 2000
     runs = [Run(which, name, beta=beta, seed=seed) for seed in range(seeds)]
     moved = train(runs, steps=1, batch_size=4, group_size=4, optima=False).logits - which.start
     alone = "k1-reward" if name == "group-mean" else name

@@ -12,7 +12,7 @@ from kltest.training.penalty import Penalty, TokenPenalty, penalty_of
 from kltest.training.problems import Runs
 
 loop = sys.modules["kltest.training.train"]
-WORLDS = {"bandit": bandit(4), "sequence": sequence(3, 3), "ragged": ragged(3, 3), "mdp": mdp(4, 2, 3)}
+ENVIRONMENTS = {"bandit": bandit(4), "sequence": sequence(3, 3), "ragged": ragged(3, 3), "mdp": mdp(4, 2, 3)}
 SETTINGS = {
     "exact": {"batch_size": None, "inner_steps": 2},
     "drawn": {"batch_size": 8, "inner_steps": 2},
@@ -23,8 +23,8 @@ SHORT = [
 ]
 
 
-def runs_of(name, world, **options):
-    problems = [Problem.draw(WORLDS[world], seed, reward="normal") for seed in range(3)]
+def runs_of(name, environment, **options):
+    problems = [Problem.draw(ENVIRONMENTS[environment], seed, reward="normal") for seed in range(3)]
     return [Run(problems[seed], name, beta=0.2 + seed, learning_rate=0.2, seed=seed, **options) for seed in range(3)]
 
 
@@ -39,10 +39,10 @@ def assert_same_end(monkeypatch, runs, settings):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
 @pytest.mark.parametrize("name", SHORT)
-def test_both_ways_end_at_the_same_logits(name, world, settings, monkeypatch):
-    assert_same_end(monkeypatch, runs_of(name, world), SETTINGS[settings])
+def test_both_ways_end_at_the_same_logits(name, environment, settings, monkeypatch):
+    assert_same_end(monkeypatch, runs_of(name, environment), SETTINGS[settings])
 
 
 @pytest.mark.parametrize("credit", ["return", "to-go", "immediate"])

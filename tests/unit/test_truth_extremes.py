@@ -38,16 +38,18 @@ class Definition:
         Chances of the dynamics are normalised here: float64 ones sum to 1 within 1e-16 only, and a gradient may be
         smaller than that.
         """
-        world = self.environment
+        environment = self.environment
         for row in range(len(self.paths)):
             live = self.paths.mask[row]
             contexts, tokens = self.paths.contexts[row][live].tolist(), self.paths.tokens[row][live].tolist()
-            chance = mpmath.mpf(float(world.prompts[self.paths.prompt[row]])) / mpmath.fsum(map(float, world.prompts))
+            chance = mpmath.mpf(float(environment.prompts[self.paths.prompt[row]])) / mpmath.fsum(
+                map(float, environment.prompts)
+            )
             for step, (context, token) in enumerate(zip(contexts, tokens, strict=True)):
-                if step < world.horizon - 1:
+                if step < environment.horizon - 1:
                     after = contexts[step + 1] if step + 1 < len(contexts) else -1
-                    branches = [mpmath.mpf(float(x)) for x in world.probabilities[context, token]]
-                    taken = world.successors[context, token].tolist().index(after)
+                    branches = [mpmath.mpf(float(x)) for x in environment.probabilities[context, token]]
+                    taken = environment.successors[context, token].tolist().index(after)
                     chance *= branches[taken] / sum(branches)
             yield chance, list(zip(contexts, tokens, strict=True))
 
@@ -110,7 +112,7 @@ class Definition:
         return float(total)
 
 
-def worlds():
+def environments():
     generator = np.random.default_rng(7)
     return {
         "bandit": bandit(4, reward=generator.standard_normal((1, 4))),
@@ -133,13 +135,13 @@ def extreme(kind, shape, generator):
 
 @pytest.mark.parametrize("name", ATLAS)
 @pytest.mark.parametrize("kind", ["forty", "tiny"])
-@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged", "mdp", "ngram"])
-def test_every_gradient_is_exact_with_extreme_policies(world, kind, name):
-    environment = worlds()[world]
+@pytest.mark.parametrize("label", ["bandit", "sequence", "ragged", "mdp", "ngram"])
+def test_every_gradient_is_exact_with_extreme_policies(label, kind, name):
+    environment = environments()[label]
     shape = environment.reward.shape
     generator = np.random.default_rng(3)
     logits = [extreme(kind, shape, generator) for _ in range(3)]
-    if kind == "tiny" and name == "chi_square" and world != "bandit":
+    if kind == "tiny" and name == "chi_square" and label != "bandit":
         # e^U of two tokens of 1e-300 is not a float64 (see the next test): one such token a rollout.
         logits[1][1:] = generator.standard_normal((shape[0] - 1, shape[1]))
     with mpmath.workdps(DIGITS[kind]):
@@ -150,10 +152,10 @@ def test_every_gradient_is_exact_with_extreme_policies(world, kind, name):
 
 
 def test_what_float64_cannot_hold_is_refused_not_rounded():
-    world = sequence(2, 2)
+    environment = sequence(2, 2)
     reference = np.zeros((3, 2))
     reference[:, 1] = -690.0
-    instance = Instance.of(world, np.zeros((3, 2)), reference)
+    instance = Instance.of(environment, np.zeros((3, 2)), reference)
     with pytest.raises(InvalidEnvironmentError, match=r"chi_square exceeds the range of float64"):
         gradient("chi_square", instance)
     with pytest.raises(InvalidEnvironmentError, match=r"chi_square exceeds the range of float64"):
@@ -162,9 +164,9 @@ def test_what_float64_cannot_hold_is_refused_not_rounded():
 
 
 @pytest.mark.parametrize("kind", ["forty", "tiny"])
-@pytest.mark.parametrize("world", ["bandit", "sequence", "ragged", "mdp", "ngram"])
-def test_kl_is_exact_with_extreme_policies(world, kind):
-    environment = worlds()[world]
+@pytest.mark.parametrize("label", ["bandit", "sequence", "ragged", "mdp", "ngram"])
+def test_kl_is_exact_with_extreme_policies(label, kind):
+    environment = environments()[label]
     generator = np.random.default_rng(4)
     logits = [extreme(kind, environment.reward.shape, generator) for _ in range(3)]
     with mpmath.workdps(DIGITS[kind]):
@@ -196,18 +198,18 @@ MUST_VANISH = [
 
 @pytest.mark.parametrize("name", MUST_VANISH)
 def test_equal_policies_leave_exactly_nothing(name):
-    for world in ("bandit", "sequence", "ragged", "mdp", "ngram"):
-        environment = worlds()[world]
+    for label in ("bandit", "sequence", "ragged", "mdp", "ngram"):
+        environment = environments()[label]
         generator = np.random.default_rng(0)
         policy, sampler = (3 * generator.standard_normal(environment.reward.shape) for _ in range(2))
-        assert not gradient(name, Instance.of(environment, policy, policy, sampler)).any(), world
+        assert not gradient(name, Instance.of(environment, policy, policy, sampler)).any(), label
         if name in VALUES:
-            assert value(name, Instance.of(environment, policy, policy, sampler)) == 0.0, world
+            assert value(name, Instance.of(environment, policy, policy, sampler)) == 0.0, label
 
 
 @pytest.mark.parametrize("name", ["from_sampler_kl", "to_sampler_kl"])
 def test_an_equal_sampler_leaves_exactly_nothing(name):
-    environment = worlds()["ragged"]
+    environment = environments()["ragged"]
     policy, reference = np.random.default_rng(0).standard_normal((2, *environment.reward.shape))
     assert not gradient(name, Instance.of(environment, policy, reference, policy)).any()
     assert gradient(name, Instance.of(environment, policy, policy, reference)).any()
@@ -222,15 +224,17 @@ def test_one_token_leaves_nothing_to_choose(name):
 
 @pytest.mark.parametrize("name", ATLAS)
 def test_rollouts_that_all_end_at_once_are_a_bandit(name):
-    """A ragged world whose policies all but surely end at once has the bandit's gradient in its first context."""
+    """A ragged environment whose policies all but surely end at once has the bandit's gradient in its first context."""
     generator = np.random.default_rng(5)
     arms = bandit(3, reward=generator.standard_normal((1, 3)))
     logits = generator.standard_normal((3, 1, 3))
     # The same arms, and a successor that always ends the rollout; what stands in later contexts must not matter.
     ends = np.full((4, 3, 1), -1)
-    world = tabular(ends, np.ones((4, 3, 1)), np.repeat(arms.reward, 4, axis=0), 3, start=np.array([1.0, 0, 0, 0]))
+    environment = tabular(
+        ends, np.ones((4, 3, 1)), np.repeat(arms.reward, 4, axis=0), 3, start=np.array([1.0, 0, 0, 0])
+    )
     padded = np.concatenate([logits, generator.standard_normal((3, 3, 3))], axis=1)
-    found = gradient(name, Instance.of(world, *padded))
+    found = gradient(name, Instance.of(environment, *padded))
     # The same sums in another order.
     np.testing.assert_allclose(found[:1], gradient(name, Instance.of(arms, *logits)), rtol=0, atol=1e-15)
     assert not found[1:].any()

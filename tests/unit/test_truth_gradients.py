@@ -1,4 +1,4 @@
-"""The atlas as properties over one table: every name × every world × several seeds."""
+"""The atlas as properties over one table: every name × every environment × several seeds."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ def _paid(make, *arguments, **options):
     return make(*arguments, **options, reward=_reward(make(*arguments, **options)))
 
 
-WORLDS = {
+ENVIRONMENTS = {
     "bandit": _paid(bandit, 4),
     "bandits": _paid(bandit, 3, prompts=np.array([0.2, 0.5, 0.3])),
     "sequence": _paid(sequence, 3, 3),
@@ -36,8 +36,8 @@ WORLDS = {
     "ngram-ragged": _paid(ngram, 3, 5, 3, end_token=1),
     "unigram": _paid(ngram, 3, 5, 1),
 }
-SHARED = [name for name, world in WORLDS.items() if not world.tree]
-LONG = [name for name, world in WORLDS.items() if world.horizon > 1]
+SHARED = [name for name, environment in ENVIRONMENTS.items() if not environment.tree]
+LONG = [name for name, environment in ENVIRONMENTS.items() if environment.horizon > 1]
 
 
 def _absorbing(environment):
@@ -48,11 +48,11 @@ def _absorbing(environment):
     return tabular(successors, environment.probabilities, environment.reward, environment.horizon, start=start)
 
 
-WORLDS["mdp-ending"] = _absorbing(WORLDS["mdp"])
+ENVIRONMENTS["mdp-ending"] = _absorbing(ENVIRONMENTS["mdp"])
 
 
-def draw(world, seed):
-    return Instance.draw(WORLDS[world], seed)
+def draw(environment, seed):
+    return Instance.draw(ENVIRONMENTS[environment], seed)
 
 
 def relative(found, expected):
@@ -64,7 +64,7 @@ def relative(found, expected):
 @cache
 def everywhere():
     """Every environment with every seed, and the instance drawn so."""
-    return {(world, seed): draw(world, seed) for world in WORLDS for seed in SEEDS}
+    return {(environment, seed): draw(environment, seed) for environment in ENVIRONMENTS for seed in SEEDS}
 
 
 @pytest.mark.parametrize("name", ATLAS)
@@ -87,7 +87,7 @@ def _without_past(environment, weights, state, true=recursions.forward):
     return true(environment, weights, state) * np.eye(1, state.shape[1])
 
 
-# What goes wrong: (module, function, its wrong version, a name, a world).
+# What goes wrong: (module, function, its wrong version, a name, an environment).
 PLANTED = {
     "only the horizon ends rollouts": (
         gradients,
@@ -105,16 +105,16 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_breaks_the_agreement(bug, monkeypatch):
-    module, function, wrong, name, world = PLANTED[bug]
-    instance = draw(world, 0)
+    module, function, wrong, name, environment = PLANTED[bug]
+    instance = draw(environment, 0)
     assert relative(gradient(name, instance), gradient_again(name, instance)) < EXACT
     monkeypatch.setattr(module, function, wrong)
     assert relative(gradient(name, instance), gradient_again(name, instance)) > 1e-3
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_whole_is_the_local_and_the_future(world):
-    instance = draw(world, 7)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_the_whole_is_the_local_and_the_future(environment):
+    instance = draw(environment, 7)
     parts = gradient("local_reverse_kl", instance) + gradient("future_reverse_kl", instance)
     assert relative(parts, gradient("reverse_kl", instance)) < EXACT
 
@@ -183,7 +183,7 @@ def _differences(function, instance):
 
 FIELDS = [name for name, row in ATLAS.items() if row.field and name != "zero"]
 SMALL = {
-    "bandits": WORLDS["bandits"],
+    "bandits": ENVIRONMENTS["bandits"],
     "sequence": _paid(sequence, 2, 3),
     "ragged": _paid(ragged, 3, 2),
     "mdp": mdp(3, 2, 3, seed=3),
@@ -193,28 +193,28 @@ SMALL = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_gradients_are_the_finite_differences_of_their_values(name):
-    for world, environment in SMALL.items():
+    for label, environment in SMALL.items():
         instance = Instance.draw(environment, 5)
         found = _differences(lambda moved: value(name, moved), instance).reshape(instance.policy.shape)
-        assert relative(found, gradient(name, instance)) < DIFFERENCED, world
+        assert relative(found, gradient(name, instance)) < DIFFERENCED, label
 
 
-def _asymmetry(name, world):
-    instance = Instance.draw(SMALL[world], 5)
+def _asymmetry(name, environment):
+    instance = Instance.draw(SMALL[environment], 5)
     jacobian = _differences(lambda moved: gradient(name, moved).ravel(), instance)
     return np.linalg.norm(jacobian - jacobian.T) / np.linalg.norm(jacobian)
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_gradient_field_has_a_symmetric_jacobian(name):
-    for world in SMALL:
-        assert _asymmetry(name, world) < DIFFERENCED, world
+    for environment in SMALL:
+        assert _asymmetry(name, environment) < DIFFERENCED, environment
 
 
 @pytest.mark.parametrize("name", [name for name, row in ATLAS.items() if not row.field])
 def test_what_is_no_gradient_field_has_none(name):
-    for world in SMALL.keys() - {"bandits"}:
-        assert _asymmetry(name, world) > 1e-2, world
+    for environment in SMALL.keys() - {"bandits"}:
+        assert _asymmetry(name, environment) > 1e-2, environment
 
 
 @pytest.mark.parametrize("name", ["local_reverse_kl", "last_token_reverse_kl"])
@@ -230,9 +230,9 @@ def test_gradients_do_not_depend_on_a_constant_in_the_logits(name):
         assert np.abs(found.sum(axis=1)).max() <= 1e-15 * (1 + np.abs(found).max())
 
 
-@pytest.mark.parametrize("world", SHARED)
-def test_checkpoints_give_the_same_as_keeping_everything(world, monkeypatch):
-    instance = draw(world, 0)
+@pytest.mark.parametrize("environment", SHARED)
+def test_checkpoints_give_the_same_as_keeping_everything(environment, monkeypatch):
+    instance = draw(environment, 0)
     kept = [gradient(name, instance) for name in ("reverse_kl", "squared_log_ratio", "chi_square")]
     monkeypatch.setattr(recursions, "MEMORY", 0)
     again = [gradient(name, instance) for name in ("reverse_kl", "squared_log_ratio", "chi_square")]

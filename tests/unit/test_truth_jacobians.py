@@ -10,13 +10,13 @@ from kltest.environments import Instance, mdp, ngram, ragged, sequence
 from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.truth import asymmetry, gradient, jacobian
 
-WORLDS = (sequence(2, 3), ragged(3, 3), ngram(2, 5, 2), ngram(2, 4, 3, end_token=1), mdp(horizon=4))
+ENVIRONMENTS = (sequence(2, 3), ragged(3, 3), ngram(2, 5, 2), ngram(2, 4, 3, end_token=1), mdp(horizon=4))
 NAMES = ("reverse_kl", "local_reverse_kl", "expected_reward")
 
 
-def drawn(world, seed=3):
-    reward = np.random.default_rng(seed).standard_normal((world.n_contexts, world.vocabulary))
-    return Instance.draw(dataclasses.replace(world, reward=reward), seed, distance=4.0)
+def drawn(environment, seed=3):
+    reward = np.random.default_rng(seed).standard_normal((environment.n_contexts, environment.vocabulary))
+    return Instance.draw(dataclasses.replace(environment, reward=reward), seed, distance=4.0)
 
 
 def again(name, instance):
@@ -44,21 +44,25 @@ def again(name, instance):
     return torch.stack(rows).numpy()
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world.name}-{world.horizon}")
+@pytest.mark.parametrize(
+    "environment", ENVIRONMENTS, ids=lambda environment: f"{environment.name}-{environment.horizon}"
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_the_second_derivative_of_the_definition(name, world):
-    instance = drawn(world)
+def test_it_is_the_second_derivative_of_the_definition(name, environment):
+    instance = drawn(environment)
     expected = again(name, instance)
     # Both are sums of a few hundred terms in double precision.
     assert np.abs(jacobian(name, instance) - expected).max() < 1e-12 * max(1.0, np.abs(expected).max())
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world.name}-{world.horizon}")
-def test_gradients_of_functions_are_symmetric_and_the_local_one_is_not(world):
-    instance = drawn(world)
+@pytest.mark.parametrize(
+    "environment", ENVIRONMENTS, ids=lambda environment: f"{environment.name}-{environment.horizon}"
+)
+def test_gradients_of_functions_are_symmetric_and_the_local_one_is_not(environment):
+    instance = drawn(environment)
     assert asymmetry(again("reverse_kl", instance)) < 1e-12
     assert asymmetry(jacobian("local_reverse_kl", instance)) > 1e-2
-    one_step = dataclasses.replace(instance, environment=dataclasses.replace(world, horizon=1))
+    one_step = dataclasses.replace(instance, environment=dataclasses.replace(environment, horizon=1))
     assert asymmetry(jacobian("local_reverse_kl", one_step)) < 1e-15
 
 

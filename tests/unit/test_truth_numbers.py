@@ -8,8 +8,8 @@ from kltest.truth import gradient, value
 from kltest.truth.recursions import total_visits
 
 
-def of_probabilities(world, policy, reference):
-    return Instance.of(world, np.log(np.array(policy)), np.log(np.array(reference)))
+def of_probabilities(environment, policy, reference):
+    return Instance.of(environment, np.log(np.array(policy)), np.log(np.array(reference)))
 
 
 def test_two_arms_with_respect_to_the_probability():
@@ -81,20 +81,20 @@ def test_a_unigram_is_so_many_independent_bandits():
 def test_geometric_lengths():
     """Ending with chance q at every token: E[L] = (1 − (1 − q)^T)/q, and KL per token is that of one token."""
     length, logits = 500, np.array([[0.3, -0.2, -2.0]])
-    world = ngram(3, length, 1, end_token=2)
-    instance = Instance.of(world, logits, np.array([[0.0, 0.5, -1.0]]))
+    environment = ngram(3, length, 1, end_token=2)
+    instance = Instance.of(environment, logits, np.array([[0.0, 0.5, -1.0]]))
     q = np.exp(instance.policy[0, 2])
     assert value("expected_length", instance) == pytest.approx((1 - (1 - q) ** length) / q, rel=1e-12)
     one = Instance.of(bandit(3), logits, instance.reference)
     assert value("kl_per_token", instance) == pytest.approx(value("kl", one), rel=1e-12)
 
 
-def test_large_worlds_obey_the_identities():
+def test_large_environments_obey_the_identities():
     """100,000 states, horizon 30: no enumeration. KL(π‖ref) + H(π) = −E_π[Σ log ref], three separate recursions."""
-    world = mdp(100_000, 4, 30, branches=5, seed=1)
+    environment = mdp(100_000, 4, 30, branches=5, seed=1)
     generator = np.random.default_rng(0)
-    instance = Instance.of(world, *generator.standard_normal((2, 100_000, 4)))
-    pays_reference = type(world)(**{**vars(world), "reward": instance.reference})
+    instance = Instance.of(environment, *generator.standard_normal((2, 100_000, 4)))
+    pays_reference = type(environment)(**{**vars(environment), "reward": instance.reference})
     cross = Instance.of(pays_reference, instance.policy, instance.reference)
     # Entries are 1e-3 of the sums that they are differences of.
     total = gradient("reverse_kl", instance) + gradient("entropy", instance) + gradient("expected_reward", cross)
@@ -106,17 +106,17 @@ def test_visits_of_a_stationary_process():
     """In a process that is already in its stationary distribution, total visits are T times that."""
     chances = np.array([[0.9, 0.1], [0.4, 0.6]])
     stationary = np.array([0.8, 0.2])
-    world = tabular(
+    environment = tabular(
         np.tile([0, 1], (2, 1, 1)), chances[:, None, :], np.zeros((2, 1)), 50, start=stationary, name="two states"
     )
-    np.testing.assert_allclose(total_visits(world, np.zeros((2, 1))), 50 * stationary, rtol=1e-13)
+    np.testing.assert_allclose(total_visits(environment, np.zeros((2, 1))), 50 * stationary, rtol=1e-13)
 
 
 def test_mean_of_token_means_by_hand():
     """π ends at once with chance .5, else after a second token."""
-    world = ragged(2, 2)
+    environment = ragged(2, 2)
     policy, reference = [[0.5, 0.5], [0.25, 0.75]], [[0.75, 0.25], [0.5, 0.5]]
-    instance = of_probabilities(world, policy, reference)
+    instance = of_probabilities(environment, policy, reference)
     stay, end = np.log(0.5 / 0.75), np.log(0.5 / 0.25)
     second = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
     assert value("kl", instance) == pytest.approx(0.5 * end + 0.5 * (stay + second), rel=1e-13)

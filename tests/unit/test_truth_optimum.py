@@ -36,7 +36,7 @@ SHARED = {"mdp": mdp(4, 2, 3, seed=2), "ngram": paid(ngram, 2, 4, 2), "ngram-rag
 
 
 def unrolled(environment):
-    """The same world with a context of its own for every time step: context t·C + c."""
+    """The same environment with a context of its own for every time step: context t·C + c."""
     steps, contexts = environment.horizon, environment.n_contexts
     successors = [
         np.where(environment.successors == END, END, environment.successors + (step + 1) * contexts)
@@ -86,9 +86,9 @@ FIXED_POINTS = {
 
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("name", FIXED_POINTS)
-@pytest.mark.parametrize("world", [*TREES, *SHARED])
-def test_the_expected_gradient_vanishes_at_the_fixed_point(world, name, beta):
-    environment = {**TREES, **SHARED}[world]
+@pytest.mark.parametrize("label", [*TREES, *SHARED])
+def test_the_expected_gradient_vanishes_at_the_fixed_point(label, name, beta):
+    environment = {**TREES, **SHARED}[label]
     reference = reference_of(environment)
     policy = FIXED_POINTS[name](environment, reference, beta)
     assert policy.shape == (environment.reward.shape if environment.tree else (environment.horizon, *reference.shape))
@@ -96,9 +96,9 @@ def test_the_expected_gradient_vanishes_at_the_fixed_point(world, name, beta):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("world", TREES)
-def test_the_expected_gradient_of_sequence_k3_vanishes_at_its_fixed_point(world, beta):
-    environment = TREES[world]
+@pytest.mark.parametrize("label", TREES)
+def test_the_expected_gradient_of_sequence_k3_vanishes_at_its_fixed_point(label, beta):
+    environment = TREES[label]
     reference = reference_of(environment)
     policy = sequence_k3_fixed_point(environment, reference, beta)
     assert force(Instance.of(environment, policy, reference), beta, "forward_kl") < STILL * max(1, beta)
@@ -115,9 +115,9 @@ def test_fixed_points_are_not_the_optimum(name):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("world", [*TREES, *SHARED])
-def test_the_optimal_value_is_the_objective_there(world, beta):
-    environment = {**TREES, **SHARED}[world]
+@pytest.mark.parametrize("label", [*TREES, *SHARED])
+def test_the_optimal_value_is_the_objective_there(label, beta):
+    environment = {**TREES, **SHARED}[label]
     reference = reference_of(environment)
     best = optimum(environment, reference, beta)
     instance = placed(environment, best.policy, reference)
@@ -145,10 +145,10 @@ def test_the_bandits_closed_form(beta):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("world", TREES)
-def test_the_optimum_tilts_whole_rollouts(world, beta):
+@pytest.mark.parametrize("label", TREES)
+def test_the_optimum_tilts_whole_rollouts(label, beta):
     """π*(y) ∝ ref(y)·e^(R(y)/β) within each prompt."""
-    environment = TREES[world]
+    environment = TREES[label]
     reference = table(reference_of(environment))
     paths = environment.enumerate()
     energy = (
@@ -194,7 +194,7 @@ def test_bad_input_is_refused(solve):
         solve(environment, np.zeros((1, 3)), 1.0)
 
 
-@pytest.mark.parametrize("world", SHARED)
-def test_whole_rollouts_are_no_policy_where_contexts_are_shared(world):
+@pytest.mark.parametrize("environment", SHARED)
+def test_whole_rollouts_are_no_policy_where_contexts_are_shared(environment):
     with pytest.raises(InvalidEnvironmentError, match="shared"):
-        sequence_k3_fixed_point(SHARED[world], reference_of(SHARED[world]), 1.0)
+        sequence_k3_fixed_point(SHARED[environment], reference_of(SHARED[environment]), 1.0)

@@ -120,7 +120,7 @@ TARGETS = ("reverse_kl", "local_reverse_kl", "forward_kl", "local_forward_kl")
 
 
 def drawn():
-    """Worlds beyond those that are graded: other sizes, ragged, farther apart."""
+    """Environments beyond those that are graded: other sizes, ragged, farther apart."""
     for seed in range(3):
         yield Instance.draw(sequence(2, 4), seed, distance=4.0, staleness=2.0)
         yield Instance.draw(ragged(4, 3), seed, distance=3.0)

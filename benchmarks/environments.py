@@ -1,4 +1,4 @@
-"""The worlds of the promises, with rollouts enumerated, and a loss with its fields built."""
+"""The environments of the promises, with rollouts enumerated, and a loss with its fields built."""
 
 from __future__ import annotations
 

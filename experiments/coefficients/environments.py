@@ -1,4 +1,4 @@
-"""The worlds: a bandit, token sequences, and an MDP whose states know the time, so that π* is a policy of theirs."""
+"""Environments: a bandit, token sequences, and an MDP whose states know the time, so that π* is a table over states."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from kltest.environments import Environment
     from kltest.training import Problem
 
-# Returns have a standard deviation of about 1, so that β = 1 is where reward and penalty weigh the same. The worlds of
-# theory's fixed points are milder: ascent comes to rest there only when the rarest context has.
+# Returns have a standard deviation of about 1, so that β = 1 is where reward and penalty weigh the same. The
+# environments of theory's fixed points are milder: ascent converges there only when the rarest context has.
 REWARD = {"short": 0.7, "long": 0.15}
 REFERENCE = {"short": 0.5, "long": 0.1}
 STATES, ACTIONS, HORIZON = 3, 3, 3
 
 
 @cache
-def environment(world: str) -> Environment:
+def environment(label: str) -> Environment:
     from kltest.environments import bandit, sequence
 
     return {
@@ -29,7 +29,7 @@ def environment(world: str) -> Environment:
         "mdp": layered,
         "short": lambda: sequence(3, 2),
         "long": lambda: sequence(5, 4),
-    }[world]()
+    }[label]()
 
 
 def layered() -> Environment:
@@ -56,14 +56,14 @@ def layered() -> Environment:
 
 
 @cache
-def problem(world: str, seed: int) -> Problem:
-    """A random reference, at which training starts, and random rewards; the dynamics are the world's own."""
+def problem(label: str, seed: int) -> Problem:
+    """A random reference, at which training starts, and random rewards; the dynamics are the environment's own."""
     from kltest.environments.policies import table
     from kltest.training import Problem
 
-    base = environment(world)
+    base = environment(label)
     generator = np.random.default_rng([seed, base.n_contexts, base.vocabulary])
     shape = (base.n_contexts, base.vocabulary)
-    reference = table(REFERENCE.get(world, 0.5) * generator.standard_normal(shape))
-    scale = REWARD.get(world, 1 / np.sqrt(base.horizon))
+    reference = table(REFERENCE.get(label, 0.5) * generator.standard_normal(shape))
+    scale = REWARD.get(label, 1 / np.sqrt(base.horizon))
     return Problem(replace(base, reward=scale * generator.standard_normal(shape)), reference, reference)

@@ -1,4 +1,4 @@
-"""The worlds of this experiment, and the closed form of what a token brings later in one of them.
+"""The environments of this experiment, and the closed form of what a token brings later in one of them.
 
 A *persistent* bigram: with chance κ, the steering, a token is followed by itself; else by a draw from b that no context
 has a say in,
@@ -52,11 +52,11 @@ def future_in_closed_form(instance: Instance, steering: float) -> np.ndarray:
 
 def prefixes(condition: str, vocabulary: int, length: int, seed: int) -> Instance:
     """Policies of whole prefixes: which of the two sees its context, or both through one relabelling of the tokens."""
-    world = sequence(vocabulary, length)
+    environment = sequence(vocabulary, length)
     drawn = generator("prefixes", vocabulary, length, seed)
-    free = [np.repeat(drawn.standard_normal((1, vocabulary)), world.n_contexts, axis=0) for _ in range(2)]
-    bound = [drawn.standard_normal((world.n_contexts, vocabulary)) for _ in range(2)]
-    relabelling = np.stack([drawn.permutation(vocabulary) for _ in range(world.n_contexts)])
+    free = [np.repeat(drawn.standard_normal((1, vocabulary)), environment.n_contexts, axis=0) for _ in range(2)]
+    bound = [drawn.standard_normal((environment.n_contexts, vocabulary)) for _ in range(2)]
+    relabelling = np.stack([drawn.permutation(vocabulary) for _ in range(environment.n_contexts)])
     policy, reference = {
         "both context-free": (free[0], free[1]),
         "policy context-free": (free[0], bound[1]),
@@ -64,7 +64,7 @@ def prefixes(condition: str, vocabulary: int, length: int, seed: int) -> Instanc
         "relabelled": tuple(np.take_along_axis(logits, relabelling, axis=1) for logits in free),
         "neither": (bound[0], bound[1]),
     }[condition]
-    return Instance.of(world, policy, reference)
+    return Instance.of(environment, policy, reference)
 
 
 def blind_root(chance: float, departure: float) -> Instance:

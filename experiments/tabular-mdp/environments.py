@@ -21,8 +21,8 @@ def generator(*parts: object) -> np.random.Generator:
     return np.random.default_rng(int(digest(*parts), 16))
 
 
-def world(name: str, horizon: int, slip: float, seed: int) -> Environment:
-    """One of the named worlds, whose actions slip; `seed` draws the random ones."""
+def environment(name: str, horizon: int, slip: float, seed: int) -> Environment:
+    """One of the named environments, whose actions slip; `seed` draws the random ones."""
     if name == "chain":
         states = settings.CHAIN
         targets = np.clip(np.arange(states)[:, None] + [-1, 0, 1], 0, states - 1)
@@ -66,8 +66,8 @@ def from_dense(name: str, dense: np.ndarray, horizon: int, first: np.ndarray | E
 
 
 def instance(name: str, horizon: int, slip: float, seed: int) -> Instance:
-    """A world with a policy and a reference that both differ from a common table."""
-    process = world(name, horizon, slip, seed)
+    """An environment with a policy and a reference that both differ from a common table."""
+    process = environment(name, horizon, slip, seed)
     drawn = generator("policies", name, seed)
     shape = (process.n_contexts, process.vocabulary)
     common = settings.SPREAD["common"] * drawn.standard_normal(shape)
