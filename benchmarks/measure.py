@@ -32,14 +32,14 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median keeps the promise; None where none was made."""
+        """Return True if the median keeps the promise; None if none was made."""
         if self.bound is None:
             return None
         return self.ratio <= self.bound if self.at_most else self.ratio >= self.bound
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

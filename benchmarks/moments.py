@@ -44,7 +44,7 @@ def _in_own_process(case: str, declared: bool) -> Row:
 
 
 def peak_memory(case: str, declared: bool) -> float:
-    """How much the process grows over what it held, at its peak, in units of the bytes of logp, ref_logp and mask."""
+    """Peak growth of the process, in units of the bytes of logp, ref_logp and mask."""
     instance = drawn(FIXED[case])
     taken = loss("k3-loss", declared=declared)
     before = _resident("VmRSS")

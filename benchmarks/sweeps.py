@@ -1,4 +1,4 @@
-"""What a sweep costs beside its work: the store, flushed to the disk for every batch, and the progress on the way."""
+"""Cost of a sweep beside its work: the store, flushed to the disk for every batch, and the progress on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the site shows of the code itself: tables and whole pages, made from it when the site is built.
+"""Tables and whole pages of the site that are made from the code when the site is built.
 
 `<!-- table: NAME -->` in a page becomes a table, `<!-- file: PATH -->` a file of the checkout, `<!-- doc: MODULE -->` a
 module's docstring. The pages of the checks and of the libraries have no source but the code. `python docs/hooks.py`
@@ -168,7 +168,7 @@ def finetune_metrics() -> list[dict[str, str]]:
 
 
 def zoo() -> list[dict[str, str]]:
-    """How many losses of each family the checks are held to."""
+    """Return the number of losses of each family that the checks are held to."""
     sys.path.insert(0, str(ROOT / "tests"))
     from zoo.table import clean, mutants  # type: ignore[import-not-found]
 

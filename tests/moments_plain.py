@@ -55,7 +55,7 @@ def by_hand(environment):
 
 
 def objective(function, fields):
-    """What a function of fields asks to be differentiated: its scalar, or the mean over rows of sums over tokens."""
+    """Return what is differentiated of a function of fields: its scalar, or the mean over rows of sums over tokens."""
     answer = function(**{name: fields[name] for name in inspect.signature(function).parameters})
     answer = answer[0] if isinstance(answer, tuple) else answer
     if answer.dim() == 2:

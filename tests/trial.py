@@ -38,12 +38,12 @@ class Trial:
         return records(analysis.tidy(rows))
 
     def verdicts(self, rows: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
-        """Whether each claim agrees with rows; None where it was not run."""
+        """Return if each claim agrees with rows; None if it was not run."""
         (analysis,) = self.modules("analysis")
         return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
 
     def agree(self, rows: Sequence[dict[str, Any]]) -> bool:
-        """Whether every claim agrees with rows; the others are printed."""
+        """Return True if every claim agrees with rows; print the others."""
         wrong = {claim: agrees for claim, agrees in self.verdicts(rows).items() if agrees is not True}
         print(wrong)
         return not wrong

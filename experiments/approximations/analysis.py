@@ -31,7 +31,7 @@ tidy = ordered(PARTS)
 
 
 def _on_both(form: str) -> Callable[[pd.DataFrame], pd.Series]:
-    """What is claimed of heads is claimed of one step and of prefixes."""
+    """Claims about heads hold for one step and for prefixes."""
     return lambda rows: pd.concat([need(rows, part, form=form) for part in ("head", "prefixes")])["theory_error"]
 
 

@@ -57,7 +57,7 @@ def instance_at(lead: float) -> Any:
 
 
 def at_a_lead(one: Mapping[str, Any]) -> list[Row]:
-    """How much of the pull is left, along the way back: the derivative by the leading logit, and the whole gradient."""
+    """Share of the pull that is left along the way back: derivative by the leading logit, and the whole gradient."""
     from kltest.environments.policies import softmax_gradient
     from kltest.estimators import find
     from kltest.loss.calling import bind

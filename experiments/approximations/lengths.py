@@ -162,7 +162,7 @@ def of_one_rollout(one: Mapping[str, Any]) -> list[Row]:
 
 
 def ends(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
-    """Where E[R] − β·(the length-normalised penalty) ends, trained exactly, beside its fixed point; and so for π*.
+    """Ends of exact training on E[R] − β·(the length-normalised penalty), beside its fixed point; and so for π*.
 
     Stationary: R − β·Σu/L is the same for all rollouts, so π(y) = ref(y)·e^{L(R − c)/β}, with c so that it sums to 1.
     Right is to end at once, and every answer that begins with the first token.
@@ -198,7 +198,7 @@ def _task() -> Any:
 
 
 def _ended(run: Any, logits: np.ndarray) -> Row:
-    """How long answers are at the end and under the reference, and how far the end is from where it should be."""
+    """Lengths of answers at the end and under the reference, and the distance of the end from its fixed point."""
     from scipy.optimize import brentq
 
     from kltest.environments import Instance

@@ -68,7 +68,7 @@ def _misread(policy: np.ndarray, reference: np.ndarray, kind: Any) -> tuple[floa
 
 
 def _weight(name: str, log_probs: Any, ref_log_probs: Any) -> np.ndarray:
-    """What multiplies g for each token: the cost where it stands in the reward, the derivative where in the loss."""
+    """Return the factor of g for each token: the cost if it stands in the reward, the derivative if in the loss."""
     from kltest.estimators import find
 
     estimator = find(name)

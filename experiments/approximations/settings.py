@@ -1,4 +1,4 @@
-"""What top-k heads, clamps, low precision and division by lengths do to the gradient: the parts and their grids."""
+"""Effects of top-k heads, clamps, low precision and division by lengths on the gradient: the parts and their grids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradient every registered estimator follows: the grid."""
+"""The gradient that every registered estimator follows: the grid."""
 
 from kltest.sweeps.settings import Settings
 

@@ -1,4 +1,4 @@
-"""Where training should end, and for which coefficient an end is the optimum: fixed points and the frontier."""
+"""Fixed points that training should converge to, and the frontier of optima over coefficients."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def ascend(configurations: Sequence[Configuration], problems: Sequence[Any]) -> 
 
 
 def _measured(history: Any, index: int, one: Configuration) -> Row:
-    """Where a run ended; it collapsed if it diverged, or if little is left of the entropy that π* has."""
+    """Return the end of a run; it collapsed if it diverged, or if little is left of the entropy that π* has."""
     end = {name: float(getattr(history, name)[-1, index]) for name in ("reward", "kl", "kl_to_optimum", "entropy")}
     diverged = bool(history.diverged[index] >= 0)
     optimal = entropy(one["environment"], one["beta"], one.get("seed", 0))

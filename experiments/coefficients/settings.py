@@ -66,7 +66,7 @@ COLLAPSED = 0.1
 
 
 def applies(configuration: Mapping[str, Any]) -> bool:
-    """Whether a part has a place for a combination of settings."""
+    """Return True if a part takes a combination of settings."""
     part, estimator = configuration["part"], configuration.get("estimator")
     if part == "sampled":
         decade = log10(configuration["beta"])

@@ -66,7 +66,7 @@ def _moments(each: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndar
 def _again(
     estimator: str, placement: str, instance: Any, mean: np.ndarray, variance: float, size: float
 ) -> float | None:
-    """How far off a second route is, relative to the truth: enumeration of all sequences, else dynamic programming.
+    """Relative difference of a second route from the truth: enumeration of all sequences, else dynamic programming.
 
     Dynamic programming gives the mean of all nine, and the variance of those in the loss.
     """
@@ -100,7 +100,7 @@ def _draw(instance: Any, one: Mapping[str, Any]) -> tuple[Any, np.ndarray, np.nd
 def _sampled(
     each: np.ndarray, like: np.ndarray, batch: np.ndarray, mean: np.ndarray, covariance: np.ndarray, truth: np.ndarray
 ) -> Row:
-    """What the mean gradients of batches say of one rollout's bias and spread, and how that fits the exact ones.
+    """Bias and spread of one rollout's gradient from the mean gradients of batches, beside the exact ones.
 
     `z_mean` is the largest deviation of a component of the overall mean in exact standard errors, `z_std` that of the
     spread between batches in its own standard error.

@@ -1,4 +1,4 @@
-"""What a policy could earn for its KL: π* ∝ ref·e^(R/β), from the reference's chance of a reward, prompt by prompt.
+"""The best reward at a KL: π* ∝ ref·e^(R/β), from the reference's chance of a reward, prompt by prompt.
 
 A reward is 0 or 1, so that of a prompt nothing matters but the reference's chance p of earning it:
 

@@ -45,7 +45,7 @@ def _moments(name: str, instance: Any, size: int, **call: Any) -> Any:
 
 
 def _masking(one: Mapping[str, Any]) -> list[Row]:
-    """What masking leaves of the gradient, and by the closed form what it takes: E[1{tied}·u·g]."""
+    """Return what masking leaves of the gradient and, in closed form, what it removes: E[1{tied}·u·g]."""
     from kltest.truth import gradient
 
     instance, size = instance_of(one["success"], one["seed"]), one["group_size"]

@@ -1,4 +1,4 @@
-"""What happens to a KL penalty in groups of rollouts of one prompt: masks of ties, baselines, normalisation."""
+"""A KL penalty in groups of rollouts of one prompt: masks of ties, baselines, normalisation."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is logged step by step: corrupted in place, read by a controller, estimated by k1, k2 and k3."""
+"""Metrics logged step by step: corrupted in place, read by a controller, estimated by k1, k2 and k3."""
 
 from __future__ import annotations
 

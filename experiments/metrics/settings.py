@@ -1,4 +1,4 @@
-"""What is logged as the KL, and what it is: the parts and their grids."""
+"""Quantities logged as the KL, and what they are: the parts and their grids."""
 
 from __future__ import annotations
 

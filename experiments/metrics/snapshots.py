@@ -1,4 +1,4 @@
-"""What is logged of one policy: multiplied by a ratio or an advantage, masked with its group, averaged over padding."""
+"""Metrics logged of one policy: multiplied by a ratio or an advantage, masked with its group, averaged over padding."""
 
 from __future__ import annotations
 

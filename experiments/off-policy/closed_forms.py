@@ -1,4 +1,4 @@
-"""What one cycle of n updates to one sampler does to a small step off π*, in closed form.
+"""Effect of one cycle of n updates to one sampler on a small step off π*, in closed form.
 
 With a = learning rate·β, λ the eigenvalues of the Fisher information F at π* and K = KL(π*‖ref), to first order in the
 policy's step δ and the sampler's δ_μ an expected update is
@@ -38,7 +38,7 @@ def most_updates(row: Mapping[str, Any]) -> float:
 
 
 def ratio_free_settles(row: Mapping[str, Any]) -> bool | None:
-    """Whether training without ratios, and no baseline for the KL, settles with ever more updates to one sampler.
+    """Return True if training without ratios or a baseline for the KL settles as updates to one sampler increase.
 
     The factor (rⁿ − K)/(1 − K) tends to −K/(1 − K) where K < 1 and grows beyond all bounds where K > 1. None where
     so many updates are not yet enough to tell.

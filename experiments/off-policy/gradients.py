@@ -54,7 +54,7 @@ def _known(length: int, staleness: int, seed: int) -> tuple[np.ndarray, Row]:
 
 
 def _logged(estimator: str, found: Any, instance: Instance) -> Row:
-    """How far k3 with its ratio is, as a value, from the KL, and from that of the sampler's prefixes."""
+    """Difference of k3 with its ratio, as a value, from the KL, and from that on the sampler's prefixes."""
     names = {"value_bias": "reverse_kl", "value_off_sampler": "local_reverse_kl@sampler"}
     said = estimator == "k3-ratio"
     return {column: found.value.mean / value(name, instance) - 1 if said else None for column, name in names.items()}

@@ -1,4 +1,4 @@
-"""What becomes of a KL penalty when rollouts come from an older policy: the parts, and what each of them varies."""
+"""A KL penalty when rollouts come from an older policy: the parts, and what each of them varies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether training with several updates to one sampler settles: the linear map of one such cycle, at its rest point.
+"""Stability of training with several updates to one sampler: the linear map of one cycle at its fixed point.
 
 Where training rests on-policy it rests for any number of updates a cycle, as a sampler that equals the policy is on
 policy. A small step δ away becomes M·δ after a cycle, and dies away where all eigenvalues of M are smaller than one.
@@ -63,7 +63,7 @@ def _cycle(one: Mapping[str, Any]) -> Row:
 
 
 def _off_regression(one: Mapping[str, Any]) -> float | None:
-    """How far the last update of a cycle is from −∇ Var_μ(R − β·Σu)/(2β), where the sampler is the start."""
+    """Difference of the last update of a cycle from −∇ Var_μ(R − β·Σu)/(2β), if the sampler is the start."""
     import torch
 
     from kltest.environments import Instance

@@ -76,7 +76,7 @@ def lengths(horizon: int) -> list[int]:
 
 
 def _off(instance: Instance, length: int, log_share: float) -> float | None:
-    """How far the recursion is from a sum over all rollouts, of the share; None where they are too many."""
+    """Relative difference of the recursion from a sum over all rollouts; None if they are too many."""
     if length > BIGRAM["enumerated"]:
         return None
     short = Instance.of(ngram(instance.environment.vocabulary, length), *(instance.policy,) * 2, instance.sampler)

@@ -1,4 +1,4 @@
-"""What a token-level loss misses: one part of the question at a time, every number exact."""
+"""Gradients that a token-level loss misses: one part of the question at a time, every number exact."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float | None:
 
 
 def divided(whole: np.ndarray, local: np.ndarray, last: np.ndarray) -> Row:
-    """How ∇KL(π‖ref) divides: what a token-level loss misses of it, and what the last token alone has."""
+    """Divide ∇KL(π‖ref) into what a token-level loss misses of it and what the last token alone has."""
     return {
         "missed": norm(whole - local) / norm(whole),
         "kept": norm(local) / norm(whole),
@@ -139,7 +139,7 @@ def _advantages(steering: float, seed: int, critic: float, discount: float) -> R
 
 
 def _conditions(seed: int) -> list[Row]:
-    """Which knowledge of the context makes the token-level gradient the true one."""
+    """Find the knowledge of the context with which the token-level gradient is the true one."""
     from kltest.truth import gradient_again
 
     rows = []
@@ -217,7 +217,7 @@ def _circulation() -> list[Row]:
 
 
 def _ends(seed: int) -> list[Row]:
-    """Where exact training on E[R] − β·(k2 loss) ends, from several starts, and how it stands there.
+    """Ends of exact training on E[R] − β·(k2 loss) from several starts, and the gradients there.
 
     A token tree: the rest point is solved backwards, and the Jacobian of what training follows is worked out there.
     """

@@ -1,4 +1,4 @@
-"""How much of ∇KL(π‖ref) a token-level loss misses on sequences: the parts, and what each of them varies."""
+"""Share of ∇KL(π‖ref) that a token-level loss misses on sequences: the parts, and what each of them varies."""
 
 from __future__ import annotations
 

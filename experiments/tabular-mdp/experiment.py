@@ -1,4 +1,4 @@
-"""What a token-level loss misses in decision processes: one part of the question at a time, every number exact."""
+"""Gradients that token-level losses miss in MDPs: one part of the question at a time, every number exact."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _environments(environment: str, horizon: int, slip: float, seed: int) -> list[Row]:
-    """What is missed, and how far the token-level gradient is from any function's; by enumeration where it fits."""
+    """Share missed, and distance of the token-level gradient from any function's; enumerated if it fits."""
     instance = environments.instance(environment, horizon, slip, seed)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
     row = {
@@ -55,7 +55,7 @@ def _environments(environment: str, horizon: int, slip: float, seed: int) -> lis
 
 
 def _dynamics(instance: Instance) -> float:
-    """How far log P_π − log P_ref, of whole trajectories with their dynamics, is from the sum of log π − log ref."""
+    """Difference of log P_π − log P_ref, of whole trajectories with their dynamics, from the sum of log π − log ref."""
     paths = instance.paths
     with_dynamics = paths.log_probability(instance.policy) - paths.log_probability(instance.reference)
     return float(np.abs(with_dynamics - paths.along(instance.policy - instance.reference)).max())
@@ -153,7 +153,7 @@ def _pull(beta: float, reference: float, logit: float, followed: str) -> float:
 
 
 def _pushes(beta: float, reference: float, logit: float, followed: str) -> tuple[float, float]:
-    """What training follows at the logit, by dynamic programming and as β·p·(1 − p)/(1 − γp) of the pull."""
+    """Return the field of training at the logit, by dynamic programming and as β·p·(1 − p)/(1 − γp) of the pull."""
     instance = environments.going_on(reference, logit)
     found = gradient("expected_reward", instance) - beta * gradient(followed, instance)
     stop, chance = np.exp(instance.policy[0])
@@ -162,7 +162,7 @@ def _pushes(beta: float, reference: float, logit: float, followed: str) -> tuple
 
 
 def _rotation(beta: float, seed: int) -> list[Row]:
-    """How what training follows stands at its rest point, in random processes: whether it spirals in."""
+    """Eigenvalues of the training field at its fixed point, in random processes: complex ones spiral in."""
     rows = []
     for number in range(settings.ROTATION["environments"]):
         process, reference = environments.ending(seed, number)

@@ -1,4 +1,4 @@
-"""What a token-level loss misses in decision processes with stochastic dynamics: the parts, and what each varies."""
+"""Share that a token-level loss misses in stochastic MDPs: the parts, and what each varies."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def value_terms(estimator: str, pair: Gaussians) -> Terms:
 
 
 def derivative_terms(estimator: str, pair: Gaussians) -> Terms:
-    """What multiplies the score where the value is differentiated: ∂k/∂u = 1, u and 1 − w."""
+    """Factor of the score if the value is differentiated: ∂k/∂u = 1, u and 1 − w."""
     one, u = Polynomial([1.0]), pair.log_ratio
     return Terms({"k1-loss": {0: one}, "k2-loss": {0: u}, "k3-loss": {0: one, 1: -one}}[estimator])
 

@@ -1,4 +1,4 @@
-"""Which unbiased estimators there are: the dimension of all functions of what a trainer sees whose mean is always 0.
+"""The space of unbiased estimators: the dimension of all functions of what a trainer sees whose mean is always 0.
 
 Two unbiased estimators differ by such a function. What varies from environment to environment is what the
 trainer does not know until it is there; a function is one unknown for each thing that can be seen, an environment is

@@ -141,7 +141,7 @@ class Environments:
 
     @cached_property
     def known(self) -> Ahead:
-        """What a perfect critic says of what is ahead: its mean, without spread."""
+        """Return a perfect critic's value of what is ahead: its mean, without spread."""
         return Ahead(self.ahead().mean, _nothing(self.u))
 
     def past(self, costs: Levels) -> Levels:

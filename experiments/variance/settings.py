@@ -1,4 +1,4 @@
-"""How noisy unbiased KL gradients are: sampling against expectations, baselines, credit, and what is left to gain.
+"""Variance of unbiased KL gradients: sampling against expectations, baselines, credit, and what is left to gain.
 
 A *random environment* here has a table of its own for every prefix: logits of the policy are normal with the standard
 deviation `spread` (1 where nothing is said), those of the reference are the policy's plus normal noise of the standard

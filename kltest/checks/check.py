@@ -99,7 +99,7 @@ class Check:
 
     @property
     def remedy(self) -> str:
-        """What to change, in words and then, after an empty line, in code."""
+        """Return what to change, in words and then, after an empty line, in code."""
         return f"{self.fix}\n\n{self.fixed_code}"
 
     @property

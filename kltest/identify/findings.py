@@ -95,7 +95,7 @@ class Observed:
 
 @dataclass
 class Reach:
-    """How far the gradient was compared with the declared one: tokens of a rollout, rows of a batch, log-ratios.
+    """The reach of the comparison with the declared gradient: tokens of a rollout, rows of a batch, log-ratios.
 
     `reference` and `sampler` are the largest absolute log-ratio of a token to either.
     """

@@ -130,7 +130,7 @@ class CheckResult:
 
 
 FORMS: "dict[str, Callable[[Report], str]]" = {}
-"""How a report shows itself, as "text" and as "html"; `kltest.render`, a layer above, puts its functions in."""
+"""Functions that show a report, as "text" and as "html"; `kltest.render`, a layer above, puts its functions in."""
 
 
 @dataclass(frozen=True, repr=False)

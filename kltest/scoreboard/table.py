@@ -29,7 +29,7 @@ KINDS = {
     "other": "another gradient",
     "open": "inconclusive",
 }
-"""How a setting's gradient stands to ∇KL(π‖ref)."""
+"""Relation of a setting's gradient to ∇KL(π‖ref)."""
 VALUES = {
     "kl": "KL",
     "kl_per_token": "KL per token",

@@ -24,7 +24,7 @@ from kltest.training.problems import PerRun, Runs, State, bound, is_built_in
 from kltest.training.sums import total, transposed
 
 FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
-"""What the terms of a `TokenPenalty` read."""
+"""Fields that the terms of a `TokenPenalty` read."""
 PROBED = 12
 """Rollouts on which a user-defined function is tested for coupling between the rows of a batch."""
 

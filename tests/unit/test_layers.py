@@ -29,7 +29,7 @@ LAYERS = (
 
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 GRADER = {room for room, level in LEVEL.items() if level <= LEVEL["grading"]} - {"sweeps"}
-"""What grading consists of: nothing in it imports sweeps."""
+"""Packages of grading: nothing in them imports sweeps."""
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -72,7 +72,7 @@ def room(module: str) -> str:
 
 
 def faults(found: set[tuple[str, str]]) -> list[str]:
-    """What breaks the order of the layers."""
+    """Return the imports that break the order of the layers."""
     wrong = []
     for source, target in sorted(found):
         here, there = room(source), room(target)
@@ -85,7 +85,7 @@ def faults(found: set[tuple[str, str]]) -> list[str]:
 
 
 def reach(found: set[tuple[str, str]]) -> dict[str, set[str]]:
-    """What each module imports, directly or by way of others."""
+    """Return the modules that each module imports, directly or by way of others."""
     reached: dict[str, set[str]] = {}
     for source, target in found:
         reached.setdefault(source, set()).add(target)

@@ -14,7 +14,7 @@ from kltest.loss.callables import without_partials
 JAX = frozenset({"jax", "jaxlib"})
 TORCH = frozenset({"torch"})
 DEEPEST = 4
-"""How many helpers' helpers are read."""
+"""Depth to which helpers' helpers are read."""
 
 
 def is_for_jax(function: Callable[..., Any]) -> bool:
