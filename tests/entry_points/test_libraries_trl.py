@@ -296,4 +296,4 @@ def test_the_program_without_kltest_prints_the_same_gradient(name, expected, tmp
 def test_recipes_can_be_copied():
     text = (Path(described.__file__).parent / "recipes.py").read_text(encoding="utf-8")
     roots = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
-    assert roots == {"__future__", "typing", "torch", "trl"}
+    assert roots == {"typing", "torch", "trl"}
