@@ -262,7 +262,7 @@ def check_page(check: Any) -> str:
 def library_pages() -> dict[str, str]:
     """The scoreboard of real libraries, with the program of each setting."""
     from kltest.scoreboard import recorded
-    from kltest.scoreboard.pages import files
+    from kltest.scoreboard.table import files
 
     made = files(recorded.read())
     return {f"libraries/{'index.md' if name == 'libraries.md' else name}": content for name, content in made.items()}

@@ -24,9 +24,8 @@ from kltest.loss.arguments import Stub, field_asked, given_to
 from kltest.loss.building import Built
 from kltest.loss.calling import Loss
 from kltest.loss.filling import FieldOf, Filling
-from kltest.loss.global_state import preserved
+from kltest.loss.global_state import eagerly, preserved
 from kltest.loss.jax.bridge import JaxLoss
-from kltest.loss.modes import eagerly
 from kltest.loss.placement import ROW_FIELDS
 from kltest.report import CounterExample
 

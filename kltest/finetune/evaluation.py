@@ -18,8 +18,8 @@ from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import AUTO, NONE, Settings
 from kltest.finetune.tasks import Task
 from kltest.finetune.update import UpdateInfo, accumulate
+from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
-from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score, score_in_parts
 
 LEVEL = 0.95

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kltest.errors import KltestError, UsageError
 from kltest.finetune.settings import AUTO, NONE, Settings
-from kltest.language_models.rollouts import Rollouts
+from kltest.language_models.generation import Rollouts
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve

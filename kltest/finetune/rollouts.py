@@ -14,9 +14,8 @@ from kltest.finetune.models import rewards
 from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Split, Task
-from kltest.language_models.generation import generate
+from kltest.language_models.generation import Rollouts, generate
 from kltest.language_models.language import LanguageModel
-from kltest.language_models.rollouts import Rollouts
 
 Purpose = Literal["train", "held-out", "out-of-distribution", "gradient"]
 

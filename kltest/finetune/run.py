@@ -26,8 +26,8 @@ from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Task, task_named
 from kltest.finetune.update import NotFiniteError, accumulate
+from kltest.language_models.generation import Rollouts
 from kltest.language_models.models import is_tiny, parameters_asked, save
-from kltest.language_models.rollouts import Rollouts
 from kltest.language_models.scoring import score_in_parts
 from kltest.sweeps.progress import Progress
 

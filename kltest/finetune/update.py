@@ -10,7 +10,7 @@ from kltest.errors import KltestError
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Fields, Objective
 from kltest.finetune.processes import Processes
-from kltest.language_models.rollouts import Rollouts
+from kltest.language_models.generation import Rollouts
 from kltest.language_models.scoring import score, score_in_parts
 
 

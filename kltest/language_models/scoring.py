@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kltest.language_models.generation import at_least_single, cache_for
+from kltest.language_models.generation import Rollouts, at_least_single, cache_for
 from kltest.language_models.language import LanguageModel
-from kltest.language_models.rollouts import Rollouts
 
 PARTS = 6
 """Most parts into which rollouts are sorted by length: more would save little padding and cost calls."""

@@ -19,11 +19,10 @@ from kltest.loss.building import Built
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import FieldOf, arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
-from kltest.loss.global_state import RandomState, preserved, settings_preserved
+from kltest.loss.global_state import RandomState, eagerly, preserved, settings_preserved, unusual_input
 from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.jax.recognition import is_for_jax
-from kltest.loss.modes import eagerly, unusual_input
 from kltest.loss.outcome import Call, Outcome
 from kltest.loss.placement import ROW_FIELDS, place, with_rewards
 from kltest.loss.precision import PrecisionTrace, lowest_precision

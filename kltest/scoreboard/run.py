@@ -28,7 +28,7 @@ MEASURING = (
     *("adapters", "grading", "scoreboard"),
 )
 """Rooms that a measurement depends on."""
-SHOWING = ("table.py", "pages.py", "recorded.py")
+SHOWING = ("table.py", "recorded.py")
 """Files of these rooms that only show results."""
 FOLDER = "results/libraries"
 CHECKOUT = Path(kltest.__file__).parents[1]
@@ -157,8 +157,7 @@ def _code() -> str:
 
 def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
     """Write the scoreboard of all rows in the store, and print those that were asked for."""
-    from kltest.scoreboard.pages import files
-    from kltest.scoreboard.table import COLUMNS, frame
+    from kltest.scoreboard.table import COLUMNS, files, frame
 
     for name, content in files(stored).items():
         write(folder / name, content)

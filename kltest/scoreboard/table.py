@@ -1,14 +1,22 @@
-"""The scoreboard as a data frame, in words: a row for each library, version and setting, for all formats."""
+"""The scoreboard as a data frame, a row for each library, version and setting, and its two pages."""
 
+import base64
+import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, select_autoescape
 from pandas import DataFrame
 
 from kltest.adapters import DEPTHS, NAMES, Setting, find
 from kltest.checks import CHECKS
+from kltest.render.html import STYLE
+from kltest.render.markdown import escape
+from kltest.render.words import one_line
 from kltest.scoreboard.rows import Row
 from kltest.truth import render
 
@@ -155,3 +163,65 @@ def _codes(each: Row) -> str:
 def _logged(each: Row) -> str:
     found = [VALUES.get(row["matches"], row["matches"]) for row in each["value"] if row["sampler"] == "current"]
     return " / ".join(dict.fromkeys(found))
+
+
+FOLDER = Path(__file__).parent / "templates"
+PROGRAMS = "programs"
+SHORT = 4_000
+"""Programs of up to so many characters are shown on the page itself."""
+
+
+def files(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the files of the scoreboard by their path below one folder.
+
+    Args:
+        rows: rows as measuring writes them, or `kltest.scoreboard.recorded.read()`.
+
+    Returns:
+        `libraries.md`, `libraries.html` (self-contained) and the programs `programs/*.py` that both link to.
+    """
+    table = frame(rows)
+    files, texts = table["file"], table["program"]
+    programs = {f"{PROGRAMS}/{file}": text + "\n" for file, text in zip(files, texts, strict=True) if file}
+    return {"libraries.md": markdown(table), "libraries.html": html(table), **programs}
+
+
+def markdown(table: DataFrame) -> str:
+    """Return the scoreboard, as `table.frame` gives it, in Markdown."""
+    return _rendered("libraries.md.j2", table)
+
+
+def html(table: DataFrame) -> str:
+    """Return the scoreboard as one page: nothing is loaded from elsewhere, and only its own script may run."""
+    script = (FOLDER / "script.js.j2").read_text(encoding="utf-8").strip()
+    digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
+    return _rendered("libraries.html.j2", table, script=script, digest=digest, base_style=STYLE)
+
+
+def _rendered(name: str, table: DataFrame, **values: Any) -> str:
+    return (
+        _environment()
+        .get_template(name)
+        .render(
+            columns=COLUMNS,
+            kinds=KINDS,
+            table=table,
+            libraries=list(table.groupby("title", sort=False)),
+            pairs=[(name, name) for name in table["library"].unique()],
+            following=following,
+            # For rows of which no message was kept.
+            findings={code: check.title for code, check in CHECKS.items()},
+            programs=PROGRAMS,
+            short=SHORT,
+            **values,
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    escaped = select_autoescape(["html.j2"])
+    loader = PackageLoader("kltest.scoreboard")
+    made = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"md": lambda text: escape(one_line(text)), "gradient": lambda name: render({name: 1.0})}
+    return made

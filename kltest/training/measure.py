@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kltest.environments import END
+from kltest.training.batch import Policy, total
 from kltest.training.problems import Problem, Runs
-from kltest.training.sums import Policy, total
 from kltest.truth import optimum
 
 MEASURED = ("reward", "kl", "objective", "kl_to_optimum", "gap", "entropy", "gradient_norm", "logged")

@@ -19,9 +19,8 @@ from kltest.loss.placement import place
 from kltest.moments.differentiate import backward, leaf_gradients
 from kltest.moments.reduction import BatchOfOneError, probe
 from kltest.rollout import LEAVES, Rollout
-from kltest.training.batch import Batch
+from kltest.training.batch import Batch, total, transposed
 from kltest.training.problems import PerRun, Runs, State, bound, is_built_in
-from kltest.training.sums import total, transposed
 
 FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
 """Fields that the terms of a `TokenPenalty` read."""

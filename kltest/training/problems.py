@@ -16,7 +16,7 @@ from kltest.estimators.spec import Credit, Placement
 from kltest.loss.calling import Loss, bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
-from kltest.training.sums import transposed
+from kltest.training.batch import transposed
 
 STRUCTURE = ("start", "prompts", "successors", "probabilities")
 

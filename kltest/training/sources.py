@@ -12,8 +12,7 @@ import torch
 from kltest.environments import END, Environment
 from kltest.errors import InvalidEnvironmentError
 from kltest.moments.batches import multisets
-from kltest.training.batch import Batch
-from kltest.training.sums import FEW, Policy
+from kltest.training.batch import FEW, Batch, Policy
 
 MOST_ROWS = 2**20
 """Largest number of rows, over all groups, that is enumerated for an update."""

@@ -7,12 +7,12 @@ from typing import get_args
 import numpy as np
 
 from kltest.errors import UsageError
+from kltest.training.batch import softmax, softmax_gradient, total, transposed
 from kltest.training.measure import MEASURED, History, Measure
 from kltest.training.penalty import PenaltyGradient, penalty_of
 from kltest.training.problems import Run, Runs, check_alike, sharing
 from kltest.training.reward import Baseline, Ratio, score_weights
 from kltest.training.sources import Drawn, Enumerated
-from kltest.training.sums import softmax, softmax_gradient, total, transposed
 
 EXPLODED = 1e6
 """Largest absolute logit; a run beyond it counts as diverged."""

@@ -18,10 +18,10 @@ from processes import ran
 from kltest.adapters import NAMES, find, named
 from kltest.cli.libraries import Request, libraries, listing, program
 from kltest.errors import UsageError
-from kltest.scoreboard import pages, recorded, run
+from kltest.scoreboard import recorded, run
 from kltest.scoreboard.installation import NEEDED, InstallError, UnreachableError, exact_version, install
 from kltest.scoreboard.rows import absent, changes
-from kltest.scoreboard.table import frame
+from kltest.scoreboard.table import frame, html, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = """
@@ -420,7 +420,7 @@ def test_rounding_is_no_news_and_a_sign_is(measured):
 
 def test_every_line_of_the_board_says_how_to_see_it_again(measured):
     table = frame(list(measured[2].values()))
-    for form in (pages.markdown(table), pages.html(table)):
+    for form in (markdown(table), html(table)):
         for line in table.itertuples():
             assert line.command.partition(" --setting")[0] in form
             assert line.setting in form
@@ -431,8 +431,8 @@ def test_nothing_that_a_library_says_is_taken_for_markup(measured):
     """A reason with markup in it stays text, in a table and on the page."""
     rows = json.loads(json.dumps(list(measured[2].values())))
     rows[2]["error"] = "<script>alert(1)</script> | `x` \n next"
-    assert "<script>alert" not in pages.html(frame(rows))
-    table = [line for line in pages.markdown(frame(rows)).splitlines() if line.startswith("| `penalty/raises`")]
+    assert "<script>alert" not in html(frame(rows))
+    table = [line for line in markdown(frame(rows)).splitlines() if line.startswith("| `penalty/raises`")]
     assert len(table) == 1
     assert "\\|" in table[0]
     assert "<script>" not in table[0]

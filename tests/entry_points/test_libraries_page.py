@@ -5,8 +5,7 @@ import re
 import pytest
 from processes import BROWSER, opened
 
-from kltest.scoreboard import pages
-from kltest.scoreboard.table import COLUMNS, frame
+from kltest.scoreboard.table import COLUMNS, frame, html
 
 ENVIRONMENTS = ("bandit", "sequence", "ragged")
 FOUND = {
@@ -98,7 +97,7 @@ def seen(request, tmp_path_factory):
     if BROWSER is None:
         pytest.skip("no Chromium or Chrome is installed")
     folder = tmp_path_factory.mktemp("page")
-    (folder / "page.html").write_text(pages.html(frame(ROWS)), encoding="utf-8")
+    (folder / "page.html").write_text(html(frame(ROWS)), encoding="utf-8")
     (folder / "driver.html").write_text(DRIVER.replace("WIDTH", str(request.param)), encoding="utf-8")
     return request.param, opened(folder / "driver.html")
 
@@ -147,7 +146,7 @@ def test_kinds_say_how_a_row_stands_to_the_true_gradient():
 
 
 def test_only_its_own_script_may_run_and_nothing_is_loaded():
-    text = pages.html(frame(ROWS))
+    text = html(frame(ROWS))
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy.startswith("default-src 'none'")
     assert "'unsafe-inline'" not in policy.partition("script-src")[2]

@@ -14,10 +14,10 @@ from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
 from kltest.finetune.update import accumulate
+from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
-from kltest.language_models.rollouts import Rollouts
+from kltest.language_models.networks import tabulate
 from kltest.language_models.scoring import score_in_parts
-from kltest.language_models.tables import tabulate
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 

@@ -14,10 +14,9 @@ from kltest.finetune.tasks import SPLITS, Addition, Countdown, is_held_out, task
 
 transformers = pytest.importorskip("transformers")
 
-from kltest.language_models.generation import generate  # noqa: E402
+from kltest.language_models.generation import Rollouts, generate  # noqa: E402
 from kltest.language_models.language import LanguageModel, padded  # noqa: E402
 from kltest.language_models.models import parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
-from kltest.language_models.rollouts import Rollouts  # noqa: E402
 from kltest.language_models.scoring import score  # noqa: E402
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [3]]

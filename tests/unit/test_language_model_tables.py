@@ -11,7 +11,7 @@ from torch import nn
 
 from kltest.environments import bandit, mdp, ngram, ragged, sequence
 from kltest.errors import UsageError
-from kltest.language_models.tables import tabulate
+from kltest.language_models.networks import tabulate
 from kltest.loss.calling import bind
 from kltest.moments import enumeration, exact
 from kltest.truth import gradient

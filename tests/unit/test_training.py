@@ -15,7 +15,7 @@ from kltest.estimators import registry
 from kltest.loss.resolve import resolve
 from kltest.moments import exact, exact_batches
 from kltest.training import PerRun, Problem, Run, train
-from kltest.training.sums import softmax
+from kltest.training.batch import softmax
 from kltest.truth import gradient, optimum, sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point, value
 
 ENVIRONMENTS = ("bandit", "prompts", "sequence", "ragged", "mdp", "ngram")
