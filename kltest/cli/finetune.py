@@ -150,7 +150,9 @@ def _exact(options: Mapping[str, Any], *, changes: Sequence[str] = (), output: s
         print(line)
     wrong = [row for row in found if not row.agrees]
     for row in wrong:
-        print(f"{row.estimator}, {row.environment}, {row.sampler}: {_named(row.expected)} in the tabular case, see above")
+        print(
+            f"{row.estimator}, {row.environment}, {row.sampler}: {_named(row.expected)} in the tabular case, see above"
+        )
     seconds = time.perf_counter() - started
     completions = {row.environment: row.completions for row in found}
     print(
