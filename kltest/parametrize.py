@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 Reasons = Mapping[str, str]
 
+# The options of `kltest.grade` that may be given.
 TAKEN = {*OPTIONS, *RENAMED} - {"name", "expected_failures"}
-"""The options of `kltest.grade` that may be given."""
+# Longest list among a partial's arguments that is written out in an id.
 ENTRIES_NAMED = 4
-"""Longest list among a partial's arguments that is written out in an id."""
 
 
 def parametrize_with_checks(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kltest.grading.pytest_items import GradedCheck
 
 COLOURS = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
+# Attribute of an item's report that reaches the process that writes the summary (with pytest-xdist another one).
 CARRIED = "kltest_graded"
-"""Attribute of an item's report that reaches the process that writes the summary (with pytest-xdist another one)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -30,8 +30,8 @@ DEPTHS: dict[Depth, str] = {
     "loss": "its whole loss, from log-probs",
     "trainer": "its trainer, forward pass included",
 }
+# Options for losses of whole groups: every group is called, some several times; groups of two keep that to seconds.
 PAIRS = {"group_size": 2, "timeout": 300}
-"""Options for losses of whole groups: every group is called, some several times; groups of two keep that to seconds."""
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,15 @@ TORCH = {
     "group": "torch.zeros(len(rows), dtype=torch.int64)",
     "beta": "beta",
 }
+# Expressions for the fields of a rollout; `rows` are the rollouts of a batch.
 FIELDS: dict[Backend, dict[str, str]] = {"torch": TORCH, "jax": {**TORCH, "mask": "jnp.ones((len(rows), T))"}}
-"""Expressions for the fields of a rollout; `rows` are the rollouts of a batch."""
 IMPORTS: dict[Backend, tuple[str, ...]] = {
     "torch": ("import torch",),
     "jax": ("import jax", "import jax.numpy as jnp"),
 }
 OURS = re.compile(r"^(?: *from kltest.* import (\w+).*|costly\(.*)\n", re.MULTILINE)
+# Lines of whole modules that a program leaves out, and what it has for names that they take from kltest.
 INSTEAD = {"UsageError": "UsageError = ValueError\n", "preserved": "preserved = nullcontext\n"}
-"""Lines of whole modules that a program leaves out, and what it has for names that they take from kltest."""
 RECIPE = re.compile(r'part\("kltest\.adapters\.(\w+)\.recipes", "(\w+)"\)')
 
 

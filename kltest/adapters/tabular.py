@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
+# Token ids from here on are prompts; those below are tokens of the vocabulary.
 PROMPT = 1 << 16
-"""Token ids from here on are prompts; those below are tokens of the vocabulary."""
 
 
 class Tables(NamedTuple):

@@ -17,6 +17,8 @@ import typer.main
 from kltest import __version__
 from kltest.errors import KltestError
 
+# The module of each command and its help, in the order of `--help`; the function is `command` or has its name. A
+# command's module is imported when the command is called: `kltest --help` imports none.
 COMMANDS = {
     "grade": ("grade", "Identify the gradient of a loss and compare it with the claim."),
     "list": ("listing", "List estimators, named gradients, environments and checks."),
@@ -28,18 +30,14 @@ COMMANDS = {
     "figures": ("reproduce", "Draw every figure from the results (in a checkout)."),
     "paper": ("reproduce", "Typeset the paper from the results (in a checkout)."),
 }
-"""The module of each command and its help, in the order of `--help`; the function is `command` or has its name.
-
-A command's module is imported when the command is called: `kltest --help` imports none.
-"""
 EPILOGS = {
     "grade": "Exit code: 0 confirmed, 1 refuted, 2 usage, 3 the loss or kltest crashed, 4 inconclusive, 5 nothing to "
     "grade; of several targets the worst.",
     "run": "With --set or --seeds its results stand beside those that the figures and the paper read.",
 }
 
+# Errors of a full disk, a quota, and a limit on the size of a file.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk, a quota, and a limit on the size of a file."""
 
 
 def answered(command: Callable[..., int | None]) -> Callable[..., NoReturn]:

@@ -18,8 +18,8 @@ from kltest.render.changes import Changes
 from kltest.report import Report
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
+# Formats that show the words of a loss, such as an error message, line by line.
 WORDS = ("text", "markdown")
-"""Formats that show the words of a loss, such as an error message, line by line."""
 
 
 @dataclass(frozen=True)

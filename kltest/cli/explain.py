@@ -91,8 +91,7 @@ def explain(name: str) -> str:
 def _find(name: str) -> "Check | None":
     from kltest.checks import CHECKS
 
-    folded = name.casefold()
-    return next((check for check in CHECKS.values() if folded in (check.code.casefold(), check.name)), None)
+    return next((check for check in CHECKS.values() if name.casefold() in (check.code.casefold(), check.name)), None)
 
 
 def _estimator_names() -> Mapping[str, str]:

@@ -21,8 +21,8 @@ from kltest.report import EXIT_CODES, Report
 
 NOTHING, INTERRUPTED = 5, 130
 WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
+# The file of an earlier report, and its contents.
 Old = tuple[str, list[dict[str, Any]]]
-"""The file of an earlier report, and its contents."""
 
 
 def _known_targets(incomplete: str) -> Iterator[tuple[str, str]]:

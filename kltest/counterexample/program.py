@@ -30,8 +30,8 @@ from kltest.loss.placement import ROW_FIELDS
 from kltest.report import CounterExample
 
 TEMPLATE = Path(__file__).parent / "templates" / "program.py.j2"
+# Indices of the rollouts of a batch, in the program.
 ROWS = "ijklmn"
-"""Indices of the rollouts of a batch, in the program."""
 TABLES = ("torch", "logits", "ref", "old", "at", "y", "mask", "logp", "ref_logp", "old_logp", "reward")
 NAMES = frozenset({*TABLES, "u", "p", "q", "true", "expected", "of", *ROWS, "call", "beta"})
 WIDTH = 110
@@ -76,8 +76,8 @@ class _Program:
         self.moved = example.drawn_from_sampler
         self.chance = "q" if self.moved else "p.detach()"
         self.rows = ", ".join(ROWS[: example.batch])
+        # Index that selects the rollouts of a batch.
         self.at = f"[[{self.rows}]]"
-        """Index that selects the rollouts of a batch."""
         self.mask = f"mask{self.at}" if example.ends else ""
         self.float, self.of_mask = ("", "") if form is None else (_cast(form.floats), _cast(form.mask))
 
@@ -104,8 +104,7 @@ class _Program:
         )
         for first, start in product(("", "[0]", ".loss", "['loss']"), ("", "0 * logits.sum() + ")):
             call, expected = self._expected(first, start)
-            has_stubs = "SimpleNamespace(" in call + expected
-            yield text(call=call, expected=expected, has_stubs=has_stubs).rstrip("\n")
+            yield text(call=call, expected=expected, has_stubs="SimpleNamespace(" in call + expected).rstrip("\n")
 
     def _expected(self, first: str, start: str) -> tuple[str, str]:
         """A lambda, "" if none is needed, and the sum over all batches that may use it."""

@@ -217,8 +217,7 @@ class Environment:
             contexts[:, step], tokens[:, step] = np.where(live, context, 0), np.where(live, token, 0)
             mask[:, step] = live
             if step < self.horizon - 1:
-                chance = self.probabilities[context, token, branch]
-                log_weight += np.where(live, np.log(chance), 0.0)
+                log_weight += np.where(live, np.log(self.probabilities[context, token, branch]), 0.0)
             current = np.where(live, self.successors[context, token, branch], END)
         return Paths(contexts, tokens, mask, prompt, log_weight)
 

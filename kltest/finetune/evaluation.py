@@ -24,8 +24,8 @@ from kltest.language_models.scoring import score, score_in_parts
 
 LEVEL = 0.95
 Record = dict[str, float]
+# Most rollouts in one forward pass of an evaluation.
 ROWS = 256
-"""Most rollouts in one forward pass of an evaluation."""
 
 
 def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Record:
@@ -88,8 +88,7 @@ def compare_gradients(
         if sampler is None:
             parts.append(gradients((step, chunk), term, truth))
         else:
-            of_term = gradients((step, chunk), term, sampler=sampler)
-            parts.append([*of_term, *gradients((step, chunk), truth)])
+            parts.append([*gradients((step, chunk), term, sampler=sampler), *gradients((step, chunk), truth)])
     flat = torch.stack([*(one for one, _ in parts), *(other for _, other in parts)]).double()
     name = "kl_gradient" if sampler is None else "stale_gradient"
     return compared((flat @ flat.T).cpu().numpy(), settings.gradient_batches, name)

@@ -136,8 +136,7 @@ def rows(request: Request, *, shown: bool = False) -> Iterator[Row]:
     chosen = [find(name) for name in request.estimators] or list(registry().values())
     if request.vocabulary < 3 or request.length < 1:
         raise UsageError("an environment to enumerate has 3 tokens or more, and a length of 1 or more")
-    device = Processes.here(request.device).device
-    target = network(request.model, request.vocabulary, request.seed, device)
+    target = network(request.model, request.vocabulary, request.seed, Processes.here(request.device).device)
     with Progress("exact", len(BUILD) * len(chosen)) if shown else nullcontext() as progress:
         for environment in BUILD:
             for estimator in chosen:

@@ -32,8 +32,8 @@ from kltest.loss.global_state import preserved
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import digest
 
+# Part of the cache key: raised when references are trained in another way.
 VERSION = 2
-"""Part of the cache key: raised when references are trained in another way."""
 BATCH = 64
 RATE = 3e-3
 # The reward is measured every so many updates, on so many held-out prompts.

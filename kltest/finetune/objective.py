@@ -27,8 +27,8 @@ from kltest.loss.resolve import resolve
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import Rollout
 
+# Added to a group's standard deviation, as in the GRPO paper's implementations.
 SCALE = 1e-4
-"""Added to a group's standard deviation, as in the GRPO paper's implementations."""
 
 
 @dataclass(frozen=True)

@@ -122,12 +122,11 @@ class Settings:
     def resolved(self) -> Self:
         """These settings with every "auto" of the algorithm replaced by its meaning."""
         grpo, stale = self.algorithm == "grpo", self.inner_epochs > 1
-        ratio = "token" if grpo else "sequence" if stale else NONE
         chosen = {
             "baseline": "mean" if grpo else "leave-one-out",
             "scale": "group-std" if grpo else NONE,
             "normalise": "sequence" if grpo else NONE,
-            "ratio": ratio,
+            "ratio": "token" if grpo else "sequence" if stale else NONE,
             "kl": "k3-loss" if grpo else "k1-reward-sequence-ratio" if stale else "leave-one-out",
         }
         changes: dict[str, Any] = {name: value for name, value in chosen.items() if getattr(self, name) == AUTO}
@@ -150,8 +149,8 @@ class Settings:
         return self.prompts * self.group_size
 
 
+# Settings that do not change the numbers.
 WITHOUT_EFFECT = ("threads", "checkpoint_every")
-"""Settings that do not change the numbers."""
 
 
 def settings_of(values: Mapping[str, Any], where: str = "settings") -> Settings:

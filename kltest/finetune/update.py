@@ -66,8 +66,7 @@ def accumulate(
         worst = float(logp[rollouts.mask & ~torch.isfinite(logp)][0])
         raise NotFiniteError(f"the policy's log-prob of a token is {worst}: an update broke it; lower learning_rate")
     # 2. The gradient at the log-probs, for the joint batch: advantages and couplings need all of its rows.
-    own = Fields.of(rollouts, logp)
-    joint = own.each(processes.joint)
+    joint = Fields.of(rollouts, logp).each(processes.joint)
     weights = objective.weights(joint, longest) if row_weights is None else row_weights  # (B,)
     found = objective.gradient(joint, weights)
     at_logp, own_weights = processes.own(found.logp), processes.own(weights)

@@ -70,10 +70,10 @@ class Rollouts:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
+# Tokens between two looks at whether all rollouts have ended, on an accelerator: each look waits for the device.
 CHECK_EVERY = 8
-"""Tokens between two looks at whether all rollouts have ended, on an accelerator: each look waits for the device."""
+# On a CPU, rollouts that have ended are dropped once the living ones are at most this share of the rows.
 COMPACT_BELOW = 0.8
-"""On a CPU, rollouts that have ended are dropped once the living ones are at most this share of the rows."""
 
 
 @torch.no_grad()

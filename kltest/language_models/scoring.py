@@ -17,8 +17,8 @@ from torch import Tensor
 from kltest.language_models.generation import Rollouts, at_least_single, cache_for
 from kltest.language_models.language import LanguageModel
 
+# Most parts into which rollouts are sorted by length: more would save little padding and cost calls.
 PARTS = 6
-"""Most parts into which rollouts are sorted by length: more would save little padding and cost calls."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ def _by_length(language: LanguageModel, rollouts: Rollouts, temperature: float, 
     parts = []
     for rows, longest in _parts(order, rollouts.lengths):
         part = rollouts.rows(rows).resized(longest)
-        raw = _logits(language, part, cache_of(rows))
-        scored = _scored(raw, part.tokens, temperature, logits)
+        scored = _scored(_logits(language, part, cache_of(rows)), part.tokens, temperature, logits)
         parts.append(_widened(scored, width - longest))
     back = order.argsort()
     full = [part.logits for part in parts if part.logits is not None]

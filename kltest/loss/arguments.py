@@ -102,8 +102,8 @@ def _get(stub: Stub, key: object, default: Any = None) -> Any:
     return stub[key] if key in stub else default  # noqa: SIM401
 
 
+# These are no methods, since the class of an object may have its own of these names.
 _OF_A_DICTIONARY: dict[str, Callable[..., Any]] = {"get": _get, "keys": list}
-"""These are no methods, since the class of an object may have its own of these names."""
 
 
 def split_dotted(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, dict[str, object]]]:

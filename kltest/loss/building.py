@@ -16,8 +16,8 @@ from kltest.loss.global_state import preserved
 from kltest.rollout import Rollout
 
 _DEEPEST = 3
+# Packages whose classes are no configurations, however easily they are built.
 _NOT_OURS = sys.stdlib_module_names | {"torch", "numpy", "jax", "jaxlib", "jaxtyping", "tensordict", "kltest"}
-"""Packages whose classes are no configurations, however easily they are built."""
 
 
 @dataclass(frozen=True)

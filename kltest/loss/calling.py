@@ -31,8 +31,8 @@ from kltest.loss.stored_metrics import StoredMetrics
 from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
 from kltest.rollout import LEAVES, NotGivenError, Rollout
 
+# The first call follows rounding step by step, unless the batch is larger than this: it does every step twice.
 _TRACED_ROWS = 4096
-"""The first call follows rounding step by step, unless the batch is larger than this: it does every step twice."""
 
 
 def bind(

@@ -14,8 +14,8 @@ from kltest.errors import TargetError
 
 _LONGEST_TEXT = 2000
 _FOREIGN = tuple(str(Path(str(file)).resolve().parent) + os.sep for file in (torch.__file__, numpy.__file__, __file__))
+# Code that calls libraries raises complete sentences, which need no line.
 _CALLS = str(Path(__file__).resolve().parents[1] / "adapters") + os.sep
-"""Code that calls libraries raises complete sentences, which need no line."""
 _STDLIB = tuple(str(Path(sysconfig.get_path(kind)).resolve()) + os.sep for kind in ("stdlib", "platstdlib"))
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 

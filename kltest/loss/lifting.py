@@ -39,8 +39,7 @@ def lift(path: Path, names: str, *, because: BaseException) -> Found:
     lifter = _Lifter(path)
     head = names.split(".")[0]
     if head not in lifter.units:
-        holder = SimpleNamespace(**dict.fromkeys(lifter.units))
-        attribute(holder, head, str(path))
+        attribute(SimpleNamespace(**dict.fromkeys(lifter.units)), head, str(path))
     thing = lifter.get(head)
     if isinstance(thing, _Absent):
         text = f"{head} could not be lifted out of {path.name} ({vars(thing)['_why']}), and importing the file"

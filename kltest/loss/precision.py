@@ -46,8 +46,7 @@ class PrecisionTrace(TorchFunctionMode):
         seen = min((self.of(item) for item in inputs), key=_bits, default=torch.float64)
         exact = tree_map_only(Tensor, _widened, (args, kwargs))
         outputs = func(*args, **kwargs)
-        written = args[:1] if _writes(func) else ()
-        for output in tree_iter((outputs, written)):
+        for output in tree_iter((outputs, args[:1] if _writes(func) else ())):
             if isinstance(output, Tensor) and output.dtype in _BITS:
                 narrow = _bits(output.dtype) < 52 and _rounded(func, exact, output)
                 found = min((seen, output.dtype if narrow else torch.float64), key=_bits)

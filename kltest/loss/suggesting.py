@@ -9,19 +9,19 @@ from difflib import SequenceMatcher
 
 from kltest.rollout import FIELDS
 
+# Words that say whose log-probs, by the prefix of the field.
 _ROLES = {
     "": ("current", "curr", "cur", "new"),
     "ref_": ("reference", "ref", "base"),
     "old_": ("old", "previous", "prev", "behaviour", "behavior", "sampler", "rollout", "mu"),
 }
-"""Words that say whose log-probs, by the prefix of the field."""
 _PREFIX = {word: prefix for prefix, words in _ROLES.items() for word in words}
+# Words of the current policy, unless a word of _ROLES stands beside them: old_policy_logps.
 _ANY_POLICY = frozenset({"policy", "actor", "pi", "theta"})
-"""Words of the current policy, unless a word of _ROLES stands beside them: old_policy_logps."""
 _NEUTRAL = frozenset({"per", "token", "action", "sequence", "seq", "model", "p", "prob", "probs"})
 _LONGEST_FIRST = sorted({*_PREFIX, *_ANY_POLICY, *_NEUTRAL}, key=len, reverse=True)
+# Known words; names run them together: oldlogprobs, logpi.
 _KNOWN = re.compile("|".join(["log(?:its?|probs?|ps?(?!i))?", *_LONGEST_FIRST]))
-"""Known words; names run them together: oldlogprobs, logpi."""
 _NEAR = 0.75
 
 

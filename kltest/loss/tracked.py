@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+# Fields of up to this many numbers are copied for every call; of larger ones, writes are noticed by their version.
 SMALL = 2**16
-"""Fields of up to this many numbers are copied for every call; of larger ones, writes are noticed by their version."""
 
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

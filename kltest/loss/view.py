@@ -50,6 +50,7 @@ class InputForm:
         return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
 
 
+# In the order in which they are tried: what says less about the loss, and costs it fewer digits, first.
 INPUT_FORMS = (
     *(InputForm(torch.float64, mask) for mask in (False, True)),
     *(InputForm(torch.float32, mask) for mask in (False, True)),
@@ -58,7 +59,6 @@ INPUT_FORMS = (
     *(InputForm(torch.float32, mask, per_token=True) for mask in (False, True)),
     InputForm(torch.float32, lists=True),
 )
-"""In the order in which they are tried: what says less about the loss, and costs it fewer digits, first."""
 
 
 def _about_types(error: BaseException) -> bool:

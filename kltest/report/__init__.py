@@ -25,8 +25,8 @@ __all__ = [
     "format_cell",
 ]
 SCHEMA = "kltest.grade/2"
+# Schemas of earlier reports that can be compared with.
 READABLE = ("kltest.grade/1", SCHEMA)
-"""Schemas of earlier reports that can be compared with."""
 Verdict = Literal["confirmed", "refuted", "inconclusive", "error"]
 Level = Literal["error", "warning"]
 EXIT_CODES: dict[str, int] = {"confirmed": 0, "refuted": 1, "error": 3, "inconclusive": 4}
@@ -129,8 +129,8 @@ class CheckResult:
         return self.passed_unexpectedly or (self.status == "fail" and not self.excused and not self.warns)
 
 
+# Functions that show a report, as "text" and as "html"; `kltest.render`, a layer above, puts its functions in.
 FORMS: "dict[str, Callable[[Report], str]]" = {}
-"""Functions that show a report, as "text" and as "html"; `kltest.render`, a layer above, puts its functions in."""
 
 
 @dataclass(frozen=True, repr=False)

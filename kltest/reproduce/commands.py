@@ -62,8 +62,7 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
 def run(name: str, *, output: Path | str | None = None, request: Request = Request()) -> int:  # noqa: B008
     """One experiment and its part of the summary."""
     checkout, folder = _prepare(output, request)
-    experiment = Experiment.find(checkout, name)
-    experiment.configurations(request)  # what cannot be is said before any work
+    Experiment.find(checkout, name).configurations(request)  # what cannot be is said before any work
     with _kept(folder, f"run {name}"), held(folder, shared=True):
         claims, failed = _experiments(checkout, [name], folder, request)
         _say(summary(claims, _width()))

@@ -140,11 +140,10 @@ class Experiment:
             finished = [store.result(configuration) for configuration in configurations]
         rows = analysis.tidy([row for found in finished if isinstance(found, list) for row in found])
         claims, table = analysis.claims(rows), records(rows)
-        cited = [*records(analysis.numbers(rows)), number("score", score(claims))]
         data = {
             "settings": {"scale": request.scale, **self._grid(request)},
             self.name: table,
-            "numbers": cited,
+            "numbers": [*records(analysis.numbers(rows)), number("score", score(claims))],
             "claims": [asdict(claim) for claim in claims],
             "failures": [asdict(failure) for failure in failures],
         }

@@ -25,10 +25,10 @@ import kltest
 from kltest.adapters import Adapter
 from kltest.errors import KltestError, UsageError
 
+# Packages that grading needs beside torch.
 NEEDED = ("numpy", "scipy", "typer", "joblib")
-"""Packages that grading needs beside torch."""
+# Seconds for a call of pip, and for a process that was asked to end.
 LONGEST, PATIENCE = 1800.0, 5.0
-"""Seconds for a call of pip, and for a process that was asked to end."""
 ALONE = "--no-deps"
 NEWEST = "newest"
 VERSION = re.compile(r"[0-9][\w.!+-]*")

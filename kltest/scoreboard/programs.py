@@ -21,8 +21,8 @@ from kltest.report import Report
 from kltest.truth import combine
 
 SECONDS = 300.0
+# Relative to the norm of the gradient: rounding, and coefficients that are given to a few digits.
 AGREE = {"float64": 1e-6, "float32": 2e-3}
-"""Relative to the norm of the gradient: rounding, and coefficients that are given to a few digits."""
 KEYS = ("vocabulary", "length", "policy", "reference", "sampler", "expected")
 
 

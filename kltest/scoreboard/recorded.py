@@ -17,6 +17,7 @@ from kltest.files import write
 from kltest.scoreboard.rows import DESCRIBED, GRADIENT, VALUE, Row, described
 
 PATH = Path(__file__).parent / "recorded.jsonl"
+# Fields that are written only if they are otherwise.
 USUAL: Mapping[str, Any] = {
     "expect": "reverse_kl",
     "placement": "loss",
@@ -25,11 +26,10 @@ USUAL: Mapping[str, Any] = {
     "error": "",
     "program": "",
 }
-"""Fields that are written only if they are otherwise."""
 METHOD = "exact"
 _key = itemgetter("library", "version", "setting")
+# The one note that is kept: the function was lifted out of a file that cannot be imported.
 LIFTED = "lifted"
-"""The one note that is kept: the function was lifted out of a file that cannot be imported."""
 
 
 def read(path: Path | None = None) -> list[Row]:
@@ -76,7 +76,6 @@ def _shortened(row: Row, head: Row) -> Row:
     """The fields of a row that cannot be filled in again."""
     usual = _usual(row["library"], row["setting"]) | {"versions": head["versions"], "known": True}
     usual["program_of_adapter"] = bool(row["gradients"])
-    rest = {name: row[name] for name in (*DESCRIBED, *usual) if name not in usual or row[name] != usual[name]}
     return {
         **{name: row[name] for name in ("setting", "verdict", "reduction", "dtype")},
         "gradients": [
@@ -85,7 +84,7 @@ def _shortened(row: Row, head: Row) -> Row:
         "value": [[each[name] for name in VALUE] for each in row["value"]],
         "failed": [each["code"] for each in row["failed"]],
         **({LIFTED: True} if any(LIFTED in note for note in row["notes"]) else {}),
-        **rest,
+        **{name: row[name] for name in (*DESCRIBED, *usual) if name not in usual or row[name] != usual[name]},
     }
 
 

@@ -10,16 +10,16 @@ from kltest.adapters import Adapter, Setting
 if TYPE_CHECKING:
     from kltest.report import Report
 
+# Significant digits of numbers that are kept.
 DIGITS = 6
-"""Significant digits of numbers that are kept."""
 GRADIENT = ("environment", "sampler", "batch", "identified", "relative_bias", "cosine", "residual", "agrees", "method")
 VALUE = ("environment", "sampler", "matches")
+# Fields of a setting that a row repeats.
 DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note")
-"""Fields of a setting that a row repeats."""
+# Fields of a report that a row repeats.
 REPORTED = ("expect", "placement", "credit", "verdict", "reduction", "dtype")
-"""Fields of a report that a row repeats."""
+# Fields in which two versions of a library are compared.
 COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error", "program_of_adapter")
-"""Fields in which two versions of a library are compared."""
 
 PACKAGES = re.compile(r"/[^\s:'\"]*/(?:site|dist)-packages/")
 Row = dict[str, Any]

@@ -23,17 +23,17 @@ from kltest.scoreboard.rows import Row, absent, changes, matches
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
+# Rooms that a measurement depends on.
 MEASURING = (
     *("environments", "truth", "loss", "moments", "language_models", "identify", "counterexample", "checks"),
     *("adapters", "grading", "scoreboard"),
 )
-"""Rooms that a measurement depends on."""
+# Files of these rooms that only show results.
 SHOWING = ("table.py", "recorded.py")
-"""Files of these rooms that only show results."""
 FOLDER = "results/libraries"
 CHECKOUT = Path(kltest.__file__).parents[1]
+# An adapter, by its name or file, and the version to measure, None for the one of the adapter.
 Asked = tuple[str, str | None]
-"""An adapter, by its name or file, and the version to measure, None for the one of the adapter."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,7 @@ def _measured(name: str, version: str, there: Installed | KltestError, store: St
         names = next(answers)["settings"]
         with Progress(f"{library.name} {version}", len(names), done=len(done.keys() & names)) as progress:
             for each in answers:
-                configuration = {"library": library.name, "version": version, "setting": each["setting"]}
-                store.add([(configuration, [each])])
+                store.add([({"library": library.name, "version": version, "setting": each["setting"]}, [each])])
                 done[each["setting"]] = each
                 progress.advance(each["setting"])
     except KltestError as error:

@@ -20,6 +20,7 @@ from kltest.render.words import one_line
 from kltest.scoreboard.rows import Row
 from kltest.truth import render
 
+# Columns of the scoreboard and their headings.
 COLUMNS = {
     "title": "library",
     "setting": "setting",
@@ -30,14 +31,13 @@ COLUMNS = {
     "logged": "logged KL",
     "measured": "measured",
 }
-"""Columns of the scoreboard and their headings."""
+# Relation of a setting's gradient to ∇KL(π‖ref).
 KINDS = {
     "reverse": "follows ∇KL(π‖ref)",
     "part": "its next-token part, or another size",
     "other": "another gradient",
     "open": "inconclusive",
 }
-"""Relation of a setting's gradient to ∇KL(π‖ref)."""
 VALUES = {
     "kl": "KL",
     "kl_per_token": "KL per token",
@@ -167,8 +167,8 @@ def _logged(each: Row) -> str:
 
 FOLDER = Path(__file__).parent / "templates"
 PROGRAMS = "programs"
+# Programs of up to so many characters are shown on the page itself.
 SHORT = 4_000
-"""Programs of up to so many characters are shown on the page itself."""
 
 
 def files(rows: Sequence[Row]) -> dict[str, str]:

@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
+# Largest number of terms that are added one by one.
 FEW = 16
-"""Largest number of terms that are added one by one."""
 
 
 def total(values: np.ndarray, axis: int = 0) -> np.ndarray:

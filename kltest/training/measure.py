@@ -12,8 +12,8 @@ from kltest.training.batch import Policy, total
 from kltest.training.problems import Problem, Runs
 from kltest.truth import optimum
 
+# Columns of a History with a number for each recorded step and run.
 MEASURED = ("reward", "kl", "objective", "kl_to_optimum", "gap", "entropy", "gradient_norm", "logged")
-"""Columns of a History with a number for each recorded step and run."""
 
 
 @dataclass(frozen=True, eq=False)

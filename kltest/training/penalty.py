@@ -22,10 +22,10 @@ from kltest.rollout import LEAVES, Rollout
 from kltest.training.batch import Batch, total, transposed
 from kltest.training.problems import PerRun, Runs, State, bound, is_built_in
 
+# Fields that the terms of a `TokenPenalty` read.
 FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
-"""Fields that the terms of a `TokenPenalty` read."""
+# Rollouts on which a user-defined function is tested for coupling between the rows of a batch.
 PROBED = 12
-"""Rollouts on which a user-defined function is tested for coupling between the rows of a batch."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Penalty:
         """Call the function on a few rollouts; return whether it couples rows or returns one number for a batch."""
         instance = Instance.draw(self.runs.environment, 0)
         generator = np.random.default_rng(0)
-        paths = instance.environment.sample(instance.policy, PROBED, generator)
-        pool = Rollout.of(instance, paths)
+        pool = Rollout.of(instance, instance.environment.sample(instance.policy, PROBED, generator))
         try:
             witness = probe(self.loss, pool, generator, few=True)
         except BatchOfOneError:

@@ -14,10 +14,10 @@ from kltest.errors import InvalidEnvironmentError
 from kltest.moments.batches import multisets
 from kltest.training.batch import FEW, Batch, Policy
 
+# Largest number of rows, over all groups, that is enumerated for an update.
 MOST_ROWS = 2**20
-"""Largest number of rows, over all groups, that is enumerated for an update."""
+# Uniforms of all runs together that are drawn ahead at once.
 AHEAD = 2**20
-"""Uniforms of all runs together that are drawn ahead at once."""
 
 
 class Enumerated:

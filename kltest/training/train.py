@@ -14,10 +14,10 @@ from kltest.training.problems import Run, Runs, check_alike, sharing
 from kltest.training.reward import Baseline, Ratio, score_weights
 from kltest.training.sources import Drawn, Enumerated
 
+# Largest absolute logit; a run beyond it counts as diverged.
 EXPLODED = 1e6
-"""Largest absolute logit; a run beyond it counts as diverged."""
+# Numbers in one field of a chunk of runs: more share the overhead of a call, fewer stay in the cache.
 CHUNK = 2**18
-"""Numbers in one field of a chunk of runs: more share the overhead of a call, fewer stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class Settings:
     optima: bool
 
     def __post_init__(self) -> None:
-        least = {"steps": 0, "batch_size": 1, "group_size": 1, "inner_steps": 1}
-        for name, smallest in least.items():
+        for name, smallest in {"steps": 0, "batch_size": 1, "group_size": 1, "inner_steps": 1}.items():
             number = getattr(self, name)
             if number is not None and not (isinstance(number, int) and number >= smallest):
                 raise UsageError(f"{name} must be a whole number of at least {smallest}, not {number!r}")
@@ -112,8 +111,7 @@ def train(
         size = chunk or max(1, CHUNK // _numbers(runs[0], settings))
         for first in range(0, len(rows), size):
             part = rows[first : first + size]
-            together = Runs([runs[row] for row in part])
-            measured, last, since = _train_together(together, settings, recorded)
+            measured, last, since = _train_together(Runs([runs[row] for row in part]), settings, recorded)
             for name, values in measured.items():
                 columns[name][:, part] = values
             logits[part], diverged[part] = last, since

@@ -6,8 +6,8 @@ advantages = charged(advantages, logps, ref_logps, old_logps, attention_mask, be
 loss, _ = LigerFusedLinearGRPOLoss(**SETTINGS)(hidden, weight, tokens, attention_mask, advantages)
 """
 
+# No KL term in the loss; tokens are summed, sequences averaged. No old log-probs: the ratio is in the advantages.
 SETTINGS = {"beta": 0.0, "use_ref_model": False, "loss_type": "dr_grpo", "max_completion_length": 1}
-"""No KL term in the loss; tokens are summed, sequences averaged. No old log-probs: the ratio is in the advantages."""
 
 
 def charged(advantages, logps, ref_logps, old_logps, attention_mask, beta):

@@ -33,8 +33,7 @@ def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
 def discover() -> list[Setting]:
     """Losses that the installed version has beside those above."""
     module = import_module(LOSSES)
-    base = module.GRPOLoss
-    kinds = [name for name, thing in vars(module).items() if isclass(thing) and issubclass(thing, base)]
+    kinds = [name for name, thing in vars(module).items() if isclass(thing) and issubclass(thing, module.GRPOLoss)]
     return [whole(name) for name in kinds if name not in KNOWN]
 
 

@@ -9,14 +9,14 @@ from kltest.adapters.standalone import program
 CALLS = "kltest.adapters.trl.calls"
 DOCS = "https://huggingface.co/docs/trl/grpo_trainer"
 DOCS_OF_RLOO = "https://huggingface.co/docs/trl/rloo_trainer"
+# Of TRL 1.16, its default first.
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
-"""Of TRL 1.16, its default first."""
 BETA = (
     "The documented default of beta is 0, which leaves the term out: what is graded is what beta multiplies "
     "once it is not 0."
 )
+# A sum over tokens and a mean over rollouts: no length changes the term.
 ADDS_UP = {"loss_type": "luspo"}
-"""A sum over tokens and a mean over rollouts: no length changes the term."""
 
 # The padding cannot be NaN (KL502): a trainer computes what stands there with the model itself. KL701 and KL703 are
 # checked with one loss type only: they take a vocabulary of thousands, and all loss types share that code.

@@ -7,8 +7,8 @@ The price is variance: that of k1 over sequences, and off-policy that of an uncl
 clipped ratios of the tokens.
 """
 
+# Tokens are summed, sequences averaged, without a further coefficient.
 SETTINGS = {"loss_type": "dr_grpo", "max_completion_length": 1}
-"""Tokens are summed, sequences averaged, without a further coefficient."""
 
 
 def charged(advantages, new, ref, old, mask, beta):

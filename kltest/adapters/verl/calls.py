@@ -104,8 +104,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estima
         tensors["reward_baselines"] = torch.zeros_like(reward)
     uid = numpy.array([str(int(each)) for each in group], dtype=object)
     data = part("verl", "DataProto").from_dict(tensors=tensors, non_tensors={"uid": uid})
-    control = part(CORE, "FixedKLController")(kl_coef=beta)
-    charge = {"data": data, "kl_ctrl": control}
+    charge = {"data": data, "kl_ctrl": part(CORE, "FixedKLController")(kl_coef=beta)}
     data, metrics = called(part(trainer, "apply_kl_penalty"), charge, {"kl_penalty": penalty})
     if corrected is not None:
         helper = "verl.trainer.ppo.rollout_corr_helper"

@@ -7,6 +7,7 @@ There is one update a batch (`ppo_epochs=1`, mini-batches as large as the batch)
 the log-probs of an older policy. The price is the variance of the sequence ratio, and of k1 over sequences.
 """
 
+# Overrides of verl's command line. There must be more than one rollout a prompt.
 OVERRIDES = {
     "algorithm.use_kl_in_reward": True,
     "algorithm.kl_penalty": "kl",
@@ -18,4 +19,3 @@ OVERRIDES = {
     "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum",
     "actor_rollout_ref.actor.ppo_epochs": 1,
 }
-"""Overrides of verl's command line. There must be more than one rollout a prompt."""

@@ -13,8 +13,8 @@ from kltest.loss.callables import without_partials
 
 JAX = frozenset({"jax", "jaxlib"})
 TORCH = frozenset({"torch"})
+# Depth to which helpers' helpers are read.
 DEEPEST = 4
-"""Depth to which helpers' helpers are read."""
 
 
 def is_for_jax(function: Callable[..., Any]) -> bool:
