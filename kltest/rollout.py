@@ -105,9 +105,10 @@ SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
 
 
 class Rollout:
-    """A batch of B rollouts of up to T tokens over a vocabulary of V; every field of FIELDS is an attribute.
+    """A batch of B rollouts of up to T tokens over a vocabulary of V; every field of FIELDS is an attribute,
+    by its aliases too.
 
-    It is also a mapping from fields or aliases (`batch["log_probs"]`, `in`, `get`); its `keys` are the tensor fields.
+    It is also a mapping from them (`batch["log_probs"]`, `in`, `get`); its `keys` are the tensor fields.
     `fields` are tensors or functions that build them. `accessed` collects the names that were read, so that the grader
     knows what a loss uses. `logp` and `logits` are leaves that require grad.
     """
@@ -123,10 +124,10 @@ class Rollout:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name not in FIELDS:
+        if (field := field_named(name)) is None:
             raise _no_field(name)
-        self.accessed.add(name)
-        return self.peek(name)
+        self.accessed.add(field)
+        return self.peek(field)
 
     def __getitem__(self, key: object) -> Any:
         name = field_named(key)

@@ -194,7 +194,7 @@ def named(text: str) -> list[tuple[str, Setting]]:
     Raises:
         UsageError: the library does not have the setting, or is not installed.
     """
-    own = re.fullmatch(r"(.+\.py):(.+)", text.strip())
+    own = re.fullmatch(r"(.+\.py):([^:].*)", text.strip())
     name, colon, wanted = (own[1], ":", own[2]) if own else text.strip().partition(":")
     if not (own or name in NAMES) or (colon and all(part.isidentifier() for part in wanted.split("."))):
         return []

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kltest.errors import UsageError
+from kltest.loss.advice import advice
 from kltest.loss.arguments import Stub, field_asked, fields_listed, split_dotted
 from kltest.loss.building import Built, annotated, configuration
 from kltest.loss.outcome import Call
@@ -100,7 +101,7 @@ def fill(
         if isinstance(filling, FieldOf) and wants_lists(parameter.annotation):
             fillings[parameter.name] = replace(filling, listed=True)
     if missing:
-        raise _cannot_fill(name, missing, parameters)
+        raise _cannot_fill(name, missing, parameters, function)
     return fillings
 
 
@@ -111,7 +112,9 @@ def wants_lists(annotation: Any) -> bool:
     return found > 0 and "Tensor" not in left
 
 
-def _cannot_fill(name: str, missing: Mapping[str, str], parameters: list[inspect.Parameter]) -> UsageError:
+def _cannot_fill(
+    name: str, missing: Mapping[str, str], parameters: list[inspect.Parameter], function: Callable[..., Any]
+) -> UsageError:
     """Name all parameters that nothing fills; `missing` gives for each why not, if there is something to say."""
     near = {parameter: field for parameter in missing if (field := suggested_field(parameter)) is not None}
     guesses = [f"did you mean {field}, --arg {parameter}=@{field}?" for parameter, field in near.items()]
@@ -124,11 +127,12 @@ def _cannot_fill(name: str, missing: Mapping[str, str], parameters: list[inspect
     )
     which = f"parameters {', '.join(words[:-1])} and {words[-1]}" if words[1:] else f"parameter {words[0]}"
     whose, own = ("each", "NAME") if words[1:] else ("it", next(iter(missing)))
+    proposal = advice(name, function, missing, parameters)
     return UsageError(
         f"the {which} of {name}({_shown(parameters)}) cannot be filled{hints and f' ({hints})'}. Give {whose} a value "
         f"with --arg {own}=VALUE, a field of the rollout with --arg {own}=@FIELD, or, where an object is wanted, its "
         f"attributes with --arg {own}.ATTRIBUTE=VALUE (as --arg config.beta=0.1). "
-        f"Parameters of these names are filled by themselves:\n{table}"
+        f"Parameters of these names are filled by themselves:\n{table}" + (proposal and f"\n{proposal}")
     )
 
 

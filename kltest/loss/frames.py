@@ -54,6 +54,8 @@ def failure(what: str, error: BaseException, home: str | None = None) -> FailedE
 def describe(error: BaseException) -> str:
     """Return type and text of an exception, as Python prints them, cut if they would fill the screen."""
     text = "".join(traceback.format_exception_only(error)).strip()
+    if "numpy()" in text and "requires grad" in text:
+        text += "\nNumPy's numbers have no gradient: write the loss in torch, or in JAX (see `kltest.jax_loss`)."
     return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " …"
 
 

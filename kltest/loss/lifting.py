@@ -55,6 +55,8 @@ def lift(path: Path, names: str, *, because: BaseException) -> Found:
 class MissingNameError(NameError):
     """Lifted code used a name that has no value."""
 
+    __module__ = "builtins"  # printed without the place of this class
+
 
 class _Absent:
     """Stand-in for a module-level name without a value; any use of it raises MissingNameError."""
@@ -192,7 +194,11 @@ class _Lifter:
         return None
 
     def _leave_absent(self, name: str, unit: ast.stmt, error: BaseException) -> None:
-        self.namespace[name] = _Absent(name, f"line {unit.lineno} of {self.path.name} raised {describe(error)}")
+        why = f"line {unit.lineno} of {self.path.name} raised {describe(error)}"
+        if isinstance(error, ModuleNotFoundError):
+            extra = "the extra `jax` of kltest" if error.name == "jax" else f"pip install {error.name}"
+            why += f". Install it for this Python ({extra})"
+        self.namespace[name] = _Absent(name, why)
 
     def _import(self, name: str, unit: ast.Import | ast.ImportFrom) -> None:
         """Import one name of an import statement by itself."""

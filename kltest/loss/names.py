@@ -29,14 +29,14 @@ class Named:
 
 
 def named(text: str) -> Named:
-    """Return what a text names; nothing is imported.
+    """Return what a text names, `FILE.py::Class::method` as pytest writes it too; nothing is imported.
 
     Raises:
         UsageError: The text has no known form, or its estimator, file or module does not exist.
     """
     text = text.strip()
-    if file := re.fullmatch(r"(?P<path>.+\.py)(?::(?P<names>[^:/\\]*))?", text):
-        return Named(path=_existing(Path(file["path"])), names=file["names"] or "")
+    if file := re.fullmatch(r"(?P<path>.+\.py)(?:::?(?P<names>[^/\\]*))?", text):
+        return Named(path=_existing(Path(file["path"])), names=(file["names"] or "").replace("::", "."))
     if "/" in text or "\\" in text or (re.match(r"[A-Za-z]:", text) and not re.fullmatch(r"[A-Za-z]:[\w.]+", text)):
         raise UsageError(f"{text!r} looks like a path; a loss in a file is path/to/file.py:function, a .py file")
     if ":" in text:

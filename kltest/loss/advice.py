@@ -1,0 +1,142 @@
+"""Propose how to fill parameters that nothing fills, from what the body of a loss reads: arguments, or a shim."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from kltest.loss.callables import inner_of
+from kltest.loss.suggesting import role_of
+from kltest.rollout import FIELDS, field_named
+
+_PACKED = re.compile(r"cu_?seq_?lens?\w*")
+_LONGEST = re.compile(r"max_?seq_?len\w*")
+_MODEL_NAME = re.compile(r"(\w+_)?model")
+_IDS = re.compile(r"(input_?)?ids")
+_MODEL = """\
+from types import SimpleNamespace
+
+import torch
+
+
+def shim({fields}):
+    ids = torch.cat([torch.zeros_like(tokens[:, :1]), tokens], dim=1)  # one prompt token stands in front
+    seen = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=1)
+
+    def model_of(logits):  # calls return the rollout's own next-token logits
+        return lambda *args, **kwargs: SimpleNamespace(logits=torch.cat([logits, logits[:, -1:]], dim=1))
+
+    return {call}
+"""
+_PACK = """\
+import torch
+
+
+def shim({fields}):
+    live = mask != 0
+    ends = live.sum(-1).cumsum(0)
+    return {call}
+"""
+
+Chain = tuple[str, ...]
+
+
+def advice(name: str, function: Callable[..., Any], missing: Iterable[str], parameters: list[inspect.Parameter]) -> str:
+    """Return sentences that say how to fill `missing`; "" if the body of the function does not tell."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inner_of(function))))
+    except (OSError, TypeError, SyntaxError):  # no source, or not all of it
+        return ""
+    missing = list(missing)
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    models = {each for each in missing if each in called or _MODEL_NAME.fullmatch(each)}
+    packed = any(_PACKED.fullmatch(each) for each in missing)
+    if packed or models:
+        fields, call = _shim_call(name, parameters, models, _chains(tree), packed)
+        text = (_PACK if packed else _MODEL).format(fields=", ".join(fields), call=call)
+        return "Or put a shim into its file and grade that:\n\n" + textwrap.indent(text, "    ")
+    arguments = [text for each in missing for text in _arguments(each, _chains(tree))]
+    return f"Its body reads what these fill: {' '.join(arguments)}." if arguments else ""
+
+
+def _arguments(parameter: str, chains: set[Chain]) -> Iterator[str]:
+    """Yield `--arg` options for all that is read of a parameter; "@rollout" where nothing but fields is read."""
+    mine = {chain[1:] for chain in chains if chain[0] == parameter and chain[1:]}
+    leaves = {chain for chain in mine if not any(other != chain and other[: len(chain)] == chain for other in mine)}
+    for head in sorted({chain[:-1] for chain in leaves}):
+        last = sorted(chain[-1] for chain in leaves if chain[:-1] == head)
+        path = ".".join((parameter, *head))
+        if all(map(field_named, last)):
+            yield f"--arg {path}=@rollout"
+            continue
+        for each in last:
+            field = field_named(each)
+            yield f"--arg {path}.{each}=" + (f"@{field}" if field else "VALUE")
+
+
+def _chains(tree: ast.AST) -> set[Chain]:
+    """Return what is read, as names and keys from a variable on: `data.batch["mask"].sum()` is (data, batch, mask)."""
+    aliases: dict[str, Chain] = {}
+
+    def chain(node: ast.AST) -> Chain | None:
+        if isinstance(node, ast.Name):
+            return aliases.get(node.id, (node.id,))
+        key: Any = None
+        if isinstance(node, ast.Subscript):
+            inner, key = node.value, getattr(node.slice, "value", None)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            inner = node.func.value
+            key = getattr(node.args[0], "value", None) if node.func.attr == "get" and node.args else None
+        elif isinstance(node, ast.Attribute):
+            inner, key = node.value, node.attr
+        else:
+            return None
+        found = chain(inner)
+        if found is None or not isinstance(key, str) or field_named(found[-1]):
+            return found
+        return (*found, key)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found = chain(node.value)
+            if found is not None and len(found) > 1:
+                aliases[node.targets[0].id] = found
+    methods = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return {found for node in ast.walk(tree) if id(node) not in methods and (found := chain(node)) is not None}
+
+
+def _shim_call(
+    name: str, parameters: list[inspect.Parameter], models: set[str], chains: set[Chain], packed: bool
+) -> tuple[list[str], str]:
+    """Return the fields that a shim takes, and the call in it."""
+    function = re.split(r"[:.]", name)[-1]
+    fields = dict.fromkeys(["mask"] if packed else ["mask", "tokens"])
+
+    def of(field: str) -> str:
+        fields[field] = None
+        return f"{field}[live]" if packed and FIELDS[field].shape.startswith("(B, T") else field
+
+    def value(parameter: str) -> str | None:
+        if parameter in models:
+            return f"model_of({of(role_of(parameter) + 'logits')})"
+        if packed and (_PACKED.fullmatch(parameter) or _LONGEST.fullmatch(parameter)):
+            longest = "int(live.sum(-1).max())"
+            return longest if _LONGEST.fullmatch(parameter) else "torch.cat([ends.new_zeros(1), ends])"
+        if not packed and _IDS.fullmatch(parameter):
+            return "ids"
+        if not packed and parameter in ("attention_mask", "labels"):
+            return "seen" if parameter == "attention_mask" else "ids.where(seen != 0, -100)"
+        field = field_named(parameter)
+        return None if field is None else of(field)
+
+    def given(parameter: inspect.Parameter) -> str | None:
+        keys = sorted({chain[1] for chain in chains if chain[0] == parameter.name and chain[1:]})
+        found = value(parameter.name)
+        if found is None and keys and all(map(value, keys)):
+            return "{" + ", ".join(f'"{key}": {value(key)}' for key in keys) + "}"
+        return found or ("..." if parameter.default is parameter.empty else None)
+
+    values = {each.name: text for each in parameters if (text := given(each)) is not None}
+    return list(fields), f"{function}({', '.join(f'{key}={text}' for key, text in values.items())})"
