@@ -245,36 +245,25 @@ def _builders(
     instance: Instance, paths: Paths, sampler: str, padding: int, centre: Centre
 ) -> dict[str, Callable[[], Tensor]]:
     tables = {"": instance.policy, "ref_": instance.reference, "old_": instance.behaviour(sampler)}
+    vocabulary = instance.environment.vocabulary
 
     def noise(salt: int) -> np.random.Generator:
         return np.random.default_rng([padding, salt])
 
-    def chosen(log_probs: np.ndarray, salt: int) -> Tensor:
-        values = paths.chosen(log_probs)
+    def with_padding(values: np.ndarray, garbage: Callable[[int], Any]) -> Tensor:
         if paths.padded:
             dead = ~paths.mask
-            values[dead] = -noise(salt).uniform(0.1, 3.0, size=int(dead.sum()))
+            values[dead] = garbage(int(dead.sum()))
         return torch.from_numpy(values)
+
+    def chosen(log_probs: np.ndarray, salt: int) -> Tensor:
+        return with_padding(paths.chosen(log_probs), lambda dead: -noise(salt).uniform(0.1, 3.0, size=dead))
 
     def everything(log_probs: np.ndarray, salt: int) -> Tensor:
-        values = paths.everything(log_probs)
-        if paths.padded:
-            dead = ~paths.mask
-            garbage = torch.from_numpy(noise(salt).standard_normal((int(dead.sum()), log_probs.shape[1])))
-            values[dead] = garbage.log_softmax(-1).numpy()
-        return torch.from_numpy(values)
+        def garbage(dead: int) -> np.ndarray:
+            return torch.from_numpy(noise(salt).standard_normal((dead, vocabulary))).log_softmax(-1).numpy()
 
-    def tokens() -> Tensor:
-        values = paths.tokens.copy()
-        if paths.padded:
-            dead = ~paths.mask
-            values[dead] = noise(9).integers(instance.environment.vocabulary, size=int(dead.sum()))
-        return torch.from_numpy(values)
-
-    def mask() -> Tensor:
-        if not paths.padded:
-            return torch.ones(paths.shape, dtype=torch.float64)
-        return torch.from_numpy(paths.mask.astype(np.float64))
+        return with_padding(paths.everything(log_probs), garbage)
 
     def advantage() -> Tensor:
         reward = instance.environment.returns(paths)
@@ -287,8 +276,8 @@ def _builders(
         return torch.from_numpy(reward - mean[paths.prompt])
 
     built: dict[str, Callable[[], Tensor]] = {
-        "mask": mask,
-        "tokens": tokens,
+        "mask": lambda: torch.from_numpy(paths.mask.astype(np.float64)),
+        "tokens": lambda: with_padding(paths.tokens.copy(), lambda dead: noise(9).integers(vocabulary, size=dead)),
         "reward": lambda: torch.from_numpy(instance.environment.returns(paths)),
         "advantage": advantage,
         "group": lambda: torch.from_numpy(paths.prompt.copy()),

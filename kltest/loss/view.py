@@ -1,6 +1,6 @@
 """Views of a rollout for one call of a loss: copies that it may write into, of the types and shapes that it needs."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,18 +144,5 @@ def made_unambiguous(rollout: Rollout) -> Rollout:
     """Return an unambiguous copy with fresh leaves: a single row is repeated, and padded columns are added."""
     rows = rollout.take([0, 0] if len(rollout) == 1 else range(len(rollout)))
     while not unambiguous(rows):
-        rows = Rollout({name: _padded(rows, name) for name in rows}, beta=rows.peek("beta"))
+        rows = rows.wider(1)
     return rows
-
-
-def _padded(rollout: Rollout, name: str) -> Callable[[], Tensor]:
-    """Return a field with one more token, a dead one that repeats the last."""
-
-    def build() -> Tensor:
-        field = rollout.peek(name).detach()
-        if field.dim() < 2:
-            return field
-        last = field[:, -1:]
-        return torch.cat([field, torch.zeros_like(last) if name == "mask" else last], dim=1)
-
-    return build
