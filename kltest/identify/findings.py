@@ -9,6 +9,7 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
+from kltest.moments.moments import Reduction
 from kltest.report import GradientRow, ValueRow
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Observed:
 
     uses: frozenset[str] = frozenset()
     dtype: str = "float64"
-    reductions: list[str] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
     reached: list[bool] = field(default_factory=list)
     nondeterministic: str = ""
     coupled_in: set[str] = field(default_factory=set)
@@ -70,7 +71,7 @@ class Observed:
     rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict)
 
     @property
-    def reduction(self) -> str:
+    def reduction(self) -> Reduction:
         """The reduction that fits all environments.
 
         One coupled environment decides: at a fixed length the mean over a batch's tokens looks like a mean over rows.

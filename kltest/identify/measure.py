@@ -17,8 +17,9 @@ from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
-from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches
+from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches, exact_known
 from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
+from kltest.moments.moments import Reduction
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
@@ -83,6 +84,8 @@ class Measure:
         self.twice = twice
         self.observed = Observed(uses)
         self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
+        self._reductions: dict[str, Reduction] = {}
+        self._converted: dict[torch.dtype, Loss] = {}
         self._measured: dict[tuple[str, str, int], tuple[Case, list[np.ndarray]]] = {}
 
     def rows(self, environment: str, sampler: str) -> list[Row]:
@@ -114,17 +117,38 @@ class Measure:
         known = self._measured.get((row.environment, row.sampler, row.batch))
         return known[0] if known else Case(row.environment, row.sampler, self.seed)
 
-    def expected(self, row: Row, instance: Instance, floats: torch.dtype | None = None) -> Moments:
-        """Return the moments of a measured row's batches on another instance, or given numbers of another precision."""
-        if row.batch == 1:
-            loss = self.loss if floats is None else self.loss.for_experiments(floats)
-            return exact(loss, instance, row.sampler, padding=self.seed)
-        return self._over_batches(instance, Case(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
+    def expected(
+        self, row: Row, instance: Instance, floats: torch.dtype | None = None, wanted: np.ndarray | None = None
+    ) -> Moments:
+        """Return the moments of a measured row's batches on another instance, or given numbers of another precision.
+
+        What is not the `wanted` gradient (None: the declared one) is computed by calls of single rollouts as well.
+        """
+        if row.batch > 1:
+            return self._over_batches(instance, Case(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
+        loss = self.loss if floats is None else self._in_precision(floats)
+        found = self._alone(loss, instance, row.sampler)
+        if found.reduction == "coupled" or self._follows(found, instance, wanted):
+            return found
+        return exact_known(loss, instance, row.sampler, "coupled", padding=self.seed)
+
+    def _in_precision(self, floats: torch.dtype) -> Loss:
+        """Return the loss for numbers of this precision; its first call, which takes longest, is made once."""
+        if floats not in self._converted:
+            self._converted[floats] = self.loss.for_experiments(floats)
+        return self._converted[floats]
 
     def meets(self, loss: Loss, instance: Instance, sampler: str = "stale") -> bool:
         """Return True if a variant of the loss follows the declared gradient on an instance."""
-        found = exact(loss, instance, sampler, padding=self.seed)
-        wanted = target(self.declared, instance)
+        return self._follows(self._alone(loss, instance, sampler), instance)
+
+    def _alone(self, loss: Loss, instance: Instance, sampler: str) -> Moments:
+        """Return the moments of batches of one, called together if rows are apart in that environment."""
+        reduction = self._reductions.get(instance.environment.name, self.observed.reduction)
+        return exact_known(loss, instance, sampler, reduction, padding=self.seed)
+
+    def _follows(self, found: Moments, instance: Instance, wanted: np.ndarray | None = None) -> bool:
+        wanted = target(self.declared, instance) if wanted is None else wanted
         return relative_bias(found.gradient, wanted, size(instance)) <= TOLERANCES[found.dtype].gradient
 
     def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> Experiment:
@@ -163,8 +187,12 @@ class Measure:
         return [row for row in rows if row not in nothing] + [batched]
 
     def _from_all(self, case: Case) -> tuple[Sequence[Moments | Sampled], Row]:
-        found = [exact(self.loss, instance, case.sampler, padding=self.seed) for instance in case.instances]
+        found: list[Moments] = []
+        for instance in case.instances:
+            known = found[0].reduction if found else None
+            found.append(exact(self.loss, instance, case.sampler, padding=self.seed, known=known))
         self._note(found)
+        self._reductions[case.environment] = next((m.reduction for m in found if m.coupling), found[0].reduction)
         return found, self._row(case, found)
 
     def _batched(self, case: Case) -> Row:

@@ -10,6 +10,7 @@ from kltest.identify.findings import Combination
 from kltest.loss.calling import Loss
 from kltest.moments import Moments
 from kltest.moments.differentiate import leaf_gradients
+from kltest.moments.moments import Reduction
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 from kltest.truth import gradient_again
@@ -34,7 +35,7 @@ def compare(loss: Loss, case: Case, moments: Moments, declared: Combination) -> 
     scale = max(float(np.linalg.norm(wanted)), size(instance))
     if np.linalg.norm(wanted - again) > ROUTES_AGREE * scale:
         raise DisagreementError("the declared gradient comes out differently by dynamic programming and by autograd")
-    gradient_of_table = through_table(loss, instance, case.sampler, case.seed)
+    gradient_of_table = through_table(loss, instance, case.sampler, moments.reduction, case.seed)
     scale = max(float(np.sqrt(moments.second_moment)), size(instance))
     limit = max(ROUTES_AGREE, TOLERANCES[moments.dtype].gradient) * scale
     if np.linalg.norm(moments.gradient - gradient_of_table) > limit:
@@ -44,19 +45,25 @@ def compare(loss: Loss, case: Case, moments: Moments, declared: Combination) -> 
         )
 
 
-def through_table(loss: Loss, instance: Instance, sampler: str, padding: int) -> np.ndarray:
-    """Return the (C, V) expected gradient from one call a rollout, chained to a table of logits by autograd."""
-    paths, weights = instance.paths, instance.rollout_weights(sampler)
+def through_table(loss: Loss, instance: Instance, sampler: str, reduction: Reduction, padding: int) -> np.ndarray:
+    """Return the (C, V) expected gradient, chained to a table of logits by autograd.
+
+    The first route called each rollout alone. Here they are called in one batch if the loss treats its rows apart.
+    """
+    paths, weights = instance.paths, torch.from_numpy(instance.rollout_weights(sampler))
     table = torch.from_numpy(instance.policy).requires_grad_()
     log_probs = table.log_softmax(dim=1)
     everything = Rollout.of(instance, sampler=sampler, padding=padding)
     total = table.sum() * 0
-    for row in range(len(paths)):
-        rollout = everything.take([row])
-        objective = loss(rollout).objective
-        live = torch.from_numpy(paths.mask[row])
-        contexts, tokens = (torch.from_numpy(part[row])[live] for part in (paths.contexts, paths.tokens))
+    rows = np.arange(len(paths))
+    for part in np.split(rows, len(rows)) if reduction == "coupled" else [rows]:
+        rollout = everything.take(part)
+        objective = loss(rollout).objective * (1 if reduction == "sum" else len(part))
+        live = torch.from_numpy(paths.mask[part])
+        contexts, tokens = (torch.from_numpy(field[part]) for field in (paths.contexts, paths.tokens))
+        weight = (weights[part][:, None] * live)[live]
         for name, received in leaf_gradients(loss, objective, rollout).items():
             value = log_probs[contexts, tokens] if name == "logp" else log_probs[contexts]
-            total = total + weights[row] * (received[0][live] * value).sum()
+            each = (received * value)[live]
+            total = total + weight @ (each if name == "logp" else each.sum(dim=-1))
     return torch.autograd.grad(total, table)[0].numpy()

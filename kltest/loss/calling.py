@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from kltest.loss.building import Built
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import FieldOf, arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
-from kltest.loss.global_state import RandomState, eagerly, preserved, settings_preserved, unusual_input
+from kltest.loss.global_state import SameNoise, eagerly, preserved, settings_preserved, unusual_input
 from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.jax.recognition import is_for_jax
 from kltest.loss.outcome import Call, Outcome
 from kltest.loss.placement import ROW_FIELDS, place, with_rewards
-from kltest.loss.precision import PrecisionTrace, lowest_precision
+from kltest.loss.precision import PrecisionTrace
 from kltest.loss.results import Result, check_finite, with_stored
 from kltest.loss.stored_metrics import StoredMetrics
 from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
@@ -124,6 +123,7 @@ class Loss:
         self._traced: list[torch.dtype] | None = None
         self._stored = StoredMetrics(function)
         self._beside = Beside(function)
+        self._noise = SameNoise()
 
     def for_experiments(self, floats: torch.dtype | None = None) -> "Loss":
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
@@ -161,7 +161,7 @@ class Loss:
             self.settle(rollout)
         beta = self.beta(rollout)
         # Noise is to be the same in both calls, so that it cancels. Whoever reads the rollout may read β from it.
-        random = RandomState() if self.takes & {"beta", "rollout"} else None
+        random = self._noise.state() if self.takes & {"beta", "rollout"} else None
         trace = PrecisionTrace() if self._traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
         with trace:
             result, view = self._run(rollout, beta)
@@ -172,7 +172,7 @@ class Loss:
             if not beta or not math.isfinite(beta):
                 raise UsageError(f"β is {beta}: the KL part of {self.name} is taken as (ℓ(β) − ℓ(0))/β, with β ≠ 0")
             if random is not None:
-                random.restore()
+                self._noise.restore(random)
             with trace:
                 without, _ = self._run(rollout, 0.0)
             results[f"{self.name} at β = 0"] = without
@@ -193,7 +193,8 @@ class Loss:
             rows=None if scalar else placed,
             value=None if scalar else loss.detach(),
             metric=result.metric,
-            dtype=lowest_precision((part.loss for part in results.values()), self._traced or ()),
+            computed=tuple(part.loss for part in results.values()),
+            traced=tuple(self._traced or ()),
         )
 
     def settle(self, rollout: Rollout) -> None:
@@ -252,7 +253,8 @@ class Loss:
                 answer = torch.tensor(float(answer), dtype=torch.float64)
             result = self._beside.read(self.name, answer, rollout, bool(view.lists))
             if result.metric is None:
-                stored = self._stored.read(before, holders, partial(self._call, view.over(rollout)))
+                again = lambda: self._call(view.over(rollout))  # noqa: B023, E731
+                stored = self._stored.read(before, holders, again)
                 result = with_stored(result, *stored, rollout)
             result = self._beside.chosen(result, rollout, view, self._call)
             if result.note and result.note not in self.notes:

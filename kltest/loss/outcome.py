@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kltest.estimators.spec import Credit, Placement
+from kltest.loss.precision import lowest_precision
 
 Returned = Literal["scalar", "rows", "tokens"]
 
@@ -18,7 +21,8 @@ class Outcome:
     `objective` is the scalar to be differentiated (the KL part, if the loss takes a coefficient); `rows` (B,) are
     its parts, with objective = rows.mean(), if the loss returned one number a sequence or a token, else None.
     `value` is what it returned, detached, if that was (B,) or (B, T); `metric` the logged `metrics["kl"]`, detached:
-    a scalar, (B,) or (B, T). All are float64; `dtype` is the lowest floating-point precision on the way.
+    a scalar, (B,) or (B, T). All are float64. `computed` are the results as the loss returned them, `traced` the
+    precision of the steps that autograd does not record.
 
     No gradient at all is not an error here: the objective then does not require grad, or its gradient with respect to
     the leaves (`rollout.built("logp")`, `rollout.built("logits")`) is None, since nothing connects the two.
@@ -29,7 +33,13 @@ class Outcome:
     rows: Tensor | None = None
     value: Tensor | None = None
     metric: Tensor | None = None
-    dtype: str = "float64"
+    computed: tuple[Tensor, ...] = ()
+    traced: tuple[torch.dtype, ...] = ()
+
+    @cached_property
+    def dtype(self) -> str:
+        """The lowest floating-point precision on the way; found when it is first asked for, since most calls agree."""
+        return lowest_precision(self.computed, self.traced)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from kltest.moments.batches import exact_batches
 from kltest.moments.dynamic_programming import Expected, dynamic
-from kltest.moments.enumeration import exact
+from kltest.moments.enumeration import exact, exact_known
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.reduction import BatchOfOneError, NonDeterministicError
 from kltest.moments.sampled import Sampled, sampled
@@ -17,5 +17,6 @@ __all__ = [
     "dynamic",
     "exact",
     "exact_batches",
+    "exact_known",
     "sampled",
 ]

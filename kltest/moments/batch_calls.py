@@ -12,7 +12,6 @@ from kltest.errors import KltestError
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.reduction import NonDeterministicError
-from kltest.moments.tolerances import close
 from kltest.rollout import Rollout
 
 # Groups of a joint call that are called alone again, beside the one of the largest gradient for each total length.
@@ -35,9 +34,14 @@ class BatchCalls:
         self.loss = loss
         self.base = base
         self.live = live_positions(base)
-        self.dtype = "float64"
+        self._latest: RowGradients | None = None
         self.apart: Share | None = None
         self.reads_groups = False
+
+    @property
+    def dtype(self) -> str:
+        """The lowest precision in which the latest call computed."""
+        return self._latest.dtype if self._latest else "float64"
 
     def take_from(self, base: Rollout) -> None:
         """Take batches from other rollouts from now on."""
@@ -51,7 +55,7 @@ class BatchCalls:
             taken = taken.replace(group=lambda: torch.arange(len(rows)).repeat_interleave(rows.shape[1]))
         batch = taken.replace(advantage=lambda: centred(taken))
         called = differentiate(self.loss, batch, None if self.live is None else self.live[flat])
-        self.dtype = called.dtype
+        self._latest = called
         self.reads_groups |= "group" in batch.accessed or "group" in self.loss.takes
         return called
 
@@ -88,7 +92,7 @@ class BatchCalls:
         parts = [scale * part.reshape(*rows.shape, *part.shape[1:]) for part in called.parts]
         for spot in {*self._telling(rows, parts), *generator.integers(len(rows), size=SPOT_CHECKS).tolist()}:
             alone = self.call(rows[spot])
-            if alone.leaves != called.leaves or not close(alone.parts, tuple(p[spot] for p in parts), alone.dtype):
+            if alone.leaves != called.leaves or not alone.close(alone.parts, tuple(p[spot] for p in parts)):
                 self.apart = None
                 return None
         found = {leaf: _joined(part) for leaf, part in zip(called.by_leaf, parts, strict=True)}
@@ -120,7 +124,7 @@ class BatchCalls:
                 alone = self.call(batch)
                 part = tuple(p[spot * size : (spot + 1) * size] for p in called.parts)
                 for share in list(possible):
-                    if not close(alone.parts, part, alone.dtype, groups if share == "mean" else 1):
+                    if not alone.close(alone.parts, part, groups if share == "mean" else 1):
                         possible.discard(share)
         # If all gradients were zero, a mean cannot be told from a sum.
         self.apart = possible.pop() if len(possible) == 1 else None
@@ -130,9 +134,9 @@ class BatchCalls:
         for attempt in range(tries if size > 1 else 0):
             rows, order = generator.choice(pool, size=size), generator.permutation(size)
             before, after = self.call(rows), self.call(rows[order])
-            if attempt == 0 and not close(before.parts, self.call(rows).parts, before.dtype):
+            if attempt == 0 and not before.close(before.parts, self.call(rows).parts):
                 raise NonDeterministicError.of(self.loss, partial(self.call, rows))
-            if not close(tuple(part[order] for part in before.parts), after.parts, before.dtype):
+            if not before.close(tuple(part[order] for part in before.parts), after.parts):
                 return False
         return True
 

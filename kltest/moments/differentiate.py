@@ -10,6 +10,7 @@ from torch import Tensor
 from kltest.errors import TargetError
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
+from kltest.moments.tolerances import close
 from kltest.rollout import LEAVES, Rollout
 
 
@@ -43,6 +44,10 @@ class RowGradients:
     def dtype(self) -> str:
         """The lowest precision in which the loss computes."""
         return self.outcome.dtype
+
+    def close(self, own: tuple[np.ndarray, ...], part: tuple[np.ndarray, ...], factor: float = 1.0) -> bool:
+        """True if two gradients agree at the precision of this call; it is found only if they do not in float64."""
+        return close(own, part, "float64", factor) or (self.dtype != "float64" and close(own, part, self.dtype, factor))
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         """The gradients of one row, leaf by leaf."""

@@ -15,7 +15,6 @@ from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Reduction
 from kltest.moments.projection import each_gradient
 from kltest.moments.reduction import probe
-from kltest.moments.tolerances import close
 from kltest.rollout import Centre, Rollout
 
 # Batches on which is tried how a loss combines rows.
@@ -131,7 +130,7 @@ class Rows(Source):
         self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
         row = int(self.drawn.generator.integers(count))
         alone = self.drawn.call(paths.take(np.array([row])), 1.0, rollout.take([row]))
-        if not close(alone.row(0), called.row(row), called.dtype):
+        if not called.close(alone.row(0), called.row(row)):
             raise CoupledError(f"in a batch of {count} rollouts the gradient of a row is not the one that it has alone")
         return paths, self.drawn.project(paths, called.by_leaf)
 

@@ -10,10 +10,9 @@ from kltest.errors import UsageError
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.dynamic_programming import from_tables, works_token_by_token
-from kltest.moments.moments import Expectation, Moments
+from kltest.moments.moments import Expectation, Moments, Reduction
 from kltest.moments.projection import Projection
 from kltest.moments.reduction import Witness, probe
-from kltest.moments.tolerances import close
 from kltest.rollout import Rollout
 
 Reports = tuple[np.ndarray | None, np.ndarray | None]
@@ -33,6 +32,7 @@ def exact(
     *,
     padding: int = 0,
     seed: int = 0,
+    known: Reduction | None = None,
 ) -> Moments:
     """Exact E[ĝ] and E‖ĝ‖² of a batch of one rollout: the sum over all rollouts of p(i)·ĝ(i) and p(i)·‖ĝ(i)‖².
 
@@ -47,6 +47,8 @@ def exact(
         sampler: "current" draws rollouts from the policy, "stale" from the sampler.
         padding: Seed of what stands at padded positions.
         seed: Seed of the rows on which the loss is tried.
+        known: How the loss combines the rows of another instance of this environment. Three batches that show the
+            same are then enough; if they do not, all are tried.
 
     Returns:
         Moments of the gradient with respect to logits (C, V).
@@ -79,9 +81,25 @@ def exact(
         witness = Witness(loss, Rollout.of(instance, sampler=sampler, padding=padding), coupling=coupling)
         witness.mean = witness.sum = not coupling
     else:
-        witness = probe(loss, Rollout.of(instance, sampler=sampler, padding=padding), generator, few=loss.costly)
-        witness.look(list(range(len(paths))))
+        base = Rollout.of(instance, sampler=sampler, padding=padding)
+        witness = Witness(loss, base)
+        if known is None or not witness.confirms(known, generator):
+            witness = probe(loss, base, generator, few=loss.costly)
+            witness.look(list(range(len(paths))))
     return _one_by_one(witness, instance, sampler)
+
+
+def exact_known(loss: Loss, instance: Instance, sampler: str, reduction: Reduction, *, padding: int = 0) -> Moments:
+    """Exact moments as `exact` has them, of a loss whose reduction is known from other environments.
+
+    If it treats rows apart, all rollouts are called in large batches, and rows of them alone again; if they differ
+    there, or if the loss couples rows, each is called alone.
+    """
+    witness = Witness(loss, Rollout.of(instance, sampler=sampler, padding=padding))
+    witness.mean, witness.sum = reduction in ("mean", "per-row"), reduction == "sum"
+    generator = np.random.default_rng(padding)
+    moments = _in_chunks(witness, instance, sampler, padding, generator) if reduction != "coupled" else None
+    return moments or _one_by_one(witness, instance, sampler)
 
 
 def _pool(paths: Paths, generator: np.random.Generator) -> np.ndarray:
@@ -118,9 +136,9 @@ def _in_chunks(
             fresh = _rows_again(instance, part, spots, sampler, padding)
             for row, spot in enumerate(spots):
                 alone = differentiate(witness.loss, fresh.take([row]), None if live is None else live[[spot]])
-                if close(alone.row(0), called.row(spot), called.dtype):
+                if called.close(alone.row(0), called.row(spot)):
                     continue
-                if witness.mean and witness.sum and close(alone.row(0), called.row(spot), called.dtype, 1 / factor):
+                if witness.mean and witness.sum and called.close(alone.row(0), called.row(spot), 1 / factor):
                     # Until now every gradient was zero, and a sum could not be told from a mean.
                     witness.mean = False
                     return _in_chunks(witness, instance, sampler, padding, generator)

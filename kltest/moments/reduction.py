@@ -15,7 +15,6 @@ from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
-from kltest.moments.tolerances import close
 from kltest.rollout import Rollout
 
 SEVERAL = 8
@@ -46,7 +45,7 @@ class NonDeterministicError(TargetError):
         with preserved():
             once = call()
         again = call()
-        return cls(loss.name, keeps_state=not close(once.parts, again.parts, again.dtype))
+        return cls(loss.name, keeps_state=not again.close(once.parts, again.parts))
 
 
 @dataclass
@@ -84,18 +83,24 @@ class Witness:
         """
         several = [each % len(self.base) for each in range(row, row + SEVERAL)]
         pairs = [(self.single(row), self.call([row])), (self.call(several), self.call(several))]
-        if not all(close(once.parts, again.parts, again.dtype) for once, again in pairs):
+        if not all(again.close(once.parts, again.parts) for once, again in pairs):
             raise NonDeterministicError.of(self.loss, lambda: self.call(several))
 
     def look(self, rows: list[int]) -> None:
         """Call the loss on a batch of these rows and compare with each row's own gradient."""
         batch, own = self.call(rows), [self.single(row) for row in rows]
         pairs = [(single.row(0), batch.row(position)) for position, single in enumerate(own)]
-        self.mean &= all(close(single, part, batch.dtype, len(rows)) for single, part in pairs)
-        self.sum &= all(close(single, part, batch.dtype) for single, part in pairs)
+        self.mean &= all(batch.close(single, part, len(rows)) for single, part in pairs)
+        self.sum &= all(batch.close(single, part) for single, part in pairs)
         if not (self.mean or self.sum):
             twice = len(set(rows)) < len(rows) == 2
             self.found_coupled("the same rollout twice" if twice else f"a batch of {len(rows)} rollouts")
+
+    def confirms(self, reduction: Reduction, generator: np.random.Generator) -> bool:
+        """True if three batches, one of them of all rows, show this reduction."""
+        for rows in _few(self.base, generator):
+            self.look(rows)
+        return self.reduction == reduction
 
     def found_coupled(self, words: str) -> None:
         """Record a coupling; only the first observation is kept."""

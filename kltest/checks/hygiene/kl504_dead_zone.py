@@ -32,6 +32,8 @@ STEPS = np.geomspace(1e-3, 1e3, 63)
 FADED = 1e-9
 USUAL = 2.0
 HALVINGS = 40
+# Log-ratios of the grid above 700 in absolute value, where an exponential overflows, on both sides; a few to spare.
+OVERFLOWING = 8
 # The largest |u| at which a plateau counts. For a token to which the reference gives a millionth of the policy's
 # probability nothing is left to pull at, and near 1e-8 code begins to guard against zero. A sequence's log-ratio goes
 # on to grow.
@@ -111,9 +113,12 @@ class Scan:
         return f"With u = logp − ref_logp {of}, {happens} for {' and for '.join(map(str, zones))}."
 
     def _intervals(self, wanted: Callable[[float], bool]) -> list[Zone]:
-        # One call for all is enough if no two levels are equal.
+        # One call for all is enough if no two levels are equal, without the few log-ratios that overflow alone as well.
         with suppress(KltestError):
             together = self._levels(self.grid)
+            infinite = self.grid[~np.isfinite(together)]
+            if 0 < len(infinite) <= OVERFLOWING and not np.isfinite([self.level(u) for u in infinite]).any():
+                together = self._levels(np.setdiff1d(self.grid, infinite))
             if np.isfinite(together).all() and not any(wanted(together[run[0]]) for run in self._equal(together)):
                 return []
         return [self._ends(self._one_by_one, *run) for run in self._runs(self._one_by_one, wanted)]

@@ -118,7 +118,7 @@ def _off_in_float32(findings: Findings) -> float:
         if row.identified == {"zero": 1.0}:  # up to rounding, so that nothing is relative to it
             wanted = np.zeros_like(wanted)
         with suppress(KltestError):
-            found = findings.measure.expected(row, instance, torch.float32).gradient
+            found = findings.measure.expected(row, instance, torch.float32, wanted).gradient
             off = max(off, relative_bias(found, wanted, size(instance)))
     return off
 
