@@ -1,7 +1,7 @@
 """Resolve the text that a user gives into a loss: a registered name, a module's function, or a file's."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from kltest.loss.frames import failure
 from kltest.loss.importing import Found, ImportFailedError, attribute, import_by_name, import_file, source_of
 from kltest.loss.lifting import lift
 from kltest.loss.names import Named, is_dotted, named
-from kltest.loss.outcome import Call
+from kltest.loss.outcome import Call, Outcome
 from kltest.loss.syntax import parse
+from kltest.rollout import Rollout
 
 
 def resolve(text: str, call: Call | None = None) -> Loss:
@@ -70,8 +71,11 @@ def _functions(path: Path) -> Iterator[str]:
 
 
 class Variant(Loss):
-    """A loss that calls another one, `loss`, in a special way, and is like it in all else."""
+    """A loss that calls another one, `loss`, in a special way (`call`), and is like it in all else."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, call: Callable[[Rollout], Outcome] | None = None) -> None:
         vars(self).update(vars(loss))
-        self.loss = loss
+        self.loss, self._instead = loss, call or loss
+
+    def __call__(self, rollout: Rollout) -> Outcome:
+        return self._instead(rollout)

@@ -15,6 +15,7 @@ reference that the loss computes from the policy, as a moving average, shows as 
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from math import log
 
 import torch
@@ -59,18 +60,12 @@ def examine(findings: Findings) -> Found | None:
     return None
 
 
-class _Moved(Variant):
-    """A loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
-
-    def __init__(self, experiment: Experiment, prefix: str) -> None:
-        super().__init__(experiment.loss)
-        self.experiment, self.prefix = experiment, prefix
-
-    def __call__(self, rollout: Rollout) -> Outcome:
-        outcome = self.experiment.loss(rollout)
-        received = _received(self.experiment, rollout, self.prefix)
-        extra = [(rollout.peek(name) * -part).sum() for name, part in received.items()]
-        return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
+def _moved(experiment: Experiment, prefix: str, rollout: Rollout) -> Outcome:
+    """Call a loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
+    outcome = experiment.loss(rollout)
+    received = _received(experiment, rollout, prefix)
+    extra = [(rollout.peek(name) * -part).sum() for name, part in received.items()]
+    return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
 
 
 def _received(experiment: Experiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
@@ -106,8 +101,9 @@ def _wrong_rows(findings: Findings) -> list[Row]:
 
 
 def _right_once_moved(findings: Findings, row: Row, prefix: str) -> bool:
-    moved = _Moved(findings.measure.experiment(), prefix)
-    return findings.measure.meets(moved, instances(row.environment, findings.seed)[0], row.sampler)
+    experiment = findings.measure.experiment()
+    instance = instances(row.environment, findings.seed)[0]
+    return findings.measure.meets(Variant(experiment.loss, partial(_moved, experiment, prefix)), instance, row.sampler)
 
 
 def wrong_side(logp, ref_logp, mask):
