@@ -47,7 +47,7 @@ def _worst(findings: Findings, shifts: Shifts, least: float) -> str:
         for instance in _moved(findings.measure.case(row).instances[0], shifts):
             with suppress(KltestError):  # overflows and failing calls are reported by other checks
                 moments = findings.measure.expected(row, instance)
-                findings.reach.see(instance, rows=row.batch)
+                findings.see(instance, rows=row.batch)
                 bias = relative_bias(moments.gradient, target(findings.expect, instance), size(instance))
                 if bias > max(least, TOLERANCES[moments.dtype].gradient):
                     found.append((bias, _words(bias, instance)))

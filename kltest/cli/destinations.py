@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kltest.errors import KltestError, UsageError
@@ -58,15 +58,24 @@ def destinations(texts: Iterable[str]) -> list[Destination]:
     return found
 
 
-def write(reports: Sequence[Report], where: Iterable[Destination], changes: Changes | None = None) -> None:
+def write(
+    reports: Sequence[Report],
+    where: Iterable[Destination],
+    changes: Changes | None = None,
+    *,
+    verbose: bool = False,
+    quiet: bool = False,
+) -> None:
     """Write the reports, and the changes after them in the formats that show them, else on standard error.
+
+    Text is a report's first screen, all of it if `verbose`, one line if `quiet`; other formats are whole.
 
     Raises:
         KltestError: If a file could not be written, after all others are.
     """
     failed, told = [], changes is None
     for destination in where:
-        terminal = _terminal() if destination.path is None else PLAIN
+        terminal = replace(_terminal() if destination.path is None else PLAIN, verbose=verbose, quiet=quiet)
         text = render(destination.form, reports, terminal)
         if changes is not None and (words := render_changes(destination.form, changes, terminal)):
             text, told = f"{text}\n{words}", True

@@ -55,6 +55,13 @@ def command(
             "a file; repeatable [default: text].",
         ),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Print the whole report: every environment, fixes with code, notes, an example."
+        ),
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line a target.")] = False,
     allow_stale_excuses: Annotated[
         bool, typer.Option("--allow-stale-excuses", hidden=True, help="Deprecated: --allow-unexpected-passes.")
     ] = False,
@@ -74,13 +81,16 @@ def command(
     configuration = nearest(Path.cwd())
     for words in configuration.deprecated:
         print(f"kltest: {words}", file=sys.stderr)
+    if verbose and quiet:
+        raise UsageError("--verbose and --quiet exclude each other; give one of them")
+    told = {"verbose": verbose, "quiet": quiet} if verbose or quiet else configuration.told
     where = destinations(output or configuration.outputs or ["text"])
     old = None if diff is None else (diff, read(diff))
     jobs = _jobs(targets or [], given, configuration)
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
-    return _run(jobs, where, old)
+    return _run(jobs, where, old, told)
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -118,7 +128,7 @@ def _nothing(configuration: Configuration) -> str:
     )
 
 
-def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None = None) -> int:
+def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, told: Mapping[str, bool]) -> int:
     reports: list[Report] = []
     misused = interrupted = False
     try:
@@ -129,7 +139,7 @@ def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None = No
     except KeyboardInterrupt:
         interrupted = True
     if reports:
-        write(reports, where, None if old is None else compare(*old, reports))
+        write(reports, where, None if old is None else compare(*old, reports), **told)
     if interrupted:
         missing = ", ".join(job.name for job in jobs[len(reports) :])
         print(f"kltest: interrupted; {len(reports)} of {len(jobs)} graded, not graded: {missing}", file=sys.stderr)

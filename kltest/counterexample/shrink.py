@@ -76,8 +76,11 @@ class Shape(NamedTuple):
 
 
 def smallest_failure(findings: Findings) -> CounterExample | None:
-    """Return the smallest environment in which the first exact row that disagrees still does, None if none is found."""
-    row = next((row for row in findings.rows if row.wrong and row.method == "exact"), None)
+    """Return the smallest environment in which the first exact row that refutes still disagrees, None if none does.
+
+    A row whose disagreement was expected does not refute, and its kind of environment is left out.
+    """
+    row = next((row for row in findings.rows if row.refutes and row.method == "exact"), None)
     return None if row is None else Search(findings, row).smallest()
 
 
@@ -139,7 +142,7 @@ class Search:
     def _agreed(self, shape: Shape) -> bool:
         where = (kind(shape.length, shape.ends), "stale" if shape.moved else "current")
         same = [row for row in self.findings.rows if (row.environment, row.sampler) == where]
-        return bool(same) and all(row.agrees is True for row in same)
+        return bool(same) and not any(row.refutes or row.agrees is None for row in same)
 
     def fails(self, environment: SmallEnvironment, batch: int) -> bool:
         """True if the expected gradient visibly differs from the declared one."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kltest.errors import UsageError, did_you_mean
-from kltest.grading.forms import outputs
+from kltest.grading.forms import outputs, switch
 from kltest.grading.options import KEYS, RENAMED, checked
 
 
@@ -24,14 +24,15 @@ class Target:
 class Configuration:
     """Contents of `[tool.kltest]`: checked defaults by their Python names, targets and outputs.
 
-    Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from. `deprecated` has
-    a sentence for each old name.
+    Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from. `told` says how
+    much is printed (`verbose`, `quiet` or neither), and `deprecated` has a sentence for each old name.
     """
 
     path: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[Target, ...] = ()
     outputs: tuple[str, ...] = ()
+    told: Mapping[str, bool] = field(default_factory=dict)
     deprecated: tuple[str, ...] = ()
 
 
@@ -70,13 +71,19 @@ class _Reader:
         settings = self.dashed(table)
         targets = settings.pop("targets", [])
         output = settings.pop("output", None)
+        told: dict[str, bool] = {
+            key: switch(settings.pop(key), self.place(key)) for key in ("verbose", "quiet") if key in settings
+        }
+        if all(told.get(key) for key in ("verbose", "quiet")):
+            raise UsageError(f"{self.place('quiet')} and verbose exclude each other; set one of them")
         if not isinstance(targets, list):
             raise UsageError(f"{self.place('targets')}: give a list of targets; it is {targets!r}")
         return Configuration(
             path=self.path,
-            options=self.options(settings, also=("targets", "output")),
+            options=self.options(settings, also=("targets", "output", "verbose", "quiet")),
             targets=tuple(self.target(entry) for entry in targets),
             outputs=() if output is None else tuple(map(self.output, outputs(output, self.place("output")))),
+            told=told,
             deprecated=tuple(f"{self.place(new)} is deprecated; write {new}" for new in self.old_names),
         )
 

@@ -20,7 +20,7 @@ from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
 from kltest.identify.uses import as_shaped_reward, fields_used, sampler_matters
-from kltest.loss.callables import name_of
+from kltest.loss.callables import first_line, name_of
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Call
@@ -119,7 +119,7 @@ class _Grading:
             agree_up_to_scale(findings)
             expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
             self.results = run_checks(findings, codes, expected, Levels(options.levels, options.strict))
-            findings.notes.append(looked_at(findings))
+            look_back(findings)
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
 
@@ -130,6 +130,7 @@ class _Grading:
         credit = None if loss.placement == "loss" else loss.credit
         placement = "shaped-reward" if loss.shaped else loss.placement
         report = replace(report, placement=placement, credit=credit, notes=list(loss.notes))
+        report = replace(report, source=report.source or first_line(loss.function))
         if findings is None:
             return report
         return replace(
@@ -144,6 +145,7 @@ class _Grading:
             checks=self.results,
             smallest=self.smallest,
             example=self.example,
+            reach=findings.reach if findings.rows else None,
             notes=[*loss.notes, *findings.observed.notes, *findings.notes],
         )
 
@@ -175,12 +177,11 @@ def plan(loss: Loss, options: Options) -> Findings:
     return findings
 
 
-def looked_at(findings: Findings) -> str:
-    """Return how far the gradient was compared with the declared one, by rows and by the checks that ran."""
+def look_back(findings: Findings) -> None:
+    """Note how far the rows looked; the checks that looked further have noted it themselves."""
     for row in findings.rows:
         for instance in findings.measure.case(row).instances:
-            findings.reach.see(instance, row.sampler, row.batch)
-    return str(findings.reach)
+            findings.see(instance, row.sampler, row.batch)
 
 
 def _samplers(loss: Loss, uses: frozenset[str], options: Options) -> tuple[tuple[str, ...], list[str]]:

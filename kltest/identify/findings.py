@@ -10,7 +10,7 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.moments.moments import Reduction
-from kltest.report import GradientRow, ValueRow
+from kltest.report import GradientRow, Reach, ValueRow
 
 if TYPE_CHECKING:
     from kltest.identify.measure import Measure
@@ -95,33 +95,6 @@ class Observed:
 
 
 @dataclass
-class Reach:
-    """The reach of the comparison with the declared gradient: tokens of a rollout, rows of a batch, log-ratios.
-
-    `reference` and `sampler` are the largest absolute log-ratio of a token to either.
-    """
-
-    tokens: int = 1
-    rows: int = 1
-    reference: float = 0.0
-    sampler: float = 0.0
-
-    def see(self, instance: Instance, sampler: str = "current", rows: int = 1) -> None:
-        """Note an instance, the sampler that its rollouts came from, and the rows of its batches."""
-        self.tokens = max(self.tokens, instance.environment.horizon)
-        self.rows = max(self.rows, rows)
-        self.reference = max(self.reference, float(np.abs(instance.policy - instance.reference).max()))
-        self.sampler = max(self.sampler, float(np.abs(instance.policy - instance.behaviour(sampler)).max()))
-
-    def __str__(self) -> str:
-        stale = f" and {self.sampler:.2g} to the sampler" if self.sampler else "; its sampler is the policy"
-        return (
-            f"Looked at rollouts of up to {self.tokens} tokens, batches of up to {self.rows} rows, and log-ratios of "
-            f"a token of up to {self.reference:.2g} to the reference{stale}: nothing is claimed beyond"
-        )
-
-
-@dataclass
 class Findings:
     """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
 
@@ -138,6 +111,14 @@ class Findings:
     scale: float | None = None
     reach: Reach = field(default_factory=Reach)
     _results: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def see(self, instance: Instance, sampler: str = "current", rows: int = 1) -> None:
+        """Note an instance, the sampler that its rollouts came from, and the rows of its batches."""
+        reach = self.reach
+        reach.tokens = max(reach.tokens, instance.environment.horizon)
+        reach.rows = max(reach.rows, rows)
+        reach.reference = max(reach.reference, float(np.abs(instance.policy - instance.reference).max()))
+        reach.sampler = max(reach.sampler, float(np.abs(instance.policy - instance.behaviour(sampler)).max()))
 
     @property
     def observed(self) -> Observed:

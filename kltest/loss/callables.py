@@ -108,6 +108,12 @@ def source_file(function: Any) -> str | None:
     return None
 
 
+def first_line(function: Any) -> tuple[str, int] | None:
+    """Return the file and the line at which a callable's definition begins, None if there is none."""
+    code = getattr(inner_of(function), "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if code and not code.co_filename.startswith("<") else None
+
+
 def name_of(function: Any) -> str:
     """Return the name of a callable: of a partial that of its function, of an object that of its class."""
     function = without_partials(function)

@@ -44,5 +44,6 @@ def render_changes(name: str, changes: "Changes", terminal: Terminal = PLAIN) ->
 
 
 FORMS.update(
-    text=lambda report: render("text", [report]).rstrip("\n"), html=lambda report: module_of("html").fragment(report)
+    text=lambda report, verbose: render("text", [report], Terminal(verbose=verbose)).rstrip("\n"),
+    html=lambda report: module_of("html").fragment(report),
 )

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kltest.render import PLAIN, Terminal
-from kltest.render.words import cells_of, expected_failures, headline, reason, visible
+from kltest.render.screen import headline
+from kltest.render.words import cells_of, expected_failures, reason, visible
 from kltest.report import Report
 
 DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
@@ -34,16 +35,18 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _annotation(level: str, report: Report, title: str, message: str) -> str:
-    path = re.match(r"(.+\.py):\w", report.target)
-    file = f"file={_escape(_in_repository(path[1]), PROPERTY)}," if path else ""
-    return f"::{level} {file}title={_escape(title, PROPERTY)}::{_escape(message, DATA)}"
+    return f"::{level} {_place(report)}title={_escape(title, PROPERTY)}::{_escape(message, DATA)}"
 
 
-def _in_repository(path: str) -> str:
-    """The path from the root of the checkout, as GitHub wants it, whatever the working directory."""
-    root, file = os.environ.get("GITHUB_WORKSPACE", ""), Path(path).resolve()
-    inside = root and file.is_relative_to(Path(root).resolve())
-    return file.relative_to(Path(root).resolve()).as_posix() if inside else path
+def _place(report: Report) -> str:
+    """File and line of the loss, its path from the root of the checkout as GitHub wants it; "" if it lies elsewhere."""
+    given = re.match(r"(.+\.py):\w", report.target)
+    path, line = report.source or (given[1] if given else "", 0)
+    root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
+    if not path or not Path(path).resolve().is_relative_to(root):
+        return ""
+    file = _escape(Path(path).resolve().relative_to(root).as_posix(), PROPERTY)
+    return f"file={file},line={line}," if line else f"file={file},"
 
 
 def _escape(text: str, table: dict[str, str]) -> str:

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from kltest.render import PLAIN, Terminal
-from kltest.render.words import cells_of, headline, note_of, reason, visible
+from kltest.render.screen import headline
+from kltest.render.words import cells_of, note_of, reason, visible
 from kltest.report import Report
 
 KINDS, COUNTS = ("failure", "error", "skipped"), ("failures", "errors", "skipped")
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
-    root = Element("testsuites", name="kltest")
+    root = Element("testsuites", name="kltest", time=_seconds(sum(report.seconds for report in reports)))
     for report in reports:
         _suite(root, report)
     _count(root)
@@ -23,7 +24,7 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
 
 
 def _suite(root: Element, report: Report) -> None:
-    suite = SubElement(root, "testsuite", name=_text(report.target))
+    suite = SubElement(root, "testsuite", name=_text(report.target), time=_seconds(report.seconds))
     for row in report.gradients:
         environment, sampler, found, bias, *_ = cells_of(row)
         batches = f"-batches-of-{row.batch}" if row.batch > 1 else ""
@@ -63,6 +64,10 @@ def _count(element: Element) -> None:
     # The schema of Jenkins has no count of skipped cases on the outermost element.
     for kind, attribute in list(zip(KINDS, COUNTS, strict=True))[: 2 if element.tag == "testsuites" else 3]:
         element.set(attribute, str(sum(case.find(kind) is not None for case in cases)))
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.3f}"
 
 
 def _text(text: str) -> str:

@@ -43,7 +43,7 @@ def _templates() -> "Environment":
 
 def _agreement(row: GradientRow) -> Markup:
     agrees = {True: "yes", False: "**no**", None: "not judged"}[row.agrees]
-    agrees = f"excused: {', '.join(row.excused)}" if row.excused else agrees
+    agrees = f"expected failure: {', '.join(row.excused)}" if row.excused else agrees
     note = note_of(row)
     return Markup(f"{agrees}: {escape(note)}" if note else agrees)
 

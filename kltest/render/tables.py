@@ -18,10 +18,15 @@ TRAILING = re.compile(r"(?: |\x1b\[[\d;]*m)+$")
 
 @dataclass(frozen=True)
 class Terminal:
-    """Width of the output in columns, and whether colour may be used."""
+    """Width of the output in columns, whether colour may be used, and how much of a report is printed.
+
+    A report is its first screen, all of it with `verbose`, and one line with `quiet`.
+    """
 
     width: int = 100
     colour: bool = False
+    verbose: bool = False
+    quiet: bool = False
 
 
 PLAIN = Terminal()

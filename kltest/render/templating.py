@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from kltest.render import words
+from kltest.render import screen, words
 
 
 def environment(escape: Callable[[str], str], *, autoescape: bool = False) -> Environment:
-    """Return an environment whose templates call the functions of `words` and print text through `escape`.
+    """Return an environment whose templates call the functions of `words` and `screen` and print text through `escape`.
 
     Args:
         escape: What is done to every text that is not `Markup`.
@@ -23,5 +23,5 @@ def environment(escape: Callable[[str], str], *, autoescape: bool = False) -> En
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    made.globals["words"] = words
+    made.globals |= {"words": words, "screen": screen}
     return made

@@ -1,15 +1,14 @@
-"""Plain text for terminals and issues: the verdict first, then a row per environment, then what to do."""
+"""Plain text for terminals and issues: the first screen; then, if asked for, tables, fixes and what was noted."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from kltest.render.changes import Changes
+from kltest.render.screen import headline, notation_of, screen, title
 from kltest.render.tables import PLAIN, Terminal, paint, table, wrap
 from kltest.render.words import (
     cells_of,
     expected_failures,
-    headline,
     note_of,
     one_line,
     passed,
@@ -22,41 +21,77 @@ from kltest.render.words import (
 )
 from kltest.report import CheckResult, CounterExample, Report
 
-if TYPE_CHECKING:
-    pass
-
 HEADS = ("environment", "sampler", "expected gradient", "rel. bias", "cosine", "rel. variance", "")
 STYLES = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
 MARKS = {True: ("agrees", "green"), False: ("differs", "red"), None: ("open", "yellow")}
-EXCUSED = ("excused", "yellow")
+EXCUSED = ("expected", "yellow")
+LABEL = 10
+"""Width of the first screen's labels in columns."""
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    if terminal.quiet:
+        return "\n".join(_in_one_line(report, terminal) for report in reports)
     blocks = ["\n".join(_lines(report, terminal)) for report in reports]
     if len(reports) > 1:
         blocks.append("\n".join(_summary(reports, terminal)))
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, *_ending(reports, terminal)])
+
+
+def _in_one_line(report: Report, terminal: Terminal) -> str:
+    words = one_line(report.error) if report.error else headline(report)
+    warned = [check.code for check in report.warnings]
+    words += f"; warnings {', '.join(warned)}" if warned else ""
+    return f"{paint(report.verdict.upper(), STYLES[report.verdict], terminal)}  {one_line(report.target)}: {words}"
 
 
 def _lines(report: Report, terminal: Terminal) -> Iterator[str]:
-    verdict = paint(report.verdict.upper(), STYLES[report.verdict], terminal)
-    if report.verdict == "confirmed" and report.expected_failures:
-        verdict += " with an expected failure" + "s" * (len(report.expected_failures) > 1)
-    yield f"{verdict}  {paint(one_line(report.target), 'bold', terminal)}"
-    yield from wrap(f"{headline(report)}.", terminal)
-    yield from wrap(f"declared {one_line(report.expect)} · {settings(report)}", terminal)
+    first, *others = _titled(report, terminal)
+    verdict = report.verdict.upper()
+    yield paint(verdict, STYLES[report.verdict], terminal) + first.removeprefix(verdict)
+    yield from others
+    for line in screen(report):
+        for label, text in zip([line.label, *[""] * len(line.texts)], line.texts, strict=False):
+            yield from _labelled(label, text, terminal)
+    if report.error:
+        for words in visible(report.error).splitlines():
+            yield from wrap(words, terminal, indent=" " * (len(words) - len(words.lstrip())))
+    if report.traceback:
+        yield from ("", *textwrap.indent(visible(report.traceback.rstrip()), "  ").splitlines())
+    if terminal.verbose:
+        yield from _everything(report, terminal)
+
+
+def _titled(report: Report, terminal: Terminal) -> list[str]:
+    verdict, _, more = title(report).partition(" ")
+    words = f"{verdict.upper()} {more}".strip()
+    return wrap(f"{words}  {one_line(report.target)}", terminal, indent=" " * LABEL, first="")
+
+
+def _labelled(label: str, text: str, terminal: Terminal) -> list[str]:
+    return wrap(visible(text), terminal, indent=" " * LABEL, first=f"{label:<{LABEL}}")
+
+
+def _ending(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
+    """What the symbols mean, and how to see more: once for all reports."""
+    lines = _labelled("notation", words, terminal) if (words := notation_of(*reports)) else []
+    if not terminal.verbose and lines:
+        codes = [check.code for report in reports for check in shown(report)]
+        more = "--verbose shows every environment, the fixes with code and the smallest failing environment"
+        more += f"; kltest explain {codes[0]}" if codes else ""
+        lines += _labelled("more", more, terminal)
+    if lines:
+        yield "\n".join(lines)
+
+
+def _everything(report: Report, terminal: Terminal) -> Iterator[str]:
+    yield from ("", *wrap(settings(report), terminal))
     if report.gradients:
         yield from ("", *_gradients(report, terminal))
     for check in shown(report):
         yield from ("", *_check(check, terminal))
-    if report.smallest is not None and report.verdict != "confirmed":
+    if report.smallest is not None:
         yield from ("", *_counter_example(report.smallest, terminal))
-    if report.error:
-        yield ""
-        for line in visible(report.error).splitlines():
-            yield from wrap(line, terminal, indent=" " * (len(line) - len(line.lstrip())))
-    if report.traceback:
-        yield from ("", *textwrap.indent(visible(report.traceback.rstrip()), "  ").splitlines())
     notes = list(_notes(report))
     yield from [""] * bool(notes)
     for note in notes:

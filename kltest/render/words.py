@@ -4,12 +4,13 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from kltest.errors import UsageError
 from kltest.report import CheckResult, GradientRow, Report
-from kltest.truth import parse, render
+from kltest.truth import render
 
 COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosine", "relative variance")
 NUMERIC = frozenset(COLUMNS[3:])
+SAMPLED = {True: "the declared one, within the margin", False: "another one, unnamed", None: "samples leave it open"}
+"""What samples say of a gradient that they do not name, by whether it agrees with the declared one."""
 VALUES = {
     "kl": "KL(π‖ref)",
     "kl_per_token": "KL(π‖ref) per token",
@@ -60,18 +61,11 @@ def gradient(identified: dict[str, float] | None, residual: float = math.nan) ->
     return render(identified)
 
 
-def declared(report: Report) -> str:
-    """Return the declared gradient as a formula, or as it was written if it cannot be read."""
-    try:
-        return render(parse(report.expect))
-    except UsageError:
-        return one_line(report.expect)
-
-
 def cells_of(row: GradientRow) -> tuple[str, ...]:
     """Return a gradient row as text, with the columns of COLUMNS."""
-    undecided = row.method == "sampled" and row.identified is None
-    found = "samples leave it open" if undecided else gradient(row.identified, row.residual)
+    found = gradient(row.identified, row.residual)
+    if row.method == "sampled" and row.identified is None:
+        found = SAMPLED[row.agrees]
     return (
         row.environment,
         row.sampler,
@@ -90,46 +84,23 @@ def note_of(row: GradientRow) -> str:
     return "; ".join(parts)
 
 
-def headline(report: Report) -> str:
-    """Return the verdict as one sentence."""
-    target = declared(report) if report.verdict != "error" else ""
-    excused = dict.fromkeys(code for row in report.gradients for code in row.excused)
-    scales = {row.scale for row in report.gradients} - {None, 1.0}
-    found = f"{target} times {number(scales.pop())}, which agrees up to scale" if scales else target
-    if excused:
-        found = f"{followed(report)}, not {target}: {' and '.join(excused)} failed as expected"
-    return {
-        "confirmed": f"the expected gradient is {found}",
-        "refuted": _refutation(report, found, target),
-        "inconclusive": f"could not be compared with {target}",
-        "error": "could not be graded",
-    }[report.verdict]
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def followed(report: Report) -> str:
-    """Return the gradients that were found, with their environments if there are several."""
-    places: dict[str, list[str]] = {}
-    for row in report.gradients:
-        places.setdefault(gradient(row.identified), []).append(row.environment)
-    if len(places) == 1:
-        return next(iter(places))
-    return "; ".join(f"{name} ({', '.join(dict.fromkeys(where))})" for name, where in places.items())
-
-
-def _refutation(report: Report, found: str, target: str) -> str:
-    """Name what refutes: the gradient, else failed checks, else checks that passed though expected to fail."""
-    failed = [check.code for check in report.errors]
-    passed = [check.code for check in report.unexpected_passes]
-    agrees = bool(report.gradients) and all(row.agrees is not None and not row.refutes for row in report.gradients)
-    if not agrees or not (failed or passed):
-        return f"the loss does not follow {target} as declared"
-    if failed:
-        return f"the expected gradient is {found}, but {_listed(failed)} failed"
-    return f"the expected gradient is {found}, but {_listed(passed)}, expected to fail, passed"
-
-
-def _listed(codes: Sequence[str]) -> str:
-    return " and ".join([", ".join(codes[:-1]), codes[-1]] if len(codes) > 1 else codes)
+def reach(report: Report) -> str:
+    """Return how far the gradient was compared with the declared one; empty if it was not."""
+    if report.reach is None:
+        return ""
+    found = report.reach
+    stale = f" and {found.sampler:.2g} to the sampler" if found.sampler else ", with the sampler equal to the policy"
+    tokens = f"rollouts of up to {found.tokens} tokens" if found.tokens > 1 else "rollouts of one token"
+    rows = f"batches of up to {found.rows} rows" if found.rows > 1 else "each by itself"
+    return (
+        f"{tokens}, {rows}, log-ratios of a token of up to {found.reference:.2g} to the reference{stale}; not all at "
+        "once, and nothing is claimed beyond"
+    )
 
 
 def settings(report: Report) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "CounterExample",
     "GradientRow",
     "Prefix",
+    "Reach",
     "RefutedError",
     "Report",
     "ValueRow",
@@ -91,6 +92,20 @@ class ValueRow:
     relative_std: float | None = None
 
 
+@dataclass
+class Reach:
+    """How far the gradient was compared with the declared one; nothing is claimed beyond.
+
+    `tokens` are those of the longest rollout, `rows` those of the largest batch; `reference` and `sampler` are the
+    largest absolute log-ratios of a token to either.
+    """
+
+    tokens: int = 1
+    rows: int = 1
+    reference: float = 0.0
+    sampler: float = 0.0
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """Result of one check: `message` says what happened and why it matters, `fix` what to change.
@@ -130,7 +145,7 @@ class CheckResult:
 
 
 # Functions that show a report, as "text" and as "html"; `kltest.render`, a layer above, puts its functions in.
-FORMS: "dict[str, Callable[[Report], str]]" = {}
+FORMS: "dict[str, Callable[..., str]]" = {}
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,10 +166,15 @@ class Report:
         checks: Every check that was selected, in the order of the codes.
         credit: Credit of a term in the reward, else None.
         notes: Remarks on how the loss was called.
+        reach: How far the gradient was compared with the declared one; None if it was not.
         smallest: The smallest environment in which the gradient differs from the declared one, if one was found.
         example: The gradient in a small environment, if nothing is wrong with it.
         error: Why the loss could not be graded, with the frame in which it failed.
         traceback: Traceback of an error in kltest itself.
+        calls: Number of calls of the loss.
+        seconds: Time that grading took; not in the JSON, which is the same in every rerun.
+        source: File and line of the loss, or of the line in which it failed; not in the JSON, which is the same
+            wherever the checkout lies.
     """
 
     target: str
@@ -174,6 +194,10 @@ class Report:
     example: CounterExample | None = None
     error: str = ""
     traceback: str = ""
+    reach: Reach | None = None
+    calls: int = 0
+    seconds: float = 0.0
+    source: tuple[str, int] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -207,7 +231,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and lists; non-finite numbers are None."""
-        return {"schema": SCHEMA, **_finite(asdict(self))}
+        found = {"schema": SCHEMA, **_finite(asdict(self))}
+        return {key: value for key, value in found.items() if key not in ("seconds", "source")}
 
     def to_json(self) -> str:
         """Return the report as JSON: keys in a fixed order, the same bytes for the same findings."""
@@ -240,8 +265,12 @@ class Report:
         failed = f", failed: {' '.join(codes)}" if codes else ""
         return f"<Report {self.target!r}: {self.verdict}, declared {self.expect}{failed}>"
 
+    def to_text(self, *, verbose: bool = False) -> str:
+        """Return the report for people: the first screen, or everything if `verbose`."""
+        return FORMS["text"](self, verbose) if FORMS else repr(self)
+
     def __str__(self) -> str:
-        return FORMS["text"](self) if FORMS else repr(self)
+        return self.to_text()
 
     def _repr_html_(self) -> str:
         return FORMS["html"](self) if FORMS else html.escape(repr(self))

@@ -357,10 +357,25 @@ def test_several_outputs_go_to_their_places(folder):
     result = call("grade", "losses.py:k3", "--environment", "bandit", *options)
     assert result.exit_code == 1
     assert result.stdout.startswith("REFUTED")
-    assert "::error file=losses.py,title=KL102" in result.stdout
+    line = LOSSES.splitlines().index("def k3(logp, ref_logp):") + 1
+    assert f"::error file=losses.py,line={line},title=KL102" in result.stdout
     assert json.loads((folder / "r.json").read_text())["verdict"] == "refuted"
     for name in ("r.xml", "r.md", "r.html"):
         assert "KL102" in (folder / name).read_text()
+
+
+def test_the_first_screen_is_short_and_the_rest_is_there_when_it_is_asked_for():
+    short = call("grade", "losses.py:k3", "--environment", "bandit").stdout
+    assert len(short.splitlines()) <= 25
+    assert "def " not in short
+    whole = call("grade", "losses.py:k3", "--environment", "bandit", "--verbose").stdout
+    assert whole.splitlines()[:5] == short.splitlines()[:5]
+    for part in ("environment  sampler", "def squared_sum", "smallest environment in which it fails", "skipped:"):
+        assert part in whole
+        assert part not in short
+    lines = call("grade", "losses.py:k3", "losses.py:truth", "--environment", "bandit", "-q").stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["REFUTED  losses.py", "CONFIRMED  losses.py"]
+    refused("grade", "k3-loss", "--quiet", "--verbose", saying="exclude each other")
 
 
 def test_a_report_that_cannot_be_written_after_the_work_is_said_and_the_others_are_written(folder, monkeypatch):

@@ -56,6 +56,16 @@ def test_targets_and_defaults_are_taken_and_each_target_may_differ(project):
     assert found[2]["gradients"][0]["identified"]["reverse_kl"] == pytest.approx(3, rel=1e-9)
 
 
+def test_how_much_is_printed_may_be_configured_and_the_command_line_wins(project):
+    project('[tool.kltest]\nenvironment = "bandit"\nquiet = true\ntargets = ["losses.py:truth"]\n')
+    assert grade().stdout == "CONFIRMED  losses.py:truth: follows ∇KL(π‖ref), as declared\n"
+    assert "environment  sampler" in grade("--verbose").stdout
+    project('[tool.kltest]\nquiet = true\nverbose = true\ntargets = ["losses.py:truth"]\n')
+    assert "line 2: quiet and verbose exclude each other" in grade().stderr
+    project('[tool.kltest]\nverbose = "yes"\ntargets = ["losses.py:truth"]\n')
+    assert "line 2: verbose: give true or false" in grade().stderr
+
+
 def test_the_command_line_wins_and_its_targets_replace_the_configured(project):
     project('[tool.kltest]\nenvironment = "mdp"\nseed = 5\ntargets = ["no-such-name"]\n')
     result = grade("losses.py:truth", "--environment", "bandit", "--output", "json")

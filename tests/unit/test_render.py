@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 
 from kltest.errors import UsageError
 from kltest.render import FORMATS, Terminal, render
-from kltest.report import CheckResult, GradientRow, Report, ValueRow
+from kltest.report import CheckResult, GradientRow, Reach, Report, ValueRow
 
 SCHEMA = json.loads((files("kltest.render") / "grade-2.schema.json").read_text(encoding="utf-8"))
 JUNIT = Path(__file__).parents[1] / "junit.xsd"
@@ -96,7 +96,11 @@ EXPECTED_FAILURE = replace(
 UNEXPECTED_PASS = replace(
     CONFIRMED,
     verdict="refuted",
-    checks=[CheckResult("KL201", "partial-gradient", "pass", "expected to fail, but it passes", excused="on purpose")],
+    checks=[
+        CheckResult(
+            "KL201", "partial-gradient", "pass", "KL201 is expected to fail, but it passes", excused="on purpose"
+        )
+    ],
 )
 HYGIENE = replace(
     CONFIRMED, verdict="refuted", checks=[CheckResult("KL501", "padding-leak", "fail", "padding leaks", "mask it")]
@@ -114,6 +118,11 @@ ALL = {
     "hygiene": HYGIENE,
 }
 every_report = pytest.mark.parametrize("report", ALL.values(), ids=ALL)
+
+
+def whole(report, width=100):
+    """Everything that a terminal shows with --verbose."""
+    return render("text", [report], Terminal(width=width, verbose=True))
 
 
 def test_the_formats_are_those_of_the_contract():
@@ -164,13 +173,13 @@ def test_numbers_that_are_not_finite_are_null_in_json_and_a_sign_in_text():
     gradient = json.loads(render("json", [report]))["gradients"][0]
     assert gradient["relative_bias"] is None
     assert gradient["relative_variance"] is None
-    assert "∞" in render("text", [report])
-    assert "nan" not in render("text", [report])
+    assert "∞" in whole(report)
+    assert "nan" not in whole(report)
 
 
 def test_text_puts_the_verdict_first_and_keeps_the_numbers():
-    text = render("text", [REFUTED])
-    assert text.startswith("REFUTED")
+    text = whole(REFUTED)
+    assert text.startswith("REFUTED  loss.py:grpo\n")
     assert "∇KL(ref‖π)" in text
     assert "no named gradient" in text
     assert "0.512" in text
@@ -189,7 +198,7 @@ def test_text_is_coloured_only_where_the_terminal_is():
 
 
 def test_text_columns_line_up():
-    text = render("text", [REFUTED]).splitlines()
+    text = whole(REFUTED).splitlines()
     start = next(index for index, line in enumerate(text) if line.startswith("environment"))
     place = text[start].index("expected gradient")
     for line in text[start + 1 : start + 3]:
@@ -201,14 +210,14 @@ def test_text_columns_line_up():
 def test_text_wraps_prose_to_the_width_but_never_breaks_a_word(width):
     long = "word " * 60 + "/a/very/long/path/" + "x" * 90
     report = replace(CONFIRMED, notes=[long])
-    text = render("text", [report], Terminal(width=width))
+    text = whole(report, width)
     prose = [line for line in text.splitlines() if "word" in line]
     assert max(map(len, prose)) <= max(width, 40)
     assert "/a/very/long/path/" + "x" * 90 in text
 
 
 def test_several_targets_end_with_a_summary_in_text():
-    summary = render("text", [CONFIRMED, REFUTED]).split("2 targets")[1].splitlines()
+    summary = render("text", [CONFIRMED, REFUTED]).split("2 targets")[1].split("\n\n")[0].splitlines()
     assert summary[1:] == ["confirmed  k2-loss-sequence", "refuted    loss.py:grpo  KL102, KL802"]
 
 
@@ -326,37 +335,132 @@ def test_github_shows_expected_failures_as_notices_and_unexpected_passes_as_erro
 
 
 def test_text_shows_code_as_it_stands_however_narrow():
-    text = render("text", [FIXED], Terminal(width=40))
+    text = whole(FIXED, 40)
     for line in CODE.splitlines():
         assert f"      {line}".rstrip() in text.splitlines()
+
+
+LOCAL = "E_π[Σ_t ∇KL_t(π‖ref)]"
 
 
 @pytest.mark.parametrize(
     ("report", "said"),
     [
-        (CONFIRMED, "the expected gradient is ∇KL(π‖ref)"),
-        (
-            EXPECTED_FAILURE,
-            "the expected gradient is ∇KL(π‖ref) (bandit); E_π[Σ_t ∇KL_t(π‖ref)] (sequence), not ∇KL(π‖ref): "
-            "KL201 failed as expected",
-        ),
-        (REFUTED, "the loss does not follow ∇KL(π‖ref) as declared"),
-        (HYGIENE, "the expected gradient is ∇KL(π‖ref), but KL501 failed"),
-        (UNEXPECTED_PASS, "the expected gradient is ∇KL(π‖ref), but KL201, expected to fail, passed"),
+        (CONFIRMED, "follows ∇KL(π‖ref), as declared"),
+        (EXPECTED_FAILURE, f"follows {LOCAL}; ∇KL(π‖ref) was declared; KL201 failed as expected"),
+        (REFUTED, "follows ∇KL(ref‖π) (bandit); no named gradient (ragged); ∇KL(π‖ref) was declared; KL102 failed"),
+        (HYGIENE, "follows ∇KL(π‖ref), as declared; KL501 failed"),
+        (UNEXPECTED_PASS, "follows ∇KL(π‖ref), as declared; KL201, expected to fail, passed"),
         (INCONCLUSIVE, "could not be compared with ∇KL(π‖ref)"),
     ],
 )
-def test_the_first_sentence_says_what_was_found_and_no_more(report, said):
-    assert f"{said}." in " ".join(render("text", [report]).split())
-    assert said in render("markdown", [report]).splitlines()[2].replace("\\", "")
+def test_one_line_says_what_was_found_and_no_more(report, said):
+    (line,) = render("text", [report], Terminal(quiet=True)).splitlines()
+    verdict, rest = line.split("  ", 1)
+    assert verdict == report.verdict.upper()
+    assert rest.startswith(f"{report.target}: {said}")
+    assert rest.removeprefix(f"{report.target}: {said}") in ("", "; warnings KL802")
+
+
+def first_screen(report):
+    """The texts of the first screen by their labels, lines joined."""
+    found, label = {}, ""
+    first, *lines = render("text", [report]).split("\n\n")[0].splitlines()
+    for line in lines:
+        label = line[:10].strip() or label
+        found[label] = f"{found.get(label, '')} {line[10:].strip()}".strip()
+    return {"verdict": first, **found}
+
+
+@pytest.mark.parametrize("report", [CONFIRMED, REFUTED, WARNED, HYGIENE, EXPECTED_FAILURE, UNEXPECTED_PASS])
+def test_the_first_screen_says_four_things_in_their_order(report):
+    said = first_screen(report)
+    labels = [label for label in said if label != "expected"]
+    assert labels[:5] == ["verdict", "follows", "declared", "errors", "warnings"]
+    assert said["verdict"].startswith(report.verdict.upper())
+    assert said["declared"].startswith("∇KL(π‖ref): the reverse KL over whole rollouts")
+    for check in report.checks:
+        shown = "errors" if check.refutes else "warnings" if check.status == "fail" and check.warns else ""
+        assert shown == "" or check.code in said[shown]
+    if not report.errors and not report.unexpected_passes:
+        assert said["errors"] == "none"
+    assert (said["warnings"] == "none") == (not report.warnings)
+
+
+def test_an_expected_failure_is_never_called_the_declared_gradient():
+    said = first_screen(EXPECTED_FAILURE)
+    first = f"CONFIRMED with an expected failure: follows {LOCAL}"
+    assert said["verdict"] == f"{first}  k2-loss-sequence"
+    assert said["follows"].startswith(LOCAL)
+    for name in ("markdown", "html"):
+        assert f"with an expected failure: follows {LOCAL}" in render(name, [EXPECTED_FAILURE]).replace("\\", "")
+    twice = replace(EXPECTED_FAILURE, checks=EXPECTED_FAILURE.checks * 2)
+    assert first_screen(twice)["verdict"].startswith("CONFIRMED with expected failures: follows")
+
+
+def test_a_row_of_one_token_is_left_out_where_longer_rollouts_say_more():
+    one, longer = row(), row("sequence", identified={"local_reverse_kl": 1.0})
+    assert first_screen(replace(REFUTED, gradients=[one, longer]))["follows"].startswith(f"{LOCAL}: the reverse KL of")
+    scaled = replace(longer, identified={"local_reverse_kl": 1 / 3})
+    words = first_screen(replace(REFUTED, gradients=[one, scaled]))["follows"]
+    assert words.startswith(f"∇KL(π‖ref) (bandit); 0.3333·{LOCAL} (sequence)")
+
+
+def test_samplers_are_named_where_they_differ():
+    rows = [row(), row("sequence"), *(row(name, "stale", False, identified=None) for name in ("bandit", "sequence"))]
+    words = first_screen(replace(REFUTED, gradients=rows))["follows"]
+    assert words.startswith("∇KL(π‖ref) (sampler = policy); no named gradient (stale sampler); off by")
+
+
+def test_agreement_up_to_scale_names_the_scale_and_the_true_gradient():
+    report = replace(CONFIRMED, gradients=[row(identified={"reverse_kl": 0.04}, scale=0.04)])
+    said = first_screen(report)["follows"]
+    assert said.startswith("0.04·∇KL(π‖ref): ")
+    assert said.endswith("the declared gradient up to the scale 0.04")
+    assert "the declared gradient up to scale" in render("text", [report], Terminal(quiet=True))
+
+
+def test_what_keeps_a_verdict_open_is_told():
+    assert first_screen(INCONCLUSIVE)["open"] == "bandit (current): rows are coupled"
+    checks = [CheckResult(f"KL20{n}", "x", "inconclusive", "too many batches") for n in range(1, 6)]
+    unsure = replace(CONFIRMED, verdict="inconclusive", checks=checks)
+    assert first_screen(unsure)["open"] == "KL201 and 4 other checks: too many batches"
+    assert "open" not in first_screen(replace(CONFIRMED, checks=[replace(checks[0], level="warning")]))
+
+
+def test_the_first_screen_claims_what_was_looked_at_and_no_more():
+    assert "looked at" not in first_screen(CONFIRMED)
+    said = first_screen(replace(CONFIRMED, reach=Reach(64, 32, 19.96, 0.0)))["looked at"]
+    assert said.startswith("rollouts of up to 64 tokens, batches of up to 32 rows, log-ratios of a token of up to 20 ")
+    assert "with the sampler equal to the policy" in said
+    said = first_screen(replace(CONFIRMED, reach=Reach(1, 1, 1.5, 0.5)))["looked at"]
+    assert said.startswith("rollouts of one token, each by itself, log-ratios of a token of up to 1.5 to the reference")
+    assert "and 0.5 to the sampler" in said
+
+
+def test_the_symbols_that_occur_are_explained_once():
+    text = render("text", [REFUTED, EXPECTED_FAILURE])
+    assert text.count("notation  ") == text.count("Σ_t a sum over tokens") == text.count("--verbose shows") == 1
+    assert "μ" not in text
+    assert "Σ_t" not in render("text", [CONFIRMED])
+
+
+def test_many_findings_stay_on_one_screen():
+    checks = [CheckResult(f"KL5{n:02}", f"name-{n}", "fail", f"{'title ' * 13}here. And more") for n in range(40)]
+    rows = [row(f"e{n}", identified={"reverse_kl": float(n)}, agrees=False) for n in range(12)]
+    text = render("text", [replace(REFUTED, checks=checks, gradients=rows, reach=Reach(64, 32, 20.0, 20.0))])
+    assert len(text.splitlines()) <= 25
+    assert "and 34 more (--verbose)" in text
+    assert "9 others" in text
 
 
 def test_an_expected_failure_is_shown_as_such_everywhere():
-    text = render("text", [EXPECTED_FAILURE])
-    assert re.search(r"^sequence .* excused$", text, flags=re.MULTILINE)
+    text = whole(EXPECTED_FAILURE)
+    assert re.search(r"^sequence .* expected$", text, flags=re.MULTILINE)
+    assert re.search("^expected +KL201 partial-gradient fails as expected: on <purpose>$", text, flags=re.MULTILINE)
     assert "expected failure: KL201 partial-gradient: on <purpose>" in text
     markdown = render("markdown", [EXPECTED_FAILURE])
-    assert "| excused: KL201 |" in markdown
+    assert "| expected failure: KL201 |" in markdown
     assert r"- Expected failure: KL201 partial-gradient: on \<purpose\>" in markdown
     cases = {case.get("name"): case for case in junit(EXPECTED_FAILURE)[0]}
     for name in ("gradient[sequence-current]", "KL201 partial-gradient"):
@@ -366,9 +470,9 @@ def test_an_expected_failure_is_shown_as_such_everywhere():
 
 def test_an_unexpected_pass_is_a_failure_everywhere():
     for name in ("text", "markdown", "github", "junit"):
-        assert "expected to fail, but it passes" in render(name, [UNEXPECTED_PASS])
+        assert "KL201 is expected to fail, but it passes" in render(name, [UNEXPECTED_PASS])
     assert junit(UNEXPECTED_PASS)[0].get("failures") == "1"
-    assert "passed: KL201" not in render("text", [UNEXPECTED_PASS])
+    assert "passed: KL201" not in whole(UNEXPECTED_PASS)
 
 
 class Page(html.parser.HTMLParser):
@@ -452,7 +556,7 @@ def test_markdown_shows_code_as_code_within_its_item(code):
     found = tokens(render("markdown", [replace(REFUTED, checks=[check, check])]))
     fences = [token for token in found if token.type == "fence"]
     assert [(fence.info, fence.content, fence.level) for fence in fences] == [("python", code + "\n", 2)] * 2
-    assert [token.type for token in found].count("bullet_list_open") == 1
+    assert [token.type for token in found].count("bullet_list_open") == 2, "the first lines, and the checks"
 
 
 def test_markdown_neutralises_markup():

@@ -64,7 +64,7 @@ class FarSamplers:
     def _biases(self, pairs: tuple[Pair, ...]) -> list[float]:
         instance = self._instance(pairs)
         found = self.findings.measure.expected(self.row, instance).gradient
-        self.findings.reach.see(instance, "stale", self.row.batch)
+        self.findings.see(instance, "stale", self.row.batch)
         wanted = target(self.findings.expect, instance)
         parts = (np.split(array, len(pairs)) for array in (found, wanted))
         unit = size(instance) / len(pairs)

@@ -116,7 +116,7 @@ def _bias(findings: Findings, row: Row, many: int, environment_name: str = "band
         environment = bandit(2, reward=generator.standard_normal((1, 2)))
     instance = Instance.draw(environment, findings.seed, distance=1.0)
     found = findings.measure.expected(replace(row, batch=many), instance).gradient
-    findings.reach.see(instance, row.sampler, many)
+    findings.see(instance, row.sampler, many)
     return relative_bias(found, target(findings.expect, instance), size(instance))
 
 

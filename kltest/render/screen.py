@@ -1,0 +1,237 @@
+"""The first screen of a report: verdict, gradient followed and declared, errors, warnings, and how far was looked.
+
+Formats that people read begin with these lines; what is behind them comes after, or when it is asked for.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kltest.errors import UsageError
+from kltest.render.words import cosine, listed, number, one_line, reach
+from kltest.report import CheckResult, GradientRow, Report
+from kltest.truth import ATLAS, parse, render
+
+MOST_ERRORS, MOST_OPEN, MOST_GRADIENTS = 6, 3, 3
+"""Lines of the first screen that errors and open questions take, and gradients that are named one by one."""
+SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
+SYMBOLS = {
+    r"π": "π is the policy",
+    r"ref": "ref the reference",
+    r"μ": "μ the sampler",
+    r"∇": "∇ the gradient with respect to the logits of π",
+    r"KL\(": "KL(a‖b) = E_a[log a − log b] over whole rollouts",
+    r"_t\(": "KL_t that of one token's distribution after a given prefix",
+    r"[uE]_[t>s{]|u_": "u_t = log π − log ref of a token",
+    r"E_π": "E_π the mean over rollouts of π",
+    r"E_μ": "E_μ that over rollouts of μ",
+    r"Σ_t": "Σ_t a sum over tokens",
+    r"g_": "g_t = ∇log π of a token",
+}
+"""What the symbols of a formula mean, each told if it occurs."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the first screen: its label, and one text or several."""
+
+    label: str
+    texts: tuple[str, ...]
+
+
+def title(report: Report) -> str:
+    """Return the verdict; beside an expected failure it names what is followed, which is not what was declared."""
+    if report.verdict != "confirmed" or not report.expected_failures:
+        return report.verdict
+    many = len(report.expected_failures) > 1
+    return f"confirmed with {'expected failures' if many else 'an expected failure'}: follows {followed(report)}"
+
+
+def screen(report: Report) -> list[Line]:
+    """Return the lines of the first screen after the verdict, in the order of reading."""
+    if not report.gradients and report.error:
+        return []
+    return [Line(label, tuple(texts)) for label, texts in _lines(report) if texts]
+
+
+def _lines(report: Report) -> Iterator[tuple[str, list[str]]]:
+    yield "follows", [_followed_in_words(report)]
+    yield "declared", [f"{_meant(declared_combination(report), one_line(report.expect))}{_called(report)}"]
+    expected = report.expected_failures
+    yield "expected", [f"{check.code} {check.name} fails as expected: {check.excused}" for check in expected]
+    yield "errors", _errors(report)
+    yield "warnings", [_warnings(report)]
+    yield "open", _open(report)
+    yield "looked at", [far] if (far := reach(report)) else []
+
+
+def declared_combination(report: Report) -> dict[str, float] | None:
+    """Return the declared gradient, None if it cannot be read."""
+    try:
+        return parse(report.expect)
+    except UsageError:
+        return None
+
+
+def declared(report: Report) -> str:
+    """Return the declared gradient as a formula, or as it was written if it cannot be read."""
+    combination = declared_combination(report)
+    return one_line(report.expect) if combination is None else render(combination)
+
+
+def followed(report: Report) -> str:
+    """Return the gradients that were found, with their environments and samplers if they are several."""
+    found = _by_gradient(report)
+    if len(found) == 1:
+        return next(iter(found))
+    every = [row for rows in found.values() for row in rows]
+    named = [f"{what} ({_places(rows, every)})" for what, rows in found.items()]
+    more = [f"{len(named) - MOST_GRADIENTS} others"] if len(named) > MOST_GRADIENTS else []
+    return "; ".join([*named[:MOST_GRADIENTS], *more]) or "nothing that was measured"
+
+
+def _by_gradient(report: Report) -> dict[str, list[GradientRow]]:
+    """Group the rows by what they follow; a row of one token is left out if the longer ones say more of it."""
+    found: dict[str, list[GradientRow]] = {}
+    for row in report.gradients:
+        if not any(_says_more(other, row) for other in report.gradients):
+            found.setdefault(_of_row(row), []).append(row)
+    return found
+
+
+def _of_row(row: GradientRow) -> str:
+    if row.identified is not None:
+        return render(row.identified)
+    if row.method == "sampled" and row.agrees is not False:
+        return "what samples leave open" if row.agrees is None else f"{render(row.expected)}, as far as samples tell"
+    return "no named gradient"
+
+
+def _says_more(other: GradientRow, row: GradientRow) -> bool:
+    """True if the other row's gradient is the same as the row's on one token, and differs from it on several."""
+    if row.environment != "bandit" or other.environment == "bandit" or other.sampler != row.sampler:
+        return False
+    if row.identified is None or other.identified is None:
+        return False
+    return render(row.identified) == render(_on_one_token(other.identified))
+
+
+def _on_one_token(combination: dict[str, float]) -> dict[str, float]:
+    """Return the combination under the names that it has where every rollout is one token long."""
+    found: dict[str, float] = {}
+    for name, coefficient in combination.items():
+        short = name.removesuffix("@sampler").removeprefix("local_").removeprefix("last_token_").removesuffix("_sum")
+        short = short if short in ATLAS else name
+        found[short] = found.get(short, 0.0) + coefficient
+    return found
+
+
+def _places(rows: Sequence[GradientRow], every: Sequence[GradientRow]) -> str:
+    """Name rows by their sampler if they are all of its rows, else by their environments."""
+    samplers = list(dict.fromkeys(row.sampler for row in every))
+    words = []
+    for sampler in samplers:
+        mine = [row for row in rows if row.sampler == sampler]
+        environments = dict.fromkeys(row.environment for row in mine)
+        if len(samplers) > 1 and len(mine) == sum(row.sampler == sampler for row in every):
+            words.append(SAMPLERS.get(sampler, sampler))
+        elif environments:
+            words.append(", ".join(environments) + ", stale" * (sampler == "stale" and len(samplers) > 1))
+    return "; ".join(words)
+
+
+def _followed_in_words(report: Report) -> str:
+    found = _by_gradient(report)
+    rows = [row for row in report.gradients if row.agrees is False]
+    words = followed(report)
+    if len(found) == 1 and next(iter(found.values())):
+        words = _meant(next(iter(found.values()))[0].identified, words)
+    if scales := {row.scale for row in report.gradients} - {None, 1.0}:
+        words += f"; the declared gradient up to the scale {number(next(iter(scales)))}"
+    if rows:
+        words += f"; off by up to {number(max(row.relative_bias for row in rows))} of the declared one"
+        if cosines := [row.cosine for row in rows if row.cosine is not None]:
+            words += f", cosine {cosine(min(cosines))}"
+    return words
+
+
+def _meant(combination: dict[str, float] | None, otherwise: str) -> str:
+    """Return a combination as a formula, with its meaning if it is one named gradient."""
+    if combination is None:
+        return otherwise
+    (name, *others) = combination
+    if name == "zero":
+        return "0: in expectation there is no gradient"
+    return render(combination) if others else f"{render(combination)}: {ATLAS[name].meaning}"
+
+
+def _called(report: Report) -> str:
+    """Return how the loss was called if it was not as a plain loss."""
+    return (
+        ""
+        if report.placement == "loss"
+        else f" · placement {report.placement}" + (f", credit {report.credit}" if report.credit else "")
+    )
+
+
+def _errors(report: Report) -> list[str]:
+    found = [f"{check.code} {finding(check)}" for check in report.errors]
+    found += [one_line(check.message) for check in report.unexpected_passes]
+    if not found and any(row.refutes for row in report.gradients):
+        return ["the gradient is not the declared one; none of the selected checks says why"]
+    more = len(found) - MOST_ERRORS
+    return [*found[:MOST_ERRORS], *[f"and {more} more (--verbose)"] * (more > 0)] or ["none"]
+
+
+def finding(check: CheckResult) -> str:
+    """Return the first sentence of a check's finding: the pitfall, without numbers."""
+    return one_line(check.message).partition(". ")[0].removesuffix(".")
+
+
+def _warnings(report: Report) -> str:
+    names = [f"{check.code} {check.name}" for check in report.warnings]
+    if not names:
+        return "none"
+    return f"{', '.join(map(one_line, names))} (refute nothing; kltest explain {report.warnings[0].code})"
+
+
+def _open(report: Report) -> list[str]:
+    """Return what keeps the verdict open: rows that could not be judged, and errors that could not be looked for."""
+    rows = [row for row in report.gradients if row.agrees is None]
+    found = [f"{row.environment} ({row.sampler}): {one_line(row.note) or 'not judged'}" for row in rows]
+    reasons: dict[str, list[str]] = {}
+    for check in report.checks:
+        if check.status == "inconclusive" and not check.warns:
+            reasons.setdefault(one_line(check.message), []).append(check.code)
+    found += [f"{_few(codes)}: {why}" for why, codes in reasons.items()]
+    more = len(found) - MOST_OPEN
+    return [*found[:MOST_OPEN], *[f"and {more} more (--verbose)"] * (more > 0)]
+
+
+def _few(codes: Sequence[str]) -> str:
+    return listed(codes) if len(codes) <= 3 else f"{codes[0]} and {len(codes) - 1} other checks"
+
+
+def notation_of(*reports: Report) -> str:
+    """Return what the symbols on the first screens of some reports mean."""
+    text = " ".join(text for report in reports for line in screen(report) for text in line.texts)
+    return ", ".join(meaning for symbol, meaning in SYMBOLS.items() if re.search(symbol, text))
+
+
+def headline(report: Report) -> str:
+    """Return the verdict's reason as one sentence: what is followed, what was declared, and what failed."""
+    if report.verdict == "error":
+        return "could not be graded"
+    target, found = declared(report), followed(report)
+    if report.verdict == "inconclusive":
+        return f"could not be compared with {target}"
+    agrees = bool(report.gradients) and all(row.agrees for row in report.gradients)
+    scaled = {row.scale for row in report.gradients} - {None, 1.0}
+    as_declared = ", the declared gradient up to scale" if scaled else ", as declared"
+    words = f"follows {found}" + (as_declared if agrees else f"; {target} was declared")
+    errors = [check.code for check in report.errors]
+    passes = [check.code for check in report.unexpected_passes]
+    words += f"; {listed(errors)} failed" if errors else ""
+    words += f"; {listed(passes)}, expected to fail, passed" if passes else ""
+    expected = [check.code for check in report.expected_failures]
+    return words + (f"; {listed(expected)} failed as expected" if expected else "")

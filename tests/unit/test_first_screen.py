@@ -1,0 +1,31 @@
+"""The first screen of every registered estimator: short, narrow, and true to what was found."""
+
+import pytest
+
+import kltest
+from kltest.estimators import registry
+from kltest.truth import render
+
+ON_EVERY_PUSH = {"k3-loss", "k3-ratio", "token-mean", "k1-reward", "k1-loss"}
+EVERY = [name if name in ON_EVERY_PUSH else pytest.param(name, marks=pytest.mark.scheduled) for name in registry()]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_first_screen_of_an_estimator_is_short_narrow_and_true(name):
+    report = kltest.grade(name)
+    lines = str(report).splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == f"{report.verdict.upper()}  {name}"
+    words = " ".join(" ".join(lines).split())
+    for row in report.gradients:
+        if row.identified is not None and row.environment != "bandit":
+            assert render(row.identified) in words
+    for check in report.errors:
+        assert f"{check.code} {check.message.partition('. ')[0]}" in words
+    for check in report.warnings:
+        assert f"{check.code} {check.name}" in words
+    assert report.reach is not None
+    assert f"up to {report.reach.tokens} tokens" in words
+    assert len(report.to_text(verbose=True).splitlines()) > len(lines)
+    assert report.to_text(verbose=True).splitlines()[:5] == lines[:5]
