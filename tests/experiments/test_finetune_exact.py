@@ -5,9 +5,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from module_gradients import instance_of, llama, pull_back
 
-from kltest.environments import ragged, sequence
+from kltest.environments import Instance, ragged, sequence
 from kltest.estimators import registry
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective
@@ -16,14 +15,23 @@ from kltest.finetune.settings import Settings
 from kltest.finetune.update import accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
+from kltest.language_models.models import in_double
 from kltest.language_models.networks import tabulate
 from kltest.language_models.scoring import score_in_parts
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 ALONE = Processes(0, 1, torch.device("cpu"))
 PROMPT = [2, 1]
+
+
+def llama(seed):
+    """A Llama of two layers in double precision."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=4, max_position_embeddings=32, initializer_range=0.5, **sizes)
+    return in_double(transformers.LlamaForCausalLM(config)).eval()
 
 
 class Enumerated:
@@ -31,18 +39,21 @@ class Enumerated:
 
     def __init__(self, environment, sampler):
         self.environment, self.sampler = environment, sampler
-        self.policy, self.reference, self.other = (llama(seed, 4, max_position_embeddings=32) for seed in (0, 1, 2))
+        self.policy, self.reference, self.other = map(llama, range(3))
         self.logits = tabulate(self.policy, environment, prompts=[PROMPT])
         with torch.no_grad():
             others = [tabulate(one, environment, prompts=[PROMPT]) for one in (self.reference, self.other)]
-        self.instance = instance_of(environment, self.logits, *others)
+        self.instance = Instance.of(environment, *(one.detach().numpy() for one in (self.logits, *others)))
 
     def language(self, model):
         return LanguageModel(model, None, (3,), 0)
 
     def exact(self, name, sampler):
         """By parameter: the exact gradient at the logits, pulled back."""
-        return pull_back(exact(resolve(name), self.instance, sampler).gradient, self.logits, self.policy)
+        gradient = torch.from_numpy(exact(resolve(name), self.instance, sampler).gradient.copy())
+        named, objective = dict(self.policy.named_parameters()), (self.logits * gradient).sum()
+        found = torch.autograd.grad(objective, [*named.values()], retain_graph=True, materialize_grads=True)
+        return {name: part.numpy() for name, part in zip(named, found, strict=True)}
 
     def rollouts(self, settings, objective):
         paths = self.instance.paths

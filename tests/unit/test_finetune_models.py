@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from module_gradients import llama
 
 from kltest.errors import UsageError
 from kltest.finetune.settings import Settings, changes_of, read, settings_of
@@ -16,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from kltest.language_models.generation import Rollouts, generate  # noqa: E402
 from kltest.language_models.language import LanguageModel, padded  # noqa: E402
-from kltest.language_models.models import parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
+from kltest.language_models.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
 from kltest.language_models.scoring import score  # noqa: E402
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [3]]
@@ -29,8 +28,10 @@ def language(kind="llama", *, tied=False, pad=0):
         config = transformers.GPT2Config(vocab_size=12, n_embd=16, n_layer=2, n_head=2, **ends)
         model = transformers.GPT2LMHeadModel(config)  # tied by default
     else:
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.3}
-        model = llama(3, 12, **sizes, tie_word_embeddings=tied, eos_token_id=1)
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        ends = {"initializer_range": 0.3, "tie_word_embeddings": tied, "eos_token_id": 1}
+        model = in_double(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=12, **sizes, **ends)))
     return LanguageModel(model.double().eval(), None, (1,), pad)
 
 

@@ -127,17 +127,6 @@ def test_seeds_are_counted_from_0():
         Settings(title="", tags=(), values={"a": 1}).grid("quick", seeds=2)
 
 
-def test_the_representative_subset_has_every_value_and_is_small():
-    from trial import representative  # workers of a cluster import this module, and have no tests on their path
-
-    configurations = SETTINGS.configurations(SETTINGS.grid("full"))
-    chosen = representative(configurations)
-    assert all(one in configurations for one in chosen)
-    assert len(chosen) == 5  # five seeds, and with them everything else
-    for name in configurations[0]:
-        assert {one[name] for one in chosen} == {one[name] for one in configurations}
-
-
 # Batches
 
 

@@ -7,14 +7,13 @@ JAX's float64 is switched on for each call, so that a loss computes in float32 o
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub
@@ -81,29 +80,17 @@ class _Call:
 
     def __init__(self, loss: JaxLoss, args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
         self.loss, self.args, self.kwargs, self.leaves = loss, args, kwargs, leaves
-        self._bits = 52
+        self._bits, self._floats = 52, 0
+        self._items: list[Any] = []
         self._form: Any = None
-        self._floats = 0
 
     def _run(self, *values: Any) -> tuple[list[Any], list[Any]]:
         """Return the arrays that the loss returns for these values of its leaves: floating-point ones, and others."""
-        import jax
-        import jax.numpy as jnp
-
         by_leaf = {id(leaf): value for leaf, value in zip(self.leaves, values, strict=True)}
-        answer = self.loss.called(_Arrays(by_leaf), self.args, self.kwargs)
-        kinds: tuple[list[Any], list[Any]] = [], []
-
-        def taken_out(item: Any) -> Any:
-            if not isinstance(item, jax.Array):
-                return item
-            floating = bool(jnp.issubdtype(item.dtype, jnp.floating))
-            kinds[not floating].append(item)
-            return _Place(floating, len(kinds[not floating]) - 1)
-
-        self._form = tree_map(taken_out, answer)
-        self._floats = len(kinds[0])
-        return kinds
+        self._items, self._form = tree_flatten(self.loss.called(_Arrays(by_leaf), self.args, self.kwargs))
+        floats = [item for item in self._items if _is_array(item, floating=True)]
+        self._floats = len(floats)
+        return floats, [item for item in self._items if _is_array(item, floating=False)]
 
     def forward(self, values: list[Any]) -> tuple[list[Tensor], Callable[..., Any]]:
         """Return what the loss returns, and its vjp. It is traced for every call, since each may do something else."""
@@ -128,12 +115,16 @@ class _Call:
 
     def answer(self, outputs: Any) -> Any:
         """Return what the loss returned, with tensors in the places of its arrays."""
-        floats = [self._as_precise(output) for output in outputs[: self._floats]]
-        others = outputs[self._floats :]
-        return tree_map(
-            lambda item: (floats if item.floating else others)[item.index] if isinstance(item, _Place) else item,
-            self._form,
-        )
+        floats, others = map(self._as_precise, outputs[: self._floats]), iter(outputs[self._floats :])
+        items = [
+            next(floats)
+            if _is_array(item, floating=True)
+            else next(others)
+            if _is_array(item, floating=False)
+            else item
+            for item in self._items
+        ]
+        return tree_unflatten(items, self._form)
 
     def _as_precise(self, output: Tensor) -> Tensor:
         """Convert to the narrowest type on the way and back: the same numbers, and kltest sees the type."""
@@ -159,12 +150,11 @@ class _Bridge(torch.autograd.Function):
         return None, *(part.to(kind) if part.any() else None for part, kind in zip(found, ctx.types, strict=True))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Place of an array in an answer."""
+def _is_array(item: Any, *, floating: bool) -> bool:
+    import jax
+    import jax.numpy as jnp
 
-    floating: bool
-    index: int
+    return isinstance(item, jax.Array) and bool(jnp.issubdtype(item.dtype, jnp.floating)) == floating
 
 
 class _Arrays:
