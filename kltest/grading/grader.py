@@ -1,7 +1,8 @@
 """Grading of one loss: resolve it, measure its expected gradient, check it, and report."""
 
 import platform
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,15 +14,17 @@ from kltest.adapters import named
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
+from kltest.grading import overtime
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented
-from kltest.grading.time_limit import time_limit
+from kltest.grading.time_limit import TimeIsUp, time_limit
 from kltest.grading.verdict import ExpectedFailures, Levels, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
 from kltest.identify.uses import as_shaped_reward, fields_used, sampler_matters
-from kltest.loss.callables import first_line, name_of
+from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
+from kltest.loss.frames import Frame, own_frame
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import bind, resolve
@@ -85,28 +88,54 @@ def grade(
     if isinstance(loss, str) and named(loss):
         loss, given = _setting(loss, given)
     options = Options.of(**given)
-    grading = _Grading(unmeasured(options, options.name or (loss if isinstance(loss, str) else name_of(loss))), options)
-    try:
-        with time_limit(options.timeout):
-            grading.run(loss)
-    except TargetError as error:
-        return grading.report(str(error))
+    grading = Grading.of(options.name or (loss if isinstance(loss, str) else name_of(loss)), options)
+    for _ in grading.steps(loss):
+        pass
     return grading.report()
 
 
 @dataclass
-class _Grading:
-    """One grading as far as it has come, so that a report of a loss that fails keeps what was measured before."""
+class Grading:
+    """One grading as far as it has come: what was measured before a loss fails or the time is over stands.
+
+    `finished` is true after the last step. `error` is why the loss could not be graded, with the `frame` in which it
+    failed; `unfinished` is what was not reached in time.
+    """
 
     blank: Report
     options: Options
     loss: Loss | None = None
     findings: Findings | None = None
+    scaled: bool = False
     results: list[CheckResult] = field(default_factory=list)
     smallest: CounterExample | None = None
     example: CounterExample | None = None
+    error: str = ""
+    frame: Frame | None = None
+    unfinished: str = ""
+    finished: bool = False
+    seconds: float = 0.0
 
-    def run(self, target: Callable[..., Any] | str) -> None:
+    @classmethod
+    def of(cls, name: str, options: Options) -> "Grading":
+        """Return a grading that has not begun."""
+        return cls(unmeasured(options, name), options)
+
+    def steps(self, target: Callable[..., Any] | str) -> Iterator[None]:
+        """Grade row by row and check by check, within the time limit; what the loss raises ends it."""
+        run, limit, began = self._run(target), self.options.timeout, time.monotonic()
+        while not self.finished:
+            try:
+                with time_limit(None if limit is None else max(limit - self.seconds, 1e-3)):
+                    self.finished = next(run, True)
+            except TimeIsUp as alarm:
+                self._stop(alarm, limit or 0.0)
+            except TargetError as error:
+                self.error, self.frame, self.finished = str(error), getattr(error, "frame", None), True
+            self.seconds = time.monotonic() - began
+            yield
+
+    def _run(self, target: Callable[..., Any] | str) -> Iterator[bool]:
         options = self.options
         codes = selected_codes(options.select, options.ignore)
         self.loss = resolved(target, options)
@@ -116,33 +145,61 @@ class _Grading:
             for environment in findings.environments:
                 for sampler in findings.samplers:
                     findings.rows += findings.measure.rows(environment, sampler)
+                    yield False
             agree_up_to_scale(findings)
+            self.scaled = True
             expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
-            self.results = run_checks(findings, codes, expected, Levels(options.levels, options.strict))
-            look_back(findings)
+            for result in run_checks(findings, codes, expected, Levels(options.levels, options.strict)):
+                self.results.append(result)
+                yield False
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
 
-    def report(self, error: str = "") -> Report:
-        report, loss, findings = replace(self.blank, error=error), self.loss, self.findings
+    def _stop(self, alarm: TimeIsUp, limit: float) -> None:
+        """Say what was reached when the time was over; a call that took most of it never returns, it seems."""
+        self.finished = True
+        name, loss, findings = self.blank.target, self.loss, self.findings
+        if loss is None:
+            self.frame = own_frame(alarm)
+            self.error = f"{name} could not be loaded within {limit:g} s (--timeout){overtime.at(self.frame)}"
+            return
+        if overtime.hangs(loss.calls, limit):
+            self.frame = own_frame(alarm, source_file(loss.function))
+            self.error = overtime.on_hanging(name, loss.calls, limit, self.frame)
+            return
+        missing = selected_codes(self.options.select, self.options.ignore)[len(self.results) :]
+        self.unfinished = overtime.on_slow(loss.calls, limit, first_line(loss.function), findings, len(missing))
+        self.results += overtime.not_made(missing, limit)
+        if findings and not self.scaled:
+            findings.rows = [overtime.without_scale(row) for row in findings.rows]
+
+    def report(self) -> Report:
+        """Return the report of what was reached."""
+        report, loss, findings = replace(self.blank, error=self.error, seconds=self.seconds), self.loss, self.findings
+        if self.frame is not None:
+            report = replace(report, source=(self.frame.file, self.frame.line))
+        if self.unfinished:
+            report = replace(report, verdict="inconclusive", unfinished=self.unfinished)
         if loss is None:
             return report
         credit = None if loss.placement == "loss" else loss.credit
         placement = "shaped-reward" if loss.shaped else loss.placement
-        report = replace(report, placement=placement, credit=credit, notes=list(loss.notes))
+        report = replace(report, placement=placement, credit=credit, notes=list(loss.notes), calls=loss.calls.count)
         report = replace(report, source=report.source or first_line(loss.function))
         if findings is None:
             return report
+        found = verdict(findings, self.results, error=self.error)
+        look_back(findings)
         return replace(
             report,
-            verdict=verdict(findings, self.results, error=error),
+            verdict="inconclusive" if self.unfinished and found == "confirmed" else found,
             reduction=findings.observed.reduction,
             dtype=findings.observed.dtype,
             gradients=[
                 replace(row.published, scale=row.scale or (1.0 if row.agrees else None)) for row in findings.rows
             ],
             value=[row.value for row in findings.rows if row.value is not None],
-            checks=self.results,
+            checks=list(self.results),
             smallest=self.smallest,
             example=self.example,
             reach=findings.reach if findings.rows else None,

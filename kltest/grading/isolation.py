@@ -90,7 +90,7 @@ class Child:
         self._printed, printing = context.Pipe(duplex=False)
         self._stacks, stacking = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing, stacking))
-        self._killed = False
+        self._killed, self._home = False, ""
         self._process.start()
         for end in (theirs, printing, stacking):
             end.close()
@@ -101,13 +101,20 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def step(self, timeout: float | None = None) -> Step:
-        """Run the child to its next value; end it after `timeout` seconds, or if it fails."""
+    def step(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> Step:
+        """Run the child to its next value; end it after `timeout` seconds, or if it fails.
+
+        Args:
+            timeout: Seconds that this step may take; None for no limit.
+            limit: The limit that messages name, if this step is one of several under it.
+            home: File of the user's code, if it is known: a message on a child that hangs names a line there.
+        """
+        named, self._home = timeout if limit is None else limit, home
         if timeout is not None and timeout > LONGEST:
             timeout = None
         with contextlib.suppress(OSError):
             self._connection.send(timeout)
-        step = self._answer(None if timeout is None else time.monotonic() + timeout, timeout)
+        step = self._answer(None if timeout is None else time.monotonic() + timeout, named)
         if step.kind != "value":
             self.close()
         return step
@@ -122,7 +129,7 @@ class Child:
         for end in (self._connection, self._printed, self._stacks):
             end.close()
 
-    def _answer(self, deadline: float | None, timeout: float | None) -> Step:
+    def _answer(self, deadline: float | None, limit: float | None) -> Step:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             printed = [] if self._printed.closed else [self._printed]
@@ -137,7 +144,7 @@ class Child:
             if self._process.sentinel in ready:
                 return self._ended()
             if deadline is not None and time.monotonic() >= deadline:
-                return Step("ended", message=f"did not return within {timeout:g} s (--timeout){self._stack()}")
+                return Step("ended", message=f"did not return within {limit:g} s (--timeout){self._stack()}")
 
     def _stack(self) -> str:
         """Return the innermost line that the child is executing; it dumps its stack when it gets SIGUSR1."""
@@ -146,7 +153,9 @@ class Child:
         dumped = b""
         # Nothing marks the end of a dump, so the first line of the user's code ends the wait.
         until = time.monotonic() + GRACE
-        while not (found := _innermost(dumped)) and wait([self._stacks], max(0.0, until - time.monotonic())):
+        while not (found := _innermost(dumped, self._home)) and wait(
+            [self._stacks], max(0.0, until - time.monotonic())
+        ):
             if not (chunk := os.read(self._stacks.fileno(), 1 << 16)):
                 break
             dumped += chunk
@@ -166,7 +175,7 @@ class Child:
         elif -code == signal.SIGKILL:
             message = "was killed (SIGKILL); the usual reason is that memory ran out"
         else:
-            message = f"crashed the interpreter ({_signal_name(-code)}){_innermost(self.output.tail)}"
+            message = f"crashed the interpreter ({_signal_name(-code)}){_innermost(self.output.tail, self._home)}"
             self.output.cut(FATAL)
         return Step("ended", message=message)
 
@@ -265,15 +274,22 @@ def _capture(printing: Connection) -> None:
     faulthandler.enable(file=2)
 
 
-def _innermost(output: bytes) -> str:
-    """Return `, in f at file:line` for the innermost frame of a dumped stack outside Python, torch and kltest."""
+def _innermost(output: bytes, home: str = "") -> str:
+    """Return `, in f at file:line` for the innermost frame of a dumped stack in the user's code.
+
+    That is the file `home` and the files beside it; if it is not known, everything outside Python, torch, kltest and
+    the program that was started.
+    """
     _, found, dump = output.partition(DUMP)
     text = dump.decode("utf-8", "backslashreplace") if found else ""
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)\n', text)
     ours, python, torch = str(Path(__file__).parents[1]), str(Path(os.__file__).parent), f"{os.sep}torch{os.sep}"
+    beside = str(Path(home).parent) + os.sep if home else ""
+    program = os.path.realpath(sys.argv[0])
     for file, line, function in frames:
         standard = file.startswith(python) and "-packages" not in file
-        if not (file.startswith(("<", ours)) or standard or torch in file):
+        foreign = file.startswith(("<", ours)) or standard or torch in file or os.path.realpath(file) == program
+        if file == home or (file.startswith(beside) and not foreign):
             return f", in {function} at {file}:{line}"
     return ""
 

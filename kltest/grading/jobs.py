@@ -1,9 +1,11 @@
 """Jobs: one target with its options each, graded in a child process of its own."""
 
 import contextlib
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,8 @@ from kltest.report import Report
 
 WAITING = 8
 """Children that are kept between finding their target and grading it; more would hold too much memory."""
+TO_REPORT = 3.0
+"""Seconds that a child has after its time limit to report by itself what was reached; one that hangs is ended then."""
 LINES_SHOWN, LINE_SHOWN = 5, 100
 """Lines of a failing target's output in its report, and characters of each."""
 
@@ -80,33 +84,56 @@ def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
             if step.kind == "value" and number > WAITING:
                 child = stack.enter_context(Child(steps, job))
                 step = child.step(job.timeout)
+            reached = None
             if step.kind == "value":
-                step = child.step(job.timeout)
+                step, reached = _run(job, child, step.value)
             child.close()
-            yield _report(job, step, child.output), step.kind
+            yield _report(job, step, child.output, reached), step.kind
 
 
-def steps(job: Job) -> Iterator[Report | None]:
-    """Resolve the target and fill its parameters in the child, then grade it there."""
+def _run(job: Job, child: Child, home: str) -> tuple[Step, Report | None]:
+    """Grade in the child; the report is that of the last row or check that it finished."""
+    reached, finished, deadline = None, False, time.monotonic() + job.timeout + TO_REPORT
+    while not finished:
+        step = child.step(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
+        if step.kind != "value":
+            break
+        finished, reached = step.value
+    return step, reached
+
+
+def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
+    """Resolve the target and fill its parameters in the child, then grade it there, row by row and check by check.
+
+    Yields:
+        The file of the loss, then after each step whether it was the last, and the report as far as it has come.
+    """
     import torch
 
     # Threads cost more than they gain in environments this small, and a forked process cannot use its parent's.
     torch.set_num_threads(1)
-    from kltest.grading.grader import grade, resolved
+    from kltest.grading.grader import Grading, resolved
+    from kltest.loss.callables import source_file
 
-    given = {name: value for name, value in job.given.items() if name != "timeout"}
-    loss = resolved(job.target, Options(**given))
-    yield None
-    yield grade(loss, **{"name": job.name, **given})
+    options = Options(**{"name": job.name, **job.given, "timeout": job.timeout})
+    loss = resolved(job.target, options)
+    yield source_file(loss.function) or ""
+    grading = Grading.of(job.name, options)
+    for _ in grading.steps(loss):
+        yield grading.finished, grading.report()
 
 
-def _report(job: Job, step: Step, output: Output) -> Report:
-    if step.kind == "value":
-        return _with_output(step.value, output)
+def _report(job: Job, step: Step, output: Output, reached: Report | None) -> Report:
+    """Return the report of a child that came to its end, or of one that was ended: what it had reached stands."""
+    if step.kind == "value" and reached is not None:
+        return _with_output(reached, output)
     message = f"{job.name} {step.message}" if step.kind == "ended" else step.message
     if step.kind == "crashed":
         message = note_bug(message, step.trace)
-    return _with_output(failed(job, message), output)
+    report = failed(job, message) if reached is None else replace(reached, verdict="error", error=message)
+    if frame := re.search(r", in \S+ at (.+):(\d+)$", message):
+        report = replace(report, source=(frame[1], int(frame[2])))
+    return _with_output(report, output)
 
 
 def failed(job: Job, message: str) -> Report:

@@ -1,6 +1,6 @@
 """Results of the checks, expected failures among them, and the verdict that follows."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -93,8 +93,8 @@ class Levels:
 
 def run_checks(
     findings: Findings, codes: Iterable[str], expected: ExpectedFailures, levels: Levels
-) -> list[CheckResult]:
-    """Return the result of each check, and mark the rows whose checks are all expected to fail.
+) -> Iterator[CheckResult]:
+    """Mark the rows whose checks are all expected to fail, and yield the result of each check.
 
     A check fails if it accounts for a disagreeing row, or if its own experiment finds something.
     """
@@ -107,10 +107,12 @@ def run_checks(
     if LEFTOVER in explained:
         named = [row for rows in explained.values() for row in rows]
         explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
-    results = [expected.result(_result(CHECKS[code], explained[code], findings, levels)) for code in codes]
     findings.rows = [expected.row(row, explained) for row in findings.rows]
+    results = []
+    for code in codes:
+        results.append(expected.result(_result(CHECKS[code], explained[code], findings, levels)))
+        yield results[-1]
     findings.notes += expected.notes(results, explained)
-    return results
 
 
 def _deciding(codes: Collection[str], expected: ExpectedFailures) -> list[str]:

@@ -9,13 +9,13 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
-from kltest.moments.moments import Reduction
 from kltest.report import GradientRow, Reach, ValueRow
 
 if TYPE_CHECKING:
     from kltest.identify.measure import Measure
     from kltest.identify.values import Reported
     from kltest.loss.calling import Loss
+    from kltest.moments.moments import Reduction
 
 T = TypeVar("T")
 Combination = dict[str, float]
@@ -63,7 +63,7 @@ class Observed:
 
     uses: frozenset[str] = frozenset()
     dtype: str = "float64"
-    reductions: list[Reduction] = field(default_factory=list)
+    reductions: list["Reduction"] = field(default_factory=list)
     reached: list[bool] = field(default_factory=list)
     nondeterministic: str = ""
     coupled_in: set[str] = field(default_factory=set)
@@ -71,7 +71,7 @@ class Observed:
     rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict)
 
     @property
-    def reduction(self) -> Reduction:
+    def reduction(self) -> "Reduction":
         """The reduction that fits all environments.
 
         One coupled environment decides: at a fixed length the mean over a batch's tokens looks like a mean over rows.

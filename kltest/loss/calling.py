@@ -22,7 +22,7 @@ from kltest.loss.global_state import SameNoise, eagerly, preserved, settings_pre
 from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.jax.recognition import is_for_jax
-from kltest.loss.outcome import Call, Outcome
+from kltest.loss.outcome import Call, Calls, Outcome
 from kltest.loss.placement import ROW_FIELDS, place, with_rewards
 from kltest.loss.precision import PrecisionTrace
 from kltest.loss.results import Result, check_finite, with_stored
@@ -85,6 +85,7 @@ class Loss:
         notes: sentences for the report, complete after the first call.
         writes: the change, in words, of each field that it wrote into.
         made_trainable: the constants whose gradient it switched on.
+        calls: how often it was called, and how long that took; its copies count with it.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Loss:
         self.notes = [*notes, *(built.note() for built in self._built)]
         self.writes: dict[str, str] = {}
         self.made_trainable: set[str] = set()
+        self.calls = Calls()
         self._forms: tuple[InputForm, ...] = INPUT_FORMS
         self._per_token: bool | None = None
         self._must_be_finite = True
@@ -267,7 +269,7 @@ class Loss:
         positional, named, holders = arguments(self.parameters, self.fillings, self.receiver, view)
         before = self._stored.look(holders)
         unusual = nullcontext() if self._must_be_finite else unusual_input()
-        with settings_preserved(), torch.enable_grad(), eagerly(), unusual:
+        with settings_preserved(), torch.enable_grad(), eagerly(), unusual, self.calls:
             return self.function(*positional, **named), holders, before
 
     def _check_inputs(self, rollout: Rollout, view: RolloutView, clean: set[str]) -> None:

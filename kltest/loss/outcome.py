@@ -1,5 +1,6 @@
 """Options of a call of a loss, and the outcome of one."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,33 @@ class Outcome:
     def dtype(self) -> str:
         """The lowest floating-point precision on the way; found when it is first asked for, since most calls agree."""
         return lowest_precision(self.computed, self.traced)
+
+
+@dataclass
+class Calls:
+    """The calls of a loss so far: a context manager around each.
+
+    `count` of them returned or raised, in `seconds` together, the longest in `longest`; `interrupted` is how long the
+    last one had run when the time was over, 0 if none was under way.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    interrupted: float = 0.0
+    _began: float = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        took = time.monotonic() - self._began
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.interrupted = took
+            return
+        self.count += 1
+        self.seconds += took
+        self.longest = max(self.longest, took)
 
 
 @dataclass(frozen=True)

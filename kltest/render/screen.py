@@ -49,7 +49,7 @@ def title(report: Report) -> str:
 
 def screen(report: Report) -> list[Line]:
     """Return the lines of the first screen after the verdict, in the order of reading."""
-    if not report.gradients and report.error:
+    if not report.gradients and not report.unfinished:
         return []
     return [Line(label, tuple(texts)) for label, texts in _lines(report) if texts]
 
@@ -198,10 +198,11 @@ def _warnings(report: Report) -> str:
 def _open(report: Report) -> list[str]:
     """Return what keeps the verdict open: rows that could not be judged, and errors that could not be looked for."""
     rows = [row for row in report.gradients if row.agrees is None]
-    found = [f"{row.environment} ({row.sampler}): {one_line(row.note) or 'not judged'}" for row in rows]
+    found = [one_line(report.unfinished)] if report.unfinished else []
+    found += [f"{row.environment} ({row.sampler}): {one_line(row.note) or 'not judged'}" for row in rows]
     reasons: dict[str, list[str]] = {}
     for check in report.checks:
-        if check.status == "inconclusive" and not check.warns:
+        if check.status == "inconclusive" and not check.warns and not report.unfinished:
             reasons.setdefault(one_line(check.message), []).append(check.code)
     found += [f"{_few(codes)}: {why}" for why, codes in reasons.items()]
     more = len(found) - MOST_OPEN
@@ -224,7 +225,7 @@ def headline(report: Report) -> str:
         return "could not be graded"
     target, found = declared(report), followed(report)
     if report.verdict == "inconclusive":
-        return f"could not be compared with {target}"
+        return f"could not be compared with {target}" + (f": {report.unfinished}" if report.unfinished else "")
     agrees = bool(report.gradients) and all(row.agrees for row in report.gradients)
     scaled = {row.scale for row in report.gradients} - {None, 1.0}
     as_declared = ", the declared gradient up to scale" if scaled else ", as declared"

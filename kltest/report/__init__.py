@@ -171,6 +171,7 @@ class Report:
         example: The gradient in a small environment, if nothing is wrong with it.
         error: Why the loss could not be graded, with the frame in which it failed.
         traceback: Traceback of an error in kltest itself.
+        unfinished: What was not reached in time; empty if everything was.
         calls: Number of calls of the loss.
         seconds: Time that grading took; not in the JSON, which is the same in every rerun.
         source: File and line of the loss, or of the line in which it failed; not in the JSON, which is the same
@@ -195,6 +196,7 @@ class Report:
     error: str = ""
     traceback: str = ""
     reach: Reach | None = None
+    unfinished: str = ""
     calls: int = 0
     seconds: float = 0.0
     source: tuple[str, int] | None = None

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from kltest.truth import ATLAS
 
 SCHEMA = json.loads((files("kltest.render") / "grade-2.schema.json").read_text(encoding="utf-8"))
 LOSSES = """
-import ctypes, os, sys, time
+import ctypes, os, signal, sys, time
 import torch
 
 def truth(logp, ref_logp):
@@ -71,6 +73,24 @@ def prints(logp, ref_logp):
     print("to standard error", file=sys.stderr)
     os.write(1, b"below Python\\n")
     return truth(logp, ref_logp)
+
+def slow(logp, ref_logp, mask):
+    time.sleep(0.05)
+    return 0.5 * (logp - ref_logp).where(mask != 0, 0.0).sum(-1) ** 2
+
+def slow_and_wrong(logp, ref_logp, mask):
+    return (1 + logp.shape[1]) * slow(logp, ref_logp, mask)
+
+def sleeps_in_a_branch(logp, ref_logp):
+    if len(logp) == 2 and logp.shape[1] == 3:
+        time.sleep(300)
+    return 0.5 * (logp - ref_logp).sum(-1) ** 2
+
+def deaf_in_a_branch(logp, ref_logp):
+    if len(logp) == 2 and logp.shape[1] == 3:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(300)
+    return 0.5 * (logp - ref_logp).sum(-1) ** 2
 
 def floods(logp):
     while True:
@@ -246,6 +266,60 @@ def test_a_loss_that_never_returns_is_ended_in_time_and_says_where_it_was(loss):
     assert time.monotonic() - started < 30
 
 
+def line_of(text):
+    return LOSSES.splitlines().index(text) + 1
+
+
+def timed_out(loss, seconds, code):
+    result = call("grade", f"losses.py:{loss}", "--timeout", str(seconds), "--output", "json")
+    assert result.exit_code == code, result.output
+    found = json.loads(result.stdout)
+    jsonschema.validate(found, SCHEMA)
+    return found
+
+
+def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
+    found = timed_out("slow", 8, 4)
+    assert found["verdict"] == "inconclusive"
+    assert found["error"] == ""
+    said = found["unfinished"]
+    calls = int(re.search(r"(\d+) calls of 0\.05\d* s each", said)[1])
+    assert 20 < calls == found["calls"] < 160
+    assert f"losses.py:{line_of('def slow(logp, ref_logp, mask):')}" in said
+    measured, left = re.search("measured: (.*); not reached: (.*)", said).groups()
+    assert measured.startswith("bandit (current)")
+    assert {f"{row['environment']} ({row['sampler']})" for row in found["gradients"]} == set(measured.split(", "))
+    assert left.endswith("checks")
+    assert all(row["agrees"] for row in found["gradients"])
+    assert [check["message"] for check in found["checks"]][-1] == "not reached within 8 s"
+    text = call("grade", "losses.py:slow", "--timeout", "2").stdout
+    assert "open      the time was over after 2 s (--timeout)" in text
+
+
+def test_a_slow_loss_that_is_wrong_in_what_was_reached_is_refuted():
+    found = timed_out("slow_and_wrong", 8, 4)
+    assert [row["agrees"] for row in found["gradients"]] == [None] * len(found["gradients"]), "may agree up to scale"
+
+
+@pytest.mark.parametrize("loss", ["sleeps_in_a_branch", "deaf_in_a_branch"])
+def test_a_loss_that_hangs_in_one_branch_keeps_the_rows_before(loss):
+    found = timed_out(loss, 6, 3)
+    assert found["verdict"] == "error"
+    assert "did not return within 6 s (--timeout)" in found["error"]
+    sleeps = [number for number, line in enumerate(LOSSES.splitlines(), 1) if line == "        time.sleep(300)"]
+    assert any(f"in {loss} at {Path.cwd() / 'losses.py'}:{line}" in found["error"] for line in sleeps)
+    assert [row["environment"] for row in found["gradients"]] == ["bandit"]
+    shown = call("grade", f"losses.py:{loss}", "--timeout", "6", "--environment", "sequence", "--output", "github")
+    assert any(f"::error file=losses.py,line={line}," in shown.stdout for line in sleeps)
+
+
+def test_a_file_that_is_slow_to_import_is_named_at_its_line(folder):
+    (folder / "slow_import.py").write_text("import time\ntime.sleep(300)\ndef f(logp, ref_logp): return logp\n")
+    found = graded("slow_import.py:f", "--timeout", "3", code=3)
+    assert "did not return within 3 s (--timeout), in <module> at" in found["error"]
+    assert "slow_import.py:2" in found["error"]
+
+
 def test_no_gradient_refutes():
     found = graded("losses.py:detached", code=1)
     assert found["gradients"][0]["identified"] == {"zero": 1.0}
@@ -328,7 +402,7 @@ def test_arguments_reach_the_loss(folder):
     ],
 )
 def test_a_question_put_wrongly_is_2_and_is_found_before_the_work(arguments, saying, monkeypatch):
-    monkeypatch.setattr("kltest.grading.grader.grade", lambda *_, **__: pytest.fail("was graded"))
+    monkeypatch.setattr("kltest.grading.grader.Grading.steps", lambda *_, **__: pytest.fail("was graded"))
     refused("grade", *arguments, saying=saying)
 
 
@@ -407,12 +481,13 @@ def test_a_bug_of_kltest_says_so_and_keeps_the_traceback(monkeypatch):
 
 
 def test_a_bug_of_kltest_in_the_child_says_so_and_spares_the_other_targets(monkeypatch):
-    def broken(loss, name, **options):
-        if "truth" in name:
+    def broken(grading, loss):
+        if "truth" in loss.name:
             raise ZeroDivisionError("planted")
-        return Report(name, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64")
+        grading.blank, grading.finished = replace(grading.blank, verdict="confirmed"), True
+        yield
 
-    monkeypatch.setattr("kltest.grading.grader.grade", broken)
+    monkeypatch.setattr("kltest.grading.grader.Grading.steps", broken)
     if sys.platform != "linux":
         pytest.skip("only a forked child sees the planted bug")
     found = graded("losses.py:truth", "losses.py:k3", code=3)

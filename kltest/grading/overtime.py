@@ -1,0 +1,60 @@
+"""What is said of a grading whose time was over: what stands, what was not reached, and whether the loss hangs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kltest.checks import CHECKS
+from kltest.identify.findings import Findings, Row, proportion
+from kltest.loss.frames import Frame
+from kltest.loss.outcome import Calls
+from kltest.report import CheckResult
+
+# A call that was cut off hangs if it took more than this share of the time, and this many times the longest other.
+HANGS = 4
+
+
+def hangs(calls: Calls, limit: float) -> bool:
+    """True if the call that was under way when the time was over is one that does not return, it seems."""
+    return calls.interrupted > max(limit / HANGS, HANGS * calls.longest)
+
+
+def on_hanging(name: str, calls: Calls, limit: float, frame: Frame | None) -> str:
+    """Say in which call the loss hangs, and where."""
+    words = f"{name} did not return within {limit:g} s (--timeout): its call {calls.count + 1} had taken "
+    return f"{words}{calls.interrupted:.2g} s{at(frame)}" + (f", after {_counted(calls)}" if calls.count else "")
+
+
+def on_slow(calls: Calls, limit: float, where: tuple[str, int] | None, findings: Findings | None, checks: int) -> str:
+    """Say what was measured and what was not; `checks` is the number of those that were not made."""
+    rows = [(row.environment, row.sampler) for row in findings.rows] if findings else []
+    planned = [(e, s) for e in findings.environments for s in findings.samplers] if findings else []
+    measured, left = ([pair for pair in dict.fromkeys(planned) if (pair in rows) == done] for done in (True, False))
+    named = [[f"{environment} ({sampler})" for environment, sampler in pairs] for pairs in (measured, left)]
+    return (
+        f"the time was over after {limit:g} s (--timeout): {_counted(calls)}"
+        + (f" of the loss at {where[0]}:{where[1]}" if where else "")
+        + f"; measured: {', '.join(named[0]) or 'nothing'}; not reached: {', '.join([*named[1], f'{checks} checks'])}"
+    )
+
+
+def not_made(codes: Sequence[str], limit: float) -> list[CheckResult]:
+    """Return the results of checks that were not reached."""
+    missing = (CHECKS[code] for code in codes)
+    why = f"not reached within {limit:g} s"
+    return [CheckResult(check.code, check.name, "inconclusive", why, level=check.level) for check in missing]
+
+
+def without_scale(row: Row) -> Row:
+    """Return a row that may agree up to scale, which was not tried, as not judged."""
+    if not (row.wrong and proportion(row.identified, row.expected)):
+        return row
+    return replace(row, agrees=None, note="agreement up to scale was not tried in time")
+
+
+def at(frame: Frame | None) -> str:
+    """Return a frame as the end of a sentence."""
+    return f", in {frame.function} at {frame.file}:{frame.line}" if frame else ""
+
+
+def _counted(calls: Calls) -> str:
+    return f"{calls.count} calls of {calls.seconds / max(calls.count, 1):.2g} s each"
