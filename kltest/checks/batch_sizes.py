@@ -20,7 +20,7 @@ def share_by_size(row: Row, findings: Findings) -> dict[int, float]:
     shares = {}
     for size in PAIR_AND_TRIPLE:
         instance = instances("bandit", findings.seed, size if findings.measure.sizes.grouped else None)[0]
-        wanted = target(findings.expect, instance)
+        wanted = target(findings.expect, instance, row.sampler)
         try:
             found = findings.measure.expected(replace(row, batch=size), instance).gradient
         except KltestError:

@@ -48,7 +48,8 @@ def _worst(findings: Findings, shifts: Shifts, least: float) -> str:
             with suppress(KltestError):  # overflows and failing calls are reported by other checks
                 moments = findings.measure.expected(row, instance)
                 findings.see(instance, rows=row.batch)
-                bias = relative_bias(moments.gradient, target(findings.expect, instance), size(instance))
+                wanted = target(findings.expect, instance, "current")
+                bias = relative_bias(moments.gradient, wanted, size(instance))
                 if bias > max(least, TOLERANCES[moments.dtype].gradient):
                     found.append((bias, _words(bias, instance)))
     return max(found)[1]

@@ -1,6 +1,6 @@
 """The absolute log-ratio as a per-token loss."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="abs-loss",
@@ -15,7 +15,7 @@ SPEC = Spec(
     ),
     identified={
         "current": {"bandit": {"total_variation": 2.0}, "tokens": {"local_total_variation": 2.0}},
-        "stale": UNNAMED,
+        "stale": {"bandit": {"total_variation@rollouts": 2.0}, "tokens": {"local_total_variation@rollouts": 2.0}},
     },
     per_token=True,
 )

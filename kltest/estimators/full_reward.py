@@ -15,7 +15,7 @@ SPEC = Spec(
     ),
     identified={
         "current": {"bandit": {"zero": 1.0}, "tokens": {"future_reverse_kl": 1.0}},
-        "stale": {"bandit": {"zero": 1.0}, "tokens": None},
+        "stale": {"bandit": {"zero": 1.0}, "tokens": {"exact_future_reverse_kl@rollouts": 1.0}},
     },
 )
 

@@ -1,7 +1,7 @@
 """k1 in the reward, less the mean over the group, the rollout itself included."""
 
 from kltest.estimators.grouping import group_sum
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="group-mean",
@@ -13,7 +13,10 @@ SPEC = Spec(
         "the baseline contains the rollout that it is subtracted from: 1 − 1/n of the gradient, three quarters of it "
         "in groups of four"
     ),
-    identified={"current": everywhere({"reverse_kl": 0.75}), "stale": UNNAMED},
+    identified={
+        "current": everywhere({"reverse_kl": 0.75}),
+        "stale": everywhere({"centred_reverse_kl@rollouts": 0.75}),
+    },
     couples=True,
 )
 

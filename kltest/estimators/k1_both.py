@@ -1,6 +1,6 @@
 """k1 in the loss and in the reward."""
 
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k1-both",
@@ -11,7 +11,10 @@ SPEC = Spec(
     known_false=(
         "the half in the loss is noise without expectation; off-policy it is biased without the full-sequence ratio"
     ),
-    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
+    identified={
+        "current": everywhere({"reverse_kl": 1.0}),
+        "stale": everywhere({"from_sampler_kl": -1.0, "reverse_kl@rollouts": 1.0}),
+    },
     per_token=True,
 )
 

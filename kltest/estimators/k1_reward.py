@@ -1,6 +1,6 @@
 """k1 in the reward, every token charged with the whole return."""
 
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k1-reward",
@@ -9,7 +9,7 @@ SPEC = Spec(
     placement="reward",
     claims="the gradient of the sequence-level KL(π‖ref)",
     known_false="off-policy it is biased without the full-sequence ratio",
-    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": everywhere({"reverse_kl@rollouts": 1.0})},
     per_token=True,
 )
 

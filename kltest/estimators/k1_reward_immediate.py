@@ -1,6 +1,6 @@
 """k1 in the reward, a token charged with its own log-ratio only."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k1-reward-immediate",
@@ -10,7 +10,10 @@ SPEC = Spec(
     credit="immediate",
     claims="k1 in the reward",
     known_false="a discount of zero: no token answers for the KL of those after it",
-    identified={"current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}}, "stale": UNNAMED},
+    identified={
+        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}},
+        "stale": {"bandit": {"reverse_kl@rollouts": 1.0}, "tokens": {"local_reverse_kl@rollouts": 1.0}},
+    },
     per_token=True,
 )
 

@@ -1,6 +1,6 @@
 """k1 in the reward, a token charged with its own and all later log-ratios."""
 
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k1-reward-to-go",
@@ -10,7 +10,13 @@ SPEC = Spec(
     credit="to-go",
     claims="the gradient of the sequence-level KL(π‖ref), with less noise than the whole return",
     known_false="off-policy it is biased without prefix ratios; in some environments the whole return is less noisy",
-    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
+    identified={
+        "current": everywhere({"reverse_kl": 1.0}),
+        "stale": {
+            "bandit": {"reverse_kl@rollouts": 1.0},
+            "tokens": {"local_reverse_kl@rollouts": 1.0, "future_reverse_kl@rollouts": 1.0},
+        },
+    },
     per_token=True,
 )
 

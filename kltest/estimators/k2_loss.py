@@ -1,6 +1,6 @@
 """k2 as a per-token loss: half the squared log-ratio."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k2-loss",
@@ -13,7 +13,10 @@ SPEC = Spec(
         "the value is biased; on sequences no token answers for the KL of those after it; off-policy no ratio corrects "
         "it"
     ),
-    identified={"current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}}, "stale": UNNAMED},
+    identified={
+        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}},
+        "stale": {"bandit": {"reverse_kl@rollouts": 1.0}, "tokens": {"local_reverse_kl@rollouts": 1.0}},
+    },
     per_token=True,
 )
 

@@ -1,6 +1,6 @@
 """k2 of the whole sequence's log-ratio, as a loss."""
 
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k2-loss-sequence",
@@ -9,7 +9,7 @@ SPEC = Spec(
     placement="loss",
     claims="the gradient of the sequence-level KL(π‖ref) from a plain loss",
     known_false="the value is biased; off-policy the gradient is exact only with the detached full-sequence ratio",
-    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": everywhere({"reverse_kl@rollouts": 1.0})},
 )
 
 

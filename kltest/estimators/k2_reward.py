@@ -1,6 +1,6 @@
 """k2 in the reward, every token charged with the whole return."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k2-reward",
@@ -16,7 +16,10 @@ SPEC = Spec(
             "bandit": {"squared_log_ratio": 1.0, "reverse_kl": -1.0},
             "tokens": {"squared_log_ratio_sum": 1.0, "local_reverse_kl": -1.0},
         },
-        "stale": UNNAMED,
+        "stale": {
+            "bandit": {"squared_log_ratio@rollouts": 1.0, "reverse_kl@rollouts": -1.0},
+            "tokens": {"squared_log_ratio_sum@rollouts": 1.0, "local_reverse_kl@rollouts": -1.0},
+        },
     },
     per_token=True,
 )

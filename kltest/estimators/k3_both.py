@@ -1,6 +1,6 @@
 """k3 in the loss and in the reward."""
 
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k3-both",
@@ -11,7 +11,13 @@ SPEC = Spec(
     known_false=(
         "only with the full coefficient in both places; off-policy it is biased without the full-sequence ratio"
     ),
-    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
+    identified={
+        "current": everywhere({"reverse_kl": 1.0}),
+        "stale": {
+            "bandit": {"reverse_kl@rollouts": 1.0},
+            "tokens": {"reverse_kl@rollouts": 1.0, "other_tokens_forward_kl@rollouts": -1.0},
+        },
+    },
     per_token=True,
 )
 

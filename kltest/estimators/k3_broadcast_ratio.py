@@ -2,6 +2,11 @@
 
 from kltest.estimators.spec import Spec, register
 
+_MIXED = {
+    "reverse_kl@mean_ratio": 1 / 3,
+    "local_forward_kl@mean_ratio": 2 / 3,
+    "other_tokens_forward_kl@mean_ratio": -1 / 3,
+}
 SPEC = Spec(
     name="k3-broadcast-ratio",
     formula="Σ_t ρ̄ (w_t − 1 + u_t),  ρ̄ = (Π_s ρ_s)^(1/L)",
@@ -19,7 +24,7 @@ SPEC = Spec(
             "ragged": None,
             "mdp": {"local_forward_kl": 2 / 3, "reverse_kl": 1 / 3},
         },
-        "stale": {"bandit": {"reverse_kl": 1.0}, "tokens": None},
+        "stale": {"bandit": {"reverse_kl": 1.0}, "ragged": None, "sequence": _MIXED, "mdp": _MIXED},
     },
 )
 

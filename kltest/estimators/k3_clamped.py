@@ -1,6 +1,6 @@
 """k3 as a per-token loss, its log-ratio and its value clamped."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k3-clamped",
@@ -13,7 +13,10 @@ SPEC = Spec(
         "if the clamp is silent it is k3 as a loss, the forward KL's gradient; at u below −2.6 or above 11 it has "
         "no gradient at all, just where the policy is furthest from the reference"
     ),
-    identified={"current": {"bandit": {"forward_kl": 1.0}, "tokens": {"local_forward_kl": 1.0}}, "stale": UNNAMED},
+    identified={
+        "current": {"bandit": {"forward_kl": 1.0}, "tokens": {"local_forward_kl": 1.0}},
+        "stale": {"bandit": {"forward_kl@rollouts": 1.0}, "tokens": {"local_forward_kl@rollouts": 1.0}},
+    },
     per_token=True,
 )
 

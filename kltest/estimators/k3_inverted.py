@@ -1,6 +1,6 @@
 """k3 with its ratio upside down, as a per-token loss."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k3-inverted",
@@ -12,7 +12,10 @@ SPEC = Spec(
         "it would be k3 for samples from the reference; for samples from the policy its value is χ²(π‖ref) − KL(π‖ref) "
         "and it follows ½χ²(π‖ref), token by token"
     ),
-    identified={"current": {"bandit": {"chi_square": 1.0}, "tokens": {"local_chi_square": 1.0}}, "stale": UNNAMED},
+    identified={
+        "current": {"bandit": {"chi_square": 1.0}, "tokens": {"local_chi_square": 1.0}},
+        "stale": {"bandit": {"chi_square@rollouts": 1.0}, "tokens": {"local_chi_square@rollouts": 1.0}},
+    },
     per_token=True,
 )
 

@@ -1,6 +1,6 @@
 """k3 as a per-token loss (GRPO)."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k3-loss",
@@ -10,7 +10,10 @@ SPEC = Spec(
     placement="loss",
     claims="an unbiased, non-negative, low-variance estimate of KL(π‖ref)",
     known_false="the value is unbiased; its gradient is the forward KL's, token by token",
-    identified={"current": {"bandit": {"forward_kl": 1.0}, "tokens": {"local_forward_kl": 1.0}}, "stale": UNNAMED},
+    identified={
+        "current": {"bandit": {"forward_kl": 1.0}, "tokens": {"local_forward_kl": 1.0}},
+        "stale": {"bandit": {"forward_kl@rollouts": 1.0}, "tokens": {"local_forward_kl@rollouts": 1.0}},
+    },
     per_token=True,
 )
 

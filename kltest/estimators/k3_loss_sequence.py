@@ -1,6 +1,6 @@
 """k3 of the whole sequence's log-ratio, as a loss."""
 
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k3-loss-sequence",
@@ -11,7 +11,7 @@ SPEC = Spec(
     known_false=(
         "the value is unbiased; its gradient is that of KL(ref‖π), and the weight e^(−Σu) grows with the length"
     ),
-    identified={"current": everywhere({"forward_kl": 1.0}), "stale": UNNAMED},
+    identified={"current": everywhere({"forward_kl": 1.0}), "stale": everywhere({"forward_kl@rollouts": 1.0})},
 )
 
 

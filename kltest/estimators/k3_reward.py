@@ -1,6 +1,6 @@
 """k3 in the reward, every token charged with the whole return."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k3-reward",
@@ -17,7 +17,14 @@ SPEC = Spec(
             "bandit": {"reverse_kl": 1.0, "forward_kl": -1.0},
             "tokens": {"reverse_kl": 1.0, "local_forward_kl": -1.0},
         },
-        "stale": UNNAMED,
+        "stale": {
+            "bandit": {"reverse_kl@rollouts": 1.0, "forward_kl@rollouts": -1.0},
+            "tokens": {
+                "reverse_kl@rollouts": 1.0,
+                "local_forward_kl@rollouts": -1.0,
+                "other_tokens_forward_kl@rollouts": -1.0,
+            },
+        },
     },
     per_token=True,
 )

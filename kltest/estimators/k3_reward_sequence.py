@@ -1,6 +1,6 @@
 """k3 of the whole sequence's log-ratio, in the reward."""
 
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="k3-reward-sequence",
@@ -11,7 +11,10 @@ SPEC = Spec(
     known_false=(
         "the value is unbiased; the gradient lacks the forward KL's and vanishes to first order near the reference"
     ),
-    identified={"current": everywhere({"reverse_kl": 1.0, "forward_kl": -1.0}), "stale": UNNAMED},
+    identified={
+        "current": everywhere({"reverse_kl": 1.0, "forward_kl": -1.0}),
+        "stale": everywhere({"reverse_kl@rollouts": 1.0, "forward_kl@rollouts": -1.0}),
+    },
 )
 
 

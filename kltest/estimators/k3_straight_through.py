@@ -1,6 +1,6 @@
 """The value of k3 with the gradient of k2, as a per-token loss."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="k3-straight-through",
@@ -16,7 +16,10 @@ SPEC = Spec(
         "on sequences the gradient leaves out what a token does to the KL of those after it; off-policy no ratio "
         "corrects it"
     ),
-    identified={"current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}}, "stale": UNNAMED},
+    identified={
+        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"local_reverse_kl": 1.0}},
+        "stale": {"bandit": {"reverse_kl@rollouts": 1.0}, "tokens": {"local_reverse_kl@rollouts": 1.0}},
+    },
     per_token=True,
 )
 

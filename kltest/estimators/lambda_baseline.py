@@ -1,6 +1,6 @@
 """k1 plus λ of the control variate w − 1, in the loss and in the reward."""
 
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="lambda-baseline",
@@ -12,7 +12,13 @@ SPEC = Spec(
         "the λ of the least noisy value is not that of the least noisy gradient; off-policy it is biased without the "
         "full-sequence ratio"
     ),
-    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
+    identified={
+        "current": everywhere({"reverse_kl": 1.0}),
+        "stale": {
+            "bandit": {"reverse_kl@rollouts": 1.0, "from_sampler_kl": -0.5},
+            "tokens": {"reverse_kl@rollouts": 1.0, "other_tokens_forward_kl@rollouts": -0.5, "from_sampler_kl": -0.5},
+        },
+    },
     per_token=True,
 )
 

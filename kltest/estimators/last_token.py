@@ -1,6 +1,6 @@
 """k2 of the last token alone, as a loss."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="last-token",
@@ -9,7 +9,10 @@ SPEC = Spec(
     placement="loss",
     claims="a KL penalty on the finished answer",
     known_false="all tokens but the last are unregularised",
-    identified={"current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"last_token_reverse_kl": 1.0}}, "stale": UNNAMED},
+    identified={
+        "current": {"bandit": {"reverse_kl": 1.0}, "tokens": {"last_token_reverse_kl": 1.0}},
+        "stale": {"bandit": {"reverse_kl@rollouts": 1.0}, "tokens": {"last_token_reverse_kl@rollouts": 1.0}},
+    },
 )
 
 

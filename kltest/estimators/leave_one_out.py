@@ -1,7 +1,7 @@
 """k1 in the reward, less the mean over the other rollouts of the group."""
 
 from kltest.estimators.grouping import group_sum
-from kltest.estimators.spec import UNNAMED, Spec, everywhere, register
+from kltest.estimators.spec import Spec, everywhere, register
 
 SPEC = Spec(
     name="leave-one-out",
@@ -11,7 +11,7 @@ SPEC = Spec(
     placement="loss",
     claims="the gradient of the sequence-level KL(π‖ref), with less noise",
     known_false="off-policy it is biased without the full-sequence ratio",
-    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": UNNAMED},
+    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": everywhere({"centred_reverse_kl@rollouts": 1.0})},
     couples=True,
 )
 

@@ -1,6 +1,6 @@
 """Sequence-level k2 divided by each sequence's own length, as a loss."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="length-normalised",
@@ -23,7 +23,12 @@ SPEC = Spec(
             "ragged": None,
             "mdp": {"reverse_kl": 1 / 3},
         },
-        "stale": UNNAMED,
+        "stale": {
+            "bandit": {"reverse_kl@rollouts": 1.0},
+            "sequence": {"reverse_kl@rollouts": 1 / 3},
+            "ragged": None,
+            "mdp": {"reverse_kl@rollouts": 1 / 3},
+        },
     },
 )
 

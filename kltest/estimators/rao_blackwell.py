@@ -14,7 +14,13 @@ SPEC = Spec(
         "not always less noisy than sampling: for two tokens and more the variance can grow; off-policy it needs "
         "prefix ratios"
     ),
-    identified={"current": everywhere({"reverse_kl": 1.0}), "stale": {"bandit": {"reverse_kl": 1.0}, "tokens": None}},
+    identified={
+        "current": everywhere({"reverse_kl": 1.0}),
+        "stale": {
+            "bandit": {"reverse_kl": 1.0},
+            "tokens": {"local_reverse_kl@sampler": 1.0, "exact_future_reverse_kl@rollouts": 1.0},
+        },
+    },
 )
 
 

@@ -1,6 +1,6 @@
 """Per-token k2 averaged over all live tokens of the batch."""
 
-from kltest.estimators.spec import UNNAMED, Spec, register
+from kltest.estimators.spec import Spec, register
 
 SPEC = Spec(
     name="token-mean",
@@ -19,7 +19,12 @@ SPEC = Spec(
             "ragged": None,
             "mdp": {"local_reverse_kl": 1 / 3},
         },
-        "stale": UNNAMED,
+        "stale": {
+            "bandit": {"reverse_kl@rollouts": 1.0},
+            "sequence": {"local_reverse_kl@rollouts": 1 / 3},
+            "ragged": None,
+            "mdp": {"local_reverse_kl@rollouts": 1 / 3},
+        },
     },
     couples=True,
 )

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.identify.findings import Combination
-from kltest.identify.identification import Identification, identify
+from kltest.identify.findings import Combination, replaced, when_current
+from kltest.identify.identification import ALONE, Identification, identify, independent
 from kltest.identify.instances import HELD_OUT, NETWORKS, instances, network, parameter_gradient, seeds
 from kltest.truth import ATLAS, combine, gradient
 
 if TYPE_CHECKING:
     from kltest.language_models.networks import Network
 
+# Between the seeds of instances that only tell which names are independent: far from those that anybody asks for.
+FURTHER = 1_000_003
 # A target that is smaller than this share of its terms is zero up to rounding.
 CANCELS = 1e-12
 
@@ -38,6 +40,11 @@ class Case:
     def candidates(self) -> dict[str, list[np.ndarray]]:
         """Named gradients (C, V) on every instance; those of the sampler only if it is another policy."""
         return _candidates(self)
+
+    @property
+    def basis(self) -> tuple[str, ...]:
+        """Names of candidates of which none is a combination of earlier ones in environments of this kind."""
+        return _basis(self)
 
     @property
     def candidates_at_parameters(self) -> dict[str, list[np.ndarray]]:
@@ -88,25 +95,41 @@ class Case:
 
         On a bandit local and sequence-level gradients are equal, so that the local names disappear.
         """
+        declared = when_current(declared) if self.sampler == "current" else declared
         return dict(_spelt(replace(self, sampler="stale"), tuple(declared.items())))
 
 
 @lru_cache(maxsize=256)
 def _spelt(case: Case, declared: tuple[tuple[str, float], ...]) -> Combination:
     candidates = _candidates(case)
-    spelt: Combination = {}
-    for name, coefficient in declared:
-        own = identify([gradient(name, i) for i in case.instances], candidates).combination or {name: 1.0}
-        for term, factor in own.items():
-            spelt[term] = spelt.get(term, 0.0) + coefficient * factor
-    kept = {name: coefficient for name, coefficient in spelt.items() if name != "zero" and abs(coefficient) > 1e-9}
-    return kept or {"zero": 1.0}
+
+    def own(name: str) -> Combination:
+        found = identify([gradient(name, i) for i in case.instances], candidates, basis=case.basis)
+        return found.combination or {name: 1.0}
+
+    return replaced(dict(declared), own)
 
 
 @lru_cache(maxsize=64)
 def _candidates(case: Case) -> dict[str, list[np.ndarray]]:
     names = [name for name, row in ATLAS.items() if name != "zero" and (case.sampler == "stale" or not row.stale)]
     return {name: [gradient(name, instance) for instance in case.instances] for name in names}
+
+
+@lru_cache(maxsize=64)
+def _basis(case: Case) -> tuple[str, ...]:
+    """Few instances of a small environment have fewer free numbers than there are names: more are drawn for them."""
+    drawn, known, seed = case.instances, _candidates(case), case.seed
+    columns = {name: [one.ravel() for one in known[name]] for name in known if name not in ALONE}
+    while True:
+        names = independent({name: np.concatenate(parts) for name, parts in columns.items()})
+        if len(names) < sum(i.environment.n_contexts * (i.environment.vocabulary - 1) for i in drawn):
+            return tuple(names)
+        seed += FURTHER
+        further = instances(case.environment, seed, case.group)
+        drawn += further
+        for name, parts in columns.items():
+            parts += [gradient(name, instance).ravel() for instance in further]
 
 
 @lru_cache(maxsize=64)
@@ -119,8 +142,9 @@ def size(instance: Instance) -> float:
     return float(np.linalg.norm(gradient("reverse_kl", instance)))
 
 
-def target(declared: Combination, instance: Instance) -> np.ndarray:
-    """Return the declared gradient (C, V); exactly zero if its terms cancel up to rounding."""
+def target(declared: Combination, instance: Instance, sampler: str) -> np.ndarray:
+    """Return the declared gradient (C, V) under a sampler; exactly zero if its terms cancel up to rounding."""
+    declared = when_current(declared) if sampler == "current" else declared
     combined = combine(declared, instance)
     terms = sum(abs(c) * float(np.linalg.norm(gradient(name, instance))) for name, c in declared.items())
     return np.zeros_like(combined) if np.linalg.norm(combined) <= CANCELS * terms else combined

@@ -32,7 +32,7 @@ def evaluate(case: Case, declared: Combination, found: Sequence[Moments], note: 
     drawn = case.instances
     dtype = lowest_precision(found)
     gradients = case.at_parameters([moments.gradient for moments in found])
-    targets = case.at_parameters([target(declared, instance) for instance in drawn])
+    targets = case.at_parameters([target(declared, instance, case.sampler) for instance in drawn])
     candidates = case.candidates_at_parameters
     units = [float(np.linalg.norm(one)) for one in candidates["reverse_kl"]]
     # The root mean square of a rollout's gradient is known at the logits. Times ‖∇KL‖ at the parameters over ‖∇KL‖ at
@@ -40,7 +40,7 @@ def evaluate(case: Case, declared: Combination, found: Sequence[Moments], note: 
     factors = [unit / size(instance) for unit, instance in zip(units, drawn, strict=True)]
     magnitudes = [f * float(np.sqrt(moments.second_moment)) for f, moments in zip(factors, found, strict=True)]
     identification = identify(
-        gradients, candidates, magnitudes=magnitudes, units=units, dtype=dtype, freedom=case.freedom
+        gradients, candidates, magnitudes=magnitudes, units=units, dtype=dtype, freedom=case.freedom, basis=case.basis
     )
     bias = max(relative_bias(*triple) for triple in zip(gradients, targets, units, strict=True))
     agrees = bias <= TOLERANCES[dtype].gradient

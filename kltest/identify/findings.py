@@ -1,6 +1,6 @@
 """Results of measuring one loss: rows, and what was noticed on the way. Data, without the means to measure more."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from math import isclose
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +10,7 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.report import GradientRow, Reach, ValueRow
+from kltest.truth import ATLAS
 
 if TYPE_CHECKING:
     from kltest.identify.measure import Measure
@@ -153,7 +154,7 @@ class Findings:
 
 def proportion(identified: Combination | None, expected: Combination) -> float | None:
     """Return the c with identified = c·expected, or None if there is none."""
-    if identified is None or set(identified) != set(expected) or "zero" in identified:
+    if not identified or set(identified) != set(expected) or "zero" in identified:
         return None
     ratios = [identified[name] / expected[name] for name in expected]
     return ratios[0] if all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios) else None
@@ -162,25 +163,27 @@ def proportion(identified: Combination | None, expected: Combination) -> float |
 def multiple(row: Row) -> float | None:
     """The c of a row that follows c times the declared gradient, or c times its local form; None if there is none."""
     whole = proportion(row.identified, row.expected)
-    return proportion(without_sampler(row.identified), local_form(row.expected)) if whole is None else whole
+    return proportion(when_current(row.identified), local_form(row.expected)) if whole is None else whole
 
 
 def local_form(combination: Combination) -> Combination:
     """Return the same combination with every term's prefixes held fixed."""
-    return _renamed(combination, lambda name: LOCAL_FORMS.get(name, name))
+    return replaced(combination, lambda name: {LOCAL_FORMS.get(name, name): 1.0})
 
 
-def without_sampler(combination: Combination | None) -> Combination | None:
-    """Return the same combination with prefixes weighted by the policy instead of the sampler."""
-    return None if combination is None else _renamed(combination, lambda name: name.removesuffix("@sampler"))
+def when_current(combination: Combination | None) -> Combination:
+    """Return what the combination is if the sampler is the policy, in names without one; {} for None."""
+    return {} if combination is None else replaced(combination, lambda name: ATLAS[name].on_policy or {name: 1.0})
 
 
-def _renamed(combination: Combination, new_name: Callable[[str], str]) -> Combination:
-    """Rename the terms; coefficients of terms that get the same name are added up."""
-    renamed: Combination = {}
+def replaced(combination: Combination, terms: Callable[[str], Mapping[str, float]]) -> Combination:
+    """Replace each name by a combination; coefficients of terms that get the same name are added up."""
+    found: Combination = {}
     for name, coefficient in combination.items():
-        renamed[new_name(name)] = renamed.get(new_name(name), 0.0) + coefficient
-    return renamed
+        for term, factor in terms(name).items():
+            found[term] = found.get(term, 0.0) + coefficient * factor
+    kept = {name: coefficient for name, coefficient in found.items() if name != "zero" and abs(coefficient) > 1e-9}
+    return kept or {"zero": 1.0}
 
 
 LOCAL_FORMS = {

@@ -46,6 +46,7 @@ def identify(
     units: Sequence[float] | None = None,
     dtype: str = "float64",
     freedom: int | None = None,
+    basis: Sequence[str] | None = None,
 ) -> Identification:
     """Return the fewest named gradients, at most three, that equal `gradients` on all instances; ties go to order.
 
@@ -58,6 +59,8 @@ def identify(
         dtype: The precision in which the gradients were computed; it sets the tolerances.
         freedom: Free numbers of the fitted gradients. None: V − 1 a context, since logits have a free constant. A fit
             of k terms needs at least 2k of them.
+        basis: Names of which none is a combination of earlier ones. None: as `independent` finds on the fitted
+            gradients, which must have more free numbers than there are names.
 
     Returns:
         The combination, `{"zero": 1.0}` for zero, or None with the residual of the best fit.
@@ -73,7 +76,8 @@ def identify(
     if freedom is None:
         freedom = _freedom(gradients)
 
-    basis = independent({name: column for name, column in columns.items() if name not in ALONE})
+    if basis is None:
+        basis = independent({name: column for name, column in columns.items() if name not in ALONE})
     alone = [name for name in columns if name in ALONE and np.linalg.norm(columns[name]) > 0]
     order = {name: place for place, name in enumerate(columns)}
     singles = sorted([*basis, *alone], key=order.__getitem__)
@@ -95,6 +99,8 @@ def identify(
             worst = max(error, confirmed / (1 if limits.terms == 1 else NEARLY_ZERO))
             combination = dict(zip(names, map(float, coefficients), strict=True))
             fits.append((worst, Identification(combination, max(error, confirmed))))
+        if any(worst < limits.identified[0] for worst, _ in fits):
+            break
     # A fit to rounding by more terms wins over one by fewer terms that only holds up to a small constant.
     for limit in limits.identified:
         for worst, identification in fits:

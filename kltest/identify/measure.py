@@ -128,7 +128,7 @@ class Measure:
             return self._over_batches(instance, Case(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
         loss = self.loss if floats is None else self._in_precision(floats)
         found = self._alone(loss, instance, row.sampler)
-        if found.reduction == "coupled" or self._follows(found, instance, wanted):
+        if found.reduction == "coupled" or self._follows(found, instance, row.sampler, wanted):
             return found
         return exact_known(loss, instance, row.sampler, "coupled", padding=self.seed)
 
@@ -140,15 +140,15 @@ class Measure:
 
     def meets(self, loss: Loss, instance: Instance, sampler: str = "stale") -> bool:
         """Return True if a variant of the loss follows the declared gradient on an instance."""
-        return self._follows(self._alone(loss, instance, sampler), instance)
+        return self._follows(self._alone(loss, instance, sampler), instance, sampler)
 
     def _alone(self, loss: Loss, instance: Instance, sampler: str) -> Moments:
         """Return the moments of batches of one, called together if rows are apart in that environment."""
         reduction = self._reductions.get(instance.environment.name, self.observed.reduction)
         return exact_known(loss, instance, sampler, reduction, padding=self.seed)
 
-    def _follows(self, found: Moments, instance: Instance, wanted: np.ndarray | None = None) -> bool:
-        wanted = target(self.declared, instance) if wanted is None else wanted
+    def _follows(self, found: Moments, instance: Instance, sampler: str, wanted: np.ndarray | None = None) -> bool:
+        wanted = target(self.declared, instance, sampler) if wanted is None else wanted
         return relative_bias(found.gradient, wanted, size(instance)) <= TOLERANCES[found.dtype].gradient
 
     def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> Experiment:

@@ -16,7 +16,7 @@ import numpy as np
 from kltest.identify.case import Case, size, target, worst_cosine
 from kltest.identify.evaluate import row_of
 from kltest.identify.findings import Combination, Row
-from kltest.identify.identification import Identification, independent
+from kltest.identify.identification import Identification
 from kltest.moments import Sampled, sampled
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def sample(
             loss,
             instance,
             case.sampler,
-            target=(wanted := target(declared, instance)),
+            target=(wanted := target(declared, instance, case.sampler)),
             accuracy=sampling.margin * (float(np.linalg.norm(wanted)) or size(instance)),
             error_rate=sampling.error_rate / (sampling.rows * len(drawn)),
             samples=sampling.samples,
@@ -80,11 +80,11 @@ def sample(
 
 def sampled_row(case: Case, declared: Combination, sampling: Sampling, found: Sequence[Sampled], why: str = "") -> Row:
     """Return the row of a case from samples, one set an instance; `why` tells why nothing was enumerated."""
-    targets = [target(declared, instance) for instance in case.instances]
+    targets = [target(declared, instance, case.sampler) for instance in case.instances]
     units = [float(np.linalg.norm(wanted)) or size(i) for wanted, i in zip(targets, case.instances, strict=True)]
     ends = [tuple(end / unit for end in one.interval) for one, unit in zip(found, units, strict=True)]
     low, high = (max(end) for end in zip(*ends, strict=True))
-    identification = identify_sampled(found, case.candidates)
+    identification = identify_sampled(found, {name: case.candidates[name] for name in case.basis})
     agrees = True if high <= sampling.margin else False if low > sampling.margin else None
     samples = max(one.samples for one in found)
     note = _words(agrees, sampling, (low, high), samples, found[0].asymptotic)
@@ -123,14 +123,14 @@ def _words(
 
 
 def identify_sampled(found: Sequence[Sampled], candidates: Mapping[str, Sequence[np.ndarray]]) -> Identification:
-    """Identify the one named gradient that every instance's sphere contains.
+    """Identify the one of the candidates, none a combination of others, that every instance's sphere contains.
 
     A gradient with coefficient 1 is preferred; if none is in all spheres, a fitted multiple of one counts. The
     combination is None if several are possible or none is. Zero counts as a named gradient. The residual is that of
     the best single multiple of a named gradient, from the estimates.
     """
     columns = {name: np.concatenate([g.ravel() for g in given]) for name, given in candidates.items()}
-    names = independent(columns)
+    names = list(columns)
     estimate = np.concatenate([one.gradient.ravel() for one in found])
     contained = {name for name in names if all(_contains(s, g) for s, g in zip(found, candidates[name], strict=True))}
     if all(_contains(one, np.zeros_like(one.gradient)) for one in found):

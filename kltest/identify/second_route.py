@@ -6,7 +6,7 @@ import torch
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.case import Case, size, target
-from kltest.identify.findings import Combination
+from kltest.identify.findings import Combination, when_current
 from kltest.loss.calling import Loss
 from kltest.moments import Moments
 from kltest.moments.differentiate import leaf_gradients
@@ -30,7 +30,8 @@ def compare(loss: Loss, case: Case, moments: Moments, declared: Combination) -> 
         DisagreementError: One of the two differs from the first route by more than rounding.
     """
     instance = case.instances[0]
-    wanted = target(declared, instance)
+    declared = when_current(declared) if case.sampler == "current" else declared
+    wanted = target(declared, instance, case.sampler)
     again = sum(c * gradient_again(name, instance) for name, c in declared.items())
     scale = max(float(np.linalg.norm(wanted)), size(instance))
     if np.linalg.norm(wanted - again) > ROUTES_AGREE * scale:

@@ -27,6 +27,8 @@ SYMBOLS = {
     r"E_μ": "E_μ that over rollouts of μ",
     r"Σ_t": "Σ_t a sum over tokens",
     r"g_": "g_t = ∇log π of a token",
+    r"ρ_t": "ρ_t = π/μ of a token",
+    r"ρ̄": "ρ̄ the geometric mean of a rollout's π/μ",
 }
 """What the symbols of a formula mean, each told if it occurs."""
 

@@ -1,13 +1,17 @@
 """The atlas: all named gradients, in the order in which identification prefers them, and combinations of them.
 
 Notation: u_t = log π − log ref of the token at position t, g_t its score ∇log π, E_t the expectation over the next
-token given the prefix, KL_t a divergence between next-token distributions. A gradient is *local* when the prefixes are
-held fixed; `…@sampler` weights the prefixes by the sampler μ instead of the policy.
+token given the prefix, KL_t a divergence between next-token distributions, ρ_t = π/μ the ratio of the token to the
+sampler μ, ρ̄ the geometric mean of a rollout's ratios. A gradient is *local* when the prefixes are held fixed.
+
+What an estimator follows on rollouts of μ depends on the ratio in front of its terms: with the token's own,
+`…@sampler`, the prefixes come from μ and the token from π; with none, `…@rollouts`, both come from μ; `…@mean_ratio`
+has ρ̄ there.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kltest.errors import UsageError, did_you_mean
@@ -24,6 +28,7 @@ class NamedGradient:
         stale: It differs from the other rows only if the sampler is not the policy.
         local: Prefixes are held fixed.
         field: It is the gradient of a function: its Jacobian is symmetric in every environment.
+        on_policy: The combination that it equals if the sampler is the policy, of rows that are not stale.
     """
 
     name: str
@@ -32,6 +37,7 @@ class NamedGradient:
     stale: bool = False
     local: bool = False
     field: bool = True
+    on_policy: Mapping[str, float] | None = None
 
 
 _WHOLE = (
@@ -101,20 +107,91 @@ _AT_SAMPLER = tuple(
         f"{row.name} with the prefixes weighted by the sampler",
         stale=True,
         local=True,
+        on_policy={row.name: 1.0},
     )
     for row in _WHOLE
     if row.local
 )
 
+_EQUAL_ON_POLICY = {
+    "centred_reverse_kl": {"reverse_kl": 1.0},
+    "future_reverse_kl": {"reverse_kl": 1.0, "local_reverse_kl": -1.0},
+    "exact_future_reverse_kl": {"reverse_kl": 1.0, "local_reverse_kl": -1.0},
+    "other_tokens_forward_kl": {"zero": 1.0},
+    "from_sampler_kl": {"zero": 1.0},
+    "to_sampler_kl": {"zero": 1.0},
+}
 _OTHERS = (
-    NamedGradient("from_sampler_kl", "∇KL(μ‖π)", "the pull towards the sampler, seen from its rollouts", stale=True),
-    NamedGradient("to_sampler_kl", "∇KL(π‖μ)", "the reverse KL to the sampler over whole rollouts", stale=True),
+    *(
+        NamedGradient(name, formula, meaning, stale=True, on_policy=_EQUAL_ON_POLICY[name])
+        for name, formula, meaning in (
+            ("from_sampler_kl", "∇KL(μ‖π)", "the pull towards the sampler, seen from its rollouts"),
+            ("to_sampler_kl", "∇KL(π‖μ)", "the reverse KL to the sampler over whole rollouts"),
+        )
+    ),
     NamedGradient("expected_reward", "∇E_π[R]", "the policy gradient of the task reward"),
     NamedGradient("entropy", "∇H(π)", "the entropy of the policy's choices over whole rollouts: −E_π[Σ_t log π]"),
-    NamedGradient("zero", "0", "no gradient at all"),
 )
 
-ATLAS: dict[str, NamedGradient] = {row.name: row for row in (*_WHOLE, *_AT_SAMPLER, *_OTHERS)}
+# What stands behind g_t, and in words. A token from π cancels what came before it: with the token's own ratio the whole
+# return, the return to go and any baseline give the same.
+_OWN_RATIO = {
+    "reverse_kl": ("Σ_{s≥t} u_s", "the log-ratios from each token on, as a PPO surrogate follows them"),
+    "squared_log_ratio_sum": ("(u_t + Σ_{s≥t} ½u_s²)", "u_t, and the half squared log-ratios from each token on"),
+    "other_tokens_forward_kl": ("Σ_{s>t} (1 − ref_s/π_s)", "the weights of k3 as a loss of the tokens after each"),
+    "to_sampler_kl": ("Σ_{s≥t} log π_s/μ_s", "the log-ratios to the sampler from each token on"),
+}
+_NO_RATIO = {
+    "reverse_kl": ("Σ_s u_s", "the log-ratio of the whole rollout on each token: ∇E_μ[½(Σ_t u_t)²]"),
+    "local_reverse_kl": ("u_t", "each token's own log-ratio: ∇E_μ[½Σ_t u_t²]"),
+    "future_reverse_kl": ("Σ_{s>t} u_s", "the log-ratios after each token"),
+    "last_token_reverse_kl": ("1{t=L} u_t", "the last live token's own log-ratio"),
+    "forward_kl": ("(1 − Π_s ref_s/π_s)", "the weight of k3 as a loss, of the whole rollout"),
+    "local_forward_kl": ("(1 − ref_t/π_t)", "the weight of k3 as a loss, of each token"),
+    "squared_log_ratio": ("(Σ_s u_s + ½(Σ_s u_s)²)", "the whole rollout's log-ratio and half its square"),
+    "squared_log_ratio_sum": ("(u_t + Σ_s ½u_s²)", "u_t, and the half squared log-ratios of the whole rollout"),
+    "local_squared_log_ratio": ("(u_t + ½u_t²)", "each token's own log-ratio and half its square"),
+    "chi_square": ("(Π_s π_s/ref_s − 1)", "the weight of k3 upside down, of the whole rollout"),
+    "local_chi_square": ("(π_t/ref_t − 1)", "the weight of k3 upside down, of each token"),
+    "total_variation": ("½sign(Σ_s u_s)", "half the sign of the whole rollout's log-ratio"),
+    "local_total_variation": ("½sign(u_t)", "half the sign of each token's log-ratio"),
+    "centred_reverse_kl": ("(Σ_s u_s − E_μ[Σ_s u_s])", "the whole rollout's log-ratio less the mean of its prompt"),
+    "exact_future_reverse_kl": ("Σ_{s>t} KL_s(π‖ref)", "the exact KLs of the next tokens after each"),
+    "other_tokens_forward_kl": ("Σ_{s≠t} (1 − ref_s/π_s)", "the weights of k3 as a loss of all other tokens"),
+    "to_sampler_kl": ("Σ_s log π_s/μ_s", "the whole rollout's log-ratio to the sampler"),
+}
+_MEAN_RATIO = ("reverse_kl", "local_reverse_kl", "local_forward_kl", "other_tokens_forward_kl")
+_COUPLE_TOKENS = frozenset(
+    {"future_reverse_kl", "squared_log_ratio_sum", "exact_future_reverse_kl", "other_tokens_forward_kl"}
+)
+
+
+def _off_policy(at: str, ratio: str, words: str, rows: Mapping[str, tuple[str, str]]) -> Iterator[NamedGradient]:
+    for name, (weight, meaning) in rows.items():
+        yield NamedGradient(
+            f"{name}@{at}",
+            f"E_μ[Σ_t {ratio}g_t {weight}]",
+            f"{words}; {meaning}",
+            stale=True,
+            local=name.startswith("local_"),
+            # Of weights that depend on the own token, or on the whole rollout; of the latter also times ρ̄.
+            field=(at == "rollouts" and name not in _COUPLE_TOKENS) or (at, name) == ("mean_ratio", "reverse_kl"),
+            on_policy=_EQUAL_ON_POLICY.get(name, {name: 1.0}),
+        )
+
+
+ATLAS: dict[str, NamedGradient] = {
+    row.name: row
+    for row in (
+        *_WHOLE,
+        *_AT_SAMPLER,
+        *_OTHERS,
+        *_off_policy("sampler", "ρ_t ", "token ratios", _OWN_RATIO),
+        *_off_policy("rollouts", "", "no ratio", _NO_RATIO),
+        *_off_policy("mean_ratio", "ρ̄ ", "the mean ratio, detached", {name: _NO_RATIO[name] for name in _MEAN_RATIO}),
+        NamedGradient("zero", "0", "no gradient at all"),
+    )
+}
 
 
 def named(name: str) -> NamedGradient:

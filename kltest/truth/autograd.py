@@ -52,11 +52,19 @@ def value_again(name: str, instance: Instance) -> float:
 def _objective(name: str, instance: Instance, logits: Tensor) -> Tensor:
     """A value, or a function whose gradient at the policy's logits (C, V) is the named one."""
     rollouts = _Enumerated(instance, logits - torch.logsumexp(logits, dim=1, keepdim=True))
-    base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
-    if base not in _NEXT_TOKEN:
+    base, _, at = name.partition("@")
+    if at in ("", "sampler") and base in _NEXT_TOKEN:
+        prefixes = rollouts.sampler if at else rollouts.policy
+        return rollouts.local(_NEXT_TOKEN[base](rollouts.policy, rollouts.reference), prefixes.detach())
+    if not at:
         return _WHOLE[base](rollouts)
-    prefixes = rollouts.sampler if at_sampler else rollouts.policy
-    return rollouts.local(_NEXT_TOKEN[base](rollouts.policy, rollouts.reference), prefixes.detach())
+    term, chance = _OFF_POLICY[base](rollouts), rollouts.probability(rollouts.old)
+    if term.dim() == 1:
+        return (chance * term).sum()
+    ratio = (rollouts.logp - rollouts.old).detach()
+    mean = ratio.sum(dim=1, keepdim=True) / rollouts.length[:, None]
+    factor = {"sampler": ratio, "rollouts": torch.zeros_like(ratio), "mean_ratio": mean}[at].exp()
+    return (chance * (factor * term).sum(dim=1)).sum()
 
 
 class _Enumerated:
@@ -72,6 +80,7 @@ class _Enumerated:
         self.logp, self.ref, self.old = self.along(policy), self.along(self.reference), self.along(self.sampler)
         self.reward = torch.from_numpy(instance.environment.returns(paths))
         self.length = self._mask.sum(dim=1)
+        self.prompt = torch.from_numpy(paths.prompt)
 
     def along(self, log_probs: Tensor) -> Tensor:
         """Log-probs (N, T) of the tokens, 0 at padding."""
@@ -83,8 +92,11 @@ class _Enumerated:
 
     def local(self, per_context: Tensor, prefixes: Tensor) -> Tensor:
         """Return Σ_t E[x(c_t)] of a quantity x (C,), contexts distributed as under fixed log-probs `prefixes`."""
-        visited = torch.where(self._mask, per_context[self._contexts], 0.0)
-        return (self.probability(self.along(prefixes)) * visited.sum(dim=1)).sum()
+        return (self.probability(self.along(prefixes)) * self.visited(per_context).sum(dim=1)).sum()
+
+    def visited(self, per_context: Tensor) -> Tensor:
+        """Return a quantity (C,) of the contexts along every rollout (N, T), 0 at padding."""
+        return torch.where(self._mask, per_context[self._contexts], 0.0)
 
 
 def _score(rollouts: _Enumerated, weights: Tensor) -> Tensor:
@@ -96,15 +108,26 @@ def _kl(rollouts: _Enumerated, p: Tensor, q: Tensor) -> Tensor:
     return (rollouts.probability(p) * (p - q).sum(dim=1)).sum()
 
 
-def _future(rollouts: _Enumerated) -> Tensor:
-    u = rollouts.logp - rollouts.ref
-    to_go = u.flip(1).cumsum(dim=1).flip(1)
-    return _score(rollouts, to_go - u)
+def _after(cost: Tensor) -> Tensor:
+    """Return what follows after each token of a cost (N, T)."""
+    return cost.flip(1).cumsum(dim=1).flip(1) - cost
 
 
 def _last(rollouts: _Enumerated) -> Tensor:
     at_last = torch.arange(rollouts.logp.shape[1]) == rollouts.length[:, None] - 1
-    return _score(rollouts, (rollouts.logp - rollouts.ref) * at_last)
+    return (rollouts.logp - rollouts.ref) * at_last
+
+
+def _charged(rollouts: _Enumerated, cost: Tensor) -> Tensor:
+    """Return terms (N, T) whose gradient is every token's score times the cost of its whole rollout."""
+    return rollouts.logp * cost.sum(dim=1, keepdim=True).detach()
+
+
+def _squared_deviation(rollouts: _Enumerated) -> Tensor:
+    """Return half the squared distance (N,) of a rollout's log-ratio from the sampler's mean for its prompt."""
+    total, chance = (rollouts.logp - rollouts.ref).sum(dim=1), rollouts.probability(rollouts.old)
+    same = (rollouts.prompt[:, None] == rollouts.prompt) * chance
+    return 0.5 * (total - (same @ total / same.sum(dim=1)).detach()) ** 2
 
 
 def _mean(rollouts: _Enumerated, of: Tensor) -> Tensor:
@@ -117,8 +140,8 @@ _WHOLE: dict[str, Callable[[_Enumerated], Tensor]] = {
     "mean_of_token_means": lambda r: _mean(r, (r.logp - r.ref).sum(dim=1) / r.length),
     "expected_length": lambda r: _mean(r, r.length),
     "reverse_kl": lambda r: _kl(r, r.logp, r.ref),
-    "future_reverse_kl": _future,
-    "last_token_reverse_kl": _last,
+    "future_reverse_kl": lambda r: _score(r, _after(r.logp - r.ref)),
+    "last_token_reverse_kl": lambda r: _score(r, _last(r)),
     "forward_kl": lambda r: _kl(r, r.ref, r.logp),
     "squared_log_ratio": lambda r: _mean(r, 0.5 * (r.logp - r.ref).sum(dim=1) ** 2),
     "squared_log_ratio_sum": lambda r: _mean(r, 0.5 * ((r.logp - r.ref) ** 2).sum(dim=1)),
@@ -139,3 +162,35 @@ _NEXT_TOKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "local_chi_square": lambda p, q: 0.5 * ((2 * p - q).exp().sum(dim=1) - 1),
     "local_total_variation": lambda p, q: 0.5 * (p.exp() - q.exp()).abs().sum(dim=1),
 }
+
+# Functions of which rollouts of the sampler follow the gradient: a term for each token (N, T), which may have a ratio
+# in front of it, or for each rollout (N,). A token's own ratio cancels what came before it, here as in a loss.
+_OFF_POLICY: dict[str, Callable[[_Enumerated], Tensor]] = {
+    "reverse_kl": lambda r: _charged(r, r.logp - r.ref),
+    "local_reverse_kl": lambda r: 0.5 * (r.logp - r.ref) ** 2,
+    "future_reverse_kl": lambda r: r.logp * _after(r.logp - r.ref).detach(),
+    "last_token_reverse_kl": lambda r: 0.5 * _last(r) ** 2,
+    "forward_kl": lambda r: _k3((r.ref - r.logp).sum(dim=1)),
+    "local_forward_kl": lambda r: _k3(r.ref - r.logp),
+    "squared_log_ratio": lambda r: _square_and_cube((r.logp - r.ref).sum(dim=1)),
+    "squared_log_ratio_sum": lambda r: 0.5 * (r.logp - r.ref) ** 2 + _charged(r, 0.5 * (r.logp - r.ref) ** 2),
+    "local_squared_log_ratio": lambda r: _square_and_cube(r.logp - r.ref),
+    "chi_square": lambda r: _k3((r.logp - r.ref).sum(dim=1)),
+    "local_chi_square": lambda r: _k3(r.logp - r.ref),
+    "total_variation": lambda r: 0.5 * (r.logp - r.ref).sum(dim=1).abs(),
+    "local_total_variation": lambda r: 0.5 * (r.logp - r.ref).abs(),
+    "centred_reverse_kl": _squared_deviation,
+    "exact_future_reverse_kl": lambda r: (
+        r.logp * _after(r.visited(_NEXT_TOKEN["local_reverse_kl"](r.policy, r.reference))).detach()
+    ),
+    "other_tokens_forward_kl": lambda r: _charged(r, 1 - (r.ref - r.logp).exp()) - _k3(r.ref - r.logp),
+    "to_sampler_kl": lambda r: _charged(r, r.logp - r.old),
+}
+
+
+def _k3(x: Tensor) -> Tensor:
+    return x.exp() - 1 - x
+
+
+def _square_and_cube(x: Tensor) -> Tensor:
+    return x**2 / 2 + x**3 / 6

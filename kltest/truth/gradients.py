@@ -1,4 +1,4 @@
-"""Named gradients by dynamic programming: no autograd, and no enumeration except for the total variation of rollouts.
+"""Named gradients by dynamic programming, without autograd; only functions of whole rollouts are enumerated.
 
 By the score-function theorem each is Σ_t E[g_t·Q_t], with Q_t(c, v) the expected cost that token v incurs. A *signal*
 S(c, v) sums over time the visitation of c times Q_t(c, v), up to terms that do not depend on v. The gradient with
@@ -9,12 +9,22 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from kltest.environments import Environment, Instance
-from kltest.environments.policies import softmax_gradient
+from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError
 from kltest.truth import divergences
 from kltest.truth.atlas import canonical, named
-from kltest.truth.recursions import backwards, ending, forward, onward, start, total_visits, visits
+from kltest.truth.off_policy import OF_OWN, OFF_POLICY, along, less_the_likeliest, next_token, of_rollouts
+from kltest.truth.recursions import (
+    backwards,
+    ends_here,
+    forward,
+    from_signal,
+    future,
+    onward,
+    start,
+    total_visits,
+    visits,
+)
 
 
 def gradient(name: str, instance: Instance) -> np.ndarray:
@@ -29,16 +39,16 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
 
     Raises:
         UsageError: The name is unknown.
-        InvalidEnvironmentError: The result exceeds float64 or, for `total_variation`, there are too many rollouts to
-            enumerate.
+        InvalidEnvironmentError: The result exceeds float64, or there are too many rollouts to enumerate, as
+            `total_variation`, `…@mean_ratio` and some of `…@rollouts` need.
     """
-    row = named(name)
-    base, at_sampler = name.removesuffix("@sampler"), name.endswith("@sampler")
+    base, _, at = named(name).name.partition("@")
     with np.errstate(over="ignore", invalid="ignore"):
-        if row.local:
-            prefixes = instance.sampler if at_sampler else instance.policy
-            visited = total_visits(instance.environment, prefixes)[:, None]
-            result = visited * _NEXT_TOKEN[base](instance.policy, instance.reference)
+        if at in ("", "sampler") and base in OF_OWN:
+            prefixes = instance.sampler if at else instance.policy
+            result = total_visits(instance.environment, prefixes)[:, None] * next_token(base, instance)
+        elif at:
+            result = OFF_POLICY[at](instance, base)
         else:
             result = _WHOLE[base](instance)
     if not np.isfinite(result).all():
@@ -57,43 +67,6 @@ def combine(combination: Mapping[str, float], instance: Instance) -> np.ndarray:
         InvalidEnvironmentError: As `gradient`.
     """
     return sum(coefficient * gradient(name, instance) for name, coefficient in canonical(combination).items())  # type: ignore[return-value]
-
-
-def from_signal(signal: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """Return the gradient (C, V) at the logits, π·(S − Σ_v π·S), of a signal S (C, V)."""
-    # Relative to the likeliest token, so that nothing cancels if the policy is nearly deterministic.
-    likeliest = np.argmax(log_probs, axis=1)[:, None]
-    signal = signal - np.take_along_axis(signal, likeliest, axis=1)
-    chances = np.exp(log_probs)
-    return chances * (signal - (chances * signal).sum(axis=1, keepdims=True))
-
-
-def future(
-    environment: Environment, policy: np.ndarray, cost: np.ndarray, mean_cost: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the signal of later costs, Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v], and the expected visits Σ_t d_t.
-
-    Args:
-        environment: Environment with C contexts and V tokens.
-        policy: Log-probs (C, V).
-        cost: Cost (C, V) of a token in a context.
-        mean_cost: Σ_v π·cost (C,), if it is known more exactly than by that sum.
-
-    Returns:
-        Signal (C, V) and visits (C, 1).
-    """
-    chances = np.exp(policy)
-    mean_cost = np.einsum("cv,cv->c", chances, cost) if mean_cost is None else mean_cost
-    values, signal, visited = mean_cost, np.zeros(cost.shape), np.zeros((len(cost), 1))
-    states = backwards(lambda state: forward(environment, chances, state), start(environment), environment.horizon)
-    for index, state in enumerate(states):
-        visited += state
-        if index > 0:
-            later = onward(environment, values)
-            values = mean_cost + np.einsum("cv,cv->c", chances, later)
-            later *= state
-            signal += later
-    return signal, visited
 
 
 def credit_pairs(instance: Instance) -> dict[tuple[int, int], np.ndarray]:
@@ -133,12 +106,9 @@ def _additive(instance: Instance, cost: np.ndarray, own: np.ndarray | float = 0.
 
 
 def _last_token(instance: Instance) -> np.ndarray:
-    environment, policy = instance.environment, instance.policy
-    chance_of_last = np.zeros_like(policy)
-    ends = ending(environment)
-    for step, visit in enumerate(visits(environment, np.exp(policy))):
-        chance_of_last += visit[:, None] * (ends if step < environment.horizon - 1 else 1.0)
-    return from_signal(chance_of_last * (policy - instance.reference), policy)
+    return from_signal(
+        ends_here(instance.environment, instance.policy) * (instance.policy - instance.reference), instance.policy
+    )
 
 
 def _cross_entropy(instance: Instance, target: np.ndarray) -> np.ndarray:
@@ -186,17 +156,9 @@ def _chi_square(instance: Instance) -> np.ndarray:
 def _total_variation(instance: Instance) -> np.ndarray:
     """∇½Σ_y|π − ref| = ½E_π[sign(U)·Σ_t g_t]: signs do not factor over time, so all rollouts are visited."""
     paths = instance.paths
-    log_ratio = np.where(paths.mask, (instance.policy - instance.reference)[paths.contexts, paths.tokens], 0.0)
-    chance, sign = np.exp(paths.log_probability(instance.policy)), np.sign(log_ratio.sum(axis=1))
-    # A constant for each prompt changes nothing but rounding; the likeliest rollout's leaves the least to cancel.
-    for prompt in np.unique(paths.prompt):
-        rows = np.flatnonzero(paths.prompt == prompt)
-        sign[rows] -= sign[rows[np.argmax(chance[rows])]]
-    weight = 0.5 * chance * sign
-    policy = instance.policy
-    cell = paths.contexts * policy.shape[1] + paths.tokens
-    summed = np.bincount(cell.ravel(), (weight[:, None] * paths.mask).ravel(), policy.size)
-    return softmax_gradient(summed.reshape(policy.shape), policy)
+    chance = np.exp(paths.log_probability(instance.policy))
+    sign = np.sign(along(instance, instance.policy - instance.reference).sum(axis=1))
+    return of_rollouts(instance, (0.5 * chance * less_the_likeliest(sign, instance, chance))[:, None])
 
 
 _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {
@@ -215,15 +177,4 @@ _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {
     "expected_reward": lambda instance: _additive(instance, instance.environment.reward),
     "entropy": lambda instance: _additive(instance, -instance.policy),
     "zero": lambda instance: np.zeros_like(instance.policy),
-}
-
-# The gradient of each next-token quantity with respect to the logits of its own row: (policy, reference) → (C, V).
-_NEXT_TOKEN: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "local_reverse_kl": lambda policy, reference: from_signal(policy - reference, policy),
-    "local_forward_kl": divergences.difference,
-    "local_squared_log_ratio": lambda policy, reference: from_signal(
-        (policy - reference) * (1 + 0.5 * (policy - reference)), policy
-    ),
-    "local_chi_square": lambda policy, reference: from_signal(np.expm1(policy - reference), policy),
-    "local_total_variation": lambda policy, reference: from_signal(0.5 * np.sign(policy - reference), policy),
 }

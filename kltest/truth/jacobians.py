@@ -17,8 +17,7 @@ import numpy as np
 from kltest.environments import Environment, Instance
 from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.truth import divergences
-from kltest.truth.gradients import from_signal
-from kltest.truth.recursions import onward
+from kltest.truth.recursions import from_signal, onward
 
 # Bytes that one matrix of (C·V)² numbers may take.
 MEMORY = 2**28

@@ -1,4 +1,4 @@
-"""Dynamic programming over time: visitations and onward values. No enumeration, no autograd.
+"""Dynamic programming over time: visitations, onward values and signals. No enumeration, no autograd.
 
 A *visitation* d_t(c) is the probability of context c at time t; an *onward* value is the expected value after a token,
 O(c, v) = Σ_c' P(c'|c, v)·x(c'). Time runs from 0 to the horizon − 1; the last step leads nowhere.
@@ -74,3 +74,49 @@ def backwards(step: Callable[[np.ndarray], np.ndarray], first: np.ndarray, count
         while len(states) < min(stride, count - segment * stride):
             states.append(step(states[-1]))
         yield from reversed(states)
+
+
+def from_signal(signal: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+    """Return the gradient (C, V) at the logits, π·(S − Σ_v π·S), of a signal S (C, V)."""
+    # Relative to the likeliest token, so that nothing cancels if the policy is nearly deterministic.
+    likeliest = np.argmax(log_probs, axis=1)[:, None]
+    signal = signal - np.take_along_axis(signal, likeliest, axis=1)
+    chances = np.exp(log_probs)
+    return chances * (signal - (chances * signal).sum(axis=1, keepdims=True))
+
+
+def future(
+    environment: Environment, policy: np.ndarray, cost: np.ndarray, mean_cost: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the signal of later costs, Σ_t d_t(c)·E[Σ_{s>t} cost_s | c, v], and the expected visits Σ_t d_t.
+
+    Args:
+        environment: Environment with C contexts and V tokens.
+        policy: Log-probs (C, V).
+        cost: Cost (C, V) of a token in a context.
+        mean_cost: Σ_v π·cost (C,), if it is known more exactly than by that sum.
+
+    Returns:
+        Signal (C, V) and visits (C, 1).
+    """
+    chances = np.exp(policy)
+    mean_cost = np.einsum("cv,cv->c", chances, cost) if mean_cost is None else mean_cost
+    values, signal, visited = mean_cost, np.zeros(cost.shape), np.zeros((len(cost), 1))
+    states = backwards(lambda state: forward(environment, chances, state), start(environment), environment.horizon)
+    for index, state in enumerate(states):
+        visited += state
+        if index > 0:
+            later = onward(environment, values)
+            values = mean_cost + np.einsum("cv,cv->c", chances, later)
+            later *= state
+            signal += later
+    return signal, visited
+
+
+def ends_here(environment: Environment, log_probs: np.ndarray) -> np.ndarray:
+    """Return (C, V) probabilities that a token ends the rollout, times the visits of its context."""
+    chance_of_last = np.zeros_like(log_probs)
+    ends = ending(environment)
+    for step, visit in enumerate(visits(environment, np.exp(log_probs))):
+        chance_of_last += visit[:, None] * (ends if step < environment.horizon - 1 else 1.0)
+    return chance_of_last

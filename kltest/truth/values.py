@@ -21,9 +21,7 @@ _LOGGED = {
 }
 
 VALUES: Mapping[str, str] = _LOGGED | {
-    row.name: row.formula.replace("∇", "")
-    for row in ATLAS.values()
-    if row.name not in ("future_reverse_kl", "last_token_reverse_kl")
+    row.name: row.formula.replace("∇", "") for row in ATLAS.values() if "∇" in row.formula or row.name == "zero"
 }
 """Formula of every value by name: those that the atlas differentiates, and those that losses log."""
 

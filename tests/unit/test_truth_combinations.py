@@ -56,7 +56,7 @@ NONSENSE = {
     "reverse_kl,entropy": "','|',entropy'",
     "revers_kl": "did you mean reverse_kl",
     "Reverse-KL": "did you mean",
-    "reverse_kl@sampler": "did you mean local_reverse_kl@sampler",
+    "forward_kl@sampler": "did you mean local_forward_kl@sampler",
     "reverse_kl+qwertz": "qwertz",
     "entropy\nzero": "combination",
 }

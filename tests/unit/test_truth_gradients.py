@@ -7,7 +7,19 @@ import pytest
 
 from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
 from kltest.errors import UsageError
-from kltest.truth import ATLAS, VALUES, divergences, gradient, gradient_again, gradients, recursions, value, value_again
+from kltest.truth import (
+    ATLAS,
+    VALUES,
+    combine,
+    divergences,
+    gradient,
+    gradient_again,
+    gradients,
+    off_policy,
+    recursions,
+    value,
+    value_again,
+)
 
 # Both routes sum at most 10^4 terms of size 1; their gradients are of size 0.01 to 1.
 EXACT = 1e-11
@@ -90,16 +102,45 @@ def _without_past(environment, weights, state, true=recursions.forward):
 # What goes wrong: (module, function, its wrong version, a name, an environment).
 PLANTED = {
     "only the horizon ends rollouts": (
-        gradients,
+        recursions,
         "ending",
         lambda e: np.zeros_like(e.reward),
         "last_token_reverse_kl",
         "ragged",
     ),
     "time is one step short": (recursions, "visits", _shortened, "local_reverse_kl", "sequence"),
-    "no future": (gradients, "onward", lambda e, values: np.zeros_like(e.reward), "reverse_kl", "mdp"),
+    "no future": (recursions, "onward", lambda e, values: np.zeros_like(e.reward), "reverse_kl", "mdp"),
     "policies swapped": (divergences, "difference", lambda p, q: np.exp(q) - np.exp(p), "forward_kl", "ngram"),
     "no past": (gradients, "forward", _without_past, "squared_log_ratio", "sequences"),
+    "no past of the sampler": (off_policy, "forward", _without_past, "reverse_kl@rollouts", "mdp"),
+    "earlier tokens forgotten": (
+        off_policy,
+        "_earlier",
+        lambda environment, log_probs, cost: np.zeros((len(cost), 1)),
+        "other_tokens_forward_kl@rollouts",
+        "ragged",
+    ),
+    "a mean over all prompts": (
+        off_policy,
+        "_OF_LOG_RATIO",
+        off_policy._OF_LOG_RATIO | {"centred_reverse_kl": lambda total, _, chance: total - chance @ total},
+        "centred_reverse_kl@rollouts",
+        "raggeds",
+    ),
+    "own ratio as in the gradient": (
+        gradients,
+        "OFF_POLICY",
+        off_policy.OFF_POLICY | {"sampler": off_policy._no_ratio},
+        "reverse_kl@sampler",
+        "sequence",
+    ),
+    "padding counts": (
+        off_policy,
+        "along",
+        lambda instance, table: table[instance.paths.contexts, instance.paths.tokens],
+        "local_forward_kl@mean_ratio",
+        "ragged",
+    ),
 }
 
 
@@ -120,12 +161,37 @@ def test_the_whole_is_the_local_and_the_future(environment):
 
 
 COINCIDE = {
-    "reverse_kl": ["local_reverse_kl", "last_token_reverse_kl", "local_reverse_kl@sampler"],
-    "forward_kl": ["local_forward_kl", "local_forward_kl@sampler"],
-    "squared_log_ratio": ["squared_log_ratio_sum", "local_squared_log_ratio", "local_squared_log_ratio@sampler"],
+    "reverse_kl": [
+        "local_reverse_kl",
+        "last_token_reverse_kl",
+        "local_reverse_kl@sampler",
+        "reverse_kl@sampler",
+        "reverse_kl@mean_ratio",
+        "local_reverse_kl@mean_ratio",
+    ],
+    "reverse_kl@rollouts": ["local_reverse_kl@rollouts", "last_token_reverse_kl@rollouts"],
+    "forward_kl@rollouts": ["local_forward_kl@rollouts"],
+    "chi_square@rollouts": ["local_chi_square@rollouts"],
+    "total_variation@rollouts": ["local_total_variation@rollouts"],
+    "squared_log_ratio@rollouts": ["squared_log_ratio_sum@rollouts", "local_squared_log_ratio@rollouts"],
+    "to_sampler_kl": ["to_sampler_kl@sampler"],
+    "forward_kl": ["local_forward_kl", "local_forward_kl@sampler", "local_forward_kl@mean_ratio"],
+    "squared_log_ratio": [
+        "squared_log_ratio_sum",
+        "local_squared_log_ratio",
+        "local_squared_log_ratio@sampler",
+        "squared_log_ratio_sum@sampler",
+    ],
     "chi_square": ["local_chi_square", "local_chi_square@sampler"],
     "total_variation": ["local_total_variation", "local_total_variation@sampler"],
-    "zero": ["future_reverse_kl"],
+    "zero": [
+        "future_reverse_kl",
+        "future_reverse_kl@rollouts",
+        "exact_future_reverse_kl@rollouts",
+        "other_tokens_forward_kl@sampler",
+        "other_tokens_forward_kl@rollouts",
+        "other_tokens_forward_kl@mean_ratio",
+    ],
 }
 
 
@@ -191,7 +257,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", [name for name in FIELDS if name in VALUES])
 def test_gradients_are_the_finite_differences_of_their_values(name):
     for label, environment in SMALL.items():
         instance = Instance.draw(environment, 5)
@@ -254,7 +320,14 @@ def test_time_runs_backwards_over_every_state_once(count, memory, monkeypatch):
     assert len(calls) <= (count - 1) * (1 if memory else 2)
 
 
-@pytest.mark.parametrize("name", [name for name in ATLAS if not name.startswith("total_variation")])
+ENUMERATED = {
+    "total_variation",
+    *(f"{name}@rollouts" for name in off_policy._OF_LOG_RATIO),
+    *(name for name in ATLAS if name.endswith("@mean_ratio")),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ATLAS if name not in ENUMERATED])
 def test_work_grows_linearly_with_the_horizon(name, monkeypatch):
     """One sparse product a step and direction, two where a second moment is carried; never an enumeration."""
     done = []
@@ -262,7 +335,8 @@ def test_work_grows_linearly_with_the_horizon(name, monkeypatch):
         true = getattr(recursions, function)
         counted = lambda *given, true=true: (done.append(1), true(*given))[1]  # noqa: E731
         monkeypatch.setattr(recursions, function, counted)
-        monkeypatch.setattr(gradients, function, counted)
+        for module in (gradients, off_policy):
+            monkeypatch.setattr(module, function, counted, raising=False)
 
     def products(length):
         done.clear()
@@ -280,8 +354,40 @@ def test_every_atlas_row_is_described():
     for name, row in ATLAS.items():
         assert row.name == name
         assert row.meaning
-        assert row.stale == (name.endswith("@sampler") or "sampler" in name)
+        assert row.stale == ("@" in name or "sampler" in name)
         assert ("μ" in row.formula) == row.stale
+        assert row.stale == (row.on_policy is not None)
+
+
+STALE = [name for name, row in ATLAS.items() if row.stale]
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_a_fresh_sampler_makes_a_stale_name_a_combination_of_others(name):
+    row = ATLAS[name]
+    assert not any(ATLAS[other].stale for other in row.on_policy)
+    for place, instance in everywhere().items():
+        fresh = Instance(instance.environment, instance.policy, instance.reference, instance.policy)
+        scale = np.linalg.norm(gradient("reverse_kl", fresh))
+        assert np.linalg.norm(gradient(name, fresh) - combine(row.on_policy, fresh)) < EXACT * scale, place
+        if place[0] in ("sequence", "raggeds"):  # it is μ = π that makes them equal
+            assert np.linalg.norm(gradient(name, instance) - combine(row.on_policy, instance)) > 1e-3 * scale, place
+
+
+def test_after_a_token_of_the_policy_earlier_costs_and_baselines_cancel():
+    """With the token's own ratio the whole return, the return to go and a return less its mean are one gradient."""
+    instance = draw("raggeds", 4)
+    paths, sampler = instance.paths, np.exp(instance.sampler)
+    along = lambda table: np.where(paths.mask, table[paths.contexts, paths.tokens], 0.0)  # noqa: E731
+    u, ratio = along(instance.policy - instance.reference), np.exp(along(instance.policy - instance.sampler))
+    chance = np.exp(paths.log_probability(instance.sampler))
+    whole = np.broadcast_to(u.sum(axis=1, keepdims=True), u.shape)
+    for weight in (u[:, ::-1].cumsum(axis=1)[:, ::-1], whole, whole - 0.7):
+        summed = np.zeros_like(sampler)
+        np.add.at(summed, (paths.contexts, paths.tokens), chance[:, None] * ratio * weight * paths.mask)
+        found = summed - np.exp(instance.policy) * summed.sum(axis=1, keepdims=True)
+        assert relative(found, gradient("reverse_kl@sampler", instance)) < EXACT
+    assert relative(gradient("reverse_kl@rollouts", instance), gradient("reverse_kl@sampler", instance)) > 1e-2
 
 
 @pytest.mark.parametrize("ask", [gradient, gradient_again, value, value_again])

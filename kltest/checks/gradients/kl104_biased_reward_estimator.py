@@ -1,15 +1,15 @@
 """KL104: the value of the term in the reward is right and its gradient is not."""
 
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, when_current
 
 # The derivative of no estimator of the KL contains these.
 NO_DERIVATIVE = frozenset({"to_sampler_kl", "from_sampler_kl", "entropy", "expected_reward"})
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    if row.identified is None or len(row.identified) < 2:
+    if row.identified is None or min(len(row.identified), len(when_current(row.identified))) < 2:
         return False
-    return not set(row.identified) & NO_DERIVATIVE
+    return not row.identified.keys() & NO_DERIVATIVE
 
 
 def moot(findings: Findings) -> str | None:

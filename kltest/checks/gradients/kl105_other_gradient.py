@@ -5,7 +5,7 @@ from kltest.checks.far_apart import differs_much
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.other_reading import other_reading
 from kltest.checks.sequences.long_rollouts import message_of
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, when_current
 
 remark = other_reading
 
@@ -14,7 +14,8 @@ def explains(row: Row, findings: Findings) -> bool:
     """A combination from a reward that lacks the declared gradient; `verdict` adds the rows that no check explains."""
     if findings.placement == "loss" or row.identified is None or len(row.identified) < 2:
         return False
-    return any(abs(row.identified.get(name, 0.0) - factor) > 1e-3 for name, factor in row.expected.items())
+    plain, expected = when_current(row.identified), when_current(row.expected)
+    return any(abs(plain.get(name, 0.0) - factor) > 1e-3 for name, factor in expected.items())
 
 
 def examine(findings: Findings) -> Found | None:

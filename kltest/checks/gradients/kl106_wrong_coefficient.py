@@ -4,7 +4,7 @@ from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
 from kltest.checks.check import Found
-from kltest.identify.findings import Findings, Row, local_form, proportion, without_sampler
+from kltest.identify.findings import Findings, Row, local_form, proportion, when_current
 from kltest.truth import render
 
 
@@ -12,7 +12,7 @@ def explains(row: Row, findings: Findings) -> bool:
     whole = proportion(row.identified, row.expected)
     if whole is not None:
         return whole > 0
-    partial = proportion(without_sampler(row.identified), local_form(row.expected))
+    partial = proportion(when_current(row.identified), local_form(row.expected))
     return partial is not None and partial > 0 and abs(partial - 1) > 1e-6
 
 

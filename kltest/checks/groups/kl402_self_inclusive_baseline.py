@@ -3,16 +3,15 @@
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
-from kltest.identify.findings import Combination, Findings, Row, local_form, without_sampler
+from kltest.identify.findings import Combination, Findings, Row, local_form, when_current
 
 
 def explains(row: Row, findings: Findings) -> bool:
     if row.batch < 2:
         return False
-    share = 1 - 1 / row.batch
-    is_shrunk = _shrunk(row.identified, row.expected, share) or _shrunk(
-        without_sampler(row.identified), local_form(row.expected), share
-    )
+    share, found = 1 - 1 / row.batch, when_current(row.identified)
+    expected = when_current(row.expected)
+    is_shrunk = _shrunk(found, expected, share) or _shrunk(found, local_form(expected), share)
     if not is_shrunk or row.batch > 2:
         return is_shrunk
     # One divisor too many also leaves half of the declared gradient in batches of two, but less of it in larger ones.
@@ -20,9 +19,9 @@ def explains(row: Row, findings: Findings) -> bool:
     return not shares or shares[3] >= shares[2]
 
 
-def _shrunk(identified: Combination | None, expected: Combination, share: float) -> bool:
+def _shrunk(identified: Combination, expected: Combination, share: float) -> bool:
     """Return True if at least one term is `share` of the expected one and the others are there in full."""
-    if identified is None or set(identified) != set(expected) or "zero" in identified:
+    if not identified or set(identified) != set(expected) or "zero" in identified:
         return False
     ratios = [identified[name] / expected[name] for name in expected]
     small = [isclose(ratio, share, rel_tol=1e-3) for ratio in ratios]

@@ -114,7 +114,9 @@ def _off_in_float32(findings: Findings) -> float:
         if row.batch > 1 or not findings.measure.gradients(row):
             continue
         instance = findings.measure.case(row).instances[0]
-        wanted = target(findings.expect, instance) if row.agrees else findings.measure.gradients(row)[0]
+        wanted = findings.measure.gradients(row)[0]
+        if row.agrees:
+            wanted = target(findings.expect, instance, row.sampler)
         if row.identified == {"zero": 1.0}:  # up to rounding, so that nothing is relative to it
             wanted = np.zeros_like(wanted)
         with suppress(KltestError):

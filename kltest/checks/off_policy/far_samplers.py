@@ -65,7 +65,7 @@ class FarSamplers:
         instance = self._instance(pairs)
         found = self.findings.measure.expected(self.row, instance).gradient
         self.findings.see(instance, "stale", self.row.batch)
-        wanted = target(self.findings.expect, instance)
+        wanted = target(self.findings.expect, instance, "stale")
         parts = (np.split(array, len(pairs)) for array in (found, wanted))
         unit = size(instance) / len(pairs)
         return [relative_bias(one, other, unit) for one, other in zip(*parts, strict=True)]

@@ -4,7 +4,10 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    if row.sampler != "stale" or (row.identified is not None and not findings.measure.right_when_current(row)):
+    if row.sampler != "stale":
+        return False
+    without = row.identified is None or any(name.endswith("@rollouts") for name in row.identified)
+    if not (without or findings.measure.right_when_current(row)):
         return False
     return not findings.measure.probes.sampler_has_influence(row.environment)
 

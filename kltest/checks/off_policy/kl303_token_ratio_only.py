@@ -4,7 +4,8 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return row.identified is not None and any(name.endswith("@sampler") for name in row.identified)
+    ratios = {name.partition("@")[2] for name in row.identified or ()}
+    return "sampler" in ratios and "rollouts" not in ratios
 
 
 def moot(findings: Findings) -> str | None:

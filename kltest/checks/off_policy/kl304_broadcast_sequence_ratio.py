@@ -4,6 +4,8 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    if any(name.endswith("@mean_ratio") for name in row.identified or ()):
+        return True
     if row.sampler != "stale" or row.identified is not None or row.length == 1:
         return False
     return findings.measure.probes.only_through_the_sum(row.environment)

@@ -4,7 +4,8 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return row.identified is not None and row.identified.get("to_sampler_kl", 0.0) < 0
+    named = (row.identified or {}).items()
+    return any(name.startswith("to_sampler_kl") and coefficient < 0 for name, coefficient in named)
 
 
 moot = Findings.why_not_stale

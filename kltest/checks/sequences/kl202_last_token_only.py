@@ -1,11 +1,11 @@
 """KL202: only the final token is penalised."""
 
 from kltest.checks.sequences.lengths import only_one_token
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, when_current
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return row.identified is not None and set(row.identified) == {"last_token_reverse_kl"}
+    return set(when_current(row.identified)) == {"last_token_reverse_kl"}
 
 
 def moot(findings: Findings) -> str | None:

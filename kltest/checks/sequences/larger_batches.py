@@ -117,7 +117,7 @@ def _bias(findings: Findings, row: Row, many: int, environment_name: str = "band
     instance = Instance.draw(environment, findings.seed, distance=1.0)
     found = findings.measure.expected(replace(row, batch=many), instance).gradient
     findings.see(instance, row.sampler, many)
-    return relative_bias(found, target(findings.expect, instance), size(instance))
+    return relative_bias(found, target(findings.expect, instance, row.sampler), size(instance))
 
 
 def _in_expectation(findings: Findings, row: Row, sizes: list[int]) -> Found | None:

@@ -115,7 +115,7 @@ def _compare(findings: Findings, row: Row) -> Late | None:
     instance = long_instance(row.batch, findings.seed)
     found = findings.measure.expected(row, instance).gradient
     findings.see(instance, row.sampler, row.batch)
-    wanted = target(findings.expect, instance)
+    wanted = target(findings.expect, instance, row.sampler)
     tolerance = TOLERANCES[findings.observed.dtype].gradient
     bias = relative_bias(found, wanted, size(instance))
     if bias <= tolerance:

@@ -103,6 +103,8 @@ def variances(expect: Combination, instance: Instance, sampler: str) -> dict[str
 @lru_cache(maxsize=256)
 def estimators(target: str, instance: Instance, sampler: str) -> dict[str, np.ndarray]:
     """(N, C, V) gradients of all rollouts under the known estimators of a named gradient, all unbiased."""
+    if "@" in target and not (target.startswith("local_") and target.endswith("@sampler")):
+        return {}
     base, at_sampler = target.removesuffix("@sampler"), target.endswith("@sampler")
     paths, policy, reference = instance.paths, instance.policy, instance.reference
     live = paths.mask
