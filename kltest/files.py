@@ -6,7 +6,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from glob import escape
@@ -48,6 +48,12 @@ def held(folder: Path, *, shared: bool = False) -> Iterator[None]:
         yield
 
 
+def cache_folder(variable: str, name: str) -> Path:
+    """Return the folder that an environment variable names, else one of that name in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(variable) or Path(cache) / "kltest" / name)
+
+
 def write(path: Path, content: str | bytes) -> Path:
     """Replace a file's content in one step, and remove what killed processes left of earlier attempts."""
     data = content.encode() if isinstance(content, str) else content
@@ -85,6 +91,15 @@ def template(path: Path) -> Any:
     loader = FileSystemLoader(path.parent)
     plain = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     return plain.get_template(path.name)
+
+
+def mapped(value: Any, change: Callable[[Any], Any], without: Sequence[str] = ()) -> Any:
+    """Return plain data with every value in it changed, lists for tuples, `without` these keys at any depth."""
+    if isinstance(value, Mapping):
+        return {name: mapped(item, change, without) for name, item in value.items() if name not in without}
+    if isinstance(value, list | tuple):
+        return [mapped(item, change, without) for item in value]
+    return change(value)
 
 
 def as_json(value: Any) -> str:

@@ -4,9 +4,7 @@ The reference of a tiny model is made by supervised learning on the task until i
 kept in a cache.
 """
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kltest.errors import UsageError
+from kltest.files import cache_folder
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Problem, Task
 from kltest.language_models.generation import generate
@@ -81,18 +80,12 @@ def trained(settings: Settings, task: Task) -> tuple[Any, Any]:
     from transformers import LlamaForCausalLM
 
     key = (parameters_asked(settings.model), settings.seed, settings.reference_steps, settings.reference_reward)
-    folder = cache_folder() / digest(VERSION, task.name, *key)
+    folder = cache_folder("KLTEST_MODELS", "models") / digest(VERSION, task.name, *key)
     tokenizer = tiny_tokenizer(task.characters)
     if not folder.exists():
         save(_learned(settings, task, tokenizer), tokenizer, folder)
     # Loaded even if it was trained just now, so that every run starts from the same bytes.
     return LlamaForCausalLM.from_pretrained(folder), tokenizer
-
-
-def cache_folder() -> Path:
-    """Return the folder of trained references: $KLTEST_MODELS, else one in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("KLTEST_MODELS") or Path(cache) / "kltest" / "models")
 
 
 def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:

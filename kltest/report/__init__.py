@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from kltest.errors import KltestError
+from kltest.files import mapped
 from kltest.report.counter_example import CounterExample, Prefix, align, format_cell
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and lists; non-finite numbers are None."""
-        found = {"schema": SCHEMA, **_finite(asdict(self))}
+        found = {"schema": SCHEMA, **mapped(asdict(self), _finite)}
         return {key: value for key, value in found.items() if key not in ("seconds", "source")}
 
     def to_json(self) -> str:
@@ -287,10 +288,4 @@ class Report:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -24,6 +24,7 @@ from pathlib import Path
 import kltest
 from kltest.adapters import Adapter
 from kltest.errors import KltestError, UsageError
+from kltest.files import cache_folder
 
 # Packages that grading needs beside torch.
 NEEDED = ("numpy", "scipy", "typer", "joblib")
@@ -90,12 +91,6 @@ class Installed:
             raise KltestError(f"measuring ended with exit code {code}: {words[-1]} (all of it: {log})")
 
 
-def folder() -> Path:
-    """Folder of the environments: $KLTEST_LIBRARIES, else in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("KLTEST_LIBRARIES") or Path(cache) / "kltest" / "libraries")
-
-
 def exact_version(library: Adapter, asked: str | None) -> str:
     """Return the version to install: the one asked for, the one of the adapter if None, or the newest there is."""
     if asked is None:
@@ -129,7 +124,7 @@ def install(library: Adapter, version: str) -> Installed:
     here = sys.prefix if borrows else version_of("torch").partition("+")[0]
     recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent)]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
-    home = folder() / f"{library.name}-{version}-{name}"
+    home = cache_folder("KLTEST_LIBRARIES", "libraries") / f"{library.name}-{version}-{name}"
     python = home / "bin" / "python"
     if not (home / "complete").exists():
         shutil.rmtree(home, ignore_errors=True)

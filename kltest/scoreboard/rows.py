@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from kltest.adapters import Adapter, Setting
+from kltest.files import mapped
 
 if TYPE_CHECKING:
     from kltest.report import Report
@@ -27,13 +28,13 @@ Row = dict[str, Any]
 
 def described(setting: Setting) -> Row:
     """Return the call of a setting and the library's own words on it, as JSON knows them."""
-    return {key: _rounded(getattr(setting, key)) for key in DESCRIBED}
+    return {key: mapped(getattr(setting, key), _rounded) for key in DESCRIBED}
 
 
 def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> Row:
     """Return the row of one setting: its call, what was found, and `others` (version, time, program) as they are."""
     found = report.to_dict()
-    return _rounded(
+    return mapped(
         {
             "library": library.name,
             "setting": setting.name,
@@ -46,7 +47,8 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
             "notes": list(report.notes),
             "error": report.error,
             **others,
-        }
+        },
+        _rounded,
     )
 
 
@@ -129,23 +131,15 @@ def _named(identified: Mapping[str, float] | None) -> str:
 
 def _compared(value: Any) -> Any:
     """Numbers to three digits, so that another machine's rounding is no change; no messages: they hold numbers too."""
-    if isinstance(value, float):
-        return 0.0 if abs(value) < 1e-3 else float(f"{value:.3g}")
-    if isinstance(value, Mapping):
-        return {name: _compared(item) for name, item in value.items() if name not in ("message", "residual")}
-    if isinstance(value, list):
-        return [_compared(item) for item in value]
-    return value
+
+    def rounded(one: Any) -> Any:
+        return (0.0 if abs(one) < 1e-3 else float(f"{one:.3g}")) if isinstance(one, float) else one
+
+    return mapped(value, rounded, without=("message", "residual"))
 
 
 def _rounded(value: Any) -> Any:
     """Numbers to so many digits, and paths of files from their package on, the same on every machine."""
     if isinstance(value, str):
         return PACKAGES.sub("", value)
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, Mapping):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
