@@ -20,6 +20,7 @@ SCRIPTS = (
     "training",
     "sweeps",
     "finetune",
+    "corpus",
 )
 
 

@@ -187,6 +187,10 @@ class Rollout:
         kept = {name: (lambda name=name: self.peek(name)) for name in self._builders}
         return Rollout({**kept, **fields}, beta=beta)
 
+    def near_reference(self) -> "Rollout":
+        """Return the same batch with the policy as its reference, and fresh leaves: a KL term is zero there."""
+        return self.replace(**{f"ref_{name}": lambda name=name: self.peek(name).detach() for name in LEAVES})
+
     def wider(self, columns: int, padding: int = 0) -> "Rollout":
         """Return the same batch with more columns of padding, finite and legal numbers, and fresh leaves."""
         generator = torch.Generator().manual_seed(padding)

@@ -58,8 +58,7 @@ class GroupFixture:
         own = gradient(self.measure, rollout)
         if self.measure.loss.takes_beta:
             return own
-        equal = {f"ref_{name}": rollout.peek(name).detach() for name in ("logp", "logits")}
-        return own - gradient(self.measure, rollout.replace(**equal))
+        return own - gradient(self.measure, rollout.near_reference())
 
 
 def with_advantage(rollout: Rollout) -> Rollout:

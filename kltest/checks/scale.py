@@ -6,18 +6,24 @@ columns or the number of rows is: the multiple is compared over all of these bef
 
 from dataclasses import replace
 from math import isclose
+from typing import Literal
 
 from kltest.checks.batch_sizes import share_by_size
 from kltest.checks.check import shared
 from kltest.checks.group_fixture import as_array, limit, norm
+from kltest.checks.sequences.larger_batches import groups_apart
 from kltest.checks.usual_batch import usual_batch
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, multiple, proportion
+from kltest.identify.measure import Measure
+from kltest.identify.uses import Rest
+from kltest.loss.placement import ROW_FIELDS
+from kltest.truth import gradient
 
 # One token, three, and up to three.
 LENGTHS = ("bandit", "sequence", "ragged")
-# Padded columns that are added to a batch.
-COLUMNS = 3
+# Padded columns that are added to a batch: a few, and as many as make it 64 wide.
+COLUMNS = (3, 61)
 
 
 def agree_up_to_scale(findings: Findings) -> None:
@@ -27,10 +33,14 @@ def agree_up_to_scale(findings: Findings) -> None:
     """
     first = [row for row in findings.rows if row.sampler == findings.samplers[0]]
     factor = _common(first)
-    fixed = findings.loss.takes_beta or any(coefficient != 1 for coefficient in findings.expect.values())
+    fixed = any(coefficient != 1 for coefficient in findings.expect.values())
     if factor is None or isclose(factor, 1.0, rel_tol=1e-6) or fixed:
         return
     try:
+        if findings.loss.takes_beta:
+            if (alike := _scales_the_rest(findings, factor)) == "no":
+                return
+            findings.scales_all = alike == "yes"
         if not _constant(findings, factor, first):
             return
     except KltestError as error:
@@ -47,12 +57,17 @@ def agree_up_to_scale(findings: Findings) -> None:
 
 
 @shared
-def widened(findings: Findings) -> float:
-    """Relative change of the gradient at live tokens if padded columns are added to a batch."""
-    narrow = usual_batch(findings)
-    wide = narrow.wider(COLUMNS, findings.seed)
-    before, after = (as_array(findings.measure.differentiate(rollout), rollout) for rollout in (narrow, wide))
-    return norm(after[:, : before.shape[1]] - before) / (norm(before) or 1.0)
+def widened(findings: Findings) -> tuple[float, int]:
+    """Relative change of the gradient at live tokens if padded columns are added to a batch, and how many change it."""
+    narrow, moved, columns = usual_batch(findings), 0.0, 0
+    before = as_array(findings.measure.differentiate(narrow), narrow)
+    for columns in COLUMNS:
+        wide = narrow.wider(columns, findings.seed)
+        after = as_array(findings.measure.differentiate(wide), wide)
+        moved = norm(after[:, : before.shape[1]] - before) / (norm(before) or 1.0)
+        if moved > limit(findings):
+            break
+    return moved, columns
 
 
 def _common(rows: list[Row]) -> float | None:
@@ -69,15 +84,41 @@ def _factor(row: Row) -> float | None:
     return found if found is not None and found > 0 else None
 
 
+def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", "unknown"]:
+    """Tell if the factor of a KL term with a coefficient is that of the policy term as well, the gradient at β = 0.
+
+    That is −a·∇E[R], a > 0. The factor is to be a; or a·n/(n − 1), if advantages of a group of n are centred by a mean
+    that contains them. With advantages that are divided by their deviation, a depends on the rewards and is unknown.
+    """
+    uses, sizes, seed = findings.observed.uses, findings.measure.sizes, findings.seed
+    if findings.placement != "loss" or not uses & ROW_FIELDS:
+        return "no"
+    rest = Measure(Rest(findings.loss), {"expected_reward": -1.0}, uses, seed=seed, sizes=sizes, twice=False)
+    row = rest.rows(findings.environments[0], "current")[-1]
+    shares = []
+    for found, instance in zip(rest.gradients(row), rest.case(row).instances, strict=True):
+        wanted = -gradient("expected_reward", instance)
+        shares.append(float((found * wanted).sum() / (wanted**2).sum()))
+        if shares[-1] <= 0 or norm(found - shares[-1] * wanted) > limit(findings) * norm(found):
+            return "no"
+    if not shares or not all(isclose(share, shares[0], rel_tol=1e-6) for share in shares):
+        return "unknown" if shares else "no"
+    own = shares[0], shares[0] / (1 - 1 / row.batch) if row.batch > 1 else shares[0]
+    return "yes" if any(isclose(factor, share, rel_tol=1e-6) for share in own) else "no"
+
+
 def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
     """True if the factor is the same at other lengths, with other padded columns and in batches of other sizes."""
     lengths = [row for name in LENGTHS for row in findings.measure.rows(name, findings.samplers[0])]
     same = _common(lengths)
-    if same is None or not isclose(same, factor, rel_tol=1e-6) or widened(findings) > limit(findings):
+    if same is None or not isclose(same, factor, rel_tol=1e-6) or widened(findings)[0] > limit(findings):
         return False
     if not findings.observed.coupled:
         return True
-    shares = share_by_size(max(rows, key=lambda row: row.batch), findings).values()
+    row = max(rows, key=lambda row: row.batch)
+    shares = share_by_size(row, findings).values()
+    if not shares and findings.measure.sizes.grouped:  # it takes groups of one size: of how many, is another size
+        return groups_apart(findings, row.batch, 2)
     return bool(shares) and all(isclose(share, factor, rel_tol=1e-3) for share in shares)
 
 

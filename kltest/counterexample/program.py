@@ -72,6 +72,8 @@ class _Program:
         example, form = self.example, self.loss.form
         if form is not None and form.lists:
             raise NoSourceError("it takes lists of tensors")
+        if self.loss.less == "reference":
+            raise NoSourceError("what it returns with the policy as reference is subtracted")
         if "rollout" in self.loss.takes:
             raise NoSourceError("it reads the rollout as an object of kltest")
         self.instance = self.environment.instance()
@@ -119,7 +121,7 @@ class _Program:
         beta = self.loss.fixed_beta or 1.0
         cost = f"call({self.rows}, {beta!r})"
         if self.loss.takes_beta:
-            cost = cost if self.loss.shaped else f"({cost} - call({self.rows}, 0.0))"
+            cost = f"({cost} - call({self.rows}, 0.0))" if self.loss.less else cost
             cost = f"({cost} / {beta!r})" if beta != 1 else cost
         return f"{self.rows}, beta: {call}", start + self._sum(cost)
 

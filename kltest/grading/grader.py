@@ -21,7 +21,7 @@ from kltest.grading.verdict import ExpectedFailures, Levels, run_checks, selecte
 from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
-from kltest.identify.uses import as_shaped_reward, fields_used, sampler_matters
+from kltest.identify.uses import fields_used, kl_part, sampler_matters
 from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import Frame, own_frame
@@ -140,7 +140,7 @@ class Grading:
         codes = selected_codes(options.select, options.ignore)
         self.loss = resolved(target, options)
         with preserved():
-            self.loss = as_shaped_reward(self.loss, options.seed)
+            self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
             self.findings = findings = plan(self.loss, options)
             for environment in findings.environments:
                 for sampler in findings.samplers:
@@ -250,8 +250,8 @@ def _samplers(loss: Loss, uses: frozenset[str], options: Options) -> tuple[tuple
     if taken and sampler_matters(loss, uses, options.seed):
         return SAMPLERS["both"], []
     note = (
-        f"It takes {' and '.join(taken)}, but nothing that it returns, logs or differentiates changes with it: it was "
-        "graded with the sampler equal to the policy only. Ask for --sampler both if its rollouts may be stale"
+        f"It takes {' and '.join(taken)}, but its KL part and what it logs do not change with it: it was graded with "
+        "the sampler equal to the policy only. Ask for --sampler both if its rollouts may be stale"
     )
     return SAMPLERS["current"], [note] * bool(taken)
 

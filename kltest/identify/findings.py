@@ -99,7 +99,8 @@ class Observed:
 class Findings:
     """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
 
-    `scale` is the constant c if the rows agree up to scale; `expect` is then c times what was declared.
+    `scale` is the constant c if the rows agree up to scale; `expect` is then c times what was declared. `scales_all`:
+    the policy term of a loss with a coefficient has the same constant.
     """
 
     expect: Combination
@@ -110,6 +111,7 @@ class Findings:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     scale: float | None = None
+    scales_all: bool = False
     reach: Reach = field(default_factory=Reach)
     _results: dict[Any, Any] = field(default_factory=dict, repr=False)
 

@@ -20,6 +20,7 @@ from kltest.loss.calling import Loss
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches, exact_known
 from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
+from kltest.moments.reduction import Witness
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
@@ -168,6 +169,7 @@ class Measure:
             found, row = self._from_samples(case) if self.sampling.asked else self._from_all(case)
             rows.append(row)
             coupling = next((moments.coupling for moments in found if moments.reduction == "coupled"), "")
+            coupling = coupling or self._coupled_as_asked(case)
         except NonDeterministicError as error:
             return [self._gives_two_gradients(case, error)]
         except BatchOfOneError as error:
@@ -185,6 +187,22 @@ class Measure:
         nothing = [row for row in rows if row.identified == {"zero": 1.0} != batched.identified]
         nothing += [row for row in rows if self.sizes.grouped and row.wrong and batched.agrees]
         return [row for row in rows if row not in nothing] + [batched]
+
+    def _coupled_as_asked(self, case: Case) -> str:
+        """Return how rows are coupled in batches of the size that was asked for, "" if each gives its share there."""
+        sizes = self.sizes
+        if not sizes.asked or sizes.grouped or self.sampling.asked:
+            return ""
+        witness = Witness(self.loss, Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed))
+        by_length = np.argsort(witness.base.peek("mask").sum(dim=1).numpy(), kind="stable")
+        mixed = np.random.default_rng(self.seed).permutation(by_length)
+        for order in (by_length, by_length[::-1], mixed):
+            witness.look(np.resize(order, sizes.each[0]).tolist())
+        if not witness.coupling:
+            self._remark(
+                f"In batches of {sizes.each[0]} each row gives its share of what it gives alone: graded one by one."
+            )
+        return witness.coupling
 
     def _from_all(self, case: Case) -> tuple[Sequence[Moments | Sampled], Row]:
         found: list[Moments] = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.jax.recognition import is_for_jax
 from kltest.loss.outcome import Call, Calls, Outcome
-from kltest.loss.placement import ROW_FIELDS, place, with_rewards
+from kltest.loss.placement import ROW_FIELDS, place
 from kltest.loss.precision import PrecisionTrace
 from kltest.loss.results import Result, check_finite, with_stored
 from kltest.loss.stored_metrics import StoredMetrics
@@ -75,14 +75,13 @@ class Loss:
 
     Attributes:
         takes: the rollout fields that it is given; "rollout" means that it may read any (see `Rollout.accessed`).
-        fields: the field that fills each parameter.
-        settings: the arguments that were given.
+        fields, settings: the field that fills each parameter, and the arguments that were given.
         takes_beta: True if it is called at β and at 0; its objective is the difference over β.
         placement: where its values are placed; `shaped`: with their sign changed; `unrewarded`: for rewards of zero.
+        less: what is subtracted from a call: the loss at β = 0 (if it takes β), or with the policy as reference.
         fixed_beta: the coefficient at which the KL part is taken, None for the rollout's own.
         costly: True if it says of itself that a call takes milliseconds.
-        form: the form in which it last took its fields, None before the first call.
-        notes: sentences for the report, complete after the first call.
+        form, notes: the form in which it last took its fields, and sentences for the report; known after a call.
         writes: the change, in words, of each field that it wrote into.
         made_trainable: the constants whose gradient it switched on.
         calls: how often it was called, and how long that took; its copies count with it.
@@ -108,6 +107,7 @@ class Loss:
         self.takes_beta = "beta" in self.takes
         placement = call.placement or (spec.placement if spec else "loss")
         self.shaped = self.unrewarded = placement == "shaped-reward"
+        self.less: Literal["", "coefficient", "reference"] = "" if self.shaped else "coefficient"
         self.asked_placement = call.placement
         self.placement: Place = "reward" if placement == "shaped-reward" else placement
         self.credit: Credit = call.credit or (spec.credit if spec else "return")
@@ -143,9 +143,9 @@ class Loss:
         return other
 
     def at(self, beta: float) -> "Loss":
-        """Return the same loss with another β."""
+        """Return the part of the same loss that another β adds."""
         other = copy.copy(self)
-        other.fixed_beta = beta
+        other.fixed_beta, other.less = beta, "coefficient"
         return other
 
     def __repr__(self) -> str:
@@ -163,24 +163,27 @@ class Loss:
             self.settle(rollout)
         beta = self.beta(rollout)
         # Noise is to be the same in both calls, so that it cancels. Whoever reads the rollout may read β from it.
-        random = self._noise.state() if self.takes & {"beta", "rollout"} else None
+        random = self._noise.state() if self.less == "reference" or self.takes & {"beta", "rollout"} else None
         trace = PrecisionTrace() if self._traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
         with trace:
             result, view = self._run(rollout, beta)
         results = {self.name: result}
         loss = result.loss.to(torch.float64)
         self.takes_beta = self.takes_beta or "beta" in view.accessed
-        if self.takes_beta:
-            if not beta or not math.isfinite(beta):
-                raise UsageError(f"β is {beta}: the KL part of {self.name} is taken as (ℓ(β) − ℓ(0))/β, with β ≠ 0")
+        if self.takes_beta and (not beta or not math.isfinite(beta)):
+            raise UsageError(f"β is {beta}: the KL part of {self.name} is taken as (ℓ(β) − ℓ(0))/β, with β ≠ 0")
+        if self.less == "reference" or (self.less and self.takes_beta):
+            lacking = self.less == "coefficient"
+            where = "at β = 0" if lacking else "with the policy as reference"
             if random is not None:
                 self._noise.restore(random)
             with trace:
-                without, _ = self._run(rollout, 0.0)
-            results[f"{self.name} at β = 0"] = without
+                without, _ = self._run(rollout if lacking else rollout.near_reference(), 0.0 if lacking else beta)
+            results[f"{self.name} {where}"] = without
             if without.returned not in (result.returned, "scalar"):
-                raise TargetError(f"{self.name} returned {result.returned} at β = {beta}, {without.returned} at β = 0")
-            loss = (loss - (0.0 if self.shaped else without.loss.to(torch.float64))) / beta
+                raise TargetError(f"{self.name} returned {result.returned} at β = {beta}, {without.returned} {where}")
+            loss = loss - without.loss.to(torch.float64)
+        loss = loss / beta if self.takes_beta else loss
         logp = loss if self.placement == "loss" else rollout.peek("logp")
         placed = place(loss, logp, rollout.peek("mask"), self.placement, self.credit)
         if self._must_be_finite and not math.isfinite(float(placed.detach().sum())):
@@ -220,7 +223,6 @@ class Loss:
 
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, RolloutView]:
         """Call once in the first form of fields that the loss accepts; later calls begin with that form."""
-        rollout = with_rewards(rollout, torch.zeros(len(rollout)).double()) if self.unrewarded else rollout
         # What a loss raises if it needs its fields in another form; JAX raises ValueError for shapes.
         of_jax = (ValueError,) if isinstance(self.function, JaxLoss) else ()
         refusals = (TypeError, IndexError, RuntimeError, AssertionError, *of_jax)
@@ -230,7 +232,7 @@ class Loss:
         for form in forms:
             if errors and not form.may_fix(errors, rollout.accessed):
                 continue
-            view = RolloutView(rollout, beta, form, always_copy=bool(self.writes))
+            view = RolloutView(rollout, beta, form, always_copy=bool(self.writes), unrewarded=self.unrewarded)
             clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
             try:
                 answer, holders, before = self._call(view)

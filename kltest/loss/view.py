@@ -66,22 +66,25 @@ def _about_types(error: BaseException) -> bool:
 
 
 class RolloutView(Rollout):
-    """View of `base` for one call of a loss, at a given β.
+    """View of `base` for one call of a loss, at a given β, and with rewards and advantages of zero if `unrewarded`.
 
     Fields are copies; those of the leaves of `base` are computed from them, as a trainer's log-probs are from
     its weights, so that writing into them is as legal here as it is there.
     """
 
-    def __init__(self, base: Rollout, beta: float, form: InputForm, *, always_copy: bool) -> None:
+    def __init__(
+        self, base: Rollout, beta: float, form: InputForm, *, always_copy: bool, unrewarded: bool = False
+    ) -> None:
         super().__init__({}, beta=beta)
         self._builders = base._builders
-        self._base, self._form, self._always_copy = base, form, always_copy
+        self._base, self._form, self._always_copy, self._unrewarded = base, form, always_copy, unrewarded
         self._fields: dict[str, TrackedTensor] = {}
         self.lists: dict[str, TrackedTensor] = {}
 
     def over(self, base: Rollout) -> "RolloutView":
         """Return such a view of another batch, or a fresh one of the same."""
-        return RolloutView(base, self.peek("beta"), self._form, always_copy=self._always_copy or bool(self.writes()))
+        always = self._always_copy or bool(self.writes())
+        return RolloutView(base, self.peek("beta"), self._form, always_copy=always, unrewarded=self._unrewarded)
 
     def __getattr__(self, name: str) -> Any:
         if self._form.lists and name in FIELDS and "T" in FIELDS[name].shape[:6]:
@@ -93,6 +96,8 @@ class RolloutView(Rollout):
             return self._built[name]
         if name not in self._fields:
             original = self._base.peek(name)
+            if self._unrewarded and name in ROW_FIELDS:
+                original = torch.zeros_like(original)
             self._fields[name] = TrackedTensor.as_tensor(self._converted(name, original), original)
         return self._fields[name].tensor
 

@@ -110,7 +110,7 @@ def clipped_in_log_space(logp, ref_logp, old_logp, mask):
 
 MUTANTS = [
     Mutant("KL301", k1_return_as_sampled, options=BOTH),
-    Mutant("KL301", ppo_with_a_bare_penalty),
+    Mutant("KL301", ppo_with_a_bare_penalty, options=BOTH),
     Mutant("KL302", k3_with_a_stopped_sequence_ratio, also=("KL102", "KL503")),
     Mutant("KL302", k1_value_with_a_stopped_ratio, also=("KL101",)),
     Mutant("KL303", truncated_importance_sampling, options=LOCAL),

@@ -22,6 +22,7 @@ from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
 from kltest.identify.findings import Combination, Findings, Row
 from kltest.identify.instances import instances
+from kltest.loss.placement import ROW_FIELDS
 from kltest.moments.differentiate import backward, differentiate
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
@@ -192,7 +193,8 @@ class _Bandits:
 
         A tempered distribution is normalised again, so that a constant added to its log-probs does nothing. If there
         are no others to normalise with and the loss is differentiable in the reference's, f(log π/τ − log ref) has
-        derivatives in the ratio −1/τ on every sample, and a sum of two terms has not.
+        derivatives in the ratio −1/τ on every sample, and a sum of two terms has not. A cost that is linear in
+        both may be either: an entropy if rewards are read, since it is a usual term beside them.
         """
         if "logits" in fields[0]:
             moved = self.base.replace(**{field: self.base.peek(field).detach() + 1.0 for field in fields})
@@ -207,7 +209,7 @@ class _Bandits:
             return False
         towards, own = backward(self.loss, objective, [reference, rollout.peek("logp")])
         if towards is None or own is None or not towards.any():
-            return False
+            return towards is None and bool(self.read & ROW_FIELDS)
         ratio = 1 / temperature if fields == ("logp",) else temperature
         return bool((own + ratio * towards).abs().max() > self.limit * own.abs().max())
 

@@ -17,8 +17,8 @@ def explains(row: Row, findings: Findings) -> bool:
 
 
 def examine(findings: Findings) -> Found | None:
-    """A constant factor is a warning: agreement up to scale was established when the rows were measured."""
-    if findings.scale is None:
+    """A constant factor of the KL term alone is a warning: agreement up to scale was established by the rows."""
+    if findings.scale is None or findings.scales_all:
         return None
     return Found(
         f"It is {findings.scale:.6g} times the declared one, at every length and batch size that was tried and also "

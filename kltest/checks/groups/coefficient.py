@@ -1,5 +1,6 @@
 """Dependence of the KL part of the gradient on β."""
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -52,7 +53,10 @@ def coefficient(findings: Findings) -> Coefficient:
     own = parts[base]
     strength = {beta: float((part * own).sum() / max(norm(own) ** 2, 1e-300)) for beta, part in parts.items()}
     if max(map(norm, parts.values())) <= NOTHING:
-        return Coefficient("proportional" if moves else "ignored", strength)
+        # A gate may be closed in this group, and a penalty on the way from the sampler is zero at the sampler.
+        stale = replace(fixture, sampler="stale").rollout(fixture.different, fixture.untied)
+        elsewhere = any(findings.observed.reached) or norm(_push(measure, stale, base)[0]) > NOTHING
+        return Coefficient("proportional" if moves or elsewhere else "ignored", strength)
     shares = [(part, beta / base * own) for beta, part in parts.items()]
     allowed = TOLERANCES[dtype].proportional
     if all(norm(part - share) <= allowed * norm(share) for part, share in shares):

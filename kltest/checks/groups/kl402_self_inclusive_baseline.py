@@ -3,6 +3,7 @@
 from math import isclose
 
 from kltest.checks.batch_sizes import share_by_size
+from kltest.checks.sequences.other_rollouts import influence
 from kltest.identify.findings import Combination, Findings, Row, local_form, when_current
 
 
@@ -12,8 +13,11 @@ def explains(row: Row, findings: Findings) -> bool:
     share, found = 1 - 1 / row.batch, when_current(row.identified)
     expected = when_current(row.expected)
     is_shrunk = _shrunk(found, expected, share) or _shrunk(found, local_form(expected), share)
-    if not is_shrunk or row.batch > 2:
-        return is_shrunk
+    # A baseline is made of the other rollouts' costs; a divisor that is off by one is not.
+    if not is_shrunk or not influence(findings).log_ratios:
+        return False
+    if row.batch > 2:
+        return True
     # One divisor too many also leaves half of the declared gradient in batches of two, but less of it in larger ones.
     shares = share_by_size(row, findings)
     return not shares or shares[3] >= shares[2]

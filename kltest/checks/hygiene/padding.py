@@ -3,7 +3,8 @@
 A loss is responsible for its padding if it reduces over tokens or takes the mask. A function that returns one number a
 token and takes no mask leaves padding to its caller (kltest cuts it out). So does one that takes the mask for something
 else, as the sum in a sequence's ratio, and whose output still shows the padding: its gradient at padded positions is
-then that of the caller's cut and is ignored; its gradient at live positions counts.
+then that of the caller's cut and is ignored; its gradient at live positions counts. One that returns 0 at padded
+positions cuts padding out itself, and is to do so whatever stands there.
 """
 
 from collections.abc import Callable
@@ -59,8 +60,13 @@ def _moved(before: CallResult, after: CallResult) -> str:
     def same(one: Tensor, other: Tensor) -> bool:
         return bool(torch.isfinite(other).all()) and near(other.numpy(), one.numpy(), before.outcome.dtype)
 
-    if (words := difference(before, after, same)) or _left_to_the_caller(before, after):
+    if words := difference(before, after, same):
         return words
+    padding, now = _at_padding(before), _at_padding(after)
+    if not padding.any() and now.isnan().any():
+        return "what it returns there is NaN, and 0 for finite numbers, as if it were cut out"
+    if not torch.equal(padding, now):
+        return ""
     for name, gradient in after.at(~before.live).items():
         wrong = gradient[gradient != 0]
         if len(wrong):
@@ -68,13 +74,10 @@ def _moved(before: CallResult, after: CallResult) -> str:
     return ""
 
 
-def _left_to_the_caller(before: CallResult, after: CallResult) -> bool:
-    if before.outcome.returned != "tokens":
-        return False
-    assert before.outcome.value is not None
-    assert after.outcome.value is not None
-    at_padding = [result.outcome.value[~result.live] for result in (before, after)]  # type: ignore[index]
-    return not torch.equal(*at_padding)
+def _at_padding(result: CallResult) -> Tensor:
+    """What was returned at padded positions; nothing unless it was one number a token."""
+    value = result.outcome.value
+    return torch.zeros(0) if value is None or result.outcome.returned != "tokens" else value[~result.live]
 
 
 def _filled(base: Rollout, fill: Fill) -> Rollout:

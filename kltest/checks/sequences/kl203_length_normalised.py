@@ -1,19 +1,21 @@
 """KL203: each sequence is divided by its own length."""
 
 from kltest.checks.check import Found
-from kltest.checks.sequences.lengths import divided_by_length, only_one_token
+from kltest.checks.group_fixture import limit
+from kltest.checks.scale import widened
+from kltest.checks.sequences.lengths import divided_by_length, divided_by_lengths_of_others, only_one_token
 from kltest.checks.sequences.long_rollouts import message_of
 from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return not findings.observed.coupled_by_length and divided_by_length(row, findings)
+    return not divided_by_lengths_of_others(findings) and divided_by_length(row, findings)
 
 
 def examine(findings: Findings) -> Found | None:
     """Report a factor that long rollouts only have."""
     message = message_of("KL203", findings)
-    return Found(message) if message else None
+    return Found(message) if message and widened(findings)[0] <= limit(findings) else None
 
 
 moot = only_one_token

@@ -2,16 +2,14 @@
 
 from kltest.checks.check import Found
 from kltest.checks.sequences.larger_batches import examine_larger, noisier
-from kltest.checks.sequences.lengths import divided_by_length
+from kltest.checks.sequences.lengths import divided_by_length, divided_by_lengths_of_others
 from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    if not findings.observed.coupled_by_length:
+    if not divided_by_lengths_of_others(findings):
         return False
-    if row.batch > 1:
-        return row.identified is None
-    return divided_by_length(row, findings)
+    return (row.batch > 1 and row.identified is None) or divided_by_length(row, findings)
 
 
 def examine(findings: Findings) -> Found | None:

@@ -3,7 +3,7 @@
 from kltest.checks.check import Found, shared
 from kltest.checks.group_fixture import limit
 from kltest.checks.hygiene import kl501_padding_leak
-from kltest.checks.scale import COLUMNS, widened
+from kltest.checks.scale import widened
 from kltest.identify.findings import Findings, Row, multiple
 
 moot = kl501_padding_leak.moot
@@ -11,13 +11,13 @@ moot = kl501_padding_leak.moot
 
 @shared
 def examine(findings: Findings) -> Found | None:
-    moved = widened(findings)
+    moved, columns = widened(findings)
     if moved <= limit(findings):
         return None
     if kl501_padding_leak.examine(findings):
         return Found("numbers at padded positions get into the loss (KL501)", "skip")
     return Found(
-        f"With {COLUMNS} more columns of padding the gradient at live tokens of the same batch differs by "
+        f"With {columns} more columns of padding the gradient at live tokens of the same batch differs by "
         f"{moved:.3g} of its size."
     )
 

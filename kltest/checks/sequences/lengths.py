@@ -1,11 +1,19 @@
 """Lengths of rollouts: environments of a single token, and gradients that are divided by the length."""
 
+from kltest.checks.sequences.other_rollouts import Influence, influence
 from kltest.identify.findings import Findings, Row
 
 
 def only_one_token(findings: Findings) -> str | None:
     """Return a reason to skip checks of sequences if no graded environment has any, else None."""
     return "only environments of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
+
+
+def divided_by_lengths_of_others(findings: Findings) -> bool:
+    """Return True if rows are coupled by their lengths alone: in no other environment, or in no other way."""
+    if findings.observed.coupled_by_length or not findings.observed.coupled:
+        return findings.observed.coupled
+    return influence(findings) == Influence(lengths=True, log_ratios=False)
 
 
 def divided_by_length(row: Row, findings: Findings) -> bool:
