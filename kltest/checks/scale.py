@@ -12,6 +12,7 @@ from kltest.checks.batch_sizes import share_by_size
 from kltest.checks.check import shared
 from kltest.checks.group_fixture import as_array, limit, norm
 from kltest.checks.sequences.larger_batches import groups_apart
+from kltest.checks.sequences.other_rollouts import influence
 from kltest.checks.usual_batch import usual_batch
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, multiple, proportion
@@ -117,8 +118,9 @@ def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
         return True
     row = max(rows, key=lambda row: row.batch)
     shares = share_by_size(row, findings).values()
-    if not shares and findings.measure.sizes.grouped:  # it takes groups of one size: of how many, is another size
-        return groups_apart(findings, row.batch, 2)
+    if not shares and findings.measure.sizes.grouped:
+        # It takes groups of one size, but of any number. A baseline with other rollouts' costs moves with their size.
+        return groups_apart(findings, row.batch, 2) and not influence(findings).log_ratios
     return bool(shares) and all(isclose(share, factor, rel_tol=1e-3) for share in shares)
 
 
