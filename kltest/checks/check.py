@@ -1,7 +1,7 @@
 """A check: a known pitfall under a stable code, its words, and the module that finds and demonstrates it."""
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from importlib import import_module
@@ -46,8 +46,9 @@ class Check:
     """One pitfall.
 
     `code` and `name` are stable; `level` is that of a failure unless what was found decides. The texts are whole
-    sentences, `example` has exact numbers. They come from the family's words.toml and are read without torch; `module`,
-    the dotted name of the check's module, is imported when one of its functions is first needed. That module defines
+    sentences, `example` has exact numbers; `full_fix` is the fix of a loss that takes whole next-token distributions,
+    if it differs. They come from the family's words.toml and are read without torch; `module`, the dotted name of the
+    check's module, is imported when one of its functions is first needed. That module defines
 
     - the loss that falls into the pitfall (`wrong`) and the same loss put right (`fixed`), if they are not shared in
       kltest.checks.losses, graded with `options`. Their source is shown to people, so it is written as a library would
@@ -73,6 +74,8 @@ class Check:
     module: str = field(repr=False)
     wrong_name: str = field(repr=False)
     fixed_name: str = field(repr=False)
+    full_fix: str = ""
+    full_name: str = field(default="", repr=False)
     level: Level = "error"
     options: Mapping[str, Any] = field(default_factory=dict)
     demonstration: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -97,9 +100,14 @@ class Check:
         """Source of the corrected loss."""
         return self._source(self.fixed_name)
 
-    @property
-    def remedy(self) -> str:
-        """Return what to change, in words and then, after an empty line, in code."""
+    def remedy(self, uses: Collection[str] = ()) -> str:
+        """Return what to change, in words and then, after an empty line, in code.
+
+        Args:
+            uses: fields of the rollout that the loss takes; one that takes whole distributions may be mended otherwise.
+        """
+        if self.full_fix and "ref_logits" in uses:
+            return f"{self.full_fix}\n\n{self._source(self.full_name)}"
         return f"{self.fix}\n\n{self.fixed_code}"
 
     @property

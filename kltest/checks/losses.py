@@ -15,8 +15,18 @@ def squared_sum_with_ratio(logp, ref_logp, old_logp, mask):
 
 
 def prefix_ratio(logp, ref_logp, old_logp, mask):
-    ratio = (logp - old_logp).where(mask != 0, 0.0).cumsum(-1).exp().detach()
-    return ratio * (logp - ref_logp).where(mask != 0, 0.0).square() / 2
+    live = mask != 0
+    ratio = (logp - old_logp).where(live, 0.0).cumsum(-1).exp().detach()
+    cost = ratio * (logp - ref_logp).where(live, 0.0).detach()
+    return cost * logp.where(live, 0.0).cumsum(-1)
+
+
+def rao_blackwell(logp, logits, ref_logits, mask):
+    live = mask != 0
+    log_pi, log_ref = (part.where(live.unsqueeze(-1), 0.0) for part in (logits, ref_logits))
+    next_kl = (log_pi.exp() * (log_pi - log_ref)).sum(-1).where(live, 0.0)
+    following = next_kl.detach().flip(-1).cumsum(-1).flip(-1) - next_kl.detach()
+    return (next_kl + following * logp.where(live, 0.0)).sum(-1)
 
 
 def k1_as_reward(logp, ref_logp):

@@ -167,7 +167,7 @@ def _result(check: Check, rows: list[Row], findings: Findings, levels: Levels) -
     found = _found(check, rows, findings)
     status, message = found.status, found.message
     level = levels.of(check.code, found.level or check.level)
-    fix = check.remedy if status == "fail" else ""
+    fix = check.remedy(findings.observed.uses) if status == "fail" else ""
     return CheckResult(check.code, check.name, status, message, fix, level=level)
 
 

@@ -12,7 +12,3 @@ def over_the_head(logits, ref_logits):
     log_probs, head = logits.topk(2, dim=-1)
     ref_log_probs = ref_logits.gather(-1, head)
     return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
-
-
-def over_all(logits, ref_logits):
-    return (logits.exp() * (logits - ref_logits)).sum(-1)

@@ -238,7 +238,3 @@ def _valleys(left: Callable[[float], float], most: int = 2) -> list[float]:
 def at_a_temperature(logits, ref_logits):
     log_probs = (logits / 0.5).log_softmax(-1)
     return (log_probs.exp() * (log_probs - ref_logits)).sum(-1)
-
-
-def as_drawn(logits, ref_logits):
-    return (logits.exp() * (logits - ref_logits)).sum(-1)

@@ -15,6 +15,9 @@ def under_the_truncated_policy(logits, ref_logp, tokens):
     return (logp.where(logp.isfinite(), ref_logp) - ref_logp).square() / 2
 
 
-def under_the_whole_policy(logits, ref_logp, tokens):
-    logp = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return (logp - ref_logp).square() / 2
+def under_the_whole_policy(logits, ref_logp, tokens, mask):
+    live = mask != 0
+    log_probs = logits.where(live.unsqueeze(-1), 0.0).log_softmax(-1)
+    logp = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    log_ratio = (logp - ref_logp).where(live, 0.0).sum(-1)
+    return log_ratio.square() / 2

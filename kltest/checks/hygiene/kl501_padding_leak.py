@@ -38,8 +38,3 @@ def _others(name: str, dead: Tensor) -> Tensor:
 
 def unmasked(logp, ref_logp):
     return ((logp - ref_logp).square() / 2).sum(-1)
-
-
-def masked(logp, ref_logp, mask):
-    log_ratio = (logp - ref_logp).where(mask != 0, 0.0)
-    return (log_ratio.square() / 2).sum(-1)

@@ -25,8 +25,3 @@ def examine(findings: Findings) -> Found | None:
 def multiplied(logp, ref_logp, mask):
     kl = (logp - ref_logp).square() / 2
     return (kl * mask).sum(-1)
-
-
-def cut_out(logp, ref_logp, mask):
-    kl = (logp - ref_logp).where(mask != 0, 0.0).square() / 2
-    return kl.sum(-1)

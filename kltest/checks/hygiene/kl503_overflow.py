@@ -34,8 +34,3 @@ def k3_with_ratio(logp, ref_logp, old_logp):
     log_ratio = logp - ref_logp
     k3 = (-log_ratio).exp() - 1 + log_ratio
     return (logp - old_logp).exp() * k3
-
-
-def k2_with_ratio(logp, ref_logp, old_logp):
-    log_ratio = logp - ref_logp
-    return (logp - old_logp).exp().detach() * log_ratio.square() / 2

@@ -173,14 +173,6 @@ def k1_in_both_places(logp, ref_logp, mask):
     return log_ratio + log_ratio.detach() * logp.where(mask != 0, 0.0).sum(-1)
 
 
-def rao_blackwell(logp, logits, ref_logits, mask):
-    live = mask != 0
-    log_pi, log_ref = (part.where(live.unsqueeze(-1), 0.0) for part in (logits, ref_logits))
-    next_kl = (log_pi.exp() * (log_pi - log_ref)).sum(-1).where(live, 0.0)
-    following = next_kl.detach().flip(-1).cumsum(-1).flip(-1) - next_kl.detach()
-    return (next_kl + following * logp.where(live, 0.0)).sum(-1)
-
-
 ENVIRONMENT = SmallEnvironment(policy=[(0.6, 0.4), (0.6, 0.4), (0.5, 0.5)], reference=[(0.5, 0.5)] * 3, length=2)
 
 
