@@ -45,6 +45,6 @@ def called(function, offered, settings=()):
 
 
 def costly(*functions):
-    """Mark functions whose calls take milliseconds: batches that follow from others are inferred, not called."""
+    """Mark functions whose calls take milliseconds: how they combine the rows of a batch is then tried on fewer."""
     for function in functions:
         function.costly = True

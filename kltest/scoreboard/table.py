@@ -5,7 +5,6 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -199,29 +198,19 @@ def html(table: DataFrame) -> str:
 
 
 def _rendered(name: str, table: DataFrame, **values: Any) -> str:
-    return (
-        _environment()
-        .get_template(name)
-        .render(
-            columns=COLUMNS,
-            kinds=KINDS,
-            table=table,
-            libraries=list(table.groupby("title", sort=False)),
-            pairs=[(name, name) for name in table["library"].unique()],
-            following=following,
-            # For rows of which no message was kept.
-            findings={code: check.title for code, check in CHECKS.items()},
-            programs=PROGRAMS,
-            short=SHORT,
-            **values,
-        )
-    )
-
-
-@cache
-def _environment() -> Environment:
-    escaped = select_autoescape(["html.j2"])
-    loader = PackageLoader("kltest.scoreboard")
+    loader, escaped = PackageLoader("kltest.scoreboard"), select_autoescape(["html.j2"])
     made = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {"md": lambda text: escape(one_line(text)), "gradient": lambda name: render({name: 1.0})}
-    return made
+    return made.get_template(name).render(
+        columns=COLUMNS,
+        kinds=KINDS,
+        table=table,
+        libraries=list(table.groupby("title", sort=False)),
+        pairs=[(name, name) for name in table["library"].unique()],
+        following=following,
+        # For rows of which no message was kept.
+        findings={code: check.title for code, check in CHECKS.items()},
+        programs=PROGRAMS,
+        short=SHORT,
+        **values,
+    )
