@@ -10,7 +10,7 @@ from torch import Tensor
 from kltest.errors import TargetError
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
-from kltest.moments.tolerances import close
+from kltest.moments.tolerances import close, near_rows
 from kltest.rollout import LEAVES, Rollout
 
 
@@ -48,6 +48,14 @@ class RowGradients:
     def close(self, own: tuple[np.ndarray, ...], part: tuple[np.ndarray, ...], factor: float = 1.0) -> bool:
         """True if two gradients agree at the precision of this call; it is found only if they do not in float64."""
         return close(own, part, "float64", factor) or (self.dtype != "float64" and close(own, part, self.dtype, factor))
+
+    def close_rows(self, own: tuple[np.ndarray, ...], factor: float = 1.0) -> bool:
+        """True if the gradient of each row, multiplied by `factor`, is that of `own`, leaf by leaf."""
+
+        def all_near(dtype: str) -> bool:
+            return all(near_rows(factor * part, mine, dtype) for mine, part in zip(own, self.parts, strict=True))
+
+        return all_near("float64") or (self.dtype != "float64" and all_near(self.dtype))
 
     def row(self, index: int) -> tuple[np.ndarray, ...]:
         """The gradients of one row, leaf by leaf."""

@@ -1,18 +1,20 @@
 """The exact expected gradient and the exact per-rollout variance of any loss, over every rollout of an environment."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from kltest.environments import Instance, Paths
-from kltest.errors import UsageError
+from kltest.errors import KltestError, UsageError
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.dynamic_programming import from_tables, works_token_by_token
 from kltest.moments.moments import Expectation, Moments, Reduction
 from kltest.moments.projection import Projection
 from kltest.moments.reduction import Witness, probe
+from kltest.moments.tolerances import near_rows
 from kltest.rollout import Rollout
 
 Reports = tuple[np.ndarray | None, np.ndarray | None]
@@ -47,8 +49,9 @@ def exact(
         sampler: "current" draws rollouts from the policy, "stale" from the sampler.
         padding: Seed of what stands at padded positions.
         seed: Seed of the rows on which the loss is tried.
-        known: How the loss combines the rows of another instance of this environment. Three batches that show the
-            same are then enough; if they do not, all are tried.
+        known: How the loss combines the rows of another instance of this environment. If it treated them apart, all
+            rollouts are then called in one batch, in two halves of it, and a few alone; only if these differ, or if it
+            logs a KL, is each called alone.
 
     Returns:
         Moments of the gradient with respect to logits (C, V).
@@ -83,6 +86,8 @@ def exact(
     else:
         base = Rollout.of(instance, sampler=sampler, padding=padding)
         witness = Witness(loss, base)
+        if known not in (None, "coupled") and (moments := _as_known(witness, known, instance, sampler, generator)):
+            return moments
         if known is None or not witness.confirms(known, generator):
             witness = probe(loss, base, generator, few=loss.costly)
             witness.look(list(range(len(paths))))
@@ -151,6 +156,44 @@ def _in_chunks(
         reports.append(_per_row(called, part))
     assert called is not None
     return _moments(witness, projection, weights, called.dtype, leaves, reports)
+
+
+def _as_known(
+    witness: Witness, known: Reduction, instance: Instance, sampler: str, generator: np.random.Generator
+) -> Moments | None:
+    """All rows in one batch, if each gives the same among half of them, and two of them the same alone; else None."""
+    paths, weights = instance.paths, instance.rollout_weights(sampler)
+    shuffled = generator.permutation(len(paths))
+    try:
+        whole = witness.call(shuffled.tolist())
+        if whole.outcome.metric is not None:
+            return None
+        spots = {_most_moved(whole), int(generator.integers(len(paths)))}
+        pieces = [*np.array_split(np.arange(len(paths)), 2), *(np.array([spot]) for spot in spots)]
+        smaller = [(piece, witness.call(shuffled[piece].tolist())) for piece in pieces]
+    except KltestError:  # it says so again where each is called alone
+        return None
+    factor = 1 if known == "sum" else len(paths)
+    scaled = {leaf: factor * part for leaf, part in whole.by_leaf.items()}
+    values = whole.outcome.value
+    for piece, called in smaller:
+        own = 1 if known == "sum" else len(piece)
+        if called.leaves != whole.leaves or not called.close_rows(tuple(part[piece] for part in scaled.values()), own):
+            return None
+        value = called.outcome.value
+        if values is None or value is None:
+            if values is not value:
+                return None
+        elif not near_rows(value.numpy(), values.numpy()[piece], called.dtype):
+            return None
+    witness.mean, witness.sum = known != "sum", known == "sum"
+    projection = Projection(instance.policy, distinct=instance.environment.tree)
+    order = np.argsort(shuffled)
+    projection.add(paths, weights, {leaf: part[order] for leaf, part in scaled.items()})
+    told, metric = _per_row(whole, paths.take(shuffled))
+    report = None if told is None else told[order], metric
+    moments = _moments(witness, projection, weights, whole.dtype, whole.leaves, [report])
+    return replace(moments, reduction=known)
 
 
 def _one_by_one(witness: Witness, instance: Instance, sampler: str) -> Moments:

@@ -98,6 +98,16 @@ def near(found: np.ndarray, expected: np.ndarray, dtype: str) -> bool:
     return bool(np.abs(found - expected).max(initial=0.0) <= allowed.rows * scale + allowed.rows_absolute)
 
 
+def near_rows(found: np.ndarray, expected: np.ndarray, dtype: str) -> bool:
+    """True if each row of two arrays agrees up to rounding, relative to the row's largest entry."""
+    if not found.size:
+        return True
+    found, expected = found.reshape(len(found), -1), expected.reshape(len(expected), -1)
+    scale = np.maximum(np.abs(found).max(axis=1), np.abs(expected).max(axis=1))
+    allowed = TOLERANCES[dtype]
+    return bool((np.abs(found - expected).max(axis=1) <= allowed.rows * scale + allowed.rows_absolute).all())
+
+
 def close(own: tuple[np.ndarray, ...], part: tuple[np.ndarray, ...], dtype: str, factor: float = 1.0) -> bool:
     """True if two gradients agree, leaf by leaf, once the second is multiplied by `factor`."""
     if len(own) != len(part):

@@ -23,7 +23,7 @@ PAPER = written(Checkout(ROOT))
 
 # These take seconds each and are run by every `pytest`; all of them by the workflow's job `reproduce` on every push,
 # whose folder KLTEST_RESULTS names (what is there is not computed again), and weekly.
-SOME = ("atlas", "differentiate-the-estimate", "groups", "metrics")
+SOME = ("atlas", "metrics")
 
 
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.scheduled)])

@@ -1,5 +1,6 @@
 """The expected gradient and its second moment equal those of one backward pass per rollout, in every environment."""
 
+import functools
 import itertools
 import tracemalloc
 
@@ -80,8 +81,8 @@ def test_moments_equal_one_backward_pass_per_rollout(environment, loss, sampler)
     assert moments.reduction == ("mean" if loss is scalar else "per-row")
 
 
-@pytest.mark.parametrize("sampler", ["current", "stale"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+# The sampler enters by the weights of rollouts and by its log-probs, which "current" has as a special case.
+@pytest.mark.parametrize(("loss", "sampler"), [*((loss, "stale") for loss in LOSSES), (k3, "current")])
 @pytest.mark.parametrize(
     "environment",
     [
@@ -341,6 +342,84 @@ def test_a_mean_that_becomes_a_sum_in_large_batches_is_called_one_by_one():
     alone = exact(bind(lambda logp, ref_logp: ((logp - ref_logp) ** 2).sum(dim=1)), instance)
     assert moments.reduction == "coupled"
     agrees(moments, alone.gradient, alone.second_moment)
+
+
+def square(logp, ref_logp, mask):
+    return ((logp - ref_logp).square() * mask).sum(-1)
+
+
+def summed(logp, ref_logp, mask):
+    return square(logp, ref_logp, mask).sum()
+
+
+def of_logits(logits, ref_logits, mask):
+    return ((logits.exp() * (logits - ref_logits)).sum(-1) * mask).sum(-1)
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize(
+    ("loss", "placement"), [(square, "loss"), (square, "both"), (summed, "loss"), (of_logits, "loss")]
+)
+def test_what_is_known_of_another_instance_saves_calls_and_changes_nothing(loss, placement, sampler):
+    calls = []
+
+    @functools.wraps(loss)
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return loss(*args, **kwargs)
+
+    instance, bound = drawn("ragged"), bind(counted, Call(placement=placement))
+    full = exact(bound, instance, sampler)
+    before = len(calls)
+    again = exact(bound, instance, sampler, known=full.reduction)
+    assert again.reduction == full.reduction
+    agrees(again, full.gradient, full.second_moment)
+    assert (again.value is None) == (full.value is None)
+    if full.value is not None:
+        assert abs(again.value.mean - full.value.mean) < EXACT
+        assert np.abs(again.value.rows - full.value.rows).max() < EXACT
+    assert len(calls) - before <= 6
+
+
+def first_row_dropped(logp, ref_logp, mask):
+    rows = square(logp, ref_logp, mask)
+    return torch.cat([rows[:1] * (len(rows) == 1), rows[1:]]).mean()
+
+
+def from_eight_rows_on(logp, ref_logp, mask):
+    rows = square(logp, ref_logp, mask)
+    return (rows * (1 + (len(rows) >= 8))).mean()
+
+
+def by_the_largest(logp, ref_logp, mask):
+    rows = square(logp, ref_logp, mask)
+    return rows / rows.detach().max()
+
+
+def value_of_the_batch(logp, ref_logp, mask):
+    rows = square(logp, ref_logp, mask)
+    return rows - rows.detach().mean()
+
+
+def logs_the_batch(logp, ref_logp, mask):
+    rows = square(logp, ref_logp, mask)
+    return rows.mean(), {"kl": float(rows.mean())}
+
+
+@pytest.mark.parametrize(
+    "loss", [first_row_dropped, from_eight_rows_on, by_the_largest, value_of_the_batch, logs_the_batch, summed]
+)
+def test_what_is_not_as_it_is_known_is_found_and_called_alone(loss):
+    """The rows of another instance were a mean of rows apart; here they are not, or their values are not."""
+    instance, bound = drawn("ragged"), bind(loss)
+    full, again = exact(bound, instance), exact(bound, instance, known="mean")
+    assert again.reduction == full.reduction
+    assert np.array_equal(again.gradient, full.gradient)
+    assert again.second_moment == full.second_moment
+    for what in ("value", "metric"):
+        mine, theirs = getattr(again, what), getattr(full, what)
+        assert (mine is None) == (theirs is None)
+        assert mine is None or np.array_equal(mine.rows, theirs.rows)
 
 
 def test_a_sum_whose_probes_are_all_zero_is_not_taken_for_a_mean():
