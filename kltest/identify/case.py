@@ -137,6 +137,7 @@ def _candidates_at_parameters(case: Case) -> dict[str, list[np.ndarray]]:
     return {name: case.at_parameters(gradients) for name, gradients in _candidates(case).items()}
 
 
+@lru_cache(maxsize=256)
 def size(instance: Instance) -> float:
     """Return ‖∇KL(π‖ref)‖, the unit of all relative numbers."""
     return float(np.linalg.norm(gradient("reverse_kl", instance)))
@@ -144,10 +145,16 @@ def size(instance: Instance) -> float:
 
 def target(declared: Combination, instance: Instance, sampler: str) -> np.ndarray:
     """Return the declared gradient (C, V) under a sampler; exactly zero if its terms cancel up to rounding."""
-    declared = when_current(declared) if sampler == "current" else declared
-    combined = combine(declared, instance)
-    terms = sum(abs(c) * float(np.linalg.norm(gradient(name, instance))) for name, c in declared.items())
-    return np.zeros_like(combined) if np.linalg.norm(combined) <= CANCELS * terms else combined
+    return _target(tuple((when_current(declared) if sampler == "current" else declared).items()), instance)
+
+
+@lru_cache(maxsize=256)
+def _target(declared: tuple[tuple[str, float], ...], instance: Instance) -> np.ndarray:
+    combined = combine(dict(declared), instance)
+    terms = sum(abs(c) * float(np.linalg.norm(gradient(name, instance))) for name, c in declared)
+    found = np.zeros_like(combined) if np.linalg.norm(combined) <= CANCELS * terms else combined
+    found.setflags(write=False)
+    return found
 
 
 def relative_bias(found: np.ndarray, wanted: np.ndarray, unit: float) -> float:

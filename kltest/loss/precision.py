@@ -44,11 +44,10 @@ class PrecisionTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         seen = min((self.of(item) for item in inputs), key=_bits, default=torch.float64)
-        exact = tree_map_only(Tensor, _widened, (args, kwargs))
         outputs = func(*args, **kwargs)
         for output in tree_iter((outputs, args[:1] if _writes(func) else ())):
             if isinstance(output, Tensor) and output.dtype in _BITS:
-                narrow = _bits(output.dtype) < 52 and _rounded(func, exact, output)
+                narrow = _bits(output.dtype) < 52 and _rounded(func, args, kwargs, output)
                 found = min((seen, output.dtype if narrow else torch.float64), key=_bits)
                 if _bits(found) < _bits(self.of(output)):
                     self._alive.append(_memory(output))
@@ -75,11 +74,11 @@ def _in_graph(result: Tensor) -> set[torch.dtype]:
     return {kind for kind in found if kind.is_floating_point} | {result.dtype}
 
 
-def _rounded(func: Any, exact: tuple[tuple, dict], output: Tensor) -> bool:
+def _rounded(func: Any, args: tuple, kwargs: dict[str, Any], output: Tensor) -> bool:
     """Return True if an operation lost digits, by doing it again in float64."""
-    args, kwargs = exact
     if _writes(func):
         return any(isinstance(item, Tensor) and item.is_floating_point() for item in args[1:])
+    args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
     if isinstance(kwargs.get("dtype"), torch.dtype):
         kwargs = {**kwargs, "dtype": torch.float64}
     try:

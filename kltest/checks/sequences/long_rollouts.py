@@ -7,7 +7,7 @@ rollouts remain that they are enumerated, and the declared gradient is known by 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +80,7 @@ def choices_of(batch: int) -> tuple[int, ...]:
     return CHOICES.get(batch, CHOICES_OF_GROUPS)
 
 
+@lru_cache(maxsize=8)
 def long_instance(batch: int, seed: int) -> Instance:
     """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time."""
     choices = choices_of(batch)
