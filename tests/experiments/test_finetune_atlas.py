@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -238,6 +239,9 @@ def test_a_model_of_hugging_face_is_taken_by_its_folder(tmp_path):
         list(rows(replace(request, vocabulary=11)))
 
 
+FOLLOWED_BY_K2 = [find("k2-loss").spec.expectation(*place) for place in product(ENVIRONMENTS, SAMPLERS)]
+
+
 def test_the_command_keeps_a_table_and_its_exit_code_tells(tmp_path, monkeypatch):
     runner = CliRunner()
     small = ["finetune", "--exact", "--model", SMALL, "--kl", "k2-loss", "--set", "vocabulary=4"]
@@ -246,13 +250,13 @@ def test_the_command_keeps_a_table_and_its_exit_code_tells(tmp_path, monkeypatch
     assert "4 of 4 as in the tabular case" in answer.output
     written = json.loads((tmp_path / "exact.json").read_text(encoding="utf-8"))
     assert written["schema"] == "kltest.finetune-exact/1"
-    assert [row["identified"] is None for row in written["rows"]] == [False, True, False, True]
+    assert [list(row["identified"]) for row in written["rows"]] == [[*found] for found in FOLLOWED_BY_K2]
 
     wrong = replace(find("k2-loss").spec, identified=find("k3-loss").spec.identified)
     monkeypatch.setattr(exact, "find", lambda name: replace(find(name), spec=wrong))
     answer = runner.invoke(app, small)
     assert answer.exit_code == 1
-    assert "2 of 4 as in the tabular case" in answer.output
+    assert "0 of 4 as in the tabular case" in answer.output
 
 
 @pytest.mark.parametrize(
