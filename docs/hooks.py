@@ -26,7 +26,7 @@ FAMILIES = {
     "7": "Approximations",
     "8": "Variance (warnings)",
 }
-RIGHT = "follows ∇KL(π‖ref)"
+LANGUAGES = {"pyproject.toml": "toml", "Python": "python"}
 MARK = re.compile(r"<!-- (table|rows|doc|file): (\S+) -->")
 
 
@@ -249,6 +249,8 @@ def check_page(check: Any) -> str:
     for part in parts(check):
         paragraphs = [escaped(part.text)] if part.text else []
         paragraphs += [f"```python\n{part.code}\n```"] if part.code else []
+        for place, written in part.ways:
+            paragraphs += [f"{escaped(place)}:", f"```{LANGUAGES.get(place, 'bash')}\n{written}\n```"]
         paragraphs += ["\n".join(f"- {escaped(item)}" for item in part.items)] if part.items else []
         sections.append("\n\n".join([f"## {part.title}", *paragraphs]))
     numbers = table([dict(zip(head, row, strict=True)) for row in rows])

@@ -47,8 +47,9 @@ class Check:
 
     `code` and `name` are stable; `level` is that of a failure unless what was found decides. The texts are whole
     sentences, `example` has exact numbers; `full_fix` is the fix of a loss that takes whole next-token distributions,
-    if it differs. They come from the family's words.toml and are read without torch; `module`, the dotted name of the
-    check's module, is imported when one of its functions is first needed. That module defines
+    if it differs; `declare` is what the wrong loss follows, if declaring that makes it right, and `otherwise` says when
+    a failure has the other level. They come from the family's words.toml and are read without torch; `module`, the
+    dotted name of the check's module, is imported when one of its functions is first needed. That module defines
 
     - the loss that falls into the pitfall (`wrong`) and the same loss put right (`fixed`), if they are not shared in
       kltest.checks.losses, graded with `options`. Their source is shown to people, so it is written as a library would
@@ -74,6 +75,8 @@ class Check:
     module: str = field(repr=False)
     wrong_name: str = field(repr=False)
     fixed_name: str = field(repr=False)
+    declare: str = ""
+    otherwise: str = ""
     full_fix: str = ""
     full_name: str = field(default="", repr=False)
     level: Level = "error"

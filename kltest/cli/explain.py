@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kltest.cli.listing import environments, follows, placement
+from kltest.cli.ways_out import Ways, declaration, expectation, libraries, on_ones_own, other_level, serious
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
@@ -17,6 +18,10 @@ from kltest.truth import ATLAS, NamedGradient
 if TYPE_CHECKING:
     from kltest.checks import Check
 
+MOVED = "Its level may be moved, for all targets; a gradient that is not the declared one refutes all the same:"
+EXPECTED = """Keep the loss as it is and say why: the report names it, the failure does not refute, and a pass does,
+so that the entry cannot outlive its reason."""
+NOT_DECLARED = """No declaration makes it right: it is not about which named gradient is followed."""
 SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
 
 
@@ -34,11 +39,12 @@ def command(
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a check's description: a title, and text, code or the entries of a list."""
+    """One part of a check's description: a title, and text, code, what to write in several places, or a list."""
 
     title: str
     text: str = ""
     code: str = ""
+    ways: Ways = ()
     items: tuple[str, ...] = ()
 
 
@@ -50,9 +56,28 @@ def parts(check: "Check") -> list[Part]:
         Part("Why", check.why),
         Part("Example", check.example),
         Part("Wrong", f"Graded with {called}." if called else "", code=check.wrong_code),
-        Part("Fix", check.fix, code=check.fixed_code),
+        Part("How serious", f"{serious(check)} {MOVED}", ways=other_level(check)),
+        Part("Way out 1: fix it", check.fix, code=check.fixed_code),
+        *_full_fix(check),
+        Part("Way out 2: declare what it follows", *_declared(check)),
+        Part("Way out 3: expect the failure", EXPECTED, ways=expectation(check)),
+        Part("See it on your own loss", ways=on_ones_own(check)),
+        Part("Recorded libraries that have it", libraries(check)),
         Part("Sources", items=tuple(source for source in check.sources if source)),
     ]
+
+
+def _full_fix(check: "Check") -> list[Part]:
+    """Return the fix of a loss that takes whole next-token distributions, if it differs."""
+    code = check.remedy({"ref_logits"}).partition("\n\n")[2]
+    return [Part("The same with whole distributions", check.full_fix, code=code)] if check.full_fix else []
+
+
+def _declared(check: "Check") -> tuple[str, str, Ways]:
+    """Return text, code and what to write, for a part."""
+    if not check.declare:
+        return NOT_DECLARED, "", ()
+    return f"If that is what you want, say so; the wrong loss above follows {check.declare}.", "", declaration(check)
 
 
 def demonstrate(name: str) -> str:
@@ -104,10 +129,12 @@ def _check_words(check: "Check") -> Iterator[str]:
     yield f"{check.code} {check.name}"
     yield check.title
     for part in parts(check):
-        if part.text or part.code:
+        if part.text or part.code or part.ways:
             yield from ("", part.title, *(wrap(part.text, indent="  ") if part.text else ()))
         if part.code:
             yield from ("", *textwrap.indent(part.code, " " * 4).splitlines())
+        for place, written in part.ways:
+            yield from ("", f"  {place}:", *textwrap.indent(written, " " * 4).splitlines())
         yield from _listed(part.title, part.items)
     yield from ("", f"kltest explain {check.code} --demo runs the pitfall in the smallest environment that shows it.")
 
