@@ -66,7 +66,7 @@ claims.bound("full-sequence ratios, and prefix ratios on the cost to go, follow 
     estimator=WHOLE)  # fmt: skip
 
 claims.bound("every estimator with a name for what it follows off-policy follows that", "theory",
-    f"{sum(name is not None for name in FOLLOWED.values())} combinations of named gradients", LIMIT, "off_followed",
+    f"combinations of named gradients for all of {len(FOLLOWED)} but the clipped one", LIMIT, "off_followed",
     EXACT, "path")  # fmt: skip
 
 claims.bound("the truth by recursion is the truth by automatic differentiation", OWN, "equal", LIMIT, "truth_again",

@@ -25,8 +25,9 @@ def of_path(length: int, staleness: int, estimator: str, seed: int) -> list[Row]
     size = _norm(truth)
     followed = FOLLOWED[estimator]
     combination = parse(followed) if followed else None
-    if estimator == "k3-broadcast-ratio" and not staleness:
-        combination = {"reverse_kl": 1 / length, "local_forward_kl": 1 - 1 / length}
+    if estimator == "k3-broadcast-ratio":
+        parts = {"reverse_kl": 1 / length, "local_forward_kl": 1 - 1 / length, "other_tokens_forward_kl": -1 / length}
+        combination = {f"{name}@mean_ratio": coefficient for name, coefficient in parts.items()}
     off = None if combination is None else _norm(found.gradient - combine(combination, instance)) / size
     return [
         {

@@ -13,14 +13,14 @@ PARTS: dict[str, tuple[str, ...]] = {
     "training": ("recipe", "inner_steps", "batch_size", "steps", "learning_rate", "seed"),
 }
 
-# What each estimator follows when the sampler is another policy, by theory; None where that has no name
-# (broadcast has one on-policy).
+# What each estimator follows when the sampler is another policy, by theory; None where that has no name, or one that
+# depends on the length (broadcast).
 FOLLOWED: dict[str, str | None] = {
     "k1-loss": "-1*from_sampler_kl",
-    "k2-loss": None,
-    "k2-loss-sequence": None,
-    "k3-loss": None,
-    "k1-reward": None,
+    "k2-loss": "local_reverse_kl@rollouts",
+    "k2-loss-sequence": "reverse_kl@rollouts",
+    "k3-loss": "local_forward_kl@rollouts",
+    "k1-reward": "reverse_kl@rollouts",
     "k2-ratio": "local_squared_log_ratio@sampler",
     "k2-ratio-detached": "local_reverse_kl@sampler",
     "k3-ratio": "local_reverse_kl@sampler",
@@ -31,7 +31,7 @@ FOLLOWED: dict[str, str | None] = {
     "k1-reward-sequence-ratio": "reverse_kl",
     "k1-reward-to-go-prefix-ratio": "reverse_kl",
     # Not registered: own.py.
-    "k1-reward-token-ratio": None,
+    "k1-reward-token-ratio": "reverse_kl@sampler",
     "k1-reward-clipped-ratio": None,
 }
 
