@@ -20,6 +20,8 @@ def whole(loss_type: str, loss: Setting = LOSS, **settings: object) -> Setting:
         {"loss_type": loss_type, **constant, **settings},
         label(loss_type=loss_type, **settings),
         default=loss_type == "dapo" and not settings,
+        # The ratio of the others is made of old log-probs: they are graded as they are used, off-policy too.
+        options={} if loss_type == "cispo" else {"sampler": "both"},
         note=CONSTANT if constant else "",
     )
 

@@ -23,7 +23,7 @@ ADDS_UP = {"loss_type": "luspo"}
 OPTIONS = {"ignore": ("KL502", "KL701", "KL703"), "timeout": 900}
 # Whole groups are called one by one; there are a third as many of three as of four.
 GROUPS = {**OPTIONS, "group_size": 3}
-ON_POLICY = {"sampler": "current"}
+ON_POLICY, BOTH = {"sampler": "current"}, {"sampler": "both"}
 NOISY = "The variance grows with the length of completions, and off-policy with the distance from the sampler."
 EVALUATED = "Evaluation mode, of which only the logged value matters."
 SCORED = f"{BETA} Rewards and advantages are the trainer's own, in groups that tie and in groups that do not."
@@ -54,12 +54,17 @@ def noted(setting: Setting, note: str) -> Setting:
     return replace(setting, note=f"{setting.note} {note}".strip())
 
 
+def stale(setting: Setting, note: str) -> Setting:
+    """The setting, graded off-policy too, with the sentence that says why."""
+    return noted(replace(setting, options={**setting.options, **BOTH}), note)
+
+
 def corrected(use_bias_correction_kl: bool) -> tuple[Setting, ...]:
     """The loss alone, and by token and by sequence, each on fresh and on stale completions."""
     switch = {"use_bias_correction_kl": use_bias_correction_kl}
     by_token, by_sequence = {**ADDS_UP, **switch}, {**ADDS_UP, **switch, "importance_sampling_level": "sequence"}
-    stale = "Completions are used twice: they are stale."
-    both = [(of(GRPO, **each), noted(of(GRPO, **each, num_iterations=2), stale)) for each in (by_token, by_sequence)]
+    why = "Completions are used twice: they are stale."
+    both = [(of(GRPO, **each), stale(of(GRPO, **each, num_iterations=2), why)) for each in (by_token, by_sequence)]
     return (of(GRPO, **switch), *both[0], *both[1])
 
 
@@ -87,7 +92,7 @@ ADAPTER = Adapter(
         *(of(LARGE if name == "grpo" else GRPO, loss_type=name) for name in LOSS_TYPES),
         *corrected(False),
         *corrected(True),
-        noted(of(GRPO, **ADDS_UP, steps_per_generation=2), "Completions serve two steps: they are stale."),
+        stale(of(GRPO, **ADDS_UP, steps_per_generation=2), "Completions serve two steps: they are stale."),
         of(GRPO, **ADDS_UP, temperature=0.7),
         GRPO.variant(
             {**ADDS_UP, "temperature": 0.7, "generation_kwargs": {"temperature": 1.0}},
@@ -106,7 +111,10 @@ ADAPTER = Adapter(
             )
             for scaled in ("group", "batch", "none")
         ),
-        *(of(LOGPROBS, **ADDS_UP, use_bias_correction_kl=each, num_iterations=2) for each in (False, True)),
+        *(
+            replace(of(LOGPROBS, **ADDS_UP, use_bias_correction_kl=each, num_iterations=2), options=BOTH)
+            for each in (False, True)
+        ),
         of(RLOO, normalize_advantages=True),
         noted(of(RLOO, num_iterations=2), "Completions are used twice, so that they are stale."),
         RLOO.variant(
