@@ -5,23 +5,50 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from benchmarks.measure import Row, compare, save
 
+LOSSES = """
+import torch
+
+
+def penalty(logp, ref_logp, mask):
+    log_ratio = ((logp - ref_logp) * mask).sum(-1)
+    return log_ratio.square() / 2
+
+
+def grpo(logp, ref_logp, old_logp, mask, advantages, beta=0.1):
+    ratio, advantage = (logp - old_logp).exp(), advantages[:, None]
+    objective = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    log_ratio = ref_logp - logp
+    return ((beta * (log_ratio.exp() - log_ratio - 1) - objective) * mask).sum() / mask.sum()
+"""
+
 
 def main() -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "losses.py")
+        file.write_text(LOSSES, encoding="utf-8")
+        return _compared(file)
+
+
+def _compared(file: Path) -> list[Row]:
     beside = Path(sys.executable).with_name("kltest")
     command = str(beside) if beside.exists() else (shutil.which("kltest") or "kltest")
     claims = [
         (["--help"], "typer", 3.0),
         (["grade", "k3-loss", "--select", "KL1,KL2,KL3"], "torch", 2.5),
-        (["grade", "k3-loss"], "torch", 10.0),
-        (["grade", "k2-ratio-detached"], "torch", 10.0),
+        (["grade", "k3-loss"], "torch", 3.0),
+        (["grade", "k2-ratio-detached"], "torch", 3.0),
+        (["grade", f"{file}:penalty"], "torch", 3.0),
+        # The mean over all tokens couples the rows of a batch, so that whole groups are enumerated.
+        (["grade", f"{file}:grpo"], "torch", 6.0),
     ]
     rows = [
         compare(
-            f"kltest {' '.join(arguments)} / import {module}",
+            f"kltest {' '.join(arguments).replace(str(file), 'FILE')} / import {module}",
             "wall time of the process",
             lambda arguments=arguments: _run([command, *arguments]),
             lambda module=module: _run([sys.executable, "-c", f"import {module}"]),
