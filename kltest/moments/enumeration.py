@@ -88,9 +88,10 @@ def exact(
         witness = Witness(loss, base)
         if known not in (None, "coupled") and (moments := _as_known(witness, known, instance, sampler, generator)):
             return moments
-        if known is None or not witness.confirms(known, generator):
-            witness = probe(loss, base, generator, few=loss.costly)
-            witness.look(list(range(len(paths))))
+        witness = probe(loss, base, generator, few=loss.costly or known is not None)
+        if known not in (None, witness.reduction):
+            witness = probe(loss, base, generator)
+        witness.look(list(range(len(paths))))
     return _one_by_one(witness, instance, sampler)
 
 

@@ -95,12 +95,6 @@ class Witness:
             twice = len(set(rows)) < len(rows) == 2
             self.found_coupled("the same rollout twice" if twice else f"a batch of {len(rows)} rollouts")
 
-    def confirms(self, reduction: Reduction, generator: np.random.Generator) -> bool:
-        """True if three batches, one of them of all rows, show this reduction."""
-        for rows in _few(self.base, generator):
-            self.look(rows)
-        return self.reduction == reduction
-
     def found_coupled(self, words: str) -> None:
         """Record a coupling; only the first observation is kept."""
         self.mean = self.sum = False

@@ -97,7 +97,9 @@ def test_the_whole_registry_agrees_with_exact_gradients(environment, sampler):
         if name in GROUPED:
             continue
         loss = resolve(name, Call())
-        bias = np.linalg.norm(exact(loss, instance, sampler).gradient - gradient("reverse_kl", instance)) / norm
+        # What is said of their reduction saves calls of single rollouts, and is only believed where it holds.
+        truth = exact(loss, instance, sampler, known="mean").gradient
+        bias = np.linalg.norm(truth - gradient("reverse_kl", instance)) / norm
         _, (low, high), verdict = compared(loss, instance, sampler, margin=margin, error_rate=1e-4)
         # A bias of zero is met to rounding where nothing but that is left.
         assert low - 1e-9 <= bias <= high + 1e-9, (name, low, bias, high)
