@@ -173,12 +173,7 @@ def installed_settings(library: Adapter) -> tuple[Setting, ...]:
     Raises:
         UsageError: the library is not installed.
     """
-    if find_spec(library.module.partition(".")[0]) is None:
-        pip = " && ".join(f"pip install {' '.join(call)}" for call in library.installs).format(version=library.version)
-        raise UsageError(
-            f"{library.name} is not installed here. `kltest libraries {library.name}` grades it in an environment of "
-            f"its own; for this one: {pip}"
-        )
+    _check_installed(library)
     try:
         import_module(library.module)
         more = library.discover() if library.discover else ()
@@ -186,6 +181,15 @@ def installed_settings(library: Adapter) -> tuple[Setting, ...]:
         # Each setting reports the failed import when it is graded; some functions are lifted and need no import.
         more = ()
     return (*library.settings, *more)
+
+
+def _check_installed(library: Adapter) -> None:
+    if find_spec(library.module.partition(".")[0]) is None:
+        pip = " && ".join(f"pip install {' '.join(call)}" for call in library.installs).format(version=library.version)
+        raise UsageError(
+            f"{library.name} is not installed here. `kltest libraries {library.name}` grades it in an environment of "
+            f"its own; for this one: {pip}"
+        )
 
 
 def named(text: str) -> list[tuple[str, Setting]]:
@@ -201,6 +205,7 @@ def named(text: str) -> list[tuple[str, Setting]]:
     library = find(name)
     if not colon:
         return [(f"{name}:{setting.name}", setting) for setting in installed_settings(library)]
+    _check_installed(library)
     setting = library.setting(wanted)
     there = library.settings if setting else installed_settings(library)
     setting = setting or next((one for one in there if one.name == wanted), None)

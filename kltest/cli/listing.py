@@ -34,7 +34,8 @@ def as_text() -> str:
     for title, rows in kinds.items():
         heads = [*rows[0]]
         lines += [title, table(heads, [[*map(str, row.values())] for row in rows], whole=heads[:-1], indent=2), ""]
-    lines.append("`kltest explain NAME` describes each in full; `kltest grade NAME` grades an estimator.")
+    lines.append("`kltest explain NAME` describes an estimator, a named gradient or a check in full.")
+    lines.append("`kltest grade NAME` grades an estimator.")
     return "\n".join(lines) + "\n"
 
 

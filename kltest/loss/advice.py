@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from kltest.loss.callables import inner_of
 from kltest.loss.suggesting import role_of
 from kltest.rollout import FIELDS, field_named
@@ -15,6 +17,13 @@ _PACKED = re.compile(r"cu_?seq_?lens?\w*")
 _LONGEST = re.compile(r"max_?seq_?len\w*")
 _MODEL_NAME = re.compile(r"(\w+_)?model")
 _IDS = re.compile(r"(input_?)?ids")
+_OF_MODELS = {
+    "attention_mask": "seen",
+    "labels": "ids.where(seen != 0, -100)",
+    "prompt_ids": "ids[:, :1]",
+    "prompt_mask": "seen[:, :1]",
+    "prompt_attention_mask": "seen[:, :1]",
+}
 _MODEL = """\
 from types import SimpleNamespace
 
@@ -64,6 +73,8 @@ def advice(name: str, function: Callable[..., Any], missing: Iterable[str], para
 def _arguments(parameter: str, chains: set[Chain]) -> Iterator[str]:
     """Yield `--arg` options for all that is read of a parameter; "@rollout" where nothing but fields is read."""
     mine = {chain[1:] for chain in chains if chain[0] == parameter and chain[1:]}
+    if all(hasattr(Tensor, chain[-1]) for chain in mine):  # a tensor itself
+        return
     leaves = {chain for chain in mine if not any(other != chain and other[: len(chain)] == chain for other in mine)}
     for head in sorted({chain[:-1] for chain in leaves}):
         last = sorted(chain[-1] for chain in leaves if chain[:-1] == head)
@@ -111,7 +122,8 @@ def _shim_call(
     name: str, parameters: list[inspect.Parameter], models: set[str], chains: set[Chain], packed: bool
 ) -> tuple[list[str], str]:
     """Return the fields that a shim takes, and the call in it."""
-    function = re.split(r"[:.]", name)[-1]
+    owner, _, function = name.rpartition(":")[2].rpartition(".")
+    function = f"{owner}().{function}" if owner and ":" in name else function
     fields = dict.fromkeys(["mask"] if packed else ["mask", "tokens"])
 
     def of(field: str) -> str:
@@ -126,16 +138,16 @@ def _shim_call(
             return longest if _LONGEST.fullmatch(parameter) else "torch.cat([ends.new_zeros(1), ends])"
         if not packed and _IDS.fullmatch(parameter):
             return "ids"
-        if not packed and parameter in ("attention_mask", "labels"):
-            return "seen" if parameter == "attention_mask" else "ids.where(seen != 0, -100)"
         field = field_named(parameter)
+        if not packed and parameter in _OF_MODELS:
+            return _OF_MODELS[parameter]
         return None if field is None else of(field)
 
     def given(parameter: inspect.Parameter) -> str | None:
         keys = sorted({chain[1] for chain in chains if chain[0] == parameter.name and chain[1:]})
         found = value(parameter.name)
-        if found is None and keys and all(map(value, keys)):
-            return "{" + ", ".join(f'"{key}": {value(key)}' for key in keys) + "}"
+        if found is None and any(map(value, keys)):
+            return "{" + ", ".join(f'"{key}": {value(key) or "..."}' for key in keys) + "}"
         return found or ("..." if parameter.default is parameter.empty else None)
 
     values = {each.name: text for each in parameters if (text := given(each)) is not None}

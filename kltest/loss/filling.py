@@ -64,6 +64,8 @@ def fill(
     Raises UsageError that names all parameters that nothing fills, or an argument that no parameter takes.
     """
     plain, dotted = split_dotted(call.arguments)
+    if copied := [key for key, value in call.arguments.items() if value in ("VALUE", "@FIELD")]:
+        raise UsageError(f"--arg {copied[0]}={call.arguments[copied[0]]}: write what is meant in place of the capitals")
     fillings: dict[str, Filling] = {}
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     fillable = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -1,6 +1,7 @@
 """The public face: what the README, the citation and the constraints say is so."""
 
 import importlib.util
+import inspect
 import os
 import re
 import runpy
@@ -83,7 +84,7 @@ def test_prose_is_not_taken_for_markup():
 def site(tmp_path_factory):
     """The documentation, built strictly from the checkout: a broken link or a page that fails is an error."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "1"}
     done = ran(*command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,6 +98,8 @@ def test_the_site_has_a_page_for_everything(site):
     assert all(name in estimators for name in registry())
     api = (site / "api" / "grading.html").read_text(encoding="utf-8")
     assert all(f"kltest.{name}" in api for name in ("grade", "Report", "parametrize_with_checks"))
+    described = {name for name in inspect.signature(kltest.grade).parameters if f"<code>{name}</code>" in api}
+    assert described == {*inspect.signature(kltest.grade).parameters}
     for page in site.rglob("*.html"):
         assert not hooks.MARK.search(page.read_text(encoding="utf-8")), page
 

@@ -50,8 +50,14 @@ def with_labels(model, input_ids, labels, ref_logps):
     logp, _ = per_token(model, input_ids, torch.ones_like(input_ids))
     return summed(logp - ref_logps, labels[:, 1:] != -100)
 
+class Trainer:
+    def compute_loss(self, model, inputs, return_outputs=False):
+        prompt, mask = inputs["prompt_ids"], torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        logp, mask = per_token(model, torch.cat([prompt, inputs["completion_ids"]], dim=1), mask)
+        return summed(logp - inputs["ref_per_token_logps"], mask)
+
 def unknown(x, y):
-    return x + y
+    return x.to(y.dtype) + y.sum(-1)
 """
 
 
@@ -94,12 +100,18 @@ def test_the_options_that_are_proposed_fill_the_parameters(name, options, propos
     assert report.verdict == "confirmed", report.error
 
 
-@pytest.mark.parametrize("name", ["packed", "two_models", "of_inputs", "with_labels"])
+@pytest.mark.parametrize("name", ["packed", "two_models", "of_inputs", "with_labels", "Trainer.compute_loss"])
 def test_a_shim_that_is_proposed_runs(name, proposed, tmp_path):
     shim = textwrap.dedent(proposed(name).partition("grade that:\n\n")[2])
     (tmp_path / "with_shim.py").write_text(LOSSES + shim)
     report = kltest.grade("with_shim.py:shim", select="KL1,KL2")
     assert report.verdict == "confirmed", report.error
+
+
+@pytest.mark.parametrize("arguments", [{"data.batch": "@FIELD"}, {"data": "VALUE"}])
+def test_a_proposal_is_not_copied_as_it_stands(arguments, proposed):
+    with pytest.raises(UsageError, match="in place of the capitals"):
+        resolve("mine.py:nested", Call(arguments=arguments))
 
 
 def test_nothing_is_proposed_for_what_is_not_told(proposed):
