@@ -118,7 +118,7 @@ class Loss:
         self.notes = [*notes, *(built.note() for built in self._built)]
         self.writes: dict[str, str] = {}
         self.made_trainable: set[str] = set()
-        self.calls = Calls()
+        self.calls = Calls.of(function)
         self._forms: tuple[InputForm, ...] = INPUT_FORMS
         self._per_token: bool | None = None
         self._must_be_finite = True

@@ -4,13 +4,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kltest.estimators.spec import Credit, Placement
 from kltest.loss.precision import lowest_precision
+from kltest.loss.state import State
 
 Returned = Literal["scalar", "rows", "tokens"]
 
@@ -48,14 +49,20 @@ class Calls:
     """The calls of a loss so far: a context manager around each.
 
     `count` of them returned or raised, in `seconds` together, the longest in `longest`; `interrupted` is how long the
-    last one had run when the time was over, 0 if none was under way.
+    last one had run when the time was over, 0 if none was under way. `state` is what the loss may keep between them.
     """
 
+    state: State
     count: int = 0
     seconds: float = 0.0
     longest: float = 0.0
     interrupted: float = 0.0
     _began: float = 0.0
+
+    @classmethod
+    def of(cls, function: Any) -> "Calls":
+        """Return the calls of a loss before the first."""
+        return cls(State(function))
 
     def __enter__(self) -> None:
         self._began = time.monotonic()

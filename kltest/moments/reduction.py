@@ -5,7 +5,7 @@ g_i(S) = g_i/|S| and a sum g_i(S) = g_i, for every batch and row. Anything else 
 the gradient of a batch is then not the average of its rows' own gradients, and is graded by batches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,8 +30,9 @@ class NonDeterministicError(TargetError):
     `keeps_state`: they differ with equal random numbers too, so that calls are not independent draws.
     """
 
-    def __init__(self, name: str, *, keeps_state: bool) -> None:
+    def __init__(self, name: str, *, keeps_state: bool, where: Sequence[str] = ()) -> None:
         why = "it keeps state between calls" if keeps_state else "it draws random numbers"
+        why += f", in {' and '.join(where[:3])}" if keeps_state and where else ""
         fix = "pass in what changes from step to step" if keeps_state else "dropout off, seeds fixed"
         super().__init__(
             f"{name} gives different gradients for the same batch: {why}. Make it deterministic ({fix}) to have it "
@@ -45,7 +46,7 @@ class NonDeterministicError(TargetError):
         with preserved():
             once = call()
         again = call()
-        return cls(loss.name, keeps_state=not again.close(once.parts, again.parts))
+        return cls(loss.name, keeps_state=not again.close(once.parts, again.parts), where=loss.calls.state.changed())
 
 
 @dataclass
@@ -86,6 +87,24 @@ class Witness:
         if not all(again.close(once.parts, again.parts) for once, again in pairs):
             raise NonDeterministicError.of(self.loss, lambda: self.call(several))
 
+    def check_memory(self, row: int) -> None:
+        """Raise NonDeterministicError if a batch gives something else after another one than it gives in a first call.
+
+        A loss that keeps what it saw first, by the shape of a batch, repeats itself and still depends on its past.
+        """
+        state = self.loss.calls.state
+        if not state.changed():
+            return
+        one = [(row + each) % len(self.base) for each in range(SEVERAL)]
+        after, names = [self.call(one)], state.changed()
+        state.reset()
+        self.call([(row + 1) % len(self.base)] * SEVERAL)
+        after.append(self.call(one))
+        state.reset()
+        first = self.call(one)
+        if not all(first.close(each.parts, first.parts) for each in after):
+            raise NonDeterministicError(self.loss.name, keeps_state=True, where=names)
+
     def look(self, rows: list[int]) -> None:
         """Call the loss on a batch of these rows and compare with each row's own gradient."""
         batch, own = self.call(rows), [self.single(row) for row in rows]
@@ -118,6 +137,7 @@ def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: boo
     witness = Witness(loss, base)
     batches = list(_few(base, generator) if few else _batches(base, generator))
     witness.check_deterministic(batches[0][0])
+    witness.check_memory(batches[0][0])
     for rows in batches:
         witness.look(rows)
     return witness

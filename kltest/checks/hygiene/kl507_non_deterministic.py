@@ -46,7 +46,11 @@ def examine(findings: Findings) -> Found | None:
 
         for call in range(2, CALLS + 1):
             if words := difference(first, experiment.call(batch.replace()), same):
-                return Found(f"The same batch of {len(batch)} rollouts is called again, and in call {call} {words}.")
+                kept = findings.loss.calls.state.changed()
+                why = f" It keeps state in {' and '.join(kept[:3])}." if kept else ""
+                return Found(
+                    f"The same batch of {len(batch)} rollouts is called again, and in call {call} {words}.{why}"
+                )
     if noticed := findings.observed.nondeterministic:
         return Found(f"{noticed}.")
     return None

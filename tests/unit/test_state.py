@@ -1,0 +1,135 @@
+"""State between calls: found wherever a loss keeps it, named as that, and harmless if no result depends on it."""
+
+from collections import deque
+from functools import lru_cache
+
+import pytest
+import torch
+
+import kltest
+from kltest.loss.state import State
+
+CACHE = {}
+STEP = 0
+
+
+def log_ratio(logp, ref_logp, mask):
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+
+
+def by_shape(logp, ref_logp, mask):
+    """DEFECT: the reference of the first batch of each shape."""
+    reference = CACHE.setdefault(tuple(logp.shape), ref_logp.detach().clone())
+    return log_ratio(logp, reference, mask).square() / 2
+
+
+@lru_cache
+def scale_of(rows, columns):
+    CACHE["scales"] = CACHE.get("scales", 0) + 1
+    return 1 + CACHE["scales"] / 10
+
+
+def cached(logp, ref_logp, mask):
+    """DEFECT: a scale that depends on the order in which shapes were seen."""
+    return scale_of(*logp.shape) * log_ratio(logp, ref_logp, mask).square() / 2
+
+
+def by_first(logp, ref_logp, mask):
+    """DEFECT: the scale of the first batch that was ever seen, on an attribute of the function."""
+    u = log_ratio(logp, ref_logp, mask)
+    if not hasattr(by_first, "scale"):
+        by_first.scale = float(u.detach().abs().mean())
+    return u.square() / 2 / by_first.scale
+
+
+class Running:
+    """DEFECT: a running mean on the object."""
+
+    def __init__(self):
+        self.seen = deque(maxlen=50)
+
+    def __call__(self, logp, ref_logp, mask):
+        u = log_ratio(logp, ref_logp, mask)
+        self.seen.append(float(u.detach().mean()))
+        return (u - sum(self.seen) / len(self.seen)).square() / 2
+
+
+def with_closure():
+    """DEFECT: a list in the closure."""
+    seen = []
+
+    def closure(logp, ref_logp, mask):
+        u = log_ratio(logp, ref_logp, mask)
+        seen.append(float(u.detach().abs().mean()))
+        return u.square() / 2 / seen[0]
+
+    return closure
+
+
+def warmed_up(logp, ref_logp, mask):
+    """DEFECT: a counter of the module."""
+    global STEP
+    STEP += 1
+    return min(1.0, STEP / 1000) * log_ratio(logp, ref_logp, mask).square() / 2
+
+
+class Meter:
+    mean = 0.0
+
+
+def on_a_class(logp, ref_logp, mask):
+    """DEFECT: a running mean on a class."""
+    u = log_ratio(logp, ref_logp, mask)
+    Meter.mean = 0.9 * Meter.mean + 0.1 * float(u.detach().abs().mean())
+    return u.square() / 2 / (1 + Meter.mean)
+
+
+@lru_cache
+def positions(columns):
+    return torch.arange(columns)
+
+
+def harmless(logp, ref_logp, mask):
+    """Right: what it keeps depends on nothing but its key."""
+    CACHE["calls"] = CACHE.get("calls", 0) + 1
+    return log_ratio(logp, ref_logp, mask * (positions(logp.shape[1]) >= 0)).square() / 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (by_shape, "CACHE of its module"),
+        (cached, "the cache of scale_of"),
+        (by_first, "attributes of by_first"),
+        (Running(), "attributes of self"),
+        (with_closure(), "seen in its closure"),
+        (warmed_up, "STEP of its module"),
+        (on_a_class, "attributes of Meter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_state_is_named_as_that_and_not_as_a_coupling(loss, named):
+    report = kltest.grade(loss, environment="bandit,sequence", select="KL1,KL2,KL5")
+    assert report.verdict == "refuted"
+    assert [check.code for check in report.errors] == ["KL507"]
+    assert named in report.errors[0].message
+    assert [row.agrees for row in report.gradients] == [None] * len(report.gradients)
+
+
+def test_state_that_changes_no_result_is_none():
+    report = kltest.grade(harmless, environment="bandit,sequence", select="KL1,KL2,KL5")
+    assert (report.verdict, report.errors) == ("confirmed", [])
+
+
+def test_what_changed_is_named_and_made_as_it_was():
+    CACHE.clear()
+    running = Running()
+    for function, places in ((by_shape, ["CACHE of its module"]), (running, ["attributes of self"])):
+        state = State(function)
+        assert state.changed() == []
+        function(*(torch.full((2, 3), number) for number in (-1.0, -2.0, 1.0)))
+        assert state.changed() == places
+        state.reset()
+        assert state.changed() == []
+    assert CACHE == {}
+    assert len(running.seen) == 0
