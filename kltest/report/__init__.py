@@ -199,7 +199,7 @@ class Report:
     reach: Reach | None = None
     unfinished: str = ""
     calls: int = 0
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     source: tuple[str, int] | None = None
 
     @property

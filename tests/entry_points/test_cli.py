@@ -79,7 +79,8 @@ def slow(logp, ref_logp, mask):
     return 0.5 * (logp - ref_logp).where(mask != 0, 0.0).sum(-1) ** 2
 
 def slow_and_wrong(logp, ref_logp, mask):
-    return (1 + logp.shape[1]) * slow(logp, ref_logp, mask)
+    time.sleep(0.05)
+    return (logp - ref_logp).where(mask != 0, 0.0)
 
 def sleeps_in_a_branch(logp, ref_logp):
     if len(logp) == 2 and logp.shape[1] == 3:
@@ -297,8 +298,9 @@ def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
 
 
 def test_a_slow_loss_that_is_wrong_in_what_was_reached_is_refuted():
-    found = timed_out("slow_and_wrong", 8, 4)
-    assert [row["agrees"] for row in found["gradients"]] == [None] * len(found["gradients"]), "may agree up to scale"
+    found = timed_out("slow_and_wrong", 8, 1)
+    assert found["unfinished"]
+    assert {row["agrees"] for row in found["gradients"]} == {False}
 
 
 @pytest.mark.parametrize("loss", ["sleeps_in_a_branch", "deaf_in_a_branch"])
