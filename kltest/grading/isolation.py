@@ -106,7 +106,7 @@ class Child:
 
         Args:
             timeout: Seconds that this step may take; None for no limit.
-            limit: The limit that messages name, if this step is one of several under it.
+            limit: The limit that messages name, if several steps share it.
             home: File of the user's code, if it is known: a message on a child that hangs names a line there.
         """
         named, self._home = timeout if limit is None else limit, home
@@ -277,8 +277,7 @@ def _capture(printing: Connection) -> None:
 def _innermost(output: bytes, home: str = "") -> str:
     """Return `, in f at file:line` for the innermost frame of a dumped stack in the user's code.
 
-    That is the file `home` and the files beside it; if it is not known, everything outside Python, torch, kltest and
-    the program that was started.
+    That is `home` and the files beside it; if it is not known, what is not Python, torch, kltest or the program started.
     """
     _, found, dump = output.partition(DUMP)
     text = dump.decode("utf-8", "backslashreplace") if found else ""
