@@ -109,13 +109,22 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
 
 
 def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
-    """True if the factor is the same at other lengths, with other padded columns and in batches of other sizes."""
+    """True if the factor is the same at other lengths, with other padded columns and in batches of other sizes.
+
+    Batches of other sizes are tried first where rows are known to be coupled: in a bandit, that takes the fewest calls.
+    """
+    tried = findings.observed.coupled
+    if tried and not _at_other_sizes(findings, factor, rows):
+        return False
     lengths = [row for name in LENGTHS for row in findings.measure.rows(name, findings.samplers[0])]
     same = _common(lengths)
     if same is None or not isclose(same, factor, rel_tol=1e-6) or widened(findings)[0] > limit(findings):
         return False
-    if not findings.observed.coupled:
-        return True
+    return tried or not findings.observed.coupled or _at_other_sizes(findings, factor, rows)
+
+
+def _at_other_sizes(findings: Findings, factor: float, rows: list[Row]) -> bool:
+    """True if the factor is the same in batches of other sizes."""
     row = max(rows, key=lambda row: row.batch)
     shares = share_by_size(row, findings).values()
     if not shares and findings.measure.sizes.grouped:
