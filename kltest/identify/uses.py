@@ -183,15 +183,19 @@ def _with_own_beta(loss: Loss, rollouts: list[Rollout]) -> Loss:
     name = next((key for key, field in loss.fields.items() if field == "beta"), "")
     default = next((one.default for one in loss.parameters if one.name == name), inspect.Parameter.empty)
     value = loss.settings.get(name, default)
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    if name != "beta" or not known or loss.placement != "loss" or _rewarded(loss):
+    if name != "beta" or loss.placement != "loss" or _rewarded(loss):
+        return loss
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return loss
+    rollout, _ = _first_taken(loss, rollouts, float(value))
+    if rollout is None:
         return loss
     try:
-        at = [_gradient(loss, rollouts[0], beta) for beta in COEFFICIENTS]
+        at = [_gradient(loss, rollout, beta) for beta in COEFFICIENTS]
         line = [at[0] + beta * (at[2] - at[0]) for beta in COEFFICIENTS]
-        limit = _limit(loss, rollouts[0])
+        limit = _limit(loss, rollout)
         affine = _close(torch.stack(at), torch.stack(line), limit)
-        apart = _close(at[0], _gradient(loss, rollouts[0].near_reference(), 0.0), limit)
+        apart = _close(at[0], _gradient(loss, rollout.near_reference(), 0.0), limit)
         if affine and (apart or _close(at[0], at[2], limit)):
             return loss
     except KltestError:  # it is not even defined at all of them
@@ -232,11 +236,13 @@ def _unrewarded(loss: Loss, rollouts: list[Rollout]) -> Loss:
     return other
 
 
-def _first_taken(loss: Loss, rollouts: list[Rollout]) -> tuple[Rollout | None, Tensor | None]:
+def _first_taken(
+    loss: Loss, rollouts: list[Rollout], beta: float | None = None
+) -> tuple[Rollout | None, Tensor | None]:
     """Return the first batch that the loss takes, and its gradient there with rewards of zero."""
     for rollout in rollouts:
         try:
-            return rollout, _gradient(loss, with_rewards(rollout, torch.zeros(len(rollout)).double()))
+            return rollout, _gradient(loss, with_rewards(rollout, torch.zeros(len(rollout)).double()), beta)
         except KltestError:
             continue
     return None, None

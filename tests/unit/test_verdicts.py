@@ -551,6 +551,18 @@ def test_rows_that_stand_apart_in_batches_of_the_size_asked_for_are_graded_one_b
     assert any("In batches of 7 each row gives its share" in note for note in report.notes)
 
 
+def pairs_only(logp, ref_logp, mask, beta=0.1):
+    """Takes exactly two rows."""
+    one, other = total(logp - ref_logp, mask)
+    return beta * (one - other).square() / 4
+
+
+def test_a_batch_that_a_loss_refuses_says_nothing_about_its_beta():
+    report = kltest.grade(pairs_only, environment="bandit", select="KL1")
+    assert [(row.batch, row.identified) for row in report.gradients] == [(2, {"reverse_kl": pytest.approx(1.0)})]
+    assert not any("beta is no coefficient" in note for note in report.notes)
+
+
 def test_a_whole_loss_without_a_coefficient_is_graded_without_rewards_and_says_so():
     report = kltest.grade(Trainer().step, expect=LOCAL, environment="sequence", select="KL1")
     assert [row.identified for row in report.gradients] == [{LOCAL: pytest.approx(0.05)}]
