@@ -58,13 +58,24 @@ def screen(report: Report) -> list[Line]:
 
 def _lines(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield "follows", [_followed_in_words(report)]
-    yield "declared", [f"{_meant(declared_combination(report), one_line(report.expect))}{_called(report)}"]
+    instead = _instead(report)
+    yield "declared", [f"{_meant(declared_combination(report), one_line(report.expect))}{_called(report)}{instead}"]
     expected = report.expected_failures
     yield "expected", [f"{check.code} {check.name} fails as expected: {check.excused}" for check in expected]
     yield "errors", _errors(report)
     yield "warnings", [_warnings(report)]
     yield "open", _open(report)
     yield "looked at", [far] if (far := reach(report)) else []
+
+
+def _instead(report: Report) -> str:
+    """Return the option that declares what a refuted loss follows, if that has one name in every row."""
+    rows = [rows[0] for rows in _by_gradient(report).values()]
+    if report.verdict != "refuted" or len(rows) != 1 or not (found := rows[0].identified) or "zero" in found:
+        return ""
+    terms = [f"{coefficient:+.4g}*{name}" for name, coefficient in found.items()]
+    option = "".join(terms).replace("+1*", "+").replace("-1*", "-").removeprefix("+")
+    return f" · if what it follows is meant: --expect={option}"
 
 
 def declared_combination(report: Report) -> dict[str, float] | None:

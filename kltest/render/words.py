@@ -69,7 +69,7 @@ def cells_of(row: GradientRow) -> tuple[str, ...]:
     return (
         row.environment,
         row.sampler,
-        found if row.batch == 1 else f"{found}  [batches of {row.batch}]",
+        found if row.batch == 1 else f"{found}  [batches of {row.batch} of {row.rollouts} rollouts]",
         number(row.relative_bias),
         cosine(row.cosine),
         number(row.relative_variance),

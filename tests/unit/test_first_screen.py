@@ -4,6 +4,7 @@ import pytest
 
 import kltest
 from kltest.estimators import registry
+from kltest.render.screen import screen
 from kltest.truth import render
 
 ON_EVERY_PUSH = {"k3-loss", "k3-ratio", "token-mean", "k1-reward", "k1-loss"}
@@ -29,3 +30,26 @@ def test_the_first_screen_of_an_estimator_is_short_narrow_and_true(name):
     assert f"up to {report.reach.tokens} tokens" in words
     assert len(report.to_text(verbose=True).splitlines()) > len(lines)
     assert report.to_text(verbose=True).splitlines()[:5] == lines[:5]
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("k3-loss", "current"),
+        ("k2-loss", "current"),
+        ("k3-ratio", "both"),
+        ("k2-loss", "stale"),
+        ("k1-both", "current"),
+    ],
+)
+def test_what_the_screen_says_to_declare_is_confirmed(name, sampler):
+    options = {"sampler": sampler, "select": "KL1,KL2,KL3"}
+    lines = {line.label: " ".join(line.texts) for line in screen(kltest.grade(name, **options))}
+    expect = lines["declared"].partition("--expect=")[2]
+    assert expect
+    assert kltest.grade(name, expect=expect, **options).verdict == "confirmed"
+
+
+def test_nothing_is_said_to_be_declared_if_it_has_no_single_name():
+    for name in ("k1-loss", "token-mean", "k1-reward"):
+        assert not any("--expect=" in text for line in screen(kltest.grade(name, select="KL1")) for text in line.texts)
