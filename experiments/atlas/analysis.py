@@ -57,6 +57,8 @@ def claims(rows: Rows) -> list[Claim]:
 
 def _follows(rows: pd.DataFrame, spec: Spec) -> Answer:
     mine = need(rows, estimator=spec.name)
+    # What is said of an estimator that couples rollouts is said of whole batches, and not of one of one rollout.
+    mine = mine[mine["batch"] == mine.groupby(CELL)["batch"].transform("max")]
     agrees = mine["agrees"].astype(bool)
     shown = mine if agrees.all() else mine[~agrees]
     cells = list(zip(shown["environment"], shown["sampler"], shown["identified"], strict=True))
