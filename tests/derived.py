@@ -2,9 +2,9 @@
 
 u = log π − log ref of a token, w = e^(−u), ρ = π/μ of a token, g = ∇log π of a token, T = 3 the length of every
 rollout of the environment "sequence". A per-token term f(u) that is differentiated puts the weight f'(u) on g. A
-next-token gradient is called local; averaged over prefixes that the sampler drew it is local at the sampler. None is
-an unnamed gradient: E_μ[f'(u)·g] without a ratio, unless f' = 1, and weights that depend on differing lengths or on
-the batch's own rollouts.
+next-token gradient is called local; averaged over prefixes that the sampler drew it is local at the sampler, and
+without a ratio over its tokens as well (@rollouts). None is an unnamed gradient: weights that depend on differing
+lengths or on the batch's own rollouts, and clipped ratios.
 """
 
 import math
@@ -49,6 +49,12 @@ def everywhere(environments: Environments, factor: float, bandit: float | None =
     return scaled(environments, bandit=factor if bandit is None else bandit, sequence=factor, ragged=factor)
 
 
+def uncorrected(environments: Environments) -> dict[str, Combination]:
+    """The same weights on rollouts of another sampler, without a ratio."""
+    at_rollouts = lambda to: to and {f"{name}@rollouts": value for name, value in to.items()}  # noqa: E731
+    return {environment: at_rollouts(to) for environment, to in environments.items()}
+
+
 WHOLE = each({"reverse_kl": 1.0})
 NAMELESS = each(None)
 LOG_RATIO, LOG_RATIO_STALE = local("reverse_kl"), {**local("reverse_kl", "@sampler"), "bandit": {"reverse_kl": 1.0}}
@@ -58,14 +64,23 @@ ONE, ONE_STALE = each({"zero": 1.0}), each({"from_sampler_kl": -1.0})
 UNEVEN = {"ragged": None}
 """Pairs of rows that are coupled by their number of tokens: where lengths are equal they are not."""
 MIXED = {**LOG_RATIO, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None}
-MIXED_STALE = {**NAMELESS, "bandit": {"reverse_kl": 1.0}}
+MIXED_STALE = {
+    **MIXED,
+    "sequence": {
+        "reverse_kl@mean_ratio": 1 / 3,
+        "local_forward_kl@mean_ratio": 2 / 3,
+        "other_tokens_forward_kl@mean_ratio": -1 / 3,
+    },
+}
 """Of the geometric mean of ratios, below."""
+MIXED_NAMELESS = {**NAMELESS, "bandit": {"reverse_kl": 1.0}}
+"""As it was recorded before these gradients had names."""
 PAIRS: dict[str, Any] = {"groups": UNEVEN, "stale_groups": UNEVEN, "reduction": "coupled"}
 OFF_POLICY: dict[str, Any] = {"stale": WHOLE, "stale_groups": WHOLE, "verdict": "confirmed"}
 
 K1 = "k1 = u has the weight 1 on g, and E[g] = 0; with stale rollouts E_μ[g] = −∇KL(μ‖π)."
 K2 = "k2 = u²/2 has the weight u: the next token's reverse KL, and the truth where there is one token."
-K3 = "k3 = w − 1 + u has the weight 1 − w: the next token's forward KL. Without a ratio stale rollouts give no name."
+K3 = "k3 = w − 1 + u has the weight 1 − w: the next token's forward KL; without a ratio stale rollouts weight it."
 RATIO = "ρ·k3, both differentiated, has the weight ρ·(k3 + 1 − w) = ρ·u: k2's, at the prefixes of the sampler."
 GEOMETRIC = (
     "The geometric mean of the T ratios, differentiated, gives every token Σk3/T, and E[Σk3·g] is ∇KL − the forward "
@@ -165,7 +180,7 @@ def trl() -> dict[str, Derived]:
         f"{luspo},{corrected}": grpo(f"{RATIO} {fresh} {SUMMED}", LOG_RATIO),
         f"{luspo},{corrected},num_iterations=2": grpo(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
         f"{luspo},{corrected},{by_sequence}": grpo(f"{GEOMETRIC} {SUMMED}", MIXED),
-        f"{luspo},{corrected},{by_sequence},num_iterations=2": grpo(f"{GEOMETRIC}", MIXED, MIXED_STALE),
+        f"{luspo},{corrected},{by_sequence},num_iterations=2": grpo(f"{GEOMETRIC}", MIXED, MIXED_NAMELESS),
         f"{luspo},steps_per_generation=2": grpo(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
         f"{luspo},temperature=0.7": grpo(f"Drawn and scored at one temperature. {RATIO} {SUMMED}", LOG_RATIO),
         f"grpo_from_logprobs/loss_type=luspo,{plain},num_iterations=2": grpo(
@@ -222,7 +237,9 @@ def verl() -> dict[str, Derived]:
             f"{K3} {BY_CONSTANT} It is the width of the batch: 1, and 3.", everywhere(INVERSE_RATIO, 1 / 3, 1)
         ),
         "ppo_loss/use_kl_loss": Derived(
-            f"{K3} {BY_BATCH} The sampler's log-probs enter the policy loss only.", batch, NAMELESS, **PAIRS
+            f"{K3} {BY_BATCH} The sampler's log-probs enter the policy loss only.",
+            *(batch, NAMELESS),
+            **PAIRS,
         ),
         f"ppo_loss/kl_loss_type=k1+,{summed}": Derived(f"Its value with k2's gradient. {K2} {SUMMED}", LOG_RATIO),
     }
@@ -331,8 +348,13 @@ def liger() -> dict[str, Derived]:
     """k3_loss_fn, and ppo_loss_fn, whose KL part is k3 under each normalisation; fused it is the same in float32."""
 
     def whole(
-        why: str, current: Environments, stale: Environments = NAMELESS, how: str = "mean", dtype: str = "float64"
+        why: str,
+        current: Environments,
+        stale: Environments | None = None,
+        how: str = "mean",
+        dtype: str = "float64",
     ) -> Derived:
+        stale = uncorrected(current) if stale is None else stale
         groups = UNEVEN if how == "coupled" else {}
         return Derived(f"{why}", current, stale, groups, groups if stale else {}, dtype, how)
 
@@ -386,11 +408,14 @@ def torchrl() -> dict[str, Derived]:
     current = scaled(INVERSE_RATIO, sequence=1 / 3, ragged=1 / 3)
     losses = (
         *("GRPOLoss", "DAPO", "CISPOLoss"),
-        *("GRPOLoss,aggregation=prompt_mean", "GRPOLoss,aggregation=none", "GRPOLoss,kl_mask_threshold=0.1"),
+        *("GRPOLoss,aggregation=prompt_mean", "GRPOLoss,aggregation=none"),
         *("GRPOLoss,masking_strategy=rlhf", "GRPOLoss,masking_strategy=generic", "GRPOLoss,entropy_bonus=False"),
     )
     return {
-        **{f"loss/{name}": Derived(why, current, NAMELESS, dtype="float32") for name in losses},
+        **{f"loss/{name}": Derived(why, current, uncorrected(current), dtype="float32") for name in losses},
+        "loss/GRPOLoss,kl_mask_threshold=0.1": Derived(
+            f"{why} Tokens far from the sampler are dropped.", current, NAMELESS, dtype="float32"
+        ),
         "kl_in_reward/KLComputation": Derived(REWARD, WHOLE, reduction="per-row", verdict="confirmed"),
         "loss/SequenceKLGRPOLoss": Derived(CHARGED, WHOLE, WHOLE, dtype="float32", verdict="confirmed"),
     }
@@ -404,7 +429,7 @@ def tunix() -> dict[str, Derived]:
         f"compute_kl_divergence/{name}": Derived(why, to, reduction="per-row", **low)
         for name, (why, to) in methods.items()
     }
-    stale = "Without a ratio, stale rollouts give no name."
+    stale = "Without a ratio, stale rollouts weight it."
     mode = "grpo_loss_fn/kl_loss_mode=mse_kl"
     for name in ("GRPOConfig", "loss_algo=gspo-token"):
         found[f"grpo_loss_fn/{name}"] = Derived(f"{K1} {BY_ROW}", {**ONE, "ragged": None}, by_tokens(ONE_STALE), **low)
@@ -413,7 +438,13 @@ def tunix() -> dict[str, Derived]:
         mode: Derived(f"{K2} {stale} {BY_ROW}", by_tokens(LOG_RATIO), NAMELESS, **low),
         "grpo_loss_fn/kl_loss_mode=low_var_kl": Derived(f"{K3} {BY_ROW}", by_tokens(INVERSE_RATIO), NAMELESS, **low),
         f"{mode},loss_agg_mode=token-mean": Derived(
-            f"{K2} {stale} {BY_BATCH}", by_tokens(LOG_RATIO), NAMELESS, UNEVEN, UNEVEN, "float32", "coupled"
+            f"{K2} {stale} {BY_BATCH}",
+            by_tokens(LOG_RATIO),
+            NAMELESS,
+            UNEVEN,
+            UNEVEN,
+            "float32",
+            "coupled",
         ),
         f"{mode},loss_agg_mode=sequence-mean-token-scale": Derived(
             f"{K2} {stale} {BY_CONSTANT} It is the width of the batch: 1, and 3.", width, NAMELESS, **low
@@ -448,7 +479,7 @@ def unsloth_zoo() -> dict[str, Derived]:
         ),
         f"{loss}{ratio}": Derived(f"{RATIO} {BY_ROW}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE)),
         f"{loss}{ratio},loss_type=luspo": Derived(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
-        f"{loss}{ratio},{by_sequence},loss_type=luspo": Derived(f"{GEOMETRIC} {SUMMED}", MIXED, MIXED_STALE),
+        f"{loss}{ratio},{by_sequence},loss_type=luspo": Derived(f"{GEOMETRIC} {SUMMED}", MIXED, MIXED_NAMELESS),
         f"{loss}charged": Derived(CHARGED, WHOLE, WHOLE, verdict="confirmed"),
     }
 
