@@ -277,7 +277,7 @@ def _capture(printing: Connection) -> None:
 def _innermost(output: bytes, home: str = "") -> str:
     """Return `, in f at file:line` for the innermost frame of a dumped stack in the user's code.
 
-    That is `home` and the files beside it; if it is not known, what is not Python, torch, kltest or the program started.
+    That is `home` and the files beside it; if it is not known, what is not Python, torch, kltest or the program.
     """
     _, found, dump = output.partition(DUMP)
     text = dump.decode("utf-8", "backslashreplace") if found else ""
