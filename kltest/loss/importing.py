@@ -90,7 +90,7 @@ def source_of(module: str) -> Path | None:
                 if spec is None or spec.submodule_search_locations is None:
                     return None
                 spec = PathFinder.find_spec(".".join(parts[:depth]), list(spec.submodule_search_locations))
-        except (ImportError, ValueError, AttributeError):
+        except (ImportError, ValueError, AttributeError, KeyError):  # a folder without __init__.py has no module
             return None
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None

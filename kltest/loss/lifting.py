@@ -22,6 +22,8 @@ from kltest.loss.syntax import compiled, is_plain, names_bound, names_read, pars
 from kltest.rollout import field_named
 
 _PREFIX = "kltest_lifted_"
+# How far above a file without a package the folder may lie that one of its imports names.
+FOLDERS_ABOVE = 2
 
 
 def lift(path: Path, names: str, *, because: BaseException) -> Found:
@@ -89,10 +91,25 @@ class _LiftedModule:
             if isinstance(thing, _Absent):
                 raise ImportError(f"{self._lifter.path.name} has no usable {name}: {vars(thing)['_why']}")
             return thing
-        submodule = self._lifter.path.parent / f"{name}.py"
-        if self._lifter.path.name == "__init__.py" and submodule.is_file():
-            return _LiftedModule(self._lifter.sibling(submodule))
+        if self._lifter.path.name == "__init__.py":
+            return getattr(_LiftedFolder(self._lifter.path.parent, self._lifter), name)
         raise AttributeError(f"{self._lifter.path} defines no {name!r}")
+
+
+class _LiftedFolder:
+    """A folder of the same tree without `__init__.py`: its files and folders are lifted when they are read."""
+
+    def __init__(self, folder: Path, lifter: "_Lifter") -> None:
+        self._folder, self._lifter = folder, lifter
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self._folder / name
+        for file in (inner.with_suffix(".py"), inner / "__init__.py"):
+            if file.is_file():
+                return _LiftedModule(self._lifter.sibling(file))
+        if inner.is_dir():
+            return _LiftedFolder(inner, self._lifter)
+        raise AttributeError(f"{self._folder} has no {name!r}")
 
 
 class _Lifter:
@@ -226,10 +243,14 @@ class _Lifter:
         except KeyboardInterrupt:
             raise
         except BaseException:
-            source = source_of(name) if fromlist else None
-            if source is None:
-                raise
-            return _LiftedModule(self.sibling(source))
+            # `import package.module` binds the package, whose module is lifted when it is read.
+            wanted = name if fromlist else name.partition(".")[0]
+            if source := source_of(wanted):
+                return _LiftedModule(self.sibling(source))
+            folders = (base.joinpath(*wanted.split(".")) for base in (self.root, *self.root.parents[:FOLDERS_ABOVE]))
+            if folder := next(filter(Path.is_dir, folders), None):
+                return _LiftedFolder(folder, self)
+            raise
 
     def sibling(self, path: Path) -> "_Lifter":
         """Return the lifter of another file of the same package."""

@@ -344,3 +344,32 @@ def test_a_compiled_function_is_not_compiled_for_its_program_either(tmp_path, mo
     report = kltest.grade("compiled_terms.py:penalty", environment="bandit", select="KL1")
     assert report.verdict == "refuted"
     assert "penalty(" in report.smallest.code
+
+
+@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "from tree import utils\nf = 'utils'",
+        "from tree.inner import utils\nf = 'utils'",
+        "import tree.utils as utils\nf = 'utils'",
+        "import tree.inner.utils\nf = 'tree.inner.utils'",
+    ],
+)
+def test_modules_of_the_same_tree_are_lifted_however_they_are_imported(lines, package, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Python remembers where it found a package, so each is called otherwise.
+    tree = f"tree{len(lines)}{package}"
+    lines = lines.replace("tree", tree)
+    (tmp_path / tree / "inner").mkdir(parents=True)
+    helper = "import not_installed\ndef total(x, mask):\n    return x.where(mask != 0, 0.0).sum(-1)\n"
+    for folder in (tree, f"{tree}/inner"):
+        (tmp_path / folder / "utils.py").write_text(helper)
+        if package:
+            (tmp_path / folder / "__init__.py").write_text("import not_installed\n")
+    *imports, named = lines.splitlines()
+    named = named.removeprefix("f = '").removesuffix("'")
+    body = f"def loss(logp, ref_logp, mask):\n    return {named}.total(logp - ref_logp, mask) ** 2 / 2\n"
+    (tmp_path / tree / "loss.py").write_text("\n".join(["import not_installed", *imports, body]))
+    report = kltest.grade(f"{tree}/loss.py:loss", environment="bandit", select="KL1")
+    assert report.verdict == "confirmed", report.error
