@@ -30,6 +30,7 @@ UNBIASED = 1e-9
 BIAS_RANGE = LogNorm(0.02, 3.0, clip=True)
 # The bar under a cell: the standard deviation of one rollout's gradient, in multiples of the length of ∇KL.
 NOISE_RANGE = (0.5, 50.0)
+CELL = ("estimator", "environment", "sampler")
 SILENT = 1e-12  # rounding: every rollout has the same gradient
 
 SYMBOLS = {
@@ -50,13 +51,17 @@ SYMBOLS = {
     "to_sampler_kl": "KL(π‖μ)",
     "expected_reward": "reward",
     "entropy": "entropy",
+    "exact_future_reverse_kl": "exact future R",
+    "centred_reverse_kl": "centred R",
+    "other_tokens_forward_kl": "other F",
     "zero": "0",
 }
+MARKS = {"": "", "sampler": "@μ", "rollouts": "°", "mean_ratio": "*"}
 LEGEND = (
     "R = ∇KL(π‖ref), what a KL penalty is meant to follow · F = ∇KL(ref‖π), the other direction · "
     "Q = ½ the squared log-ratio · χ², TV = other divergences",
-    "local: prefixes held fixed, so no credit for later tokens · @μ: prefixes weighted by the sampler · "
-    "0: no gradient · ?: none of the named gradients",
+    "local: prefixes held fixed, no credit for later tokens · @μ: prefixes of the sampler, tokens of the policy · "
+    "°: tokens of the sampler too · *: a mean ratio · 0: no gradient · ?: unnamed",
 )
 
 
@@ -113,14 +118,23 @@ def _cell(axes: Axes, x: float, y: float, row: Row | None) -> None:
     face = RIGHT if right else BIAS(BIAS_RANGE(BIAS_RANGE.vmax if bias is None else bias))
     ink = RIGHT_INK if right else ink_on(face)
     axes.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor="none"))
-    text = symbols(row["identified"])
-    size = 5.7 if len(text) <= 13 else 5.7 * 13 / len(text)
-    axes.text(x + width / 2, y + 0.41, text, ha="center", va="center", size=size, color=ink,
-        weight="bold" if right else None)  # fmt: skip
+    lines = _lines(symbols(row["identified"]))
+    size = min(5.7 * 13 / max(13, *map(len, lines)), 5.7 if len(lines) == 1 else 4.2)
+    axes.text(x + width / 2, y + 0.41, "\n".join(lines), ha="center", va="center", size=size, color=ink,
+        linespacing=0.95, weight="bold" if right else None)  # fmt: skip
     if length := _noise(row["relative_variance"]):
         axes.add_patch(
             Rectangle((x, y + height - 0.13), width * length, 0.13, facecolor=ink, edgecolor="none", alpha=0.75)
         )
+
+
+def _lines(text: str) -> list[str]:
+    """A long sum on two lines, divided before the term that stands nearest to the middle."""
+    breaks = [at for at in range(len(text)) if text[at : at + 3] in (" + ", " − ")]
+    if len(text) <= 20 or not breaks:
+        return [text]
+    at = min(breaks, key=lambda at: abs(at - len(text) / 2))
+    return [text[:at], text[at + 1 :]]
 
 
 def _noise(relative_variance: float | None) -> float:
@@ -138,8 +152,8 @@ def symbols(combination: dict[str, float] | None) -> str:
         return "?"
     text = ""
     for name, coefficient in combination.items():
-        base, at, _ = name.partition("@")
-        symbol = SYMBOLS.get(base, base) + ("@μ" if at else "")
+        base, _, ratio = name.partition("@")
+        symbol = SYMBOLS.get(base, base) + MARKS[ratio]
         size = f"{abs(coefficient):.2g}"
         number = "" if size == "1" else {"0.5": "½", "0.33": "⅓", "0.67": "⅔", "0.75": "¾"}.get(size, size) + " "
         sign = "−" if coefficient < 0 else "+"
@@ -189,10 +203,12 @@ def _key(figure: Figure, height: float) -> None:
 
 
 def _worst(rows: list[Row]) -> Cells:
-    """The most biased of the seeds; where they follow different gradients, none is named."""
+    """The most biased of the seeds, in their largest batches; if they follow different gradients, none is named."""
     cells: Cells = {}
     for row in rows:
-        key = (row["estimator"], row["environment"], row["sampler"])
+        key = tuple(row[name] for name in CELL)
+        if row["batch"] < max(one["batch"] for one in rows if all(one[name] == row[name] for name in CELL)):
+            continue
         other = cells.setdefault(key, row)
         named = row["identified"] if symbols(row["identified"]) == symbols(other["identified"]) else None
         worst = max(row, other, key=lambda one: math.inf if one["relative_bias"] is None else one["relative_bias"])

@@ -192,11 +192,11 @@ def _check_installed(library: Adapter) -> None:
         )
 
 
-def named(text: str) -> list[tuple[str, Setting]]:
+def named(text: str, *, to_grade: bool = False) -> list[tuple[str, Setting]]:
     """Return the settings that a target names: all of a library (`verl`), one (`verl:NAME`), or none.
 
     Raises:
-        UsageError: the library does not have the setting, or is not installed.
+        UsageError: the library does not have the setting, or is not installed and is named `to_grade`.
     """
     own = re.fullmatch(r"(.+\.py):([^:].*)", text.strip())
     name, colon, wanted = (own[1], ":", own[2]) if own else text.strip().partition(":")
@@ -205,7 +205,8 @@ def named(text: str) -> list[tuple[str, Setting]]:
     library = find(name)
     if not colon:
         return [(f"{name}:{setting.name}", setting) for setting in installed_settings(library)]
-    _check_installed(library)
+    if to_grade:
+        _check_installed(library)
     setting = library.setting(wanted)
     there = library.settings if setting else installed_settings(library)
     setting = setting or next((one for one in there if one.name == wanted), None)

@@ -258,7 +258,7 @@ def _samplers(loss: Loss, uses: frozenset[str], options: Options) -> tuple[tuple
 
 def _setting(target: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """A library's setting: what is graded for it, and its own options under those that differ from the defaults."""
-    settings = named(target)
+    settings = named(target, to_grade=True)
     if ":" not in target:
         names = ", ".join(name for name, _ in settings[:3])
         raise UsageError(f"{target} has {len(settings)} settings, of which Python grades one at a time: {names} …")

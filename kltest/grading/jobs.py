@@ -51,7 +51,7 @@ class Job:
         """
         settings = [
             cls(name, setting.target, checked(setting.options_with(given), lambda option: option.name), folder)
-            for name, setting in named(target)
+            for name, setting in named(target, to_grade=True)
         ]
         return settings or [cls(target, target, given, folder)]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ def _places(function: Any) -> Iterator[Place]:
         seen.add(id(one))
         yield _attributes(one.__name__, vars(one))
         for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
-            get, put = partial(getattr, cell, "cell_contents", None), partial(setattr, cell, "cell_contents")
+            get, put = partial(_content, cell), partial(setattr, cell, "cell_contents")
             yield from _of_value(f"{name} in its closure", get(), get, put)
             waiting.append(get())
         space = one.__globals__
@@ -102,6 +102,14 @@ def _of_value(name: str, value: Any, get: Read | None = None, put: Write | None 
         yield Place(f"attributes of {name}", partial(_data, value), partial(_set, value))
     elif hasattr(value, "__dict__") and not isinstance(value, FunctionType | ModuleType | torch.nn.Module):
         yield _attributes(name, vars(value))
+
+
+def _content(cell: CellType) -> Any:
+    """Return the value of a closure's variable, None before it has one."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _attributes(name: str, present: dict[str, Any]) -> Place:

@@ -446,5 +446,5 @@ def test_what_changes_in_the_twelfth_call_only_is_found(batch, monkeypatch):
     monkeypatch.setattr(repeat, "usual_batch", lambda findings: batch)
     loss = bind(adapted)
     measure = SimpleNamespace(experiment=lambda: Experiment(loss))
-    findings = SimpleNamespace(measure=measure, observed=SimpleNamespace(nondeterministic=None))
+    findings = SimpleNamespace(measure=measure, observed=SimpleNamespace(nondeterministic=None), loss=loss)
     assert "in call 12" in repeat.examine.__wrapped__(findings).message

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.cells import cell_len
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -157,6 +158,6 @@ def test_python_dash_m_is_the_program(module):
 
 def test_the_list_fits_into_a_hundred_columns():
     text = CliRunner().invoke(app, ["list"]).stdout
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(cell_len, text.splitlines())) <= 100
     for entry in registry().values():
         assert "".join(entry.spec.formula.split()) in "".join(text.split())

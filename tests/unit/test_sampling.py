@@ -380,7 +380,7 @@ def test_the_command_line_takes_the_same_options(tmp_path, monkeypatch):
     (row,) = json.loads(result.stdout)["gradients"]
     assert result.exit_code == 0
     assert (row["method"], row["margin"], row["error_rate"]) == ("sampled", 0.1, 1e-3)
-    text = CliRunner().invoke(app, arguments[:-2]).stdout
+    text = CliRunner().invoke(app, [*arguments[:-2], "--verbose"]).stdout
     assert "confirmed within 20% at error rate 0.001 (asymptotic)" in text
     for option, wrong in {"method": "guessed", "error-rate": "2", "margin": "0", "samples": "0", "bound": "0"}.items():
         refused = CliRunner().invoke(app, [*arguments, f"--{option}", wrong])

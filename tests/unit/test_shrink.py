@@ -299,7 +299,7 @@ def test_environments_to_begin_with_are_mild_and_nowhere_equal(length, actions, 
 @pytest.mark.parametrize("form", ["text", "markdown", "html", "json"])
 def test_what_people_read_shows_the_environment_and_the_program(reports, form):
     report = reports["partial gradient"]
-    rendered = html.unescape(render(form, [report]))
+    rendered = html.unescape(report.to_text(verbose=True) if form == "text" else render(form, [report]))
     if form == "json":
         smallest = json.loads(rendered)["smallest"]
         assert smallest["code"] == report.smallest.code
