@@ -115,8 +115,8 @@ def message_of(code: str, findings: Findings) -> str:
 def _compare(findings: Findings, row: Row) -> Late | None:
     instance = long_instance(row.batch, findings.seed)
     found = findings.measure.expected(row, instance).gradient
-    findings.see(instance, row.sampler, row.batch)
     wanted = target(findings.expect, instance, row.sampler)
+    findings.see(instance, row.sampler, row.batch)
     tolerance = TOLERANCES[findings.observed.dtype].gradient
     bias = relative_bias(found, wanted, size(instance))
     if bias <= tolerance:
