@@ -520,6 +520,7 @@ def judge(function: Callable[..., Any], case: Any) -> dict[str, Any]:
     near, logged, float32 = x.near(), logged_value(x.loss) if x.size == 1 else None, 0.0
     evidence: dict[str, Any] = {"scale": x.scale, "near": near, "logged": logged}
     silent = max(near.values())
+    assert not case.right or silent < case.tolerance, evidence
     if case.right or "float32" in case.reach:
         float32 = x.error(next(e for k, e in x.ordinary.items() if "ragged" in k), dtype=torch.float32)
         evidence["float32"] = float32
