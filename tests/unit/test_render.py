@@ -526,6 +526,12 @@ def test_html_shows_names_as_they_are():
     assert "<script>alert(1)</script>" in page.texts
 
 
+def test_a_symbol_at_the_beginning_of_a_sentence_is_not_made_a_capital():
+    page = html.unescape(render("html", [REFUTED]))
+    assert "π is the policy" in page
+    assert "Π" not in page
+
+
 @every_report
 def test_markdown_tables_have_equal_columns(report):
     table = [line for line in render("markdown", [report]).splitlines() if line.startswith("|")]
