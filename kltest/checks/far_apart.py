@@ -28,6 +28,8 @@ ENVIRONMENT = "bandit"
 # probability, and e⁻¹⁶ is as small as the tolerance.
 FAR = ((-30.0, -6.0), (-15.0, -4.0))
 NEARER = ((-12.0, -6.0), (-8.0, -4.0))
+# Added to the logit of the policy's first action, which then has almost all of its probability.
+CONFIDENT = (6.0,)
 # Relative bias in the nearer bandits: a constant of 1e-8 beside a probability of e⁻¹² makes less than a thousandth.
 MUCH = 0.01
 
@@ -57,22 +59,24 @@ def _worst(findings: Findings, shifts: Shifts, least: float) -> str:
 
 def _words(bias: float, instance: Instance) -> str:
     ratios = ", ".join(signed(ratio, 3) for ratio in np.sort(instance.policy[0] - instance.reference[0]))
+    likeliest = np.exp(instance.policy[0].max())
     return (
-        f"In a bandit with the log-ratios {ratios} the expected gradient is off by {bias:.2g} of the declared one; it "
-        "is right if policy and reference are near each other."
+        f"In a bandit with the log-ratios {ratios}, the likeliest action of probability {likeliest:.3g}, the expected "
+        f"gradient is off by {bias:.2g} of the declared one; it is right in milder ones."
     )
 
 
 def _moved(instance: Instance, shifts: Shifts) -> list[Instance]:
-    """The instance with its reference moved, and with its policy (and sampler) moved."""
+    """The instance with its reference moved, with its policy (and sampler) moved, and with a confident policy."""
 
     def moved(logits: np.ndarray, shift: tuple[float, ...]) -> np.ndarray:
         count = min(len(shift), logits.shape[1] - 1)
         return table(logits + np.pad(shift[:count], (0, logits.shape[1] - count)))
 
     reference, policy = shifts
-    left = replace(instance, policy=moved(instance.policy, policy))
-    return [replace(instance, reference=moved(instance.reference, reference)), replace(left, sampler=left.policy)]
+    left = [moved(instance.policy, shift) for shift in (policy, CONFIDENT)]
+    others = [replace(instance, policy=one, sampler=one) for one in left]
+    return [replace(instance, reference=moved(instance.reference, reference)), *others]
 
 
 differs = shared(partial(_worst, shifts=FAR, least=0.0))

@@ -95,6 +95,10 @@ class Observed:
         return self.coupled and all(lengths[name] is None for name in self.coupled_in)
 
 
+# Log-ratio from which on a token counts as one whose probability was tried.
+APART = 0.01
+
+
 @dataclass
 class Findings:
     """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
@@ -120,7 +124,11 @@ class Findings:
         reach = self.reach
         reach.tokens = max(reach.tokens, instance.environment.horizon)
         reach.rows = max(reach.rows, rows)
-        reach.reference = max(reach.reference, float(np.abs(instance.policy - instance.reference).max()))
+        apart = np.abs(instance.policy - instance.reference)
+        reach.reference = max(reach.reference, float(apart.max()))
+        likely = np.exp(instance.policy[apart > APART])
+        reach.probability = max(reach.probability, float(likely.max(initial=0.0)))
+        reach.vocabulary = max(reach.vocabulary, instance.environment.vocabulary)
         reach.sampler = max(reach.sampler, float(np.abs(instance.policy - instance.behaviour(sampler)).max()))
 
     @property

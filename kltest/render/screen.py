@@ -73,6 +73,8 @@ def _instead(report: Report) -> str:
     rows = [rows[0] for rows in _by_gradient(report).values()]
     if report.verdict != "refuted" or len(rows) != 1 or not (found := rows[0].identified) or "zero" in found:
         return ""
+    if render(found) == declared(report):
+        return ""
     terms = [f"{coefficient:+.4g}*{name}" for name, coefficient in found.items()]
     option = "".join(terms).replace("+1*", "+").replace("-1*", "-").removeprefix("+")
     return f" · if what it follows is meant: --expect={option}"

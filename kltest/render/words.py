@@ -97,9 +97,10 @@ def reach(report: Report) -> str:
     stale = f" and {found.sampler:.2g} to the sampler" if found.sampler else ", with the sampler equal to the policy"
     tokens = f"rollouts of up to {found.tokens} tokens" if found.tokens > 1 else "rollouts of one token"
     rows = f"batches of up to {found.rows} rows" if found.rows > 1 else "each by itself"
+    chosen = f"{found.vocabulary} tokens to choose from, the likeliest with probability {found.probability:.3g}"
     return (
-        f"{tokens}, {rows}, log-ratios of a token of up to {found.reference:.2g} to the reference{stale}; not all at "
-        "once, and nothing is claimed beyond"
+        f"{tokens}, {rows}, log-ratios of a token of up to {found.reference:.2g} to the reference{stale}, {chosen}; "
+        "not all at once, and nothing is claimed beyond"
     )
 
 

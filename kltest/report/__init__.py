@@ -98,13 +98,16 @@ class Reach:
     """How far the gradient was compared with the declared one; nothing is claimed beyond.
 
     `tokens` are those of the longest rollout, `rows` those of the largest batch; `reference` and `sampler` are the
-    largest absolute log-ratios of a token to either.
+    largest absolute log-ratios of a token to either. `vocabulary` is the largest one, and `probability` the policy's
+    largest of a token whose log-ratio to the reference is not zero.
     """
 
     tokens: int = 1
     rows: int = 1
     reference: float = 0.0
     sampler: float = 0.0
+    vocabulary: int = 2
+    probability: float = 0.0
 
 
 @dataclass(frozen=True)

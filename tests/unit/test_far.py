@@ -234,3 +234,31 @@ def test_a_report_says_how_far_it_looked():
     report = kltest.grade(weighted(whole_ratio))
     assert report.verdict == "confirmed"
     assert (report.reach.tokens, report.reach.rows, round(report.reach.sampler)) == (64, 32, 19)
+
+
+def of_unsure_tokens(logp, ref_logp, mask):
+    """Tokens that the policy is sure of are left out, as for losses of high-entropy tokens alone."""
+    unsure = mask * (logp.detach() < -0.05)
+    return ((logp - ref_logp).square() / 2 * unsure).sum(-1).mean()
+
+
+def of_the_likely_half(logits, ref_logits, mask):
+    """The exact divergence over tokens of probability below 0.98; the others are taken as certain."""
+    terms = torch.where(logits.detach() < -0.02, logits.exp() * (logits - ref_logits), 0.0).sum(-1)
+    return (terms * mask).sum(-1).mean()
+
+
+@pytest.mark.parametrize("loss", [of_unsure_tokens, of_the_likely_half])
+def test_what_goes_wrong_where_the_policy_is_sure_is_found(loss):
+    report = kltest.grade(loss, expect="local_reverse_kl", environment="bandit,sequence", select="KL1")
+    assert report.verdict == "refuted"
+    assert any("the likeliest action of probability 0.99" in check.message for check in report.errors)
+
+
+def test_a_loss_that_is_right_where_the_policy_is_sure_says_how_sure():
+    report = kltest.grade("k2-loss", expect="local_reverse_kl", environment="bandit", select="KL1")
+    assert report.verdict == "confirmed"
+    assert report.reach.probability > 0.99
+    assert report.reach.vocabulary == 4
+    assert "4 tokens to choose from, the likeliest with probability 0.99" in " ".join(str(report).split())
+    assert "--expect" not in str(report)
