@@ -25,6 +25,8 @@ from kltest.truth import gradient
 LENGTHS = ("bandit", "sequence", "ragged")
 # Padded columns that are added to a batch: a few, and as many as make it 64 wide.
 COLUMNS = (3, 61)
+# Relative difference that a small constant makes in a denominator, as in sum(x·mask)/(sum(mask) + 1e-6).
+GUARD = 1e-5
 
 
 def agree_up_to_scale(findings: Findings) -> None:
@@ -35,7 +37,10 @@ def agree_up_to_scale(findings: Findings) -> None:
     first = [row for row in findings.rows if row.sampler == findings.samplers[0]]
     factor = _common(first)
     fixed = any(coefficient != 1 for coefficient in findings.expect.values())
-    if factor is None or isclose(factor, 1.0, rel_tol=1e-6) or fixed:
+    if factor is None or fixed:
+        return
+    if isclose(factor, 1.0, rel_tol=GUARD):
+        findings.rows = [_scaled(row, 1.0) for row in findings.rows]
         return
     try:
         if findings.loss.takes_beta:
@@ -74,7 +79,7 @@ def widened(findings: Findings) -> tuple[float, int]:
 def _common(rows: list[Row]) -> float | None:
     """The factor of all rows, None if they differ or one of them follows something else."""
     factors = [_factor(row) for row in rows]
-    if not factors or any(factor is None or not isclose(factor, factors[0] or 0, rel_tol=1e-6) for factor in factors):
+    if not factors or any(factor is None or not isclose(factor, factors[0] or 0, rel_tol=GUARD) for factor in factors):
         return None
     return factors[0]
 
@@ -102,10 +107,10 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
         shares.append(float((found * wanted).sum() / (wanted**2).sum()))
         if shares[-1] <= 0 or norm(found - shares[-1] * wanted) > limit(findings) * norm(found):
             return "no"
-    if not shares or not all(isclose(share, shares[0], rel_tol=1e-6) for share in shares):
+    if not shares or not all(isclose(share, shares[0], rel_tol=GUARD) for share in shares):
         return "unknown" if shares else "no"
     own = shares[0], shares[0] / (1 - 1 / row.batch) if row.batch > 1 else shares[0]
-    return "yes" if any(isclose(factor, share, rel_tol=1e-6) for share in own) else "no"
+    return "yes" if any(isclose(factor, share, rel_tol=GUARD) for share in own) else "no"
 
 
 def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
@@ -118,7 +123,7 @@ def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
         return False
     lengths = [row for name in LENGTHS for row in findings.measure.rows(name, findings.samplers[0])]
     same = _common(lengths)
-    if same is None or not isclose(same, factor, rel_tol=1e-6) or widened(findings)[0] > limit(findings):
+    if same is None or not isclose(same, factor, rel_tol=GUARD) or widened(findings)[0] > limit(findings):
         return False
     return tried or not findings.observed.coupled or _at_other_sizes(findings, factor, rows)
 
@@ -136,5 +141,5 @@ def _at_other_sizes(findings: Findings, factor: float, rows: list[Row]) -> bool:
 def _scaled(row: Row, factor: float) -> Row:
     expected = {name: factor * coefficient for name, coefficient in row.expected.items()}
     whole = proportion(row.identified, expected)
-    agrees = whole is not None and isclose(whole, 1.0, rel_tol=1e-6)
+    agrees = whole is not None and isclose(whole, 1.0, rel_tol=GUARD)
     return replace(row, expected=expected, agrees=agrees or row.agrees, scale=factor if agrees else None)

@@ -262,3 +262,13 @@ def test_a_loss_that_is_right_where_the_policy_is_sure_says_how_sure():
     assert report.reach.vocabulary == 4
     assert "4 tokens to choose from, the likeliest with probability 0.99" in " ".join(str(report).split())
     assert "--expect" not in str(report)
+
+
+@pytest.mark.parametrize("guard", [1e-8, 1e-6])
+def test_a_small_constant_in_a_denominator_is_no_defect(guard):
+    def by_rows(logp, ref_logp, mask):
+        log_ratio = ((logp - ref_logp) * mask).sum(-1)
+        return log_ratio.square().sum() / 2 / (len(log_ratio) + guard)
+
+    report = kltest.grade(by_rows)
+    assert (report.verdict, [check.code for check in report.errors]) == ("confirmed", [])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kltest.checks.check import shared
+from kltest.checks.scale import GUARD
 from kltest.environments import END, Environment, Instance, Paths
 from kltest.environments.policies import table
 from kltest.identify.case import relative_bias, size, target
@@ -117,7 +118,7 @@ def _compare(findings: Findings, row: Row) -> Late | None:
     found = findings.measure.expected(row, instance).gradient
     wanted = target(findings.expect, instance, row.sampler)
     findings.see(instance, row.sampler, row.batch)
-    tolerance = TOLERANCES[findings.observed.dtype].gradient
+    tolerance = max(GUARD, TOLERANCES[findings.observed.dtype].gradient)
     bias = relative_bias(found, wanted, size(instance))
     if bias <= tolerance:
         return None
