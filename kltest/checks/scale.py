@@ -39,7 +39,7 @@ def agree_up_to_scale(findings: Findings) -> None:
     fixed = any(coefficient != 1 for coefficient in findings.expect.values())
     if factor is None or fixed:
         return
-    if abs(factor - 1) < GUARD:
+    if abs(factor - 1) < GUARD / 2:
         findings.rows = [_scaled(row, 1.0) for row in findings.rows]
         return
     try:
