@@ -204,10 +204,14 @@ def _key(figure: Figure, height: float) -> None:
 
 def _worst(rows: list[Row]) -> Cells:
     """The most biased of the seeds, in their largest batches; if they follow different gradients, none is named."""
+    batches: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        key = tuple(row[name] for name in CELL)
+        batches[key] = max(row["batch"], batches.get(key, 0))
     cells: Cells = {}
     for row in rows:
         key = tuple(row[name] for name in CELL)
-        if row["batch"] < max(one["batch"] for one in rows if all(one[name] == row[name] for name in CELL)):
+        if row["batch"] < batches[key]:
             continue
         other = cells.setdefault(key, row)
         named = row["identified"] if symbols(row["identified"]) == symbols(other["identified"]) else None

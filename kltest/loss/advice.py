@@ -58,15 +58,15 @@ def advice(name: str, function: Callable[..., Any], missing: Iterable[str], para
         tree = ast.parse(textwrap.dedent(inspect.getsource(inner_of(function))))
     except (OSError, TypeError, SyntaxError):  # no source, or not all of it
         return ""
-    missing = list(missing)
+    missing, chains = list(missing), _chains(tree)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     models = {each for each in missing if each in called or _MODEL_NAME.fullmatch(each)}
     packed = any(_PACKED.fullmatch(each) for each in missing)
     if packed or models:
-        fields, call = _shim_call(name, parameters, models, _chains(tree), packed)
+        fields, call = _shim_call(name, parameters, models, chains, packed)
         text = (_PACK if packed else _MODEL).format(fields=", ".join(fields), call=call)
         return "Or put a shim into its file and grade that:\n\n" + textwrap.indent(text, "    ")
-    arguments = [text for each in missing for text in _arguments(each, _chains(tree))]
+    arguments = [text for each in missing for text in _arguments(each, chains)]
     return f"Its body reads what these fill: {' '.join(arguments)}." if arguments else ""
 
 

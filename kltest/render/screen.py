@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kltest.errors import UsageError
 from kltest.render.words import cosine, listed, number, one_line, reach
 from kltest.report import CheckResult, GradientRow, Report
-from kltest.truth import ATLAS, parse, render
+from kltest.truth import ATLAS, parse, plain, render
 
 MOST_ERRORS, MOST_OPEN, MOST_GRADIENTS = 6, 3, 3
 """Lines of the first screen that errors and open questions take, and gradients that are named one by one."""
@@ -75,9 +75,8 @@ def _instead(report: Report) -> str:
         return ""
     if render(found) == declared(report):
         return ""
-    terms = [f"{coefficient:+.4g}*{name}" for name, coefficient in found.items()]
-    option = "".join(terms).replace("+1*", "+").replace("-1*", "-").removeprefix("+")
-    return f" · if what it follows is meant: --expect={option}"
+    option = plain({name: float(f"{coefficient:.4g}") for name, coefficient in found.items()})
+    return f" · if what it follows is meant: --expect={option.replace(' ', '')}"
 
 
 def declared_combination(report: Report) -> dict[str, float] | None:
