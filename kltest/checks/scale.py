@@ -140,6 +140,8 @@ def _at_other_sizes(findings: Findings, factor: float, rows: list[Row]) -> bool:
 
 def _scaled(row: Row, factor: float) -> Row:
     expected = {name: factor * coefficient for name, coefficient in row.expected.items()}
+    if row.agrees is None:
+        return replace(row, expected=expected)
     whole = proportion(row.identified, expected)
     agrees = whole is not None and isclose(whole, 1.0, rel_tol=GUARD)
     return replace(row, expected=expected, agrees=agrees or row.agrees, scale=factor if agrees else None)
