@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kltest.loss.callables import inner_of
-from kltest.loss.suggesting import role_of
+from kltest.loss.suggesting import role_of, suggested_field
 from kltest.rollout import FIELDS, field_named
 
 _PACKED = re.compile(r"cu_?seq_?lens?\w*")
@@ -65,9 +65,38 @@ def advice(name: str, function: Callable[..., Any], missing: Iterable[str], para
     if packed or models:
         fields, call = _shim_call(name, parameters, models, chains, packed)
         text = (_PACK if packed else _MODEL).format(fields=", ".join(fields), call=call)
-        return "Or put a shim into its file and grade that:\n\n" + textwrap.indent(text, "    ")
+        return "Put a shim into its file and grade that, for instance:\n\n" + textwrap.indent(text, "    ")
     arguments = [text for each in missing for text in _arguments(each, chains)]
-    return f"Its body reads what these fill: {' '.join(arguments)}." if arguments else ""
+    found = [f"Its body reads what these fill: {' '.join(arguments)}."] if arguments else []
+    for each in missing:
+        if words := _compared(each, tree):
+            found.append(f"Its body compares {each} with {', '.join(words)}: --arg {each}={words[0]}, for instance.")
+    return " ".join(found)
+
+
+def _compared(parameter: str, tree: ast.AST) -> list[str]:
+    """Return the words that a body compares a parameter with, or looks up by it: names of settings."""
+    found: dict[str, None] = {}
+    for node in ast.walk(tree):
+        beside: list[ast.AST] = []
+        if isinstance(node, ast.Compare) and _is(node.left, parameter):
+            beside = list(node.comparators)
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq) and _is(node.comparators[0], parameter):
+            beside = [node.left]
+        elif isinstance(node, ast.Match) and _is(node.subject, parameter):
+            beside = [case.pattern for case in node.cases]
+        elif isinstance(node, ast.Subscript) and _is(node.slice, parameter) and isinstance(node.value, ast.Dict):
+            beside = [key for key in node.value.keys if key is not None]
+        constants = (inner for each in beside for inner in ast.walk(each) if isinstance(inner, ast.Constant))
+        found |= dict.fromkeys(each.value for each in constants if isinstance(each.value, str))
+    return list(found)
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    """True for a variable, and for a method of it: `kind`, `kind.lower()`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        node = node.func.value
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _arguments(parameter: str, chains: set[Chain]) -> Iterator[str]:
@@ -83,7 +112,7 @@ def _arguments(parameter: str, chains: set[Chain]) -> Iterator[str]:
             yield f"--arg {path}=@rollout"
             continue
         for each in last:
-            field = field_named(each)
+            field = suggested_field(each)
             yield f"--arg {path}.{each}=" + (f"@{field}" if field else "VALUE")
 
 
@@ -138,9 +167,9 @@ def _shim_call(
             return longest if _LONGEST.fullmatch(parameter) else "torch.cat([ends.new_zeros(1), ends])"
         if not packed and _IDS.fullmatch(parameter):
             return "ids"
-        field = field_named(parameter)
         if not packed and parameter in _OF_MODELS:
             return _OF_MODELS[parameter]
+        field = suggested_field(parameter)
         return None if field is None else of(field)
 
     def given(parameter: inspect.Parameter) -> str | None:

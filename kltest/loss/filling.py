@@ -118,7 +118,12 @@ def _cannot_fill(
     name: str, missing: Mapping[str, str], parameters: list[inspect.Parameter], function: Callable[..., Any]
 ) -> UsageError:
     """Name all parameters that nothing fills; `missing` gives for each why not, if there is something to say."""
-    near = {parameter: field for parameter in missing if (field := suggested_field(parameter)) is not None}
+    taken = {field_named(parameter.name) for parameter in parameters}
+    near = {
+        parameter: field
+        for parameter in missing
+        if (field := suggested_field(parameter)) is not None and field not in taken
+    }
     guesses = [f"did you mean {field}, --arg {parameter}=@{field}?" for parameter, field in near.items()]
     hints = "; ".join([*guesses, *filter(None, missing.values())])
     words = list(map(repr, missing))
@@ -130,11 +135,12 @@ def _cannot_fill(
     which = f"parameters {', '.join(words[:-1])} and {words[-1]}" if words[1:] else f"parameter {words[0]}"
     whose, own = ("each", "NAME") if words[1:] else ("it", next(iter(missing)))
     proposal = advice(name, function, missing, parameters)
+    proposal = proposal and f"{proposal.rstrip()}\n"
     return UsageError(
-        f"the {which} of {name}({_shown(parameters)}) cannot be filled{hints and f' ({hints})'}. Give {whose} a value "
-        f"with --arg {own}=VALUE, a field of the rollout with --arg {own}=@FIELD, or, where an object is wanted, its "
-        f"attributes with --arg {own}.ATTRIBUTE=VALUE (as --arg config.beta=0.1). "
-        f"Parameters of these names are filled by themselves:\n{table}" + (proposal and f"\n{proposal}")
+        f"the {which} of {name}({_shown(parameters)}) cannot be filled{hints and f' ({hints})'}. "
+        f"{proposal}{'Or give' if proposal else 'Give'} {whose} a value with --arg {own}=VALUE, a field of the rollout "
+        f"with --arg {own}=@FIELD, or, where an object is wanted, its attributes with --arg {own}.ATTRIBUTE=VALUE (as "
+        f"--arg config.beta=0.1). Parameters of these names are filled by themselves:\n{table}"
     )
 
 

@@ -22,8 +22,8 @@ from kltest.loss.syntax import compiled, is_plain, names_bound, names_read, pars
 from kltest.rollout import field_named
 
 _PREFIX = "kltest_lifted_"
-# How far above a file without a package the folder may lie that one of its imports names.
-FOLDERS_ABOVE = 2
+# How far above a file's package the folder may lie that one of its imports names, itself or in `src`.
+FOLDERS_ABOVE = 3
 
 
 def lift(path: Path, names: str, *, because: BaseException) -> Found:
@@ -247,9 +247,12 @@ class _Lifter:
             wanted = name if fromlist else name.partition(".")[0]
             if source := source_of(wanted):
                 return _LiftedModule(self.sibling(source))
-            folders = (base.joinpath(*wanted.split(".")) for base in (self.root, *self.root.parents[:FOLDERS_ABOVE]))
-            if folder := next(filter(Path.is_dir, folders), None):
-                return _LiftedFolder(folder, self)
+            for base in (self.root, *self.root.parents[:FOLDERS_ABOVE]):
+                for inner in (base.joinpath(*wanted.split(".")), base.joinpath("src", *wanted.split("."))):
+                    if file := next(filter(Path.is_file, (inner.with_suffix(".py"), inner / "__init__.py")), None):
+                        return _LiftedModule(self.sibling(file))
+                    if inner.is_dir():
+                        return _LiftedFolder(inner, self)
             raise
 
     def sibling(self, path: Path) -> "_Lifter":

@@ -11,14 +11,18 @@ from kltest.rollout import FIELDS
 
 # Words that say whose log-probs, by the prefix of the field.
 _ROLES = {
-    "": ("current", "curr", "cur", "new"),
-    "ref_": ("reference", "ref", "base"),
-    "old_": ("old", "previous", "prev", "behaviour", "behavior", "sampler", "rollout", "mu"),
+    "": ("current", "curr", "cur", "new", "trainer", "learner", "student"),
+    "ref_": ("reference", "ref", "refs", "base", "teacher"),
+    "old_": (
+        *("old", "previous", "prev", "behaviour", "behavior", "sampler", "sampling", "rollout", "mu"),
+        *("inference", "generation", "generator", "gen", "vllm", "sglang"),
+    ),
 }
 _PREFIX = {word: prefix for prefix, words in _ROLES.items() for word in words}
 # Words of the current policy, unless a word of _ROLES stands beside them: old_policy_logps.
 _ANY_POLICY = frozenset({"policy", "actor", "pi", "theta"})
 _NEUTRAL = frozenset({"per", "token", "action", "sequence", "seq", "model", "p", "prob", "probs"})
+_COEFFICIENTS = frozenset({"coef", "coeff", "coefficient", "weight", "scale", "lambda", "alpha", "beta", "tau"})
 _LONGEST_FIRST = sorted({*_PREFIX, *_ANY_POLICY, *_NEUTRAL}, key=len, reverse=True)
 # Known words; names run them together: oldlogprobs, logpi.
 _KNOWN = re.compile("|".join(["log(?:its?|probs?|ps?(?!i))?", *_LONGEST_FIRST]))
@@ -31,6 +35,9 @@ def suggested_field(name: str) -> str | None:
     stated = _stated(name)
     if stated in FIELDS:
         return stated
+    words = _words(name)
+    if words[0] == "kl" and words[-1] in _COEFFICIENTS:
+        return "beta"
     fields = {spelling: field for field, entry in FIELDS.items() for spelling in (field, *entry.aliases)}
     near = near_spelling(name, fields)
     return fields[near] if near else None

@@ -56,6 +56,22 @@ class Trainer:
         logp, mask = per_token(model, torch.cat([prompt, inputs["completion_ids"]], dim=1), mask)
         return summed(logp - inputs["ref_per_token_logps"], mask)
 
+def kinds(logp, ref_logp, kind, how, reduction="none"):
+    u = {"k1": lambda: logp - ref_logp, "k2": lambda: (logp - ref_logp) ** 2 / 2}[how]
+    if kind.lower() in ("off", "none") or "never" == kind or "key" in how:
+        return 0 * u()
+    return u()
+
+def matched(logp, ref_logp, kind):
+    match kind:
+        case "k1" | "kl":
+            return logp - ref_logp
+        case "k2":
+            return (logp - ref_logp) ** 2 / 2
+
+def of_engines(inputs, scale):
+    return scale * summed(inputs["trainer_logprobs"] - inputs["teacher_logprobs"], inputs["loss_mask"])
+
 def unknown(x, y):
     return x.to(y.dtype) + y.sum(-1)
 """
@@ -70,7 +86,8 @@ def proposed(tmp_path, monkeypatch):
     def refused(name):
         with pytest.raises(UsageError) as refusal:
             resolve(f"mine.py:{name}", Call())
-        return str(refusal.value).partition("all of the above, as attributes or by key")[2]
+        before = re.split("(?:Or g|G)ive (?:it|each) a value", str(refusal.value))[0]
+        return before.partition(" cannot be filled. ")[2]
 
     return refused
 
@@ -90,19 +107,24 @@ def proposed(tmp_path, monkeypatch):
                 "batch.weight": "VALUE",
             },
         ),
+        (
+            "of_engines",
+            {"inputs.loss_mask": "@mask", "inputs.teacher_logprobs": "@ref_logp", "inputs.trainer_logprobs": "@logp"},
+        ),
     ],
 )
 def test_the_options_that_are_proposed_fill_the_parameters(name, options, proposed):
     said = dict(re.findall(r"--arg (\S+)=([@\w]+)", proposed(name)))
     assert said == options
     arguments = {key: 2.0 if value == "VALUE" else value for key, value in said.items()}
+    arguments |= {"scale": 2.0} if name == "of_engines" else {}
     report = kltest.grade(f"mine.py:{name}", arguments=arguments, select="KL1,KL2")
     assert report.verdict == "confirmed", report.error
 
 
 @pytest.mark.parametrize("name", ["packed", "two_models", "of_inputs", "with_labels", "Trainer.compute_loss"])
 def test_a_shim_that_is_proposed_runs(name, proposed, tmp_path):
-    shim = textwrap.dedent(proposed(name).partition("grade that:\n\n")[2])
+    shim = textwrap.dedent(proposed(name).partition("for instance:\n\n")[2])
     (tmp_path / "with_shim.py").write_text(LOSSES + shim)
     report = kltest.grade("with_shim.py:shim", select="KL1,KL2")
     assert report.verdict == "confirmed", report.error
@@ -123,3 +145,14 @@ def test_a_target_may_be_written_as_pytest_writes_it(proposed, tmp_path):
         "class A:\n    def loss(self, logp, ref_logp, mask):\n        return logp.sum()\n"
     )
     assert resolve("methods.py::A::loss").parameters[0].name == resolve("methods.py:A.loss").parameters[0].name
+
+
+def test_words_that_a_body_compares_a_parameter_with_are_proposed(proposed):
+    assert re.findall(r"compares (\w+) with (.*?): --arg", proposed("kinds")) == [
+        ("kind", "off, none, never"),
+        ("how", "k1, k2"),
+    ]
+    said = proposed("matched")
+    assert "compares kind with k1, kl, k2: --arg kind=k1, for instance." in said
+    report = kltest.grade("mine.py:matched", arguments={"kind": "k2"}, expect="local_reverse_kl", select="KL1,KL2")
+    assert report.verdict == "confirmed", report.error

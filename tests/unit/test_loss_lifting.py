@@ -373,3 +373,22 @@ def test_modules_of_the_same_tree_are_lifted_however_they_are_imported(lines, pa
     (tmp_path / tree / "loss.py").write_text("\n".join(["import not_installed", *imports, body]))
     report = kltest.grade(f"{tree}/loss.py:loss", environment="bandit", select="KL1")
     assert report.verdict == "confirmed", report.error
+
+
+@pytest.mark.parametrize("inner", ["", "src/"])
+def test_a_package_beside_the_folder_of_a_script_is_lifted(inner, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Python remembers where it found a package, so each is called otherwise.
+    package = f"library{len(inner)}"
+    (tmp_path / "repository" / "apps" / "train").mkdir(parents=True)
+    (tmp_path / "repository" / inner / package).mkdir(parents=True)
+    (tmp_path / "repository" / inner / package / "__init__.py").write_text("import not_installed\n")
+    (tmp_path / "repository" / inner / package / "ops.py").write_text(
+        "import not_installed\ndef total(x, mask):\n    return x.where(mask != 0, 0.0).sum(-1)\n"
+    )
+    (tmp_path / "repository" / "apps" / "train" / "main.py").write_text(
+        f"from {package}.ops import total\n"
+        "def loss(logp, ref_logp, mask):\n    return total(logp - ref_logp, mask) ** 2 / 2\n"
+    )
+    report = kltest.grade("repository/apps/train/main.py:loss", environment="bandit", select="KL1")
+    assert report.verdict == "confirmed", report.error

@@ -27,9 +27,21 @@ def proposed(name):
 
 
 ROLES = {
-    "logp": ("curr", "current", "cur", "new", "policy", "actor", "pi", "theta", "new_policy"),
-    "ref_logp": ("ref", "reference", "base", "ref_policy", "reference_actor", "base_policy"),
-    "old_logp": ("old", "prev", "previous", "behavior", "behaviour", "sampler", "rollout", "mu", "old_policy"),
+    "logp": ("curr", "current", "cur", "new", "policy", "actor", "pi", "theta", "new_policy", "trainer", "student"),
+    "ref_logp": ("ref", "reference", "base", "teacher", "ref_policy", "reference_actor", "base_policy"),
+    "old_logp": (
+        "old",
+        "prev",
+        "previous",
+        "behavior",
+        "behaviour",
+        "sampler",
+        "rollout",
+        "mu",
+        "old_policy",
+        "inference",
+        "gen",
+    ),
 }
 QUANTITIES = (
     "{}_logprobs_",
@@ -70,6 +82,8 @@ def test_the_role_decides(field, word, quantity):
         ("reward_", "reward"),
         ("token", "tokens"),
         ("kl_coeffs", "beta"),
+        ("KL_COEFFICIENT", "beta"),
+        ("kl_loss_weight", "beta"),
     ],
 )
 def test_known_names(name, field):
@@ -81,7 +95,8 @@ def test_known_names(name, field):
     [
         "old_ref_logprobs",  # of two roles
         "curr_old_logp",
-        "teacher_logprobs",  # of a role of its own
+        "student_teacher_logprobs",
+        "critic_logprobs",  # of a role of its own
         "ref_chosen_logps",
         "policy_rejected_logprobs",
         "old_values",  # no log-probs
@@ -93,6 +108,9 @@ def test_known_names(name, field):
         "x",
         "temperature",
         "target_logp",
+        "kl",
+        "kl_weights",  # of tokens or rows, most likely
+        "loss_weight",
     ],
 )
 def test_nothing_is_proposed_where_the_role_is_unknown(name):
@@ -117,3 +135,13 @@ def test_parameters_of_another_role_are_not_proposed_for_an_argument():
             bind(loss, Call(arguments={argument: "@logp"}))
     with pytest.raises(UsageError, match="did you mean 'ref_logprobs'"):
         bind(loss, Call(arguments={"ref_logprob": "@logp"}))
+
+
+def test_a_field_that_another_parameter_takes_is_not_proposed():
+    def loss(logp, ref_logp, teacher_logp):
+        return logp
+
+    with pytest.raises(UsageError) as refused:
+        bind(loss)
+    assert "the parameter 'teacher_logp'" in str(refused.value)
+    assert "did you mean" not in str(refused.value)
