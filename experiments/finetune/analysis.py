@@ -18,7 +18,7 @@ from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, reco
 from kltest.reproduce.numbers import Cited, Numbers, number
 
 from .optimum import ROLLOUTS
-from .settings import BETA_OF_GRADIENTS, COMMITTED, OPTIMUM, PARTS, RUN, VARIANTS
+from .settings import BETA_OF_GRADIENTS, COMMITTED, OPTIMUM, PARTS, RUN, SAME, VARIANTS
 from .spread import Interval, geometric, interval, paired
 
 TANG_MUNOS = "Tang & Munos 2025"
@@ -358,7 +358,8 @@ def _now(rows: pd.DataFrame) -> Answer:
 
 def tables(rows: Rows) -> dict[str, list[Row]]:
     """Runs made now as sweep.csv keeps them; KL and reward by coefficient; gradients by term."""
-    made = [{name: value for name, value in row.items() if name != "part"} for row in records(select(rows, "run"))]
+    usual = {"part": "run", **SAME}
+    made = [{name: it for name, it in row.items() if usual.get(name) != it} for row in records(select(rows, "run"))]
     sweep, at_ends, followed = Sweep(rows, "committed"), [], []
     columns = sorted(sweep.rows.loc[sweep.rows["beta"] > 0, "beta"].unique()) if len(sweep.rows) else []
     for variant in VARIANTS if columns else ():

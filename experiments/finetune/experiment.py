@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from .optimum import chances_of, optimal
-from .settings import BETA_OF_GRADIENTS, OPTIMUM, RUN, VARIANTS
+from .settings import BETA_OF_GRADIENTS, OPTIMUM, RUN, SAME, VARIANTS
 from .spread import interval
 
 # What rows depend on beside what those of every experiment do.
 ROOMS = ("finetune", "language_models")
 LIBRARIES = ("transformers", "tokenizers")
 COMMITTED = Path(__file__).parent / "sweep.csv"
-# Metrics of the runner that rows keep, beside those with an interval.
-PLAIN = ("reward", "kl_logged", "entropy", "length_held_out", "gradient_norm", "ratio_largest", "kl_gradient_noise")
-WITH_INTERVAL = (
-    *("reward_held_out", "reward_out_of_distribution", "kl", "kl_out_of_distribution"),
-    *("kl_gradient_cosine", "kl_gradient_size", "stale_gradient_cosine", "stale_gradient_size"),
+# Metrics of the runner that rows keep: what claims, tables, figures and the paper read.
+KEPT = (
+    *("reward_held_out", "reward_held_out_low", "reward_held_out_high", "kl", "kl_low", "kl_high"),
+    *("kl_out_of_distribution", "kl_gradient_noise", "kl_gradient_cosine", "kl_gradient_size", "kl_gradient_size_low"),
+    *("stale_gradient_cosine", "stale_gradient_size", "stale_gradient_size_low"),
 )
 FIGURES = 7
 """Significant figures that rows keep: float32 has no more."""
@@ -56,10 +56,8 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
     for record in history.records:
         if "kl" not in record and "kl_gradient_size" not in record:
             continue
-        found = {name: record[name] for name in PLAIN if name in record}
-        for name in WITH_INTERVAL:
-            found |= {each: record[each] for each in (name, f"{name}_low", f"{name}_high") if each in record}
-        rows.append({**one, "update": record["step"] * epochs, **_rounded(found)})
+        found = _rounded({name: record[name] for name in KEPT if name in record})
+        rows.append({**one, "update": record["step"] * epochs, **found})
     return rows
 
 
@@ -89,12 +87,12 @@ def settings_of(one: Mapping[str, Any]) -> Any:
 
     variant = VARIANTS[one["variant"]]
     steps = one["updates"] // variant.get("inner_epochs", 1)
-    same = ("seed", "beta", "model", "task", "reference_reward", "prompts", "group_size", "learning_rate")
+    given = ("seed", "beta", *(name for name in SAME if name != "updates"))
     measured = variant["kl"] != "none" and one["beta"] == BETA_OF_GRADIENTS
     return settings_of(
         {
             **RUN,
-            **{name: one[name] for name in (*same, "eval_prompts", "device", "dtype")},
+            **{name: one[name] for name in given},
             "steps": steps,
             "eval_every": max(1, steps // 2),
             "gradient_every": max(1, steps // 4) if measured else 0,
@@ -109,7 +107,8 @@ def committed() -> list[Row]:
         return []
     with COMMITTED.open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
-    return [{name: _value(text) for name, text in line.items() if text} | {"part": "committed"} for line in lines]
+    found = [{name: _value(text) for name, text in line.items() if text} for line in lines]
+    return [{"part": "committed", **SAME, **row} for row in found]
 
 
 def _value(text: str) -> Any:

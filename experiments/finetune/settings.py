@@ -43,13 +43,23 @@ RUN: Mapping[str, Any] = {
     "threads": 1,
 }
 
-_OF_RUNS = (
-    *("model", "task", "reference_reward", "updates", "prompts", "group_size", "learning_rate"),
-    *("eval_prompts", "device", "dtype"),
-)
+# Settings that are the same in all runs of a sweep: those of the committed one, which holds no column of them.
+SAME: Mapping[str, Any] = {
+    "model": "tiny:0.2M",
+    "task": "addition:2",
+    # Held-out reward at which the reference of a tiny model stops learning.
+    "reference_reward": 0.3,
+    "updates": 64,
+    "prompts": 16,
+    "group_size": 4,
+    "learning_rate": 4e-4,
+    "eval_prompts": 256,
+    "device": "cpu",
+    "dtype": "float32",
+}
 PARTS = {
     # Runs made now: a few at quick scale, all of them at full.
-    "run": ("seed", "variant", "beta", *_OF_RUNS),
+    "run": ("seed", "variant", "beta", *SAME),
     # What was found when all of them were made: sweep.csv.
     "committed": (),
 }
@@ -78,17 +88,7 @@ SETTINGS = Settings(
         "part": tuple(PARTS),
         "variant": ("none", "k1-reward", "k1-loss", "stale:k3-ratio", OPTIMUM),
         "beta": (0.0, 0.3),
-        "model": "tiny:0.2M",
-        "task": "addition:2",
-        # Held-out reward at which the reference of a tiny model stops learning.
-        "reference_reward": 0.3,
-        "updates": 64,
-        "prompts": 16,
-        "group_size": 4,
-        "learning_rate": 4e-4,
-        "eval_prompts": 256,
-        "device": "cpu",
-        "dtype": "float32",
+        **SAME,
     },
     full={"variant": tuple(VARIANTS), "beta": (0.0, *BETAS)},
     seeds={"quick": 1, "full": 5},

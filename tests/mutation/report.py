@@ -1,4 +1,4 @@
-"""report.jsonl, a row a mutant that was not noticed at once and a count of the others, and report.md, by room."""
+"""report.jsonl, a row a mutant that lives and the numbers of the others by room, and report.md, a table of both."""
 
 import json
 from collections import Counter
@@ -6,6 +6,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 Row = dict[str, object]
+# Gone: its line has changed since.
+COUNTED = ("noticed at once", "noticed since", "gone")
+STATES = (*COUNTED, "explained", "unexplained")
 
 
 def read(path: Path = HERE / "report.jsonl") -> list[Row]:
@@ -15,11 +18,11 @@ def read(path: Path = HERE / "report.jsonl") -> list[Row]:
 def write(rows: list[Row], path: Path = HERE / "report.jsonl") -> None:
     """Write both files; a mutant that was explained ("why") in the file before stays so."""
     known = {place(row): row["why"] for row in read(path) if "why" in row}
-    lived = [row for row in rows if row["outcome"] != "killed"]
-    killed = Counter(str(row["module"]) for row in rows for _ in range(mutants(row)) if row["outcome"] == "killed")
+    lived = [row for row in rows if state(row) in STATES[len(COUNTED) :]]
     kept = [row | ({"why": known[place(row)]} if place(row) in known else {}) for row in lived]
-    kept += [{"module": module, "outcome": "killed", "mutants": number} for module, number in killed.items()]
-    kept.sort(key=lambda row: (row["module"], row.get("line", 0)))
+    counts = {name: {each: found[each] for each in COUNTED if found[each]} for name, found in by_room(rows).items()}
+    kept += [{"room": name, **numbers} for name, numbers in counts.items()]
+    kept.sort(key=lambda row: (room(row), str(row.get("module", "")), row.get("line", 0)))
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
     path.with_suffix(".md").write_text(render(kept), encoding="utf-8")
 
@@ -30,36 +33,41 @@ def place(row: Row) -> tuple[str, str]:
     return str(row["module"]), "\n".join(new)
 
 
-def mutants(row: Row) -> int:
-    return int(str(row.get("mutants", 1)))
+def room(row: Row) -> str:
+    return str(row["room"]) if "room" in row else str(row["module"]).rpartition("/")[0]
 
 
 def state(row: Row) -> str:
-    """noticed at once, noticed since, gone (its line has changed since), explained or unexplained."""
+    """One of STATES; "again" is what a later look found. A row of numbers has none."""
+    if "room" in row:
+        return ""
     if row["outcome"] == "killed":
         return "noticed at once"
     return str(row.get("again") or ("explained" if "why" in row else "unexplained"))
 
 
-STATES = ("noticed at once", "noticed since", "gone", "explained", "unexplained")
+def by_room(rows: list[Row]) -> dict[str, Counter[str]]:
+    counted: dict[str, Counter[str]] = {}
+    for row in rows:
+        numbers = {each: int(str(row.get(each, 0))) for each in COUNTED} if "room" in row else {state(row): 1}
+        counted.setdefault(room(row), Counter()).update(numbers)
+    return dict(sorted(counted.items()))
 
 
 def render(rows: list[Row]) -> str:
     """A table of what became of the mutants, by room."""
-    counted: dict[str, Counter[str]] = {}
-    for row in rows:
-        counted.setdefault(str(row["module"]).rpartition("/")[0], Counter())[state(row)] += mutants(row)
+    counted = by_room(rows)
     whole = sum(counted.values(), Counter())
     lines = [
         "# Mutation testing",
         "",
         f"{whole.total()} mutants, each in another place: a sample by cosmic-ray (`python tests/mutation/run.py`).",
-        "`report.jsonl` has a row for each that was not noticed at once, and says why those that never are may live.",
+        "`report.jsonl` has a row for each that lives, and says why it may.",
         "",
         f"| room | mutants | {' | '.join(STATES)} |",
         "| --- " * (len(STATES) + 2) + "|",
     ]
-    for name, counts in [*((f"`{room}`", counted[room]) for room in sorted(counted)), ("together", whole)]:
+    for name, counts in [*((f"`{each}`", found) for each, found in counted.items()), ("together", whole)]:
         lines.append(f"| {name} | {counts.total()} | {' | '.join(str(counts[each]) for each in STATES)} |")
     return "\n".join(lines) + "\n"
 
