@@ -1,7 +1,7 @@
-"""A `python` that has torch loaded already, for tests that run commands: loading it takes longer than most of them do.
+"""A `python` that has loaded torch and kltest's grader, for tests that run commands: that takes longer than most do.
 
 `started(folder)` puts executables there. They send their arguments, folder, environment and streams to a server that
-has loaded torch and nothing of kltest, and end as the fork of it ends that runs them.
+has loaded the grader, nothing of the command line, and end as the fork of it ends that runs them.
 """
 
 import json
@@ -42,7 +42,10 @@ def started(folder):
 
 def serve(address):
     """Return in every fork the command line that it is to run."""
-    import torch  # noqa: F401
+    import pytest  # noqa: F401
+
+    import kltest.grading.grader
+    import kltest.render.markdown  # noqa: F401
 
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
