@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +50,7 @@ class Setting:
         recipe: kltest proposes this in place of the default.
         source: link to what the library says of it.
         note: one neutral sentence on what had to be assumed.
+        since: the first release that has what the setting is about; older ones are not asked.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Setting:
     recipe: bool = False
     source: str = ""
     note: str = ""
+    since: str = ""
 
     def variant(self, arguments: Mapping[str, Any] = MappingProxyType({}), name: str = "", **others: Any) -> "Setting":
         """Return a setting of the same target, called `self.name/name`.
@@ -79,6 +82,12 @@ class Setting:
         return {**self.options, **others, **({"arguments": arguments} if arguments else {})}
 
 
+def before(version: str, other: str) -> bool:
+    """Return True if a release comes before another one, by the numbers of both."""
+    one, two = ([int(part) for part in re.findall(r"\d+", each)] for each in (version, other))
+    return one < two
+
+
 def label(*words: str, **settings: object) -> str:
     """Return the words and settings as a part of a setting's name: `dapo,beta=0.1`."""
     return ",".join([*words, *(f"{name}={value}" for name, value in settings.items())])
@@ -96,6 +105,9 @@ class Adapter:
         module: module that must be importable before anything can be graded.
         homepage: link.
         settings: the known settings, documented defaults first.
+        since: the oldest release that the adapter covers.
+        history: settings that are measured in each release, beside the defaults; they need not be among `settings`.
+        loads: imports the library as its settings do, if `module` cannot be imported plainly.
         imports: modules that most settings need and that take long to import. They are imported once, before the
             processes that grade settings are forked; so no JAX, whose threads do not survive a fork.
         discover: returns settings of the installed version that are not among `settings`; may import the library.
@@ -113,13 +125,23 @@ class Adapter:
     module: str
     homepage: str
     settings: tuple[Setting, ...]
+    since: str = ""
+    history: tuple[Setting, ...] = ()
+    loads: Callable[[], object] | None = None
     imports: tuple[str, ...] = ()
     discover: Callable[[], Sequence[Setting]] | None = None
     standalone: Callable[[Setting], str] | None = None
 
     def setting(self, name: str) -> Setting | None:
         """The known setting of that name."""
-        return next((setting for setting in self.settings if setting.name == name), None)
+        return next((setting for setting in (*self.settings, *self.history) if setting.name == name), None)
+
+    def load(self) -> None:
+        """Import the library; any exception is its own."""
+        if self.loads:
+            self.loads()
+        else:
+            import_module(self.module)
 
 
 def find(name: str) -> Adapter:
@@ -165,22 +187,35 @@ def _door(*, reproduction: Any = None, **fields: Any) -> Adapter:
     return Adapter(standalone=reproduction, **fields)
 
 
-def installed_settings(library: Adapter) -> tuple[Setting, ...]:
-    """Return the known settings of a library, then those that only its installed version has.
+def installed_settings(library: Adapter, *, history: bool = False) -> tuple[Setting, ...]:
+    """Return the settings that the installed version of a library has, known ones first.
 
-    Imports the library.
+    Imports the library. A release that is older than a default of today has the settings of the history as well.
+
+    Args:
+        library: its adapter.
+        history: only defaults and the settings of the history.
 
     Raises:
         UsageError: the library is not installed.
     """
     _check_installed(library)
     try:
-        import_module(library.module)
+        installed = version(library.distribution)
+    except PackageNotFoundError:
+        installed = library.version
+    try:
+        library.load()
         more = library.discover() if library.discover else ()
     except Exception:
         # Each setting reports the failed import when it is graded; some functions are lifted and need no import.
         more = ()
-    return (*library.settings, *more)
+    there = [each for each in library.settings if not before(installed, each.since)]
+    if history:
+        there, more = [each for each in there if each.default], ()
+    if history or any(each.default and each not in there for each in library.settings):
+        there = [*(each for each in library.history if not before(installed, each.since)), *there]
+    return (*{each.name: each for each in there}.values(), *more)
 
 
 def _check_installed(library: Adapter) -> None:

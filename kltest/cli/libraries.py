@@ -1,7 +1,8 @@
 """`kltest libraries`: install real libraries, each in an environment of its own, and grade all their settings there.
 
 Exit codes: 0, everything was measured; 1, with --diff, something differs from the record; 3, a library could not be
-installed or took its process down (the others were measured, and its row says so); 130, interrupted, finished rows are
+installed, could not be imported or took its process down, or a setting was not graded that the record does not know as
+refused (the others were measured, and its row says so); 130, interrupted, finished rows are
 kept.
 """
 
@@ -32,11 +33,13 @@ def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
             continue
         versions = sorted({each["version"] for each in rows.values()})
         measured = f"measured in {', '.join(versions)}" if versions else "not measured yet"
-        print(f"{library.name} ({library.homepage}): {measured}")
+        covered = f"; releases since {library.since}" if library.since else ""
+        print(f"{library.name} ({library.homepage}): {measured}{covered}")
         for setting in chosen:
             mark = " (default)" if setting.default else " (recipe)" if setting.recipe else ""
             print(f"  {setting.name}{mark}")
-            words = one_line(summary(rows[setting.name])) if setting.name in rows else "–"
+            words = f"(since {setting.since}) " if setting.since else ""
+            words += one_line(summary(rows[setting.name])) if setting.name in rows else "–"
             print(*wrap(words, indent=" " * 6), sep="\n")
     return 0
 
@@ -96,9 +99,14 @@ def command(
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="The longest that a setting may take [default: its own]")
     ] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="PACKAGE", help="Install this package beside the library as well; repeatable."),
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
     diff: Annotated[
-        bool, typer.Option("--diff", help="Say what changed since the recorded results; exit 1 if anything did.")
+        bool,
+        typer.Option("--diff", help="Say what changed since the record, or between releases that are named; exit 1."),
     ] = False,
     record: Annotated[bool, typer.Option("--record", help="Make these the recorded results (in a checkout).")] = False,
     output: Annotated[
@@ -109,5 +117,7 @@ def command(
         return program(wanted_program)
     if list_only:
         return listing(names or [], setting or [])
-    request = Request(tuple(setting or ()), None if timeout is None else seconds(timeout, "--timeout"), again)
+    request = Request(
+        tuple(setting or ()), None if timeout is None else seconds(timeout, "--timeout"), again, tuple(more or ())
+    )
     return libraries(names or [], request=request, output=output, diff=diff, record=record)

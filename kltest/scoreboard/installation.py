@@ -2,7 +2,8 @@
 
 Libraries disagree about their dependencies, so each has an environment of its own. A library that is installed without
 dependencies borrows those of the running interpreter (torch above all), which takes seconds. Any other gets all its
-dependencies, with the version of torch that is running here.
+dependencies as they were on the day of its release, with the version of torch that is running here. uv installs, from
+the indexes that pip is configured for.
 """
 
 import contextlib
@@ -18,29 +19,27 @@ import sysconfig
 import venv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from packaging.version import Version
+
 import kltest
-from kltest.adapters import Adapter
+from kltest.adapters import Adapter, before
 from kltest.errors import KltestError, UsageError
 from kltest.files import cache_folder
+from kltest.scoreboard.releases import AFTER, InstallError, configured, run_pip, said, uploads
 
 # Packages that grading needs beside torch.
 NEEDED = ("numpy", "scipy", "typer", "joblib")
-# Seconds for a call of pip, and for a process that was asked to end.
-LONGEST, PATIENCE = 1800.0, 5.0
+# Seconds for a process that was asked to end.
+PATIENCE = 5.0
+# Counts the ways in which environments were built: those of an earlier one are built anew.
+LAYOUT = 2
 ALONE = "--no-deps"
 NEWEST = "newest"
 VERSION = re.compile(r"[0-9][\w.!+-]*")
-
-
-class InstallError(KltestError):
-    """A library could not be installed; the message ends with what pip said."""
-
-
-class UnreachableError(InstallError):
-    """No package index answered."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def exact_version(library: Adapter, asked: str | None) -> str:
     if asked is None:
         return library.version
     if asked == NEWEST:
-        printed = _run_pip("index", "versions", library.distribution)
+        printed = run_pip("index", "versions", library.distribution)
         found = re.search(rf"{re.escape(library.distribution)} \(({VERSION.pattern})\)", printed)
         if found is None:
             raise InstallError(f"the newest version of {library.distribution} cannot be read: {printed.strip()[:200]}")
@@ -105,31 +104,38 @@ def exact_version(library: Adapter, asked: str | None) -> str:
         raise UsageError(
             f"{library.name}=={asked}: {asked!r} is no version; give one such as {library.version}, or {NEWEST}"
         )
+    if library.since and before(asked, library.since):
+        raise UsageError(
+            f"{library.name}=={asked}: the adapter covers releases since {library.since}; a function of an older one "
+            f"is graded from its files: `pip download --no-deps {library.distribution}=={asked}`, unpack it, "
+            "`kltest grade PATH/file.py:function`"
+        )
     return asked
 
 
-def install(library: Adapter, version: str) -> Installed:
-    """Return the environment of a library, built if it is not there yet.
+def install(library: Adapter, version: str, more: Sequence[str] = ()) -> Installed:
+    """Return the environment of a library with the dependencies of the day of its release, built if it is not there.
 
     Args:
         library: its adapter.
         version: the version to install.
+        more: further packages to install.
 
     Raises:
-        InstallError: pip failed; the message ends with its last lines.
+        InstallError: the installer failed; the message ends with its last lines.
         UnreachableError: no package index answered.
     """
-    calls = [[part.format(version=version) for part in call] for call in library.installs]
-    borrows = all(ALONE in call for call in calls)
+    calls = [[part.format(version=version) for part in call] for call in (*library.installs, *([more] if more else []))]
+    borrows = all(ALONE in call for call in library.installs)
     here = sys.prefix if borrows else version_of("torch").partition("+")[0]
-    recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent)]
+    recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent), LAYOUT]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     home = cache_folder("KLTEST_LIBRARIES", "libraries") / f"{library.name}-{version}-{name}"
     python = home / "bin" / "python"
     if not (home / "complete").exists():
         shutil.rmtree(home, ignore_errors=True)
         try:
-            _build(home, python, calls, None if borrows else here)
+            _build(home, python, calls, None if borrows else here, _until(library, version))
         except OSError as error:
             raise InstallError(f"{home} cannot be written: {error.strerror}") from error
         (home / "complete").write_text(json.dumps(recipe))
@@ -137,37 +143,68 @@ def install(library: Adapter, version: str) -> Installed:
     return Installed(python, home / "scratch")
 
 
-def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str | None) -> None:
+def complaints(there: Installed) -> str:
+    """Return what the installer says of requirements that are not met in an environment, "" if nothing."""
+    try:
+        _run_uv("pip", "check", "--python", str(there.python))
+    except InstallError as error:
+        return str(error)
+    return ""
+
+
+def _until(library: Adapter, version: str) -> datetime | None:
+    """The day of a release, at which its dependencies are taken; None if no index tells."""
+    if any("--no-index" in call for call in library.installs):
+        return None
+    uploaded = uploads(library.distribution).get(str(Version(version)))
+    return uploaded + AFTER if uploaded else None
+
+
+def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str | None, until: datetime | None) -> None:
     """Build the environment; without a version of torch it sees the running interpreter's packages behind its own."""
     venv.create(home, symlinks=True)
     beside = home / "kltest"
     beside.mkdir()
     (beside / "kltest").symlink_to(Path(kltest.__file__).parent, target_is_directory=True)
     lines = [str(beside)]
+    options = [] if until is None else ["--exclude-newer", until.isoformat()]
     if torch is None:
         lines += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
         # An environment may itself see the packages of another one.
         lines += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     else:
-        calls = [[f"torch=={torch}"], *calls, NEEDED]
+        _install(python, "--no-deps", f"torch=={torch}")
+        # Releases of the past were made before this version of torch.
+        (home / "torch.txt").write_text(f"torch=={torch}\n")
+        options += ["--override", str(home / "torch.txt")]
+        calls = [*calls, NEEDED]
     for call in calls:
-        # With this interpreter's pip: the other one needs none of its own.
-        _run_pip("--python", str(python), "install", "--quiet", "--retries", "2", *call)
+        _install(python, *options, *call)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
     (packages / "kltest.pth").write_text("\n".join(dict.fromkeys(lines)) + "\n")
+    command = home / "bin" / "kltest"
+    command.write_text(f"#!{python}\nimport sys\n\nfrom kltest.cli import main\n\nsys.exit(main())\n")
+    command.chmod(0o755)
 
 
-def _run_pip(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    shown = " ".join(["pip", *arguments])
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LONGEST, stdin=subprocess.DEVNULL, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise InstallError(f"`{shown}` did not end within {LONGEST / 60:g} minutes") from None
-    if done.returncode:
-        kind = UnreachableError if "connection broken by" in done.stderr else InstallError
-        words = [line for line in done.stderr.splitlines() if line.strip() and "[notice]" not in line]
-        raise kind(f"`{shown}` failed: " + " / ".join(line.strip() for line in words[-4:]))
-    return done.stdout
+def _install(python: Path, *words: str) -> None:
+    options = configured()
+    # All indexes count, as with pip.
+    named = ["--index-strategy", "unsafe-best-match"]
+    for name in ("index-url", "extra-index-url", "find-links"):
+        named += [part for each in options.get(name, "").split() for part in (f"--{name}", each)]
+    named = [] if "--no-index" in words else named
+    _run_uv("pip", "install", "--python", str(python), "--quiet", *named, *words, certificates=options.get("cert"))
+
+
+def _run_uv(*arguments: str, certificates: str | None = None) -> str:
+    """Call uv, which is put into the cache if it is not on the path."""
+    uv = shutil.which("uv")
+    if uv is None:
+        home = cache_folder("KLTEST_UV", "uv")
+        uv = str(home / "bin" / "uv")
+        if not Path(uv).exists():
+            run_pip("install", "--quiet", "--upgrade", "--target", str(home), "uv")
+    environment = {**os.environ, **({"SSL_CERT_FILE": certificates} if certificates else {})}
+    shown = [each for each in arguments if not each.startswith(("http", "file:", "/")) or each.endswith("python")]
+    return said([uv, *arguments], " ".join(["uv", *shown]), environment)

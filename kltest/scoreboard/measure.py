@@ -1,6 +1,6 @@
 """Grade all settings of a library that is installed here, each in a child process, a line of JSON for each.
 
-    python -m kltest.scoreboard.measure LIBRARY [--setting NAME]… [--done NAME]… [--timeout SECONDS]
+    python -m kltest.scoreboard.measure LIBRARY [--setting NAME]… [--done NAME]… [--timeout SECONDS] [--history]
 
 `kltest libraries` runs this inside a library's environment. A row is printed as soon as it is finished: none is lost
 if the library takes this process down. What the library itself prints goes to standard error.
@@ -37,24 +37,30 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--setting", action="append", default=[])
     parser.add_argument("--done", action="append", default=[])
     parser.add_argument("--timeout", type=float, default=None)
+    parser.add_argument("--history", action="store_true")
     asked = parser.parse_args(arguments)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         # Output of the library, that of its C code included, must not get between the answers.
         os.dup2(2, 1)
         with terminated_as_interrupted():
-            for each in _measured(asked.library, asked.setting, asked.done, asked.timeout, answers):
+            for each in _measured(asked, answers):
                 print(json.dumps(each, ensure_ascii=False, allow_nan=False), file=answers, flush=True)
     return 0
 
 
-def _measured(
-    name: str, patterns: Sequence[str], done: Sequence[str], timeout: float | None, answers: IO[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the names of the settings, then a row of each that is not done, as they are finished."""
-    library = find(name)
-    chosen = [setting.name for setting in installed_settings(library) if matches(setting.name, patterns)]
+def _measured(asked: argparse.Namespace, answers: IO[str]) -> Iterator[dict[str, Any]]:
+    """Yield the names of the settings, or why there are none, then a row of each that is not done, once finished."""
+    library = find(asked.library)
+    try:
+        library.load()
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        yield {"settings": [], "unimportable": f"{type(error).__name__}: {error}", "missing": missing}
+        return
+    there = installed_settings(library, history=asked.history)
+    chosen = [setting.name for setting in there if matches(setting.name, asked.setting)]
     yield {"settings": chosen}
-    left = [setting for setting in chosen if setting not in done]
+    left = [setting for setting in chosen if setting not in asked.done]
     for module in ("kltest.grading.grader", *library.imports) if left else ():
         # Each setting reports a failed import when it is graded.
         with contextlib.suppress(Exception):
@@ -63,7 +69,7 @@ def _measured(
     workers = {"max_workers": joblib.cpu_count(), "mp_context": get_context("fork")}
     with ProcessPoolExecutor(**workers, initializer=os.close, initargs=(answers.fileno(),)) as pool:
         try:
-            for future in as_completed([pool.submit(_row, name, setting, timeout) for setting in left]):
+            for future in as_completed([pool.submit(_row, asked.library, setting, asked.timeout) for setting in left]):
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -71,7 +77,7 @@ def _measured(
 
 def _row(name: str, wanted: str, timeout: float | None) -> Row:
     library = find(name)
-    setting = next(each for each in installed_settings(library) if each.name == wanted)
+    setting = library.setting(wanted) or next(each for each in installed_settings(library) if each.name == wanted)
     started = time.monotonic()
     (job,) = Job.all_of(f"{name}:{wanted}", {"timeout": timeout} if timeout is not None else {})
     shown: dict[str, Any] = {"program": "", "program_of_adapter": False}

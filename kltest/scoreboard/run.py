@@ -5,20 +5,21 @@ A finished setting is stored at once, so that an interrupted measurement goes on
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import kltest
-from kltest.adapters import NAMES, find
+from kltest.adapters import NAMES, Adapter, find
 from kltest.errors import KltestError, UsageError
 from kltest.files import writable, write
 from kltest.render.markdown import escape
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
-from kltest.scoreboard.installation import ALONE, NEWEST, Installed, exact_version, install
+from kltest.scoreboard.installation import ALONE, NEWEST, Installed, complaints, exact_version, install
 from kltest.scoreboard.rows import Row, absent, changes, matches
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
@@ -38,11 +39,21 @@ Asked = tuple[str, str | None]
 
 @dataclass(frozen=True)
 class Request:
-    """Settings to measure (names or patterns, all if empty), seconds for each, and if finished ones are repeated."""
+    """What to measure.
+
+    Args:
+        settings: names or patterns, all if empty.
+        timeout: seconds for each.
+        again: repeat finished ones.
+        more: packages to install beside a library.
+        history: only the settings that are measured in each release.
+    """
 
     settings: tuple[str, ...] = ()
     timeout: float | None = None
     again: bool = False
+    more: tuple[str, ...] = ()
+    history: bool = False
 
 
 def libraries(
@@ -66,7 +77,8 @@ def libraries(
             # The next ones are installed while one is measured; those with dependencies, which take long, come last.
             with ThreadPoolExecutor(1) as executor:
                 order = sorted(asked, key=lambda each: not all(ALONE in call for call in find(each[0]).installs))
-                for each, (version, there) in zip(order, executor.map(_environment, order), strict=True):
+                made = executor.map(lambda each: _environment(each, request.more), order)
+                for each, (version, there) in zip(order, made, strict=True):
                     found[each] = _measured(each[0], version, there, store, request)
         except KeyboardInterrupt:
             _log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
@@ -76,12 +88,24 @@ def libraries(
     if not failed:
         check_patterns(request.settings, [each["setting"] for each in rows])
     _show(rows, [*store.all_rows(), *failed], folder)
-    changed = changes(recorded.read(), rows, request.settings) if diff else []
+    changed = _changed(asked, found, request) if diff else []
     if diff:
         _print_changes(changed, folder)
     if record:
         recorded.record(rows, whole=not request.settings)
-    return 3 if failed else int(bool(changed))
+    refused = {(each["library"], each["setting"]) for each in recorded.read() if each["error"]}
+    ungraded = [each for each in rows if each["error"] and (each["library"], each["setting"]) not in refused]
+    return 3 if ungraded else int(bool(changed))
+
+
+def _changed(asked: Sequence[Asked], found: Mapping[Asked, list[Row]], request: Request) -> list[str]:
+    """Differences from the record, or from release to release of a library that is asked for in several."""
+    said = []
+    for name in dict.fromkeys(name for name, _ in asked):
+        rows = [found[each] for each in asked if each[0] == name]
+        for before, after in pairwise(rows) if len(rows) > 1 else [(recorded.read(), rows[0])]:
+            said += changes(before, after, request.settings)
+    return said
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -104,7 +128,7 @@ def asked_for(names: Sequence[str]) -> list[Asked]:
     return [(name, version or None) for name, _, version in pairs]
 
 
-def _environment(each: Asked) -> tuple[str, Installed | KltestError]:
+def _environment(each: Asked, more: Sequence[str] = ()) -> tuple[str, Installed | KltestError]:
     """The version and its environment, or the error."""
     name, asked = each
     library = find(name)
@@ -112,7 +136,7 @@ def _environment(each: Asked) -> tuple[str, Installed | KltestError]:
     try:
         version = exact_version(library, asked)
         _log(f"{library.name} {version}: installing, unless it is there already")
-        return version, install(library, version)
+        return version, install(library, version, more)
     except KltestError as error:
         return version, error
 
@@ -132,9 +156,13 @@ def _measured(name: str, version: str, there: Installed | KltestError, store: St
             raise there
         options = [f"--setting={setting}" for setting in request.settings] + [f"--done={setting}" for setting in done]
         options += [] if request.timeout is None else [f"--timeout={request.timeout}"]
+        options += ["--history"] if request.history else []
         path = str(Path(name).resolve()) if name.endswith(".py") else name
         answers = map(json.loads, there.lines("-m", "kltest.scoreboard.measure", path, *options))
-        names = next(answers)["settings"]
+        first = next(answers)
+        if "unimportable" in first:
+            raise KltestError(_unimportable(library, there, first))
+        names = first["settings"]
         with Progress(f"{library.name} {version}", len(names), done=len(done.keys() & names)) as progress:
             for each in answers:
                 store.add([({"library": library.name, "version": version, "setting": each["setting"]}, [each])])
@@ -144,6 +172,16 @@ def _measured(name: str, version: str, there: Installed | KltestError, store: St
         _log(f"{library.name} {version}: {error}")
         return [*(done[name] for name in names if name in done), absent(library, version, str(error))]
     return [done[name] for name in names]
+
+
+def _unimportable(library: Adapter, there: Installed, answer: Row) -> str:
+    """One sentence on a library that cannot be imported, with its environment and the installer's own words."""
+    hint = f"; --with {answer['missing']} adds a package" if answer["missing"] else "; --with PACKAGE adds a package"
+    words = "" if all(ALONE in call for call in library.installs) else complaints(there)
+    return (
+        f"{library.distribution} cannot be imported in {there.python.parents[1]}: {answer['unimportable']}"
+        f"{f' ({words})' if words else ''}{hint}"
+    )
 
 
 def _code() -> str:
@@ -171,7 +209,7 @@ def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
 
 
 def _print_changes(changed: Sequence[str], folder: Path) -> None:
-    head = "What changed since the recorded results" if changed else "Nothing changed since the recorded results"
+    head = "What changed" if changed else "Nothing changed"
     print("\n".join(["", head + ".", *changed]))
     items = [f"- {escape(one_line(each))}" for each in changed]
     write(folder / "changes.md", "\n".join([f"# {head}", *([""] if items else []), *items]) + "\n")

@@ -15,11 +15,12 @@ import yaml
 from packaging.requirements import Requirement
 from processes import ran
 
-from kltest.adapters import NAMES, find, named
+from kltest.adapters import NAMES, before, find, named
 from kltest.cli.libraries import Request, libraries, listing, program
 from kltest.errors import UsageError
 from kltest.scoreboard import recorded, run
-from kltest.scoreboard.installation import NEEDED, InstallError, UnreachableError, exact_version, install
+from kltest.scoreboard.installation import NEEDED, exact_version, install
+from kltest.scoreboard.releases import InstallError, UnreachableError
 from kltest.scoreboard.rows import absent, changes
 from kltest.scoreboard.table import frame, html, markdown
 
@@ -71,26 +72,28 @@ ADAPTER = Adapter(
 """
 
 
-def wheel(folder: Path, version: str, losses: str, kinds: list[str]) -> None:
+def wheel(folder: Path, version: str, losses: str, kinds: list[str], name: str = "kltest_made_up") -> None:
     """A wheel is a zip file with a few words about itself."""
-    about = f"kltest_made_up-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"kltest_made_up-{version}-py3-none-any.whl", "w") as archive:
-        archive.writestr("kltest_made_up/__init__.py", "")
-        archive.writestr("kltest_made_up/settings.py", f"KINDS = {kinds!r}\n")
-        archive.writestr("kltest_made_up/losses.py", losses)
-        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: kltest-made-up\nVersion: {version}\n")
+    about = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "")
+        archive.writestr(f"{name}/settings.py", f"KINDS = {kinds!r}\n")
+        archive.writestr(f"{name}/losses.py", losses)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{about}/RECORD", "")
 
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory):
-    """The adapter's file; 2.0 doubles the square of 1.0 and has a setting more, 3.0 cannot be imported."""
+    """The adapter's file; 2.0 doubles the square of 1.0 and has a setting more, 3.0 and 5.0 cannot be imported."""
     folder = tmp_path_factory.mktemp("made_up")
     wheel(folder, "1.0", "FACTOR = 1\n" + LOSSES, ["linear", "square"])
     more = LOSSES.replace('if kind == "linear"', 'if kind in ("linear", "straight")')
     wheel(folder, "2.0", "FACTOR = 2\n" + more, ["linear", "square", "straight"])
     wheel(folder, "3.0", "import os\nprint('about to leave')\nos._exit(9)\n", [])
+    wheel(folder, "5.0", "import kltest_needed\nFACTOR = 1\n" + LOSSES, ["linear", "square"])
+    wheel(folder, "1.0", "", [], "kltest_needed")
     file = folder / "adapter.py"
     file.write_text(ADAPTER.replace("WHEELS", str(folder)))
     return file
@@ -124,7 +127,7 @@ def rows_of(folder):
 def test_each_setting_is_graded_or_says_why_not(measured):
     """u: zero; u²/2: the local reverse KL, by the score's own identities; what fails fails alone."""
     code, _, rows = measured
-    assert code == 0
+    assert code == 3, "three settings were not graded, and nothing is recorded of that"
     assert list(rows) == [("1.0", f"penalty/{kind}") for kind in ("linear", "square", "raises", "leaves", "hangs")]
     linear, square, raises, leaves, hangs = rows.values()
     assert {row["environment"]: row["identified"] for row in linear["gradients"]} == {
@@ -157,7 +160,7 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(measured, made_up):
     _, folder, _ = measured
     before = (folder / "runs.jsonl").read_text().splitlines()
     asked = Request(settings=("penalty/linear", "penalty/raises"))
-    assert libraries([str(made_up)], output=str(folder), request=asked) == 0
+    assert libraries([str(made_up)], output=str(folder), request=asked) == 3
     *same, last = (folder / "runs.jsonl").read_text().splitlines()
     assert same == before
     assert json.loads(last)["configuration"]["setting"] == "penalty/raises"
@@ -171,7 +174,7 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     asked = Request(settings=("penalty/linear", "penalty/square", "penalty/straight"))
     names = [f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True, record=True) == 1
-    said = capsys.readouterr().out.partition("What changed since the recorded results.")[2]
+    said = capsys.readouterr().out.partition("What changed.")[2]
     assert re.search(r"penalty/square: gradients.* 1\.0: .*local_reverse_kl → .*2\*local_reverse_kl", said)
     assert "penalty/straight: new, bandit, current: zero" in said
     assert "penalty/linear" not in said
@@ -194,6 +197,48 @@ def test_a_library_that_takes_its_process_down_stops_no_other(made_up, tmp_path,
     assert list(rows_of(tmp_path)) == [("1.0", "penalty/raises")]
 
 
+def test_a_library_that_cannot_be_imported_is_said_once_and_mended_by_a_package(made_up, tmp_path, monkeypatch, capsys):
+    """With the environment's path, what is missing, and how to add it; and its environment has the command."""
+    asked = Request(settings=("penalty/square",))
+    assert libraries([f"{made_up}==5.0"], output=str(tmp_path), request=asked) == 3
+    said = capsys.readouterr().err
+    assert said.count("cannot be imported") == 1
+    (home,) = re.findall(r"kltest-made-up cannot be imported in (\S+): ModuleNotFoundError", said)
+    assert "No module named 'kltest_needed'" in said
+    assert "--with kltest_needed adds a package" in said
+    assert not (tmp_path / "runs.jsonl").read_text()
+    done = ran(f"{home}/bin/kltest", "grade", "k2-loss", "--environment", "bandit", "--select", "KL1")
+    assert done.stdout.startswith("CONFIRMED"), done.stdout + done.stderr
+    monkeypatch.setenv("PIP_FIND_LINKS", str(made_up.parent))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    asked = Request(settings=("penalty/square",), more=("kltest_needed",))
+    assert libraries([f"{made_up}==5.0"], output=str(tmp_path), request=asked) == 0
+    assert rows_of(tmp_path)["5.0", "penalty/square"]["verdict"] == "confirmed"
+
+
+def test_releases_that_are_named_are_compared_with_one_another(measured, made_up, tmp_path, capsys):
+    """Whatever is recorded; 2.0 doubles the square of 1.0."""
+    asked = Request(settings=("penalty/linear", "penalty/square"))
+    names = [f"{made_up}==1.0", f"{made_up}==2.0"]
+    assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
+    said = capsys.readouterr().out.partition("What changed.")[2]
+    assert re.search(r"2\.0 penalty/square: .*since 1\.0: .*local_reverse_kl → .*2\*local_reverse_kl", said)
+    assert "penalty/linear" not in said
+    assert libraries([names[0], names[0].replace("==1.0", "")], output=str(tmp_path), request=asked, diff=True) == 0
+
+
+def test_what_a_release_does_not_have_yet_is_not_asked(made_up):
+    """A setting, a default that stood otherwise, and a release before those that are covered."""
+    library = find("liger")
+    early = [each.name for each in library.settings if before("0.6.3", each.since)]
+    assert "ppo_loss_fn/loss_type=luspo" in early
+    assert "ppo_loss_fn/loss_type=grpo" not in early
+    with pytest.raises(UsageError, match="covers releases since"):
+        exact_version(library, "0.5.1")
+    assert not before("1.10.0", "1.9")
+    assert not before("0.10.1.post1", "0.10.1")
+
+
 def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
     """The command is killed once a row is on the disk; started again it measures the others alone."""
     command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]
@@ -207,7 +252,7 @@ def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
                 process.kill()
     before = store.read_bytes()
     assert 1 <= len(before.splitlines()) <= 3
-    assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=settings)) == 0
+    assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=settings)) == 3
     assert store.read_bytes().startswith(before)
     assert list(rows_of(tmp_path)) == [("1.0", setting) for setting in settings]
 
@@ -266,7 +311,7 @@ def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, mo
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    with pytest.raises(UnreachableError, match="no-such-package-of-ours"):
+    with pytest.raises(UnreachableError, match="kltest-made-up"):
         install(own, "1.0")
     monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
     with pytest.raises(InstallError) as failed:

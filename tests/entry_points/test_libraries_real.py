@@ -11,7 +11,8 @@ import pytest
 from kltest.adapters import NAMES, find
 from kltest.cli.libraries import Request, libraries
 from kltest.scoreboard import recorded
-from kltest.scoreboard.installation import UnreachableError, install
+from kltest.scoreboard.installation import install
+from kltest.scoreboard.releases import UnreachableError
 from kltest.scoreboard.rows import changes
 
 FEW = {

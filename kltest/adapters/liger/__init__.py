@@ -6,8 +6,9 @@ from kltest.adapters.standalone import program
 MODULE = "liger_kernel.chunked_loss.grpo_loss"
 CALLS = "kltest.adapters.liger.calls"
 DOCUMENTED = "https://github.com/linkedin/Liger-Kernel/blob/main/src/liger_kernel/chunked_loss/grpo_loss.py"
-# The documented default first.
+# Of the newest release, its default first, and the release in which each appeared.
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+SINCE = {"dapo": "0.6.4", "cispo": "0.7", "sapo": "0.7", "luspo": "0.8", "vespo": "0.8"}
 CONSTANT = "A loss type that divides by a constant is given 3 for it, the length of the longest completion here."
 LOSS = Setting("ppo_loss_fn", f"{CALLS}:ppo_loss_fn", options=PAIRS, depth="loss", source=DOCUMENTED)
 FUSED = Setting("fused", f"{CALLS}:fused", options=PAIRS, depth="loss", source=DOCUMENTED)
@@ -16,6 +17,7 @@ FUSED = Setting("fused", f"{CALLS}:fused", options=PAIRS, depth="loss", source=D
 def whole(loss_type: str, loss: Setting = LOSS, **settings: object) -> Setting:
     """The whole loss with a loss type and other settings."""
     constant = {"max_completion_length": 3} if loss_type == "dr_grpo" else {}
+    of_settings = {"use_bias_correction_kl": "0.8", "importance_sampling_level": "0.6.3"}
     return loss.variant(
         {"loss_type": loss_type, **constant, **settings},
         label(loss_type=loss_type, **settings),
@@ -23,6 +25,8 @@ def whole(loss_type: str, loss: Setting = LOSS, **settings: object) -> Setting:
         # The ratio of the others is made of old log-probs: they are graded as they are used, off-policy too.
         options={} if loss_type == "cispo" else {"sampler": "both"},
         note=CONSTANT if constant else "",
+        # Each of these appeared in a release with one digit a part.
+        since=max([SINCE.get(loss_type, ""), *(of_settings[name] for name in settings)]),
     )
 
 
@@ -32,6 +36,12 @@ ADAPTER = Adapter(
     version="0.8.5",
     installs=(("--no-deps", "liger-kernel=={version}"),),
     module=MODULE,
+    since="0.6",
+    history=(
+        FUSED.variant(name="nothing-set", default=True),
+        whole("grpo"),
+        whole("grpo", use_bias_correction_kl=True),
+    ),
     imports=(MODULE,),
     homepage="https://github.com/linkedin/Liger-Kernel",
     settings=(

@@ -1,5 +1,8 @@
 """OpenRLHF: `compute_approx_kl`, the KL loss of the actor's step, and the KL in the reward under every estimator."""
 
+from dataclasses import replace
+from importlib import import_module
+
 from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
 
@@ -7,7 +10,10 @@ UTILS = "openrlhf.models.utils"
 CALLS = "kltest.adapters.openrlhf.calls"
 DOCUMENTED = "https://openrlhf.readthedocs.io/en/latest/rl.html"
 KINDS = ("k1", "k2", "k3")
+CORRECTED = {"unbiased_gradient": True}
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+# The releases that brought `aggregate_loss`, `unbiased_gradient` and an estimator.
+AGGREGATED, UNBIASED, FLASH = "0.10.3", "0.11.1", "0.11.2"
 ALONE = "Its files are loaded without what the full installation wants; float32 inside."
 
 # The function alone, per token, as a loss.
@@ -48,19 +54,24 @@ ADAPTER = Adapter(
     version="0.11.2",
     installs=(("--no-deps", "openrlhf=={version}"),),
     module=UTILS,
+    loads=lambda: import_module(CALLS).loaded(UTILS),
+    since="0.8.5",
+    history=(loss("k1"), loss("k2"), loss("k3"), *(charged(name) for name in ("reinforce", "rloo", "group_norm"))),
     imports=("transformers", "torch._dynamo"),
     homepage="https://github.com/OpenRLHF/OpenRLHF",
     settings=(
         charged("gae", default=True, options={"sampler": "both"}),
         *(APPROXIMATE.variant({"kl_estimator": kind}, kind) for kind in KINDS),
         *(
-            APPROXIMATE.variant({"kl_estimator": kind, "unbiased_gradient": True}, f"{kind},unbiased_gradient")
+            APPROXIMATE.variant(
+                {"kl_estimator": kind, "unbiased_gradient": True}, f"{kind},unbiased_gradient", since=UNBIASED
+            )
             for kind in KINDS
         ),
         *map(loss, KINDS),
-        loss("k3", token_level_loss=False),
-        *(loss(kind, unbiased_gradient=True) for kind in KINDS),
-        *map(charged, ESTIMATORS[1:]),
+        replace(loss("k3", token_level_loss=False), since=AGGREGATED),
+        *(replace(loss(kind, **CORRECTED), since=UNBIASED) for kind in KINDS),
+        *(charged(name, since=FLASH if name == "flash_reinforce" else "") for name in ESTIMATORS[1:]),
         charged("rloo", "k2"),
         charged("rloo", "k3"),
         LOSS.variant(
@@ -68,6 +79,7 @@ ADAPTER = Adapter(
             target=f"{CALLS}:sequence_kl_loss",
             options={"sampler": "both"},
             recipe=True,
+            since=AGGREGATED,
             note="Two calls in the actor's training step are replaced; it costs the variance of the ratio of whole "
             "sequences.",
         ),

@@ -44,9 +44,11 @@ def totals(mask):
 
 
 def aggregated(per_token, mask, **more):
-    """The loss of a step, which is what is logged as well."""
-    offered = {"loss": per_token, "loss_mask": mask, **more}
-    loss = called(found("openrlhf.models.loss", "aggregate_loss"), offered)
+    """The loss of a step, which is what is logged as well; early versions take `masked_mean` for it."""
+    if hasattr(loaded("openrlhf.models.loss"), "aggregate_loss"):
+        loss = called(found("openrlhf.models.loss", "aggregate_loss"), {"loss": per_token, "loss_mask": mask, **more})
+    else:
+        loss = called(found("openrlhf.models.utils", "masked_mean"), {"tensor": per_token, "mask": mask})
     return loss, {"kl": loss.detach()}
 
 
@@ -72,17 +74,18 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
     if rows == prompts and estimator not in ("gae", "reinforce", "flash_reinforce"):
         raise ValueError(f"{estimator} wants several rollouts a prompt")
     samples = rows // prompts if rows % prompts == 0 else rows
-    rank = group.argsort(stable=True).argsort()
+    # Early versions take rollouts of a prompt to follow one another.
+    order = group.argsort(stable=True)
     with torch.no_grad():
         offered = {"log_probs": old_logp, "log_probs_base": ref_logp, "kl_estimator": kl_estimator}
         kl = called(found("openrlhf.models.utils", "compute_approx_kl"), offered)
     experience = types.SimpleNamespace(
-        index=rank.tolist(),
-        rewards=reward.clone(),
-        kl=kl,
-        action_mask=mask.long(),
+        index=list(range(rows)),
+        rewards=reward[order],
+        kl=kl[order],
+        action_mask=mask[order].long(),
         values=torch.zeros_like(kl),
-        info={"response_length": mask.sum(-1)},
+        info={"response_length": mask[order].sum(-1)},
     )
     arguments = configured(estimator, samples)
     maker = found("openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker")
@@ -101,7 +104,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
     offered = {
         "log_probs": logp,
         "old_log_probs": old_logp,
-        "advantages": experience.advantages,
+        "advantages": experience.advantages[order.argsort()],
         "action_mask": mask,
         "rollout_log_probs": old_logp,
         **totals(mask),

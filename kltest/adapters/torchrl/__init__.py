@@ -16,6 +16,8 @@ ACTOR = (
 SAMPLED = (
     "The transform alone, with the policy gradient of the whole return: what makes an advantage of it is not called."
 )
+# Settings of 0.11 and later.
+LATER = ("aggregation", "kl_mask_threshold")
 KNOWN = ("GRPOLoss", "DAPO", "CISPOLoss")
 
 
@@ -27,7 +29,9 @@ LOSS = Setting(
 def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
     """A whole loss, with `kl_to_ref_coeff`."""
     name = label(loss, **settings)
-    return LOSS.variant({"loss": loss, **settings}, name, default=name == "GRPOLoss")
+    later = loss != "GRPOLoss" or any(each in LATER for each in settings)
+    since = "0.11" if later else ""
+    return LOSS.variant({"loss": loss, **settings}, name, default=name == "GRPOLoss", since=since)
 
 
 def discover() -> list[Setting]:
@@ -46,6 +50,7 @@ ADAPTER = Adapter(
         ("--no-deps", "importlib_metadata", "zipp"),
     ),
     module=LOSSES,
+    since="0.9",
     imports=(LOSSES,),
     homepage="https://github.com/pytorch/rl",
     settings=(
