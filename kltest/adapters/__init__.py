@@ -190,7 +190,7 @@ def _door(*, reproduction: Any = None, **fields: Any) -> Adapter:
 def installed_settings(library: Adapter, *, history: bool = False) -> tuple[Setting, ...]:
     """Return the settings that the installed version of a library has, known ones first.
 
-    Imports the library. A release that is older than a default of today has the settings of the history as well.
+    Imports the library. A release that lacks a setting of today has those of the history as well.
 
     Args:
         library: its adapter.
@@ -213,7 +213,7 @@ def installed_settings(library: Adapter, *, history: bool = False) -> tuple[Sett
     there = [each for each in library.settings if not before(installed, each.since)]
     if history:
         there, more = [each for each in there if each.default], ()
-    if history or any(each.default and each not in there for each in library.settings):
+    if history or len(there) < len(library.settings):
         there = [*(each for each in library.history if not before(installed, each.since)), *there]
     return (*{each.name: each for each in there}.values(), *more)
 

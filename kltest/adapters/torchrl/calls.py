@@ -43,7 +43,7 @@ def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, loss="GRPOLoss
         "advantage": advantage[:, None, None].expand(*tokens.shape, 1),
     }
     found = whole(part("tensordict", "TensorDict")(fields, batch_size=[len(tokens)]))
-    terms = [found.get(name) for name in dir(type(found)) if name.startswith("loss_")]
+    terms = [found.get(name) for name in type(found).__dataclass_fields__ if name.startswith("loss_")]
     total = sum(term.squeeze(-1).sum() if term.dim() > 1 else term.sum() for term in terms if term is not None)
     logged = found.get("kl_to_ref")
     return total, {} if logged is None else {"kl": logged}

@@ -1,16 +1,21 @@
 """TRL: `GRPOTrainer` and `RLOOTrainer`, whole trainers, with a table as the language model."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kltest.adapters import Adapter, Setting, label
+from kltest.adapters import Adapter, Setting, before, label
 from kltest.adapters.standalone import program
 
 CALLS = "kltest.adapters.trl.calls"
 DOCS = "https://huggingface.co/docs/trl/grpo_trainer"
 DOCS_OF_RLOO = "https://huggingface.co/docs/trl/rloo_trainer"
-# Of TRL 1.16, its default first.
+# Of TRL 1.16, its default first, and the releases that brought what an earlier one lacks.
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
+SINCE = {
+    **{"dapo": "0.22", "cispo": "0.26", "sapo": "0.26", "luspo": "0.28", "vespo": "1.0"},
+    **{"use_bias_correction_kl": "0.26", "importance_sampling_level": "0.20", "RLOO": "0.22"},
+}
 BETA = (
     "The documented default of beta is 0, which leaves the term out: what is graded is what beta multiplies "
     "once it is not 0."
@@ -24,6 +29,7 @@ OPTIONS = {"ignore": ("KL502", "KL701", "KL703"), "timeout": 900}
 # Whole groups are called one by one; there are a third as many of three as of four.
 GROUPS = {**OPTIONS, "group_size": 3}
 ON_POLICY, BOTH = {"sampler": "current"}, {"sampler": "both"}
+STALE = "Completions serve two steps: they are stale."
 NOISY = "The variance grows with the length of completions, and off-policy with the distance from the sampler."
 EVALUATED = "Evaluation mode, of which only the logged value matters."
 SCORED = f"{BETA} Rewards and advantages are the trainer's own, in groups that tie and in groups that do not."
@@ -41,12 +47,23 @@ LOGPROBS = Setting(
     note=f"{BETA} Its forward pass is replaced by log-probs.",
 )
 # RLOOTrainer has the KL in its reward, and scores and centres whole groups itself.
-RLOO = Setting("rloo", f"{CALLS}:grouped", {"trainer": "RLOO"}, GROUPS, depth="trainer", source=DOCS_OF_RLOO)
+RLOO = Setting(
+    "rloo", f"{CALLS}:grouped", {"trainer": "RLOO"}, GROUPS, depth="trainer", source=DOCS_OF_RLOO, since=SINCE["RLOO"]
+)
 
 
 def of(base: Setting, **settings: Any) -> Setting:
     """A setting that is named by its arguments, as JSON writes them."""
-    return base.variant(settings, label(**settings).lower())
+    needed = [base.since, *(SINCE[each] for each in (*settings, settings.get("loss_type")) if each in SINCE)]
+    return base.variant(settings, label(**settings).lower(), since=latest(needed))
+
+
+def latest(releases: Iterable[str]) -> str:
+    """The last of some releases."""
+    last = ""
+    for release in releases:
+        last = release if before(last, release) else last
+    return last
 
 
 def noted(setting: Setting, note: str) -> Setting:
@@ -84,6 +101,13 @@ ADAPTER = Adapter(
     version="1.16.0",
     installs=(("trl=={version}",),),
     module="trl",
+    since="0.18",
+    # Normalisers differ once a generation serves several steps.
+    history=(
+        *(of(GRPO, loss_type=name) for name in ("dapo", "bnpo", "grpo", "dr_grpo")),
+        *(stale(of(GRPO, loss_type=name, steps_per_generation=2), STALE) for name in ("dapo", "bnpo")),
+        of(GRPO, loss_type="dr_grpo", temperature=0.7),
+    ),
     imports=("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "datasets", "tokenizers"),
     homepage="https://github.com/huggingface/trl",
     settings=(
@@ -92,12 +116,13 @@ ADAPTER = Adapter(
         *(of(LARGE if name == "grpo" else GRPO, loss_type=name) for name in LOSS_TYPES),
         *corrected(False),
         *corrected(True),
-        stale(of(GRPO, **ADDS_UP, steps_per_generation=2), "Completions serve two steps: they are stale."),
+        stale(of(GRPO, **ADDS_UP, steps_per_generation=2), STALE),
         of(GRPO, **ADDS_UP, temperature=0.7),
         GRPO.variant(
             {**ADDS_UP, "temperature": 0.7, "generation_kwargs": {"temperature": 1.0}},
             "loss_type=luspo,temperature=0.7,generation_kwargs.temperature=1",
             options=ON_POLICY,
+            since=SINCE["luspo"],
             note=f"{BETA} generation_kwargs overrule the temperature of generation, not that of the loss.",
         ),
         replace(of(GRPO, **ADDS_UP, evaluation=True), note=EVALUATED),
@@ -107,6 +132,7 @@ ADAPTER = Adapter(
                 f"groups,loss_type=luspo,scale_rewards={scaled}",
                 target=RLOO.target,
                 options={**GROUPS, **ON_POLICY},
+                since=SINCE["luspo"],
                 note=SCORED,
             )
             for scaled in ("group", "batch", "none")
@@ -129,6 +155,7 @@ ADAPTER = Adapter(
             {"recipe": "SequenceKLGRPOTrainer", "num_iterations": 2},
             "recipe=sequence_kl",
             recipe=True,
+            since=SINCE["RLOO"],
             note=f"A subclass of 30 lines, kltest/adapters/trl/recipes.py. {NOISY}",
         ),
         RLOO.variant(

@@ -10,7 +10,17 @@ from unittest import mock
 import torch
 
 from kltest.adapters.installed import costly
-from kltest.adapters.trl.trainers import LENGTHS, forward, held, in_mode, loss_of, sampled_at, scored, trainer_with
+from kltest.adapters.trl.trainers import (
+    LENGTHS,
+    forward,
+    held,
+    in_mode,
+    loss_of,
+    name_of_forward,
+    sampled_at,
+    scored,
+    trainer_with,
+)
 from kltest.errors import UsageError
 
 
@@ -48,7 +58,8 @@ def grpo_from_logprobs(logp, ref_logp, old_logp, tokens, mask, advantage, beta, 
         given = {"ref_per_token_logps": ref_logp, "old_per_token_logps": old_logp}
         inputs.update({name: value.detach() for name, value in given.items() if name in trainer.names_of_inputs})
         answer = (logp, torch.zeros_like(logp.detach()), None)[: trainer.results_of_forward]
-        with mock.patch.object(trainer, "_get_per_token_logps_and_entropies", return_value=answer):
+        answer = answer if len(answer) > 1 else logp
+        with mock.patch.object(trainer, name_of_forward(trainer), return_value=answer):
             return loss_of(trainer, inputs, None)
 
 
@@ -95,6 +106,7 @@ def inputs_of(trainer, tokens, mask, advantage):
         "completion_mask": live,
         "advantages": advantage.detach(),
         "num_items_in_batch": items,
+        **trainer.absent_inputs,
     }
 
 

@@ -56,7 +56,7 @@ def _built_in(kind: str, beta: float, settings: dict[str, Any], recipe: str | No
     dataset = class_of("Dataset", "datasets").from_list([{"prompt": "p1", "reward": 0.0}] * 2)
     usual = {"output_dir": f"{folder().name}/out", "report_to": "none", "use_cpu": True, "bf16": False}
     with quietly():
-        model = class_of("AutoModelForCausalLM", "transformers").from_pretrained(saved_model(dtype), dtype=dtype)
+        model = class_of("AutoModelForCausalLM", "transformers").from_pretrained(saved_model(dtype)).to(dtype)
         try:
             built = trainer(
                 model=model,
@@ -67,14 +67,39 @@ def _built_in(kind: str, beta: float, settings: dict[str, Any], recipe: str | No
             )
         except (ValueError, TypeError) as error:
             raise UsageError(f"TRL {version()} does not take these settings: {error}") from error
-    for name in ("_generate_single_turn", "_generate_and_score_completions", "_compute_loss"):
+    for name in ("_generate_and_score_completions", "_compute_loss"):
         if not hasattr(built, name):
             raise UsageError(f"{kind}Trainer of TRL {version()} has no {name}, through which it is graded")
     built.current_gradient_accumulation_steps = 1
-    # Beside the completions generation returns their log-probs, which only an inference engine gives.
-    built._generate_single_turn = lambda *_, **__: built.rollouts if kind == "RLOO" else (built.rollouts, None)
+    if hasattr(built, "_generate_single_turn"):
+        # Beside the completions generation returns their log-probs, which only an inference engine gives.
+        built._generate_single_turn = lambda *_, **__: built.rollouts if kind == "RLOO" else (built.rollouts, None)
+    else:
+        built.model.generate = lambda prompts, **_: _generated(built, prompts)
     built.dtype_of_tables = dtype
     return built
+
+
+class _Last:
+    """Stands for the id of the token that ends a rollout: equal to the last live token of each row, whatever it is."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+
+    def __eq__(self, tokens: Any) -> Any:
+        return torch.arange(tokens.shape[1]) == self.lengths[:, None] - 1
+
+    __hash__ = object.__hash__
+
+
+def _generated(trainer: Any, prompts: Tensor) -> Tensor:
+    """Return prompts and rollouts in one, as models do; early versions find the end of a rollout by its last token."""
+    lengths = torch.tensor([len(row) for row in trainer.rollouts])
+    padded = torch.zeros(len(lengths), max(int(lengths.max()), 1), dtype=prompts.dtype)
+    for row, tokens in enumerate(trainer.rollouts):
+        padded[row, : len(tokens)] = torch.tensor(tokens)
+    trainer.eos_token_id = _Last(lengths)
+    return torch.cat([prompts, padded], dim=1)
 
 
 def _try(trainer: Any) -> None:
@@ -85,7 +110,8 @@ def _try(trainer: Any) -> None:
     with in_mode(trainer, False), torch.enable_grad():
         with held(trainer, trainer.ref_model, table), held(trainer, trainer.model, table):
             inputs = scored(trainer, tokens, torch.ones(size, 1), torch.arange(size) % 2.0, torch.arange(size))
-        trainer.names_of_inputs = frozenset(inputs)
+        trainer.names_of_inputs = frozenset(name for name, value in inputs.items() if value is not None)
+        trainer.absent_inputs = {name: None for name, value in inputs.items() if value is None}
         # Log-probs and entropies, in some versions an auxiliary loss as well.
         trainer.results_of_forward = len(forward(trainer, trainer.model, inputs, table))
         loss, _ = loss_of(trainer, inputs, table)
@@ -109,7 +135,14 @@ def forward(trainer: Any, model: Any, inputs: dict[str, Any], logits: Tensor) ->
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     with held(trainer, model, logits):
-        return trainer._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
+        passed = getattr(trainer, name_of_forward(trainer))(model, ids, mask, inputs["completion_ids"].shape[1])
+    return passed if isinstance(passed, tuple) else (passed,)
+
+
+def name_of_forward(trainer: Any) -> str:
+    """Return the name of the method that returns log-probs (and entropies) of completions."""
+    names = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
+    return next(name for name in names if hasattr(trainer, name))
 
 
 def loss_of(trainer: Any, inputs: dict[str, Any], logits: Tensor | None) -> tuple[Tensor, dict[str, float]]:
@@ -202,7 +235,7 @@ def tokenizer() -> Any:
     model.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
     fast = class_of("PreTrainedTokenizerFast", "transformers")
     # Masks mark the padding, so it may be any token: 0 exists in every environment.
-    return fast(tokenizer_object=model, pad_token="t0", eos_token="t0", unk_token="t0", padding_side="left")
+    return fast(tokenizer_object=model, pad_token="t0", eos_token=f"t{TOKENS - 1}", unk_token="t0", padding_side="left")
 
 
 def class_of(name: str, module: str = "trl") -> Any:
