@@ -107,6 +107,7 @@ class Adapter:
         settings: the known settings, documented defaults first.
         since: the oldest release that the adapter covers.
         history: settings that are measured in each release, beside the defaults; they need not be among `settings`.
+        changed: for releases that changed a gradient what they say of it, and the link to that; newest first.
         loads: imports the library as its settings do, if `module` cannot be imported plainly.
         imports: modules that most settings need and that take long to import. They are imported once, before the
             processes that grade settings are forked; so no JAX, whose threads do not survive a fork.
@@ -127,6 +128,7 @@ class Adapter:
     settings: tuple[Setting, ...]
     since: str = ""
     history: tuple[Setting, ...] = ()
+    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     loads: Callable[[], object] | None = None
     imports: tuple[str, ...] = ()
     discover: Callable[[], Sequence[Setting]] | None = None

@@ -54,6 +54,11 @@ class Walk(nn.Module):
 
     tables: Tables
 
+    def __init__(self) -> None:
+        super().__init__()
+        # A body without parameters is no body to some loaders.
+        self.anchor = nn.Parameter(torch.zeros(1), requires_grad=False)
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> BaseModelOutput:
         """(N, L, V) rows of the contexts that the input leads to, for (N, L) ids and a mask of any numeric type."""
         rows = self.tables.rows

@@ -17,6 +17,7 @@ from kltest.grading.forms import seconds
 from kltest.render.tables import wrap
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
+from kltest.scoreboard.history import history
 from kltest.scoreboard.rows import matches, summary
 from kltest.scoreboard.run import Request, asked_for, check_patterns, libraries
 
@@ -108,6 +109,12 @@ def command(
         bool,
         typer.Option("--diff", help="Say what changed since the record, or between releases that are named; exit 1."),
     ] = False,
+    releases: Annotated[
+        bool,
+        typer.Option(
+            "--history", help="Measure defaults and main settings of each minor release instead; what is done is kept."
+        ),
+    ] = False,
     record: Annotated[bool, typer.Option("--record", help="Make these the recorded results (in a checkout).")] = False,
     output: Annotated[
         str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results/libraries]")
@@ -117,7 +124,8 @@ def command(
         return program(wanted_program)
     if list_only:
         return listing(names or [], setting or [])
-    request = Request(
-        tuple(setting or ()), None if timeout is None else seconds(timeout, "--timeout"), again, tuple(more or ())
-    )
+    longest = None if timeout is None else seconds(timeout, "--timeout")
+    request = Request(tuple(setting or ()), longest, again, tuple(more or ()), releases)
+    if releases:
+        return history(names or [], request, output, record=record)
     return libraries(names or [], request=request, output=output, diff=diff, record=record)

@@ -113,13 +113,14 @@ def exact_version(library: Adapter, asked: str | None) -> str:
     return asked
 
 
-def install(library: Adapter, version: str, more: Sequence[str] = ()) -> Installed:
+def install(library: Adapter, version: str, more: Sequence[str] = (), *, within: Path | None = None) -> Installed:
     """Return the environment of a library with the dependencies of the day of its release, built if it is not there.
 
     Args:
         library: its adapter.
         version: the version to install.
         more: further packages to install.
+        within: the folder of environments, the cache if None.
 
     Raises:
         InstallError: the installer failed; the message ends with its last lines.
@@ -130,7 +131,8 @@ def install(library: Adapter, version: str, more: Sequence[str] = ()) -> Install
     here = sys.prefix if borrows else version_of("torch").partition("+")[0]
     recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent), LAYOUT]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
-    home = cache_folder("KLTEST_LIBRARIES", "libraries") / f"{library.name}-{version}-{name}"
+    within = (within or cache_folder("KLTEST_LIBRARIES", "libraries")).resolve()
+    home = within / f"{library.name}-{version}-{name}"
     python = home / "bin" / "python"
     if not (home / "complete").exists():
         shutil.rmtree(home, ignore_errors=True)

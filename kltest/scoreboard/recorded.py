@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kltest.adapters import NAMES, find
+from kltest.errors import UsageError
 from kltest.files import write
 from kltest.scoreboard.rows import DESCRIBED, GRADIENT, VALUE, Row, described
 
@@ -27,6 +28,7 @@ USUAL: Mapping[str, Any] = {
     "program": "",
 }
 METHOD = "exact"
+HEAD = ("library", "version", "released", "versions")
 _key = itemgetter("library", "version", "setting")
 # The one note that is kept: the function was lifted out of a file that cannot be imported.
 LIFTED = "lifted"
@@ -59,10 +61,19 @@ def record(rows: Sequence[Row], path: Path | None = None, *, whole: bool = True)
     lines: list[Row] = []
     for _, group in groupby(order, key=itemgetter("library", "version")):
         first, *others = group
-        head = {name: first[name] for name in ("library", "version", "versions")}
+        head = {name: first[name] for name in HEAD if name in first}
         lines += [head, *(_shortened(each, head) for each in (first, *others))]
     text = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
     write(path or PATH, "".join(text))
+
+
+def checked(path: Path, checkout: Path) -> Path:
+    """Return the file; UsageError if it is not part of a checkout."""
+    if not (checkout / "pyproject.toml").is_file():
+        raise UsageError(
+            f"--record replaces a file of a checkout, and {checkout} is none; run it in one, installed by -e"
+        )
+    return path
 
 
 def _place(row: Row) -> tuple[Any, ...]:

@@ -100,11 +100,16 @@ def uploads(distribution: str) -> dict[str, datetime]:
     return {str(version): found[version] for version in sorted(found)}
 
 
-def minors(distribution: str, since: str) -> dict[str, datetime]:
-    """Return the last release of each minor version from `since` on, and when it was uploaded, oldest first."""
-    last: dict[tuple[int, ...], tuple[str, datetime]] = {}
-    for text, uploaded in uploads(distribution).items():
-        version = Version(text)
-        if version >= Version(since) and not version.is_prerelease:
-            last[version.release[:2]] = text, uploaded
-    return dict(last.values())
+def minors(distribution: str, since: str, *, first: bool = False) -> dict[str, datetime]:
+    """Return the last release of each minor version from `since` on, and when it was uploaded, oldest first.
+
+    Args:
+        distribution: its name on the index.
+        since: the oldest release.
+        first: the first release of each minor version as well.
+    """
+    there = {Version(text): uploaded for text, uploaded in uploads(distribution).items()}
+    there = {each: there[each] for each in there if each >= Version(since) and not each.is_prerelease}
+    last = {each.release[:2]: each for each in there}
+    kept = {*last.values(), *({each.release[:2]: each for each in reversed(there)}.values() if first else ())}
+    return {str(each): there[each] for each in there if each in kept}

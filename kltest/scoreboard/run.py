@@ -65,21 +65,19 @@ def libraries(
     record: bool = False,
 ) -> int:
     """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, print what was found."""
-    if record and not (CHECKOUT / "pyproject.toml").is_file():
-        raise UsageError(
-            f"--record replaces a file of a checkout, and {CHECKOUT} is none; run it in one, installed by -e"
-        )
+    if record:
+        recorded.checked(recorded.PATH, CHECKOUT)
     asked = asked_for(names)
     folder = writable(Path(output or FOLDER))
     found: dict[Asked, list[Row]] = {}
-    with Store(folder / "runs.jsonl", _code()) as store:
+    with Store(folder / "runs.jsonl", code()) as store:
         try:
             # The next ones are installed while one is measured; those with dependencies, which take long, come last.
             with ThreadPoolExecutor(1) as executor:
                 order = sorted(asked, key=lambda each: not all(ALONE in call for call in find(each[0]).installs))
                 made = executor.map(lambda each: _environment(each, request.more), order)
                 for each, (version, there) in zip(order, made, strict=True):
-                    found[each] = _measured(each[0], version, there, store, request)
+                    found[each] = measured(each[0], version, there, store, request)
         except KeyboardInterrupt:
             _log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
             return 130
@@ -141,7 +139,7 @@ def _environment(each: Asked, more: Sequence[str] = ()) -> tuple[str, Installed 
         return version, error
 
 
-def _measured(name: str, version: str, there: Installed | KltestError, store: Store, request: Request) -> list[Row]:
+def measured(name: str, version: str, there: Installed | KltestError, store: Store, request: Request) -> list[Row]:
     """The rows of a library, and one with the error if it failed; those in the store are not measured again."""
     library = find(name)
     names: list[str] = []
@@ -184,7 +182,7 @@ def _unimportable(library: Adapter, there: Installed, answer: Row) -> str:
     )
 
 
-def _code() -> str:
+def code() -> str:
     """A digest of all code that a measurement depends on, so that results of other code are not reused."""
     root = Path(kltest.__file__).parent
     sources = [*root.glob("*.py"), *(path for room in MEASURING for path in (root / room).rglob("*.py"))]
