@@ -69,13 +69,16 @@ def _measured(asked: argparse.Namespace, answers: IO[str]) -> Iterator[dict[str,
     workers = {"max_workers": joblib.cpu_count(), "mp_context": get_context("fork")}
     with ProcessPoolExecutor(**workers, initializer=os.close, initargs=(answers.fileno(),)) as pool:
         try:
-            for future in as_completed([pool.submit(_row, asked.library, setting, asked.timeout) for setting in left]):
+            shows = not asked.history
+            work = [pool.submit(_row, asked.library, setting, asked.timeout, shows) for setting in left]
+            for future in as_completed(work):
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _row(name: str, wanted: str, timeout: float | None) -> Row:
+def _row(name: str, wanted: str, timeout: float | None, shows: bool) -> Row:
+    """The row of a setting; with the program that `shows` its gradient, or without."""
     library = find(name)
     setting = library.setting(wanted) or next(each for each in installed_settings(library) if each.name == wanted)
     started = time.monotonic()
@@ -87,7 +90,7 @@ def _row(name: str, wanted: str, timeout: float | None) -> Row:
         except UsageError as error:
             report = failed(job, str(error))
         try:
-            shown = program(library, setting, report)
+            shown = program(library, setting, report) if shows else shown
         except KltestError as error:
             shown["program_note"] = str(error)
     except KeyboardInterrupt:
