@@ -10,17 +10,7 @@ from unittest import mock
 import torch
 
 from kltest.adapters.installed import costly
-from kltest.adapters.trl.trainers import (
-    LENGTHS,
-    forward,
-    held,
-    in_mode,
-    loss_of,
-    name_of_forward,
-    sampled_at,
-    scored,
-    trainer_with,
-)
+from kltest.adapters.trl.trainers import LENGTHS, forward, held, in_mode, loss_of, sampled_at, scored, trainer_with
 from kltest.errors import UsageError
 
 
@@ -59,7 +49,7 @@ def grpo_from_logprobs(logp, ref_logp, old_logp, tokens, mask, advantage, beta, 
         inputs.update({name: value.detach() for name, value in given.items() if name in trainer.names_of_inputs})
         answer = (logp, torch.zeros_like(logp.detach()), None)[: trainer.results_of_forward]
         answer = answer if len(answer) > 1 else logp
-        with mock.patch.object(trainer, name_of_forward(trainer), return_value=answer):
+        with mock.patch.object(trainer, trainer.name_of_forward, return_value=answer):
             return loss_of(trainer, inputs, None)
 
 

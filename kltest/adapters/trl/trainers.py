@@ -75,8 +75,10 @@ def _built_in(kind: str, beta: float, settings: dict[str, Any], recipe: str | No
         # Beside the completions generation returns their log-probs, which only an inference engine gives.
         built._generate_single_turn = lambda *_, **__: built.rollouts if kind == "RLOO" else (built.rollouts, None)
     else:
-        built.model.generate = lambda prompts, **_: _generated(built, prompts)
+        built.model.generate = lambda input_ids, **_: _generated(built, input_ids)
     built.dtype_of_tables = dtype
+    names = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
+    built.name_of_forward = next(name for name in names if hasattr(built, name))
     return built
 
 
@@ -135,14 +137,8 @@ def forward(trainer: Any, model: Any, inputs: dict[str, Any], logits: Tensor) ->
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     with held(trainer, model, logits):
-        passed = getattr(trainer, name_of_forward(trainer))(model, ids, mask, inputs["completion_ids"].shape[1])
+        passed = getattr(trainer, trainer.name_of_forward)(model, ids, mask, inputs["completion_ids"].shape[1])
     return passed if isinstance(passed, tuple) else (passed,)
-
-
-def name_of_forward(trainer: Any) -> str:
-    """Return the name of the method that returns log-probs (and entropies) of completions."""
-    names = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
-    return next(name for name in names if hasattr(trainer, name))
 
 
 def loss_of(trainer: Any, inputs: dict[str, Any], logits: Tensor | None) -> tuple[Tensor, dict[str, float]]:
