@@ -207,13 +207,11 @@ def benchmarks() -> list[dict[str, str]]:
 
 
 def libraries() -> list[dict[str, str]]:
-    """The default of each library and what follows ∇KL(π‖ref) instead."""
+    """What each library follows by default, and what to set for ∇KL(π‖ref) instead."""
     from kltest.scoreboard import recorded
-    from kltest.scoreboard.table import defaults
+    from kltest.scoreboard.table import summary
 
-    return [
-        {str(head): str(cell) for head, cell in line.items()} for line in defaults(recorded.read()).to_dict("records")
-    ]
+    return summary(recorded.read()).to_dict("records")
 
 
 # Pages.
@@ -264,7 +262,7 @@ def check_page(check: Any) -> str:
 def library_pages() -> dict[str, str]:
     """The scoreboard of real libraries, with the program of each setting."""
     from kltest.scoreboard import recorded
-    from kltest.scoreboard.table import files
+    from kltest.scoreboard.pages import files
 
     made = files(recorded.read())
     return {f"libraries/{'index.md' if name == 'libraries.md' else name}": content for name, content in made.items()}

@@ -50,7 +50,7 @@ def everywhere(environments: Environments, factor: float, bandit: float | None =
 
 
 def uncorrected(environments: Environments) -> dict[str, Combination]:
-    """The same weights on rollouts of another sampler, without a ratio."""
+    """The same weights on rollouts of another sampler, without a ratio. (Those of zero are to be given.)"""
     at_rollouts = lambda to: to and {f"{name}@rollouts": value for name, value in to.items()}  # noqa: E731
     return {environment: at_rollouts(to) for environment, to in environments.items()}
 
@@ -64,18 +64,11 @@ ONE, ONE_STALE = each({"zero": 1.0}), each({"from_sampler_kl": -1.0})
 UNEVEN = {"ragged": None}
 """Pairs of rows that are coupled by their number of tokens: where lengths are equal they are not."""
 MIXED = {**LOG_RATIO, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None}
-MIXED_STALE = {
-    **MIXED,
-    "sequence": {
-        "reverse_kl@mean_ratio": 1 / 3,
-        "local_forward_kl@mean_ratio": 2 / 3,
-        "other_tokens_forward_kl@mean_ratio": -1 / 3,
-    },
-}
+OTHERS = {**MIXED, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3, "other_tokens_forward_kl": -1 / 3}}
+MIXED_STALE = {**MIXED, "sequence": {f"{name}@mean_ratio": value for name, value in OTHERS["sequence"].items()}}
+MIXED_NO_RATIO = uncorrected(OTHERS)
 """Of the geometric mean of ratios, below."""
-MIXED_NAMELESS = {**NAMELESS, "bandit": {"reverse_kl": 1.0}}
-"""As it was recorded before these gradients had names."""
-PAIRS: dict[str, Any] = {"groups": UNEVEN, "stale_groups": UNEVEN, "reduction": "coupled"}
+PAIRS: dict[str, Any] = {"groups": UNEVEN, "reduction": "coupled"}
 OFF_POLICY: dict[str, Any] = {"stale": WHOLE, "stale_groups": WHOLE, "verdict": "confirmed"}
 
 K1 = "k1 = u has the weight 1 on g, and E[g] = 0; with stale rollouts E_μ[g] = −∇KL(μ‖π)."
@@ -101,18 +94,25 @@ class Derived:
     """The expected findings of a setting, and why, in words.
 
     `current` and `stale` are environments graded rollout by rollout, `groups` and `stale_groups` those graded in larger
-    batches; `lifted`: the function is taken out of a file that cannot be imported.
+    batches. Without `stale`, nothing corrects for another sampler. `lifted`: the function is taken out of a file that
+    cannot be imported.
     """
 
     why: str
     current: Environments = field(default_factory=dict)
-    stale: Environments = field(default_factory=dict)
+    stale: Environments | None = None
     groups: Environments = field(default_factory=dict)
-    stale_groups: Environments = field(default_factory=dict)
+    stale_groups: Environments | None = None
     dtype: str = "float64"
     reduction: str = "mean"
     verdict: str = "refuted"
     lifted: bool = False
+
+    @property
+    def off_policy(self) -> tuple[Environments, Environments]:
+        """With rollouts of another sampler, one by one and in larger batches."""
+        alone = uncorrected(self.current) if self.stale is None else self.stale
+        return alone, uncorrected(self.groups) if self.stale_groups is None else self.stale_groups
 
 
 def disagreements(derived: Derived, row: Mapping[str, Any]) -> Iterator[str]:
@@ -126,7 +126,7 @@ def disagreements(derived: Derived, row: Mapping[str, Any]) -> Iterator[str]:
         yield f"lifted out of its file: {'not ' * derived.lifted}expected otherwise"
     expected = {
         (sampler, several, environment): combination
-        for several, kinds in enumerate(((derived.current, derived.stale), (derived.groups, derived.stale_groups)))
+        for several, kinds in enumerate(zip((derived.current, derived.groups), derived.off_policy, strict=True))
         for sampler, environments in zip(("current", "stale"), kinds, strict=True)
         for environment, combination in environments.items()
     }
@@ -154,13 +154,12 @@ def trl() -> dict[str, Derived]:
         why: str, current: Environments, stale: Environments | None = None, how: str = "mean", **more: Any
     ) -> Derived:
         more = {"dtype": "float32", **more}
-        stale = stale or {}
-        coupled = {"groups": UNEVEN, "stale_groups": UNEVEN if stale else {}} if how == "coupled" else {}
+        coupled = {"groups": UNEVEN} if how == "coupled" else {}
         return Derived(why, current, stale, reduction=how, **coupled, **more)
 
-    def rloo(why: str, groups: Environments, stale: Environments | None = None, **more: Any) -> Derived:
+    def rloo(why: str, groups: Environments, stale: Environments, **more: Any) -> Derived:
         more = {"dtype": "float32", "reduction": "coupled", **more}
-        return Derived(why, groups=groups, stale_groups=stale or {}, **more)
+        return Derived(why, groups=groups, stale_groups=stale, **more)
 
     fresh = "Fresh completions are their own sampler, so that ρ is 1 and is differentiated all the same."
     luspo, by_sequence = "grpo/loss_type=luspo", "importance_sampling_level=sequence"
@@ -174,17 +173,17 @@ def trl() -> dict[str, Derived]:
         "grpo/loss_type=dr_grpo": grpo(f"{RATIO} {BY_CONSTANT} It is 512.", everywhere(LOG_RATIO, 1 / 512)),
         luspo: grpo(f"{RATIO} {fresh} {SUMMED}", LOG_RATIO),
         f"{luspo},{plain}": grpo(f"{K3} {SUMMED}", INVERSE_RATIO),
-        f"{luspo},{plain},num_iterations=2": grpo(f"{K3} {SUMMED}", INVERSE_RATIO, NAMELESS),
+        f"{luspo},{plain},num_iterations=2": grpo(f"{K3} {SUMMED}", INVERSE_RATIO),
         f"{luspo},{plain},{by_sequence}": grpo(f"The level is that of the policy loss. {K3} {SUMMED}", INVERSE_RATIO),
-        f"{luspo},{plain},{by_sequence},num_iterations=2": grpo(f"{K3} {SUMMED}", INVERSE_RATIO, NAMELESS),
+        f"{luspo},{plain},{by_sequence},num_iterations=2": grpo(f"{K3} {SUMMED}", INVERSE_RATIO),
         f"{luspo},{corrected}": grpo(f"{RATIO} {fresh} {SUMMED}", LOG_RATIO),
         f"{luspo},{corrected},num_iterations=2": grpo(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
-        f"{luspo},{corrected},{by_sequence}": grpo(f"{GEOMETRIC} {SUMMED}", MIXED),
-        f"{luspo},{corrected},{by_sequence},num_iterations=2": grpo(f"{GEOMETRIC}", MIXED, MIXED_NAMELESS),
+        f"{luspo},{corrected},{by_sequence}": grpo(f"{GEOMETRIC} {SUMMED} {fresh}", MIXED, MIXED_NO_RATIO),
+        f"{luspo},{corrected},{by_sequence},num_iterations=2": grpo(f"{GEOMETRIC}", MIXED, MIXED_STALE),
         f"{luspo},steps_per_generation=2": grpo(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
         f"{luspo},temperature=0.7": grpo(f"Drawn and scored at one temperature. {RATIO} {SUMMED}", LOG_RATIO),
         f"grpo_from_logprobs/loss_type=luspo,{plain},num_iterations=2": grpo(
-            f"{K3} {SUMMED}", INVERSE_RATIO, NAMELESS, dtype="float64"
+            f"{K3} {SUMMED}", INVERSE_RATIO, dtype="float64"
         ),
         f"grpo_from_logprobs/loss_type=luspo,{corrected},num_iterations=2": grpo(
             f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE, dtype="float64"
@@ -198,7 +197,7 @@ def trl() -> dict[str, Derived]:
             WHOLE,
             each({"reverse_kl": 1.0, "to_sampler_kl": -1.0}),
         ),
-        "rloo/recipe=defaults,on-policy": rloo(REWARD, WHOLE, verdict="confirmed"),
+        "rloo/recipe=defaults,on-policy": rloo(REWARD, WHOLE, {}, verdict="confirmed"),
         "rloo/recipe=sequence_kl": rloo(f"sg(ρ)·(Σu)²/2: {CHARGED}", WHOLE, WHOLE, verdict="confirmed"),
     }
     for name in ("dapo", "bnpo", "cispo", "vespo"):
@@ -216,15 +215,15 @@ def verl() -> dict[str, Derived]:
     """
     summed = "loss_agg_mode=seq-mean-token-sum"
     kinds = {
-        "kl": (K1, ONE),
-        "k1": (K1, ONE),
-        "abs": ("|u| has the weight sign(u).", SIGN),
-        "mse": (K2, LOG_RATIO),
-        "k2": (K2, LOG_RATIO),
-        "low_var_kl": (K3, INVERSE_RATIO),
-        "k3": (K3, INVERSE_RATIO),
+        "kl": (K1, ONE, ONE_STALE),
+        "k1": (K1, ONE, ONE_STALE),
+        "abs": ("|u| has the weight sign(u).", SIGN, None),
+        "mse": (K2, LOG_RATIO, None),
+        "k2": (K2, LOG_RATIO, None),
+        "low_var_kl": (K3, INVERSE_RATIO, None),
+        "k3": (K3, INVERSE_RATIO, None),
     }
-    found = {f"kl_penalty/{name}": Derived(why, to, reduction="per-row") for name, (why, to) in kinds.items()}
+    found = {f"kl_penalty/{name}": Derived(*derived, reduction="per-row") for name, derived in kinds.items()}
     for name in kinds:
         found[f"kl_penalty/{name}+"] = Derived(f"Its value with k2's gradient. {K2}", LOG_RATIO, reduction="per-row")
     batch, third = by_tokens(INVERSE_RATIO), by_tokens(WHOLE)
@@ -238,27 +237,26 @@ def verl() -> dict[str, Derived]:
         ),
         "ppo_loss/use_kl_loss": Derived(
             f"{K3} {BY_BATCH} The sampler's log-probs enter the policy loss only.",
-            *(batch, NAMELESS),
+            batch,
             **PAIRS,
         ),
         f"ppo_loss/kl_loss_type=k1+,{summed}": Derived(f"Its value with k2's gradient. {K2} {SUMMED}", LOG_RATIO),
     }
 
     def charged(why: str, current: Environments, groups: Environments, **more: Any) -> Derived:
-        return Derived(f"{REWARD} {why}", current, groups=groups, **{"reduction": "coupled", **more})
+        # Stale: log μ − log ref with each token's own ratio, clipped.
+        stale = {"stale": dict.fromkeys(current), "stale_groups": dict.fromkeys(groups)}
+        return Derived(f"{REWARD} {why}", current, groups=groups, **{"reduction": "coupled", **stale, **more})
 
-    halved, alone, nameless = each({"reverse_kl": 0.5}), {"sequence": None}, {"stale_groups": NAMELESS}
+    halved, alone = each({"reverse_kl": 0.5}), {"sequence": None}
     centred = "Of two rollouts' rewards half is their mean, which is taken off."
     others = "The other rollout's reward is taken off, which costs nothing."
     return found | {
         "kl_in_reward/remax": charged(BY_BATCH, third, UNEVEN),
-        f"kl_in_reward/remax,{summed}": charged(SUMMED, WHOLE, {}, reduction="mean", verdict="confirmed"),
+        f"kl_in_reward/remax,{summed}": charged(SUMMED, WHOLE, {}, reduction="mean"),
         "kl_in_reward/rloo": charged(f"{others} {BY_BATCH}", third, third),
         f"kl_in_reward/rloo,{summed}": charged(
-            f"{others} {SUMMED} Stale: log μ − log ref with each token's own ratio, clipped.",
-            *(WHOLE, WHOLE),
-            stale=NAMELESS,
-            **nameless,
+            f"{others} {SUMMED} Stale: log μ − log ref with each token's own ratio, clipped.", WHOLE, WHOLE
         ),
         f"kl_in_reward/grpo,norm_adv_by_std_in_grpo=False,{summed}": charged(f"{centred} {SUMMED}", WHOLE, halved),
         "kl_in_reward/gpg": charged(
@@ -276,9 +274,7 @@ def verl() -> dict[str, Derived]:
             f"{centred} (Weighted by lengths, which are equal.) {BY_BATCH}", third, by_tokens(halved)
         ),
         "kl_in_reward/grpo_passk": charged("The best rollout's alone, over a spread.", {}, NAMELESS),
-        "kl_in_reward/gae": charged(
-            f"{WHITENED} One token alone has no spread, which is an error.", alone, NAMELESS, stale=alone, **nameless
-        ),
+        "kl_in_reward/gae": charged(f"{WHITENED} One token alone has no spread, which is an error.", alone, NAMELESS),
         "kl_in_reward/sequence-corrected": charged(
             f"Log-probs computed anew, so that it is log π − log ref. {others} {CHARGED}",
             *(WHOLE, WHOLE),
@@ -292,24 +288,24 @@ def openrlhf() -> dict[str, Derived]:
 
     The KL in the reward is credited with Σ_{s≥t} u_s of its own, outside the baseline.
     """
-    plain = {"k1": (K1, ONE), "k2": (K2, LOG_RATIO), "k3": (K3, INVERSE_RATIO)}
+    plain = {"k1": (K1, ONE, ONE_STALE), "k2": (K2, LOG_RATIO, None), "k3": (K3, INVERSE_RATIO, None)}
     unbiased = "The weight ρ·u on g, whatever the kind: the next token's reverse KL, at the prefixes of the sampler."
     found = {}
-    for name, (why, current) in plain.items():
+    for name, (why, current, stale) in plain.items():
         alone: dict[str, Any] = {"dtype": "float32", "reduction": "per-row", "lifted": True}
-        found[f"compute_approx_kl/{name}"] = Derived(why, current, **alone)
+        found[f"compute_approx_kl/{name}"] = Derived(why, current, stale, **alone)
         found[f"compute_approx_kl/{name},unbiased_gradient"] = Derived(unbiased, LOG_RATIO, LOG_RATIO_STALE, **alone)
         loss: dict[str, Any] = {"dtype": "float32", "reduction": "coupled", "groups": UNEVEN}
         zero = {**by_tokens(current), "sequence": {"zero": 1.0}} if name == "k1" else by_tokens(current)
-        found[f"kl_loss/{name}"] = Derived(f"{why} {BY_BATCH}", zero, **loss)
+        found[f"kl_loss/{name}"] = Derived(f"{why} {BY_BATCH}", zero, stale and by_tokens(stale), **loss)
         found[f"kl_loss/{name},unbiased_gradient=True"] = Derived(
-            f"{unbiased} {BY_BATCH}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE), stale_groups=UNEVEN, **loss
+            f"{unbiased} {BY_BATCH}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE), **loss
         )
 
-    def charged(why: str, groups: Environments, current: Environments | None = None, stale: bool = False) -> Derived:
-        if stale:
-            return Derived(why, current or {}, current or {}, groups, groups, "float32", "coupled")
-        return Derived(why, current or {}, groups=groups, dtype="float32", reduction="coupled")
+    def charged(why: str, groups: Environments, current: Environments | None = None) -> Derived:
+        alone = current or {}
+        stale = (dict.fromkeys(alone), groups, dict.fromkeys(groups))
+        return Derived(f"{why} Stale: log μ − log ref with clipped ratios.", alone, *stale, "float32", "coupled")
 
     third = by_tokens(WHOLE)
     alone_whitened = {"sequence": None, "ragged": None}
@@ -317,7 +313,7 @@ def openrlhf() -> dict[str, Derived]:
     credited = "E[Σ_{s≥t} c(u_s)·g] is ∇E[Σc] − E[c'(u)·g], summed over tokens"
     return found | {
         "kl_loss/k3,token_level_loss=False": Derived(f"{K3} {BY_ROW}", by_tokens(INVERSE_RATIO), dtype="float32"),
-        "kl_in_reward/gae": charged(f"{WHITENED} {one_token}", NAMELESS, alone_whitened, stale=True),
+        "kl_in_reward/gae": charged(f"{WHITENED} {one_token}", NAMELESS, alone_whitened),
         "kl_in_reward/reinforce": charged(f"{WHITENED} {one_token}", NAMELESS, alone_whitened),
         "kl_in_reward/reinforce_baseline": charged(WHITENED, NAMELESS),
         "kl_in_reward/rloo": charged(f"{REWARD} {BY_BATCH}", third),
@@ -354,9 +350,7 @@ def liger() -> dict[str, Derived]:
         how: str = "mean",
         dtype: str = "float64",
     ) -> Derived:
-        stale = uncorrected(current) if stale is None else stale
-        groups = UNEVEN if how == "coupled" else {}
-        return Derived(f"{why}", current, stale, groups, groups if stale else {}, dtype, how)
+        return Derived(why, current, stale, UNEVEN if how == "coupled" else {}, None, dtype, how)
 
     loss = "ppo_loss_fn/loss_type="
     ratio, by_sequence = "use_bias_correction_kl=True", "importance_sampling_level=sequence"
@@ -372,8 +366,7 @@ def liger() -> dict[str, Derived]:
         f"{loss}cispo": whole(
             f"{K3} {BY_BATCH} Its upper bound of 0.2 cuts every ratio off: nothing depends on the sampler.",
             mean_of_k3,
-            {},
-            "coupled",
+            how="coupled",
         ),
         "fused/loss_type=dapo": whole(f"{K3} {BY_BATCH}", mean_of_k3, how="coupled", dtype="float32"),
         f"{loss}dr_grpo": whole(f"{K3} {constant}", everywhere(INVERSE_RATIO, 1 / 3)),
@@ -412,22 +405,30 @@ def torchrl() -> dict[str, Derived]:
         *("GRPOLoss,masking_strategy=rlhf", "GRPOLoss,masking_strategy=generic", "GRPOLoss,entropy_bonus=False"),
     )
     return {
-        **{f"loss/{name}": Derived(why, current, uncorrected(current), dtype="float32") for name in losses},
+        **{f"loss/{name}": Derived(why, current, dtype="float32") for name in losses},
         "loss/GRPOLoss,kl_mask_threshold=0.1": Derived(
             f"{why} Tokens far from the sampler are dropped.", current, NAMELESS, dtype="float32"
         ),
-        "kl_in_reward/KLComputation": Derived(REWARD, WHOLE, reduction="per-row", verdict="confirmed"),
+        "kl_in_reward/KLComputation": Derived(
+            f"{REWARD} Of stale rollouts, log μ − log ref = u − log π/μ without a ratio.",
+            *(WHOLE, each({"reverse_kl@rollouts": 1.0, "to_sampler_kl@rollouts": -1.0})),
+            reduction="per-row",
+        ),
         "loss/SequenceKLGRPOLoss": Derived(CHARGED, WHOLE, WHOLE, dtype="float32", verdict="confirmed"),
     }
 
 
 def tunix() -> dict[str, Derived]:
     """compute_kl_divergence per token, and grpo_loss_fn, whose default takes k1 and averages rows; float32 inside."""
-    methods = {"low_var_kl": (K3, INVERSE_RATIO), "kl": (K1, ONE), "mse_kl": (K2, LOG_RATIO)}
+    methods = {
+        "low_var_kl": (K3, INVERSE_RATIO, None),
+        "kl": (K1, ONE, ONE_STALE),
+        "mse_kl": (K2, LOG_RATIO, None),
+    }
     low: dict[str, Any] = {"dtype": "float32"}
     found = {
-        f"compute_kl_divergence/{name}": Derived(why, to, reduction="per-row", **low)
-        for name, (why, to) in methods.items()
+        f"compute_kl_divergence/{name}": Derived(*derived, reduction="per-row", **low)
+        for name, derived in methods.items()
     }
     stale = "Without a ratio, stale rollouts weight it."
     mode = "grpo_loss_fn/kl_loss_mode=mse_kl"
@@ -435,24 +436,18 @@ def tunix() -> dict[str, Derived]:
         found[f"grpo_loss_fn/{name}"] = Derived(f"{K1} {BY_ROW}", {**ONE, "ragged": None}, by_tokens(ONE_STALE), **low)
     width = {**by_tokens(LOG_RATIO), "ragged": {"local_reverse_kl": 1 / 3}}
     return found | {
-        mode: Derived(f"{K2} {stale} {BY_ROW}", by_tokens(LOG_RATIO), NAMELESS, **low),
-        "grpo_loss_fn/kl_loss_mode=low_var_kl": Derived(f"{K3} {BY_ROW}", by_tokens(INVERSE_RATIO), NAMELESS, **low),
+        mode: Derived(f"{K2} {stale} {BY_ROW}", by_tokens(LOG_RATIO), **low),
+        "grpo_loss_fn/kl_loss_mode=low_var_kl": Derived(f"{K3} {BY_ROW}", by_tokens(INVERSE_RATIO), **low),
         f"{mode},loss_agg_mode=token-mean": Derived(
             f"{K2} {stale} {BY_BATCH}",
             by_tokens(LOG_RATIO),
-            NAMELESS,
-            UNEVEN,
-            UNEVEN,
-            "float32",
-            "coupled",
+            **{**PAIRS, **low},
         ),
         f"{mode},loss_agg_mode=sequence-mean-token-scale": Derived(
-            f"{K2} {stale} {BY_CONSTANT} It is the width of the batch: 1, and 3.", width, NAMELESS, **low
+            f"{K2} {stale} {BY_CONSTANT} It is the width of the batch: 1, and 3.", width, **low
         ),
-        f"{mode},loss_agg_mode=seq-mean-token-sum": Derived(f"{K2} {stale} {SUMMED}", LOG_RATIO, NAMELESS, **low),
-        f"{mode},loss_agg_mode=sequence-mean-token-sum-norm": Derived(
-            f"{K2} {stale} {SUMMED}", LOG_RATIO, NAMELESS, **low
-        ),
+        f"{mode},loss_agg_mode=seq-mean-token-sum": Derived(f"{K2} {stale} {SUMMED}", LOG_RATIO, **low),
+        f"{mode},loss_agg_mode=sequence-mean-token-sum-norm": Derived(f"{K2} {stale} {SUMMED}", LOG_RATIO, **low),
         "grpo_loss_fn/grpo-sequence-kl": Derived(CHARGED, WHOLE, WHOLE, verdict="confirmed", **low),
     }
 
@@ -464,22 +459,18 @@ def unsloth_zoo() -> dict[str, Derived]:
     batch = by_tokens(INVERSE_RATIO)
     whole = "max_completion_length, 8192 unless it is given."
     found = {
-        f"{loss}{name}": Derived(f"{K3} {BY_ROW}", batch, NAMELESS)
+        f"{loss}{name}": Derived(f"{K3} {BY_ROW}", batch)
         for name in ("alone", "loss_type=sapo", by_sequence, "with_old=False")
     }
     for name in ("bnpo", "dapo", "cispo"):
-        found[f"{loss}loss_type={name}"] = Derived(f"{K3} {BY_BATCH}", batch, NAMELESS, **PAIRS)
+        found[f"{loss}loss_type={name}"] = Derived(f"{K3} {BY_BATCH}", batch, **PAIRS)
     return found | {
-        f"{loss}loss_type=luspo": Derived(f"{K3} {SUMMED}", INVERSE_RATIO, NAMELESS),
-        f"{loss}loss_type=dr_grpo": Derived(
-            f"{K3} {BY_CONSTANT} {whole}", everywhere(INVERSE_RATIO, 1 / 8192), NAMELESS
-        ),
-        f"{loss}loss_type=dr_grpo,max_completion_length=1": Derived(
-            f"{K3} {BY_CONSTANT} {whole}", INVERSE_RATIO, NAMELESS
-        ),
+        f"{loss}loss_type=luspo": Derived(f"{K3} {SUMMED}", INVERSE_RATIO),
+        f"{loss}loss_type=dr_grpo": Derived(f"{K3} {BY_CONSTANT} {whole}", everywhere(INVERSE_RATIO, 1 / 8192)),
+        f"{loss}loss_type=dr_grpo,max_completion_length=1": Derived(f"{K3} {BY_CONSTANT} {whole}", INVERSE_RATIO),
         f"{loss}{ratio}": Derived(f"{RATIO} {BY_ROW}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE)),
         f"{loss}{ratio},loss_type=luspo": Derived(f"{RATIO} {SUMMED}", LOG_RATIO, LOG_RATIO_STALE),
-        f"{loss}{ratio},{by_sequence},loss_type=luspo": Derived(f"{GEOMETRIC} {SUMMED}", MIXED, MIXED_NAMELESS),
+        f"{loss}{ratio},{by_sequence},loss_type=luspo": Derived(f"{GEOMETRIC} {SUMMED}", MIXED, MIXED_STALE),
         f"{loss}charged": Derived(CHARGED, WHOLE, WHOLE, verdict="confirmed"),
     }
 

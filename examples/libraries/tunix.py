@@ -12,9 +12,10 @@ STALE = False  # rollouts of another policy
 
 jax.config.update("jax_enable_x64", True)  # tables in float64, whatever the library makes of them
 V, T = 2, 3
-# The probability of token 0 in each of the 7 contexts, breadth first.
+# The probability of token 0 in each of the 7 contexts, breadth first; fewer tokens need the first ones.
 first = {"policy": [0.6, 0.3, 0.8, 0.45, 0.7, 0.25, 0.55], "reference": [0.4, 0.5, 0.6, 0.7, 0.35, 0.5, 0.3]}
 first["sampler"] = [0.5, 0.4, 0.7, 0.5, 0.6, 0.35, 0.65] if STALE else first["policy"]
+first = {name: rows[: V**T - 1] for name, rows in first.items()}
 tables = {name: jnp.array([[p, 1 - p] for p in rows]) for name, rows in first.items()}
 logits, reference, sampler = (jnp.log(tables[name]) for name in ("policy", "reference", "sampler"))
 tokens = jnp.array(list(itertools.product(range(V), repeat=T)))
@@ -39,7 +40,13 @@ def summed(logits):
     )
 
 
-expected = jax.grad(summed)(logits)
+def kl(logits):
+    """KL(π‖ref) of whole sequences."""
+    logp = jax.nn.log_softmax(logits)[at, tokens]
+    return (jnp.exp(logp.sum(-1)) * (logp - ref_logp).sum(-1)).sum()
+
+
+expected, true = jax.grad(summed)(logits), jax.grad(kl)(logits)
 answer = {"vocabulary": V, "length": T, "policy": tables["policy"].tolist(), "reference": tables["reference"].tolist()}
 answer["sampler"] = tables["sampler"].tolist() if STALE else None
-print(json.dumps({**answer, "expected": expected.tolist()}))
+print(json.dumps({**answer, "true": true.tolist(), "expected": expected.tolist()}))

@@ -10,9 +10,10 @@ warnings.filterwarnings("ignore")
 STALE = False  # rollouts of another policy
 
 V, T = 2, 3
-# The probability of token 0 in each of the 7 contexts, breadth first.
+# The probability of token 0 in each of the 7 contexts, breadth first; fewer tokens need the first ones.
 first = {"policy": [0.6, 0.3, 0.8, 0.45, 0.7, 0.25, 0.55], "reference": [0.4, 0.5, 0.6, 0.7, 0.35, 0.5, 0.3]}
 first["sampler"] = [0.5, 0.4, 0.7, 0.5, 0.6, 0.35, 0.65] if STALE else first["policy"]
+first = {name: rows[: V**T - 1] for name, rows in first.items()}
 tables = {name: torch.tensor([[p, 1 - p] for p in rows], dtype=torch.float64) for name, rows in first.items()}
 logits = tables["policy"].log().requires_grad_()
 policy, reference, sampler = logits.log_softmax(-1), tables["reference"].log(), tables["sampler"].log()
@@ -47,6 +48,9 @@ except Exception:
     single = False
 # A loss that compares the rollouts of a batch needs pairs.
 expected = expected if single else summed(2)
+# ∇KL(π‖ref) of whole sequences, by its definition.
+kl = (logp.sum(-1).exp() * (logp - ref_logp).sum(-1)).sum()
+true = torch.autograd.grad(kl, logits)[0]
 answer = {"vocabulary": V, "length": T, "policy": tables["policy"].tolist(), "reference": tables["reference"].tolist()}
 answer["sampler"] = tables["sampler"].tolist() if STALE else None
-print(json.dumps({**answer, "expected": expected.tolist()}))
+print(json.dumps({**answer, "true": true.tolist(), "expected": expected.tolist()}))

@@ -46,7 +46,10 @@ class Setting:
         arguments: values of the target's parameters.
         options: further options of `kltest.grade` (expect, placement, credit, sampler, environment, group_size, …).
         depth: how much of the library is called.
-        default: the library's documentation says that this happens if nothing is set.
+        default: the library's documentation says that this happens once its KL term is switched on and nothing else
+            is set.
+        coefficient: what says if the term is on if nothing at all is set, and how much: `module:Class.field`,
+            `module:function(parameter)` or, of a command line, `module:--option`.
         recipe: kltest proposes this in place of the default.
         source: link to what the library says of it.
         note: one neutral sentence on what had to be assumed.
@@ -63,6 +66,7 @@ class Setting:
     source: str = ""
     note: str = ""
     since: str = ""
+    coefficient: str = ""
 
     def variant(self, arguments: Mapping[str, Any] = MappingProxyType({}), name: str = "", **others: Any) -> "Setting":
         """Return a setting of the same target, called `self.name/name`.

@@ -1,7 +1,10 @@
 """Access to an installed library: its parts by name, and the arguments that they take."""
 
+import ast
 import importlib
+import importlib.util
 import inspect
+from pathlib import Path
 
 
 def part(module, names):
@@ -37,6 +40,35 @@ def taken(function, offered, settings):
         if named and parameter.default is parameter.empty and name not in values:
             raise LookupError(f"in the installed version {what} wants {name!r}, which is not known here")
     return values
+
+
+def unset(place):
+    """Return the name of a coefficient and its default, [] if there is none; `place` as in `Setting.coefficient`."""
+    module, _, names = place.partition(":")
+    try:
+        if names.startswith("-"):
+            return [names.lstrip("-"), option_of(module, names)]
+        inside, _, parameter = names.rstrip(")").partition("(")
+        if parameter:
+            default = inspect.signature(part(module, inside)).parameters[parameter].default
+            return [] if default is inspect.Parameter.empty else [parameter, default]
+        return [names.rpartition(".")[2], part(module, names)] if names else []
+    except (LookupError, OSError, TypeError):
+        return []
+
+
+def option_of(module, name):
+    """Return the default of an option in a module that parses a command line, which is read and not imported."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise LookupError(f"there is no module {module}")
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(
+            isinstance(each, ast.Constant) and each.value == name for each in node.args
+        ):
+            return next(ast.literal_eval(each.value) for each in node.keywords if each.arg == "default")
+    raise LookupError(f"{module} has no option {name}")
 
 
 def called(function, offered, settings=()):

@@ -92,6 +92,12 @@ def program(
     return re.sub(r"\n{4,}", "\n\n\n", text.strip()) + "\n"
 
 
+def shortened(code: str, length: int, *, stale: bool) -> str:
+    """Return a program with rollouts of one to three tokens, and with or without another policy that drew them."""
+    code = re.sub(r"^V, T = 2, 3$", f"V, T = 2, {length}", code, flags=re.MULTILINE)
+    return re.sub(r"^STALE = \w+", f"STALE = {stale}", code, flags=re.MULTILINE)
+
+
 def _texts(modules: Sequence[str]) -> list[str]:
     """Lines of whole files, without what they take from kltest."""
     text = "\n".join((FOLDER / each).read_text(encoding="utf-8") for each in modules)

@@ -59,6 +59,15 @@ def program(target: str) -> int:
     return 0
 
 
+def report(target: str) -> int:
+    """Print what one would file upstream on the setting `LIBRARY:SETTING`; nothing is sent."""
+    from kltest.scoreboard.upstream import upstream
+
+    name, setting = _setting(target)
+    print(upstream(find(name), setting), end="")
+    return 0
+
+
 def _setting(target: str) -> tuple[str, Setting]:
     """An adapter's name or file, and one of its known settings."""
     name, colon, wanted = target.strip().partition(".py:") if ".py:" in target else target.strip().partition(":")
@@ -93,6 +102,14 @@ def command(
             help="Print a program that shows a setting's gradient without kltest.",
         ),
     ] = None,
+    wanted_report: Annotated[
+        str | None,
+        typer.Option(
+            "--report",
+            metavar="LIBRARY:SETTING",
+            help="Print what one would file upstream on a recorded setting: numbers, a program, a proposed change.",
+        ),
+    ] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this setting, or those that fit a pattern (`grpo/*`); repeatable."),
@@ -122,6 +139,8 @@ def command(
 ) -> int:
     if wanted_program is not None:
         return program(wanted_program)
+    if wanted_report is not None:
+        return report(wanted_report)
     if list_only:
         return listing(names or [], setting or [])
     longest = None if timeout is None else seconds(timeout, "--timeout")

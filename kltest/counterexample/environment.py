@@ -84,19 +84,23 @@ class Shown(NamedTuple):
 
 
 def measure(
-    loss: Loss, instance: Instance, sampler: str, batch: int = 1, *, summed: bool = False
+    loss: Loss, instance: Instance, sampler: str, batch: int = 1, *, summed: bool = False, columns: int = 0
 ) -> tuple[np.ndarray, np.ndarray, RowGradients]:
     """Return the expectation and the standard deviation (C, V) of the gradient that one batch gives, and a call.
 
-    Every ordered batch of a size is called. If `summed`, the loss adds up the rows of a batch, and its gradient is
-    divided by their number.
+    Every ordered batch of a size is called, with so many `columns` of padding added. If `summed`, the loss adds up the
+    rows of a batch, and its gradient is divided by their number.
     """
     paths, chance = instance.paths, instance.rollout_weights(sampler)
     mean, square = np.zeros(instance.policy.shape), np.zeros(instance.policy.shape)
     for rows in product(range(len(paths)), repeat=batch):
         part = paths.take(np.array(rows))
-        called = differentiate(loss, rollouts(instance, part, sampler, batch), part.mask if part.padded else None)
-        reached = each_gradient(part, instance.policy, called.logp, called.logits).sum(axis=0)
+        rollout, live = rollouts(instance, part, sampler, batch), part.mask if part.padded else None
+        if columns:
+            rollout, live = rollout.wider(columns), np.pad(part.mask, ((0, 0), (0, columns)))
+        called = differentiate(loss, rollout, live)
+        leaves = (None if leaf is None else leaf[:, : part.tokens.shape[1]] for leaf in (called.logp, called.logits))
+        reached = each_gradient(part, instance.policy, *leaves).sum(axis=0)
         reached /= batch if summed else 1
         mean += chance[list(rows)].prod() * reached
         square += chance[list(rows)].prod() * reached**2

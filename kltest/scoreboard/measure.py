@@ -22,8 +22,10 @@ from typing import IO, Any
 import joblib
 
 from kltest.adapters import find, installed_settings
+from kltest.adapters.installed import unset
 from kltest.errors import KltestError, UsageError
 from kltest.grading.jobs import Job, failed, graded, terminated_as_interrupted
+from kltest.scoreboard.extras import extras
 from kltest.scoreboard.programs import program
 from kltest.scoreboard.rows import Row, matches, row
 
@@ -82,7 +84,10 @@ def _row(name: str, wanted: str, timeout: float | None, shows: bool) -> Row:
     library = find(name)
     setting = library.setting(wanted) or next(each for each in installed_settings(library) if each.name == wanted)
     started = time.monotonic()
-    (job,) = Job.all_of(f"{name}:{wanted}", {"timeout": timeout} if timeout is not None else {})
+    # Under a stale sampler too, whatever log-probs a setting takes; a recipe for fresh rollouts is held to these alone.
+    both = shows and not (setting.recipe and "sampler" in setting.options)
+    asked = {"sampler": "both"} if both else {}
+    (job,) = Job.all_of(f"{name}:{wanted}", {**asked, **({} if timeout is None else {"timeout": timeout})})
     shown: dict[str, Any] = {"program": "", "program_of_adapter": False}
     try:
         try:
@@ -100,6 +105,8 @@ def _row(name: str, wanted: str, timeout: float | None, shows: bool) -> Row:
         "version": _version(library.distribution) or "?",
         "versions": report.versions | {package: found for package in COMPANIONS if (found := _version(package))},
         "known": setting in library.settings,
+        "unset": unset(setting.coefficient),
+        **(extras(job, report) if shows else {}),
         "seconds": round(time.monotonic() - started, 1),
     }
     return row(library, setting, report, **others, **shown)

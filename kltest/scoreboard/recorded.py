@@ -15,7 +15,7 @@ from typing import Any
 from kltest.adapters import NAMES, find
 from kltest.errors import UsageError
 from kltest.files import write
-from kltest.scoreboard.rows import DESCRIBED, GRADIENT, VALUE, Row, described
+from kltest.scoreboard.rows import DESCRIBED, GRADIENT, LEAKED, LOOKED_AT, VALUE, Row, described, leaked
 
 PATH = Path(__file__).parent / "recorded.jsonl"
 # Fields that are written only if they are otherwise.
@@ -26,6 +26,7 @@ USUAL: Mapping[str, Any] = {
     "inconclusive": [],
     "error": "",
     "program": "",
+    **LOOKED_AT,
 }
 METHOD = "exact"
 HEAD = ("library", "version", "released", "versions")
@@ -105,7 +106,8 @@ def _expanded(line: Row, head: Row) -> Row:
     found = {**usual, **head, **line, "notes": ["lifted out of its file"] if line.get(LIFTED) else []}
     found["gradients"] = [dict(zip(GRADIENT, [*each, METHOD], strict=False)) for each in line["gradients"]]
     found["value"] = [dict(zip(VALUE, each, strict=True)) for each in line["value"]]
-    found["failed"] = [{"code": code, "message": ""} for code in line["failed"]]
+    leak = leaked(found["leak"]) if found["leak"] else ""
+    found["failed"] = [{"code": code, "message": leak if code == LEAKED else ""} for code in line["failed"]]
     found.pop(LIFTED, None)
     return found
 

@@ -1,5 +1,6 @@
 """Rows: the results of grading one setting, as plain data. The same findings give the same row but for `seconds`."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -20,7 +21,18 @@ DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "so
 # Fields of a report that a row repeats.
 REPORTED = ("expect", "placement", "credit", "verdict", "reduction", "dtype")
 # Fields in which two versions of a library are compared.
-COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error", "program_of_adapter")
+COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error", "program_of_adapter", "unset")
+# Fields of the scoreboard's own measurements: by name the laws of coefficients; True if the sampler's log-probs move
+# the gradient; name and default of the KL term's coefficient; what came through padding (KL501): which numbers stood
+# there, what the loss gave then, and before.
+LOOKED_AT: Mapping[str, Any] = {"laws": {}, "reads_sampler": False, "unset": [], "leak": []}
+WRITTEN = (
+    "other log-probs and token ids",
+    "0 for the policy and −50 for the others",
+    "−50 for the policy and 0 for the others",
+)
+LEAKED = "KL501"
+LEAKS = re.compile(r"With (.+) at padded positions, .+ is (\S+) (?:where it was|and not) (\S+)\.$")
 
 PACKAGES = re.compile(r"/[^\s:'\"]*/(?:site|dist)-packages/")
 Row = dict[str, Any]
@@ -46,10 +58,25 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
             "inconclusive": [check.code for check in report.checks if check.status == "inconclusive"],
             "notes": list(report.notes),
             "error": report.error,
+            "leak": _leak(report),
             **others,
         },
         _rounded,
     )
+
+
+def _leak(report: "Report") -> list[int | float]:
+    """What KL501 says, in numbers; [] if it passed, or if what came through is no number."""
+    said = "".join(check.message for check in report.failed if check.code == LEAKED)
+    found = LEAKS.search(said)
+    numbers = [float(part) for part in found.groups()[1:]] if found else []
+    return [WRITTEN.index(found[1]), *numbers] if found and all(map(math.isfinite, numbers)) else []
+
+
+def leaked(leak: Sequence[float]) -> str:
+    """Return the sentence of such numbers."""
+    written, after, before = leak
+    return f"With {WRITTEN[int(written)]} at padded positions, the loss gives {after:.4g} where it gave {before:.4g}."
 
 
 def absent(library: Adapter, version: str, reason: str) -> Row:

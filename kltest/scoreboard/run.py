@@ -30,7 +30,7 @@ MEASURING = (
     *("adapters", "grading", "scoreboard"),
 )
 # Files of these rooms that only show results.
-SHOWING = ("table.py", "recorded.py")
+SHOWING = ("classes.py", "table.py", "pages.py", "recorded.py")
 FOLDER = "results/libraries"
 CHECKOUT = Path(kltest.__file__).parents[1]
 # An adapter, by its name or file, and the version to measure, None for the one of the adapter.
@@ -192,7 +192,8 @@ def code() -> str:
 
 def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
     """Write the scoreboard of all rows in the store, and print those that were asked for."""
-    from kltest.scoreboard.table import COLUMNS, files, frame
+    from kltest.scoreboard.pages import files
+    from kltest.scoreboard.table import COLUMNS, frame
 
     for name, content in files(stored).items():
         write(folder / name, content)

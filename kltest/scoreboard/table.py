@@ -1,22 +1,16 @@
-"""The scoreboard as a data frame, a row for each library, version and setting, and its two pages."""
+"""The scoreboard as data frames: a line for each library, version and setting, and one for each default."""
 
-import base64
-import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
 from pandas import DataFrame
 
 from kltest.adapters import DEPTHS, NAMES, Setting, find
 from kltest.checks import CHECKS
-from kltest.render.html import STYLE
-from kltest.render.markdown import escape
-from kltest.render.words import one_line
-from kltest.scoreboard.rows import Row
+from kltest.scoreboard.classes import CLASSES, EQUAL_LENGTHS, NO_RATIO, at_equal_lengths, class_of, off_policy
+from kltest.scoreboard.rows import Row, leaked
 from kltest.truth import render
 
 # Columns of the scoreboard and their headings.
@@ -30,13 +24,19 @@ COLUMNS = {
     "logged": "logged KL",
     "measured": "measured",
 }
-# Relation of a setting's gradient to ∇KL(π‖ref).
-KINDS = {
-    "reverse": "follows ∇KL(π‖ref)",
-    "part": "its next-token part, or another size",
-    "other": "another gradient",
-    "open": "inconclusive",
+# Columns of the table of defaults, and their headings.
+SUMMARY = {
+    "setting": "library, with its KL on",
+    "follows": "on-policy",
+    "stale": "off-policy",
+    "instead": "for ∇KL(π‖ref)",
+    "unset": "if nothing is set",
 }
+# Settings that a cell of it names.
+MOST = 3
+OURS, FRESH = " (ours)", " (on-policy)"
+# How near a class is to ∇KL(π‖ref) of whole sequences.
+TONES = {"whole": "right", "on-policy": "near", "scaled": "near", "part": "near", "open": "open"}
 VALUES = {
     "kl": "KL",
     "kl_per_token": "KL per token",
@@ -52,56 +52,71 @@ def frame(rows: Sequence[Row]) -> DataFrame:
         rows: rows as measuring writes them or as they are recorded.
 
     Returns:
-        A data frame with the columns of `COLUMNS` in words, and with library, version, mark ("default", "recipe" or
-        ""), kind (a key of `KINDS`), where (whose rollouts were measured), command (what measures the row again),
-        program and file (the standalone program and its name, "" if there is none), row (the row itself).
+        A data frame with the columns of `COLUMNS` in words, and with library, version, family, mark ("default",
+        "recipe" or ""), kind (a key of `CLASSES`), tone (how near that is), follows, stale and unset (as `defaults`
+        has them), command (what measures the row again), program and file (the standalone program and its name, "" if
+        there is none), row (the row itself).
     """
     return DataFrame([_line(each) for each in rows])
 
 
 def defaults(rows: Sequence[Row]) -> DataFrame:
-    """Return documented defaults: what each follows, and settings of its library that follow ∇KL(π‖ref)."""
+    """Return documented defaults, one a line.
+
+    Args:
+        rows: rows as measuring writes them or as they are recorded.
+
+    Returns:
+        A data frame with the columns library, version, setting; follows (the class of its gradient and the factor on
+        it), off_policy, unset (what happens if nothing at all is set), each in words; kind (a key of `CLASSES`); and
+        instead, the lines of `frame` that follow ∇KL(π‖ref): those of the same family of settings (`grpo/…`), with
+        the first default those of families without a default, and ours last.
+    """
     found = []
-    for title, group in frame(rows).groupby("title", sort=False):
-        right = [f"`{setting}`" for setting in following(group)["setting"]]
-        shown = ", ".join(right[:3]) + (" …" if len(right) > 3 else "") or "–"
+    for _, group in frame(rows).groupby("title", sort=False):
         lines = group[group["mark"] == "default"]
-        for number, line in enumerate(lines.itertuples(), 1):
-            cells = {COLUMNS[name]: getattr(line, name) or "–" for name in ("one_step", "sequences", "off_policy")}
-            last = shown if number == len(lines) else "–"
-            found.append({"library": title, "by default": f"`{line.setting}`", **cells, KINDS["reverse"]: last})
+        families = [family(setting) for setting in lines["setting"]]
+        for number, line in enumerate(lines.to_dict("records")):
+            right = following(group, off_policy=line["kind"] == "on-policy")
+            own = [
+                each["family"] == families[number] or (number == 0 and each["family"] not in families)
+                for each in right.to_dict("records")
+            ]
+            kept = {name: line[name] for name in ("library", "version", "setting", "kind", "follows", "stale", "unset")}
+            found.append({**kept, "instead": right[own].to_dict("records")})
     return DataFrame(found)
 
 
-def following(table: DataFrame) -> DataFrame:
-    """The lines that follow ∇KL(π‖ref), recipes last."""
-    right = table[table["kind"] == "reverse"]
+def summary(rows: Sequence[Row]) -> DataFrame:
+    """Return the defaults as cells of a table in Markdown, a line each."""
+    found = []
+    for line in defaults(rows).to_dict("records"):
+        instead = [
+            f"`{each['setting']}`{OURS * (each['mark'] == 'recipe')}{FRESH * (each['kind'] == 'on-policy')}"
+            for each in line["instead"]
+        ]
+        shown = ", ".join(instead[:MOST]) + " …" * (len(instead) > MOST)
+        cells = (f"{line['library']} {line['version']}<br>`{line['setting']}`", line["follows"], line["stale"])
+        found.append(dict(zip(SUMMARY.values(), (*cells, shown or "–", line["unset"]), strict=True)))
+    return DataFrame(found)
+
+
+def following(table: DataFrame, *, off_policy: bool = False) -> DataFrame:
+    """Return the lines that follow ∇KL(π‖ref), at least on-policy, or `off_policy` too; recipes last."""
+    right = table[table["kind"].isin(("whole",) if off_policy else ("whole", "on-policy"))]
     return right.sort_values("mark", key=lambda marks: marks == "recipe", kind="stable")
 
 
-def kind(each: Row) -> str:
-    """Return how a row stands to ∇KL(π‖ref), a key of `KINDS`.
-
-    `reverse`: ∇KL(π‖ref) with coefficient one in every environment; `part`: its next-token part, or another
-    coefficient; `other`: another gradient; `open`: no verdict.
-    """
-    if each["verdict"] == "confirmed" and each["expect"] == "reverse_kl":
-        return "reverse"
-    if each["verdict"] in ("error", "inconclusive") or not each["gradients"]:
-        return "open"
-    current = [row for row in each["gradients"] if row["sampler"] == "current"]
-    # If lengths differ, a part of it that is divided by them is unnamed.
-    rows = [row["identified"] for row in current if row["identified"] or row["environment"] != "ragged"]
-    near = all(found and set(found) <= {"reverse_kl", "local_reverse_kl"} for found in rows)
-    return "part" if rows and near and all(min(found.values()) > 0 for found in rows) else "other"
+def family(setting: str) -> str:
+    """Return what comes before the first slash of a setting's name: the function or trainer that it sets."""
+    return setting.partition("/")[0]
 
 
 def _line(each: Row) -> dict[str, Any]:
     there = each["gradients"]
     program, name = _program(each), re.sub(r"[^\w.+=-]", "-", each["setting"])
-    stale = any(row["sampler"] == "stale" for row in there)
-    one_step = f"not graded: {each['error']}" if each["error"] else _found(there, "current", ("bandit",))
-    sequences = _found(there, "current", ("sequence", "ragged"))
+    kind = class_of(each)
+    one_step = f"not graded: {each['error']}" if each["error"] else _found(each, "current", ("bandit",))
     setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""
     return {
         "library": each["library"],
@@ -109,15 +124,19 @@ def _line(each: Row) -> dict[str, Any]:
         "title": f"{each['library']} {each['version']}",
         "setting": each["setting"],
         "mark": "default" if each.get("default") else "recipe" if each.get("recipe") else "",
-        "kind": kind(each),
-        "where": "on- and off-policy" if stale else "on-policy",
-        "in_short": sequences or one_step,
+        "family": family(each["setting"]),
+        "kind": kind,
+        "tone": TONES.get(kind, "far"),
+        "follows": _follows(each, kind),
+        "stale": off_policy(each),
+        "unset": _unset(each),
         "one_step": one_step,
-        "sequences": sequences,
-        "off_policy": _found(there, "stale", ("bandit", "sequence", "ragged")),
+        "sequences": _found(each, "current", ("sequence", "ragged")),
+        "off_policy": _off_policy(each),
         "checks": _codes(each),
         "logged": _logged(each),
         "measured": f"{DEPTHS[each['depth']]}, {each['dtype']}" if there else "",
+        "leak": leaked(each["leak"]) if each.get("leak") else "",
         "command": f"kltest libraries {each['library']}=={each['version']}{setting}",
         "program": program,
         "file": f"{each['library']}-{each['version']}-{name}.py" if program else "",
@@ -134,21 +153,68 @@ def _program(each: Row) -> str:
     return library.standalone(Setting(each["setting"], **{name: each[name] for name in fields})).strip()
 
 
-def _found(rows: Sequence[Mapping], sampler: str, environments: Sequence[str]) -> str:
+def _follows(each: Row, kind: str) -> str:
+    """The class, the factor on it where all rollouts have one length, and if lengths matter."""
+    found: Mapping = next((row["identified"] for row in _current(each, "sequence") if row["identified"]), {})
+    factor = _factor(each, *next(iter(found.items()))) if len(found) == 1 and "zero" not in found else ""
+    words = CLASSES[kind].words.removesuffix(", on- and off-policy").removesuffix(", on-policy only")
+    return words + (f", × {factor}" if factor else "") + (f", {EQUAL_LENGTHS}" if at_equal_lengths(each) else "")
+
+
+def _unset(each: Row) -> str:
+    """What happens if nothing at all is set; a dash if that is not known."""
+    if not each.get("unset"):
+        return "–"
+    name, value = each["unset"]
+    return f"{'KL on' if value else 'no KL'}, {name} = {value}"
+
+
+def _current(each: Row, environment: str) -> list[Mapping]:
+    return [row for row in each["gradients"] if (row["environment"], row["sampler"]) == (environment, "current")]
+
+
+def _off_policy(each: Row) -> str:
+    """The gradients under a stale sampler, and that no ratio corrects for it."""
+    if not each["gradients"]:
+        return ""
+    found, words = _found(each, "stale", ("bandit", "sequence", "ragged")), off_policy(each)
+    return f"{words}: {found}" if words == NO_RATIO else found or words
+
+
+def _found(each: Row, sampler: str, environments: Sequence[str]) -> str:
     """The gradients found: a single one if environments agree, else environment by environment."""
     found: dict[str, list[str]] = {}
     for environment in environments:
-        there = [row for row in rows if (row["environment"], row["sampler"]) == (environment, sampler)]
+        there = [row for row in each["gradients"] if (row["environment"], row["sampler"]) == (environment, sampler)]
         # A batch of one shows what a rollout contributes; if rows are coupled there are larger batches only.
         for row in [row for row in there if row["batch"] == 1] or there[:1]:
-            found.setdefault(_gradient(row["identified"]), []).append(environment)
+            found.setdefault(_gradient(row["identified"], each, environment), []).append(environment)
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{', '.join(names)}: {gradient}" for gradient, names in found.items())
 
 
-def _gradient(identified: Mapping[str, float] | None) -> str:
-    return "unnamed" if identified is None else render({name: float(f"{c:.4g}") for name, c in identified.items()})
+def _gradient(identified: Mapping[str, float] | None, each: Row, environment: str) -> str:
+    """A combination as a formula; a coefficient that follows a law is written as that."""
+    if identified is None:
+        return "unnamed"
+    words = ""
+    for name, coefficient in identified.items():
+        sign = "−" if coefficient < 0 else "+"
+        lead = f" {sign} " if words else sign.replace("+", "")
+        factor, formula = _factor(each, name, abs(coefficient), environment), render({name: 1.0})
+        words += lead + (f"{factor}·{formula}" if factor else formula)
+    return words
+
+
+def _factor(each: Row, name: str, coefficient: float, environment: str = "sequence") -> str:
+    """A coefficient as its law, or as a number; "" for one. On a bandit, a name stands for its next-token part too."""
+    number = f"{coefficient:.4g}"
+    if number == "1":
+        return ""
+    laws = each.get("laws", {})
+    law = laws.get(name) or (laws.get(f"local_{name}") if environment == "bandit" else None)
+    return (law or number).removeprefix("-")
 
 
 def _codes(each: Row) -> str:
@@ -162,55 +228,3 @@ def _codes(each: Row) -> str:
 def _logged(each: Row) -> str:
     found = [VALUES.get(row["matches"], row["matches"]) for row in each["value"] if row["sampler"] == "current"]
     return " / ".join(dict.fromkeys(found))
-
-
-FOLDER = Path(__file__).parent / "templates"
-PROGRAMS = "programs"
-# Programs of up to so many characters are shown on the page itself.
-SHORT = 4_000
-
-
-def files(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the files of the scoreboard by their path below one folder.
-
-    Args:
-        rows: rows as measuring writes them, or `kltest.scoreboard.recorded.read()`.
-
-    Returns:
-        `libraries.md`, `libraries.html` (self-contained) and the programs `programs/*.py` that both link to.
-    """
-    table = frame(rows)
-    files, texts = table["file"], table["program"]
-    programs = {f"{PROGRAMS}/{file}": text + "\n" for file, text in zip(files, texts, strict=True) if file}
-    return {"libraries.md": markdown(table), "libraries.html": html(table), **programs}
-
-
-def markdown(table: DataFrame) -> str:
-    """Return the scoreboard, as `table.frame` gives it, in Markdown."""
-    return _rendered("libraries.md.j2", table)
-
-
-def html(table: DataFrame) -> str:
-    """Return the scoreboard as one page: nothing is loaded from elsewhere, and only its own script may run."""
-    script = (FOLDER / "script.js.j2").read_text(encoding="utf-8").strip()
-    digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
-    return _rendered("libraries.html.j2", table, script=script, digest=digest, base_style=STYLE)
-
-
-def _rendered(name: str, table: DataFrame, **values: Any) -> str:
-    loader, escaped = PackageLoader("kltest.scoreboard"), select_autoescape(["html.j2"])
-    made = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"md": lambda text: escape(one_line(text)), "gradient": lambda name: render({name: 1.0})}
-    return made.get_template(name).render(
-        columns=COLUMNS,
-        kinds=KINDS,
-        table=table,
-        libraries=list(table.groupby("title", sort=False)),
-        pairs=[(name, name) for name in table["library"].unique()],
-        following=following,
-        # For rows of which no message was kept.
-        findings={code: check.title for code, check in CHECKS.items()},
-        programs=PROGRAMS,
-        short=SHORT,
-        **values,
-    )

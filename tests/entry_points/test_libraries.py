@@ -20,9 +20,10 @@ from kltest.cli.libraries import Request, libraries, listing, program
 from kltest.errors import UsageError
 from kltest.scoreboard import recorded, run
 from kltest.scoreboard.installation import NEEDED, exact_version, install
+from kltest.scoreboard.pages import html, markdown
 from kltest.scoreboard.releases import InstallError, UnreachableError
 from kltest.scoreboard.rows import absent, changes
-from kltest.scoreboard.table import frame, html, markdown
+from kltest.scoreboard.table import frame
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = """
@@ -125,16 +126,24 @@ def rows_of(folder):
 
 
 def test_each_setting_is_graded_or_says_why_not(measured):
-    """u: zero; u²/2: the local reverse KL, by the score's own identities; what fails fails alone."""
+    """u: zero; u²/2: the local reverse KL, by the score's own identities; what fails fails alone.
+
+    Neither takes the sampler's log-probs, and both are graded under a stale one: E_μ[g] is −∇KL(μ‖π), and without a
+    ratio rollouts of μ weight u·g.
+    """
     code, _, rows = measured
     assert code == 3, "three settings were not graded, and nothing is recorded of that"
     assert list(rows) == [("1.0", f"penalty/{kind}") for kind in ("linear", "square", "raises", "leaves", "hangs")]
     linear, square, raises, leaves, hangs = rows.values()
-    assert {row["environment"]: row["identified"] for row in linear["gradients"]} == {
-        environment: {"zero": 1.0} for environment in ("bandit", "sequence", "ragged")
+    environments = ("bandit", "sequence", "ragged")
+    assert {(row["environment"], row["sampler"]): row["identified"] for row in linear["gradients"]} == {
+        **{(environment, "current"): {"zero": 1.0} for environment in environments},
+        **{(environment, "stale"): {"from_sampler_kl": -1.0} for environment in environments},
     }
-    assert square["verdict"] == "confirmed"
+    assert {(row["sampler"], row["agrees"]) for row in square["gradients"]} == {("current", True), ("stale", False)}
     assert square["expect"] == "local_reverse_kl"
+    assert not square["reads_sampler"]
+    assert frame([square])["off_policy"][0].startswith("no ratio: bandit: E_μ")
     assert "this version does not know how" in raises["error"]
     assert "exit status 7" in leaves["error"]
     assert "4 s" in hangs["error"]
@@ -175,7 +184,7 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     names = [f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True, record=True) == 1
     said = capsys.readouterr().out.partition("What changed.")[2]
-    assert re.search(r"penalty/square: gradients.* 1\.0: .*local_reverse_kl → .*2\*local_reverse_kl", said)
+    assert re.search(r"penalty/square: gradients.* 1\.0: .*local_reverse_kl;.* → .*2\*local_reverse_kl;", said)
     assert "penalty/straight: new, bandit, current: zero" in said
     assert "penalty/linear" not in said
     assert (tmp_path / "changes.md").read_text().count("\n- ") == 2
@@ -367,7 +376,7 @@ def test_a_listing_tells_what_was_recorded(measured, made_up, tmp_path, monkeypa
     assert listing([str(made_up)]) == 0
     out = capsys.readouterr().out
     assert "measured in 1.0" in out
-    assert re.search(r"penalty/linear \(default\)\n +bandit, current: zero; .*\(KL101\)", out)
+    assert re.search(r"penalty/linear \(default\)\n +bandit, current: zero; [^(]*\(KL101, KL105\)", out)
 
 
 def test_settings_are_chosen_by_patterns(made_up, capsys):

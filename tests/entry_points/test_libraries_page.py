@@ -1,16 +1,17 @@
-"""The scoreboard in a real browser: sorted, filtered, on a phone, in the dark, and whole where no script runs."""
+"""The scoreboard in a real browser: a verdict at once, sorted, filtered, on a phone, and whole without a script."""
 
 import re
 
 import pytest
 from processes import BROWSER, opened
 
-from kltest.scoreboard.table import COLUMNS, frame, html
+from kltest.scoreboard.pages import html, markdown
+from kltest.scoreboard.table import COLUMNS, frame
 
 ENVIRONMENTS = ("bandit", "sequence", "ragged")
 FOUND = {
-    "square": ({"local_reverse_kl": 1.0}, ["KL201"], {"default": True}),
-    "cubic": (None, ["KL105", "KL503"], {}),
+    "square": ({"local_reverse_kl": 1 / 3}, ["KL201"], {"default": True, "unset": ["beta", 0.0]}),
+    "cubic": (None, ["KL105", "KL501"], {"leak": [0, 2.0, 1.0]}),
     "linear": ({"zero": 1.0}, ["KL101"], {}),
     "whole": ({"reverse_kl": 1.0}, [], {"recipe": True, "note": "Costs one pass more."}),
     "a_long_name=of_an_option,another_long_name=of_another_option,a_third_one=which_nobody_would_break": (None, [], {}),
@@ -43,6 +44,8 @@ def row(library, version, name, found, codes, marks):
         "failed": [{"code": code, "message": "It is so & so <there>."} for code in codes],
         "notes": [],
         "error": "",
+        "reads_sampler": True,
+        "laws": {"local_reverse_kl": "1/T"},
         "program": "print('a very long line ' * 20)  # " + "x" * 200,
         **marks,
     }
@@ -60,7 +63,10 @@ function shown(doc) {
     .map(row => row.dataset.library + " " + row.querySelector("code").textContent);
 }
 function state(doc) {
-  return {rows: shown(doc), controls: doc.querySelector(".controls").getClientRects().length > 0,
+  var verdict = doc.querySelector(".summary .kind").getBoundingClientRect();
+  doc.getElementById("all").open = true;
+  return {verdict: verdict.bottom, said: doc.querySelector(".summary tbody tr").textContent,
+    rows: shown(doc), controls: doc.querySelector(".controls").getClientRects().length > 0,
     width: doc.documentElement.scrollWidth, buttons: doc.querySelectorAll(".board th button").length};
 }
 function set(doc, id, value) {
@@ -120,6 +126,17 @@ def test_nothing_makes_it_scroll_sideways(seen):
     assert said["open"] <= width
 
 
+def test_the_first_verdict_is_seen_without_scrolling(seen):
+    """Half a phone's screen is enough for it, and it says what happens if nothing is set and what is ours."""
+    _, said = seen
+    for state in (said["plain"], said["lively"]):
+        assert 0 < state["verdict"] < 400
+        first = " ".join(state["said"].split())
+        assert "next-token part of ∇KL(π‖ref), × 1/T" in first
+        assert "penalty/whole (ours)" in first
+        assert "no KL, beta = 0.0" in first
+
+
 def test_rows_are_filtered(seen):
     _, said = seen
     assert said["lively"]["rows"] == ALL
@@ -128,8 +145,7 @@ def test_rows_are_filtered(seen):
     assert said["count"] == "2 of 12"
     assert said["none"] == []
     assert said["library"] == ALL[6:]
-    # ⅓ of the gradient and its next-token part are parts of it.
-    assert said["part"] == [f"{library} penalty/{name}" for library in ("one", "two") for name in ("square", "third")]
+    assert said["part"] == ["one penalty/square", "two penalty/square"]
     assert said["recipe"] == ["one penalty/whole", "two penalty/whole"]
 
 
@@ -142,7 +158,10 @@ def test_rows_are_sorted_both_ways(seen):
 
 
 def test_kinds_say_how_a_row_stands_to_the_true_gradient():
-    assert list(frame(ROWS)["kind"])[:6] == ["part", "other", "other", "reverse", "other", "part"]
+    table = frame(ROWS)
+    assert list(table["kind"])[:6] == ["part", "unnamed", "none", "whole", "unnamed", "scaled"]
+    assert table["sequences"][0] == "1/T·E_π[Σ_t ∇KL_t(π‖ref)]"
+    assert table["sequences"][5] == "0.3333·∇KL(π‖ref)"
 
 
 def test_only_its_own_script_may_run_and_nothing_is_loaded():
@@ -152,3 +171,4 @@ def test_only_its_own_script_may_run_and_nothing_is_loaded():
     assert "'unsafe-inline'" not in policy.partition("script-src")[2]
     assert not re.search(r"<(?:link|img|iframe)|src=|@import|url\(", text)
     assert "so &amp; so &lt;there&gt;" in text
+    assert "With other log-probs and token ids at padded positions, the loss gives 2 where it" in markdown(frame(ROWS))

@@ -21,7 +21,8 @@ def whole(loss_type: str, loss: Setting = LOSS, **settings: object) -> Setting:
     return loss.variant(
         {"loss_type": loss_type, **constant, **settings},
         label(loss_type=loss_type, **settings),
-        default=loss_type == "dapo" and not settings,
+        default=loss is FUSED and loss_type == LOSS_TYPES[0],
+        coefficient=f"{MODULE}:LigerFusedLinearGRPOLoss(beta)" if loss is FUSED and loss_type == LOSS_TYPES[0] else "",
         # The ratio of the others is made of old log-probs: they are graded as they are used, off-policy too.
         options={} if loss_type == "cispo" else {"sampler": "both"},
         note=CONSTANT if constant else "",

@@ -60,7 +60,12 @@ ADAPTER = Adapter(
     imports=("transformers", "torch._dynamo"),
     homepage="https://github.com/OpenRLHF/OpenRLHF",
     settings=(
-        charged("gae", default=True, options={"sampler": "both"}),
+        charged(
+            "gae",
+            default=True,
+            options={"sampler": "both"},
+            coefficient="openrlhf.cli.train_ppo_ray:--algo.kl.init_coef",
+        ),
         *(APPROXIMATE.variant({"kl_estimator": kind}, kind) for kind in KINDS),
         *(
             APPROXIMATE.variant(

@@ -30,8 +30,13 @@ def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
     """A whole loss, with `kl_to_ref_coeff`."""
     name = label(loss, **settings)
     later = loss != "GRPOLoss" or any(each in LATER for each in settings)
-    since = "0.11" if later else ""
-    return LOSS.variant({"loss": loss, **settings}, name, default=name == "GRPOLoss", since=since)
+    return LOSS.variant(
+        {"loss": loss, **settings},
+        name,
+        default=name == "GRPOLoss",
+        coefficient=f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)" if name == "GRPOLoss" else "",
+        since="0.11" if later else "",
+    )
 
 
 def discover() -> list[Setting]:

@@ -111,8 +111,8 @@ ADAPTER = Adapter(
     imports=("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "datasets", "tokenizers"),
     homepage="https://github.com/huggingface/trl",
     settings=(
-        GRPO.variant(name="defaults", default=True),
-        RLOO.variant(name="defaults", default=True),
+        GRPO.variant(name="defaults", default=True, coefficient="trl:GRPOConfig.beta"),
+        RLOO.variant(name="defaults", default=True, coefficient="trl:RLOOConfig.beta"),
         *(of(LARGE if name == "grpo" else GRPO, loss_type=name) for name in LOSS_TYPES),
         *corrected(False),
         *corrected(True),

@@ -43,9 +43,8 @@ ADAPTER = Adapter(
     module=COMMON,
     homepage="https://github.com/google/tunix",
     settings=(
-        DIVERGENCE.variant({"method": METHODS[0]}, METHODS[0], default=True),
-        LOSS.variant(name="GRPOConfig", default=True),
-        *(DIVERGENCE.variant({"method": method}, method) for method in METHODS[1:]),
+        LOSS.variant(name="GRPOConfig", default=True, coefficient="tunix.rl.grpo.grpo_learner:GRPOConfig.beta"),
+        *(DIVERGENCE.variant({"method": method}, method) for method in METHODS),
         LOSS.variant({"kl_loss_mode": "mse_kl"}),
         LOSS.variant({"kl_loss_mode": "low_var_kl"}),
         LOSS.variant({"loss_algo": "gspo-token"}),

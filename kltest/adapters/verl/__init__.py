@@ -89,9 +89,11 @@ ADAPTER = Adapter(
     ),
     homepage="https://github.com/verl-project/verl",
     settings=(
-        WHOLE.variant(name="use_kl_loss", options=BOTH, default=True),
-        charged("gae", options=BOTH, default=True),
-        *(PENALTY.variant({"kl_penalty": name}, name, default=name == PENALTIES[0]) for name in (*PENALTIES, *ENDED)),
+        WHOLE.variant(
+            name="use_kl_loss", options=BOTH, default=True, coefficient="verl.workers.config:ActorConfig.use_kl_loss"
+        ),
+        charged("gae", options=BOTH, default=True, coefficient="verl.trainer.config:AlgoConfig.use_kl_in_reward"),
+        *(PENALTY.variant({"kl_penalty": name}, name) for name in (*PENALTIES, *ENDED)),
         *(LOSS.variant({"loss_agg_mode": mode}, mode) for mode in AGGREGATIONS),
         WHOLE.variant({"kl_loss_type": "k1+", **SUMMED}, options={"sampler": "current"}),
         *map(charged, ESTIMATORS[1:]),

@@ -1,0 +1,133 @@
+"""Classes of settings by the gradient that they follow: every row has exactly one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WHOLE, PART = "reverse_kl", "local_reverse_kl"
+OTHERS = frozenset({"forward_kl", "local_forward_kl"})
+# Relative distance from one of a coefficient that counts as one: float32 is identified up to 1e-4 of the gradient.
+ONE = {"float64": 1e-5}
+ROUGH = 1e-3
+
+
+@dataclass(frozen=True)
+class Class:
+    """A class: its few words for a table, and its sentence, which is true of each of its rows."""
+
+    words: str
+    sentence: str
+
+
+# In the order in which a table sorts them.
+CLASSES = {
+    "whole": Class(
+        "∇KL(π‖ref), on- and off-policy",
+        "The gradient of KL(π‖ref) of whole sequences, whether the policy or another one drew the rollouts.",
+    ),
+    "on-policy": Class(
+        "∇KL(π‖ref), on-policy only",
+        "The gradient of KL(π‖ref) of whole sequences if the policy itself drew the rollouts; not shown for others.",
+    ),
+    "scaled": Class(
+        "∇KL(π‖ref) up to scale",
+        "On-policy, the gradient of KL(π‖ref) of whole sequences times a positive factor.",
+    ),
+    "part": Class(
+        "next-token part of ∇KL(π‖ref)",
+        "On-policy, the next-token part of the gradient of KL(π‖ref), times a positive factor.",
+    ),
+    "other": Class(
+        "the other KL, ∇KL(ref‖π)",
+        "On-policy, the gradient of KL(ref‖π) or its next-token part, times a positive factor.",
+    ),
+    "none": Class("no gradient", "On-policy, no gradient in expectation, only noise."),
+    "mixed": Class(
+        "∇KL(π‖ref) and something else",
+        "On-policy, in at least one environment the gradient of KL(π‖ref) or its next-token part plus something else.",
+    ),
+    "another": Class(
+        "another named gradient",
+        "On-policy, named gradients everywhere, but none of the above in all environments alike.",
+    ),
+    "unnamed": Class("unnamed", "On-policy, a gradient without a name even where all rollouts have one length."),
+    "open": Class("not graded", "No gradient was graded on sequences."),
+}
+EQUAL_LENGTHS = "at equal lengths"
+# The sampler's part in it, in the same words for every library.
+NO_RATIO = "no ratio"
+RATIOS = {"sampler": "ratios of single tokens", "mean_ratio": "the mean of the tokens' ratios"}
+
+
+def class_of(row: Mapping[str, Any]) -> str:
+    """Return the class of a row, a key of CLASSES."""
+    near = ONE.get(row["dtype"], ROUGH) if row["gradients"] else ROUGH
+    kinds = {"one": set[str](), "several": set[str]()}
+    for each in _current(row):
+        if not _of_unequal_lengths(each, row):
+            kinds["one" if each["environment"] == "bandit" else "several"].add(_kind(each["identified"], near))
+    one, several = kinds.values()
+    if not several:
+        return "open"
+    everything = one | several
+    if "unnamed" in everything:
+        return "unnamed"
+    if everything <= {"whole", "scaled"}:
+        if everything == {"scaled"} or len(everything) > 1 or at_equal_lengths(row):
+            return "scaled"
+        stale = [_kind(each["identified"], near) for each in row["gradients"] if each["sampler"] == "stale"]
+        return "whole" if stale and set(stale) == {"whole"} else "on-policy"
+    if several == {"part"} and one <= {"whole", "scaled", "part"}:
+        return "part"
+    for kind in ("other", "none"):
+        if everything == {kind}:
+            return kind
+    return "mixed" if "mixed" in everything else "another"
+
+
+def at_equal_lengths(row: Mapping[str, Any]) -> bool:
+    """Return True if the class is only that of rollouts of one length: with lengths that differ it is unnamed."""
+    return any(_of_unequal_lengths(each, row) for each in _current(row))
+
+
+def off_policy(row: Mapping[str, Any]) -> str:
+    """Return what becomes of the gradient if another policy drew the rollouts, in a few words."""
+    stale = [each["identified"] for each in row["gradients"] if each["sampler"] == "stale"]
+    if not stale:
+        return "not graded"
+    near = ONE.get(row["dtype"], ROUGH)
+    if all(_kind(identified, near) == "whole" for identified in stale):
+        return "∇KL(π‖ref) too"
+    at = {name.partition("@")[2] for identified in stale for name in identified or ()} - {""}
+    if not row["reads_sampler"] or at == {"rollouts"}:
+        return NO_RATIO
+    if len(at) == 1:
+        return RATIOS[at.pop()]
+    return "another gradient" if all(stale) else "unnamed"
+
+
+def _current(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [each for each in row["gradients"] if each["sampler"] == "current"]
+
+
+def _of_unequal_lengths(each: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """True for an unnamed gradient of rollouts of several lengths if that of rollouts of one length has a name."""
+    fixed = [other["identified"] for other in _current(row) if other["environment"] == "sequence"]
+    return each["environment"] == "ragged" and each["identified"] is None and bool(fixed) and None not in fixed
+
+
+def _kind(identified: Mapping[str, float] | None, near: float) -> str:
+    """The class of one gradient; on a bandit that of whole sequences is its next-token part as well."""
+    if identified is None:
+        return "unnamed"
+    names = set(identified)
+    if names == {"zero"}:
+        return "none"
+    positive = all(coefficient > 0 for coefficient in identified.values())
+    if names == {WHOLE} and positive:
+        return "whole" if abs(identified[WHOLE] - 1) <= near else "scaled"
+    if names == {PART} and positive:
+        return "part"
+    if len(names) == 1 and names <= OTHERS and positive:
+        return "other"
+    return "mixed" if len(names) > 1 and any(identified.get(name, 0) > 0 for name in (WHOLE, PART)) else "another"

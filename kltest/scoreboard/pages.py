@@ -1,0 +1,76 @@
+"""The two pages of the scoreboard, in Markdown and in HTML, with the programs that they link to."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+from pandas import DataFrame
+
+from kltest.checks import CHECKS
+from kltest.render.html import STYLE
+from kltest.render.markdown import escape
+from kltest.render.words import one_line
+from kltest.scoreboard.classes import CLASSES
+from kltest.scoreboard.rows import Row
+from kltest.scoreboard.table import COLUMNS, FRESH, MOST, OURS, SUMMARY, TONES, defaults, frame, summary
+
+FOLDER = Path(__file__).parent / "templates"
+PROGRAMS = "programs"
+# Programs of up to so many characters are shown on the page itself.
+SHORT = 4_000
+
+
+def files(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the files of the scoreboard by their path below one folder.
+
+    Args:
+        rows: rows as measuring writes them, or `kltest.scoreboard.recorded.read()`.
+
+    Returns:
+        `libraries.md`, `libraries.html` (self-contained) and the programs `programs/*.py` that both link to.
+    """
+    table = frame(rows)
+    files, texts = table["file"], table["program"]
+    programs = {f"{PROGRAMS}/{file}": text + "\n" for file, text in zip(files, texts, strict=True) if file}
+    return {"libraries.md": markdown(table), "libraries.html": html(table), **programs}
+
+
+def markdown(table: DataFrame) -> str:
+    """Return the scoreboard, as `table.frame` gives it, in Markdown."""
+    return _rendered("libraries.md.j2", table)
+
+
+def html(table: DataFrame) -> str:
+    """Return the scoreboard as one page: nothing is loaded from elsewhere, and only its own script may run."""
+    script = (FOLDER / "script.js.j2").read_text(encoding="utf-8").strip()
+    digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
+    return _rendered("libraries.html.j2", table, script=script, digest=digest, base_style=STYLE)
+
+
+def _rendered(name: str, table: DataFrame, **values: Any) -> str:
+    loader, escaped = PackageLoader("kltest.scoreboard"), select_autoescape(["html.j2"])
+    made = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
+    made.filters["md"] = lambda text: escape(one_line(text))
+    return made.get_template(name).render(
+        columns=COLUMNS,
+        classes=CLASSES,
+        defaults=defaults(list(table["row"])).to_dict("records"),
+        summary=summary(list(table["row"])).to_dict("records"),
+        headings=SUMMARY,
+        tones=TONES,
+        most=MOST,
+        ours=OURS,
+        fresh=FRESH,
+        table=table,
+        libraries=list(table.groupby("title", sort=False)),
+        pairs=[(name, name) for name in table["library"].unique()],
+        kinds=[(name, each.words) for name, each in CLASSES.items()],
+        # For rows of which no message was kept.
+        findings={code: check.title for code, check in CHECKS.items()},
+        programs=PROGRAMS,
+        short=SHORT,
+        **values,
+    )

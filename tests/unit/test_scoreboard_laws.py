@@ -1,0 +1,131 @@
+"""Laws of coefficients, found for losses whose laws are written into them, and for none that has none."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kltest.adapters.installed import unset
+from kltest.checks.hygiene import kl501_padding_leak
+from kltest.errors import KltestError
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import bind
+from kltest.scoreboard.laws import laws
+from kltest.scoreboard.rows import LEAKS, WRITTEN, leaked
+
+
+def square(logp, ref_logp, mask):
+    """Half the squared log-ratio of each token: the next-token part."""
+    return ((logp - ref_logp).square() / 2 * mask).sum(1)
+
+
+def whole(logp, ref_logp, mask):
+    """Half the squared log-ratio of a rollout: the KL of whole sequences."""
+    return ((logp - ref_logp) * mask).sum(1).square() / 2
+
+
+def by_tokens(logp, ref_logp, mask):
+    return square(logp, ref_logp, mask) / mask.sum(1)
+
+
+def by_batch_tokens(logp, ref_logp, mask):
+    return square(logp, ref_logp, mask).sum() / mask.sum()
+
+
+def by_width(logp, ref_logp, mask):
+    return 2 * square(logp, ref_logp, mask) / mask.shape[1]
+
+
+def by_option(logp, ref_logp, mask, max_completion_length=512):
+    return square(logp, ref_logp, mask) / max_completion_length
+
+
+def by_constant(logp, ref_logp, mask, max_completion_length=512):
+    return square(logp, ref_logp, mask) / 3
+
+
+def by_root(logp, ref_logp, mask):
+    return square(logp, ref_logp, mask) / mask.sum(1) ** 0.5
+
+
+def mixture(logp, ref_logp, mask):
+    length = mask.sum(1)
+    return whole(logp, ref_logp, mask) / length + square(logp, ref_logp, mask) * (1 - 1 / length)
+
+
+def less_the_mean(logp, ref_logp, mask):
+    cost = ((logp - ref_logp) * mask).sum(1)
+    return ((cost - cost.mean()).detach() * (logp * mask).sum(1)).mean()
+
+
+PART = {"local_reverse_kl": 1 / 3}
+
+
+@pytest.mark.parametrize(
+    ("loss", "identified", "batch", "wanted"),
+    [
+        (by_tokens, PART, 1, {"local_reverse_kl": "1/T"}),
+        (by_batch_tokens, PART, 1, {"local_reverse_kl": "1/T"}),
+        (by_width, {"local_reverse_kl": 2 / 3}, 1, {"local_reverse_kl": "2/padded width"}),
+        (by_option, {"local_reverse_kl": 1 / 512}, 1, {"local_reverse_kl": "1/max_completion_length"}),
+        (by_constant, PART, 1, {}),
+        (by_root, {"local_reverse_kl": 3**-0.5}, 1, {}),
+        (square, {"local_reverse_kl": 1.0}, 1, {}),
+        (by_tokens, {"forward_kl": 1 / 3}, 1, {}),
+        (
+            *(mixture, {"reverse_kl": 1 / 3, "local_reverse_kl": 2 / 3}, 1),
+            {"reverse_kl": "1/T", "local_reverse_kl": "(1 − 1/T)"},
+        ),
+        (less_the_mean, {"reverse_kl": 0.5}, 2, {"reverse_kl": "(1 − 1/group size)"}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_law_is_found_by_measuring_and_only_if_there_is_one(loss, identified, batch, wanted):
+    def build(arguments: Mapping):
+        return bind(loss, Call("loss", None, None, dict(arguments)))
+
+    assert laws(build, identified, "current", batch, "float64") == wanted
+
+
+def test_an_option_that_a_loss_does_not_take_is_no_law():
+    def build(arguments):
+        if arguments:
+            raise KltestError("there is no such option")
+        return bind(by_constant, Call("loss", None, None, {}))
+
+    assert laws(build, PART, "current", 1, "float64") == {}
+
+
+def test_the_default_of_a_coefficient_is_read_where_the_library_has_it(tmp_path, monkeypatch):
+    (tmp_path / "made_up_trainer.py").write_text(
+        "class Config:\n    beta: float = 0.04\n"
+        "def loss(logp, beta=None, needed=...):\n    return logp\n"
+        "def bare(logp, beta):\n    return logp\n"
+        "def main(parser):\n    parser.add_argument('--kl.coef', type=float, default=0.01)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert unset("made_up_trainer:Config.beta") == ["beta", 0.04]
+    assert unset("made_up_trainer:loss(beta)") == ["beta", None]
+    assert unset("made_up_trainer:--kl.coef") == ["kl.coef", 0.01]
+    for place in (
+        "",
+        "made_up_trainer:bare(beta)",
+        "made_up_trainer:--other",
+        "made_up_trainer:Config.gone",
+        "no_such:a",
+    ):
+        assert unset(place) == [], place
+
+
+def test_what_comes_through_padding_is_kept_as_numbers():
+    """The sentence of the check gives the numbers, and the numbers give the sentence of the page."""
+    from kltest import grade
+
+    report = grade(kl501_padding_leak.unmasked, environment="ragged", select="KL501")
+    (said,) = [check.message for check in report.failed]
+    written, after, before = LEAKS.search(said).groups()
+    assert written == WRITTEN[0]
+    assert leaked([0, float(after), float(before)]).startswith(f"With {written} at padded positions, the loss gives")
+    assert float(after) != float(before)
+    source = Path(kl501_padding_leak.__file__).read_text(encoding="utf-8")
+    assert all(f'"{each}": ' in source for each in WRITTEN)
