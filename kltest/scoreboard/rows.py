@@ -58,6 +58,7 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
             "inconclusive": [check.code for check in report.checks if check.status == "inconclusive"],
             "notes": list(report.notes),
             "error": report.error,
+            **LOOKED_AT,
             "leak": _leak(report),
             **others,
         },

@@ -222,7 +222,7 @@ def test_a_library_that_cannot_be_imported_is_said_once_and_mended_by_a_package(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     asked = Request(settings=("penalty/square",), more=("kltest_needed",))
     assert libraries([f"{made_up}==5.0"], output=str(tmp_path), request=asked) == 0
-    assert rows_of(tmp_path)["5.0", "penalty/square"]["verdict"] == "confirmed"
+    assert rows_of(tmp_path)["5.0", "penalty/square"]["gradients"][0]["agrees"]
 
 
 def test_releases_that_are_named_are_compared_with_one_another(measured, made_up, tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_releases_that_are_named_are_compared_with_one_another(measured, made_up
     names = [f"{made_up}==1.0", f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
     said = capsys.readouterr().out.partition("What changed.")[2]
-    assert re.search(r"2\.0 penalty/square: .*since 1\.0: .*local_reverse_kl → .*2\*local_reverse_kl", said)
+    assert re.search(r"2\.0 penalty/square: .*since 1\.0: .*local_reverse_kl;.* → .*2\*local_reverse_kl;", said)
     assert "penalty/linear" not in said
     assert libraries([names[0], names[0].replace("==1.0", "")], output=str(tmp_path), request=asked, diff=True) == 0
 
