@@ -237,6 +237,11 @@ class Rollout:
         return cls(_builders(instance, paths, sampler, padding, centre), beta=beta)
 
 
+def elsewhere(log_probs: Tensor) -> Tensor:
+    """Return other log-probs, none of them the same and still negative: for experiments in which some have to move."""
+    return 1.25 * log_probs - 0.1
+
+
 def _no_field(name: object) -> NotGivenError:
     return NotGivenError(f"a rollout has no field {name!r}; its fields are {', '.join(FIELDS)}")
 

@@ -19,14 +19,13 @@ from kltest.identify.findings import Findings, Row, multiple, proportion
 from kltest.identify.measure import Measure
 from kltest.identify.uses import Rest
 from kltest.loss.placement import ROW_FIELDS
+from kltest.moments.tolerances import Tolerances
 from kltest.truth import gradient
 
 # One token, three, and up to three.
 LENGTHS = ("bandit", "sequence", "ragged")
 # Padded columns that are added to a batch: a few, and as many as make it 64 wide.
 COLUMNS = (3, 61)
-# Relative difference that a small constant makes in a denominator, as in sum(x·mask)/(sum(mask) + 1e-6).
-GUARD = 1e-5
 
 
 def agree_up_to_scale(findings: Findings) -> None:
@@ -39,7 +38,7 @@ def agree_up_to_scale(findings: Findings) -> None:
     fixed = any(coefficient != 1 for coefficient in findings.expect.values())
     if factor is None or fixed:
         return
-    if abs(factor - 1) < GUARD / 2:
+    if abs(factor - 1) < Tolerances.guard / 2:
         findings.rows = [_scaled(row, 1.0) for row in findings.rows]
         return
     try:
@@ -79,9 +78,8 @@ def widened(findings: Findings) -> tuple[float, int]:
 def _common(rows: list[Row]) -> float | None:
     """The factor of all rows, None if they differ or one of them follows something else."""
     factors = [_factor(row) for row in rows]
-    if not factors or any(factor is None or not isclose(factor, factors[0] or 0, rel_tol=GUARD) for factor in factors):
-        return None
-    return factors[0]
+    same = (factor and isclose(factor, factors[0] or 0, rel_tol=Tolerances.guard) for factor in factors)
+    return factors[0] if factors and all(same) else None
 
 
 def _factor(row: Row) -> float | None:
@@ -107,10 +105,10 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
         shares.append(float((found * wanted).sum() / (wanted**2).sum()))
         if shares[-1] <= 0 or norm(found - shares[-1] * wanted) > limit(findings) * norm(found):
             return "no"
-    if not shares or not all(isclose(share, shares[0], rel_tol=GUARD) for share in shares):
+    if not shares or not all(isclose(share, shares[0], rel_tol=Tolerances.guard) for share in shares):
         return "unknown" if shares else "no"
     own = shares[0], shares[0] / (1 - 1 / row.batch) if row.batch > 1 else shares[0]
-    return "yes" if any(isclose(factor, share, rel_tol=GUARD) for share in own) else "no"
+    return "yes" if any(isclose(factor, share, rel_tol=Tolerances.guard) for share in own) else "no"
 
 
 def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
@@ -123,7 +121,7 @@ def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
         return False
     lengths = [row for name in LENGTHS for row in findings.measure.rows(name, findings.samplers[0])]
     same = _common(lengths)
-    if same is None or not isclose(same, factor, rel_tol=GUARD) or widened(findings)[0] > limit(findings):
+    if same is None or not isclose(same, factor, rel_tol=Tolerances.guard) or widened(findings)[0] > limit(findings):
         return False
     return tried or not findings.observed.coupled or _at_other_sizes(findings, factor, rows)
 
@@ -135,7 +133,7 @@ def _at_other_sizes(findings: Findings, factor: float, rows: list[Row]) -> bool:
     if not shares and findings.measure.sizes.grouped:
         # It takes groups of one size, but of any number. A baseline with other rollouts' costs moves with their size.
         return groups_apart(findings, row.batch, 2) and not influence(findings).log_ratios
-    return bool(shares) and all(isclose(share, factor, rel_tol=1e-3) for share in shares)
+    return bool(shares) and all(isclose(share, factor, rel_tol=Tolerances.factor) for share in shares)
 
 
 def _scaled(row: Row, factor: float) -> Row:
@@ -143,5 +141,5 @@ def _scaled(row: Row, factor: float) -> Row:
     if row.agrees is None:
         return replace(row, expected=expected)
     whole = proportion(row.identified, expected)
-    agrees = whole is not None and isclose(whole, 1.0, rel_tol=GUARD)
+    agrees = whole is not None and isclose(whole, 1.0, rel_tol=Tolerances.guard)
     return replace(row, expected=expected, agrees=agrees or row.agrees, scale=factor if agrees else None)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
+from kltest.moments.tolerances import Tolerances
 from kltest.report import GradientRow, Reach, ValueRow
 from kltest.truth import ATLAS
 
@@ -167,7 +168,7 @@ def proportion(identified: Combination | None, expected: Combination) -> float |
     if not identified or set(identified) != set(expected) or "zero" in identified:
         return None
     ratios = [identified[name] / expected[name] for name in expected]
-    return ratios[0] if all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios) else None
+    return ratios[0] if all(isclose(ratio, ratios[0], rel_tol=Tolerances.factor) for ratio in ratios) else None
 
 
 def multiple(row: Row) -> float | None:

@@ -26,7 +26,7 @@ from kltest.loss.placement import ROW_FIELDS, reduce, with_rewards
 from kltest.loss.resolve import Variant
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
-from kltest.rollout import SAMPLER_FIELDS, Rollout
+from kltest.rollout import SAMPLER_FIELDS, Rollout, elsewhere
 
 # Lengths differ there, so that masks matter.
 ENVIRONMENT = "ragged"
@@ -252,7 +252,7 @@ def _without_rest(loss: Loss, rollouts: list[Rollout]) -> Loss:
     """Subtract from a shaped reward what is left of it without its KL term, if that does not move with log-probs."""
     other = copy.copy(loss)
     rollout = rollouts[0]
-    moved = rollout.replace(**{n: 1.25 * rollout.peek(n).detach() - 0.1 for n in rollout if "log" in n})
+    moved = rollout.replace(**{n: elsewhere(rollout.peek(n).detach()) for n in rollout if "log" in n})
     batches = [rollout, moved]
     if loss.takes_beta:
         other.less, beta = "coefficient", 0.0

@@ -40,6 +40,13 @@ class Tolerances:
             0.004 in float16, sums that are subtracted only at the end (as in DPO) below 0.075 and 0.012; beyond three
             times that, digits were thrown away. None: the dtype is not narrow.
         log_ratio: The smallest log-ratio, absolute, that is not lost when log-probs are rounded.
+        far: An expected gradient and the declared one if policy and reference are far apart, or sure of a token: a
+            constant of 1e-8 beside a probability of e⁻¹² makes less than a thousandth. None: not compared there.
+        far_sampler: The same if the sampler is far from the policy: 1e-8 beside the sampler's probability makes less
+            than that at a log-ratio of 10.
+        guard: Difference that a small constant makes in a denominator, as in sum(x·mask)/(sum(mask) + 1e-6). It has
+            nothing to do with the dtype: `Tolerances.guard`.
+        factor: A coefficient and the one that it may be, such as one half, whatever the dtype: `Tolerances.factor`.
     """
 
     rows: float
@@ -57,6 +64,10 @@ class Tolerances:
     head: float
     narrow: float | None
     log_ratio: float
+    far: float | None
+    far_sampler: float | None
+    guard: float = 1e-5
+    factor: float = 1e-3
 
     @property
     def gradient(self) -> float:
@@ -84,6 +95,8 @@ _COLUMNS: dict[str, tuple[Any, ...]] = {
     "head": (1e-3, 1e-3, 1e-6, 1e-10),
     "narrow": (0.04, 0.25, None, None),
     "log_ratio": (0.01, 0.05, 0.0, 0.0),
+    "far": (None, None, 1e-2, 1e-2),
+    "far_sampler": (None, None, 1e-3, 1e-3),
 }
 TOLERANCES = {
     dtype: Tolerances(**{name: column[index] for name, column in _COLUMNS.items()})

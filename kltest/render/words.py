@@ -98,9 +98,10 @@ def reach(report: Report) -> str:
     tokens = f"rollouts of up to {found.tokens} tokens" if found.tokens > 1 else "rollouts of one token"
     rows = f"batches of up to {found.rows} rows" if found.rows > 1 else "each by itself"
     chosen = f"{found.vocabulary} tokens to choose from, the likeliest with probability {found.probability:.3g}"
+    gaps = "masks with and without gaps" if found.holes else "masks without gaps"
     return (
-        f"{tokens}, {rows}, log-ratios of a token of up to {found.reference:.2g} to the reference{stale}, {chosen}; "
-        "not all at once, and nothing is claimed beyond"
+        f"{tokens}, {rows}, log-ratios of a token of up to {found.reference:.2g} to the reference{stale}, {chosen}, "
+        f"{gaps}; not all at once, and nothing is claimed beyond"
     )
 
 

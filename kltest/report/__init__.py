@@ -99,7 +99,8 @@ class Reach:
 
     `tokens` are those of the longest rollout, `rows` those of the largest batch; `reference` and `sampler` are the
     largest absolute log-ratios of a token to either. `vocabulary` is the largest one, and `probability` the policy's
-    largest of a token whose log-ratio to the reference is not zero.
+    largest of a token whose log-ratio to the reference is not zero. `holes` tells if masked positions between live
+    tokens were tried.
     """
 
     tokens: int = 1
@@ -108,6 +109,7 @@ class Reach:
     sampler: float = 0.0
     vocabulary: int = 2
     probability: float = 0.0
+    holes: bool = False
 
 
 @dataclass(frozen=True)

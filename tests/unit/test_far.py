@@ -248,11 +248,119 @@ def of_the_likely_half(logits, ref_logits, mask):
     return (terms * mask).sum(-1).mean()
 
 
-@pytest.mark.parametrize("loss", [of_unsure_tokens, of_the_likely_half])
-def test_what_goes_wrong_where_the_policy_is_sure_is_found(loss):
-    report = kltest.grade(loss, expect="local_reverse_kl", environment="bandit,sequence", select="KL1")
-    assert report.verdict == "refuted"
-    assert any("the likeliest action of probability 0.99" in check.message for check in report.errors)
+def if_the_reference_is_unsure(logp, ref_logp, mask):
+    unsure = mask * (ref_logp < -0.05)
+    return ((logp - ref_logp).square() / 2 * unsure).sum(-1).mean()
+
+
+def of_positions_with_entropy(logits, logp, ref_logp, mask):
+    """Positions at which the next token is almost decided are left out."""
+    entropy = -(logits.exp() * logits).detach().sum(-1)
+    return ((logp - ref_logp).square() / 2 * mask * (entropy > 0.2)).sum(-1).mean()
+
+
+def unless_both_are_sure(logits, ref_logits, mask):
+    """The exact divergence, except at positions at which policy and reference are sure."""
+    sure = (logits.detach().amax(-1) > -0.01) & (ref_logits.amax(-1) > -0.01)
+    exact = (logits.exp() * (logits - ref_logits)).sum(-1)
+    return (exact * mask * ~sure).sum(-1).mean()
+
+
+def score_of_the_undecided(logp, ref_logp, mask):
+    """REINFORCE with k1 in the reward; tokens of probability above 0.999 get no score."""
+    undecided = mask * (logp.detach() < -0.001)
+    return ((logp - ref_logp).detach().where(mask != 0, 0.0).sum(-1) * (logp * undecided).sum(-1)).mean()
+
+
+def leave_one_out(cost, logp, mask):
+    others = (cost.sum() - cost) / max(len(cost) - 1, 1)
+    return ((cost - others).detach() * live_sum(logp, mask)).mean()
+
+
+def unsure_in_a_batch(logp, ref_logp, mask):
+    return leave_one_out(live_sum((logp - ref_logp) * (ref_logp < -0.1), mask), logp, mask)
+
+
+SURE = [
+    (of_unsure_tokens, "0.96 under the policy and 0.5 under the reference"),
+    (of_the_likely_half, "0.993 under the policy and 0.65 under the reference"),
+    (if_the_reference_is_unsure, "0.5 under the policy and 0.96 under the reference"),
+    (of_positions_with_entropy, "0.96 under the policy and 0.5 under the reference"),
+    (unless_both_are_sure, "0.993 under the policy and 0.9992 under the reference"),
+]
+SURE_AND_WHOLE = [
+    (score_of_the_undecided, "0.9992 under the policy and 0.88 under the reference"),
+    (unsure_in_a_batch, "0.88 under the policy and 0.9992 under the reference"),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "words", "expect", "environment"),
+    [(*row, "local_reverse_kl", "bandit,sequence") for row in SURE]
+    + [(*row, "reverse_kl", "bandit") for row in SURE_AND_WHOLE],
+)
+def test_what_goes_wrong_where_policy_or_reference_is_sure_is_found(loss, words, expect, environment):
+    report, code, level, message = found(loss, "KL105", expect=expect, environment=environment)
+    assert (report.verdict, code, level) == ("refuted", "KL105", "error")
+    assert words in message
+
+
+def guarded(logits, ref_logits, mask):
+    p, q = logits.exp(), ref_logits.exp()
+    return live_sum((p * ((p + 1e-8).log() - (q + 1e-8).log())).sum(-1), mask)
+
+
+def absolute(logp, ref_logp):
+    return (logp - ref_logp).abs()
+
+
+def narrow(logp, ref_logp, mask):
+    return live_sum((logp.float() - ref_logp.float()).square() / 2, mask)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expect"),
+    [(guarded, "local_reverse_kl"), (absolute, "2*local_total_variation"), (narrow, "local_reverse_kl")],
+)
+def test_guards_bounded_targets_and_float32_are_right_where_one_is_sure(loss, expect):
+    report, code, _, _ = found(loss, "KL105", expect=expect)
+    assert (report.verdict, code) == ("confirmed", "")
+    assert report.reach.probability > 0.999
+
+
+def without_special_tokens(logp, ref_logp, tokens, mask):
+    return live_sum(logp - ref_logp, mask * (tokens < 100)).square() / 2
+
+
+def in_whole_blocks(logits, ref_logits, mask, block=64):
+    """The exact divergence, block by block of the vocabulary; what is left of it after whole blocks is forgotten."""
+    terms = logits.exp() * (logits - ref_logits)
+    vocabulary = terms.shape[-1]
+    return live_sum(terms[..., : vocabulary // block * block or vocabulary].sum(-1), mask)
+
+
+def special_tokens_of_a_batch(logp, ref_logp, tokens, mask):
+    return leave_one_out(live_sum(logp - ref_logp, mask * (tokens < 100)), logp, mask)
+
+
+MANY = [
+    (without_special_tokens, "reverse_kl"),
+    (in_whole_blocks, "local_reverse_kl"),
+    (special_tokens_of_a_batch, "reverse_kl"),
+]
+
+
+@pytest.mark.parametrize(("loss", "expect"), MANY)
+def test_what_goes_wrong_with_many_tokens_is_found(loss, expect):
+    report, code, level, message = found(loss, "KL105", expect=expect, environment="bandit")
+    assert (report.verdict, code, level) == ("refuted", "KL105", "error")
+    assert "In a bandit with 300 actions" in message
+
+
+def test_a_loss_that_sees_tokens_is_tried_with_many_and_any_other_is_not():
+    report, code, _, _ = found(guarded, "KL105", expect="local_reverse_kl")
+    assert (code, report.reach.vocabulary) == ("", 300)
+    assert kltest.grade(k2, select="KL105").reach.vocabulary == 4
 
 
 def test_a_loss_that_is_right_where_the_policy_is_sure_says_how_sure():

@@ -96,6 +96,50 @@ def test_a_mask_that_serves_something_else_leaves_padding_to_the_caller():
     assert failed(own_where_too_late, select="KL501,KL502") == {"KL502"}  # it takes numbers that are no log-probs
 
 
+def prefix(u, mask):
+    """As many tokens as are live, from the first on."""
+    return u.where(torch.arange(u.shape[1]) < mask.sum(-1, keepdim=True), 0.0).sum(-1)
+
+
+def up_to_the_last(u, mask):
+    live = mask.flip(-1).cummax(-1).values.flip(-1)
+    return u.where(live != 0, 0.0).sum(-1)
+
+
+def slices(u, mask):
+    return torch.stack([row[: int(length)].sum() for row, length in zip(u, mask.sum(-1), strict=True)])
+
+
+def live(u, mask):
+    return u.where(mask != 0, 0.0).sum(-1)
+
+
+@pytest.mark.parametrize(("total", "warned"), [(prefix, True), (up_to_the_last, True), (slices, True), (live, False)])
+def test_a_mask_with_a_gap_that_is_read_wrongly_is_a_warning(total, warned):
+    report = grade(lambda logp, ref_logp, mask: total(logp - ref_logp, mask).square() / 2, select="KL501")
+    assert report.verdict == "confirmed"
+    assert report.reach.holes
+    assert ["tool output" in check.message for check in report.warnings] == [True] * warned
+    assert "masks with and without gaps" in " ".join(str(report).split())
+
+
+def test_gaps_of_distributions_and_of_groups_are_tried_too():
+    def exact(logits, ref_logits, mask):
+        return prefix((logits.exp() * (logits - ref_logits)).sum(-1), mask)
+
+    def of_groups(logp, ref_logp, rewards, mask, beta):
+        advantage = rewards - rewards.mean() - beta * (logp - ref_logp).detach().where(mask != 0, 0.0).sum(-1)
+        return -(advantage * up_to_the_last(logp, mask)).mean()
+
+    for loss, expect in ((exact, "local_reverse_kl"), (of_groups, "reverse_kl")):
+        report = grade(loss, expect=expect, select="KL501")
+        assert [check.code for check in report.warnings] == ["KL501"]
+
+
+def test_gaps_are_not_tried_without_a_mask():
+    assert not grade(lambda logp, ref_logp: (logp - ref_logp) ** 2 / 2, expect="local_reverse_kl").reach.holes
+
+
 def zones(loss, what="gradient", **call):
     return Scan(Experiment(bind(loss)), what, 3).zones()
 
@@ -116,10 +160,43 @@ def test_a_clamp_of_the_sum_is_told_from_one_of_tokens():
     def each(logp, ref_logp):
         return ((logp - ref_logp) ** 2 / 2).clamp(max=50.0)
 
-    assert "summed over the sequence" in result("KL504", summed).message
-    assert "of a token" in result("KL504", each).message
-    for loss in (summed, each):
+    for loss, of, level in ((summed, "summed over the sequence", "error"), (each, "of a token", "warning")):
+        found = result("KL504", loss)
+        assert (of in found.message, found.level) == (True, level)
         assert [zone.low for zone in zones(loss)[1:]] == pytest.approx([10.0], abs=1e-9)
+
+
+def test_a_bound_on_the_sum_that_training_does_not_reach_is_a_warning():
+    def far(logp, ref_logp, mask):
+        return half_square(logp, ref_logp, mask).clamp(max=700.0)
+
+    assert result("KL504", far).level == "warning"  # at a sum of √1400 = 37
+
+
+def test_a_gap_in_the_sum_is_told_from_one_of_tokens():
+    """Rollouts are left out whose sum, or tokens whose log-ratio, is between 8 and 16."""
+
+    def kept(u):
+        return (u.abs() < 8) | (u.abs() > 16)
+
+    def summed(logp, ref_logp, mask):
+        u = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+        return u.square() / 2 * kept(u)
+
+    def each(logp, ref_logp):
+        return (logp - ref_logp).square() / 2 * kept(logp - ref_logp)
+
+    assert [result("KL504", loss).level for loss in (summed, each)] == ["error", "warning"]
+
+
+def test_a_clamped_advantage_is_a_plateau_though_rewards_differ():
+    def clipped(logp, ref_logp, mask, rewards, beta):
+        logp, ref_logp = (part.where(mask != 0, 0.0).sum(-1) for part in (logp, ref_logp))
+        return -((rewards - beta * (logp - ref_logp)).detach().clamp(-15, 15) * logp).mean()
+
+    found = result("KL504", clipped)
+    assert (found.status, found.level) == ("fail", "error")
+    assert "summed over the sequence" in found.message
 
 
 def test_a_clamp_of_the_mean_of_a_batch_is_found_though_other_rollouts_are_mild():

@@ -1,13 +1,17 @@
 """KL105: the gradient is not the declared one, and no other check accounts for it."""
 
+from kltest.checks.approximations import kl701_top_k_bias, kl703_truncated_sampler
 from kltest.checks.check import Found
 from kltest.checks.far_apart import differs_much
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.other_reading import other_reading
 from kltest.checks.sequences.long_rollouts import message_of
+from kltest.checks.unusual_tokens import wrong_where_sure, wrong_with_many_tokens
 from kltest.identify.findings import Findings, Row, when_current
+from kltest.moments.tolerances import Tolerances
 
 remark = other_reading
+HEADS = (kl701_top_k_bias.examine, kl703_truncated_sampler.examine)
 
 
 def explains(row: Row, findings: Findings) -> bool:
@@ -15,15 +19,23 @@ def explains(row: Row, findings: Findings) -> bool:
     if findings.placement == "loss" or row.identified is None or len(row.identified) < 2:
         return False
     plain, expected = when_current(row.identified), when_current(row.expected)
-    return any(abs(plain.get(name, 0.0) - factor) > 1e-3 for name, factor in expected.items())
+    return any(abs(plain.get(name, 0.0) - factor) > Tolerances.factor for name, factor in expected.items())
 
 
 def examine(findings: Findings) -> Found | None:
-    """A gradient that is the declared one in mild environments, or short rollouts, only; KL504 reports a clamp."""
+    """A gradient that is the declared one in mild environments, or short rollouts, only.
+
+    KL504 reports a clamp, KL701 and KL703 a loss that distinguishes the likeliest tokens only.
+    """
     if late := message_of("KL105", findings):
         return Found(late)
-    away = differs_much(findings)
-    return Found(away) if away and not dead_zones(findings) else None
+    dead = dead_zones(findings)
+    if (away := differs_much(findings)) and not dead:
+        return Found(away)
+    if (sure := wrong_where_sure(findings)) and not (dead and dead.level == "error"):
+        return Found(sure)
+    many = wrong_with_many_tokens(findings)
+    return Found(many) if many and not any(head(findings) for head in HEADS) else None
 
 
 def absolute(logp, ref_logp):

@@ -5,6 +5,7 @@ from math import isclose
 from kltest.checks.batch_sizes import share_by_size
 from kltest.checks.check import Found
 from kltest.identify.findings import Findings, Row, local_form, proportion, when_current
+from kltest.moments.tolerances import Tolerances
 from kltest.truth import render
 
 
@@ -33,7 +34,7 @@ def tells(row: Row, findings: Findings) -> str:
     if row.identified is None or row.batch == 1 or row.method == "sampled" or not first:
         return ""
     shares = share_by_size(row, findings)
-    if not shares or isclose(shares[2], shares[3], rel_tol=1e-3):
+    if not shares or isclose(shares[2], shares[3], rel_tol=Tolerances.factor):
         return ""
     sizes = " and ".join(f"{share:.4g} of it in batches of {size}" for size, share in shares.items())
     return f"{render(row.identified)}; in a bandit {sizes}: it is no constant but depends on the batch size"

@@ -5,6 +5,7 @@ from math import isclose
 from kltest.checks.batch_sizes import share_by_size
 from kltest.checks.sequences.other_rollouts import influence
 from kltest.identify.findings import Combination, Findings, Row, local_form, when_current
+from kltest.moments.tolerances import Tolerances
 
 
 def explains(row: Row, findings: Findings) -> bool:
@@ -28,9 +29,9 @@ def _shrunk(identified: Combination, expected: Combination, share: float) -> boo
     if not identified or set(identified) != set(expected) or "zero" in identified:
         return False
     ratios = [identified[name] / expected[name] for name in expected]
-    small = [isclose(ratio, share, rel_tol=1e-3) for ratio in ratios]
+    small = [isclose(ratio, share, rel_tol=Tolerances.factor) for ratio in ratios]
     return any(small) and all(
-        is_small or isclose(r, 1, rel_tol=1e-3) for r, is_small in zip(ratios, small, strict=True)
+        is_small or isclose(r, 1, rel_tol=Tolerances.factor) for r, is_small in zip(ratios, small, strict=True)
     )
 
 

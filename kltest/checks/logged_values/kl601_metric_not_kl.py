@@ -9,6 +9,7 @@ from kltest.checks.logged_values.metrics import SYMBOLS, logged, no_kl
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.identify.values import NAMES, TOLERANCE, Reported
+from kltest.moments.tolerances import Tolerances
 from kltest.truth import VALUES, value
 
 moot = no_kl
@@ -32,7 +33,7 @@ def _sentence(row: Row, found: Reported, seed: int) -> str:
     words = f"In {row.environment} it is {found.means[0]:.6g} where {truths} (off by {bias:.2g} of the nearest)"
     if name := row.batch == 1 and _named(found, row.environment, seed):
         return f"{words}: it is {VALUES[name]}."
-    minus = [name for name, factor in found.factors.items() if isclose(factor, -1.0, rel_tol=1e-3)]
+    minus = [name for name, factor in found.factors.items() if isclose(factor, -1.0, rel_tol=Tolerances.factor)]
     return f"{words}: it is minus {SYMBOLS[minus[0]]}." if minus else f"{words}."
 
 

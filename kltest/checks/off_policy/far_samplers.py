@@ -5,15 +5,16 @@ are e^d times as likely under the policy as under the sampler, and others e^−d
 reference stays near the policy.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from kltest.checks.by_prompt import VOCABULARY, biases, prompts, right_row, tokens_of
 from kltest.checks.check import Found, shared
-from kltest.environments import Instance, sequence
+from kltest.environments import Instance
 from kltest.errors import KltestError
-from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings, Row
 from kltest.moments.tolerances import TOLERANCES
 
@@ -21,10 +22,7 @@ from kltest.moments.tolerances import TOLERANCES
 # a clamp at 20 is out of reach.
 REACHED = ((1.0, 1.0), (2.5, 2.5), (5.0, 0.0), (5.0, 5.0))
 BEYOND = ((7.0, 0.0), (10.0, 0.0), (14.0, 0.0), (19.0, 0.0))
-# Relative bias: a constant of 1e-8 beside the sampler's probability makes less than that at a log-ratio of 10.
-LEAST = 1e-3
 HALVINGS = 6
-VOCABULARY = 3
 
 Pair = tuple[float, float]
 
@@ -38,14 +36,11 @@ class FarSamplers:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a rollout: two if the loss agrees in rollouts of several and treats them apart, else one."""
-        return 1 if self.row.length == 1 or self.row.batch > 1 else 2
+        return tokens_of(self.row)
 
-    def biases(self, pairs: tuple[Pair, ...]) -> list[float]:
-        """Relative bias at each pair of distances, in one environment if rollouts are graded one by one."""
-        if self.row.batch > 1:
-            return [bias for pair in pairs for bias in self._biases((pair,))]
-        return self._biases(pairs)
+    def biases(self, pairs: Sequence[Pair]) -> list[float]:
+        """Relative bias at each pair of distances."""
+        return biases(self.findings, self.row, pairs, self._instance)
 
     def begins(self, agrees: Pair, differs: Pair) -> float:
         """Return the sum of the two distances from which the gradient differs, by bisection between two pairs."""
@@ -59,24 +54,13 @@ class FarSamplers:
         return float(far[: self.tokens].sum())
 
     def wrong(self, bias: float) -> bool:
-        return bias > max(LEAST, TOLERANCES[self.findings.observed.dtype].gradient)
+        allowed = TOLERANCES[self.findings.observed.dtype].far_sampler
+        return allowed is not None and bias > allowed
 
-    def _biases(self, pairs: tuple[Pair, ...]) -> list[float]:
-        instance = self._instance(pairs)
-        found = self.findings.measure.expected(self.row, instance).gradient
-        self.findings.see(instance, "stale", self.row.batch)
-        wanted = target(self.findings.expect, instance, "stale")
-        parts = (np.split(array, len(pairs)) for array in (found, wanted))
-        unit = size(instance) / len(pairs)
-        return [relative_bias(one, other, unit) for one, other in zip(*parts, strict=True)]
-
-    def _instance(self, pairs: tuple[Pair, ...]) -> Instance:
+    def _instance(self, pairs: Sequence[Pair]) -> Instance:
         """A prompt for each pair: the first action e^d times as likely as under the sampler, the second e^−d times."""
         generator = np.random.default_rng([self.findings.seed, VOCABULARY])
-        prompts = np.full(len(pairs), 1 / len(pairs))
-        environment = sequence(VOCABULARY, self.tokens, prompts=prompts, name="far sampler")
-        reward = generator.integers(2, size=environment.reward.shape).astype(float)
-        environment = replace(environment, reward=reward)
+        environment = prompts(len(pairs), self.tokens, generator)
         later = environment.n_contexts // len(pairs) - 1
         distances = np.concatenate([[first, *[second] * later] for first, second in pairs])
         often, seldom = generator.uniform(0.3, 0.45, size=(2, len(distances))), np.exp(-distances)
@@ -90,11 +74,10 @@ class FarSamplers:
 @shared
 def examine_far(findings: Findings) -> Found | None:
     """Compare the gradient with the declared one, if that is what it is in all graded environments."""
-    rows = [row for row in findings.rows if row.sampler == "stale"]
-    usable = findings.observed.dtype in ("float64", "float32")
-    if not rows or not usable or any(row.agrees is not True or row.method != "exact" for row in rows):
+    row = right_row(findings, "stale")
+    if row is None or TOLERANCES[findings.observed.dtype].far_sampler is None:
         return None
-    far = FarSamplers(findings, max(rows, key=lambda row: (row.batch, row.length is not None, row.length or 0)))
+    far = FarSamplers(findings, row)
     near, reached = (0.0, 0.0), REACHED[: 2 + far.tokens]
     for pair, bias in zip(reached, far.biases(reached), strict=True):
         if far.wrong(bias):

@@ -12,7 +12,6 @@ import numpy as np
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Cells, Demonstration, Losses
 from kltest.checks.group_fixture import GroupFixture, as_array, gradient, group_fixture, limit, norm
-from kltest.checks.scale import GUARD
 from kltest.checks.sequences.larger_batches import noisier
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.errors import KltestError, TargetError
@@ -22,6 +21,7 @@ from kltest.loss.calling import Loss, bind
 from kltest.loss.view import ROW_FIELDS
 from kltest.moments import exact_batches
 from kltest.moments.differentiate import differentiate, live_positions
+from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
 
 # The environment of the experiment; rollouts a batch, in groups and without.
@@ -43,7 +43,7 @@ def examine(findings: Findings) -> Found | None:
     count, group, unit = (GROUPS * size, size, size) if grouped else (ROWS, ROWS, 1)
     try:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
-        if found.moved <= max(GUARD, limit(findings)):
+        if found.moved <= max(Tolerances.guard, limit(findings)):
             return noisier(findings)
         expected = _in_expectation(findings)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
@@ -86,7 +86,7 @@ def _in_expectation(findings: Findings) -> bool:
     instance = instances(VARYING, findings.seed, ALIKE)[0]
     small, large = (exact_batches(findings.loss, instance, size=size, padding=findings.seed).gradient for size in SIZES)
     kept, as_sum = norm(small - large), norm(small / SIZES[0] - large / SIZES[1]) * SIZES[1]
-    return min(kept, as_sum) > max(GUARD, limit(findings)) * norm(large)
+    return min(kept, as_sum) > max(Tolerances.guard, limit(findings)) * norm(large)
 
 
 def _calmer(findings: Findings, fixture: GroupFixture) -> bool:

@@ -5,6 +5,7 @@ from kltest.checks.group_fixture import limit
 from kltest.checks.hygiene import kl501_padding_leak
 from kltest.checks.scale import widened
 from kltest.identify.findings import Findings, Row, multiple
+from kltest.moments.tolerances import Tolerances
 
 moot = kl501_padding_leak.moot
 
@@ -26,7 +27,7 @@ def explains(row: Row, findings: Findings) -> bool:
     """Return True for the declared gradient, or its local form, divided by the number of columns."""
     columns = findings.measure.case(row).instances[0].paths.shape[1]
     factor = multiple(row)
-    if factor is None or abs(factor * columns - 1) > 1e-3:
+    if factor is None or abs(factor * columns - 1) > Tolerances.factor:
         return False
     found = examine(findings)
     return found is not None and found.status == "fail"

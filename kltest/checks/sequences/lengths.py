@@ -2,6 +2,7 @@
 
 from kltest.checks.sequences.other_rollouts import Influence, influence
 from kltest.identify.findings import Findings, Row
+from kltest.moments.tolerances import Tolerances
 
 
 def only_one_token(findings: Findings) -> str | None:
@@ -30,4 +31,4 @@ def divided_by_length(row: Row, findings: Findings) -> bool:
     single = findings.measure.alone("bandit", row.sampler, row.batch)
     unit = sum(map(abs, single.identified.values())) if single and single.identified else 1.0
     size = sum(map(abs, fixed.identified.values()))
-    return "zero" not in fixed.identified and abs(size * (fixed.length or 1) - unit) < 1e-3 * unit
+    return "zero" not in fixed.identified and abs(size * (fixed.length or 1) - unit) < Tolerances.factor * unit

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kltest.checks.check import shared
-from kltest.checks.scale import GUARD
 from kltest.environments import END, Environment, Instance, Paths
 from kltest.environments.policies import table
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import with_ties
-from kltest.moments.tolerances import TOLERANCES
+from kltest.moments.tolerances import TOLERANCES, Tolerances
 
 LENGTH = 64
 # Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated.
@@ -118,7 +117,7 @@ def _compare(findings: Findings, row: Row) -> Late | None:
     found = findings.measure.expected(row, instance).gradient
     wanted = target(findings.expect, instance, row.sampler)
     findings.see(instance, row.sampler, row.batch)
-    tolerance = max(GUARD, TOLERANCES[findings.observed.dtype].gradient)
+    tolerance = max(Tolerances.guard, TOLERANCES[findings.observed.dtype].gradient)
     bias = relative_bias(found, wanted, size(instance))
     if bias <= tolerance:
         return None

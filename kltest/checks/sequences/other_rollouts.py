@@ -9,7 +9,7 @@ from kltest.checks.check import shared
 from kltest.checks.group_fixture import group_fixture, limit, norm
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
-from kltest.rollout import Rollout
+from kltest.rollout import Rollout, elsewhere
 
 VARYING = "ragged"
 
@@ -37,7 +37,7 @@ def influence(findings: Findings) -> Influence:
     moved = {}
     for name in ("ref_logp", "ref_logits"):
         moved[name] = long.peek(name).detach().clone()
-        moved[name][1:] = 1.25 * moved[name][1:] - 0.1
+        moved[name][1:] = elsewhere(moved[name][1:])
     base = own(long)
     others = own(beside(shortest)), own(long.replace(**moved))
     return Influence(*(norm(other - base) > limit(findings) * norm(base) for other in others))

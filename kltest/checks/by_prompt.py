@@ -1,0 +1,58 @@
+"""The gradient and the declared one, prompt by prompt: environments with a prompt for each setting that is tried."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from kltest.environments import Environment, Instance, sequence
+from kltest.identify.case import relative_bias, size, target
+from kltest.identify.findings import Findings, Row
+
+Setting = TypeVar("Setting")
+VOCABULARY = 3
+
+
+def right_row(findings: Findings, sampler: str) -> Row | None:
+    """Return the row to go further from, of batches if rows are coupled, else of several tokens if there is one.
+
+    None if a row of this sampler is not exact, or is not right.
+    """
+    rows = [row for row in findings.rows if row.sampler == sampler]
+    if not rows or any(row.agrees is not True or row.method != "exact" for row in rows):
+        return None
+    return max(rows, key=lambda row: (row.batch, row.length is not None, row.length or 0))
+
+
+def tokens_of(row: Row) -> int:
+    """Tokens of a rollout: two if the loss agrees in rollouts of several and treats them apart, else one."""
+    return 1 if row.length == 1 or row.batch > 1 else 2
+
+
+def prompts(many: int, tokens: int, generator: np.random.Generator) -> Environment:
+    """Return sequences of equally likely prompts, each token with a reward of 0 or 1."""
+    environment = sequence(VOCABULARY, tokens, prompts=np.full(many, 1 / many), name="prompts")
+    return replace(environment, reward=generator.integers(2, size=environment.reward.shape).astype(float))
+
+
+def biases(
+    findings: Findings, row: Row, settings: Sequence[Setting], instance_of: Callable[[Sequence[Setting]], Instance]
+) -> list[float]:
+    """Relative bias at each setting, in one environment if rollouts are graded one by one.
+
+    Args:
+        findings: of the loss.
+        row: is measured in batches of this row's size, with rollouts from its sampler.
+        settings: whatever makes a prompt.
+        instance_of: makes an instance with a prompt for each of some settings.
+    """
+    if row.batch > 1 and len(settings) > 1:
+        return [bias for one in settings for bias in biases(findings, row, [one], instance_of)]
+    instance = instance_of(settings)
+    found = findings.measure.expected(row, instance).gradient
+    findings.see(instance, row.sampler, row.batch)
+    wanted = target(findings.expect, instance, row.sampler)
+    parts = (np.split(array, len(settings)) for array in (found, wanted))
+    unit = size(instance) / len(settings)
+    return [relative_bias(one, other, unit) for one, other in zip(*parts, strict=True)]
