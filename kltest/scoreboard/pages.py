@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 from pandas import DataFrame
 
+from kltest.adapters import DEPTHS
 from kltest.checks import CHECKS
 from kltest.render.html import STYLE
 from kltest.render.markdown import escape
@@ -57,6 +58,7 @@ def _rendered(name: str, table: DataFrame, **values: Any) -> str:
     return made.get_template(name).render(
         columns=COLUMNS,
         classes=CLASSES,
+        depths=DEPTHS,
         defaults=defaults(list(table["row"])).to_dict("records"),
         summary=summary(list(table["row"])).to_dict("records"),
         headings=SUMMARY,

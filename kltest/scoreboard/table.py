@@ -7,7 +7,7 @@ from typing import Any
 
 from pandas import DataFrame
 
-from kltest.adapters import DEPTHS, NAMES, Setting, find
+from kltest.adapters import NAMES, Setting, find
 from kltest.checks import CHECKS
 from kltest.scoreboard.classes import CLASSES, EQUAL_LENGTHS, NO_RATIO, at_equal_lengths, class_of, off_policy
 from kltest.scoreboard.rows import Row, leaked
@@ -135,7 +135,7 @@ def _line(each: Row) -> dict[str, Any]:
         "off_policy": _off_policy(each),
         "checks": _codes(each),
         "logged": _logged(each),
-        "measured": f"{DEPTHS[each['depth']]}, {each['dtype']}" if there else "",
+        "measured": f"{each['depth']}, {each['dtype']}" if there else "",
         "leak": leaked(each["leak"]) if each.get("leak") else "",
         "command": f"kltest libraries {each['library']}=={each['version']}{setting}",
         "program": program,
