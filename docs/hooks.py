@@ -260,11 +260,11 @@ def check_page(check: Any) -> str:
 
 
 def library_pages() -> dict[str, str]:
-    """The scoreboard of real libraries, with the program of each setting."""
-    from kltest.scoreboard import recorded
+    """The scoreboard of real libraries, with the program of each setting, and what past releases followed."""
+    from kltest.scoreboard import recorded, timeline
     from kltest.scoreboard.pages import files
 
-    made = files(recorded.read())
+    made = files(recorded.read()) | timeline.files()
     return {f"libraries/{'index.md' if name == 'libraries.md' else name}": content for name, content in made.items()}
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kltest.adapters import Adapter, before, find
+from kltest.adapters import Adapter, find
 from kltest.errors import KltestError
 from kltest.files import writable
 from kltest.scoreboard import recorded
@@ -24,6 +24,8 @@ from kltest.sweeps.store import Store
 
 PATH = Path(__file__).parent / "history.jsonl"
 NAME = PATH.name
+# The one check on extreme input that compares releases: a clamp came or went.
+DEAD_ZONE = "KL504"
 
 
 def history(names: Sequence[str], request: Request, output: str | None = None, *, record: bool = False) -> int:
@@ -100,15 +102,10 @@ def lines(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def followed(row: Row) -> dict[str, Any]:
-    """Return the gradient of a row in each environment, coefficients to three digits."""
-    return {
+    """Return the gradient of a row in each environment, coefficients to three digits, and its dead zone if any."""
+    zone = [each["code"] for each in row["failed"] if each["code"] == DEAD_ZONE]
+    return {"dead zone": zone} | {
         f"{each['environment']}, {each['sampler']}, {min(each['batch'], 2)}": each["identified"]
         and {name: float(f"{value:.3g}") for name, value in each["identified"].items()}
         for each in row["gradients"]
     }
-
-
-def reason(row: Row) -> tuple[str, str]:
-    """Return what a release says of the change that a row shows, and its link; ("", "") if nothing is noted."""
-    noted = find(row["library"]).changed
-    return next((noted[each] for each in noted if not before(row["version"], each)), ("", ""))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from processes import ran
 from kltest.adapters import NAMES, before, find, named
 from kltest.cli.libraries import Request, libraries, listing, program
 from kltest.errors import UsageError
+from kltest.scoreboard import history as releases_of
 from kltest.scoreboard import recorded, run
 from kltest.scoreboard.installation import NEEDED, exact_version, install
 from kltest.scoreboard.pages import html, markdown
@@ -69,6 +71,7 @@ ADAPTER = Adapter(
         setting("hangs", options={"timeout": 4}),
     ),
     discover=discover,
+    history=(setting("square", options={"expect": "local_reverse_kl"}),),
 )
 """
 
@@ -246,6 +249,25 @@ def test_what_a_release_does_not_have_yet_is_not_asked(made_up):
         exact_version(library, "0.5.1")
     assert not before("1.10.0", "1.9")
     assert not before("0.10.1.post1", "0.10.1")
+
+
+def test_a_history_goes_on_where_it_was_and_leaves_no_environment(made_up, tmp_path, monkeypatch):
+    """2.0 doubles the square of 1.0; nothing is installed for what is recorded."""
+    uploaded = {"1.0": datetime(2025, 3, 1, tzinfo=UTC), "2.0": datetime(2025, 8, 1, tzinfo=UTC)}
+    monkeypatch.setattr(releases_of, "minors", lambda *_, **__: uploaded)
+    asked = Request(history=True)
+    assert releases_of.history([f"{made_up}==1.0"], asked, str(tmp_path)) == 0
+    assert releases_of.history([str(made_up)], asked, str(tmp_path)) == 0
+    rows = recorded.read(tmp_path / "history.jsonl")
+    assert [(row["version"], row["released"]) for row in rows] == [("2.0", "2025-08-01")] * 2 + [
+        ("1.0", "2025-03-01")
+    ] * 2
+    assert {row["setting"] for row in rows} == {"penalty/linear", "penalty/square"}
+    ((earlier, later),) = releases_of.changed(rows)
+    assert (earlier["version"], later["version"], later["setting"]) == ("1.0", "2.0", "penalty/square")
+    assert not (tmp_path / "environments").exists()
+    monkeypatch.setattr(releases_of, "install", lambda *_, **__: pytest.fail("it installs"))
+    assert releases_of.history([str(made_up)], asked, str(tmp_path)) == 0
 
 
 def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):

@@ -56,6 +56,7 @@ ADAPTER = Adapter(
     module=UTILS,
     loads=lambda: import_module(CALLS).loaded(UTILS),
     since="0.8.5",
+    changed={"0.8.6": ("support log_ratio.clamp", "https://github.com/OpenRLHF/OpenRLHF/commit/d90b3d1f")},
     history=(loss("k1"), loss("k2"), loss("k3"), *(charged(name) for name in ("reinforce", "rloo", "group_norm"))),
     imports=("transformers", "torch._dynamo"),
     homepage="https://github.com/OpenRLHF/OpenRLHF",

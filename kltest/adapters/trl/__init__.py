@@ -102,6 +102,12 @@ ADAPTER = Adapter(
     installs=(("trl=={version}",),),
     module="trl",
     since="0.18",
+    changed={
+        "1.10": (
+            "GRPOConfig: use_bias_correction_kl is on by default",
+            "https://github.com/huggingface/trl/pull/6503",
+        ),
+    },
     # Normalisers differ once a generation serves several steps.
     history=(
         *(of(GRPO, loss_type=name) for name in ("dapo", "bnpo", "grpo", "dr_grpo")),

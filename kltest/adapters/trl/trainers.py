@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import re
 import tempfile
 import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -72,14 +73,28 @@ def _built_in(kind: str, beta: float, settings: dict[str, Any], recipe: str | No
             raise UsageError(f"{kind}Trainer of TRL {version()} has no {name}, through which it is graded")
     built.current_gradient_accumulation_steps = 1
     if hasattr(built, "_generate_single_turn"):
-        # Beside the completions generation returns their log-probs, which only an inference engine gives.
-        built._generate_single_turn = lambda *_, **__: built.rollouts if kind == "RLOO" else (built.rollouts, None)
+        built._generate_single_turn = lambda prompts, *_, **__: _turn(built, kind, prompts)
     else:
         built.model.generate = lambda input_ids, **_: _generated(built, input_ids)
     built.dtype_of_tables = dtype
     names = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
     built.name_of_forward = next(name for name in names if hasattr(built, name))
     return built
+
+
+def _turn(trainer: Any, kind: str, prompts: Any) -> Any:
+    """Return what `_generate_single_turn` does, with the rollouts as completions; releases differ in what that is."""
+    release = tuple(int(number) for number in re.findall(r"\d+", version())[:2])
+    parts = [trainer.rollouts]
+    if release < (0, 29):
+        parts.insert(0, [trainer.processing_class(prompt)["input_ids"] for prompt in prompts])
+    if kind == "GRPO":
+        # Only an inference engine gives log-probs of completions.
+        parts.append(None)
+    if release < ((1, 0) if kind == "GRPO" else (0, 25)):
+        # Further inputs of the model.
+        parts.append({})
+    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 class _Last:

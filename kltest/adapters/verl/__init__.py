@@ -23,12 +23,19 @@ ESTIMATORS = (
     *("gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk"),
     *("gpg", "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo"),
 )
+# The first releases that have them, among those looked at; what is not named stands in all.
+SINCE = {
+    **{"gpg": "0.5", "rloo_vectorized": "0.6.1", "grpo_vectorized": "0.6.1", "optimal_token_baseline": "0.7"},
+    **{"tir_optimal_token_baseline": "0.7", "gdpo": "0.7", "token-sum": "0.9"},
+}
 PACKED = "Log-probs come packed, after a prompt of one token; one mini-batch in one micro-batch on one device."
 CHARGES = "A critic's values and the rewards of greedy rollouts are zero where they are asked for; one device."
 # The function alone, per token, as a loss.
 PENALTY = Setting("kl_penalty", f"{CORE}:kl_penalty", source=DOCUMENTED)
 LOSS = Setting("kl_loss", f"{CALLS}:kl_loss", {"kl_penalty": "low_var_kl"}, depth="loss", source=CONFIGURED)
-WHOLE = Setting("ppo_loss", f"{CALLS}:ppo_loss", options=PAIRS, depth="loss", source=CONFIGURED, note=PACKED)
+WHOLE = Setting(
+    "ppo_loss", f"{CALLS}:ppo_loss", options=PAIRS, depth="loss", source=CONFIGURED, note=PACKED, since="0.7"
+)
 CHARGED = Setting(
     "kl_in_reward",
     f"{CALLS}:kl_in_reward",
@@ -44,7 +51,14 @@ def charged(estimator: str, settings: Mapping[str, Any] = MappingProxyType({}), 
     """The KL in the reward under an advantage estimator."""
     if estimator.endswith("token_baseline"):
         others["target"] = f"{CALLS}:kl_in_reward_with_probabilities"
+    others["since"] = SINCE.get(estimator, "")
     return CHARGED.variant({"adv_estimator": estimator, **settings}, label(estimator, **settings), **others)
+
+
+def penalty(name: str) -> Setting:
+    """The function under one of its names."""
+    since = "0.6.1" if name in ENDED else ""
+    return PENALTY.variant({"kl_penalty": name}, name, since=since)
 
 
 def recipe() -> Setting:
@@ -63,6 +77,7 @@ def recipe() -> Setting:
         "sequence-corrected",
         options=BOTH,
         recipe=True,
+        since="0.6.1",
         source="https://verl.readthedocs.io/en/latest/algo/rollout_corr.html",
         note="Settings alone, with one update a batch; it costs the variance of the ratio of whole sequences.",
     )
@@ -80,6 +95,13 @@ ADAPTER = Adapter(
     version="0.9.1",
     installs=(("verl=={version}",), ("cachetools", "uvicorn", "fastapi")),
     module=CORE,
+    since="0.4",
+    # Before `ppo_loss` the actor called these two; their defaults are those of its configuration.
+    history=(
+        LOSS.variant({"loss_agg_mode": "token-mean"}, "nothing-set", default=True),
+        penalty("low_var_kl"),
+        charged("rloo"),
+    ),
     imports=(
         CORE,
         "verl.workers.config",
@@ -93,8 +115,8 @@ ADAPTER = Adapter(
             name="use_kl_loss", options=BOTH, default=True, coefficient="verl.workers.config:ActorConfig.use_kl_loss"
         ),
         charged("gae", options=BOTH, default=True, coefficient="verl.trainer.config:AlgoConfig.use_kl_in_reward"),
-        *(PENALTY.variant({"kl_penalty": name}, name) for name in (*PENALTIES, *ENDED)),
-        *(LOSS.variant({"loss_agg_mode": mode}, mode) for mode in AGGREGATIONS),
+        *map(penalty, (*PENALTIES, *ENDED)),
+        *(LOSS.variant({"loss_agg_mode": mode}, mode, since=SINCE.get(mode, "")) for mode in AGGREGATIONS),
         WHOLE.variant({"kl_loss_type": "k1+", **SUMMED}, options={"sampler": "current"}),
         *map(charged, ESTIMATORS[1:]),
         charged("rloo", SUMMED, options=BOTH),

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import types
 
 from kltest.adapters.installed import called, costly, part
 
@@ -15,8 +16,20 @@ def actor(settings):
     asked = repr(sorted(settings.items()))
     if asked not in known:
         usual = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-        known[asked] = called(part("verl.workers.config", "ActorConfig"), usual, settings)
+        kind = early("verl.workers.config", "ActorConfig", types.SimpleNamespace)
+        if kind is types.SimpleNamespace:
+            known[asked] = kind(**{"loss_agg_mode": "token-mean", **settings})
+        else:
+            known[asked] = called(kind, usual, settings)
     return known[asked]
+
+
+def early(module, names, instead):
+    """A part of a module, or what early versions have instead of it."""
+    try:
+        return part(module, names)
+    except LookupError:
+        return instead
 
 
 def computed(live, *log_probs):
@@ -79,10 +92,12 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estima
     trainer = "verl.trainer.ppo.ray_trainer"
     penalty, loss_mode = settings.pop("kl_penalty", "kl"), settings.pop("loss_mode", "vanilla")
     corrected = settings.pop("rollout_correction", None)
-    algorithm_kind = part("verl.trainer.config", "AlgoConfig")
-    names = {field.name for field in dataclasses.fields(algorithm_kind)}
-    asked = {name: settings.pop(name) for name in list(settings) if name in names}
-    algorithm = called(algorithm_kind, {"adv_estimator": adv_estimator}, asked)
+    algorithm_kind = early("verl.trainer.config", "AlgoConfig", None)
+    algorithm = {"adv_estimator": adv_estimator, "gamma": 1.0, "lam": 1.0}
+    if algorithm_kind:
+        names = {field.name for field in dataclasses.fields(algorithm_kind)}
+        asked = {name: settings.pop(name) for name in list(settings) if name in names}
+        algorithm = called(algorithm_kind, {"adv_estimator": adv_estimator}, asked)
 
     logp, old_logp, ref_logp = computed(mask.bool(), logp, old_logp, ref_logp)
     last = mask.long().sum(1, keepdim=True) - 1
@@ -93,6 +108,9 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estima
         "old_log_probs": old,
         "ref_log_prob": ref_logp,
         "response_mask": mask.long(),
+        # Early versions read lengths from these.
+        "responses": mask.long(),
+        "attention_mask": mask.long(),
         "token_level_scores": scores,
         "values": torch.zeros_like(ref_logp),
         **rollouts,
@@ -127,7 +145,11 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estima
         "config": config,
         "rollout_is_weights": data.batch.get("rollout_is_weights", None),
     }
-    loss = called(part(CORE, "get_policy_loss_fn")(loss_mode), offered)
+    if early(CORE, "compute_policy_loss_vanilla", None):
+        loss = called(part(CORE, "get_policy_loss_fn")(loss_mode), offered)
+    else:
+        # The actor passed the clip of its configuration.
+        loss = called(part(CORE, "compute_policy_loss"), {**offered, "cliprange": 0.2})
     logged = [value for name, value in metrics.items() if name.endswith("reward_kl_penalty")]
     return (loss[0] if isinstance(loss, tuple) else loss), {"kl": logged[0]} if logged else {}
 

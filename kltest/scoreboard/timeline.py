@@ -1,0 +1,122 @@
+"""The page and the figure of past releases: a time line for each default of a library, a colour for each class."""
+
+from collections.abc import Sequence
+from datetime import date
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+
+from kltest.adapters import NAMES, before, find
+from kltest.render.markdown import escape
+from kltest.render.words import one_line
+from kltest.scoreboard import recorded
+from kltest.scoreboard.classes import CLASSES, class_of
+from kltest.scoreboard.history import DEAD_ZONE, PATH, changed, followed, lines
+from kltest.scoreboard.rows import Row, summary
+
+# Blues follow ∇KL(π‖ref), at least its next-token part; they are apart from the others in lightness too.
+COLOURS = {
+    **{"whole": "#08306b", "on-policy": "#2171b5", "scaled": "#4292c6", "part": "#9ecae1", "other": "#e6550d"},
+    **{"none": "#636363", "mixed": "#756bb1", "another": "#8c510a", "unnamed": "#bdbdbd", "open": "#f0f0f0"},
+}
+WIDTH, LEFT, RIGHT, TOP, HEIGHT, BAR = 860, 250, 20, 34, 34, 14
+# Pixels that the text of a version needs.
+APART = 42
+
+
+def files(rows: Sequence[Row] | None = None) -> dict[str, str]:
+    """Return the page `history.md` and its figure `history.svg` by name; rows: those that are recorded."""
+    rows = recorded.read(PATH) if rows is None else rows
+    order = sorted(lines(rows).items(), key=lambda each: (NAMES.index(each[0][0]), each[0]))
+    shown = {name: line for name, line in order if _is_default(*name)}
+    return {"history.md": _page(rows, shown), "history.svg": figure(shown)}
+
+
+def _is_default(library: str, name: str) -> bool:
+    """True for what happens if nothing but the KL term is set: a library's history may name it, else its settings do."""
+    known = find(library)
+    families = {each.name.partition("/")[0] for each in known.history if each.default}
+    setting = next((each for each in (*known.history, *known.settings) if each.name == name), None)
+    own = setting in known.history
+    return bool(setting and setting.default and (own or name.partition("/")[0] not in families))
+
+
+def _page(rows: Sequence[Row], shown: dict[tuple[str, str], list[Row]]) -> str:
+    told = [
+        {
+            "library": after["library"],
+            "setting": after["setting"],
+            "versions": f"{earlier['version']} → {after['version']}",
+            "released": after.get("released", ""),
+            "before": _followed(earlier, after),
+            "after": _followed(after, earlier),
+            "reason": _reason(earlier, after),
+        }
+        for earlier, after in changed(rows)
+    ]
+    told.sort(key=lambda each: each["released"], reverse=True)
+    measured: dict[str, list[str]] = {}
+    for row in reversed(rows):
+        versions = measured.setdefault(row["library"], [])
+        if row["version"] not in versions:
+            versions.append(row["version"])
+    return _template("history.md.j2").render(changes=told, measured=measured, classes=CLASSES, shown=shown)
+
+
+def _followed(row: Row, other: Row) -> str:
+    """What a row follows on sequences, in the environments in which the other one differs."""
+    mine, yours = followed(row), followed(other)
+    differs = {key.partition(",")[0] for key in mine if mine[key] != yours.get(key)}
+    kept = [each for each in row["gradients"] if each["environment"] in differs] or row["gradients"][:1]
+    codes = [each for each in row["failed"] if each["code"] == DEAD_ZONE]
+    return summary({**row, "gradients": kept, "failed": codes})
+
+
+def _reason(earlier: Row, after: Row) -> tuple[str, str]:
+    """What is noted of a release after the earlier one, up to the later one, and its link."""
+    noted = find(after["library"]).changed
+    for version, words in noted.items():
+        if before(earlier["version"], version) and not before(after["version"], version):
+            return words
+    return ("", "")
+
+
+def figure(shown: dict[tuple[str, str], list[Row]]) -> str:
+    """Return the figure as SVG: a bar for each setting, from release to release in the colour of its class."""
+    released = [date.fromisoformat(row["released"]) for line in shown.values() for row in line]
+    first, last = min(released).replace(day=1), max(released)
+
+    def at(day: date) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (day - first).days / max((last - first).days, 1)
+
+    bars = []
+    for number, ((library, setting), line) in enumerate(shown.items()):
+        y = TOP + number * HEIGHT
+        parts, labelled = [], float("-inf")
+        for place, row in enumerate(line):
+            start = at(date.fromisoformat(row["released"]))
+            end = at(date.fromisoformat(line[place + 1]["released"])) if place + 1 < len(line) else WIDTH - RIGHT
+            kind = class_of(row)
+            turned = place == 0 or followed(row) != followed(line[place - 1])
+            label = row["version"] if turned and start - labelled >= APART else ""
+            labelled = start if label else labelled
+            said = f"{library} {row['version']}: {CLASSES[kind].words}; {summary(row)}"
+            fields: dict[str, Any] = {"x": start, "width": max(end - start, 3), "colour": COLOURS[kind]}
+            parts.append({**fields, "label": label, "turned": turned and place > 0, "said": said})
+        bars.append({"y": y, "name": f"{library} {setting}", "parts": parts})
+    months = [date(year, month, 1) for year in range(first.year, last.year + 1) for month in (1, 7)]
+    ticks = [(at(each), f"{each:%b %Y}") for each in months if first <= each <= last]
+    there = {class_of(row) for line in shown.values() for row in line}
+    legend = [(COLOURS[kind], CLASSES[kind].words) for kind in CLASSES if kind in there]
+    bottom = TOP + len(shown) * HEIGHT
+    return _template("history.svg.j2").render(
+        width=WIDTH, height=bottom + 34 + 20 * len(legend), bottom=bottom, left=LEFT, bar=BAR, top=TOP,
+        bars=bars, ticks=ticks, legend=legend,
+    )  # fmt: skip
+
+
+def _template(name: str) -> Any:
+    loader, escaped = PackageLoader("kltest.scoreboard"), select_autoescape(["svg.j2"])
+    made = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"md": lambda text: escape(one_line(text))}
+    return made.get_template(name)
