@@ -19,7 +19,7 @@ COLOURS = {
     **{"whole": "#08306b", "on-policy": "#2171b5", "scaled": "#4292c6", "part": "#9ecae1", "other": "#e6550d"},
     **{"none": "#636363", "mixed": "#756bb1", "another": "#8c510a", "unnamed": "#bdbdbd", "open": "#f0f0f0"},
 }
-WIDTH, LEFT, RIGHT, TOP, HEIGHT, BAR = 860, 250, 20, 34, 34, 14
+WIDTH, LEFT, RIGHT, TOP, HEIGHT, BAR = 860, 180, 40, 34, 34, 14
 # Pixels that the text of a version needs.
 APART = 42
 
@@ -33,7 +33,7 @@ def files(rows: Sequence[Row] | None = None) -> dict[str, str]:
 
 
 def _is_default(library: str, name: str) -> bool:
-    """True for what happens if nothing but the KL term is set: a library's history may name it, else its settings do."""
+    """True for what happens if nothing but the KL term is set, as the history or else the settings say."""
     known = find(library)
     families = {each.name.partition("/")[0] for each in known.history if each.default}
     setting = next((each for each in (*known.history, *known.settings) if each.name == name), None)
@@ -64,12 +64,18 @@ def _page(rows: Sequence[Row], shown: dict[tuple[str, str], list[Row]]) -> str:
 
 
 def _followed(row: Row, other: Row) -> str:
-    """What a row follows on sequences, in the environments in which the other one differs."""
+    """What a row follows: its class and its dead zone, or, if the other's are the same, the gradients that differ."""
+    words, others = _in_short(row), _in_short(other)
+    if words != others:
+        return words
     mine, yours = followed(row), followed(other)
     differs = {key.partition(",")[0] for key in mine if mine[key] != yours.get(key)}
-    kept = [each for each in row["gradients"] if each["environment"] in differs] or row["gradients"][:1]
-    codes = [each for each in row["failed"] if each["code"] == DEAD_ZONE]
-    return summary({**row, "gradients": kept, "failed": codes})
+    return summary({**row, "gradients": [each for each in row["gradients"] if each["environment"] in differs]})
+
+
+def _in_short(row: Row) -> str:
+    zone = any(each["code"] == DEAD_ZONE for each in row["failed"])
+    return CLASSES[class_of(row)].words + (f", and a dead zone ({DEAD_ZONE})" if zone else "")
 
 
 def _reason(earlier: Row, after: Row) -> tuple[str, str]:
