@@ -23,7 +23,8 @@ from kltest.identify.findings import Combination
 from kltest.identify.findings import Row as GradedRow
 from kltest.identify.identification import Identification, independent
 from kltest.identify.instances import HELD_OUT, with_ties
-from kltest.identify.measure import Measure, Sizes
+from kltest.identify.measure import Measure
+from kltest.identify.sizes import Sizes
 from kltest.identify.uses import fields_used
 from kltest.language_models.networks import Network, network
 from kltest.loss.calling import Loss

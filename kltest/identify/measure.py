@@ -1,7 +1,7 @@
 """The measuring service: cases of one loss, called and evaluated once each, and one more for a check that asks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from kltest.identify.findings import Combination, Observed, Row
 from kltest.identify.instances import instances
 from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
+from kltest.identify.sizes import MOST_BATCHES, Sizes
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches, exact_known
@@ -25,39 +26,10 @@ from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
 STALE_ONLY = "means something only when the sampler is not the policy"
-# Sizes to try if none was asked for: the smallest batch that the loss accepts, the largest group up to the usual one.
-BATCHES = (2, 4, 8)
-GROUPS = (4, 3, 2)
-# Batches are called one by one, about half a millisecond each: up to a second an instance, up to a few if that is the
-# only size that the loss takes or the one that was asked for.
-FEW_BATCHES, MOST_BATCHES = 1_000, 5_000
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
 NOISY_BATCH = 512
-GROUP_FIELDS = frozenset({"reward", "advantage", "group"})
 # Rounding may leave this much of the square of a zero gradient: environments are mild, gradients of size one.
 NOTHING = 1e-24
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Batch sizes to try for a loss that couples rows, in rollouts; `grouped` batches are groups of one prompt."""
-
-    each: tuple[int, ...] = BATCHES
-    grouped: bool = False
-    asked: bool = False
-
-    @classmethod
-    def of(cls, uses: frozenset[str], group_size: int | None = None, batch_size: int | None = None) -> "Sizes":
-        """Return sizes for a loss that reads these fields: of groups if it reads rewards and no batch size is given."""
-        grouped = bool(uses & GROUP_FIELDS) and batch_size is None
-        asked = group_size if grouped else batch_size
-        return cls((asked,) if asked else GROUPS if grouped else BATCHES, grouped, bool(asked))
-
-    @property
-    def attempts(self) -> list[tuple[int, int]]:
-        """(size, most batches to enumerate) in the order in which they are tried."""
-        first = [] if self.asked else [(many, FEW_BATCHES) for many in self.each]
-        return [*first, (self.each[0], MOST_BATCHES)]
 
 
 class Measure:
@@ -206,9 +178,11 @@ class Measure:
 
     def _from_all(self, case: Case) -> tuple[Sequence[Moments | Sampled], Row]:
         found: list[Moments] = []
+        # Known from the other sampler, for the same rows, or from the instance before.
+        known = self._reductions.get(case.environment)
         for instance in case.instances:
-            known = found[0].reduction if found else None
             found.append(exact(self.loss, instance, case.sampler, padding=self.seed, known=known))
+            known = found[0].reduction
         self._note(found)
         self._reductions[case.environment] = next((m.reduction for m in found if m.coupling), found[0].reduction)
         return found, self._row(case, found)
@@ -221,7 +195,9 @@ class Measure:
             try:
                 if self.sampling.asked:
                     return self._from_samples(place, many)[1]
-                found = [self._over_batches(instance, place, many, most) for instance in place.instances]
+                found: list[Moments] = []
+                for instance in place.instances:
+                    found.append(self._over_batches(instance, place, many, most, found))
             except NonDeterministicError as error:
                 return self._gives_two_gradients(place, error)
             except (InvalidEnvironmentError, TargetError) as error:
@@ -235,9 +211,13 @@ class Measure:
         many = self.sizes.each[0]
         return self._by_sampling(replace(case, group=many if self.sizes.grouped else None), many, str(failure))
 
-    def _over_batches(self, instance: Instance, case: Case, many: int, most: int) -> Moments:
+    def _over_batches(
+        self, instance: Instance, case: Case, many: int, most: int, others: Sequence[Moments] = ()
+    ) -> Moments:
+        known = others[0].added_up if others and others[0].gradient.any() else None
+        grouped, padding = self.sizes.grouped, self.seed
         found = exact_batches(
-            self.loss, instance, case.sampler, many, grouped=self.sizes.grouped, padding=self.seed, most=most
+            self.loss, instance, case.sampler, many, grouped=grouped, padding=padding, most=most, added_up=known
         )
         if not found.added_up:
             return found

@@ -37,6 +37,7 @@ def exact_batches(
     padding: int = 0,
     seed: int = 0,
     most: int = MOST_BATCHES,
+    added_up: bool | None = None,
 ) -> Moments:
     """E[ĝ] and E‖ĝ‖² of the gradient ĝ of a batch of `size` rollouts.
 
@@ -54,6 +55,7 @@ def exact_batches(
         padding: Seed of what stands at padded positions.
         seed: Seed of the batches on which order and separation are tried.
         most: The most batches to enumerate, TOGETHER times as many if calls are of many groups.
+        added_up: What is known from another instance: if the loss sums over rows. None: it is tried.
 
     Returns:
         Moments with respect to logits (C, V). `added_up` is True if the loss sums over rows instead of averaging.
@@ -68,6 +70,8 @@ def exact_batches(
 
     of_size = partial(_exact, loss, instance, sampler, grouped, padding, seed, most)
     moments = of_size(size)
+    if added_up is not None:
+        return replace(moments, added_up=added_up)
     grows = moments.added_up and bool(moments.gradient.any()) and _grows(moments.gradient, size, of_size)
     return replace(moments, added_up=grows)
 

@@ -49,7 +49,7 @@ def exact(
         sampler: "current" draws rollouts from the policy, "stale" from the sampler.
         padding: Seed of what stands at padded positions.
         seed: Seed of the rows on which the loss is tried.
-        known: How the loss combines the rows of another instance of this environment. If it treated them apart, all
+        known: How the loss combines the rows of another instance, or of another sampler. If it treated them apart, all
             rollouts are then called in one batch, in two halves of it, and a few alone; only if these differ, or if it
             logs a KL, is each called alone.
 
