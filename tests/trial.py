@@ -1,15 +1,18 @@
 """An experiment tried with a few of its settings: its modules, rows computed here, and what it says of them."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pandas as pd
+import pytest
 
 from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.claims import Claims
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 from kltest.reproduce.frames import records
 from kltest.sweeps.settings import Configuration
@@ -72,7 +75,18 @@ class Trial:
             self._told = copy.deepcopy(rows), self.verdicts(rows)
         (claim,) = (claim for claim in self._told[1] if words in claim)
         assert self._told[1][claim] is True
-        assert self.verdicts(planted)[claim] is False
+        with self._asking(words):
+            assert self.verdicts(planted)[claim] is False
+
+    @contextmanager
+    def _asking(self, words: str) -> Iterator[None]:
+        """Only the claims with these words are judged inside."""
+        (analysis,) = self.modules("analysis")
+        with pytest.MonkeyPatch.context() as patch:
+            for claims in (one for one in vars(analysis).values() if isinstance(one, Claims)):
+                asked = [question for question in claims.questions if words in question[0]]
+                patch.setitem(vars(claims), "questions", asked)
+            yield
 
 
 def plant(rows: Sequence[dict[str, Any]], part: str, column: str, value: Any, where: Any) -> list[dict[str, Any]]:

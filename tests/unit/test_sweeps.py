@@ -223,12 +223,12 @@ def cluster(tmp_path_factory):
     while not scheduler_file.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     address = json.loads(scheduler_file.read_text())["address"]
-    options = ["--nworkers", "2", "--nthreads", "1", "--no-dashboard", "--local-directory", str(folder)]
-    worker = subprocess.Popen([*dask, "worker", address, *options], stderr=subprocess.DEVNULL)
+    options = ["--no-nanny", "--nthreads", "1", "--no-dashboard", "--local-directory", str(folder)]
+    workers = [subprocess.Popen([*dask, "worker", address, *options], stderr=subprocess.DEVNULL) for _ in range(2)]
     yield address
     spreading.connect(address).close()
     spreading.connect.cache_clear()
-    for process in (worker, scheduler):
+    for process in (*workers, scheduler):
         process.terminate()
         process.wait()
 
