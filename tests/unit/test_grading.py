@@ -559,6 +559,22 @@ def test_leave_one_out_with_the_kl_in_the_reward_is_confirmed_however_it_is_writ
     assert all(row.batch > 1 for row in report.gradients)
 
 
+def normalised_ratio(logp, old_logp, ref_logp, mask):
+    """k2 with its ratio over the batch's mean of ratios, which is 1 as long as the sampler is the policy."""
+    live = mask != 0
+    ratio = (logp - old_logp).where(live, 0.0).sum(-1).exp().detach()
+    return ratio / ratio.mean() * (logp - ref_logp).where(live, 0.0).sum(-1) ** 2 / 2
+
+
+def test_a_coupling_that_only_a_stale_sampler_shows_is_found():
+    """What is known of a loss's rows under the current sampler is tried again."""
+    report = grade(normalised_ratio, environment="bandit", sampler="both", select="KL101")
+    assert [(row.sampler, row.batch > 1) for row in report.gradients if row.sampler == "current" or row.batch > 1] == [
+        ("current", False),
+        ("stale", True),
+    ]
+
+
 def test_a_coupling_that_is_not_by_length_is_not_called_one():
     def standardised(logp, ref_logp, rewards, mask, kl_coef=0.1):
         value = rewards - kl_coef * ((logp - ref_logp) * mask).sum(-1).detach()
