@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 
+from kltest.checks.beyond import bias
 from kltest.checks.check import shared, signed
 from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
-from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings
 from kltest.moments.tolerances import TOLERANCES
 
@@ -46,19 +46,16 @@ def _worst(findings: Findings, shifts: Shifts, tolerance: Literal["gradient", "f
     for row in rows:
         for instance in _moved(findings.measure.case(row).instances[0], shifts):
             with suppress(KltestError):  # overflows and failing calls are reported by other checks
-                found_there = findings.measure.expected(row, instance).gradient
-                findings.see(instance, rows=row.batch)
-                wanted = target(findings.expect, instance, "current")
-                bias = relative_bias(found_there, wanted, size(instance))
-                if bias > getattr(allowed, tolerance):
-                    found.append((bias, _words(bias, instance)))
+                off = bias(findings, row, instance)
+                if off > getattr(allowed, tolerance):
+                    found.append((off, _words(off, instance)))
     return max(found)[1]
 
 
-def _words(bias: float, instance: Instance) -> str:
+def _words(off: float, instance: Instance) -> str:
     ratios = ", ".join(signed(ratio, 3) for ratio in np.sort(instance.policy[0] - instance.reference[0]))
     return (
-        f"In a bandit with the log-ratios {ratios} the expected gradient is off by {bias:.2g} of the declared one; it "
+        f"In a bandit with the log-ratios {ratios} the expected gradient is off by {off:.2g} of the declared one; it "
         "is right in milder ones."
     )
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kltest.checks.by_prompt import biases, prompts, right_row, tokens_of
+from kltest.checks.beyond import bias, biases, prompts, right_row, tokens_of
 from kltest.checks.check import shared
 from kltest.environments import Instance, Paths, bandit
 from kltest.environments.policies import table
@@ -21,7 +21,7 @@ from kltest.moments.tolerances import TOLERANCES
 # Probability of the likeliest token under policy and reference, an entry for each prompt, beyond .95, .99 and .999: one
 # of the two is sure, then both are. Log-ratios of tokens stay below 5, which training reaches, so that no clamp acts
 # that is only a warning.
-ONE_SURE = ((0.96, 0.5), (0.5, 0.96), (0.993, 0.65), (0.65, 0.993), (0.9992, 0.88), (0.88, 0.9992))
+ONE_SURE = ((0.96, 0.5), (0.5, 0.96), (0.993, 0.65), (0.65, 0.993), (0.9992, 0.905), (0.905, 0.9992))
 BOTH_SURE = ((0.993, 0.9992), (0.9992, 0.993))
 # In batches, which are enumerated prompt by prompt, only the surest.
 SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
@@ -45,7 +45,7 @@ def wrong_where_sure(findings: Findings) -> str:
         generator = np.random.default_rng([findings.seed, len(settings)])
         environment = prompts(len(sure), tokens_of(row), generator)
         likeliest = np.repeat(np.array(sure), environment.n_contexts // len(sure), axis=0).T
-        second = (1 - likeliest) * generator.uniform(0.4, 0.6, size=likeliest.shape)
+        second = (1 - likeliest) * generator.uniform(0.45, 0.55, size=likeliest.shape)
         policy, reference = np.log(np.stack([likeliest, second, 1 - likeliest - second], axis=-1))
         return Instance.of(environment, policy, reference, policy + generator.uniform(-0.3, 0.3, size=policy.shape))
 
@@ -53,11 +53,11 @@ def wrong_where_sure(findings: Findings) -> str:
         found = biases(findings, row, settings, instance_of)
     except KltestError:  # overflows and failing calls are reported by other checks
         return ""
-    for (policy, reference), bias in zip(settings, found, strict=True):
-        if bias > allowed:
+    for (policy, reference), off in zip(settings, found, strict=True):
+        if off > allowed:
             return (
                 f"Where the likeliest token has probability {policy:g} under the policy and {reference:g} under the "
-                f"reference, the expected gradient is off by {bias:.2g} of the declared one; it is right in the graded "
+                f"reference, the expected gradient is off by {off:.2g} of the declared one; it is right in the graded "
                 "environments, where neither is sure."
             )
     return ""
@@ -69,24 +69,20 @@ def wrong_with_many_tokens(findings: Findings) -> str:
     row, allowed = _row(findings)
     if row is None or allowed is None or not findings.observed.uses & TOKEN_FIELDS:
         return ""
-
-    def instance_of(_: Sequence[None]) -> Instance:
-        generator = np.random.default_rng([findings.seed, MANY])
-        drawn = Instance.draw(bandit(MANY, reward=generator.integers(2, size=(1, MANY)).astype(float)), findings.seed)
-        if row.batch == 1:
-            return drawn
+    reward = np.random.default_rng(findings.seed).integers(2, size=(1, MANY)).astype(float)
+    instance = Instance.draw(bandit(MANY, reward=reward), findings.seed)
+    if row.batch > 1:
         above = np.where(np.isin(np.arange(MANY), LIKELY), CERTAIN, 0.0)
-        tables = (table(logits + above) for logits in (drawn.policy, drawn.reference, drawn.sampler))
-        return OfLikelyTokens(drawn.environment, *tables)
-
+        tables = (table(logits + above) for logits in (instance.policy, instance.reference, instance.sampler))
+        instance = OfLikelyTokens(instance.environment, *tables)
     try:
-        (bias,) = biases(findings, row, [None], instance_of)
+        off = bias(findings, row, instance)
     except KltestError:
         return ""
-    if bias <= allowed:
+    if off <= allowed:
         return ""
     return (
-        f"In a bandit with {MANY} actions, token ids 0 to {MANY - 1}, the expected gradient is off by {bias:.2g} of "
+        f"In a bandit with {MANY} actions, token ids 0 to {MANY - 1}, the expected gradient is off by {off:.2g} of "
         "the declared one; it is right with a few."
     )
 

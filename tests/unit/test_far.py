@@ -278,7 +278,7 @@ def leave_one_out(cost, logp, mask):
 
 
 def unsure_in_a_batch(logp, ref_logp, mask):
-    return leave_one_out(live_sum((logp - ref_logp) * (ref_logp < -0.1), mask), logp, mask)
+    return leave_one_out(live_sum((logp - ref_logp) * (ref_logp < -0.05), mask), logp, mask)
 
 
 SURE = [
@@ -289,8 +289,8 @@ SURE = [
     (unless_both_are_sure, "0.993 under the policy and 0.9992 under the reference"),
 ]
 SURE_AND_WHOLE = [
-    (score_of_the_undecided, "0.9992 under the policy and 0.88 under the reference"),
-    (unsure_in_a_batch, "0.88 under the policy and 0.9992 under the reference"),
+    (score_of_the_undecided, "0.9992 under the policy and 0.905 under the reference"),
+    (unsure_in_a_batch, "0.905 under the policy and 0.9992 under the reference"),
 ]
 
 

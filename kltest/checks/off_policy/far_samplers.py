@@ -1,8 +1,8 @@
 """Samplers that are far from the policy: is the gradient still the declared one there?
 
 The graded samplers are mild, so that no cap, window or mask on the ratio of policy to sampler acts. Here some tokens
-are e^d times as likely under the policy as under the sampler, and others e^−d times, with d up to DISTANCES[-1]. The
-reference stays near the policy.
+are e^d times as likely under the policy as under the sampler, and others e^−d times, with d up to that of BEYOND[-1].
+The reference stays near the policy.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kltest.checks.by_prompt import VOCABULARY, biases, prompts, right_row, tokens_of
+from kltest.checks.beyond import VOCABULARY, biases, prompts, right_row, tokens_of
 from kltest.checks.check import Found, shared
 from kltest.environments import Instance
 from kltest.errors import KltestError

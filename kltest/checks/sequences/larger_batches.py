@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from kltest.checks.beyond import bias
 from kltest.checks.check import Found, shared
 from kltest.checks.group_fixture import GroupFixture, limit, norm
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
-from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.moments.reduction import Witness
@@ -117,10 +117,7 @@ def _bias(findings: Findings, row: Row, many: int, environment_name: str = "band
         environment = ragged(2, 2, reward=generator.standard_normal((2, 2)))
     else:
         environment = bandit(2, reward=generator.standard_normal((1, 2)))
-    instance = Instance.draw(environment, findings.seed, distance=1.0)
-    found = findings.measure.expected(replace(row, batch=many), instance).gradient
-    findings.see(instance, row.sampler, many)
-    return relative_bias(found, target(findings.expect, instance, row.sampler), size(instance))
+    return bias(findings, replace(row, batch=many), Instance.draw(environment, findings.seed, distance=1.0))
 
 
 def _in_expectation(findings: Findings, row: Row, sizes: list[int]) -> Found | None:
@@ -130,9 +127,9 @@ def _in_expectation(findings: Findings, row: Row, sizes: list[int]) -> Found | N
         return None
     for many in sizes:
         with suppress(InvalidEnvironmentError):  # too many: the loss depends on the order of rows
-            if (bias := _bias(findings, row, many)) > allowed:
+            if (off := _bias(findings, row, many)) > allowed:
                 return Found(
-                    f"In batches of {many} the expected gradient is off by {bias:.2g} of the declared one, in a bandit "
+                    f"In batches of {many} the expected gradient is off by {off:.2g} of the declared one, in a bandit "
                     f"with two actions; in batches of {row.batch} it is right."
                 )
     return None

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kltest.checks.beyond import compared
 from kltest.checks.check import shared
 from kltest.environments import END, Environment, Instance, Paths
 from kltest.environments.policies import table
-from kltest.identify.case import relative_bias, size, target
+from kltest.identify.case import relative_bias, size
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import with_ties
 from kltest.moments.tolerances import TOLERANCES, Tolerances
@@ -114,9 +115,7 @@ def message_of(code: str, findings: Findings) -> str:
 
 def _compare(findings: Findings, row: Row) -> Late | None:
     instance = long_instance(row.batch, findings.seed)
-    found = findings.measure.expected(row, instance).gradient
-    wanted = target(findings.expect, instance, row.sampler)
-    findings.see(instance, row.sampler, row.batch)
+    found, wanted = compared(findings, row, instance)
     tolerance = max(Tolerances.guard, TOLERANCES[findings.observed.dtype].gradient)
     bias = relative_bias(found, wanted, size(instance))
     if bias <= tolerance:

@@ -1,4 +1,4 @@
-"""The gradient and the declared one, prompt by prompt: environments with a prompt for each setting that is tried."""
+"""The gradient and the declared one on instances beyond the graded ones, as a whole or prompt by prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +25,18 @@ def right_row(findings: Findings, sampler: str) -> Row | None:
     return max(rows, key=lambda row: (row.batch, row.length is not None, row.length or 0))
 
 
+def compared(findings: Findings, row: Row, instance: Instance) -> tuple[np.ndarray, np.ndarray]:
+    """Return the expected gradient (C, V) of batches like a row's, and the declared one; the report says it looked."""
+    found = findings.measure.expected(row, instance).gradient
+    findings.see(instance, row.sampler, row.batch)
+    return found, target(findings.expect, instance, row.sampler)
+
+
+def bias(findings: Findings, row: Row, instance: Instance) -> float:
+    """Relative bias of the expected gradient of batches like a row's."""
+    return relative_bias(*compared(findings, row, instance), size(instance))
+
+
 def tokens_of(row: Row) -> int:
     """Tokens of a rollout: two if the loss agrees in rollouts of several and treats them apart, else one."""
     return 1 if row.length == 1 or row.batch > 1 else 2
@@ -47,12 +59,9 @@ def biases(
         settings: whatever makes a prompt.
         instance_of: makes an instance with a prompt for each of some settings.
     """
-    if row.batch > 1 and len(settings) > 1:
-        return [bias for one in settings for bias in biases(findings, row, [one], instance_of)]
+    if row.batch > 1:
+        return [bias(findings, row, instance_of([one])) for one in settings]
     instance = instance_of(settings)
-    found = findings.measure.expected(row, instance).gradient
-    findings.see(instance, row.sampler, row.batch)
-    wanted = target(findings.expect, instance, row.sampler)
-    parts = (np.split(array, len(settings)) for array in (found, wanted))
+    parts = (np.split(array, len(settings)) for array in compared(findings, row, instance))
     unit = size(instance) / len(settings)
     return [relative_bias(one, other, unit) for one, other in zip(*parts, strict=True)]
