@@ -23,7 +23,8 @@ def grpo(
     temperature at which the trainer generates. Raises UsageError for settings that this version does not have.
     """
     trainer = trainer_with("GRPO", beta, settings, recipe)
-    with in_mode(trainer, evaluation):
+    # Early versions call the reference while they compute the loss.
+    with in_mode(trainer, evaluation), held(trainer, trainer.ref_model, ref_logits):
         inputs = inputs_of(trainer, tokens, mask, advantage)
         with torch.no_grad():
             if "ref_per_token_logps" in trainer.names_of_inputs:

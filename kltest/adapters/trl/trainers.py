@@ -124,8 +124,8 @@ def _try(trainer: Any) -> None:
     size = int(trainer.args.num_generations)
     tokens = torch.arange(size)[:, None] % 2
     table = torch.zeros(size, 1, 2, dtype=torch.float64).requires_grad_()
-    with in_mode(trainer, False), torch.enable_grad():
-        with held(trainer, trainer.ref_model, table), held(trainer, trainer.model, table):
+    with in_mode(trainer, False), torch.enable_grad(), held(trainer, trainer.ref_model, table):
+        with held(trainer, trainer.model, table):
             inputs = scored(trainer, tokens, torch.ones(size, 1), torch.arange(size) % 2.0, torch.arange(size))
         trainer.names_of_inputs = frozenset(name for name, value in inputs.items() if value is not None)
         trainer.absent_inputs = {name: None for name, value in inputs.items() if value is None}

@@ -34,7 +34,7 @@ CHARGES = "A critic's values and the rewards of greedy rollouts are zero where t
 PENALTY = Setting("kl_penalty", f"{CORE}:kl_penalty", source=DOCUMENTED)
 LOSS = Setting("kl_loss", f"{CALLS}:kl_loss", {"kl_penalty": "low_var_kl"}, depth="loss", source=CONFIGURED)
 WHOLE = Setting(
-    "ppo_loss", f"{CALLS}:ppo_loss", options=PAIRS, depth="loss", source=CONFIGURED, note=PACKED, since="0.7"
+    "ppo_loss", f"{CALLS}:ppo_loss", options=PAIRS, depth="loss", source=CONFIGURED, note=PACKED, since="0.8"
 )
 CHARGED = Setting(
     "kl_in_reward",
