@@ -50,9 +50,9 @@ def test_two_tokens_by_hand():
     assert all(float(half) == pytest.approx(float(one) / 2, abs=1e-6) for one, half in later)
 
 
-def test_every_recorded_setting_that_differs_has_a_text():
+def test_settings_of_every_class_and_library_have_a_text_if_they_differ():
     written = 0
-    for row in ROWS:
+    for row in {(row["library"], class_of(row), row["reads_sampler"]): row for row in ROWS}.values():
         target = f"{row['library']}:{row['setting']}"
         setting = find(row["library"]).setting(row["setting"])
         alone = [each for each in row["gradients"] if each["batch"] == min(one["batch"] for one in row["gradients"])]
@@ -71,7 +71,7 @@ def test_every_recorded_setting_that_differs_has_a_text():
         truth = combine({"reverse_kl": 1.0}, instance(length))[:, 0]
         assert np.allclose([float(true) for true, _ in said], truth, atol=1e-6)
         assert any(true != followed for true, followed in said), target
-    assert written > 50
+    assert written > 20
 
 
 @pytest.mark.parametrize("target", ["torchrl:loss/SequenceKLGRPOLoss", "trl:rloo/recipe=defaults,on-policy"])
