@@ -302,9 +302,11 @@ def openrlhf() -> dict[str, Derived]:
             f"{unbiased} {BY_BATCH}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE), **loss
         )
 
-    def charged(why: str, groups: Environments, current: Environments | None = None) -> Derived:
+    def charged(
+        why: str, groups: Environments, current: Environments | None = None, stale_groups: Environments | None = None
+    ) -> Derived:
         alone = current or {}
-        stale = (dict.fromkeys(alone), groups, dict.fromkeys(groups))
+        stale = (dict.fromkeys(alone), groups, stale_groups or dict.fromkeys(groups))
         return Derived(f"{why} Stale: log μ − log ref with clipped ratios.", alone, *stale, "float32", "coupled")
 
     third = by_tokens(WHOLE)
@@ -319,7 +321,11 @@ def openrlhf() -> dict[str, Derived]:
         "kl_in_reward/rloo": charged(f"{REWARD} {BY_BATCH}", third),
         "kl_in_reward/dr_grpo": charged(f"{REWARD} {BY_BATCH}", third),
         "kl_in_reward/group_norm": charged(f"{REWARD} Only the reward is divided by a spread. {BY_BATCH}", third),
-        "kl_in_reward/flash_reinforce": charged(f"{REWARD} {BY_BATCH}", UNEVEN, third),
+        "kl_in_reward/flash_reinforce": charged(
+            f"{REWARD} {BY_BATCH} The batch's mean reward is taken off, and a clip depends on the sign of the rest: "
+            "with stale rollouts rows are coupled at any length.",
+            *(UNEVEN, third, NAMELESS),
+        ),
         "kl_in_reward/rloo,k2": charged(
             f"{credited}: for k2 ∇E[Σu²/2] − the next token's reverse KL. {BY_BATCH}",
             {

@@ -82,15 +82,15 @@ def test_what_is_recorded_is_what_was_derived(target):
     assert list(disagreements(derived, row)) == []
 
 
-# What a gradient is divided by, from the words of its derivation; what is found first counts.
-LAWS = {BY_ROW: "T", BY_BATCH: "T", "width of the batch": "padded width", "all positions": "padded width"}
-LAWS |= {BY_CONSTANT: "max_completion_length"}
+# What a gradient is multiplied by, from the words of its derivation; what is found first counts.
+LAWS = {BY_ROW: "1/T", BY_BATCH: "1/T", "width of the batch": "1/padded width", "all positions": "1/padded width"}
+LAWS |= {BY_CONSTANT: "1/max_completion_length", "half is their mean": "(1 − 1/group size)"}
 
 
 @pytest.mark.parametrize("target", [each for each in DERIVED if not each.startswith(BEFORE)], ids=str)
 def test_coefficients_are_recorded_as_the_laws_that_were_derived(target):
     row, why = row_of(target), DERIVED[target].why
-    law = next((f"1/{quantity}" for words, quantity in LAWS.items() if words in why), None)
+    law = next((law for words, law in LAWS.items() if words in why), None)
     found = [
         each["identified"] for each in row["gradients"] if each["environment"] == "sequence" and each["identified"]
     ]
