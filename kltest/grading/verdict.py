@@ -19,9 +19,11 @@ CAUSES = {
 LEFTOVER = "KL105"
 
 
-# These need a single call, or apply only to what was enumerated. Every other experiment compares calls, which differ
-# anyway if the loss does not repeat itself.
-IN_ONE_CALL = frozenset({"KL105", "KL505", "KL506", "KL507"})
+# These need a single call. Every other experiment compares calls, which differ anyway if a loss does not repeat itself.
+IN_ONE_CALL = frozenset({"KL505", "KL506", "KL507"})
+# These take expectations, or compare batches of other shapes or precisions. A loss that draws random numbers is given
+# the same ones in each call of an experiment: that is no expectation, and another shape draws others.
+OTHER_DRAWS = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 306, 404, 504, 508, 801, 802))
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,14 @@ def _found(check: Check, rows: list[Row], findings: Findings) -> Found:
 
 
 def _examined(check: Check, findings: Findings) -> Found | None:
-    if findings.observed.nondeterministic and check.code not in IN_ONE_CALL and check.experiments:
-        return Found("the loss gives different results for the same batch (KL507)", "inconclusive")
+    if check.experiments and check.code not in IN_ONE_CALL:
+        with suppress(KltestError):
+            CHECKS["KL507"].examine(findings)
+        if findings.observed.unrepeatable:
+            return Found("the loss gives different results for the same batch (KL507)", "inconclusive")
+        if findings.observed.draws and check.code in OTHER_DRAWS:
+            why = "it draws random numbers (KL507), and others in batches of another shape or precision"
+            return Found(why, "inconclusive", level="warning")
     try:
         return check.examine(findings)
     except KltestError as error:

@@ -59,8 +59,10 @@ class Observed:
 
     `uses` are the rollout fields that the loss takes or reads. `reductions` and `reached` have one entry for each set
     of moments, in the order of measuring. `nondeterministic` is the message of a loss that gave two gradients for one
-    batch, else empty. `coupled_in` names the environments in which the rows of a batch are coupled. `rows` are all rows
-    by (environment, sampler), those that only a check asked for included.
+    batch, else empty. It `draws` random numbers, or `keeps_state` that changes no expected gradient; both are restored
+    before each call of an experiment. It is `unrepeatable` if that does not help, or if the state changes the gradient.
+    `coupled_in` names the environments in which the rows of a batch are coupled. `rows` are all rows by (environment,
+    sampler), those that only a check asked for included.
     """
 
     uses: frozenset[str] = frozenset()
@@ -68,6 +70,9 @@ class Observed:
     reductions: list["Reduction"] = field(default_factory=list)
     reached: list[bool] = field(default_factory=list)
     nondeterministic: str = ""
+    draws: bool = False
+    keeps_state: bool = False
+    unrepeatable: bool = False
     coupled_in: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict)

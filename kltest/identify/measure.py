@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from kltest.identify import second_route
 from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
 from kltest.identify.findings import Combination, Observed, Row
+from kltest.identify.histories import histories, rows_after
 from kltest.identify.instances import instances
 from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
@@ -134,7 +136,19 @@ class Measure:
         return differentiate(loss, rollout.replace(), live_positions(rollout))
 
     def rows_of(self, case: Case) -> list[Row]:
-        """Measure one case: rows as in `rows`, for a case of any kind."""
+        """Measure one case: rows as in `rows`, for a case of any kind; random numbers go on from call to call."""
+        try:
+            measure, past = partial(self._measured_now, case), partial(histories, self.loss, case)
+            return rows_after(self.loss.calls, self.observed, measure, past)
+        except NonDeterministicError as error:
+            self._remark(f"{error}.")
+            return [not_judged(case, self.declared, 1, "it does not repeat itself, so that its calls are no samples")]
+
+    def _measured_now(self, case: Case) -> tuple[list[Row], list[list[np.ndarray]]]:
+        rows = self._rows_of(case)
+        return rows, [self.gradients(row) for row in rows]
+
+    def _rows_of(self, case: Case) -> list[Row]:
         rows = []
         coupling = ""
         try:
@@ -143,7 +157,7 @@ class Measure:
             coupling = next((moments.coupling for moments in found if moments.reduction == "coupled"), "")
             coupling = coupling or self._coupled_as_asked(case)
         except NonDeterministicError as error:
-            return [self._gives_two_gradients(case, error)]
+            return [self._drawn(case, error)]
         except BatchOfOneError as error:
             coupling = str(error)
         if not coupling:
@@ -199,7 +213,7 @@ class Measure:
                 for instance in place.instances:
                     found.append(self._over_batches(instance, place, many, most, found))
             except NonDeterministicError as error:
-                return self._gives_two_gradients(place, error)
+                return self._drawn(place, error)
             except (InvalidEnvironmentError, TargetError) as error:
                 failure = error
                 continue
@@ -224,16 +238,15 @@ class Measure:
         self._remark(f"Its rows are added up, not averaged: its gradient was divided by the {many} rows of a batch.")
         return replace(found, gradient=found.gradient / many, second_moment=found.second_moment / many**2)
 
-    def _gives_two_gradients(self, case: Case, error: NonDeterministicError) -> Row:
+    def _drawn(self, case: Case, error: NonDeterministicError) -> Row:
         """Return the row of a loss that draws random numbers; they are averaged over in whole batches or groups."""
-        self.observed.nondeterministic = str(error)
+        if error.why != "draws":
+            raise error
+        self.observed.nondeterministic, self.observed.draws = str(error), True
         self._remark(f"{error}.")
         sizes = self.sizes
         many = sizes.each[0] if sizes.asked or sizes.grouped else NOISY_BATCH
         place = replace(case, group=many if sizes.grouped else None)
-        if error.keeps_state:
-            why = "the loss keeps state between calls, so that they are no samples"
-            return not_judged(place, self.declared, many, why)
         return self._by_sampling(place, many, "the loss gives different gradients for the same batch", noisy=True)
 
     def _by_sampling(self, case: Case, batch: int, why: str, *, noisy: bool = False) -> Row:

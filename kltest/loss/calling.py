@@ -18,7 +18,7 @@ from kltest.loss.building import Built
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import FieldOf, arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
-from kltest.loss.global_state import SameNoise, eagerly, preserved, settings_preserved, unusual_input
+from kltest.loss.global_state import eagerly, preserved, settings_preserved, unusual_input
 from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.jax.recognition import is_for_jax
@@ -118,14 +118,13 @@ class Loss:
         self.notes = [*notes, *(built.note() for built in self._built)]
         self.writes: dict[str, str] = {}
         self.made_trainable: set[str] = set()
-        self.calls = Calls.of(function)
+        self.calls = Calls.of(function, {built.name: built.thing for built in self._built})
         self._forms: tuple[InputForm, ...] = INPUT_FORMS
         self._per_token: bool | None = None
         self._must_be_finite = True
         self._traced: list[torch.dtype] | None = None
         self._stored = StoredMetrics(function)
         self._beside = Beside(function)
-        self._noise = SameNoise()
 
     def for_experiments(self, floats: torch.dtype | None = None) -> "Loss":
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
@@ -163,10 +162,11 @@ class Loss:
             self.settle(rollout)
         beta = self.beta(rollout)
         # Noise is to be the same in both calls, so that it cancels. Whoever reads the rollout may read β from it.
-        random = self._noise.state() if self.less == "reference" or self.takes & {"beta", "rollout"} else None
+        twice = self.less == "reference" or self.takes & {"beta", "rollout"}
         trace = PrecisionTrace() if self._traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
-        with trace:
-            result, view = self._run(rollout, beta)
+        for random in self.calls.noise() if twice else (None,):  # noqa: B007
+            with trace:
+                result, view = self._run(rollout, beta)
         results = {self.name: result}
         loss = result.loss.to(torch.float64)
         self.takes_beta = self.takes_beta or "beta" in view.accessed
@@ -176,7 +176,7 @@ class Loss:
             lacking = self.less == "coefficient"
             where = "at β = 0" if lacking else "with the policy as reference"
             if random is not None:
-                self._noise.restore(random)
+                random.reset()
             with trace:
                 without, _ = self._run(rollout if lacking else rollout.near_reference(), 0.0 if lacking else beta)
             results[f"{self.name} {where}"] = without

@@ -1,5 +1,6 @@
 """State of the process that a loss may change (random generators, torch's settings), and modes that it is called in."""
 
+import ctypes
 import random
 import sys
 from collections.abc import Iterator
@@ -11,49 +12,48 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Calls that leave NumPy's generator alone before it is taken for unused.
-QUIET = 8
+from kltest.loss.state import Place, same
+
+# The global generators. NumPy's is the old one, which a loss without a generator of its own draws from.
+TORCH = Place("torch's generator", torch.get_rng_state, torch.set_rng_state, drawn=True)
+PYTHON = Place("random's generator", random.getstate, random.setstate, drawn=True)
+NUMPY = Place("NumPy's generator", np.random.get_state, np.random.set_state, drawn=True)
+# Bytes of NumPy's generator: 624 words and the number of those that were used.
+MERSENNE_TWISTER = 4 * 625
 
 
 class RandomState:
-    """The state of the global generators of torch, NumPy and Python when it was made; `restore` goes back to it.
+    """Where random generators stood when it was made: the global ones, and others.
 
-    Without `numpy`, NumPy's is left as it is: to read and write it takes ten times as long as the other two together.
+    Without `numpy`, NumPy's is not restored: to read and write it takes ten times as long as the other two together.
     """
 
-    def __init__(self, *, numpy: bool = True) -> None:
-        self._states = torch.get_rng_state(), random.getstate()
-        # NumPy's old generator is the one that a loss without one of its own draws from.
-        self._numpy = np.random.get_state() if numpy else None  # noqa: NPY002
+    def __init__(self, *own: Place, numpy: bool = True) -> None:
+        self._states = [(place, place.get()) for place in (TORCH, PYTHON, *[NUMPY] * numpy, *own)]
+        self._numpy = _numpy_stands()
 
-    def restore(self) -> None:
-        torch.set_rng_state(self._states[0])
-        random.setstate(self._states[1])
-        if self._numpy is not None:
-            np.random.set_state(self._numpy)  # noqa: NPY002
+    def reset(self) -> None:
+        """Let every generator go back to where it stood."""
+        for place, state in self._states:
+            place.put(state)
+
+    @property
+    def moved(self) -> bool:
+        """True if a generator has been drawn from since."""
+        return any(not same(place.get(), state) for place, state in self._states) or self.numpy_moved
 
     @property
     def numpy_moved(self) -> bool:
         """True if NumPy's generator has been drawn from since."""
-        if self._numpy is None:
-            return False
-        pairs = zip(self._numpy, np.random.get_state(), strict=True)  # noqa: NPY002
-        return not all(np.array_equal(before, now) for before, now in pairs)
+        return self._numpy != _numpy_stands()
 
 
-class SameNoise:
-    """Repeats the random numbers of one loss's calls; NumPy's only as long as QUIET calls in a row did not draw any."""
-
-    def __init__(self) -> None:
-        self._quiet = 0
-
-    def state(self) -> RandomState:
-        return RandomState(numpy=self._quiet < QUIET)
-
-    def restore(self, state: RandomState) -> None:
-        """Go back to a state, and note if the call after it drew from NumPy's generator."""
-        self._quiet = 0 if state.numpy_moved else self._quiet + 1
-        state.restore()
+def _numpy_stands() -> bytes:
+    """Return where NumPy's generator stands: its memory, which is read ten times as fast as its state is."""
+    bits = np.random.mtrand.get_bit_generator()
+    if isinstance(bits, np.random.MT19937):
+        return ctypes.string_at(bits.ctypes.state_address, MERSENNE_TWISTER)
+    return repr(bits.state).encode()
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def preserved(seed: int | None = None) -> Iterator[None]:
         try:
             yield
         finally:
-            before.restore()
+            before.reset()
 
 
 @contextmanager

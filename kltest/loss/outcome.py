@@ -1,17 +1,19 @@
 """Options of a call of a loss, and the outcome of one."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kltest.estimators.spec import Credit, Placement
+from kltest.loss.global_state import RandomState
 from kltest.loss.precision import lowest_precision
-from kltest.loss.state import State
+from kltest.loss.state import Place, State, places_of
 
 Returned = Literal["scalar", "rows", "tokens"]
 
@@ -49,22 +51,56 @@ class Calls:
     """The calls of a loss so far: a context manager around each.
 
     `count` of them returned or raised, in `seconds` together, the longest in `longest`; `interrupted` is how long the
-    last one had run when the time was over, 0 if none was under way. `state` is what the loss may keep between them.
+    last one had run when the time was over, 0 if none was under way. `find` yields the places where the loss may keep
+    something between them; `state` is what stood there before the first call, random `generators` aside. What is `held`
+    is made again as it was before each call.
     """
 
+    find: Callable[[], Iterator[Place]]
     state: State
+    generators: list[Place]
+    held: tuple[State | RandomState, ...] = ()
     count: int = 0
     seconds: float = 0.0
     longest: float = 0.0
     interrupted: float = 0.0
     _began: float = 0.0
+    _draws_numpy: bool | None = None
 
     @classmethod
-    def of(cls, function: Any) -> "Calls":
-        """Return the calls of a loss before the first."""
-        return cls(State(function))
+    def of(cls, function: Any, objects: Mapping[str, Any]) -> "Calls":
+        """Return the calls of a loss before the first; `objects` are given to it in each, by name."""
+        find = partial(places_of, function, objects)
+        return cls(find, State(one for one in find() if not one.drawn), [one for one in find() if one.drawn])
+
+    def draws(self) -> RandomState:
+        """Return where all random generators stand that a call may draw from, those made by earlier calls included."""
+        self.generators = [place for place in self.find() if place.drawn]
+        return RandomState(*self.generators)
+
+    def noise(self) -> Iterator[RandomState]:
+        """Yield where generators stand before a call that is to be repeated with the same random numbers.
+
+        NumPy's is saved before the first call, and always once it was drawn from. A call that begins to is made anew.
+        """
+        yield (before := RandomState(*self.generators, numpy=self._draws_numpy is not False))
+        anew = before.numpy_moved and self._draws_numpy is False
+        self._draws_numpy = bool(self._draws_numpy) or before.numpy_moved
+        if anew:
+            yield self.draws()
+
+    @contextmanager
+    def holding(self, *held: State | RandomState) -> Iterator[None]:
+        """Hold this instead of what was held before."""
+        before, self.held = self.held, held
+        try:
+            yield
+        finally:
+            self.held = before
 
     def __enter__(self) -> None:
+        for one in self.held:
+            one.reset()
         self._began = time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -7,17 +7,28 @@ the gradient of a batch is then not the average of its rows' own gradients, and 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from kltest.errors import KltestError, TargetError
 from kltest.loss.calling import Loss
-from kltest.loss.global_state import preserved
+from kltest.loss.global_state import RandomState, preserved
+from kltest.loss.state import State
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
 from kltest.rollout import Rollout
 
 SEVERAL = 8
+# Calls, and most rows of each, of a loss that draws random numbers: a change of one gradient in a hundred shows.
+OFTEN, MANY = 16, 64
+Cause = Literal["draws", "state", "unknown"]
+CAUSES: dict[Cause, str] = {
+    "draws": "it draws random numbers. Without them (dropout off) it is graded exactly",
+    "state": "it keeps state between calls{}",
+    "unknown": "neither equal random numbers nor equal state make it repeat itself. It may read a clock, keep state "
+    "that kltest does not see, or draw from a generator that no seed reaches",
+}
 
 
 class BatchOfOneError(TargetError):
@@ -25,28 +36,32 @@ class BatchOfOneError(TargetError):
 
 
 class NonDeterministicError(TargetError):
-    """The loss gives different gradients for one batch, so that an expectation over rollouts is not defined.
+    """The loss gives different gradients for one batch, so that they cannot be enumerated as they are.
 
-    `keeps_state`: they differ with equal random numbers too, so that calls are not independent draws.
+    `why`: it "draws" from random generators, which can be restored; its gradient changes with "state" that can be
+    restored, besides; or the cause is "unknown": it reads a clock, or what no seed reaches.
     """
 
-    def __init__(self, name: str, *, keeps_state: bool, where: Sequence[str] = ()) -> None:
-        why = "it keeps state between calls" if keeps_state else "it draws random numbers"
-        why += f", in {' and '.join(where[:3])}" if keeps_state and where else ""
-        fix = "pass in what changes from step to step" if keeps_state else "dropout off, seeds fixed"
-        super().__init__(
-            f"{name} gives different gradients for the same batch: {why}. Make it deterministic ({fix}) to have it "
-            "graded exactly"
-        )
-        self.keeps_state = keeps_state
+    def __init__(self, name: str, why: Cause, where: Sequence[str] = ()) -> None:
+        places = f", in {' and '.join(where[:3])}" if where else ""
+        super().__init__(f"{name} gives different gradients for the same batch: {CAUSES[why].format(places)}")
+        self.why = why
 
     @classmethod
     def of(cls, loss: Loss, call: Callable[[], RowGradients]) -> "NonDeterministicError":
-        """The error of a loss that did not repeat a call; two more calls find out why."""
+        """The error of a loss that did not repeat a call; more calls find out why."""
+        calls = loss.calls
         with preserved():
-            once = call()
-        again = call()
-        return cls(loss.name, keeps_state=not again.close(once.parts, again.parts), where=loss.calls.state.changed())
+            draws, state = calls.draws(), calls.state.now()
+            call()
+            possible: dict[Cause, tuple[RandomState | State, ...]] = {"draws": (draws,)} if draws.moved else {}
+            possible |= {"state": (draws, state)} if (kept := calls.state.changed()) else {}
+            for why, restored in possible.items():
+                with calls.holding(*calls.held, *restored):
+                    once, again = call(), call()
+                if again.close(once.parts, again.parts):
+                    return cls(loss.name, why, kept if why == "state" else ())
+        return cls(loss.name, "unknown")
 
 
 @dataclass
@@ -83,7 +98,12 @@ class Witness:
         Several rows, since noise that drops one entry in ten leaves most single rows alone.
         """
         several = [each % len(self.base) for each in range(row, row + SEVERAL)]
+        before = self.loss.calls.draws()
         pairs = [(self.single(row), self.call([row])), (self.call(several), self.call(several))]
+        if before.moved:  # it may draw numbers that change the gradient seldom
+            several = list(range(min(len(self.base), MANY)))
+            first = self.call(several)
+            pairs += [(first, self.call(several)) for _ in range(OFTEN)]
         if not all(again.close(once.parts, again.parts) for once, again in pairs):
             raise NonDeterministicError.of(self.loss, lambda: self.call(several))
 
@@ -103,7 +123,7 @@ class Witness:
         state.reset()
         first = self.call(one)
         if not all(first.close(each.parts, first.parts) for each in after):
-            raise NonDeterministicError(self.loss.name, keeps_state=True, where=names)
+            raise NonDeterministicError(self.loss.name, "state", names)
 
     def look(self, rows: list[int]) -> None:
         """Call the loss on a batch of these rows and compare with each row's own gradient."""

@@ -325,7 +325,7 @@ MUTANTS = [
     Mutant("KL505", inplace_leaf),
     Mutant("KL506", wrong_side, also=("KL509",)),
     Mutant("KL506", req),
-    Mutant("KL507", dropout),
+    Mutant("KL507", dropout, warns=True),
     Mutant("KL508", half),
     Mutant("KL508", half16, warns=True),
     Mutant("KL509", ng),

@@ -160,7 +160,7 @@ MUTANTS = [
     Mutant("KL506", reference_made_trainable),
     Mutant("KL506", policy_held_constant, also=("KL509",)),
     Mutant("KL506", ratio_of_the_sampler, also=("KL101", "KL302")),
-    Mutant("KL507", dropped_out, options={"environment": "bandit"}),
+    Mutant("KL507", dropped_out, options={"environment": "bandit"}, warns=True),
     Mutant("KL507", warmed_up),
     Mutant("KL508", autocast, also=("KL503",), warns=True),
     Mutant("KL508", around_a_thousand, warns=True),

@@ -20,6 +20,8 @@ from kltest.moments.tolerances import TOLERANCES
 # Calls of one batch; a coefficient that is adapted every tenth call or so shows as well.
 CALLS = 16
 STEP = count()
+Same = Callable[[Tensor, Tensor], bool]
+Differ = Callable[[CallResult, CallResult, Same], str]
 
 
 def not_comparable(findings: Findings) -> str | None:
@@ -27,45 +29,68 @@ def not_comparable(findings: Findings) -> str | None:
     if findings.observed.blocked:
         return "no gradient reaches the policy at all (KL509)"
     with suppress(KltestError):
-        if examine(findings):
+        if examine(findings) and findings.observed.unrepeatable:
             return "calls cannot be compared with one another, since they do not repeat (KL507)"
     return None
 
 
 @shared
 def examine(findings: Findings) -> Found | None:
-    """Call one batch again and again; the random state goes on from call to call."""
-    experiment = findings.measure.experiment()
-    batch = usual_batch(findings)
+    """Call one batch again and again, unless measuring has seen a difference; random numbers go on."""
+    observed, calls = findings.observed, findings.loss.calls
+    if observed.nondeterministic:
+        if observed.unrepeatable:
+            return Found(f"{observed.nondeterministic}.", level="error")
+        same = ", and follows the same expected gradient after other calls" if observed.keeps_state else ""
+        sampled = " Its expected gradient was judged by sampling." if observed.draws else ""
+        return Found(f"{observed.nondeterministic}{same}.{sampled}", level="warning")
     with preserved():
-        first = experiment.call(batch.replace())
-        allowed = TOLERANCES[first.outcome.dtype].repeated
-
-        def same(one: Tensor, other: Tensor) -> bool:
-            return bool((one - other).abs().max() <= allowed * one.abs().max())
-
-        for call in range(2, CALLS + 1):
-            if words := difference(first, experiment.call(batch.replace()), same):
-                kept = findings.loss.calls.state.changed()
-                why = f" It keeps state in {' and '.join(kept[:3])}." if kept else ""
-                return Found(
-                    f"The same batch of {len(batch)} rollouts is called again, and in call {call} {words}.{why}"
-                )
-    if noticed := findings.observed.nondeterministic:
-        return Found(f"{noticed}.")
-    return None
+        draws = calls.draws()
+        if not (words := _changes(findings, difference)):
+            return None
+        with calls.holding(draws):
+            observed.draws = draws.moved and not _changes(findings, difference)
+        if not observed.draws:
+            observed.unrepeatable, kept = True, calls.state.changed()
+            return Found(words + (f" It keeps state in {' and '.join(kept[:3])}." if kept else ""))
+        random = bool(_changes(findings, gradient_difference))
+    calls.held = (*calls.held, draws)
+    words += " It draws random numbers"
+    if random:
+        return Found(f"{words}, and none in the batches whose expected gradient was measured.", "inconclusive")
+    return Found(f"{words}, which change no gradient.", level="warning")
 
 
-def difference(before: CallResult, after: CallResult, same: Callable[[Tensor, Tensor], bool]) -> str:
+def _changes(findings: Findings, differ: Differ) -> str:
+    """Describe the first call of one batch that differs from the first one, empty if none does."""
+    experiment, batch = findings.measure.experiment(), usual_batch(findings)
+    first = experiment.call(batch.replace())
+    allowed = TOLERANCES[first.outcome.dtype].repeated
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        return bool((one - other).abs().max() <= allowed * one.abs().max())
+
+    for call in range(2, CALLS + 1):
+        if words := differ(first, experiment.call(batch.replace()), same):
+            return f"The same batch of {len(batch)} rollouts is called again, and in call {call} {words}."
+    return ""
+
+
+def difference(before: CallResult, after: CallResult, same: Same) -> str:
     """Describe how the value or the gradient at a live token differs in a second call; empty if both are the same."""
     one, other = before.value, after.value
     if one.shape != other.shape:
         return f"it returns shape {tuple(other.shape)} where it returned {tuple(one.shape)}"
-    if not same(one, other):
-        if one.dim() == 0:
-            return f"the value is {other.item():.6g} where it was {one.item():.6g}"
-        row = int(_apart(one, other).reshape(len(one), -1).any(dim=1).nonzero()[0])
-        return f"the value of rollout {row} is {float(other[row].sum()):.6g} where it was {float(one[row].sum()):.6g}"
+    if same(one, other):
+        return gradient_difference(before, after, same)
+    if one.dim() == 0:
+        return f"the value is {other.item():.6g} where it was {one.item():.6g}"
+    row = int(_apart(one, other).reshape(len(one), -1).any(dim=1).nonzero()[0])
+    return f"the value of rollout {row} is {float(other[row].sum()):.6g} where it was {float(one[row].sum()):.6g}"
+
+
+def gradient_difference(before: CallResult, after: CallResult, same: Same) -> str:
+    """Describe how the gradient at a live token differs in a second call; empty if it is the same."""
     earlier, later = before.at(before.live), after.at(before.live)
     for name in {**earlier, **later}:
         known = [gradients[name] for gradients in (earlier, later) if name in gradients]

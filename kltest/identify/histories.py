@@ -1,0 +1,89 @@
+"""Losses that keep state between calls: graded with the state that some calls leave, and again after other calls.
+
+A loss with a baseline of earlier batches follows the same expected gradient whatever its state is: it can be graded in
+any. If other calls leave another expected gradient, as with a scale taken from the first batch, it follows none.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import chain
+
+import numpy as np
+from numpy.linalg import norm
+
+from kltest.errors import KltestError
+from kltest.identify.case import Case
+from kltest.identify.findings import Observed, Row
+from kltest.loss.calling import Loss
+from kltest.loss.outcome import Calls
+from kltest.loss.state import State
+from kltest.moments import NonDeterministicError
+from kltest.moments.tolerances import TOLERANCES
+from kltest.rollout import Rollout
+
+# Rows of the calls before: what is kept may depend on the order of shapes, on the first batch, or on their number.
+FEW = (1, 2, 3, 4, 5, 6, 7, 8, 12)
+MORE = (12, *range(10, 0, -1), *FEW, 3)
+# Environments are mild, gradients of size one.
+ROUNDING = 1e-12
+Measured = tuple[Sequence[Row], Sequence[Sequence[np.ndarray]]]
+
+
+def rows_after(
+    calls: Calls, observed: Observed, measure: Callable[[], Measured], histories: Callable[[], list[State]]
+) -> list[Row]:
+    """Measure rows; after each of two histories, if the loss keeps state.
+
+    Experiments that follow are made with the state after the second, and with the same random numbers in each call.
+
+    Raises:
+        NonDeterministicError: The loss does not repeat itself, or the histories leave different gradients.
+    """
+    held = [(state,) for state in histories()] if observed.keeps_state else [()]
+    found = []
+    try:
+        for kept in held:
+            with calls.holding(*kept):
+                found.append(measure())
+        if observed.keeps_state and not alike(found, observed.dtype):
+            raise NonDeterministicError("the loss", "state", calls.state.changed())
+    except NonDeterministicError as error:
+        observed.nondeterministic = str(error)
+        if error.why == "state" and not observed.keeps_state:
+            observed.keeps_state = True
+            return rows_after(calls, observed, measure, histories)
+        observed.unrepeatable = True
+        raise
+    calls.held = (*held[-1], *[calls.draws()] * observed.draws)
+    return list(found[-1][0])
+
+
+def histories(loss: Loss, case: Case) -> list[State]:
+    """Return the state that a few calls leave behind, and that of more calls with other rollouts in another order."""
+    rollouts = Rollout.of(case.instances[0], sampler=case.sampler, padding=case.seed)
+    calls, found = loss.calls, []
+    for sizes, start in ((FEW, 0), (MORE, len(rollouts) // 2)):
+        calls.state.reset()
+        with calls.holding():
+            for rows in (*sizes, len(rollouts)):
+                with suppress(KltestError):  # it may take some sizes only
+                    loss(rollouts.take([(start + row) % len(rollouts) for row in range(rows)]))
+        found.append(calls.state.now())
+    return found
+
+
+def alike(measured: Sequence[Measured], dtype: str) -> bool:
+    """Return True if rows that were measured after different calls have the same gradients.
+
+    Args:
+        measured: After each history, the rows and their (C, V) gradients, one an instance; none for a sampled row.
+        dtype: Lowest precision of the loss.
+    """
+    (rows, gradients), (others, other_gradients) = measured
+    kinds = [[(row.batch, row.method, row.method == "exact" or row.agrees) for row in part] for part in (rows, others)]
+    if kinds[0] != kinds[1] or any(decided is None for *_, decided in kinds[0]):
+        return False
+    return all(
+        float(norm(one - other)) <= max(TOLERANCES[dtype].gradient * float(norm(one)), ROUNDING)
+        for one, other in zip(chain(*gradients), chain(*other_gradients), strict=True)
+    )
