@@ -15,9 +15,9 @@ from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
 from kltest.grading import overtime
-from kltest.grading.options import OPTIONS, RENAMED, Options, documented
+from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
 from kltest.grading.time_limit import TimeIsUp, time_limit
-from kltest.grading.verdict import ExpectedFailures, Levels, run_checks, selected_codes, verdict
+from kltest.grading.verdict import ExpectedFailures, Levels, as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure
 from kltest.identify.sampling import Sampling
@@ -204,8 +204,14 @@ class Grading:
             smallest=self.smallest,
             example=self.example,
             reach=findings.reach if findings.rows else None,
-            notes=[*loss.notes, *findings.observed.notes, *findings.notes],
+            notes=[*loss.notes, *findings.observed.notes, *findings.notes, *self._remarks(loss, findings)],
         )
+
+    def _remarks(self, loss: Loss, findings: Findings) -> Iterator[str]:
+        sampled = any(row.method == "sampled" for row in findings.rows)
+        yield from without_effect(self.options, loss.placement, sampled=sampled)
+        if loss.spec and not self.options.arguments and self.options.placement is self.options.credit is None:
+            yield from as_specified(findings, loss.spec)
 
 
 def resolved(target: Callable[..., Any] | str, options: Options) -> Loss:

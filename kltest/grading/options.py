@@ -17,6 +17,8 @@ from kltest.report import Level
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds that a target may take on the command line; in Python there is no limit unless one is given."""
+SAMPLING = ("error_rate", "margin", "samples", "bound")
+"""Options that matter only if something is sampled."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,16 @@ class Options:
         """Options from Python values. Raises UsageError for the first that is wrong."""
         kept = {name: value for name, value in renamed(given).items() if not OPTIONS[name].left_out(value)}
         return cls(**{name: OPTIONS[name].form(value, name) for name, value in kept.items()})
+
+
+def without_effect(options: Options, placement: str, *, sampled: bool) -> Iterator[str]:
+    """Yield sentences on options that were given and changed nothing in a grading."""
+    given = [] if sampled else [name for name in SAMPLING if getattr(options, name) != OPTIONS[name].default]
+    if given:
+        flags = " and ".join(str(OPTIONS[name].flag) for name in given)
+        yield f"{flags} had no effect: nothing was sampled. Ask for --method sampled"
+    if options.credit and placement == "loss":
+        yield "--credit had no effect: only a term in the reward is credited. Ask for --placement reward"
 
 
 def _named() -> Iterator[Option]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from kltest.checks import CHECKS, Check, Found
 from kltest.errors import KltestError
+from kltest.estimators.spec import Spec
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.report import CheckResult, Level, Verdict
-from kltest.truth import render
+from kltest.truth import plain, render
 
 # A check on the left is not reported for rows that one on the right accounts for: the right one names the cause.
 CAUSES = {
@@ -141,6 +142,22 @@ def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = 
     if any(result.status == "inconclusive" and not result.warns for result in results):
         return "inconclusive"
     return "confirmed"
+
+
+def as_specified(findings: Findings, spec: Spec) -> Iterator[str]:
+    """Yield a sentence that says whether a registered estimator follows what its SPEC names, if that names anything."""
+    compared, other = 0, []
+    for row in findings.rows:
+        wanted = spec.expectation(row.environment, row.sampler)
+        if wanted is None or row.method == "sampled":
+            continue
+        factor = proportion(row.identified, findings.measure.case(row).spelt(dict(wanted)))
+        compared += 1
+        if (factor is None and row.identified != dict(wanted)) or (factor is not None and abs(factor - 1) > 1e-3):
+            other.append(f"{plain(wanted)} in {row.where}")
+    if compared:
+        wrong = f"It does not follow what its SPEC names: {', '.join(other)}."
+        yield wrong if other else "It follows what its SPEC names."
 
 
 def _explained(check: Check, findings: Findings) -> list[Row]:

@@ -43,6 +43,8 @@ def pretrained(name: str) -> tuple[Any, Any]:
         return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if name.startswith((".", "/", "~")) and not os.path.isdir(name):
+            words = "there is no such folder"
         raise UsageError(
             f"model {name!r} cannot be loaded: {words}. Give tiny, tiny:SIZE, a folder with a model and its tokenizer, "
             "or the id of one on the hub"

@@ -11,7 +11,7 @@ import torch
 
 from kltest.errors import UsageError, did_you_mean
 from kltest.loss.arguments import Stub, given_to
-from kltest.loss.callables import inner_of, kind_of
+from kltest.loss.callables import contents, inner_of, kind_of
 from kltest.loss.global_state import preserved
 from kltest.rollout import Rollout, field_named
 
@@ -43,7 +43,7 @@ class Built:
     def note(self) -> str:
         """Return a sentence for the report."""
         changed = ", ".join(f"{self.name}.{name}" for name in given_to(self.given))
-        coefficient = next((name for name in _names(self.thing) if field_named(name) == "beta"), None)
+        coefficient = next((name for name in contents(self.thing) if field_named(name) == "beta"), None)
         change = f"{coefficient}=@beta grades what it multiplies" if coefficient else "ATTRIBUTE=VALUE changes it"
         rest = f", and {changed} set as given" if changed else f"; --arg {self.name}.{change}"
         return f"{self.name} is {type(self.thing).__name__}(), built from its defaults{rest}."
@@ -54,10 +54,6 @@ class Built:
             return ""
         what = f"{self.name} was built as {type(self.thing).__name__}() and has no {error.name!r}"
         return f"{what}; give it with --arg {self.name}.{error.name}=VALUE"
-
-
-def _names(thing: Any) -> list[str]:
-    return [name for name in (thing if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})) if name]
 
 
 def stand_in(name: str, kind: type, given: Mapping[str, object]) -> Built | Stub:
@@ -77,7 +73,7 @@ def configuration(parameter: inspect.Parameter, function: Callable[..., Any], gi
 
 
 def _is_empty(thing: Any) -> bool:
-    held = list(thing.values() if isinstance(thing, Mapping) else getattr(thing, "__dict__", {}).values())
+    held = contents(thing).values()
     empty = all(value is None or (isinstance(value, Sized) and len(value) == 0) for value in held)
     return empty and (bool(held) or isinstance(thing, Mapping))
 

@@ -2,7 +2,7 @@
 
 import inspect
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,11 @@ import torch
 
 from kltest.errors import UsageError
 from kltest.loss.frames import failure
+
+
+def contents(thing: Any) -> Mapping[str, Any]:
+    """Return the entries of a mapping, the attributes of another object."""
+    return thing if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})
 
 
 def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Signature]:

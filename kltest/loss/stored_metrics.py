@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from kltest.loss.arguments import Stub, given_to
+from kltest.loss.callables import contents
 from kltest.loss.global_state import preserved
 
 DEEPEST = 3
@@ -110,7 +111,7 @@ def _places(owner: Any, depth: int = DEEPEST) -> Iterator[tuple[Place, Entry]]:
     """Yield every mapping with a "kl" in or under an object, with the keys that lead to it."""
     try:
         held = given_to(owner) if isinstance(owner, Stub) else owner
-        entries = dict(held if isinstance(held, Mapping) else getattr(held, "__dict__", {}))
+        entries = dict(contents(held))
     except Exception:  # a mapping of the user's own that cannot be listed has no metrics for anyone to read
         return
     if len(entries) > MOST_ENTRIES:

@@ -27,6 +27,7 @@ import pandas as pd
 
 from kltest.reproduce.frames import Missing, Rows, frame, known, need
 
+LEFT_OUT = "left out by --only"
 Answer = tuple[str, Any]
 Judge = Callable[..., Answer]
 # A column, or what is worked out from a frame.
@@ -50,6 +51,8 @@ class Claim:
 
     @property
     def verdict(self) -> str:
+        if self.found == LEFT_OUT:
+            return "not asked for"
         return {True: "yes", False: "NO", None: "not run"}[self.agrees]
 
 

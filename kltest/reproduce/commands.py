@@ -23,7 +23,7 @@ from rich.text import Text
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_json, as_markdown, held, writable, write
 from kltest.reproduce.checkout import Checkout
-from kltest.reproduce.claims import Claim, score
+from kltest.reproduce.claims import LEFT_OUT, Claim, score
 from kltest.reproduce.experiment import Experiment, Request
 from kltest.reproduce.typesetting import draw, sources, typeset
 from kltest.sweeps.run import connect, title
@@ -51,7 +51,7 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
         else:
             failed = True
         skipped = [name for name in checkout.experiments() if name not in chosen]
-        claims += [Claim(name, "all of its claims", "", "", "left out by --only", None) for name in skipped]
+        claims += [Claim(name, "all of its claims", "", "", LEFT_OUT, None) for name in skipped]
         _conclude(claims, folder)
         _say(f"Every claim is in {folder / 'summary.md'}, the paper {f'is {pdf}' if pdf else 'was not built'}.")
         _say(f"Results and figures are in {folder} ({time.monotonic() - started:.0f} s).")
@@ -210,7 +210,9 @@ def summary(claims: Sequence[Claim], width: int, *, fold: bool = False) -> str:
     if fold:
         console.print(_counts(claims))
     agreed, wrong, unknown = (sum(claim.agrees is verdict for claim in claims) for verdict in (True, False, None))
-    console.print(f"{agreed} of {len(claims)} claims agree, {wrong} disagree, {unknown} not run.")
+    left_out = sum(claim.found == LEFT_OUT for claim in claims)
+    asked = f" ({left_out} of these not asked for)" * bool(left_out)
+    console.print(f"{agreed} of {len(claims)} claims agree, {wrong} disagree, {unknown} not run{asked}.")
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 

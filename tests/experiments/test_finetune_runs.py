@@ -288,7 +288,12 @@ def test_prompts_that_processes_cannot_share(monkeypatch):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"device": "cuda:77"}, "device 'cuda:77'"), ({"device": "tpu"}, "device 'tpu'"), ({}, "cannot be loaded")],
+    [
+        ({"device": "cuda:77"}, "device 'cuda:77'"),
+        ({"device": "tpu"}, "device 'tpu'"),
+        ({}, "cannot be loaded"),
+        ({"model": "./nope"}, "there is no such folder"),
+    ],
 )
 def test_devices_and_models_that_there_are_not(tmp_path, change, words):
     with pytest.raises(UsageError, match=words):

@@ -101,7 +101,7 @@ def test_every_claim_agrees(ran, results):
     assert {claim.split()[2] for claim in of_atlas} == registry().keys()
     printed = (results / "printed.txt").read_text(encoding="utf-8")
     left_out = len(Checkout(ROOT).experiments()) - len(ran)
-    assert f"{len(judged)} of {len(claims)} claims agree, 0 disagree, {left_out} not run." in printed
+    assert f"{len(judged)} of {len(claims)} claims agree, 0 disagree, {left_out} not run" in printed
 
 
 def test_every_figure_whose_results_are_there_is_drawn(ran, results):

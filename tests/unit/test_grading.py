@@ -7,6 +7,8 @@ import functools
 import json
 import math
 import re
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from losses_to_shrink import leaks_padding as mask_ignored
 
 from kltest.checks import CHECKS
 from kltest.errors import UsageError
+from kltest.estimators import find
 from kltest.grading.grader import grade as grade_with_all_checks
 from kltest.identify.instances import instances
+from kltest.loss.calling import bind
 from kltest.report import RefutedError
 from kltest.truth import gradient
 
@@ -724,3 +728,28 @@ def test_the_environments_are_those_of_the_contract(environment, vocabulary, len
         stale = np.abs(instance.paths.along(instance.policy - instance.sampler))
         assert log_ratio.max() < 2
         assert stale.max() < 1
+
+
+def test_options_without_effect_are_said():
+    given = {"credit": "to-go", "margin": 0.1, "samples": 20, "environment": "bandit"}
+    notes = grade(k2, **given).notes
+    assert [note.split(" had")[0] for note in notes if "no effect" in note] == ["--margin and --samples", "--credit"]
+    assert not [note for note in grade(k2, **given, method="sampled", placement="reward").notes if "no effect" in note]
+
+
+def test_a_registered_estimator_is_compared_with_its_spec():
+    k2_loss = find("k2-loss")
+    named = "It follows what its SPEC names."
+    assert named in grade(bind(k2_loss.function, spec=k2_loss.spec), environment="bandit,sequence").notes
+    wrong = replace(k2_loss.spec, identified={"current": {"bandit": {"forward_kl": 1.0}}})
+    notes = grade(bind(k2_loss.function, spec=wrong), environment="bandit").notes
+    assert "It does not follow what its SPEC names: forward_kl in bandit (current)." in notes
+
+
+def test_a_package_that_is_missing_when_a_loss_is_called_is_named_with_where_to_install_it():
+    def loss(logp, ref_logp):
+        import a_package_of_nobody
+
+        return a_package_of_nobody.kl(logp, ref_logp)
+
+    assert f"Install a_package_of_nobody in the environment that kltest runs in, {sys.prefix}" in grade(loss).error
