@@ -14,7 +14,6 @@ from packaging.version import Version
 
 from kltest.errors import KltestError
 
-INDEX = "https://pypi.org/simple"
 JSON = "application/vnd.pypi.simple.v1+json"
 # Seconds for an answer of the index, and for a call of pip.
 PATIENCE, LONGEST = 60.0, 1800.0
@@ -64,9 +63,12 @@ def said(command: list[str], shown: str, environment: dict[str, str] | None = No
 
 
 def configured() -> dict[str, str]:
-    """Return pip's options by name, from its files and variables."""
+    """Return pip's options by name, from its files and variables; its default index is in its help alone."""
+    words = " ".join(run_pip("install", "--help").split())
+    index = re.search(r"--index-url <url> Base URL [^(]*\(default (\S+?)\)", words)
+    usual = {"index-url": index[1]} if index else {}
     lines = re.findall(r"^([\w:]+)\.([\w-]+)='(.*)'$", run_pip("config", "list"), re.MULTILINE)
-    return {name: value for part in ORDER for section, name, value in lines if section == part}
+    return usual | {name: value for part in ORDER for section, name, value in lines if section == part}
 
 
 def uploads(distribution: str) -> dict[str, datetime]:
@@ -78,7 +80,7 @@ def uploads(distribution: str) -> dict[str, datetime]:
         UnreachableError: the index did not answer.
     """
     options = configured()
-    url = f"{options.get('index-url', INDEX).rstrip('/')}/{canonicalize_name(distribution)}/"
+    url = f"{options.get('index-url', '').rstrip('/')}/{canonicalize_name(distribution)}/"
     if "no-index" in options or not url.startswith("http"):
         return {}
     trusted = ssl.create_default_context(cafile=options.get("cert"))

@@ -29,7 +29,7 @@ def index(monkeypatch):
     """A package index that knows the files."""
 
     answer = SimpleNamespace(headers={"content-type": releases.JSON}, read=lambda: json.dumps({"files": FILES}))
-    monkeypatch.setattr(releases, "configured", dict)
+    monkeypatch.setattr(releases, "configured", lambda: {"index-url": "https://example.org/simple"})
     monkeypatch.setattr(releases.urllib.request, "urlopen", lambda *_, **__: nullcontext(answer))
 
 
