@@ -36,10 +36,11 @@ def agree_up_to_scale(findings: Findings) -> None:
     first = [row for row in findings.rows if row.sampler == findings.samplers[0]]
     factor = _common(first)
     fixed = any(coefficient != 1 for coefficient in findings.expect.values())
-    if factor is None or fixed:
+    if fixed:
         return
-    if abs(factor - 1) < Tolerances.guard / 2:
-        findings.rows = [_scaled(row, 1.0) for row in findings.rows]
+    # A small constant in a denominator moves rows off the declared gradient by itself, whatever others follow.
+    findings.rows = [_scaled(row, 1.0) if _nearly(row) else row for row in findings.rows]
+    if factor is None or abs(factor - 1) < Tolerances.guard / 2:
         return
     try:
         if findings.loss.takes_beta:
@@ -73,6 +74,11 @@ def widened(findings: Findings) -> tuple[float, int]:
         if moved > limit(findings):
             break
     return moved, columns
+
+
+def _nearly(row: Row) -> bool:
+    factor = _factor(row)
+    return factor is not None and abs(factor - 1) < Tolerances.guard / 2
 
 
 def _common(rows: list[Row]) -> float | None:

@@ -753,3 +753,22 @@ def test_a_package_that_is_missing_when_a_loss_is_called_is_named_with_where_to_
         return a_package_of_nobody.kl(logp, ref_logp)
 
     assert f"Install a_package_of_nobody in the environment that kltest runs in, {sys.prefix}" in grade(loss).error
+
+
+def test_a_small_constant_in_a_denominator_is_no_wrong_coefficient_beside_another_defect():
+    def token_mean(logp, ref_logp, mask):
+        return (logp - ref_logp).where(mask != 0, 0.0).square().sum() / 2 / (mask.sum() + 1e-6)
+
+    report = grade_with_all_checks(
+        token_mean, expect="local_reverse_kl", select="KL1,KL204", environment="bandit,ragged"
+    )
+    assert [check.code for check in report.errors] == ["KL204"]
+
+
+def test_rows_that_are_masked_by_their_own_reward_are_no_tied_groups():
+    def failed_only(logp, ref_logp, mask, rewards, beta):
+        log_ratio, score = (x.where(mask != 0, 0.0).sum(-1) for x in (logp - ref_logp, logp))
+        return (beta * log_ratio.square() / 2 * (rewards <= 0.5) - rewards * score).mean()
+
+    report = grade_with_all_checks(failed_only, select="KL1,KL4", environment="sequence")
+    assert [check.code for check in report.errors] == ["KL105"]

@@ -61,12 +61,20 @@ def moot(findings: Findings) -> str | None:
 def _masks_tied_groups(findings: Findings) -> bool:
     """Return True if the KL part of a group vanishes when its rewards are equal, and only then.
 
-    Only the rewards, and the advantages that follow from them, are exchanged; the rollouts stay.
+    Only the rewards, and the advantages that follow from them, are exchanged; the rollouts stay. Rows of that reward
+    have a KL part in groups that do not tie: else single rows are masked by their reward.
     """
     fixture = group_fixture(findings)
 
-    def size(rewards: list[float]) -> float:
-        return norm(fixture.kl_part(fixture.rollout(fixture.different, rewards)))
+    def parts(rewards: list[float]) -> np.ndarray:
+        return fixture.kl_part(fixture.rollout(fixture.different, rewards))
 
-    untied = min(size(fixture.untied), size([1 - reward for reward in fixture.untied]))
-    return untied > 0 and min(size([reward] * fixture.size) for reward in (0.0, 1.0)) <= limit(findings) * untied
+    mixed = [fixture.untied, [1 - reward for reward in fixture.untied]]
+    untied = [parts(rewards) for rewards in mixed]
+    least = limit(findings) * min(map(norm, untied))
+    return any(
+        least > 0
+        and norm(parts([reward] * fixture.size)) <= least
+        and all(norm(part[np.array(rewards) == reward]) > least for rewards, part in zip(mixed, untied, strict=True))
+        for reward in (0.0, 1.0)
+    )
