@@ -8,9 +8,7 @@ from benchmarks.corpus import cases, graded
 
 pytestmark = pytest.mark.scheduled
 # Losses that are not graded as labelled yet, by name, with the reason. One that comes out as labelled fails here.
-NOT_YET: dict[str, str] = {
-    "far_bounded_row": "labelled a warning; a bound on a rollout's sum is an error up to 30, not 10",
-}
+NOT_YET: dict[str, str] = {}
 
 
 def parameters() -> list[Any]:

@@ -38,9 +38,9 @@ OVERFLOWING = 8
 # probability nothing is left to pull at, and near 1e-8 code begins to guard against zero. A sequence's log-ratio goes
 # on to grow.
 MET = {"token": 15.0, "sequence": 30.0}
-# The largest |u| of a token, and of a whole rollout, that training is sure to reach: a thousand tokens that are each
-# 3 % likelier than under the reference sum to 30.
-USUAL_IN_TRAINING = {"token": 5.0, "sequence": 30.0}
+# The largest |u| of a token, and of a whole rollout, that training is sure to reach; ends of zones are found to
+# rounding.
+USUAL_IN_TRAINING = {"token": 5.0 + 1e-6, "sequence": 10.0 + 1e-6}
 Quantity = Literal["gradient", "value"]
 
 moot = not_comparable
