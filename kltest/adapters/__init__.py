@@ -22,7 +22,10 @@ from typing import Any, Literal
 
 from kltest.errors import UsageError, did_you_mean
 
-NAMES = ("trl", "verl", "openrlhf", "liger", "torchrl", "tunix", "unsloth-zoo")
+NAMES = (
+    *("trl", "verl", "openrlhf", "liger", "torchrl", "tunix", "unsloth-zoo", "slime", "nemo-rl", "torchtune"),
+    *("skyrl", "roll", "easyr1", "prime-rl", "areal", "tinker-cookbook"),
+)
 
 
 Depth = Literal["function", "loss", "trainer"]
@@ -103,7 +106,7 @@ class Adapter:
 
     Args:
         name: what the command line calls the library.
-        distribution: its name on the package index.
+        distribution: its name on the package index, or what it would be there.
         version: the version that the settings were tried with.
         installs: calls of `pip install`, in order; `{version}` is replaced by the version to install.
         module: module that must be importable before anything can be graded.
@@ -115,6 +118,8 @@ class Adapter:
         loads: imports the library as its settings do, if `module` cannot be imported plainly.
         imports: modules that most settings need and that take long to import. They are imported once, before the
             processes that grade settings are forked; so no JAX, whose threads do not survive a fork.
+        repository: address that git clones the library from, if no package index has it. Its version is a commit then.
+        folder: folder of the repository that holds its package.
         discover: returns settings of the installed version that are not among `settings`; may import the library.
         standalone: returns a program that shows a setting's gradient with the library and torch (or JAX) alone, or ""
             if there is none. Its last line of output is a JSON object: `vocabulary` V and `length` T of an environment
@@ -135,6 +140,8 @@ class Adapter:
     changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     loads: Callable[[], object] | None = None
     imports: tuple[str, ...] = ()
+    repository: str = ""
+    folder: str = "."
     discover: Callable[[], Sequence[Setting]] | None = None
     standalone: Callable[[Setting], str] | None = None
 
@@ -226,7 +233,9 @@ def installed_settings(library: Adapter, *, history: bool = False) -> tuple[Sett
 
 def _check_installed(library: Adapter) -> None:
     if find_spec(library.module.partition(".")[0]) is None:
-        pip = " && ".join(f"pip install {' '.join(call)}" for call in library.installs).format(version=library.version)
+        calls = [f"pip install {' '.join(call)}" for call in library.installs]
+        calls += [f"git clone {library.repository}, its folder in PYTHONPATH"] if library.repository else []
+        pip = " && ".join(calls).format(version=library.version)
         raise UsageError(
             f"{library.name} is not installed here. `kltest libraries {library.name}` grades it in an environment of "
             f"its own; for this one: {pip}"

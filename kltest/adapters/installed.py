@@ -1,9 +1,11 @@
 """Access to an installed library: its parts by name, and the arguments that they take."""
 
 import ast
+import builtins
 import importlib
 import importlib.util
 import inspect
+import sys
 from pathlib import Path
 
 
@@ -18,6 +20,84 @@ def part(module, names):
         library = module.partition(".")[0]
         raise LookupError(f"the installed {library} has no {module}:{names} that can be used here: {error}") from error
     return found
+
+
+def placeholder():
+    """Return what stands for a package that is not installed: as a module, a decorator, a base class, an annotation."""
+
+    class Missing(type):
+        def __getattr__(cls, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Anything
+
+        def __getitem__(cls, index):
+            return Anything
+
+        def __call__(cls, *given, **named):
+            # A class that inherits from it is called as any other; as a decorator it leaves functions as they are.
+            if cls is not Anything:
+                return super().__call__(*given, **named)
+            return given[0] if given and inspect.isfunction(given[0]) else Anything
+
+    class Anything(metaclass=Missing):
+        __version__ = "0"
+
+    return Anything
+
+
+def tried(frame):
+    """True if the line that a frame has reached stands in a `try`, as the import of what may be missing does."""
+    tree = ast.parse(Path(frame.f_code.co_filename).read_text(encoding="utf-8"))
+    return any(
+        isinstance(node, ast.Try) and node.lineno <= frame.f_lineno <= node.end_lineno for node in ast.walk(tree)
+    )
+
+
+def loaded(module, without=()):
+    """Import a library's module, with placeholders for other packages that it imports and that are not installed.
+
+    A package above it whose own lines cannot be run here is taken for an empty one. Packages and modules
+    `without` which it is to be imported are replaced even if they are there.
+    """
+    library, usual, stands_in = module.partition(".")[0], builtins.__import__, placeholder()
+
+    def imported(name, globals=None, *more, **named):
+        inside = str((globals or {}).get("__name__")).partition(".")[0] == library
+        if inside and any(f"{name}.".startswith(f"{each}.") for each in without):
+            return stands_in
+        try:
+            return usual(name, globals, *more, **named)
+        except ModuleNotFoundError as error:
+            if not inside or str(error.name).partition(".")[0] == library or tried(sys._getframe(1)):
+                raise
+            return stands_in
+
+    builtins.__import__ = imported
+    try:
+        names = module.split(".")
+        for parent in (".".join(names[:depth]) for depth in range(1, len(names))):
+            try:
+                importlib.import_module(parent)
+            except Exception:
+                if (spec := importlib.util.find_spec(parent)) is None:
+                    raise
+                sys.modules[parent] = importlib.util.module_from_spec(spec)
+        return importlib.import_module(module)
+    except Exception as error:
+        raise LookupError(f"{module} of the installed {library} cannot be loaded: {error}") from error
+    finally:
+        builtins.__import__ = usual
+
+
+def found(module, names, without=()):
+    """Return `names` (dotted) of a module that may need placeholders; LookupError if this version does not have it."""
+    holder = loaded(module, without)
+    for name in names.split("."):
+        if not hasattr(holder, name):
+            raise LookupError(f"the installed {module.partition('.')[0]} has no {module}:{names}")
+        holder = getattr(holder, name)
+    return holder
 
 
 def taken(function, offered, settings):
@@ -80,3 +160,9 @@ def costly(*functions):
     """Mark functions whose calls take milliseconds: how they combine the rows of a batch is then tried on fewer."""
     for function in functions:
         function.costly = True
+
+
+def packed(rows, mask):
+    """Return the live part of each row, up to its last live token, as a list: batches without padding."""
+    lengths = [int(live.nonzero()[-1]) + 1 if live.any() else 0 for live in mask]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]

@@ -114,6 +114,10 @@ def command(
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this setting, or those that fit a pattern (`grpo/*`); repeatable."),
     ] = None,
+    checkout: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Clone a library that is on no package index from here (or this folder)."),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="The longest that a setting may take [default: its own]")
     ] = None,
@@ -144,7 +148,7 @@ def command(
     if list_only:
         return listing(names or [], setting or [])
     longest = None if timeout is None else seconds(timeout, "--timeout")
-    request = Request(tuple(setting or ()), longest, again, tuple(more or ()), releases)
+    request = Request(tuple(setting or ()), longest, again, tuple(more or ()), releases, checkout)
     if releases:
         return history(names or [], request, output, record=record)
     return libraries(names or [], request=request, output=output, diff=diff, record=record)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version as version_of
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -29,6 +30,7 @@ import kltest
 from kltest.adapters import Adapter, before
 from kltest.errors import KltestError, UsageError
 from kltest.files import cache_folder
+from kltest.scoreboard.checkouts import check_out, commit_of
 from kltest.scoreboard.releases import AFTER, InstallError, configured, run_pip, said, uploads
 
 # Packages that grading needs beside torch.
@@ -54,9 +56,10 @@ class Installed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables to run it with: its own packages only, one thread, no model hub."""
+        """Variables to run it with: its own packages only, one thread, no model hub, no compiled kernels."""
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-        return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return kept | {"TORCHDYNAMO_DISABLE": "1"}
 
     def lines(self, *arguments: str) -> Iterator[bytes]:
         """Yield the lines that the interpreter prints, as it prints them; it ends when they are no longer wanted.
@@ -92,6 +95,8 @@ class Installed:
 
 def exact_version(library: Adapter, asked: str | None) -> str:
     """Return the version to install: the one asked for, the one of the adapter if None, or the newest there is."""
+    if library.repository:
+        return commit_of(library, asked, NEWEST)
     if asked is None:
         return library.version
     if asked == NEWEST:
@@ -129,7 +134,8 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
     calls = [[part.format(version=version) for part in call] for call in (*library.installs, *([more] if more else []))]
     borrows = all(ALONE in call for call in library.installs)
     here = sys.prefix if borrows else version_of("torch").partition("+")[0]
-    recipe = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent), LAYOUT]
+    recipe: list[Any] = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent), LAYOUT]
+    recipe += [library.repository, library.folder] if library.repository else []
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     within = (within or cache_folder("KLTEST_LIBRARIES", "libraries")).resolve()
     home = within / f"{library.name}-{version}-{name}"
@@ -138,6 +144,10 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
         shutil.rmtree(home, ignore_errors=True)
         try:
             _build(home, python, calls, None if borrows else here, _until(library, version))
+            if library.repository:
+                packages = _packages(home)
+                with (packages / "kltest.pth").open("a") as paths:
+                    paths.write(f"{check_out(library, version, home, packages)}\n")
         except OSError as error:
             raise InstallError(f"{home} cannot be written: {error.strerror}") from error
         (home / "complete").write_text(json.dumps(recipe))
@@ -156,7 +166,7 @@ def complaints(there: Installed) -> str:
 
 def _until(library: Adapter, version: str) -> datetime | None:
     """The day of a release, at which its dependencies are taken; None if no index tells."""
-    if any("--no-index" in call for call in library.installs):
+    if library.repository or any("--no-index" in call for call in library.installs):
         return None
     uploaded = uploads(library.distribution).get(str(Version(version)))
     return uploaded + AFTER if uploaded else None
@@ -182,11 +192,14 @@ def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str 
         calls = [*calls, NEEDED]
     for call in calls:
         _install(python, *options, *call)
-    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
-    (packages / "kltest.pth").write_text("\n".join(dict.fromkeys(lines)) + "\n")
+    (_packages(home) / "kltest.pth").write_text("\n".join(dict.fromkeys(lines)) + "\n")
     command = home / "bin" / "kltest"
     command.write_text(f"#!{python}\nimport sys\n\nfrom kltest.cli import main\n\nsys.exit(main())\n")
     command.chmod(0o755)
+
+
+def _packages(home: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
 
 
 def _install(python: Path, *words: str) -> None:

@@ -7,7 +7,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,7 @@ class Request:
         again: repeat finished ones.
         more: packages to install beside a library.
         history: only the settings that are measured in each release.
+        checkout: where git clones the library from, in place of its own address.
     """
 
     settings: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ class Request:
     again: bool = False
     more: tuple[str, ...] = ()
     history: bool = False
+    checkout: str | None = None
 
 
 def libraries(
@@ -68,14 +71,18 @@ def libraries(
     if record:
         recorded.checked(recorded.PATH, CHECKOUT)
     asked = asked_for(names)
+    if request.checkout and not (len(asked) == 1 and find(asked[0][0]).repository):
+        cloned = ", ".join(name for name in NAMES if find(name).repository)
+        raise UsageError(f"--checkout is for one library that is cloned: {cloned}, or an adapter of your own")
     folder = writable(Path(output or FOLDER))
     found: dict[Asked, list[Row]] = {}
     with Store(folder / "runs.jsonl", code()) as store:
         try:
             # The next ones are installed while one is measured; those with dependencies, which take long, come last.
             with ThreadPoolExecutor(1) as executor:
+                environment = partial(_environment, request=request)
                 order = sorted(asked, key=lambda each: not all(ALONE in call for call in find(each[0]).installs))
-                made = executor.map(lambda each: _environment(each, request.more), order)
+                made = executor.map(environment, order)
                 for each, (version, there) in zip(order, made, strict=True):
                     found[each] = measured(each[0], version, there, store, request)
         except KeyboardInterrupt:
@@ -126,15 +133,16 @@ def asked_for(names: Sequence[str]) -> list[Asked]:
     return [(name, version or None) for name, _, version in pairs]
 
 
-def _environment(each: Asked, more: Sequence[str] = ()) -> tuple[str, Installed | KltestError]:
+def _environment(each: Asked, request: Request) -> tuple[str, Installed | KltestError]:
     """The version and its environment, or the error."""
     name, asked = each
     library = find(name)
+    library = replace(library, repository=request.checkout) if request.checkout else library
     version = asked or library.version
     try:
         version = exact_version(library, asked)
         _log(f"{library.name} {version}: installing, unless it is there already")
-        return version, install(library, version, more)
+        return version, install(library, version, request.more)
     except KltestError as error:
         return version, error
 

@@ -1,7 +1,7 @@
 """Real libraries, installed and measured by `kltest libraries`, are what is recorded of them.
 
 Three that need torch alone are installed without dependencies, in seconds, and measured by a few settings: one of each
-way of calling a library, the cheapest. With `-m scheduled` every setting of all seven is measured, which takes an hour.
+way of calling a library, the cheapest. With `-m scheduled` every setting of every library is measured, in hours.
 """
 
 import json

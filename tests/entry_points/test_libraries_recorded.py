@@ -8,18 +8,20 @@ from derived import (
     BY_BATCH,
     BY_CONSTANT,
     BY_ROW,
-    DERIVED,
     ENVIRONMENTS,
     NAMELESS,
     Derived,
     disagreements,
 )
+from derived import DERIVED as FIRST
+from derived_cloned import CLONED
 
 from kltest.adapters import NAMES, find
 from kltest.scoreboard import recorded
 from kltest.scoreboard.rows import changes
 from kltest.scoreboard.table import summary
 
+DERIVED = {**FIRST, **CLONED}
 ROWS = {
     f"{row['library']}:{row['setting']}": row
     for row in recorded.read()
@@ -94,8 +96,9 @@ def test_coefficients_are_recorded_as_the_laws_that_were_derived(target):
     found = [
         each["identified"] for each in row["gradients"] if each["environment"] == "sequence" and each["identified"]
     ]
-    divided = [name for terms in found for name, value in terms.items() if len(terms) == 1 and abs(value) < 0.99]
-    assert {row["laws"].get(name, "").removeprefix("-") for name in divided} == ({law} if divided else set())
+    divided = {name: value for terms in found for name, value in terms.items() if len(terms) == 1 and abs(value) < 0.99}
+    wanted = {name: law if value > 0 else f"-{law}" for name, value in divided.items()}
+    assert {name: row["laws"].get(name) for name in divided} == wanted
 
 
 def test_what_happens_if_nothing_is_set_is_recorded():

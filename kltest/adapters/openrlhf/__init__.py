@@ -42,7 +42,7 @@ def loss(kind: str, **settings: object) -> Setting:
 
 def standalone(setting: Setting) -> str:
     """The program of a setting; its files are loaded as for grading, without what the full installation wants."""
-    from kltest.adapters.openrlhf.calls import found
+    from kltest.adapters.installed import found
 
     old = {"log_probs_old": "old_logp"} if "unbiased_gradient" in setting.arguments else {}
     return program(setting, {"log_probs": "logp", "log_probs_base": "ref_logp", **old}, find=found)

@@ -1,41 +1,10 @@
 """OpenRLHF's KL loss, and its KL in the reward with the experience maker's advantages and the policy loss."""
 
-import builtins
 import importlib
 import types
-from unittest.mock import MagicMock
 
-from kltest.adapters.installed import called, costly
+from kltest.adapters.installed import called, costly, found, loaded
 from kltest.adapters.openrlhf.recipes import sequence_kl, sums_over_tokens
-
-
-def loaded(module):
-    """A module of OpenRLHF, with placeholders for packages that it imports and that are not installed."""
-    usual = builtins.__import__
-
-    def imported(name, globals=None, *more, **named):
-        try:
-            return usual(name, globals, *more, **named)
-        except ModuleNotFoundError:
-            if not str((globals or {}).get("__name__")).startswith("openrlhf"):
-                raise
-            return MagicMock()
-
-    builtins.__import__ = imported
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise LookupError(f"{module} of the installed openrlhf cannot be loaded: {error}") from error
-    finally:
-        builtins.__import__ = usual
-
-
-def found(module, name):
-    """A name of a module of OpenRLHF; LookupError if this version does not have it."""
-    holder = loaded(module)
-    if not hasattr(holder, name):
-        raise LookupError(f"the installed openrlhf has no {module}:{name}")
-    return getattr(holder, name)
 
 
 def totals(mask):

@@ -1,0 +1,91 @@
+"""NeMo RL: `ClippedPGLossFn` with its KL in the loss, and `DistillationLossFn`, from log-probs."""
+
+from functools import partial
+
+from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters.installed import costly, found, loaded
+from kltest.adapters.standalone import program
+
+COMMIT = "7ea279abfb"
+HOME = "https://github.com/NVIDIA-NeMo/RL"
+MODULE = "nemo_rl.algorithms.loss.loss_functions"
+# What its modules import beside and the losses do not use; importing it depends on the version.
+UNUSED = ("transformers", "ray")
+# What pydantic needs.
+PYDANTIC = ("annotated-types", "typing-inspection", "typing-extensions")
+
+
+def configured(name, settings):
+    """Return a loss of that name; LookupError for a setting that its configuration would swallow and not use."""
+    configuration = found(MODULE, f"{name}Config", UNUSED)
+    if unknown := settings.keys() - configuration.model_fields.keys():
+        raise LookupError(f"in this commit {name}Config has no {sorted(unknown)[0]!r}, which this setting is about")
+    return found(MODULE, f"{name}Fn", UNUSED)(configuration(**settings))
+
+
+def shifted(rows):
+    """The same with the column in front that such losses leave out."""
+    return rows[:, [0, *range(rows.shape[1])]]
+
+
+def clipped(logp, old_logp, ref_logp, mask, advantage, beta, **settings):
+    """`ClippedPGLossFn` on one device, the sampler's log-probs being those of generation and of the step before."""
+    data = {
+        "token_mask": shifted(mask),
+        "sample_mask": mask.new_ones(len(mask)),
+        "advantages": shifted(advantage[:, None].expand_as(mask)),
+        "prev_logprobs": shifted(old_logp),
+        "generation_logprobs": shifted(old_logp),
+        "reference_policy_logprobs": shifted(ref_logp),
+    }
+    function = configured("ClippedPGLoss", {"reference_policy_kl_penalty": beta, **settings})
+    loss, metrics = function(logp, data, mask.new_tensor(len(mask)), mask.sum())
+    return loss, {"kl": metrics["kl_penalty"]} if beta else {}
+
+
+def distilled(logits, ref_logits, mask, **settings):
+    """`DistillationLossFn` on all tokens of the vocabulary, from a teacher that is the reference."""
+    data = {"token_mask": shifted(mask), "sample_mask": mask.new_ones(len(mask)), "input_ids": mask}
+    function = configured("DistillationLoss", settings)
+    entropy = -(logits.exp() * logits).sum(-1)
+    return function(logits, ref_logits, entropy, data, mask.new_tensor(len(mask)), mask.sum())[0]
+
+
+costly(clipped)
+# Parts of a batch are divided by the tokens of the whole step.
+OF_STEP = {"ignore": "KL206"}
+LOSS = Setting(
+    "clipped_pg",
+    "kltest.adapters.nemo_rl:clipped",
+    options={"sampler": "both", **PAIRS, **OF_STEP},
+    depth="loss",
+    source=f"{HOME}/blob/{COMMIT}/docs/guides/grpo.md",
+)
+DISTILLATION = Setting(
+    "distillation",
+    "kltest.adapters.nemo_rl:distilled",
+    options=OF_STEP,
+    depth="loss",
+    source=f"{HOME}/blob/{COMMIT}/{MODULE.replace('.', '/')}.py",
+    note="The reference is the teacher; all tokens are in its top k.",
+)
+CORRECTED = {"use_on_policy_kl_approximation": True}
+
+ADAPTER = Adapter(
+    name="nemo-rl",
+    distribution="nemo_rl",
+    version=COMMIT,
+    installs=(("--no-deps", "pydantic==2.13.4", "pydantic-core==2.46.4", *PYDANTIC),),
+    module="nemo_rl",
+    homepage=HOME,
+    repository=HOME,
+    settings=(
+        LOSS.variant(name="defaults", default=True),
+        LOSS.variant({"reference_policy_kl_type": "k1"}),
+        LOSS.variant(CORRECTED),
+        DISTILLATION.variant(name="defaults", default=True),
+        DISTILLATION.variant({"kl_type": "reverse"}),
+    ),
+    loads=partial(loaded, MODULE, UNUSED),
+    standalone=partial(program, find=found),
+)

@@ -1,0 +1,59 @@
+"""prime-rl: `compute_loss` with its KL to the sampler, and with its on-policy distillation."""
+
+from functools import partial
+from types import SimpleNamespace
+
+from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters.installed import costly, loaded, packed
+from kltest.adapters.standalone import program
+
+COMMIT = "559b44772e"
+HOME = "https://github.com/PrimeIntellect-ai/prime-rl"
+MODULE = "prime_rl.trainer.rl.loss"
+# Classes of configurations, from a package of their own.
+UNUSED = ("prime_rl.configs",)
+
+
+def packed_loss(logp, old_logp, ref_logp, mask, advantage, beta, kind="default"):
+    """`compute_loss` of packed rows. beta is `kl_tau`, or the weight of each token if `kind` is "ref_kl"."""
+    losses = loaded(MODULE, UNUSED)
+    new, old, ref, live = (packed(each, mask) for each in (logp, old_logp, ref_logp, mask != 0))
+    advantages = [row.detach() * 0 + value for row, value in zip(new, advantage, strict=True)]
+    settings = SimpleNamespace(dppo_mask_high=0.2, dppo_mask_low=0.2, ipo_threshold=0.1, adv_tau=1.0, kl_tau=beta)
+    weights = [row * beta for row in live] if kind == "ref_kl" else None
+    function = partial(losses.ipo_loss_fn if kind == "ipo" else losses.default_loss_fn, loss_config=settings)
+    tokens = sum(row.sum() for row in live)
+    of_rewards = [row * 0.0 for row in live] if kind == "ref_kl" else None
+    return losses.compute_loss(
+        new, old, ref, advantages, live, of_rewards, None, weights, function, tokens, tokens, tokens
+    )[0]
+
+
+costly(packed_loss)
+LOSS = Setting(
+    "loss",
+    "kltest.adapters.prime_rl:packed_loss",
+    # Parts of a batch are divided by the tokens of the whole step.
+    options={"sampler": "both", **PAIRS, "ignore": "KL206"},
+    depth="loss",
+    source=f"{HOME}/blob/{COMMIT}/src/prime_rl/trainer/rl/loss.py",
+)
+
+ADAPTER = Adapter(
+    name="prime-rl",
+    distribution="prime_rl",
+    version=COMMIT,
+    installs=(),
+    module="prime_rl",
+    homepage=HOME,
+    repository=HOME,
+    folder="src",
+    settings=(
+        LOSS.variant(
+            name="defaults", default=True, note="Its KL is that to the sampler; there is none to a reference."
+        ),
+        LOSS.variant({"kind": "ref_kl"}, default=True, note="On-policy distillation: the reference is the teacher."),
+    ),
+    loads=partial(loaded, MODULE, UNUSED),
+    standalone=partial(program, find=loaded),
+)

@@ -1,0 +1,46 @@
+"""SkyRL: `compute_approx_kl` by every estimator, and averaged as the policy worker averages its KL loss."""
+
+from functools import partial
+
+from kltest.adapters import Adapter, Setting
+from kltest.adapters.installed import found, loaded
+from kltest.adapters.standalone import program
+
+COMMIT = "a9564572eb"
+HOME = "https://github.com/NovaSky-AI/SkyRL"
+MODULE = "skyrl.backends.skyrl_train.utils.ppo_utils"
+SOURCE = f"{HOME}/blob/{COMMIT}/skyrl/train/config/config.py"
+KINDS = ("k1", "abs", "k2", "k3")
+
+
+def kl_loss(logp, ref_logp, mask, kl_estimator_type="k3"):
+    """`compute_approx_kl` and `masked_mean`, as the worker calls them with `use_kl_loss`."""
+    per_token = found(MODULE, "compute_approx_kl")(logp, ref_logp, loss_mask=mask, kl_estimator_type=kl_estimator_type)
+    loss = found("skyrl.backends.skyrl_train.utils.torch_utils", "masked_mean")(per_token, mask, dim=-1).mean()
+    return loss, {"kl": loss.detach()}
+
+
+LOSS = Setting("kl_loss", "kltest.adapters.skyrl:kl_loss", depth="loss", source=SOURCE)
+FUNCTION = Setting(
+    "compute_approx_kl",
+    f"{MODULE}:compute_approx_kl",
+    {"log_probs": "@logp", "log_probs_base": "@ref_logp", "loss_mask": "@mask"},
+    source=SOURCE,
+)
+
+ADAPTER = Adapter(
+    name="skyrl",
+    distribution="skyrl",
+    version=COMMIT,
+    installs=(),
+    module="skyrl",
+    homepage=HOME,
+    repository=HOME,
+    settings=(
+        LOSS.variant(name="defaults", default=True),
+        *(LOSS.variant({"kl_estimator_type": kind}) for kind in ("k1", "k2")),
+        *(FUNCTION.variant({"kl_estimator_type": kind}, kind) for kind in KINDS),
+    ),
+    loads=partial(loaded, MODULE),
+    standalone=partial(program, find=found),
+)

@@ -1,0 +1,114 @@
+"""slime: its KL function, and a whole step from log-probs: KL in the loss, in the reward, on-policy distillation."""
+
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+from kltest.adapters import PAIRS, Adapter, Setting, label
+from kltest.adapters.installed import costly, found, loaded, packed
+from kltest.adapters.standalone import program
+
+COMMIT = "624b824a89"
+HOME = "https://github.com/THUDM/slime"
+SOURCE = f"{HOME}/blob/{COMMIT}/slime/utils/arguments.py"
+LOSSES = "slime.backends.megatron_utils.loss"
+# Arguments of the command line at their defaults, with each KL term switched on and without a coefficient.
+USUAL = {
+    **{
+        "loss_type": "policy_loss",
+        "advantage_estimator": "grpo",
+        "kl_loss_type": "k1",
+        "gamma": 1.0,
+        "rollout_top_p": 1.0,
+    },
+    **{"eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None, "entropy_coef": 0.0, "opd_type": "megatron"},
+    **dict.fromkeys(("use_kl_loss", "use_opd"), True),
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "opd_kl_coef"), 0.0),
+    **dict.fromkeys(("use_unbiased_kl", "use_rollout_logprobs", "use_opsm", "use_tis", "get_mismatch_metrics"), False),
+    **dict.fromkeys(("calculate_per_token_loss", "normalize_advantages", "recompute_loss_function"), False),
+    **dict.fromkeys(("allgather_cp", "custom_advantage_function_path"), None),
+}
+
+
+def step(logp, old_logp, ref_logp, mask, advantage, beta, coefficient="kl_loss_coef", **settings):
+    """`compute_advantages_and_returns` and `loss_function` on one device; beta is the argument `coefficient`.
+
+    The reference is the teacher as well. `settings` are arguments of the command line.
+    """
+    losses = loaded(LOSSES)
+    if unknown := settings.keys() - USUAL.keys():
+        raise LookupError(f"no argument {sorted(unknown)[0]!r} is known here, which this setting is about")
+    arguments = SimpleNamespace(**{**USUAL, **settings, coefficient: beta})
+    new, old, ref, live = (packed(each, mask) for each in (logp, old_logp, ref_logp, mask.to(logp.dtype)))
+    lengths = [len(row) for row in live]
+    batch = {
+        **{"log_probs": old, "ref_log_probs": ref, "teacher_log_probs": ref, "rewards": advantage.tolist()},
+        **{"loss_masks": live, "rollout_mask_sums": [row.sum() for row in live], "unconcat_tokens": live},
+        **{"total_lengths": lengths, "response_lengths": lengths},
+    }
+    scored = None, {"log_probs": new, "entropy": [row.detach() * 0 for row in new]}
+    one = {"get_context_parallel_world_size": lambda: 1, "get_data_parallel_world_size": lambda **_: 1}
+    device = SimpleNamespace(**one, get_context_parallel_rank=lambda: 0, is_pipeline_last_stage=lambda: True)
+    with (
+        mock.patch.object(losses, "mpu", device),
+        mock.patch.object(loaded("slime.backends.megatron_utils.cp_utils"), "mpu", device),
+        mock.patch.object(losses, "get_log_probs_and_entropy", return_value=scored),
+    ):
+        losses.compute_advantages_and_returns(arguments, batch)
+        loss, tokens, logged = losses.loss_function(arguments, batch, 1, len(live), logp)
+    of_rollouts = tokens if arguments.calculate_per_token_loss else len(live)
+    kl = dict(zip(logged["keys"], logged["values"][1:], strict=True))["kl_loss"] / of_rollouts
+    return loss / tokens, {"kl": kl} if coefficient == "kl_loss_coef" else {}
+
+
+costly(step)
+STEP = Setting(
+    "kl_loss", "kltest.adapters.slime:step", options={"sampler": "both", **PAIRS}, depth="loss", source=SOURCE
+)
+OPD = Setting(
+    "opd",
+    STEP.target,
+    {"coefficient": "opd_kl_coef"},
+    STEP.options,
+    depth="loss",
+    source=SOURCE,
+    note="On-policy distillation: the reference is the teacher.",
+)
+FUNCTION = Setting(
+    "compute_approx_kl",
+    "slime.utils.ppo_utils:compute_approx_kl",
+    {"log_probs": "@logp", "log_probs_base": "@ref_logp"},
+    source=SOURCE,
+)
+PER_TOKEN = {"calculate_per_token_loss": True}
+# Parts of a batch are divided by the tokens of the whole step.
+OF_STEP = {"ignore": "KL206"}
+
+
+def loss(kind: str, **settings: object) -> Setting:
+    """The KL in the loss, by its type and other arguments."""
+    options = OF_STEP if PER_TOKEN.items() <= settings.items() else {}
+    return STEP.variant({"kl_loss_type": kind, **settings}, label(kind, **settings), options=options)
+
+
+ADAPTER = Adapter(
+    name="slime",
+    distribution="slime",
+    version=COMMIT,
+    installs=(),
+    module="slime.utils.ppo_utils",
+    imports=("torch._dynamo",),
+    homepage=HOME,
+    repository=HOME,
+    settings=(
+        STEP.variant(name="defaults", default=True),
+        *(loss(kind) for kind in ("k2", "low_var_kl")),
+        *(loss(kind, use_unbiased_kl=True) for kind in ("k1", "low_var_kl")),
+        loss("low_var_kl", **PER_TOKEN),
+        OPD.variant(name="defaults", default=True),
+        STEP.variant({"coefficient": "kl_coef"}, "kl_coef,advantage_estimator=grpo"),
+        *(FUNCTION.variant({"kl_loss_type": kind}, kind) for kind in ("k1", "k2", "low_var_kl")),
+    ),
+    loads=partial(loaded, LOSSES),
+    standalone=partial(program, find=found),
+)

@@ -1,0 +1,99 @@
+"""tinker-cookbook: the KL in the advantages of its reinforcement learning and of its on-policy distillation."""
+
+import asyncio
+import importlib
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters.installed import costly, loaded
+from kltest.adapters.standalone import program
+
+TREE = "https://github.com/thinking-machines-lab/tinker-cookbook/blob/main/tinker_cookbook"
+
+
+def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics", kl_discount_factor=0.0):
+    """`incorporate_kl_penalty` of a module, and the service's loss "importance_sampling": minus the sum of ρ·A.
+
+    The reference is the teacher if the module is that of distillation.
+    """
+    torch, holder = importlib.import_module("torch"), loaded(f"tinker_cookbook.{module}")
+
+    class Data:
+        def __init__(self, value):
+            self.value = value
+
+        def to_torch(self):
+            return self.value
+
+        from_torch = classmethod(lambda cls, value: cls(value))
+
+    class Client:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def compute_logprobs(self, number):
+            return SimpleNamespace(coroutine=lambda: self.answer(number))
+
+        async def answer(self, number):
+            return [0.0, *self.rows[number].tolist()]
+
+    async def score_sequences(client, numbers):
+        return [await client.answer(number) for number in numbers], None
+
+    data = []
+    for number, (sampled, live, value) in enumerate(zip(old_logp, mask, advantage, strict=True)):
+        words = {"logprobs": sampled, "mask": live, "target_tokens": SimpleNamespace(data=[0])}
+        words = {name: each if name == "target_tokens" else Data(each) for name, each in words.items()}
+        words["advantages"] = Data(live * value)
+        prompt = SimpleNamespace(append_int=lambda _, number=number: number)
+        data.append(SimpleNamespace(model_input=prompt, loss_fn_inputs=words))
+    # Log-probs of the service are numbers, of which the library makes float32.
+    doubled = mock.MagicMock(wraps=torch, tensor=partial(torch.tensor, dtype=logp.dtype))
+    client = Client(ref_logp)
+    teachers = ([client] * len(data), [0] * len(data)) if "distillation" in module else (client,)
+    with (
+        mock.patch.object(holder, "tinker", SimpleNamespace(TensorData=Data)),
+        mock.patch.object(holder, "score_sequences", score_sequences, create=True),
+        mock.patch.object(holder, "torch", doubled),
+    ):
+        asyncio.run(holder.incorporate_kl_penalty(data, *teachers, beta, kl_discount_factor))
+    advantages = torch.stack([datum.loss_fn_inputs["advantages"].to_torch() for datum in data])
+    return -((logp - old_logp).exp() * advantages * mask).sum()
+
+
+costly(charged)
+REINFORCED = Setting(
+    "rl",
+    "kltest.adapters.tinker_cookbook:charged",
+    options={"sampler": "both", **PAIRS},
+    depth="loss",
+    source=f"{TREE}/rl/train.py",
+    note="The loss of the service, which is not part of the library, is that of its documentation.",
+)
+DISTILLED = Setting(
+    "on_policy_distillation",
+    REINFORCED.target,
+    {"module": "distillation.train_on_policy"},
+    REINFORCED.options,
+    depth="loss",
+    source=f"{TREE}/distillation/train_on_policy.py",
+    note=f"The reference is the teacher. {REINFORCED.note}",
+)
+
+ADAPTER = Adapter(
+    name="tinker-cookbook",
+    distribution="tinker-cookbook",
+    version="0.6.1",
+    installs=(("--no-deps", "tinker-cookbook=={version}"),),
+    module="tinker_cookbook",
+    homepage="https://github.com/thinking-machines-lab/tinker-cookbook",
+    settings=(
+        REINFORCED.variant(name="defaults", default=True),
+        DISTILLED.variant(name="defaults", default=True),
+        DISTILLED.variant({"kl_discount_factor": 1.0}),
+    ),
+    loads=partial(loaded, "tinker_cookbook.rl.metrics"),
+    standalone=partial(program, find=loaded),
+)

@@ -1,0 +1,56 @@
+"""torchtune: its GRPO losses, from log-probs, and its losses for distillation."""
+
+from functools import partial
+
+from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters.installed import called, found, loaded
+from kltest.adapters.standalone import program
+
+COMMIT = "bd2a0fc7c3"
+HOME = "https://github.com/pytorch/torchtune"
+TREE = f"{HOME}/blob/{COMMIT}/torchtune"
+
+
+def grpo(logp, old_logp, ref_logp, mask, advantage, beta, loss):
+    """A class of `torchtune.dev.grpo.loss`."""
+    function = found("torchtune.dev.grpo.loss", loss)(kl_coeff=beta)
+    total, _, kl, *_ = function(old_logp, logp, ref_logp, advantage, padding_masks=mask.bool())
+    return total, {"kl": kl}
+
+
+def distilled(logits, ref_logits, tokens, mask, loss, **settings):
+    """A class of `torchtune.modules.loss.kd_losses`; the reference is the teacher."""
+    function = called(found("torchtune.modules.loss.kd_losses", loss), {}, settings)
+    labels = tokens.where(mask != 0, function.ignore_index)
+    return function(logits.flatten(0, 1), ref_logits.flatten(0, 1), labels.flatten())
+
+
+HERE = "kltest.adapters.torchtune"
+GRPO = Setting(
+    "grpo", f"{HERE}:grpo", options={"sampler": "both", **PAIRS}, depth="loss", source=f"{TREE}/dev/grpo/loss.py"
+)
+DISTILLATION = Setting(
+    "distillation",
+    f"{HERE}:distilled",
+    depth="loss",
+    source=f"{TREE}/modules/loss/kd_losses.py",
+    note="The reference is the teacher.",
+)
+
+ADAPTER = Adapter(
+    name="torchtune",
+    distribution="torchtune",
+    version=COMMIT,
+    installs=(),
+    module="torchtune",
+    homepage=HOME,
+    repository=HOME,
+    settings=(
+        GRPO.variant({"loss": "GRPOSimpleLoss"}, default=True, note="The loss of the recipe for GRPO."),
+        GRPO.variant({"loss": "GRPOCompletionLoss"}),
+        DISTILLATION.variant({"loss": "ForwardKLLoss"}, default=True),
+        DISTILLATION.variant({"loss": "ReverseKLLoss"}),
+    ),
+    loads=partial(loaded, "torchtune.dev.grpo.loss"),
+    standalone=partial(program, find=found),
+)

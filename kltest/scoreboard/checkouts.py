@@ -1,0 +1,69 @@
+"""Libraries that no package index has: a commit of a git repository, checked out into the library's environment."""
+
+import re
+import subprocess
+from pathlib import Path
+
+from kltest.adapters import Adapter
+from kltest.errors import KltestError, UsageError
+
+COMMIT = re.compile(r"[0-9a-f]{7,40}")
+# Digits of a commit that is written, and seconds for a call of git.
+DIGITS, LONGEST = 10, 1800.0
+
+
+class CheckoutError(KltestError):
+    """git failed; the message ends with what it said."""
+
+
+def commit_of(library: Adapter, asked: str | None, newest: str) -> str:
+    """Return the commit to check out: the one asked for, the one of the adapter if None, or that of the branch."""
+    if asked is None:
+        return library.version
+    if asked == newest:
+        return _git("ls-remote", library.repository, "HEAD").split()[0][:DIGITS]
+    if not COMMIT.fullmatch(asked):
+        raise UsageError(f"{library.name}=={asked}: {asked!r} is no commit; give at least 7 digits of one, or {newest}")
+    return asked[:DIGITS]
+
+
+def check_out(library: Adapter, commit: str, home: Path, packages: Path) -> Path:
+    """Check the library's package out below `home`, as it is in a commit, and return the folder to import it from.
+
+    It is found among the installed packages with the commit as its version.
+
+    Raises:
+        CheckoutError: git failed.
+    """
+    there = home / "checkout"
+    _git("clone", "--quiet", "--no-checkout", "--filter=blob:none", library.repository, str(there))
+    package = Path(library.folder, library.module.partition(".")[0])
+    _git("-C", str(there), "checkout", "--quiet", commit, "--", package.as_posix())
+    name = library.distribution.replace("-", "_")
+    information = packages / f"{name}-{commit}.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {library.distribution}\nVersion: {commit}\n", encoding="utf-8"
+    )
+    return there / library.folder
+
+
+def _git(*arguments: str) -> str:
+    shown = " ".join(["git", *arguments])
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise CheckoutError("git is not installed, and no package index has this library") from None
+    except subprocess.TimeoutExpired:
+        raise CheckoutError(f"`{shown}` did not end within {LONGEST / 60:g} minutes") from None
+    if done.returncode:
+        words = " / ".join(line.strip() for line in done.stderr.splitlines()[-4:])
+        raise CheckoutError(f"`{shown}` failed: {words}; --checkout takes another address, or a folder with a clone")
+    return done.stdout

@@ -1,0 +1,48 @@
+"""Trainers without their constructors: `compute_loss(model, inputs)` of a Hugging Face trainer, graded on tables."""
+
+import pytest
+
+import kltest
+from kltest.adapters.installed import costly
+
+pytest.importorskip("transformers")
+from transformers import Trainer
+
+from kltest.adapters.trainers import bare, holding, inputs_of, table
+
+
+class Distils(Trainer):
+    """KL(student‖teacher) of the next token, summed over labels; `late` reads each label one position too late."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        own, other = (each(**given).logits[:, :-1].log_softmax(-1) for each in (model, self.teacher_model))
+        labels = inputs["labels"][:, :-1] if self.args.late else inputs["labels"][:, 1:]
+        loss = (own.exp() * (own - other)).sum(-1)[labels != -100].sum() / len(labels)
+        self._metrics["train"]["kl"].append(loss.item())
+        return self.accelerator.gather(loss) / self.args.gradient_accumulation_steps
+
+
+def distilled(logits, ref_logits, tokens, mask, late=False):
+    trainer = bare(Distils, args={"late": late}, teacher_model=table())
+    with holding(trainer.model, logits), holding(trainer.teacher_model, ref_logits):
+        loss = trainer.compute_loss(trainer.model, inputs_of(tokens, mask))
+    return loss, {"kl": trainer._metrics["train"]["kl"][-1]}
+
+
+costly(distilled)
+
+
+def followed(**settings):
+    report = kltest.grade(distilled, environment="sequence,ragged", sampler="current", arguments=settings, select="KL1")
+    return [row.identified for row in report.gradients]
+
+
+def test_a_trainers_loss_is_graded_through_its_forward_pass():
+    """The next token's KL, summed over tokens, averaged over rollouts, of equal and of differing lengths."""
+    assert followed() == [{"local_reverse_kl": pytest.approx(1.0)}] * 2
+
+
+def test_a_label_that_is_read_one_position_late_is_noticed():
+    """The first of the T positions that predict a token is lost."""
+    assert {"local_reverse_kl": pytest.approx(1.0)} not in followed(late=True)
