@@ -772,3 +772,11 @@ def test_rows_that_are_masked_by_their_own_reward_are_no_tied_groups():
 
     report = grade_with_all_checks(failed_only, select="KL1,KL4", environment="sequence")
     assert [check.code for check in report.errors] == ["KL105"]
+
+
+def test_a_mean_over_padded_columns_is_no_mean_over_the_sequence():
+    def over_columns(logp, ref_logp, mask):
+        return ((logp - ref_logp).mean(-1).detach() * logp.where(mask != 0, 0.0).sum(-1)).mean()
+
+    report = grade_with_all_checks(over_columns, select="KL203,KL501", environment="sequence,ragged")
+    assert [check.code for check in report.errors] == ["KL501"]

@@ -9,7 +9,9 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    return not divided_by_lengths_of_others(findings) and divided_by_length(row, findings)
+    if divided_by_lengths_of_others(findings) or not divided_by_length(row, findings):
+        return False
+    return widened(findings)[0] <= limit(findings)  # else the columns are counted, padding and all: KL207 or KL501
 
 
 def examine(findings: Findings) -> Found | None:
