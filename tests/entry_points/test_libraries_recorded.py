@@ -70,7 +70,7 @@ def row_of(target):
     return ROWS[target]
 
 
-BEFORE = ("tunix:",)
+BEFORE = ("tunix:grpo_loss_fn/",)
 """What was measured before every setting was graded under a stale sampler: the other gradients are compared."""
 
 
