@@ -4,6 +4,7 @@ A coefficient that is written into a loss is no defect. One that moves with the 
 columns or the number of rows is: the multiple is compared over all of these before it counts as a constant.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from math import isclose
 from typing import Literal
@@ -13,13 +14,14 @@ from kltest.checks.check import shared
 from kltest.checks.group_fixture import as_array, limit, norm
 from kltest.checks.sequences.larger_batches import groups_apart
 from kltest.checks.sequences.other_rollouts import influence
-from kltest.checks.usual_batch import usual_batch
+from kltest.checks.usual_batch import single_tokens, usual_batch
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, multiple, proportion
 from kltest.identify.measure import Measure
 from kltest.identify.uses import Rest
 from kltest.loss.placement import ROW_FIELDS
 from kltest.moments.tolerances import Tolerances
+from kltest.rollout import Rollout
 from kltest.truth import gradient
 
 # One token, three, and up to three.
@@ -64,8 +66,19 @@ def agree_up_to_scale(findings: Findings) -> None:
 
 @shared
 def widened(findings: Findings) -> tuple[float, int]:
-    """Relative change of the gradient at live tokens if padded columns are added to a batch, and how many change it."""
-    narrow, moved, columns = usual_batch(findings), 0.0, 0
+    """Relative change of the gradient at live tokens if padded columns are added to a batch, and how many change it.
+
+    The batch is the usual one, and then one of single tokens without a padded column, if the loss takes that.
+    """
+    moved, columns = _widened(usual_batch(findings), findings)
+    if moved <= limit(findings):
+        with suppress(KltestError):
+            moved, columns = _widened(single_tokens(findings), findings)
+    return moved, columns
+
+
+def _widened(narrow: Rollout, findings: Findings) -> tuple[float, int]:
+    moved, columns = 0.0, 0
     before = as_array(findings.measure.differentiate(narrow), narrow)
     for columns in COLUMNS:
         wide = narrow.wider(columns, findings.seed)

@@ -19,3 +19,10 @@ def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:
     lengths = instance.paths.mask.sum(axis=1)
     rows = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))[:ROWS]
     return Rollout.of(instance, sampler=sampler, padding=findings.seed, centre="batch").take(sorted(rows))
+
+
+def single_tokens(findings: Findings) -> Rollout:
+    """As many rollouts of one token, in a batch of one column."""
+    instance = instances("bandit", findings.seed)[0]
+    rows = [row % len(instance.paths.mask) for row in range(ROWS)]
+    return Rollout.of(instance, sampler="stale", padding=findings.seed, centre="batch").take(rows)

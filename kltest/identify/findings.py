@@ -9,7 +9,6 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
-from kltest.moments.tolerances import Tolerances
 from kltest.report import GradientRow, Reach, ValueRow
 from kltest.truth import ATLAS
 
@@ -170,6 +169,8 @@ class Findings:
 
 def proportion(identified: Combination | None, expected: Combination) -> float | None:
     """Return the c with identified = c·expected, or None if there is none."""
+    from kltest.moments.tolerances import Tolerances  # imports torch
+
     if not identified or set(identified) != set(expected) or "zero" in identified:
         return None
     ratios = [identified[name] / expected[name] for name in expected]

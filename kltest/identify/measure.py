@@ -17,7 +17,7 @@ from kltest.identify.histories import histories, rows_after
 from kltest.identify.instances import instances
 from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
-from kltest.identify.sizes import MOST_BATCHES, Sizes
+from kltest.identify.sizes import BATCHES, GROUPS, MOST_BATCHES, Sizes
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches, exact_known
@@ -215,6 +215,10 @@ class Measure:
             except NonDeterministicError as error:
                 return self._drawn(place, error)
             except (InvalidEnvironmentError, TargetError) as error:
+                if isinstance(error, TargetError) and self.sizes == Sizes():
+                    # It takes blocks of rows, as groups are, without reading whose they are.
+                    self.sizes = Sizes((*GROUPS, BATCHES[-1]), grouped=True)
+                    return self._batched(case)
                 failure = error
                 continue
             self._note(found)

@@ -14,6 +14,8 @@ from kltest.truth import ATLAS, parse, plain, render
 
 MOST_ERRORS, MOST_OPEN, MOST_GRADIENTS = 6, 3, 3
 """Lines of the first screen that errors and open questions take, and gradients that are named one by one."""
+MOST_IN_FULL, MOST_OF_A_FINDING = 2, 240
+"""Errors whose finding is told in full, and its characters."""
 SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
 SYMBOLS = {
     r"π": "π is the policy",
@@ -189,7 +191,8 @@ def _called(report: Report) -> str:
 
 
 def _errors(report: Report) -> list[str]:
-    found = [f"{check.code} {finding(check)}" for check in report.errors]
+    in_full = not any(row.refutes for row in report.gradients) and len(report.errors) <= MOST_IN_FULL
+    found = [f"{check.code} {finding(check, in_full=in_full)}" for check in report.errors]
     found += [one_line(check.message) for check in report.unexpected_passes]
     if not found and any(row.refutes for row in report.gradients):
         return ["the gradient is not the declared one; none of the selected checks says why"]
@@ -197,9 +200,16 @@ def _errors(report: Report) -> list[str]:
     return [*found[:MOST_ERRORS], *[f"and {more} more (--verbose)"] * (more > 0)] or ["none"]
 
 
-def finding(check: CheckResult) -> str:
-    """Return the first sentence of a check's finding: the pitfall, without numbers."""
-    return one_line(check.message).partition(". ")[0].removesuffix(".")
+def finding(check: CheckResult, *, in_full: bool = False) -> str:
+    """Return the first sentence of a check's finding, the pitfall without numbers; in full, what was found as well.
+
+    Where the gradient of every row is the declared one, the pitfall alone does not say what is wrong.
+    """
+    pitfall, _, found = one_line(check.message).partition(". ")
+    found = re.split(r"(?<=[^.]{2})[.;] ", found)[0]
+    if in_full and found and len(found) <= MOST_OF_A_FINDING:
+        return f"{pitfall}. {found}".removesuffix(".")
+    return pitfall.removesuffix(".")
 
 
 def _warnings(report: Report) -> str:

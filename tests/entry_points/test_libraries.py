@@ -406,7 +406,7 @@ def test_settings_are_chosen_by_patterns(made_up, capsys):
     assert re.findall(r"^  (\S+)", out, re.M) == ["penalty/linear", "penalty/leaves"]
     assert listing([], ["grpo/*"]) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"^(\S+) \(https", out, re.M) == ["trl"]
+    assert re.findall(r"^(\S+) \(https", out, re.M) == ["trl", "torchtune"]
     with pytest.raises(UsageError, match="none of these libraries has such a setting"):
         listing(["trl"], ["grpo/*", "ppo/*"])
 

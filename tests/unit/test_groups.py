@@ -594,3 +594,18 @@ def test_a_sum_over_rows_has_the_noise_of_the_mean_once_it_is_divided():
     sums, means = (grade(loss, select="KL101").gradients for loss in (added, averaged))
     for one, other in zip(sums, means, strict=True):
         assert one.relative_variance == pytest.approx(other.relative_variance, rel=1e-9)
+
+
+def test_blocks_of_rows_are_groups_though_no_reward_is_read():
+    def block(size):
+        def loss(logp, ref_logp, mask, num_generations=size):
+            logp, ref_logp = (part.where(mask != 0, 0.0).sum(-1) for part in (logp, ref_logp))
+            costs = (logp - ref_logp).detach().view(-1, num_generations)
+            others = (costs.sum(1, keepdim=True) - costs) / (num_generations - 1)
+            return ((costs - others).flatten() * logp).mean()
+
+        return loss
+
+    for size in (4, 8):
+        report = grade(block(size), environment="bandit,sequence", select="KL1,KL4")
+        assert (report.verdict, report.error) == ("confirmed", "")

@@ -585,3 +585,38 @@ def test_random_numbers_in_larger_batches_only_leave_the_verdict_open():
 
     report = grade(loss, environment="bandit", select="KL2,KL507")
     assert (report.verdict, report.gradients[0].method, report.errors) == ("inconclusive", "exact", [])
+
+
+def test_a_lower_bound_on_a_rollouts_credit_is_a_plateau():
+    """In a bandit, actions that the reference prefers by far have no weight."""
+
+    def floored(logp, ref_logp, mask):
+        live = [part.where(mask != 0, 0.0).sum(-1) for part in (logp, ref_logp)]
+        return (live[0] - live[1]).detach().clamp(min=-9.0) * live[0]
+
+    found = result("KL504", floored)
+    assert (found.status, found.level) == ("fail", "error")
+    assert "summed over the sequence" in found.message
+
+
+@pytest.mark.parametrize("form", ["root", "quotient"])
+def test_what_is_not_finite_where_policy_and_reference_agree_is_an_error(form):
+    def root(logp, ref_logp, mask):
+        return half_square(logp, ref_logp, mask).mul(2).square().sqrt().div(2).sqrt().square()
+
+    def quotient(logp, ref_logp, mask):
+        u = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+        return (u / u.abs() * u.abs()).square() / 2
+
+    found = result("KL503", {"root": root, "quotient": quotient}[form])
+    assert (found.status, found.level) == ("fail", "error")
+    assert "as when training begins" in found.message
+
+
+def test_a_column_that_is_squeezed_away_is_found_in_a_batch_of_single_tokens():
+    def squeezed(logp, ref_logp, mask):
+        u = (logp - ref_logp).where(mask != 0, 0.0).squeeze()
+        return (u.sum(-1) ** 2 / 2).mean()
+
+    assert result("KL207", squeezed).status == "fail"
+    assert result("KL207", half_square).status == "pass"

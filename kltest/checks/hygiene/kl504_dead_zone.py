@@ -56,9 +56,12 @@ def examine(findings: Findings) -> Found | None:
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
     if zones := scan.zones():
         return Found(scan.words(zones, happens), level=scan.level_of(zones))
-    if (away := differs(findings)) and (plateaus := scan.near_plateaus()):
+    away, plateaus = differs(findings), scan.near_plateaus()
+    # Rollouts that the reference prefers by far have no weight in a bandit; many small steps of a long one lead there.
+    bounded = scan.of_sequences(plateaus) and min(zone.nearest for zone in plateaus) > USUAL
+    if plateaus and (away or bounded):
         words = scan.words(plateaus, "the gradient stays what it is at the bound")
-        return Found(f"{words} {away}", level=scan.level_of(plateaus))
+        return Found(f"{words} {away}".rstrip(), level=scan.level_of(plateaus))
     return None
 
 

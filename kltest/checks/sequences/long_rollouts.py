@@ -122,6 +122,8 @@ def _compare(findings: Findings, row: Row) -> Late | None:
         return None
     where = f"In rollouts of {LENGTH} tokens ({row.sampler} sampler) the expected gradient is off by {bias:.2g} of it"
     factor = float((found * wanted).sum() / ((wanted**2).sum() or 1.0))
+    if np.linalg.norm(found) <= SMALL * np.linalg.norm(wanted):
+        return Late("KL105", f"{where}, and right in short ones: nothing is left of it.")
     if np.linalg.norm(found - factor * wanted) <= 10 * tolerance * np.linalg.norm(found):
         return Late("KL203", f"{where}: it is {factor:.4g} times the declared one, which it is in short rollouts.")
     choices = choices_of(row.batch)
