@@ -209,9 +209,14 @@ def less_if_long(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask) / (mask.sum(-1) / 16).clamp(min=1)
 
 
+def nothing_if_long(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask) * (mask.sum(-1) <= 48)
+
+
 @pytest.mark.parametrize(
     ("loss", "expect", "code", "words"),
     [
+        (nothing_if_long, "reverse_kl", "KL105", "nothing is left of it"),
         (first_thirty_tokens, "local_reverse_kl", "KL105", "it differs at tokens 42, 63"),
         (horizon_of_twenty_five, "reverse_kl", "KL205", "it differs at tokens 0, 5, 19 of"),
         (decay_after_ten, "reverse_kl", "KL205", "it differs at tokens 0, 5, 19, 42 of"),

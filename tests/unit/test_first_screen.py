@@ -47,3 +47,13 @@ def test_what_the_screen_says_to_declare_is_confirmed(name, sampler):
 def test_nothing_is_said_to_be_declared_if_it_has_no_single_name():
     for name in ("k1-loss", "token-mean", "k1-reward"):
         assert not any("--expect=" in text for line in screen(kltest.grade(name, select="KL1")) for text in line.texts)
+
+
+def test_an_error_of_a_loss_that_follows_what_was_declared_says_what_was_found():
+    def late(logp, ref_logp, mask):
+        return (logp - ref_logp).where((mask != 0) & (mask.cumsum(1) < 40), 0.0).sum(-1) ** 2 / 2
+
+    lines = str(kltest.grade(late, select="KL105")).splitlines()
+    assert len(lines) <= 25
+    assert "KL105" in (words := " ".join(" ".join(lines).split()))
+    assert "In rollouts of 64 tokens (current sampler) the expected gradient is off by" in words
