@@ -1,10 +1,8 @@
 """EasyR1, a fork of verl: `compute_kl`, by every estimator, and averaged as its KL loss is."""
 
-from functools import partial
-
-from kltest.adapters import Adapter, Setting
-from kltest.adapters.installed import found, loaded
-from kltest.adapters.standalone import program
+from kltest.adapters import Setting
+from kltest.adapters.checkout import cloned
+from kltest.adapters.installed import found
 
 COMMIT = "b44b311b66"
 HOME = "https://github.com/hiyouga/EasyR1"
@@ -27,19 +25,15 @@ FUNCTION = Setting(
     source=SOURCE,
 )
 LOSS = Setting("kl_loss", "kltest.adapters.easyr1:kl_loss", depth="loss", source=SOURCE)
-ADAPTER = Adapter(
-    name="easyr1",
-    distribution="easyr1",
-    version=COMMIT,
-    installs=(),
+ADAPTER = cloned(
+    "easyr1",
+    HOME,
+    COMMIT,
+    ALGORITHMS,
     module=ALGORITHMS,
-    homepage=HOME,
-    repository=HOME,
     settings=(
         LOSS.variant(name="defaults", default=True),
         *(LOSS.variant({"kl_penalty": "low_var_kl", "loss_avg_mode": mode}) for mode in ("token", "seq")),
         *(FUNCTION.variant({"kl_penalty": kind}, kind) for kind in KINDS),
     ),
-    loads=partial(loaded, ALGORITHMS),
-    standalone=partial(program, find=found),
 )

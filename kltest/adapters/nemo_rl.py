@@ -1,10 +1,8 @@
 """NeMo RL: `ClippedPGLossFn` with its KL in the loss, and `DistillationLossFn`, from log-probs."""
 
-from functools import partial
-
-from kltest.adapters import PAIRS, Adapter, Setting
-from kltest.adapters.installed import costly, found, loaded
-from kltest.adapters.standalone import program
+from kltest.adapters import PAIRS, Setting
+from kltest.adapters.checkout import cloned
+from kltest.adapters.installed import costly, found
 
 COMMIT = "7ea279abfb"
 HOME = "https://github.com/NVIDIA-NeMo/RL"
@@ -71,14 +69,14 @@ DISTILLATION = Setting(
 )
 CORRECTED = {"use_on_policy_kl_approximation": True}
 
-ADAPTER = Adapter(
-    name="nemo-rl",
-    distribution="nemo_rl",
-    version=COMMIT,
+ADAPTER = cloned(
+    "nemo-rl",
+    HOME,
+    COMMIT,
+    MODULE,
+    UNUSED,
     installs=(("--no-deps", "pydantic==2.13.4", "pydantic-core==2.46.4", *PYDANTIC),),
     module="nemo_rl",
-    homepage=HOME,
-    repository=HOME,
     settings=(
         LOSS.variant(name="defaults", default=True),
         LOSS.variant({"reference_policy_kl_type": "k1"}),
@@ -86,6 +84,4 @@ ADAPTER = Adapter(
         DISTILLATION.variant(name="defaults", default=True),
         DISTILLATION.variant({"kl_type": "reverse"}),
     ),
-    loads=partial(loaded, MODULE, UNUSED),
-    standalone=partial(program, find=found),
 )

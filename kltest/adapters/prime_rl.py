@@ -3,9 +3,9 @@
 from functools import partial
 from types import SimpleNamespace
 
-from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters import PAIRS, Setting
+from kltest.adapters.checkout import cloned
 from kltest.adapters.installed import costly, loaded, packed
-from kltest.adapters.standalone import program
 
 COMMIT = "559b44772e"
 HOME = "https://github.com/PrimeIntellect-ai/prime-rl"
@@ -39,14 +39,13 @@ LOSS = Setting(
     source=f"{HOME}/blob/{COMMIT}/src/prime_rl/trainer/rl/loss.py",
 )
 
-ADAPTER = Adapter(
-    name="prime-rl",
-    distribution="prime_rl",
-    version=COMMIT,
-    installs=(),
+ADAPTER = cloned(
+    "prime-rl",
+    HOME,
+    COMMIT,
+    MODULE,
+    UNUSED,
     module="prime_rl",
-    homepage=HOME,
-    repository=HOME,
     folder="src",
     settings=(
         LOSS.variant(
@@ -54,6 +53,5 @@ ADAPTER = Adapter(
         ),
         LOSS.variant({"kind": "ref_kl"}, default=True, note="On-policy distillation: the reference is the teacher."),
     ),
-    loads=partial(loaded, MODULE, UNUSED),
-    standalone=partial(program, find=loaded),
+    find=loaded,
 )

@@ -1,11 +1,10 @@
 """ROLL: the loss of its actor, its KL function, and its divergences for distillation."""
 
-from functools import partial
 from types import SimpleNamespace
 
-from kltest.adapters import PAIRS, Adapter, Setting
-from kltest.adapters.installed import costly, found, loaded
-from kltest.adapters.standalone import program
+from kltest.adapters import PAIRS, Setting
+from kltest.adapters.checkout import cloned
+from kltest.adapters.installed import costly, found
 
 COMMIT = "8eb27cc2dc"
 HOME = "https://github.com/alibaba/ROLL"
@@ -68,20 +67,16 @@ DISTILLED = Setting(
     note="The reference is the teacher.",
 )
 
-ADAPTER = Adapter(
-    name="roll",
-    distribution="roll",
-    version=COMMIT,
-    installs=(),
+ADAPTER = cloned(
+    "roll",
+    HOME,
+    COMMIT,
+    FUNCTIONS,
     module=FUNCTIONS,
-    homepage=HOME,
-    repository=HOME,
     settings=(
         LOSS.variant(name="defaults", default=True),
         LOSS.variant({"loss_agg_mode": "seq-mean-token-sum"}),
         *(FUNCTION.variant({"kl_penalty": kind}, kind) for kind in ("kl", "abs", "mse", "k3")),
         *(DISTILLED.variant({"kd_objective": f"{kind}_kl"}, kind) for kind in ("forward", "reverse")),
     ),
-    loads=partial(loaded, FUNCTIONS),
-    standalone=partial(program, find=found),
 )

@@ -1,10 +1,8 @@
 """SkyRL: `compute_approx_kl` by every estimator, and averaged as the policy worker averages its KL loss."""
 
-from functools import partial
-
-from kltest.adapters import Adapter, Setting
-from kltest.adapters.installed import found, loaded
-from kltest.adapters.standalone import program
+from kltest.adapters import Setting
+from kltest.adapters.checkout import cloned
+from kltest.adapters.installed import found
 
 COMMIT = "a9564572eb"
 HOME = "https://github.com/NovaSky-AI/SkyRL"
@@ -28,19 +26,15 @@ FUNCTION = Setting(
     source=SOURCE,
 )
 
-ADAPTER = Adapter(
-    name="skyrl",
-    distribution="skyrl",
-    version=COMMIT,
-    installs=(),
+ADAPTER = cloned(
+    "skyrl",
+    HOME,
+    COMMIT,
+    MODULE,
     module="skyrl",
-    homepage=HOME,
-    repository=HOME,
     settings=(
         LOSS.variant(name="defaults", default=True),
         *(LOSS.variant({"kl_estimator_type": kind}) for kind in ("k1", "k2")),
         *(FUNCTION.variant({"kl_estimator_type": kind}, kind) for kind in KINDS),
     ),
-    loads=partial(loaded, MODULE),
-    standalone=partial(program, find=found),
 )

@@ -1,12 +1,11 @@
 """slime: its KL function, and a whole step from log-probs: KL in the loss, in the reward, on-policy distillation."""
 
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-from kltest.adapters import PAIRS, Adapter, Setting, label
-from kltest.adapters.installed import costly, found, loaded, packed
-from kltest.adapters.standalone import program
+from kltest.adapters import PAIRS, Setting, label
+from kltest.adapters.checkout import cloned
+from kltest.adapters.installed import costly, loaded, packed
 
 COMMIT = "624b824a89"
 HOME = "https://github.com/THUDM/slime"
@@ -91,15 +90,13 @@ def loss(kind: str, **settings: object) -> Setting:
     return STEP.variant({"kl_loss_type": kind, **settings}, label(kind, **settings), options=options)
 
 
-ADAPTER = Adapter(
-    name="slime",
-    distribution="slime",
-    version=COMMIT,
-    installs=(),
+ADAPTER = cloned(
+    "slime",
+    HOME,
+    COMMIT,
+    LOSSES,
     module="slime.utils.ppo_utils",
     imports=("torch._dynamo",),
-    homepage=HOME,
-    repository=HOME,
     settings=(
         STEP.variant(name="defaults", default=True),
         *(loss(kind) for kind in ("k2", "low_var_kl")),
@@ -109,6 +106,4 @@ ADAPTER = Adapter(
         STEP.variant({"coefficient": "kl_coef"}, "kl_coef,advantage_estimator=grpo"),
         *(FUNCTION.variant({"kl_loss_type": kind}, kind) for kind in ("k1", "k2", "low_var_kl")),
     ),
-    loads=partial(loaded, LOSSES),
-    standalone=partial(program, find=found),
 )

@@ -1,10 +1,8 @@
 """torchtune: its GRPO losses, from log-probs, and its losses for distillation."""
 
-from functools import partial
-
-from kltest.adapters import PAIRS, Adapter, Setting
-from kltest.adapters.installed import called, found, loaded
-from kltest.adapters.standalone import program
+from kltest.adapters import PAIRS, Setting
+from kltest.adapters.checkout import cloned
+from kltest.adapters.installed import called, found
 
 COMMIT = "bd2a0fc7c3"
 HOME = "https://github.com/pytorch/torchtune"
@@ -37,20 +35,16 @@ DISTILLATION = Setting(
     note="The reference is the teacher.",
 )
 
-ADAPTER = Adapter(
-    name="torchtune",
-    distribution="torchtune",
-    version=COMMIT,
-    installs=(),
+ADAPTER = cloned(
+    "torchtune",
+    HOME,
+    COMMIT,
+    "torchtune.dev.grpo.loss",
     module="torchtune",
-    homepage=HOME,
-    repository=HOME,
     settings=(
         GRPO.variant({"loss": "GRPOSimpleLoss"}, default=True, note="The loss of the recipe for GRPO."),
         GRPO.variant({"loss": "GRPOCompletionLoss"}),
         DISTILLATION.variant({"loss": "ForwardKLLoss"}, default=True),
         DISTILLATION.variant({"loss": "ReverseKLLoss"}),
     ),
-    loads=partial(loaded, "torchtune.dev.grpo.loss"),
-    standalone=partial(program, find=found),
 )

@@ -16,7 +16,7 @@ from kltest.adapters import Adapter, find
 from kltest.errors import KltestError
 from kltest.files import writable
 from kltest.scoreboard import recorded
-from kltest.scoreboard.installation import ALONE, install
+from kltest.scoreboard.installation import borrows, install
 from kltest.scoreboard.releases import minors
 from kltest.scoreboard.rows import Row, matches
 from kltest.scoreboard.run import CHECKOUT, FOLDER, Request, asked_for, code, measured
@@ -35,7 +35,7 @@ def history(names: Sequence[str], request: Request, output: str | None = None, *
     failed = 0
     for name, version in asked_for(names):
         library = find(name)
-        releases = minors(library.distribution, library.since, first=_alone(library))
+        releases = minors(library.distribution, library.since, first=borrows(library))
         chosen = [version] if version else half_years_first(releases)
         for each in chosen:
             if request.again or not _known(library, each, request.settings, path):
@@ -71,10 +71,6 @@ def half_years_first(releases: dict[str, datetime]) -> list[str]:
     last = {(uploaded.year, uploaded.month > 6): version for version, uploaded in releases.items()}
     newest = list(reversed(releases))
     return sorted(newest, key=lambda version: version not in last.values())
-
-
-def _alone(library: Adapter) -> bool:
-    return all(ALONE in call for call in library.installs)
 
 
 def _known(library: Adapter, version: str, settings: Sequence[str], path: Path) -> bool:

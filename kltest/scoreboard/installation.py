@@ -118,6 +118,11 @@ def exact_version(library: Adapter, asked: str | None) -> str:
     return asked
 
 
+def borrows(library: Adapter) -> bool:
+    """Return True if the library is installed without dependencies, and uses those of the running interpreter."""
+    return all(ALONE in call for call in library.installs)
+
+
 def install(library: Adapter, version: str, more: Sequence[str] = (), *, within: Path | None = None) -> Installed:
     """Return the environment of a library with the dependencies of the day of its release, built if it is not there.
 
@@ -132,8 +137,8 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
         UnreachableError: no package index answered.
     """
     calls = [[part.format(version=version) for part in call] for call in (*library.installs, *([more] if more else []))]
-    borrows = all(ALONE in call for call in library.installs)
-    here = sys.prefix if borrows else version_of("torch").partition("+")[0]
+    borrowing = borrows(library)
+    here = sys.prefix if borrowing else version_of("torch").partition("+")[0]
     recipe: list[Any] = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent), LAYOUT]
     recipe += [library.repository, library.folder] if library.repository else []
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
@@ -143,7 +148,7 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
     if not (home / "complete").exists():
         shutil.rmtree(home, ignore_errors=True)
         try:
-            _build(home, python, calls, None if borrows else here, _until(library, version))
+            _build(home, python, calls, None if borrowing else here, _until(library, version))
             if library.repository:
                 packages = _packages(home)
                 with (packages / "kltest.pth").open("a") as paths:

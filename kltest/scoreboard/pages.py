@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
 from pandas import DataFrame
 
 from kltest.adapters import DEPTHS
 from kltest.checks import CHECKS
 from kltest.render.html import STYLE
-from kltest.render.markdown import escape
-from kltest.render.words import one_line
 from kltest.scoreboard.classes import CLASSES
 from kltest.scoreboard.rows import Row
 from kltest.scoreboard.table import COLUMNS, FRESH, MOST, OURS, SUMMARY, TONES, defaults, frame, summary
+from kltest.scoreboard.templating import template
 
 FOLDER = Path(__file__).parent / "templates"
 PROGRAMS = "programs"
@@ -52,10 +50,7 @@ def html(table: DataFrame) -> str:
 
 
 def _rendered(name: str, table: DataFrame, **values: Any) -> str:
-    loader, escaped = PackageLoader("kltest.scoreboard"), select_autoescape(["html.j2"])
-    made = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
-    made.filters["md"] = lambda text: escape(one_line(text))
-    return made.get_template(name).render(
+    return template(name).render(
         columns=COLUMNS,
         classes=CLASSES,
         depths=DEPTHS,

@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from datetime import date
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
-
 from kltest.adapters import NAMES, before, find
-from kltest.render.markdown import escape
-from kltest.render.words import one_line
 from kltest.scoreboard import recorded
 from kltest.scoreboard.classes import CLASSES, class_of
 from kltest.scoreboard.history import DEAD_ZONE, PATH, changed, followed, lines
 from kltest.scoreboard.rows import Row, summary
+from kltest.scoreboard.templating import template
 
 # Blues follow ∇KL(π‖ref), at least its next-token part; they are apart from the others in lightness too.
 COLOURS = {
@@ -60,7 +57,7 @@ def _page(rows: Sequence[Row], shown: dict[tuple[str, str], list[Row]]) -> str:
         versions = measured.setdefault(row["library"], [])
         if row["version"] not in versions:
             versions.append(row["version"])
-    return _template("history.md.j2").render(changes=told, measured=measured, classes=CLASSES, shown=shown)
+    return template("history.md.j2").render(changes=told, measured=measured, classes=CLASSES, shown=shown)
 
 
 def _followed(row: Row, other: Row) -> str:
@@ -115,14 +112,7 @@ def figure(shown: dict[tuple[str, str], list[Row]]) -> str:
     there = {class_of(row) for line in shown.values() for row in line}
     legend = [(COLOURS[kind], CLASSES[kind].words) for kind in CLASSES if kind in there]
     bottom = TOP + len(shown) * HEIGHT
-    return _template("history.svg.j2").render(
+    return template("history.svg.j2").render(
         width=WIDTH, height=bottom + 34 + 20 * len(legend), bottom=bottom, left=LEFT, bar=BAR, top=TOP,
         bars=bars, ticks=ticks, legend=legend,
     )  # fmt: skip
-
-
-def _template(name: str) -> Any:
-    loader, escaped = PackageLoader("kltest.scoreboard"), select_autoescape(["svg.j2"])
-    made = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"md": lambda text: escape(one_line(text))}
-    return made.get_template(name)

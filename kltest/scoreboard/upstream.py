@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader
 
 import kltest.adapters
 from kltest.adapters import Adapter, Setting
@@ -19,6 +18,7 @@ from kltest.scoreboard import recorded
 from kltest.scoreboard.classes import CLASSES, WHOLE, class_of
 from kltest.scoreboard.rows import Row
 from kltest.scoreboard.table import family, following, frame
+from kltest.scoreboard.templating import template
 from kltest.truth import combine
 
 # The tables of the programs that adapters write: the probability of token 0 in each context, breadth first.
@@ -61,8 +61,7 @@ def upstream(library: Adapter, setting: Setting) -> str:
     recipe = next((each for each in right if each["mark"] == "recipe"), None)
     length, stale, followed = smallest
     versions = {name: found for name, found in row["versions"].items() if name != "kltest"}
-    made = Environment(loader=PackageLoader("kltest.scoreboard"), trim_blocks=True, lstrip_blocks=True)
-    text = made.get_template("upstream.md.j2").render(
+    text = template("upstream.md.j2").render(
         **{**line, "unset": line["unset"] * (line["unset"] != "–")},
         distribution=library.distribution,
         versions=versions,
