@@ -2,12 +2,13 @@
 
 import ast
 import builtins
+import copy
 import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -117,11 +118,10 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
     kind = ast.Lambda if function.__name__ == "<lambda>" else ast.FunctionDef
     try:
         text = inspect.findsource(function)[0]
-        found = [node for node in ast.walk(ast.parse("".join(text))) if isinstance(node, kind)]
+        starting = _starting("".join(text)).get(function.__code__.co_firstlineno, ())
     except (OSError, TypeError, SyntaxError):
-        found = []
-    first = function.__code__.co_firstlineno
-    found = [node for node in found if first in (node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ())))]
+        starting = ()
+    found = [copy.deepcopy(node) for node in starting if isinstance(node, kind)]
     if len(found) != 1:
         raise NoSourceError("it is one of several lambdas on a line" if found else UNREADABLE)
     node: Any = found[0]
@@ -146,6 +146,17 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
     except SyntaxError:
         # It changes a variable of the function around it.
         raise NoSourceError(UNREADABLE) from None
+
+
+@lru_cache(maxsize=32)
+def _starting(text: str) -> dict[int, list[ast.Lambda | ast.FunctionDef]]:
+    """Lambdas and functions of a file by the lines that they, or their decorators, begin in."""
+    found: dict[int, list[ast.Lambda | ast.FunctionDef]] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Lambda | ast.FunctionDef):
+            for line in {node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))}:
+                found.setdefault(line, []).append(node)
+    return found
 
 
 def _definition(name: str, value: Any, seen: set[str]) -> Iterator[str]:

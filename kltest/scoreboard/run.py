@@ -205,7 +205,7 @@ def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
 
     for name, content in files(stored).items():
         write(folder / name, content)
-    for title, group in frame(rows).groupby("title", sort=False):
+    for title, group in frame(rows, programs=False).groupby("title", sort=False):
         print(f"\n{title}")
         for line in group.to_dict("records"):
             print(f"  {line['setting']}" + (f" ({line['mark']})" if line["mark"] else ""))

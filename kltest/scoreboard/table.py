@@ -45,11 +45,12 @@ VALUES = {
 }
 
 
-def frame(rows: Sequence[Row]) -> DataFrame:
+def frame(rows: Sequence[Row], *, programs: bool = True) -> DataFrame:
     """Return the rows as a table.
 
     Args:
         rows: rows as measuring writes them or as they are recorded.
+        programs: write the standalone programs, which takes longer than all the rest.
 
     Returns:
         A data frame with the columns of `COLUMNS` in words, and with library, version, family, mark ("default",
@@ -57,7 +58,7 @@ def frame(rows: Sequence[Row]) -> DataFrame:
         has them), command (what measures the row again), program and file (the standalone program and its name, "" if
         there is none), row (the row itself).
     """
-    return DataFrame([_line(each) for each in rows])
+    return DataFrame([_line(each, programs) for each in rows])
 
 
 def defaults(rows: Sequence[Row]) -> DataFrame:
@@ -73,7 +74,7 @@ def defaults(rows: Sequence[Row]) -> DataFrame:
         the first default those of families without a default, and ours last.
     """
     found = []
-    for _, group in frame(rows).groupby("title", sort=False):
+    for _, group in frame(rows, programs=False).groupby("title", sort=False):
         lines = group[group["mark"] == "default"]
         families = [family(setting) for setting in lines["setting"]]
         for number, line in enumerate(lines.to_dict("records")):
@@ -112,9 +113,9 @@ def family(setting: str) -> str:
     return setting.partition("/")[0]
 
 
-def _line(each: Row) -> dict[str, Any]:
+def _line(each: Row, programs: bool) -> dict[str, Any]:
     there = each["gradients"]
-    program, name = _program(each), re.sub(r"[^\w.+=-]", "-", each["setting"])
+    program, name = _program(each) if programs else "", re.sub(r"[^\w.+=-]", "-", each["setting"])
     kind = class_of(each)
     one_step = f"not graded: {each['error']}" if each["error"] else _found(each, "current", ("bandit",))
     setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""

@@ -52,7 +52,7 @@ def upstream(library: Adapter, setting: Setting) -> str:
     if not code:
         raise UsageError(f"the adapter of {library.name} writes no programs, without which nothing is reported")
     others = [each for each in mine if each["version"] == row["version"] and class_of(each) in ("whole", "on-policy")]
-    table = frame([row, *(each for each in others if each is not row)])
+    table = frame([row, *(each for each in others if each is not row)], programs=False)
     lines: list[dict[str, Any]] = [
         {str(key): value for key, value in each.items()} for each in table.to_dict("records")
     ]

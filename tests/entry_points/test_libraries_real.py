@@ -1,7 +1,8 @@
 """Real libraries, installed and measured by `kltest libraries`, are what is recorded of them.
 
 Three that need torch alone are installed without dependencies, in seconds, and measured by a few settings: one of each
-way of calling a library, the cheapest. With `-m scheduled` every setting of every library is measured, in hours.
+way of calling a library, the cheapest. With `-m scheduled` every setting of every library is measured, in hours, and
+the programs of three reports are run.
 """
 
 import json
@@ -56,6 +57,7 @@ REPORTED = {
 
 
 @pytest.mark.real
+@pytest.mark.scheduled
 @pytest.mark.parametrize("name", REPORTED)
 def test_the_program_of_a_report_prints_the_numbers_of_its_table(name):
     library = find(name)

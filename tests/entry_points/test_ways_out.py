@@ -87,7 +87,8 @@ def test_the_libraries_are_those_of_the_record():
     newest = {row["library"]: row["version"] for row in reversed(rows)}
     for code, check in CHECKS.items():
         of = {row["library"] for row in rows if code in [found["code"] for found in row["failed"]]}
-        named = {name for name in newest if f"{name} {newest[name]} (" in libraries(check)}
+        said = libraries(check)
+        named = {name for name in newest if f"{name} {newest[name]} (" in said}
         assert named <= of
     assert "trl" in libraries(CHECKS["KL201"])
     assert any(libraries(check) == "None of the recorded settings." for check in CHECKS.values())
