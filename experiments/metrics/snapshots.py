@@ -61,7 +61,7 @@ def reweighted(one: Mapping[str, Any]) -> list[Row]:
 
 def masked_kl(logp, ref_logp, mask, reward, group):  # type: ignore[no-untyped-def]
     """Σu, zero where all rewards of the group are the same; logged as it stands. (B, T) → (B,)."""
-    from kltest.estimators.grouping import group_sum
+    from kltest.estimators.groups import group_sum
 
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(dim=1)
     mean = group_sum(reward, group) / group_sum(reward.new_ones(len(reward)), group)

@@ -1,4 +1,4 @@
-"""One estimator a file: a KL term as it is written in a loss or a reward, with the SPEC that says what it follows.
+"""KL terms as they are written in a loss or a reward, each below the SPEC that says what it follows; a family a file.
 
 Estimators never import the truth: no answer can leak.
 """

@@ -33,6 +33,11 @@ def everywhere(combination: Combination | None) -> Mapping[str, Combination | No
 UNNAMED = everywhere(None)
 
 
+def local(name: str, coefficient: float = 1.0, at: str = "") -> Mapping[str, Combination | None]:
+    """Return the row of a gradient on a bandit and of its next-token part on tokens, with prefixes `at` a sampler."""
+    return {"bandit": {name: coefficient}, "tokens": {f"local_{name}{at}": coefficient}}
+
+
 @dataclass(frozen=True)
 class Spec:
     """Description of an estimator, from which its listing, documentation and tests are made.
