@@ -107,7 +107,9 @@ def of_one_rollout(one: Mapping[str, Any]) -> list[Row]:
     from torch.autograd.functional import jacobian
 
     from kltest.moments import exact
-    from kltest.truth import asymmetry, gradient
+    from kltest.truth import gradient
+
+    from ..jacobians import asymmetry
 
     instance = _instance(one["seed"])
     paths = instance.paths

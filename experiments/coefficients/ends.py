@@ -19,7 +19,7 @@ LOCAL = ("k2-loss", "full-loss", "k3-ratio", "k1-reward-immediate")
 
 def predicted(label: str, estimator: str, beta: float, seed: int) -> np.ndarray | None:
     """(C, V) log-probs of the policy at which the expected gradient vanishes, by theory; None if unknown."""
-    from kltest.truth import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
+    from ..fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
 
     which = problem(label, seed)
     asked = which.environment, which.reference, beta

@@ -10,8 +10,9 @@ import numpy as np
 
 from kltest.environments import Instance, sequence
 from kltest.sweeps.store import digest
-from kltest.truth import combine, gradient, gradient_again, parse, value
+from kltest.truth import combine, gradient, parse, value
 
+from ..enumerated import gradient_again
 from .settings import FOLLOWED, PATH, TREE
 
 Row = dict[str, Any]

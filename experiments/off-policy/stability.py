@@ -89,7 +89,9 @@ def _off_regression(one: Mapping[str, Any]) -> float | None:
 
 def rest_of(each: Any, beta: float, name: str | None) -> np.ndarray:
     """(C, V) log-probs of the policy where training rests on-policy."""
-    from kltest.truth import optimum, token_k2_fixed_point, token_k3_fixed_point
+    from kltest.truth import optimum
+
+    from ..fixed_points import token_k2_fixed_point, token_k3_fixed_point
 
     if name == "optimum":
         return optimum(each.environment, each.reference, beta).policy

@@ -10,9 +10,12 @@ import numpy as np
 
 from kltest.environments import Instance, sequence
 from kltest.environments.policies import softmax_gradient, table
-from kltest.truth import asymmetry, gradient, jacobian, token_k2_fixed_point, value
+from kltest.truth import gradient, value
 from kltest.truth.gradients import credit_pairs
 
+from ..enumerated import gradient_again
+from ..fixed_points import token_k2_fixed_point
+from ..jacobians import asymmetry, jacobian
 from . import environments, settings
 
 Configuration = Mapping[str, Any]
@@ -140,8 +143,6 @@ def _advantages(steering: float, seed: int, critic: float, discount: float) -> R
 
 def _conditions(seed: int) -> list[Row]:
     """Find the knowledge of the context with which the token-level gradient is the true one."""
-    from kltest.truth import gradient_again
-
     rows = []
     for condition in settings.CONDITIONS:
         instance = environments.prefixes(condition, **settings.PREFIXES, seed=seed)

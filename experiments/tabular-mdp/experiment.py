@@ -10,9 +10,11 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.environments.policies import table
-from kltest.truth import asymmetry, gradient, gradient_again, jacobian, value, value_again
+from kltest.truth import gradient, value
 from kltest.truth.recursions import total_visits
 
+from ..enumerated import gradient_again, value_again
+from ..jacobians import asymmetry, jacobian
 from . import environments, settings
 from .settings import ENUMERATED
 

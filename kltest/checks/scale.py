@@ -116,7 +116,7 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
     uses, sizes, seed = findings.observed.uses, findings.measure.sizes, findings.seed
     if findings.placement != "loss" or not uses & ROW_FIELDS:
         return "no"
-    rest = Measure(Rest(findings.loss), {"expected_reward": -1.0}, uses, seed=seed, sizes=sizes, twice=False)
+    rest = Measure(Rest(findings.loss), {"expected_reward": -1.0}, uses, seed=seed, sizes=sizes)
     row = rest.rows(findings.environments[0], "current")[-1]
     shares = []
     for found, instance in zip(rest.gradients(row), rest.case(row).instances, strict=True):

@@ -157,9 +157,9 @@ def row_of(case: SizedCase, loss: Loss, estimator: Estimator) -> Row:
     """Return the gradient that a loss follows in a case, beside that which the estimator follows in the tabular one."""
     expected = estimator.spec.expectation(case.environment, case.sampler)
     if case.size[1] != LENGTH_OF_SPECS and not estimator.spec.couples:
-        expected = _measured(replace(case, network=None), loss, REVERSE_KL, twice=False)[1].identified
+        expected = _measured(replace(case, network=None), loss, REVERSE_KL)[1].identified
     declared = dict(expected or REVERSE_KL)
-    measure, found = _measured(case, loss, declared, twice=expected is not None)
+    measure, found = _measured(case, loss, declared)
     distance = None if expected is None else found.relative_bias
     agrees = found.identified is None if distance is None else distance <= TOLERANCES[measure.observed.dtype].gradient
     place = measure.case(found)
@@ -194,7 +194,7 @@ def row_of(case: SizedCase, loss: Loss, estimator: Estimator) -> Row:
     )
 
 
-def _measured(case: Case, loss: Loss, declared: Combination, *, twice: bool) -> tuple[Measure, GradedRow]:
+def _measured(case: Case, loss: Loss, declared: Combination) -> tuple[Measure, GradedRow]:
     """The loss graded in one case; the last row is that of the batches that it needs."""
-    measure = Measure(loss, declared, fields_used(loss, case.seed), seed=case.seed, twice=twice)
+    measure = Measure(loss, declared, fields_used(loss, case.seed), seed=case.seed)
     return measure, measure.rows_of(case)[-1]

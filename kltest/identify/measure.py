@@ -9,7 +9,6 @@ import torch
 
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, KltestError, TargetError
-from kltest.identify import second_route
 from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
 from kltest.identify.findings import Combination, Observed, Row
@@ -35,10 +34,7 @@ NOTHING = 1e-24
 
 
 class Measure:
-    """Measures the expected gradient of one loss in one case after another, and records what it sees in `observed`.
-
-    A disagreement with the declared gradient is computed by a second route as well, unless `twice` is False.
-    """
+    """Measures the expected gradient of one loss in one case after another, and records what it sees in `observed`."""
 
     def __init__(
         self,
@@ -49,14 +45,12 @@ class Measure:
         seed: int = 0,
         sizes: Sizes | None = None,
         sampling: Sampling | None = None,
-        twice: bool = True,
     ) -> None:
         self.loss = loss
         self.declared = declared
         self.seed = seed
         self.sizes = sizes or Sizes.of(uses)
         self.sampling = sampling or Sampling()
-        self.twice = twice
         self.observed = Observed(uses)
         self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
         self._reductions: dict[str, Reduction] = {}
@@ -274,8 +268,6 @@ class Measure:
         self._measured[case.environment, case.sampler, found[0].batch] = case, [each.gradient for each in found]
         row = self._judged(evaluate(case, self.declared, found, note))
         dtype = lowest_precision(found)
-        if self.twice and row.relative_bias > TOLERANCES[dtype].gradient and row.batch == 1:
-            second_route.compare(self.loss, case, found[0], self.declared)
         shown = reported(case, found, dtype, self.loss.__call__)
         return replace(row, value=shown.row if shown else None, reported=shown)
 

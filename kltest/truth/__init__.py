@@ -9,24 +9,14 @@ from typing import TYPE_CHECKING, Any
 from kltest.truth.atlas import ATLAS, NamedGradient, parse, plain, render
 
 if TYPE_CHECKING:
-    from kltest.truth.autograd import gradient_again, value_again
     from kltest.truth.gradients import combine, gradient
-    from kltest.truth.jacobians import asymmetry, jacobian
-    from kltest.truth.regularised import (
-        Optimum,
-        optimum,
-        sequence_k3_fixed_point,
-        token_k2_fixed_point,
-        token_k3_fixed_point,
-    )
+    from kltest.truth.regularised import Optimum, optimum
     from kltest.truth.values import VALUES, value
 
 _HOMES = {
     "gradients": ("combine", "gradient"),
-    "autograd": ("gradient_again", "value_again"),
     "values": ("VALUES", "value"),
-    "regularised": ("Optimum", "optimum", "token_k2_fixed_point", "token_k3_fixed_point", "sequence_k3_fixed_point"),
-    "jacobians": ("asymmetry", "jacobian"),
+    "regularised": ("Optimum", "optimum"),
 }
 
 __all__ = [
@@ -34,20 +24,13 @@ __all__ = [
     "VALUES",
     "NamedGradient",
     "Optimum",
-    "asymmetry",
     "combine",
     "gradient",
-    "gradient_again",
-    "jacobian",
     "optimum",
     "parse",
     "plain",
     "render",
-    "sequence_k3_fixed_point",
-    "token_k2_fixed_point",
-    "token_k3_fixed_point",
     "value",
-    "value_again",
 ]
 
 

@@ -1,6 +1,6 @@
 """Values of which the named gradients are gradients, and values that a loss may log as its KL.
 
-`value` computes them by dynamic programming, `value_again` (kltest.truth.autograd) as plain sums over all rollouts.
+`value` computes them by dynamic programming.
 """
 
 from collections.abc import Callable, Mapping

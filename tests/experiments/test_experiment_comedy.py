@@ -5,10 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from enumerated import value_again
 from trial import Trial, plant
 
 from kltest.errors import InvalidEnvironmentError
-from kltest.truth import value, value_again
+from kltest.truth import value
 
 TRIAL = Trial("comedy")
 (pairs,) = TRIAL.modules("pairs")

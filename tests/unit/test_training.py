@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
 from training_problems import problem
 
 from kltest.environments import Instance, bandit, ragged, sequence
@@ -16,7 +17,7 @@ from kltest.loss.resolve import resolve
 from kltest.moments import exact, exact_batches
 from kltest.training import PerRun, Problem, Run, train
 from kltest.training.batch import softmax
-from kltest.truth import gradient, optimum, sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point, value
+from kltest.truth import gradient, optimum, value
 
 ENVIRONMENTS = ("bandit", "prompts", "sequence", "ragged", "mdp", "ngram")
 # Gradients are of order 1 and added up in another order.

@@ -4,6 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from enumerated import gradient_again, value_again
 
 from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
 from kltest.errors import UsageError
@@ -13,12 +14,10 @@ from kltest.truth import (
     combine,
     divergences,
     gradient,
-    gradient_again,
     gradients,
     off_policy,
     recursions,
     value,
-    value_again,
 )
 
 # Both routes sum at most 10^4 terms of size 1; their gradients are of size 0.01 to 1.

@@ -1,4 +1,7 @@
-"""Values and named gradients by a second route: plain sums over all enumerated rollouts, and autograd of them."""
+"""Values and named gradients by a second route: plain sums over all enumerated rollouts, and autograd of them.
+
+Experiments and tests compare `kltest.truth`, which does neither, with it.
+"""
 
 from collections.abc import Callable
 
