@@ -1,7 +1,5 @@
 """All benchmarks, and their table in Markdown."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib import import_module

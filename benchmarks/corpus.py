@@ -4,8 +4,6 @@ A right loss is to be confirmed, a wrong one refuted with a code that is true of
 confirmed with that warning. No code that would be false of a loss may fail.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

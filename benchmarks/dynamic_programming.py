@@ -1,7 +1,5 @@
 """Dynamic programming against the sparse products that it must do, and its growth with the horizon."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from benchmarks.environments import loss

@@ -1,7 +1,5 @@
 """The environments of the promises, with rollouts enumerated, and a loss with its fields built."""
 
-from __future__ import annotations
-
 import torch
 
 from kltest.environments import Instance, ngram, ragged, sequence

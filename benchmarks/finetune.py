@@ -11,8 +11,6 @@ TRL has an environment of its own, the one in which `kltest libraries trl` measu
 Where TRL can be imported, the benchmark runs at once, with as many threads as OMP_NUM_THREADS says.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

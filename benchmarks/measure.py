@@ -1,7 +1,5 @@
 """Timing two things side by side, and the row that a benchmark leaves behind."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Exact gradient and variance over all rollouts, against the loss's own forward and backward over the same rows."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Exact moments against one backward pass per rollout, as one would write it, and against torch.func.vmap(grad)."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -3,8 +3,6 @@
 Two minutes are about a hundred imports of torch.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

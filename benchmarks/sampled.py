@@ -1,7 +1,5 @@
 """Sampled grading against the loss's own forward and backward, and the samples that pairing saves."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from benchmarks.environments import forward_backward, loss

@@ -1,7 +1,5 @@
 """The command line against the bare imports that it cannot do without, each in a fresh process."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

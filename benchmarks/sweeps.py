@@ -1,7 +1,5 @@
 """Cost of a sweep beside its work: the store, flushed to the disk for every batch, and the progress on the way."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ what one core does. The rows "as a sweep" are what `kltest run` does with such r
 processes, which are there already, with the store and the progress.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ module's docstring. The pages of the checks and of the libraries have no source 
 renews the generated parts of README.md.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

@@ -1,14 +1,15 @@
 """The gradient of each rollout of a small environment with respect to the policy's logits, one row a rollout."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from kltest.environments import Instance, Paths
-    from kltest.estimators.spec import Credit, Placement
+from kltest.environments import Instance, Paths
+from kltest.estimators.spec import Credit, Placement
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
+from kltest.moments.differentiate import differentiate
+from kltest.rollout import Rollout
 
 
 def gradients(
@@ -24,11 +25,6 @@ def gradients(
     `placement` and `credit` default to what the estimator says of itself. Only for estimators that treat the rows of
     a batch apart and average over them.
     """
-    from kltest.loss.outcome import Call
-    from kltest.loss.resolve import resolve
-    from kltest.moments.differentiate import differentiate
-    from kltest.rollout import Rollout
-
     loss = resolve(estimator, Call(placement, credit, arguments=arguments))
     live = paths.mask if paths.padded else None
     called = differentiate(loss, Rollout.of(instance, paths), live, factor=float(len(paths)))

@@ -1,11 +1,19 @@
 """A clamped k3: where its gradient is dead, how much of it is left, and whether a policy finds its way back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+
+from kltest.environments import Instance, bandit
+from kltest.environments.policies import softmax_gradient
+from kltest.estimators import find
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.moments import exact
+from kltest.training import Problem, Run, train
+from kltest.truth import gradient, value
 
 from .settings import CLAMPED_TOKENS, LOG_RATIOS, RETURN
 
@@ -15,10 +23,6 @@ REFERENCE = -np.log(np.arange(1, CLAMPED_TOKENS + 1))[None]
 
 def weight(name: str, u: np.ndarray, **options: Any) -> np.ndarray:
     """∂loss/∂log π of a registered estimator at log-ratios u: the weight of g_t."""
-    import torch
-
-    from kltest.estimators import find
-
     logp = torch.tensor(u, dtype=torch.float64, requires_grad=True)
     find(name).function(logp, torch.zeros_like(logp), **options).sum().backward()
     assert logp.grad is not None
@@ -49,8 +53,6 @@ def zones(one: Mapping[str, Any]) -> list[Row]:
 
 def instance_at(lead: float) -> Any:
     """The reference, and a policy in which the likeliest token has run ahead by `lead`."""
-    from kltest.environments import Instance, bandit
-
     policy = REFERENCE.copy()
     policy[0, 0] += lead
     return Instance.of(bandit(CLAMPED_TOKENS), policy, REFERENCE)
@@ -58,13 +60,6 @@ def instance_at(lead: float) -> Any:
 
 def at_a_lead(one: Mapping[str, Any]) -> list[Row]:
     """Share of the pull that is left along the way back: derivative by the leading logit, and the whole gradient."""
-    from kltest.environments.policies import softmax_gradient
-    from kltest.estimators import find
-    from kltest.loss.calling import bind
-    from kltest.loss.outcome import Call
-    from kltest.moments import exact
-    from kltest.truth import gradient, value
-
     instance = instance_at(one["lead"])
     clamped = find("k3-clamped")
     loss = bind(clamped.function, Call(arguments={"bound": one["bound"]}), "k3-clamped", spec=clamped.spec)
@@ -88,9 +83,6 @@ def at_a_lead(one: Mapping[str, Any]) -> list[Row]:
 
 def way_back(one: Mapping[str, Any]) -> list[Row]:
     """Exact training, without a reward, from a policy that has run ahead: KL(π‖ref) on the way."""
-    from kltest.environments import bandit
-    from kltest.training import Problem, Run, train
-
     start = REFERENCE.copy()
     start[0, 0] += one["start"]
     run = Run(Problem(bandit(CLAMPED_TOKENS), start, REFERENCE), one["penalty"], beta=1.0,

@@ -1,13 +1,19 @@
 """The k likeliest tokens exactly and the rest sampled, or not at all: what is left over in the gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from kltest.environments import Instance, bandit, sequence
+from kltest.environments.policies import softmax_gradient
+from kltest.estimators import find
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.moments import dynamic, exact
 from kltest.sweeps.store import digest
+from kltest.training import Problem, Run, train
+from kltest.truth import gradient
 
 from .settings import DRIFT, PREFIXES, TOKENS
 
@@ -22,10 +28,6 @@ def head_alone(logits, ref_logits, k):  # type: ignore[no-untyped-def]
 
 def made(form: str, k: int) -> Any:
     """The loss, with its head of k."""
-    from kltest.estimators import find
-    from kltest.loss.calling import bind
-    from kltest.loss.outcome import Call
-
     call = Call(arguments={"k": k})
     if form == "head-alone":
         return bind(head_alone, call, form)
@@ -43,11 +45,6 @@ def bias(one: Mapping[str, Any]) -> list[Row]:
     With S the head and m = π(S): nothing where both parts are differentiated through π alone; ∇m where the head's
     log-ratio is differentiated as well; and less the tail's share E[1{y ∉ S}·u·g] where the tail is left out.
     """
-    from kltest.environments import Instance, bandit
-    from kltest.environments.policies import softmax_gradient
-    from kltest.moments import dynamic
-    from kltest.truth import gradient
-
     generator = generator_of(one["sharpness"], one["seed"])
     policy = -one["sharpness"] * np.log(np.arange(1, TOKENS + 1))[None]
     # Chances that differ, so that the head is beyond doubt.
@@ -76,11 +73,6 @@ def bias(one: Mapping[str, Any]) -> list[Row]:
 
 def on_prefixes(one: Mapping[str, Any]) -> list[Row]:
     """Sequences: beside ∇KL with prefixes held fixed the expected gradient has Σ_s d(s)·∇π(S|s)."""
-    from kltest.environments import Instance, sequence
-    from kltest.environments.policies import softmax_gradient
-    from kltest.moments import exact
-    from kltest.truth import gradient
-
     environment = sequence(PREFIXES["vocabulary"], PREFIXES["length"])
     instance = Instance.draw(environment, np.random.SeedSequence([one["seed"], 17]))
     chances, k = np.exp(instance.policy), PREFIXES["k"]
@@ -109,9 +101,6 @@ def drift(one: Mapping[str, Any]) -> list[Row]:
     For a fixed head the followed gradient is that of KL(π‖ref) + π(S), whose minimum is π ∝ ref·e^{−1{v ∈ S}}: the
     head's mass m becomes m/(m + (1 − m)·e), and the KL there −log((1 − m) + m/e) − π(S).
     """
-    from kltest.environments import bandit
-    from kltest.training import Problem, Run, train
-
     likely, k = DRIFT["likely"], one["k"]
     chances = np.where(np.arange(TOKENS) < likely, DRIFT["mass"] / likely, (1 - DRIFT["mass"]) / (TOKENS - likely))
     reference = np.log(chances)[None]

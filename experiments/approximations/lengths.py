@@ -1,12 +1,23 @@
 """Division by lengths where they vary: one mean over a batch's tokens, 1/L for each rollout, and where that ends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from scipy.optimize import brentq
+from torch.autograd.functional import jacobian
 
+from kltest.environments import Instance, ragged
+from kltest.environments.policies import softmax_gradient
+from kltest.estimators import find
+from kltest.loss.calling import bind
+from kltest.moments import exact, exact_batches
+from kltest.training import Problem, Run, train
+from kltest.truth import gradient, optimum, value
+
+from ..jacobians import asymmetry
 from .settings import ENUMERATED_BATCHES, OPTIMUM, RAGGED
 
 Row = dict[str, Any]
@@ -21,24 +32,17 @@ def whole_return(logp, ref_logp, mask):  # type: ignore[no-untyped-def]
 
 
 def _loss(name: str) -> Any:
-    from kltest.estimators import find
-    from kltest.loss.calling import bind
-
     if name == "whole-return":
         return bind(whole_return, name=name)
     return bind(find(name).function, name=name, spec=find(name).spec)
 
 
 def _instance(seed: int) -> Any:
-    from kltest.environments import Instance, ragged
-
     return Instance.draw(ragged(RAGGED["vocabulary"], RAGGED["length"]), np.random.SeedSequence([seed, 29]))
 
 
 def _scores(instance: Any, weights: np.ndarray) -> np.ndarray:
     """(C, V) Σ over rollouts and live tokens of weights (N, T)·g_t."""
-    from kltest.environments.policies import softmax_gradient
-
     into = np.zeros_like(instance.policy)
     instance.paths.collect(np.where(instance.paths.mask, weights, 0.0), into)
     return softmax_gradient(into, instance.policy)
@@ -55,9 +59,6 @@ def of_a_batch(one: Mapping[str, Any]) -> list[Row]:
     Rollouts are exchangeable: E[ĝ] = B·E[x(y)/(L(y) + S)] with S the summed length of the B − 1 others, whose
     distribution is that of one length convolved with itself.
     """
-    from kltest.moments import exact_batches
-    from kltest.truth import gradient, value
-
     instance, size = _instance(one["seed"]), one["batch_size"]
     paths, chances, u = instance.paths, instance.rollout_weights("current"), _log_ratios(instance)
     others = _sum_of_lengths(np.bincount(paths.lengths, chances), size - 1)
@@ -103,14 +104,6 @@ def of_one_rollout(one: Mapping[str, Any]) -> list[Row]:
     The expected gradient is written out over all rollouts in torch, and its Jacobian taken by autograd; that it is the
     estimator's own is checked where there is one.
     """
-    import torch
-    from torch.autograd.functional import jacobian
-
-    from kltest.moments import exact
-    from kltest.truth import gradient
-
-    from ..jacobians import asymmetry
-
     instance = _instance(one["seed"])
     paths = instance.paths
     contexts, tokens, live = (torch.from_numpy(part) for part in (paths.contexts, paths.tokens, paths.mask))
@@ -169,8 +162,6 @@ def ends(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
     Stationary: R − β·Σu/L is the same for all rollouts, so π(y) = ref(y)·e^{L(R − c)/β}, with c so that it sums to 1.
     Right is to end at once, and every answer that begins with the first token.
     """
-    from kltest.training import Problem, Run, train
-
     environment = _task()
     reference = np.zeros_like(environment.reward)
     problem = Problem(environment, reference, reference)
@@ -189,10 +180,6 @@ def ends(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
 
 
 def _task() -> Any:
-    from dataclasses import replace
-
-    from kltest.environments import ragged
-
     environment = ragged(OPTIMUM["vocabulary"], OPTIMUM["length"])
     reward = np.zeros((environment.n_contexts, environment.vocabulary))
     reward[0, 0] = reward[0, -1] = 1.0
@@ -201,11 +188,6 @@ def _task() -> Any:
 
 def _ended(run: Any, logits: np.ndarray) -> Row:
     """Lengths of answers at the end and under the reference, and the distance of the end from its fixed point."""
-    from scipy.optimize import brentq
-
-    from kltest.environments import Instance
-    from kltest.truth import optimum
-
     environment, reference = run.problem.environment, run.problem.reference
     instance = Instance.of(environment, logits, reference)
     paths = instance.paths

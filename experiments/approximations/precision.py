@@ -1,11 +1,13 @@
 """Half precision: how far the expected gradient is off, by what is rounded, to what, and how near the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+
+from kltest.environments.policies import softmax_gradient, table
+from kltest.estimators import find
 
 from .heads import generator_of
 
@@ -18,10 +20,6 @@ def error(one: Mapping[str, Any]) -> list[Row]:
     "log-probs": they are rounded before they are subtracted, all else is done in float64. "arithmetic": their
     difference is taken in float64 and rounded, and all after it is done in the narrow type.
     """
-    import torch
-
-    from kltest.environments.policies import softmax_gradient, table
-
     kind = getattr(torch, one["kind"])
     generator = generator_of(one["vocabulary"])
     policy = table(0.3 * generator.standard_normal((1, one["vocabulary"])))
@@ -58,8 +56,6 @@ def _misread(policy: np.ndarray, reference: np.ndarray, kind: Any) -> tuple[floa
     independent, of h²/12 each. Also, how many tokens are then expected to be read as something else than 0: of few, no
     average is to be expected.
     """
-    import torch
-
     step, other = (torch.finfo(kind).eps * 2.0 ** np.floor(np.log2(-values)) for values in (policy, reference))
     u = np.abs(policy - reference)
     left = u % step
@@ -69,8 +65,6 @@ def _misread(policy: np.ndarray, reference: np.ndarray, kind: Any) -> tuple[floa
 
 def _weight(name: str, log_probs: Any, ref_log_probs: Any) -> np.ndarray:
     """Return the factor of g for each token: the cost if it stands in the reward, the derivative if in the loss."""
-    from kltest.estimators import find
-
     estimator = find(name)
     leaf = log_probs.clone().requires_grad_()
     value = estimator.function(leaf, ref_log_probs)

@@ -1,7 +1,5 @@
 """Effects of top-k heads, clamps, low precision and division by lengths on the gradient: the parts and their grids."""
 
-from __future__ import annotations
-
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.

@@ -1,12 +1,14 @@
 """Grades one registered estimator in every environment, with a current and with a stale sampler."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import kltest
+from kltest.errors import TargetError
+from kltest.estimators import find, registry
 
 from .settings import ENVIRONMENTS
 
@@ -16,8 +18,6 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any
 
     An estimator may come from another package; its code is part of the configuration, so that editing it counts.
     """
-    from kltest.estimators import registry
-
     seeds = [configuration["seed"] for configuration in configurations]
     for name, estimator in registry().items():
         source = Path(inspect.getfile(inspect.unwrap(estimator.function)))
@@ -28,10 +28,6 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any
 
 def compute(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row an environment and sampler: what was found, beside what the estimator's SPEC says is to be found."""
-    import kltest
-    from kltest.errors import TargetError
-    from kltest.estimators import find
-
     spec = find(configuration["estimator"]).spec
     # No checks: they judge what the rows already say.
     report = kltest.grade(

@@ -1,13 +1,16 @@
 """Fixed points that training should converge to, and the frontier of optima over coefficients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
+from scipy.interpolate import PchipInterpolator
 
+from kltest.environments import Instance
+from kltest.truth import optimum, value
+
+from ..fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
 from .environments import environment, problem
 
 # Coefficients at which the frontier is solved for, to be interpolated between.
@@ -19,8 +22,6 @@ LOCAL = ("k2-loss", "full-loss", "k3-ratio", "k1-reward-immediate")
 
 def predicted(label: str, estimator: str, beta: float, seed: int) -> np.ndarray | None:
     """(C, V) log-probs of the policy at which the expected gradient vanishes, by theory; None if unknown."""
-    from ..fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
-
     which = problem(label, seed)
     asked = which.environment, which.reference, beta
     steps = which.environment.horizon
@@ -42,8 +43,6 @@ def predicted(label: str, estimator: str, beta: float, seed: int) -> np.ndarray 
 @cache
 def best(label: str, beta: float, seed: int) -> np.ndarray:
     """(C, V) log-probs of π*."""
-    from kltest.truth import optimum
-
     which = problem(label, seed)
     return by_context(label, optimum(which.environment, which.reference, beta).policy)
 
@@ -63,9 +62,6 @@ def by_context(label: str, policy: np.ndarray) -> np.ndarray:
 
 def measured(label: str, seed: int, policy: np.ndarray) -> tuple[float, float]:
     """KL(π‖ref) and E_π[R], exactly."""
-    from kltest.environments import Instance
-    from kltest.truth import value
-
     which = problem(label, seed)
     instance = Instance.of(which.environment, policy, which.reference)
     return value("reverse_kl", instance), value("expected_reward", instance)
@@ -73,18 +69,12 @@ def measured(label: str, seed: int, policy: np.ndarray) -> tuple[float, float]:
 
 def distance(label: str, seed: int, policy: np.ndarray, other: np.ndarray) -> float:
     """KL(π‖other) over whole rollouts."""
-    from kltest.environments import Instance
-    from kltest.truth import value
-
     return value("reverse_kl", Instance.of(problem(label, seed).environment, policy, other))
 
 
 @cache
 def entropy(label: str, beta: float, seed: int) -> float:
     """H(π*) over whole rollouts."""
-    from kltest.environments import Instance
-    from kltest.truth import value
-
     which = problem(label, seed)
     return value("entropy", Instance.of(which.environment, best(label, beta, seed), which.reference))
 
@@ -130,8 +120,6 @@ def _odds(reward: Any, floor: float, top: float) -> Any:
 
 def _inverse(values: np.ndarray, wanted: float) -> float | None:
     """The coefficient at which a falling curve has a value, by monotone cubic interpolation of its logarithm."""
-    from scipy.interpolate import PchipInterpolator
-
     finite = np.isfinite(values)
     ascending, logs = values[finite][::-1], np.log(FRONTIER)[finite][::-1]
     # Where a curve is flat to rounding it says nothing.

@@ -1,16 +1,13 @@
 """Environments: a bandit, token sequences, and an MDP whose states know the time, so that π* is a table over states."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from kltest.environments import Environment
-    from kltest.training import Problem
+from kltest.environments import END, Environment, bandit, sequence, tabular
+from kltest.environments.policies import table
+from kltest.training import Problem
 
 # Returns have a standard deviation of about 1, so that β = 1 is where reward and penalty weigh the same. The
 # environments of theory's fixed points are milder: ascent converges there only when the rarest context has.
@@ -21,8 +18,6 @@ STATES, ACTIONS, HORIZON = 3, 3, 3
 
 @cache
 def environment(label: str) -> Environment:
-    from kltest.environments import bandit, sequence
-
     return {
         "bandit": lambda: bandit(6),
         "sequence": lambda: sequence(3, 3),
@@ -34,8 +29,6 @@ def environment(label: str) -> Environment:
 
 def layered() -> Environment:
     """Three steps through three states; every action leads to two states of the next step, at random."""
-    from kltest.environments import END, tabular
-
     generator = np.random.default_rng(6)
     shape = (HORIZON, STATES, ACTIONS, 2)
     probabilities = generator.dirichlet(np.ones(2), size=shape[:3])
@@ -58,9 +51,6 @@ def layered() -> Environment:
 @cache
 def problem(label: str, seed: int) -> Problem:
     """A random reference, at which training starts, and random rewards; the dynamics are the environment's own."""
-    from kltest.environments.policies import table
-    from kltest.training import Problem
-
     base = environment(label)
     generator = np.random.default_rng([seed, base.n_contexts, base.vocabulary])
     shape = (base.n_contexts, base.vocabulary)

@@ -1,15 +1,22 @@
 """Trains with every estimator at every coefficient, and says where that ends beside where it should."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from scipy.special import logsumexp
 
+from kltest.environments import Instance
+from kltest.environments.policies import table
+from kltest.estimators import find
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.loss.placement import place
+from kltest.moments import exact
 from kltest.sweeps.run import Batching
 from kltest.sweeps.store import digest
+from kltest.training import Run, train
 
 from .ends import FRONTIER, best, distance, entropy, frontier, measured, predicted
 from .environments import problem
@@ -56,8 +63,6 @@ def _exact(configurations: Sequence[Configuration]) -> list[Row]:
 
 def ascend(configurations: Sequence[Configuration], problems: Sequence[Any]) -> Any:
     """The History of the last stage of exact training, the start of the first in its place."""
-    from kltest.training import Run, train
-
     start, diverged, first = [which.start for which in problems], np.full(len(problems), -1), None
     for floor in FLOORS:
         runs = [
@@ -129,8 +134,6 @@ def _frontier(one: Configuration) -> list[Row]:
 
 def _sampled(configurations: Sequence[Configuration]) -> list[Row]:
     """Several runs of each configuration; medians and quartiles of where they end."""
-    from kltest.training import Run, train
-
     first, runs = configurations[0], []
     for one in configurations:
         for number in range(one["runs"]):
@@ -160,8 +163,6 @@ def _sampled(configurations: Sequence[Configuration]) -> list[Row]:
 
 def _budget(configurations: Sequence[Configuration]) -> list[Row]:
     """KL(π‖π*) of many runs in their second half, and at the end as bias and spread."""
-    from kltest.training import Run, train
-
     first, runs = configurations[0], []
     for one in configurations:
         for number in range(one["runs"]):
@@ -200,10 +201,6 @@ def _budget(configurations: Sequence[Configuration]) -> list[Row]:
 
 def _bias_and_spread(environment: str, seed: int, logits: np.ndarray) -> Row:
     """With π̄ the mixture of runs i as rollouts go, mean KL(π_i‖π*) = KL(π̄‖π*) + mean KL(π_i‖π̄), exactly."""
-    from scipy.special import logsumexp
-
-    from kltest.environments.policies import table
-
     paths = problem(environment, seed).environment.enumerate()
     ends = np.array([paths.log_probability(table(one)) for one in logits])
     mixture, target = (
@@ -224,13 +221,6 @@ def noise(environment: str, estimator: str, beta: float, batch: int, seed: int =
     gradient of one rollout's penalty:  tr Cov(r·G − β·k) + (Var r·E‖G‖² + ‖E[r·G]‖²)/(batch − 1).
     A penalty that is centred in the same way is part of r.
     """
-    from kltest.environments import Instance
-    from kltest.estimators import find
-    from kltest.loss.calling import bind
-    from kltest.loss.outcome import Call
-    from kltest.loss.placement import place
-    from kltest.moments import exact
-
     which = problem(environment, seed)
     instance = Instance.of(which.environment, best(environment, beta, seed), which.reference)
     paths, chances = instance.paths, instance.rollout_weights("current")
@@ -265,8 +255,6 @@ def noise(environment: str, estimator: str, beta: float, batch: int, seed: int =
 
 def _fixed_points(configurations: Sequence[Configuration]) -> list[Row]:
     """Short sequences, exact ascent: how far from where theory says the end is."""
-    from kltest.training import Run, train
-
     which, rows = problem("short", 0), []
     names = [one["estimator"] for one in configurations]
     history = train(
@@ -290,8 +278,6 @@ def _fixed_points(configurations: Sequence[Configuration]) -> list[Row]:
 
 def _optimum(configurations: Sequence[Configuration]) -> list[Row]:
     """V = 5, L = 4: KL(π‖π*) at the start and at the end of exact ascent from the reference."""
-    from kltest.training import Run, train
-
     runs = [Run(problem("long", 0), one["estimator"], **_training(OPTIMUM)) for one in configurations]
     ends = train(runs, steps=OPTIMUM["steps"]).kl_to_optimum
     return [

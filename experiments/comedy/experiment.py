@@ -1,11 +1,17 @@
 """Bias and variance of nine gradients by length, exact and sampled; where orders change; random pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
+
+from kltest.errors import InvalidEnvironmentError
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
+from kltest.moments import dynamic, exact
+from kltest.sweeps.store import digest
+from kltest.truth import gradient, value
 
 from ..rollouts import gradients
 from .pairs import at_distance, types, types_of
@@ -23,8 +29,6 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 
 
 def _length(one: Mapping[str, Any]) -> list[Row]:
-    from kltest.truth import gradient, value
-
     instance = at_distance(one["length"], one["kl"], one["hold"])
     paths, truth = types(one["length"]), gradient("reverse_kl", instance).ravel()
     weights = np.exp(paths.log_probability(instance.policy))
@@ -70,10 +74,6 @@ def _again(
 
     Dynamic programming gives the mean of all nine, and the variance of those in the loss.
     """
-    from kltest.loss.outcome import Call
-    from kltest.loss.resolve import resolve
-    from kltest.moments import dynamic, exact
-
     loss = resolve(estimator, Call(placement, "return"))
     if instance.environment.horizon <= ENUMERATED:
         found = exact(loss, instance)
@@ -87,8 +87,6 @@ def _again(
 
 def _draw(instance: Any, one: Mapping[str, Any]) -> tuple[Any, np.ndarray, np.ndarray]:
     """Rollouts drawn token by token: one of each type that occurs, which each is like, and the batch that it is in."""
-    from kltest.sweeps.store import digest
-
     own = {name: one[name] for name in ("length", "kl", "hold", "batches", "samples", "seed")}
     paths = instance.environment.sample(
         instance.policy, one["batches"] * one["samples"], np.random.default_rng(int(digest(own), 16))
@@ -128,7 +126,6 @@ def _sampled(
 
 def _order(one: Mapping[str, Any]) -> list[Row]:
     """The distance at which k1 in the loss becomes the less noisy of two, compared with k1 in the reward."""
-    from scipy.optimize import brentq
 
     def gap(kl: float) -> float:
         instance = at_distance(one["length"], kl)
@@ -148,10 +145,6 @@ def _spread(instance: Any, estimator: str, placement: Any) -> float:
 
 def _random(one: Mapping[str, Any]) -> list[Row]:
     """For how many random pairs the published orders hold; directions that never lead so far away are drawn again."""
-    from kltest.errors import InvalidEnvironmentError
-    from kltest.sweeps.store import digest
-    from kltest.truth import gradient
-
     generator = np.random.default_rng(int(digest("random", one["kl"], one["seed"]), 16))
     paths = types(RANDOM_LENGTH)
     found: list[tuple[tuple[str, str], tuple[str, str], bool, bool]] = []

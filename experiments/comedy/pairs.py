@@ -6,8 +6,6 @@ r runs of zeros there are C(n + r − 1, r − 1) ways to place them, and likewi
 up tokens, or multiplies such sums, is called on one sequence of each type: some hundreds, instead of 2²⁰.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache

@@ -5,8 +5,6 @@ Their parameters are unpublished. Ours: contexts are the start, a 0 and a 1. The
 what sets the distance.
 """
 
-from __future__ import annotations
-
 from kltest.sweeps.settings import Settings
 
 REFERENCE = (0.5, 0.4, 0.6)

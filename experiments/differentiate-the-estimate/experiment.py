@@ -1,7 +1,5 @@
 """Exact expected gradients of one step: two examples, a line of binary policies, and random ones ever further away."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kltest.environments import Instance, bandit
+from kltest.environments.policies import table
+from kltest.estimators import find, registry
+from kltest.loss.resolve import resolve
+from kltest.moments import exact
+from kltest.sweeps.store import digest
+from kltest.truth import divergences, gradient, value
 
 from .settings import EXAMPLES, FOLLOWED, LEVELS, PROBABILITIES, QUANTILES
 
@@ -23,8 +29,6 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any
 
     An estimator may come from another package; its code is part of the configuration, so that editing it counts.
     """
-    from kltest.estimators import registry
-
     for name, estimator in registry().items():
         # Those that compare the rows of a batch, or their sampler with their policy, are the matter of others.
         if not (estimator.spec.couples or estimator.spec.off_policy_only):
@@ -42,11 +46,6 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 
 
 def _examples(configuration: Mapping[str, Any]) -> list[Row]:
-    from kltest.estimators import find
-    from kltest.loss.resolve import resolve
-    from kltest.moments import exact
-    from kltest.truth import value
-
     rows = []
     spec = find(configuration["estimator"]).spec
     for example, (policy, reference) in EXAMPLES.items():
@@ -121,9 +120,6 @@ def family(vocabulary: int, path: str, pairs: int, seed: int) -> tuple[np.ndarra
 
     All estimators see the same policies.
     """
-    from kltest.environments.policies import table
-    from kltest.sweeps.store import digest
-
     about = {"vocabulary": vocabulary, "path": path, "pairs": pairs, "seed": seed}
     generator = np.random.default_rng(int(digest(about), 16))
     references = table(generator.standard_normal((pairs, vocabulary)))
@@ -144,8 +140,6 @@ def family(vocabulary: int, path: str, pairs: int, seed: int) -> tuple[np.ndarra
 
 def _steps(references: np.ndarray, directions: np.ndarray, kl: float) -> tuple[np.ndarray, np.ndarray]:
     """(N,) t with KL(π_t‖ref) = kl, by halving, since it grows with t; and which pairs get there at all."""
-    from kltest.environments.policies import table
-    from kltest.truth import divergences
 
     def at(steps: np.ndarray) -> np.ndarray:
         return divergences.kl(table(references + steps[:, None] * directions), references)
@@ -161,23 +155,16 @@ def _steps(references: np.ndarray, directions: np.ndarray, kl: float) -> tuple[n
 
 def _instance(policies: np.ndarray, references: np.ndarray) -> Any:
     """Each row a bandit of its own, as equally likely prompts of one environment."""
-    from kltest.environments import Instance, bandit
-
     count, vocabulary = policies.shape
     return Instance.of(bandit(vocabulary, prompts=np.full(count, 1 / count)), policies, references)
 
 
 def _expected(estimator: str, instance: Any) -> np.ndarray:
     """(N, V) the expected gradient of each bandit, with respect to its logits."""
-    from kltest.loss.resolve import resolve
-    from kltest.moments import exact
-
     return exact(resolve(estimator), instance).gradient * len(instance.policy)
 
 
 def _gradient(name: str, instance: Any) -> np.ndarray:
-    from kltest.truth import gradient
-
     return gradient(name, instance) * len(instance.policy)
 
 

@@ -1,7 +1,5 @@
 """One run of the language-model runner, a row an evaluation; or the rows of the sweep that is kept in this folder."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import hashlib
@@ -9,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from kltest.finetune.run import run
 
 from .optimum import chances_of, optimal
 from .settings import BETA_OF_GRADIENTS, OPTIMUM, RUN, SAME, VARIANTS
@@ -48,7 +48,6 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
         return committed()
     if one["variant"] == OPTIMUM:
         return optimum(one)
-    from kltest.finetune.run import run
 
     history = run(settings_of(one), None, quiet=True)
     epochs = history.settings.inner_epochs

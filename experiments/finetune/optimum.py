@@ -8,11 +8,15 @@ Chances are estimated, each from as many rollouts. What comes of them is concave
 the smaller β is: a prompt that is never solved in so many rollouts counts as one that cannot be.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np
+
+from kltest.finetune.models import load
+from kltest.finetune.processes import Processes
+from kltest.finetune.rollouts import draw
+from kltest.finetune.settings import settings_of
+from kltest.finetune.tasks import task_named
 
 ROLLOUTS = 128
 """Of each prompt."""
@@ -35,12 +39,6 @@ def chances_of(
     seed: int, model: str, task: str, reference_reward: float, prompts: int, device: str, dtype: str
 ) -> np.ndarray:
     """(P,) how often the reference of a run with these settings earns the reward, for held-out prompts."""
-    from kltest.finetune.models import load
-    from kltest.finetune.processes import Processes
-    from kltest.finetune.rollouts import draw
-    from kltest.finetune.settings import settings_of
-    from kltest.finetune.tasks import task_named
-
     settings = settings_of(
         {
             **{"model": model, "task": task, "reference_reward": reference_reward, "seed": seed},

@@ -1,7 +1,5 @@
 """A language model under five KL terms: what is swept, what each run is, and which sweep is kept beside this file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

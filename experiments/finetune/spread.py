@@ -1,7 +1,5 @@
 """Intervals over seeds: of means, and of ratios paired by seed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ class Interval:
     low: float
     high: float
 
-    def mapped(self, function: Any) -> Interval:
+    def mapped(self, function: Any) -> "Interval":
         """Through an increasing function: exp, of logarithms."""
         return Interval(*(function(value) for value in (self.mean, self.low, self.high)))
 

@@ -1,13 +1,20 @@
 """Exact gradients over all groups of one prompt, and training with them, exactly and with samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from kltest.environments import Instance, bandit
+from kltest.estimators import find
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import bind
+from kltest.moments import exact_batches
 from kltest.sweeps.run import Batching
+from kltest.training import Problem, Run, train
+from kltest.truth import gradient
 
 from .settings import TRAINED_SIZE, WRONG
 
@@ -25,8 +32,6 @@ def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]
 
 def instance_of(success: float, seed: int) -> Any:
     """A policy that is right with probability `success`, the reference at a random mild distance from it."""
-    from kltest.environments import Instance, bandit
-
     policy = np.log([[success, *((1 - success) * np.array(WRONG))]])
     generator = np.random.default_rng([seed, round(1e6 * success)])
     reward = np.array([[1.0, 0.0, 0.0, 0.0]])
@@ -35,19 +40,12 @@ def instance_of(success: float, seed: int) -> Any:
 
 def _moments(name: str, instance: Any, size: int, **call: Any) -> Any:
     """Over all groups of `size` rollouts; an estimator that looks at no group is the mean over them."""
-    from kltest.estimators import find
-    from kltest.loss.outcome import Call
-    from kltest.loss.resolve import bind
-    from kltest.moments import exact_batches
-
     spec = find(name).spec
     return exact_batches(bind(find(name).function, Call(**call), name, spec=spec), instance, size=size, grouped=True)
 
 
 def _masking(one: Mapping[str, Any]) -> list[Row]:
     """Return what masking leaves of the gradient and, in closed form, what it removes: E[1{tied}·u·g]."""
-    from kltest.truth import gradient
-
     instance, size = instance_of(one["success"], one["seed"]), one["group_size"]
     truth = gradient("reverse_kl", instance)
     masked = _moments("tied-groups-masked", instance, size).gradient
@@ -70,8 +68,6 @@ def _masking(one: Mapping[str, Any]) -> list[Row]:
 
 def _baselines(one: Mapping[str, Any]) -> list[Row]:
     """Each baseline's multiple of the true gradient, what is left beside it, and its noise."""
-    from kltest.truth import gradient
-
     instance, rows = instance_of(0.5, one["seed"]), []
     truth = gradient("reverse_kl", instance)
     square = float((truth**2).sum())
@@ -90,8 +86,6 @@ def _push(one: Mapping[str, Any]) -> list[Row]:
 
     The reward is 0 everywhere, so every group is tied and only the KL inside the reward pushes.
     """
-    from dataclasses import replace
-
     instance, beta, size = instance_of(0.5, one["seed"]), one["push"], TRAINED_SIZE
     instance = replace(instance, environment=replace(instance.environment, reward=np.zeros((1, 4))))
     # The moments of a loss that takes β are those of its KL part, the change with β over β.
@@ -110,8 +104,6 @@ def _push(one: Mapping[str, Any]) -> list[Row]:
 
 def _normalised_by_hand(instance: Any, beta: float, size: int) -> np.ndarray:
     """E over all ordered groups of the mean over rows of −(r_i − r̄)/(std + 1e-4)·g_i, in plain numpy."""
-    from itertools import product
-
     policy, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
     groups = np.array(list(product(range(4), repeat=size)))
     chance = policy[groups].prod(axis=1)
@@ -125,9 +117,6 @@ def _normalised_by_hand(instance: Any, beta: float, size: int) -> np.ndarray:
 
 def _training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
     """Start at the reference, train, and see where it ended."""
-    from kltest.environments import bandit
-    from kltest.training import Problem, Run, train
-
     first = configurations[0]
     environment = bandit(4, reward=np.array([[1.0, 0.0, 0.0, 0.0]]))
     runs = []

@@ -1,12 +1,11 @@
 """Each part of the experiment has a file of its own; here a configuration finds its part."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kltest.sweeps.run import Batching
 
+from . import runs, snapshots
 from .settings import PARTS
 
 BATCHING = Batching(tuple(dict.fromkeys(name for names in PARTS.values() for name in names)), size=16)
@@ -16,8 +15,6 @@ Row = dict[str, Any]
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
     """Rows of each configuration, in which its own settings stand first."""
-    from . import runs, snapshots
-
     compute = {
         "mutation": runs.mutation,
         "controller": runs.controller,

@@ -1,13 +1,19 @@
 """Metrics logged step by step: corrupted in place, read by a controller, estimated by k1, k2 and k3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
+from kltest.environments import Instance, bandit, ragged
+from kltest.environments.policies import softmax_gradient
+from kltest.estimators import find
+from kltest.rollout import Rollout
 from kltest.sweeps.store import digest
+from kltest.training import Problem
+from kltest.truth import gradient, optimum, value
 
 from .settings import CONTROLLER, ENVIRONMENT, LOOKS, TRAINING
 
@@ -16,9 +22,6 @@ Row = dict[str, Any]
 
 def problem_of(seed: int) -> Any:
     """A random reference from which training starts, and a reward of 1 or 0 for every token."""
-    from kltest.environments import ragged
-    from kltest.training import Problem
-
     return Problem.draw(ragged(ENVIRONMENT["vocabulary"], ENVIRONMENT["length"]), seed, distance=0.0, reward="binary")
 
 
@@ -27,8 +30,6 @@ def token_rewards(logp, ref_logp, mask, reward, beta, copied):  # type: ignore[n
 
     (B, T) → (B, T) and the metrics, as a trainer with the KL in the reward makes them. In place is slime before #2114.
     """
-    import torch
-
     kl = (logp - ref_logp).where(mask != 0, 0.0).detach()
     metrics = {"kl": kl}
     shaped = kl.clone() if copied else kl
@@ -40,13 +41,6 @@ def token_rewards(logp, ref_logp, mask, reward, beta, copied):  # type: ignore[n
 
 def mutation(one: Mapping[str, Any]) -> list[Row]:
     """Exact training, and at each step what was recorded as the KL and what is read from it after the loss."""
-    import torch
-
-    from kltest.environments import Instance
-    from kltest.environments.policies import softmax_gradient
-    from kltest.rollout import Rollout
-    from kltest.truth import value
-
     problem = problem_of(one["seed"])
     environment, logits = problem.environment, np.array(problem.start)
     rows = []
@@ -83,11 +77,6 @@ def mutation(one: Mapping[str, Any]) -> list[Row]:
 
 def controller(one: Mapping[str, Any]) -> list[Row]:
     """A β that is adapted until a metric meets its target, where every round trains to π* of the β at hand."""
-    from dataclasses import replace
-
-    from kltest.environments import Instance, bandit
-    from kltest.truth import optimum, value
-
     generator = np.random.default_rng(11)
     reward = (generator.random((1, 8)) < 0.5).astype(float)
     reference = generator.standard_normal((1, 8))
@@ -112,11 +101,6 @@ def controller(one: Mapping[str, Any]) -> list[Row]:
 
 def logged(one: Mapping[str, Any]) -> list[Row]:
     """Exact mean and standard deviation of what k1, k2 and k3 log for one rollout, along an exact run."""
-    from kltest.environments import Instance
-    from kltest.estimators import find
-    from kltest.rollout import Rollout
-    from kltest.truth import gradient, value
-
     problem = problem_of(one["seed"])
     logits, rows = np.array(problem.start), []
     for step in range(max(LOOKS) + 1):

@@ -1,7 +1,5 @@
 """Quantities logged as the KL, and what they are: the parts and their grids."""
 
-from __future__ import annotations
-
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.

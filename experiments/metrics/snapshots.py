@@ -1,11 +1,19 @@
 """Metrics logged of one policy: multiplied by a ratio or an advantage, masked with its group, averaged over padding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+
+from kltest.environments import Instance, bandit, ragged
+from kltest.estimators import find
+from kltest.estimators.groups import group_sum
+from kltest.loss.calling import bind
+from kltest.moments import exact_batches
+from kltest.rollout import Rollout
+from kltest.truth import value
 
 from .settings import ENVIRONMENT, GARBAGE, REFERENCE
 
@@ -14,13 +22,6 @@ Row = dict[str, Any]
 
 def reweighted(one: Mapping[str, Any]) -> list[Row]:
     """Expectations under an older sampler of Σu times what trainers multiply it by, and what they are."""
-    from dataclasses import replace
-
-    from kltest.environments import Instance, ragged
-    from kltest.estimators import find
-    from kltest.rollout import Rollout
-    from kltest.truth import value
-
     environment = ragged(ENVIRONMENT["vocabulary"], ENVIRONMENT["length"])
     generator = np.random.default_rng([one["seed"], 5])
     environment = replace(environment, reward=generator.standard_normal(environment.reward.shape))
@@ -61,8 +62,6 @@ def reweighted(one: Mapping[str, Any]) -> list[Row]:
 
 def masked_kl(logp, ref_logp, mask, reward, group):  # type: ignore[no-untyped-def]
     """Σu, zero where all rewards of the group are the same; logged as it stands. (B, T) → (B,)."""
-    from kltest.estimators.groups import group_sum
-
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(dim=1)
     mean = group_sum(reward, group) / group_sum(reward.new_ones(len(reward)), group)
     differs = group_sum(((reward - mean).abs() > 1e-9).to(log_ratio.dtype), group) > 0
@@ -75,11 +74,6 @@ def masked(one: Mapping[str, Any]) -> list[Row]:
 
     In closed form Σ_v π_v·u_v·(1 − P(the other n − 1 earn what v earns)).
     """
-    from kltest.environments import Instance, bandit
-    from kltest.loss.calling import bind
-    from kltest.moments import exact_batches
-    from kltest.truth import value
-
     right, size = one["success"], one["group_size"]
     wrong = np.array(REFERENCE[1:])
     policy = np.log([[right, *((1 - right) * wrong / wrong.sum())]])
@@ -104,12 +98,6 @@ def masked(one: Mapping[str, Any]) -> list[Row]:
 
 def padding(one: Mapping[str, Any]) -> list[Row]:
     """One policy, its rollouts padded to a length: the mean over all positions, zeros or not, and over live ones."""
-    import torch
-
-    from kltest.environments import Instance, ragged
-    from kltest.rollout import Rollout
-    from kltest.truth import value
-
     instance = Instance.draw(ragged(ENVIRONMENT["vocabulary"], ENVIRONMENT["length"]), one["seed"])
     batch, chances = Rollout.of(instance), instance.rollout_weights("current")
     length = max(one["padded_length"], ENVIRONMENT["length"])

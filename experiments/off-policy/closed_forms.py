@@ -10,8 +10,6 @@ policy's step δ and the sampler's δ_μ an expected update is
 since R − β·Σu is the same for all rollouts at π*, and E_μ[Σ_t g_t] = F·(δ_μ − δ). After n of them, δ_μ = δ at first:
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Staleness, from none to many updates: gradients, weights and training, each part with what concerns it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

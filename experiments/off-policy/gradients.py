@@ -1,7 +1,5 @@
 """Exact bias and variance of every estimator: along a training path, and against the length of a rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -9,10 +7,15 @@ from typing import Any
 import numpy as np
 
 from kltest.environments import Instance, sequence
+from kltest.estimators import find
+from kltest.loss.calling import bind
+from kltest.moments import exact
 from kltest.sweeps.store import digest
+from kltest.training import Problem, Run, train
 from kltest.truth import combine, gradient, parse, value
 
 from ..enumerated import gradient_again
+from .own import OWN
 from .settings import FOLLOWED, PATH, TREE
 
 Row = dict[str, Any]
@@ -82,8 +85,6 @@ def on_path(length: int, staleness: int, seed: int) -> Instance:
 @cache
 def _path(length: int, seed: int) -> tuple[Any, Sequence[np.ndarray]]:
     """The problem, and the logits after 0, 1, … updates of training with exact expectations."""
-    from kltest.training import Problem, Run, train
-
     environment = sequence(int(PATH["vocabulary"]), length)
     problem = Problem.draw(environment, _seed("path", length, seed), distance=PATH["distance"], reward="normal")
     logits = [problem.start]
@@ -121,12 +122,6 @@ def _along(length: int, staleness: int, seed: int, estimator: str) -> Any:
 
 
 def _moments(estimator: str, instance: Instance) -> Any:
-    from kltest.estimators import find
-    from kltest.loss.calling import bind
-    from kltest.moments import exact
-
-    from .own import OWN
-
     if estimator in OWN:
         return exact(bind(OWN[estimator], name=estimator), instance, "stale")
     found = find(estimator)

@@ -1,7 +1,5 @@
 """k1 in the reward with PPO's token ratio, plain or clipped: the penalty as it reaches an actor's loss."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A KL penalty when rollouts come from an older policy: the parts, and what each of them varies."""
 
-from __future__ import annotations
-
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.

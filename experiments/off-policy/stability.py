@@ -4,13 +4,18 @@ Where training rests on-policy it rests for any number of updates a cycle, as a 
 policy. A small step δ away becomes M·δ after a cycle, and dies away where all eigenvalues of M are smaller than one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from kltest.environments import Instance
+from kltest.training import Problem, Run, train
+from kltest.truth import optimum, value
+from kltest.truth.recursions import total_visits
+
+from ..fixed_points import token_k2_fixed_point, token_k3_fixed_point
 from .settings import GROUP, RECIPES, TRAINED
 from .trained import groups, problem
 
@@ -25,8 +30,6 @@ def of_stability(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]
 
 def _cycle(one: Mapping[str, Any]) -> Row:
     """The largest eigenvalue of M, where the rest point went, and what theory needs to know of the environment."""
-    from kltest.training import Problem, Run, train
-
     estimator, ratio, name = RECIPES[one["recipe"]]
     each, beta = problem(one["seed"]), TRAINED["beta"]
     rest = rest_of(each, beta, name)
@@ -64,11 +67,6 @@ def _cycle(one: Mapping[str, Any]) -> Row:
 
 def _off_regression(one: Mapping[str, Any]) -> float | None:
     """Difference of the last update of a cycle from −∇ Var_μ(R − β·Σu)/(2β), if the sampler is the start."""
-    import torch
-
-    from kltest.environments import Instance
-    from kltest.training import Run, train
-
     count, each, beta, rate = one["updates"], problem(one["seed"]), TRAINED["beta"], one["learning_rate"]
     run = Run(each, "leave-one-out", beta=beta, learning_rate=rate)
     before, after = (
@@ -89,10 +87,6 @@ def _off_regression(one: Mapping[str, Any]) -> float | None:
 
 def rest_of(each: Any, beta: float, name: str | None) -> np.ndarray:
     """(C, V) log-probs of the policy where training rests on-policy."""
-    from kltest.truth import optimum
-
-    from ..fixed_points import token_k2_fixed_point, token_k3_fixed_point
-
     if name == "optimum":
         return optimum(each.environment, each.reference, beta).policy
     solve = {"token_k2": token_k2_fixed_point, "token_k3": token_k3_fixed_point}[str(name)]
@@ -104,8 +98,6 @@ def curvatures(environment: Any, log_policy: np.ndarray) -> list[float]:
 
     It falls into a block for each context, visits·(diag π − ππᵀ).
     """
-    from kltest.truth.recursions import total_visits
-
     chances = np.exp(log_policy)
     blocks = np.einsum("cv,vw->cvw", chances, np.eye(chances.shape[1])) - np.einsum("cv,cw->cvw", chances, chances)
     found = total_visits(environment, log_policy)[:, None] * np.linalg.eigvalsh(blocks)[:, 1:]
@@ -113,7 +105,4 @@ def curvatures(environment: Any, log_policy: np.ndarray) -> list[float]:
 
 
 def _kl(each: Any, log_policy: np.ndarray) -> float:
-    from kltest.environments import Instance
-    from kltest.truth import value
-
     return value("reverse_kl", Instance.of(each.environment, log_policy, each.reference))

@@ -1,7 +1,5 @@
 """Training with several updates to one sampler, with exact expectations and with drawn rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +7,7 @@ import numpy as np
 
 from kltest.environments import sequence
 from kltest.sweeps.store import digest
+from kltest.training import Problem, Run, train
 
 from .settings import GROUP, RECIPES, TRAINED
 
@@ -18,8 +17,6 @@ MEASURED = ("gap", "kl", "kl_to_optimum", "gradient_norm")
 
 def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
     """A row for each configuration: runs that differ in the environment alone are trained together."""
-    from kltest.training import Run, train
-
     first = configurations[0]
     estimator, ratio, _ = RECIPES[first["recipe"]]
     beta, size = TRAINED["beta"], first["batch_size"]
@@ -62,8 +59,6 @@ def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
 
 
 def problem(seed: int) -> Any:
-    from kltest.training import Problem
-
     environment = sequence(int(TRAINED["vocabulary"]), int(TRAINED["length"]))
     return Problem.draw(
         environment, int(digest(["training", seed])[:8], 16), distance=TRAINED["distance"], reward="normal"

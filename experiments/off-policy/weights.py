@@ -1,7 +1,5 @@
 """Effective sample sizes of importance weights against length, by recursion over contexts: no rollout is drawn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

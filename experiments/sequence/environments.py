@@ -10,8 +10,6 @@ is still there with chance κⁿ; with k(c) the next-token KL in context c and k
 tokens follow brings W(n)·(k(v) − k̄) beyond what any token brings, W(n) = (1 − κⁿ)/(1 − κ).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from kltest.environments import Instance, ngram, sequence

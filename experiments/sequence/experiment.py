@@ -1,7 +1,5 @@
 """Gradients that a token-level loss misses: one part of the question at a time, every number exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -10,6 +8,9 @@ import numpy as np
 
 from kltest.environments import Instance, sequence
 from kltest.environments.policies import softmax_gradient, table
+from kltest.loss.resolve import resolve
+from kltest.moments import dynamic, exact
+from kltest.training import Problem, Run, train
 from kltest.truth import gradient, value
 from kltest.truth.gradients import credit_pairs
 
@@ -77,9 +78,6 @@ def _persistent(vocabulary: int, length: int, steering: float, seed: int) -> Row
 
 def _estimators(length: int, estimator: str) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming over what it does to each token."""
-    from kltest.loss.resolve import resolve
-    from kltest.moments import dynamic
-
     instance = environments.persistent(settings.VOCABULARY, length, settings.STEERING, 0)
     whole, local = (gradient(name, instance) for name in ("reverse_kl", "local_reverse_kl"))
     found = dynamic(resolve(estimator), instance).gradient
@@ -155,9 +153,6 @@ def _conditions(seed: int) -> list[Row]:
 
 def _root(estimator: str) -> list[Row]:
     """The expected gradient at the root's second logit, from all rollouts: the truth there is p(1 − p)·d."""
-    from kltest.loss.resolve import resolve
-    from kltest.moments import exact
-
     rows = []
     for chance in settings.CHANCES:
         for departure in settings.DEPARTURES:
@@ -182,9 +177,6 @@ def _circulation() -> list[Row]:
 
     Two binary tokens, a fair reference: x is the logit of the root's second token, y that of the second token after it.
     """
-    from kltest.loss.resolve import resolve
-    from kltest.moments import exact
-
     environment, fair = sequence(2, 2), np.zeros((3, 2))
     nodes, weights = np.polynomial.legendre.leggauss(30)
     (x0, x1), (y0, y1) = settings.CORNERS
@@ -222,8 +214,6 @@ def _ends(seed: int) -> list[Row]:
 
     A token tree: the rest point is solved backwards, and the Jacobian of what training follows is worked out there.
     """
-    from kltest.training import Problem, Run, train
-
     chosen = settings.ENDS
     drawn = environments.generator("ends", chosen, seed)
     shape = (sequence(chosen["vocabulary"], chosen["length"]).n_contexts, chosen["vocabulary"])

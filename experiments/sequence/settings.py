@@ -1,7 +1,5 @@
 """Share of ∇KL(π‖ref) that a token-level loss misses on sequences: the parts, and what each of them varies."""
 
-from __future__ import annotations
-
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.

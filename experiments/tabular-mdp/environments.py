@@ -1,7 +1,5 @@
 """The decision processes of this experiment: a chain, a grid and random ones, actions that slip, rollouts that end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

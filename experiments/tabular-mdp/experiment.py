@@ -1,15 +1,16 @@
 """Gradients that token-level losses miss in MDPs: one part of the question at a time, every number exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 from kltest.environments import Instance
 from kltest.environments.policies import table
+from kltest.loss.resolve import resolve
+from kltest.moments import dynamic, exact
 from kltest.truth import gradient, value
 from kltest.truth.recursions import total_visits
 
@@ -65,9 +66,6 @@ def _dynamics(instance: Instance) -> float:
 
 def _estimators(environment: str, estimator: str) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming and over all rollouts."""
-    from kltest.loss.resolve import resolve
-    from kltest.moments import dynamic, exact
-
     instance = environments.instance(environment, ENUMERATED["horizon"], ENUMERATED["slip"], 0)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
     loss = resolve(estimator)
@@ -133,8 +131,6 @@ SIDE = 60.0
 
 def _crossings(pull: Callable[[float], float]) -> list[float]:
     """The logits at which it changes sign, smallest first."""
-    from scipy.optimize import brentq
-
     grid = np.linspace(-SIDE, SIDE, 2401)
     signs = [pull(logit) > 0 for logit in grid]
     changes = [index for index, (one, other) in enumerate(pairwise(signs)) if one != other]

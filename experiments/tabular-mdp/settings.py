@@ -1,7 +1,5 @@
 """Share that a token-level loss misses in stochastic MDPs: the parts, and what each varies."""
 
-from __future__ import annotations
-
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.

@@ -1,11 +1,15 @@
 """Pushes two Gaussians through the registered functions: integrated, and sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from scipy.optimize import brentq
+
+from kltest.estimators import find
+from kltest.loss.placement import place
+from kltest.sweeps.store import digest
 
 from .gaussians import PARTS, Gaussians
 from .settings import DIRECTIONS, ESTIMATORS, ORDERS, PLACEMENTS, SIZES
@@ -38,8 +42,6 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 
 
 def _pair(configuration: Mapping[str, Any]) -> list[Row]:
-    from kltest.sweeps.store import digest
-
     estimator, samples = configuration["estimator"], configuration["samples"]
     about = {name: configuration[name] for name in ("estimator", "kl", "width", "samples", "seed")}
     pair = Gaussians.at(about["kl"], about["width"])
@@ -74,11 +76,6 @@ def _pair(configuration: Mapping[str, Any]) -> list[Row]:
 
 def evaluate(estimator: str, pair: Gaussians, e: np.ndarray) -> dict[str, np.ndarray]:
     """The estimator's value at each e, and what it multiplies the score with in each placement."""
-    import torch
-
-    from kltest.estimators import find
-    from kltest.loss.placement import place
-
     function = find(estimator).function
     x = torch.from_numpy(pair.shift + pair.width * e)[:, None]
     constant = 0.5 * np.log(2 * np.pi)
@@ -112,8 +109,6 @@ def _moments(at_nodes: np.ndarray, drawn: np.ndarray) -> Row:
 
 def _order(direction: str, one: str, other: str, quantity: str) -> Row:
     """The KL at which the first stops being the better of the two; None where it is so, or is not, all along."""
-    from scipy.optimize import brentq
-
     assert {one, other} <= set(ESTIMATORS)
     along, ends = path(direction)
 

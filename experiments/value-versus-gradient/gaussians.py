@@ -9,8 +9,6 @@ a sum of polynomials times powers of w = e^(−u), and the expectation of each i
 which is infinite where p ≤ 0: the reference has too much probability where the policy has almost none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ class Gaussians:
     width: float = 1.0
 
     @classmethod
-    def at(cls, kl: float, width: float = 1.0) -> Gaussians:
+    def at(cls, kl: float, width: float = 1.0) -> "Gaussians":
         """At that KL(π‖ref); ValueError where the width alone is further away than that."""
         square = 2 * (kl - cls(0.0, width).kl)
         if square < -1e-12:
@@ -57,7 +55,7 @@ class Gaussians:
         """∇ log π, part by part."""
         return {"mean": Polynomial([0.0, 1 / self.width]), "width": Polynomial([-1.0, 0.0, 1.0])}
 
-    def expectation(self, terms: Terms) -> float:
+    def expectation(self, terms: "Terms") -> float:
         """E_π of a sum of polynomials times powers of w; inf where it does not exist."""
         return sum(self._gaussian_integral(power, polynomial) for power, polynomial in terms.powers.items())
 
@@ -80,13 +78,13 @@ class Terms:
 
     powers: Mapping[int, Polynomial]
 
-    def __add__(self, other: Terms) -> Terms:
+    def __add__(self, other: "Terms") -> "Terms":
         found = dict(self.powers)
         for power, polynomial in other.powers.items():
             found[power] = found.get(power, Polynomial([0.0])) + polynomial
         return Terms(found)
 
-    def __mul__(self, other: Terms) -> Terms:
+    def __mul__(self, other: "Terms") -> "Terms":
         total = Terms({})
         for one, left in self.powers.items():
             for two, right in other.powers.items():

@@ -1,19 +1,19 @@
 """The 1,000-arm bandit of the baseline study: k1 + λ(w − 1) in both places, where λ is nothing but a baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.environments import Instance, bandit
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
+from kltest.moments import exact
+from kltest.training import PerRun, Problem, Run, State, train
 
 from .settings import ARMS, RECORDED
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kltest.environments import Instance
-    from kltest.training import State
 
 Row = dict[str, Any]
 
@@ -28,8 +28,6 @@ def tables() -> tuple[np.ndarray, np.ndarray]:
 
 
 def instance() -> Instance:
-    from kltest.environments import Instance, bandit
-
     reference, start = tables()
     return Instance.of(bandit(int(ARMS["count"])), start, reference)
 
@@ -52,10 +50,6 @@ def least_noisy_gradient(state: State) -> Tensor:
 
 def coefficients() -> dict[str, float]:
     """Both at the start."""
-    import torch
-
-    from kltest.training import State
-
     one = instance()
     policy, reference = (torch.from_numpy(table)[None] for table in (one.policy, one.reference))
     state = State(policy, reference, policy)
@@ -64,10 +58,6 @@ def coefficients() -> dict[str, float]:
 
 def noise(one: Mapping[str, Any]) -> list[Row]:
     """Variance of value and gradient of one rollout at the start, over all arms."""
-    from kltest.loss.outcome import Call
-    from kltest.loss.resolve import resolve
-    from kltest.moments import exact
-
     found = exact(resolve("lambda-baseline", Call(arguments={"lam": one["lam"]})), instance())
     assert found.value is not None
     size = float((found.gradient**2).sum())
@@ -77,9 +67,6 @@ def noise(one: Mapping[str, Any]) -> list[Row]:
 
 def training(one: Mapping[str, Any]) -> list[Row]:
     """A row for each run's end, and one for each recorded update with the median and the middle 80 %."""
-    from kltest.environments import bandit
-    from kltest.training import PerRun, Problem, Run, train
-
     reference, start = tables()
     problem = Problem(bandit(int(ARMS["count"])), start, reference)
     rules = {"value": least_noisy_value, "gradient": least_noisy_gradient}

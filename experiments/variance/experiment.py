@@ -1,20 +1,20 @@
 """Exact variances of values and gradients: the published pair, random environments, what can be gained, the bandit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+
+from kltest.environments import Instance, sequence
+from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
+from kltest.moments import Moments, exact
+from kltest.sweeps.store import digest
 
 from ..rollouts import gradients
 from . import bandit, freedom
 from .prefixes import Environments, Form, best_coefficient, bootstrapped, rao_blackwell, sampled
 from .settings import ENUMERATED, EXACT, MIXED, PUBLISHED, SURE, VOCABULARY
-
-if TYPE_CHECKING:
-    from kltest.environments import Instance
-    from kltest.moments import Moments
 
 Row = dict[str, Any]
 # So many prefixes are worked on at a time.
@@ -45,24 +45,16 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 
 
 def _exact(instance: Instance, name: str) -> Moments:
-    from kltest.loss.outcome import Call
-    from kltest.loss.resolve import resolve
-    from kltest.moments import exact
-
     estimator, placement, credit = AGAIN[name]
     return exact(resolve(estimator, Call(placement, credit)), instance)  # type: ignore[arg-type]
 
 
 def _generator(*parts: object) -> np.random.Generator:
-    from kltest.sweeps.store import digest
-
     return np.random.default_rng(int(digest(*parts), 16))
 
 
 def published_pair(first: float) -> Instance:
     """The pair of two binary tokens; `first` is the reference's chance of a 0 at first."""
-    from kltest.environments import Instance, sequence
-
     policy = np.array([[0.5, 0.5], [0.5, 0.5], [SURE, 1 - SURE]])
     reference = np.array([[first, 1 - first], [0.5, 0.5], [1 - SURE, SURE]])
     return Instance.of(sequence(2, 2), np.log(policy), np.log(reference))
@@ -167,8 +159,6 @@ def _off(
 
 
 def _instance(environments: Environments, environment: int) -> Instance:
-    from kltest.environments import Instance, sequence
-
     policy, reference = environments.tables(environment)
     return Instance.of(sequence(policy.shape[1], environments.length), policy, reference)
 

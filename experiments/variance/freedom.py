@@ -5,8 +5,6 @@ trainer does not know until it is there; a function is one unknown for each thin
 one equation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any

@@ -13,8 +13,6 @@ The first is the same for every unbiased estimator that gives a gradient to visi
 variance that such a one can have, whatever it knows (Jensen).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -72,7 +70,7 @@ class Environments:
         distance: float,
         generator: np.random.Generator,
         spread: float = 1.0,
-    ) -> Environments:
+    ) -> "Environments":
         """Random environments as in the settings."""
         policy, reference = [], []
         prefixes = sum(vocabulary**step for step in range(length))

@@ -5,8 +5,6 @@ deviation `spread` (1 where nothing is said), those of the reference are the pol
 deviation `distance`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
