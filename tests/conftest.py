@@ -6,6 +6,7 @@ test_example_project.py.
 """
 
 import os
+import signal
 import sys
 
 import pytest
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 collect_ignore = ["example_project"]
+# A shell ignores it in what it starts in the background, and whatever is started from there would.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The main job takes minutes, so it starts first; nothing waits for it at the end.
 FIRST = "test_main_job.py"

@@ -293,8 +293,9 @@ def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
     assert found["verdict"] == "inconclusive"
     assert found["error"] == ""
     said = found["unfinished"]
-    calls = int(re.search(r"(\d+) calls of 0\.0[2-9]\d* s each", said)[1])
-    assert 20 < calls == found["calls"] < 100
+    calls, seconds = re.search(r"(\d+) calls of ([\d.]+) s each", said).groups()
+    assert 0 < int(calls) == found["calls"] <= 2 / 0.02
+    assert float(seconds) >= 0.02  # that of the sleep, and what a busy machine adds
     assert f"losses.py:{line_of('def slow(logp, ref_logp, mask):')}" in said
     measured, left = re.search("measured: (.*); not reached: (.*)", said).groups()
     assert measured.startswith("bandit (current)")

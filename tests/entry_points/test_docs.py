@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from processes import ran
 from typer.testing import CliRunner
@@ -256,6 +257,14 @@ def test_constraints_meet_what_is_asked_for():
         for requirement in requirements:
             if name in pins():
                 assert requirement.specifier.contains(pins()[name], prereleases=True), f"{requirement} against the pin"
+
+
+def test_pins_can_be_installed_with_the_oldest_python():
+    (oldest,) = SpecifierSet(PROJECT["requires-python"])
+    assert oldest.operator == ">="
+    asked = {name: metadata.metadata(name).get("Requires-Python") or "" for name in pins()}
+    same = {name for name, version in pins().items() if metadata.version(name).split("+")[0] == version}
+    assert {name for name in same if not SpecifierSet(asked[name]).contains(oldest.version)} == set()
 
 
 def test_this_environment_is_the_pinned_one():
