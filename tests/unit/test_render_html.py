@@ -16,7 +16,7 @@ from kltest.counterexample.shrink import Shape, unrelated
 from kltest.loss.calling import bind
 from kltest.render import pictures as _pictures
 from kltest.render import render
-from kltest.render.pictures import bars, tree
+from kltest.render.html import templates
 from kltest.report import CounterExample, Prefix
 
 VOID = {"meta", "br"}
@@ -33,6 +33,14 @@ def example(length=1, actions=2, ends=False, moved=False, batch=1) -> CounterExa
     sampler = "stale" if moved else "current"
     answer = counter_example(bind(losses.k3_of_sequences), {"reverse_kl": 1.0}, environment, sampler, batch, 0.0)
     return answer.example
+
+
+def tree(shown: CounterExample) -> str:
+    return templates().get_template("pictures.html.j2").module.tree(shown)
+
+
+def bars(shown: CounterExample) -> str:
+    return templates().get_template("pictures.html.j2").module.bars(shown)
 
 
 SHAPES = [
