@@ -36,6 +36,10 @@ class Change:
     status: str = ""
     differences: tuple[Difference, ...] = ()
 
+    def table(self) -> list[tuple[str, str]]:
+        """Return the differences as a table of two columns without heads."""
+        return [("", ""), *((one.what, f"{one.was or '–'} → {one.now or '–'}") for one in self.differences)]
+
 
 @dataclass(frozen=True)
 class Changes:
