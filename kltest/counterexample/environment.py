@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -61,13 +61,10 @@ class SmallEnvironment:
 
     def prefix(self, context: int) -> str:
         """Name a context by the actions that lead to it."""
-        branches = len(self.policy[0]) - self.ends
-        depth, first = 0, 0
-        while context >= first + branches**depth:
-            first += branches**depth
-            depth += 1
-        actions = [(context - first) // branches**later % branches for later in reversed(range(depth))]
-        return f"after {' '.join(map(str, actions))}" if depth else "root"
+        branches = range(len(self.policy[0]) - self.ends)
+        prefixes = (actions for depth in range(self.length) for actions in product(branches, repeat=depth))
+        actions = next(islice(prefixes, context, None))
+        return f"after {' '.join(map(str, actions))}" if actions else "root"
 
 
 def kind(length: int, ends: bool) -> str:

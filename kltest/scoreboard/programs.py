@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kltest.adapters import NAMES, Adapter, Setting
-from kltest.environments import Instance, sequence
+from kltest.counterexample.environment import SmallEnvironment, kind
 from kltest.errors import KltestError
 from kltest.grading.isolation import Child, describe
 from kltest.report import Report
@@ -46,10 +46,10 @@ def program(library: Adapter, setting: Setting, report: Report) -> dict[str, Any
     if code := library.standalone(setting) if library.standalone else "":
         note, known = compared(_printed(code), report), library.name in NAMES
         return {"program": "" if known else code, "program_of_adapter": known, "program_note": note}
-    if setting.target.startswith("kltest."):
-        return {**fields, "program_note": "it is called through a function of kltest"}
-    if example is None:
-        return {**fields, "program_note": "no small environment shows it"}
+    if example is None or setting.target.startswith("kltest."):
+        called = setting.target.startswith("kltest.")
+        note = "it is called through a function of kltest" if called else "no small environment shows it"
+        return {**fields, "program_note": note}
     # The grader ran its program before it gave it out.
     return {**fields, "program": example.code, "program_note": example.note}
 
@@ -99,22 +99,19 @@ def compared(printed: dict[str, Any], report: Report) -> str:
     Raises:
         ProgramError: they differ.
     """
-    environment = sequence(printed["vocabulary"], printed["length"])
-    policy, reference = (np.log(np.array(printed[name])) for name in ("policy", "reference"))
-    sampler = None if printed["sampler"] is None else np.log(np.array(printed["sampler"]))
-    instance = Instance.of(environment, policy, reference, sampler)
-    wanted = "bandit" if printed["length"] == 1 else "sequence", "current" if sampler is None else "stale"
+    length, sampler = printed["length"], printed["sampler"]
+    instance = SmallEnvironment(printed["policy"], printed["reference"], sampler, length).instance()
+    wanted = kind(length, ends=False), "current" if sampler is None else "stale"
     rows = [row for row in report.gradients if (row.environment, row.sampler) == wanted]
     row = next((row for row in rows if row.batch == 1), rows[0] if rows else None)
     if row is None or row.identified is None:
         return "its gradient is unnamed, so there is nothing to compare it with"
     truth, found = combine(row.identified, instance), np.array(printed["expected"])
     scale = max(float(np.linalg.norm(truth)), float(np.linalg.norm(combine({"reverse_kl": 1.0}, instance))))
-    if found.shape != truth.shape or not np.linalg.norm(found - truth) <= AGREE[report.dtype] * scale:
+    if found.shape != truth.shape:
+        raise ProgramError(f"the standalone program prints a gradient of shape {found.shape}, not {truth.shape}")
+    if not (off := float(np.linalg.norm(found - truth)) / scale) <= AGREE[report.dtype]:
         raise ProgramError(
-            f"the standalone program prints a gradient that differs from {row.identified} by "
-            f"{np.linalg.norm(found - truth) / scale:.2g} of its norm"
-            if found.shape == truth.shape
-            else f"the standalone program prints a gradient of shape {found.shape}, not {truth.shape}"
+            f"the standalone program prints a gradient that differs from {row.identified} by {off:.2g} of its norm"
         )
     return ""

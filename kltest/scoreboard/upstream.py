@@ -4,15 +4,16 @@ All of it is made from the recorded row. Nothing is sent anywhere.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-import kltest.adapters
 from kltest.adapters import Adapter, Setting
-from kltest.adapters.standalone import shortened
-from kltest.environments import Instance, sequence
+from kltest.adapters.standalone import FOLDER, shortened
+from kltest.counterexample.environment import SmallEnvironment, kind
+from kltest.environments import Instance
 from kltest.errors import UsageError
 from kltest.scoreboard import recorded
 from kltest.scoreboard.classes import CLASSES, WHOLE, class_of
@@ -53,18 +54,15 @@ def upstream(library: Adapter, setting: Setting) -> str:
         raise UsageError(f"the adapter of {library.name} writes no programs, without which nothing is reported")
     others = [each for each in mine if each["version"] == row["version"] and class_of(each) in ("whole", "on-policy")]
     table = frame([row, *(each for each in others if each is not row)], programs=False)
-    lines: list[dict[str, Any]] = [
-        {str(key): value for key, value in each.items()} for each in table.to_dict("records")
-    ]
-    line = next(each for each in lines if each["setting"] == setting.name)
+    line: Any = table.iloc[0].to_dict()
     right = following(table, off_policy=line["kind"] == "on-policy").to_dict("records")
     recipe = next((each for each in right if each["mark"] == "recipe"), None)
+    recipes = FOLDER / library.name.replace("-", "_") / "recipes.py"
     length, stale, followed = smallest
-    versions = {name: found for name, found in row["versions"].items() if name != "kltest"}
     text = template("upstream.md.j2").render(
         **{**line, "unset": line["unset"] * (line["unset"] != "–")},
         distribution=library.distribution,
-        versions=versions,
+        versions={name: found for name, found in row["versions"].items() if name != "kltest"},
         arguments=setting.arguments,
         note=row["note"],
         source=row["source"],
@@ -76,16 +74,19 @@ def upstream(library: Adapter, setting: Setting) -> str:
         code=shortened(code, length, stale=stale).strip(),
         own=[each for each in right if not each["mark"] and family(each["setting"]) == line["family"]],
         recipe=recipe and recipe["row"],
-        recipe_code=_recipe(library) if recipe else "",
+        recipe_code=recipes.read_text(encoding="utf-8").strip() if recipe else "",
     )
     return text.strip() + "\n"
 
 
 def instance(length: int) -> Instance:
     """Return the environment of the programs, with rollouts of so many tokens."""
-    environment = sequence(2, length)
-    tables = [np.array([[p, 1 - p] for p in values[: environment.n_contexts]]) for values in TABLES.values()]
-    return Instance.of(environment, *(np.log(table) for table in tables))
+    return _environment(length).instance()
+
+
+def _environment(length: int) -> SmallEnvironment:
+    tables = {name: [[p, 1 - p] for p in chances[: 2**length - 1]] for name, chances in TABLES.items()}
+    return SmallEnvironment(tables["policy"], tables["reference"], tables["sampler"], length)
 
 
 def _smallest(row: Row) -> tuple[int, bool, dict[str, float] | None] | None:
@@ -93,20 +94,17 @@ def _smallest(row: Row) -> tuple[int, bool, dict[str, float] | None] | None:
 
     Rollouts of the policy itself are tried first. None if nothing differs.
     """
-    for stale in (False, True):
-        for length, environment in ((1, "bandit"), (2, "sequence"), (RECORDED, "sequence")):
-            for identified in _identified(row, environment, "stale" if stale else "current"):
-                followed = identified and _at(identified, row, length)
-                if followed is None and (identified is not None or length == 2):
-                    continue
-                if followed is None or _differs(followed, length):
-                    return length, stale, followed
+    for sampler, length in product(("current", "stale"), (1, 2, RECORDED)):
+        where = kind(length, ends=False), sampler
+        there = [each for each in row["gradients"] if (each["environment"], each["sampler"]) == where]
+        for identified in (each["identified"] for each in sorted(there, key=itemgetter("batch"))[:1]):
+            followed = identified and _at(identified, row, length)
+            # A gradient without a name, or without a law, is not known at other lengths than those recorded.
+            if followed is None and (identified is not None or length == 2):
+                continue
+            if followed is None or _differs(followed, length):
+                return length, sampler == "stale", followed
     return None
-
-
-def _identified(row: Row, environment: str, sampler: str) -> list[dict[str, float] | None]:
-    there = [each for each in row["gradients"] if (each["environment"], each["sampler"]) == (environment, sampler)]
-    return [each["identified"] for each in sorted(there, key=lambda each: each["batch"])[:1]]
 
 
 def _at(identified: Mapping[str, float], row: Row, length: int) -> dict[str, float] | None:
@@ -130,19 +128,13 @@ def _differs(followed: Mapping[str, float], length: int) -> bool:
 
 
 def _contexts(length: int, stale: bool, followed: Mapping[str, float] | None) -> list[dict[str, Any]]:
-    there = instance(length)
+    environment, there = _environment(length), instance(length)
     truth = combine({WHOLE: 1.0}, there)
     found = None if followed is None else combine(followed, there)
     rows = []
     for context in range(there.environment.n_contexts):
-        depth = (context + 1).bit_length() - 1
-        prefix = " ".join(f"{context + 1 - 2**depth:0{depth}b}") if depth else "nothing"
+        prefix = environment.prefix(context).removeprefix("after ").replace("root", "nothing")
         numbers = {name: f"{values[context]:g}" for name, values in TABLES.items()}
         shown = "unnamed: see the program" if found is None else f"{found[context, 0]:.6f}"
         rows.append({"prefix": prefix, **numbers, "true": f"{truth[context, 0]:.6f}", "followed": shown})
     return rows
-
-
-def _recipe(library: Adapter) -> str:
-    folder = Path(kltest.adapters.__file__).parent / library.name.replace("-", "_")
-    return (folder / "recipes.py").read_text(encoding="utf-8").strip()
