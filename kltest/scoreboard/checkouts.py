@@ -1,19 +1,15 @@
 """Libraries that no package index has: a commit of a git repository, checked out into the library's environment."""
 
 import re
-import subprocess
 from pathlib import Path
 
 from kltest.adapters import Adapter
-from kltest.errors import KltestError, UsageError
+from kltest.errors import UsageError
+from kltest.scoreboard.releases import InstallError, said
 
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
-# Digits of a commit that is written, and seconds for a call of git.
-DIGITS, LONGEST = 10, 1800.0
-
-
-class CheckoutError(KltestError):
-    """git failed; the message ends with what it said."""
+# Digits of a commit that is written.
+DIGITS = 10
 
 
 def commit_of(library: Adapter, asked: str | None, newest: str) -> str:
@@ -33,7 +29,7 @@ def check_out(library: Adapter, commit: str, home: Path, packages: Path) -> Path
     It is found among the installed packages with the commit as its version.
 
     Raises:
-        CheckoutError: git failed.
+        InstallError: git failed; the message ends with what it said.
     """
     there = home / "checkout"
     _git("clone", "--quiet", "--no-checkout", "--filter=blob:none", library.repository, str(there))
@@ -49,21 +45,9 @@ def check_out(library: Adapter, commit: str, home: Path, packages: Path) -> Path
 
 
 def _git(*arguments: str) -> str:
-    shown = " ".join(["git", *arguments])
     try:
-        done = subprocess.run(
-            ["git", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=LONGEST,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        return said(["git", *arguments], " ".join(["git", *arguments]))
     except FileNotFoundError:
-        raise CheckoutError("git is not installed, and no package index has this library") from None
-    except subprocess.TimeoutExpired:
-        raise CheckoutError(f"`{shown}` did not end within {LONGEST / 60:g} minutes") from None
-    if done.returncode:
-        words = " / ".join(line.strip() for line in done.stderr.splitlines()[-4:])
-        raise CheckoutError(f"`{shown}` failed: {words}; --checkout takes another address, or a folder with a clone")
-    return done.stdout
+        raise InstallError("git is not installed, and no package index has this library") from None
+    except InstallError as error:
+        raise type(error)(f"{error}; --checkout takes another address, or a folder with a clone") from None

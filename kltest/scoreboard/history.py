@@ -5,7 +5,6 @@ is recorded is not measured again, so that the same command goes on where it was
 """
 
 import shutil
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kltest.adapters import Adapter, find
-from kltest.errors import KltestError
 from kltest.files import writable
 from kltest.scoreboard import recorded
-from kltest.scoreboard.installation import borrows, install
+from kltest.scoreboard.installation import borrows
 from kltest.scoreboard.releases import minors
 from kltest.scoreboard.rows import Row, matches
-from kltest.scoreboard.run import CHECKOUT, FOLDER, Request, asked_for, code, measured
+from kltest.scoreboard.run import CHECKOUT, FOLDER, Request, asked_for, code, environment, log, measured
 from kltest.sweeps.store import Store
 
 PATH = Path(__file__).parent / "history.jsonl"
@@ -46,12 +44,8 @@ def history(names: Sequence[str], request: Request, output: str | None = None, *
 def _recorded(name: str, version: str, uploaded: datetime | None, request: Request, folder: Path, path: Path) -> bool:
     """Measure a release and add its rows to the table; return False if something was not graded."""
     library, within = find(name), folder / "environments"
-    print(f"{library.name} {version}: installing", file=sys.stderr, flush=True)
     try:
-        try:
-            there: Any = install(library, version, request.more, within=within)
-        except KltestError as error:
-            there = error
+        _, there = environment((name, version), request, within)
         with Store(folder / "runs.jsonl", code()) as store:
             rows = measured(name, version, there, store, request)
     finally:
@@ -62,7 +56,7 @@ def _recorded(name: str, version: str, uploaded: datetime | None, request: Reque
     recorded.record(kept, path, whole=False)
     for each in rows:
         if each["error"]:
-            print(f"{library.name} {version} {each['setting']}: {each['error']}", file=sys.stderr, flush=True)
+            log(f"{library.name} {version} {each['setting']}: {each['error']}")
     return len(kept) == len(rows)
 
 

@@ -109,9 +109,7 @@ def changes(old: Sequence[Row], new: Sequence[Row], only: Sequence[str] = ()) ->
         new: the rows that were just measured.
         only: patterns of the settings that were measured, if not all.
     """
-    first: dict[str, str] = {}
-    for each in old:
-        first.setdefault(each["library"], each["version"])
+    first = {each["library"]: each["version"] for each in reversed(old)}
     before = {(each["library"], each["setting"]): each for each in old if each["version"] == first[each["library"]]}
     after = {(each["library"], each["setting"]): each for each in new}
     found = []

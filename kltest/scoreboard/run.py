@@ -20,7 +20,7 @@ from kltest.files import writable, write
 from kltest.render.markdown import escape
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
-from kltest.scoreboard.installation import ALONE, NEWEST, Installed, complaints, exact_version, install
+from kltest.scoreboard.installation import NEWEST, Installed, borrows, complaints, exact_version, install
 from kltest.scoreboard.rows import Row, absent, changes, matches
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
@@ -80,13 +80,13 @@ def libraries(
         try:
             # The next ones are installed while one is measured; those with dependencies, which take long, come last.
             with ThreadPoolExecutor(1) as executor:
-                environment = partial(_environment, request=request)
-                order = sorted(asked, key=lambda each: not all(ALONE in call for call in find(each[0]).installs))
-                made = executor.map(environment, order)
+                installed = partial(environment, request=request)
+                order = sorted(asked, key=lambda each: not borrows(find(each[0])))
+                made = executor.map(installed, order)
                 for each, (version, there) in zip(order, made, strict=True):
                     found[each] = measured(each[0], version, there, store, request)
         except KeyboardInterrupt:
-            _log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
+            log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
             return 130
     rows = [row for each in asked for row in found[each]]
     failed = [each for each in rows if not each["setting"]]
@@ -133,16 +133,16 @@ def asked_for(names: Sequence[str]) -> list[Asked]:
     return [(name, version or None) for name, _, version in pairs]
 
 
-def _environment(each: Asked, request: Request) -> tuple[str, Installed | KltestError]:
-    """The version and its environment, or the error."""
+def environment(each: Asked, request: Request, within: Path | None = None) -> tuple[str, Installed | KltestError]:
+    """Return the version and its environment, below the folder `within` if not in the cache; or the error."""
     name, asked = each
     library = find(name)
     library = replace(library, repository=request.checkout) if request.checkout else library
     version = asked or library.version
     try:
         version = exact_version(library, asked)
-        _log(f"{library.name} {version}: installing, unless it is there already")
-        return version, install(library, version, request.more)
+        log(f"{library.name} {version}: installing, unless it is there already")
+        return version, install(library, version, request.more, within=within)
     except KltestError as error:
         return version, error
 
@@ -175,7 +175,7 @@ def measured(name: str, version: str, there: Installed | KltestError, store: Sto
                 done[each["setting"]] = each
                 progress.advance(each["setting"])
     except KltestError as error:
-        _log(f"{library.name} {version}: {error}")
+        log(f"{library.name} {version}: {error}")
         return [*(done[name] for name in names if name in done), absent(library, version, str(error))]
     return [done[name] for name in names]
 
@@ -183,7 +183,7 @@ def measured(name: str, version: str, there: Installed | KltestError, store: Sto
 def _unimportable(library: Adapter, there: Installed, answer: Row) -> str:
     """One sentence on a library that cannot be imported, with its environment and the installer's own words."""
     hint = f"; --with {answer['missing']} adds a package" if answer["missing"] else "; --with PACKAGE adds a package"
-    words = "" if all(ALONE in call for call in library.installs) else complaints(there)
+    words = "" if borrows(library) else complaints(there)
     return (
         f"{library.distribution} cannot be imported in {there.python.parents[1]}: {answer['unimportable']}"
         f"{f' ({words})' if words else ''}{hint}"
@@ -222,5 +222,6 @@ def _print_changes(changed: Sequence[str], folder: Path) -> None:
     write(folder / "changes.md", "\n".join([f"# {head}", *([""] if items else []), *items]) + "\n")
 
 
-def _log(words: str) -> None:
+def log(words: str) -> None:
+    """Print words on standard error at once."""
     print(words, file=sys.stderr, flush=True)

@@ -52,11 +52,10 @@ def _page(rows: Sequence[Row], shown: dict[tuple[str, str], list[Row]]) -> str:
         for earlier, after in changed(rows)
     ]
     told.sort(key=lambda each: each["released"], reverse=True)
-    measured: dict[str, list[str]] = {}
+    # Versions as keys: in order, each once.
+    measured: dict[str, dict[str, None]] = {}
     for row in reversed(rows):
-        versions = measured.setdefault(row["library"], [])
-        if row["version"] not in versions:
-            versions.append(row["version"])
+        measured.setdefault(row["library"], {})[row["version"]] = None
     return template("history.md.j2").render(changes=told, measured=measured, classes=CLASSES, shown=shown)
 
 

@@ -266,7 +266,7 @@ def test_a_history_goes_on_where_it_was_and_leaves_no_environment(made_up, tmp_p
     ((earlier, later),) = releases_of.changed(rows)
     assert (earlier["version"], later["version"], later["setting"]) == ("1.0", "2.0", "penalty/square")
     assert not (tmp_path / "environments").exists()
-    monkeypatch.setattr(releases_of, "install", lambda *_, **__: pytest.fail("it installs"))
+    monkeypatch.setattr(run, "install", lambda *_, **__: pytest.fail("it installs"))
     assert releases_of.history([str(made_up)], asked, str(tmp_path)) == 0
 
 
@@ -451,7 +451,7 @@ def test_the_former_names_are_still_read_for_one_release(tmp_path):
 
 def test_outside_a_checkout_a_record_is_refused_before_anything_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(run, "install", lambda *_: pytest.fail("it installs"))
+    monkeypatch.setattr(run, "install", lambda *_, **__: pytest.fail("it installs"))
     with pytest.raises(UsageError, match=r"--record .*checkout"):
         libraries(["trl"], output=str(tmp_path / "results"), record=True)
     assert not (tmp_path / "results").exists()
