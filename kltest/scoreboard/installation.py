@@ -153,10 +153,10 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
                 packages = _packages(home)
                 with (packages / "kltest.pth").open("a") as paths:
                     paths.write(f"{check_out(library, version, home, packages)}\n")
+            (home / "scratch").mkdir()
+            (home / "complete").write_text(json.dumps(recipe))
         except OSError as error:
             raise InstallError(f"{home} cannot be written: {error.strerror}") from error
-        (home / "complete").write_text(json.dumps(recipe))
-    (home / "scratch").mkdir(exist_ok=True)
     return Installed(python, home / "scratch")
 
 

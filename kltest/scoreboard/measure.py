@@ -10,13 +10,15 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 import joblib
@@ -31,6 +33,8 @@ from kltest.scoreboard.rows import Row, matches, row
 
 # Packages whose versions may matter for the results.
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
+# Seconds between two looks at which of the processes were killed; one that ends by itself is noticed at once.
+PATIENCE = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,31 +71,77 @@ def _measured(asked: argparse.Namespace, answers: IO[str]) -> Iterator[dict[str,
         # Each setting reports a failed import when it is graded.
         with contextlib.suppress(Exception):
             import_module(module)
-    # Forked, so that all share the imports. A worker must not keep the answers open if this process ends early.
-    workers = {"max_workers": joblib.cpu_count(), "mp_context": get_context("fork")}
-    with ProcessPoolExecutor(**workers, initializer=os.close, initargs=(answers.fileno(),)) as pool:
-        try:
-            shows = not asked.history
-            work = [pool.submit(_row, asked.library, setting, asked.timeout, shows) for setting in left]
-            for future in as_completed(work):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    yield from _graded(asked, left, answers)
 
 
-def _row(name: str, wanted: str, timeout: float | None, shows: bool) -> Row:
-    """The row of a setting; with the program that `shows` its gradient, or without."""
+def _graded(asked: argparse.Namespace, settings: Sequence[str], answers: IO[str]) -> Iterator[Row]:
+    """Yield a row of each setting, graded in a process and a folder of its own; one that is killed loses its own row.
+
+    What a setting leaves in its folder, that of temporary files too, is deleted before the next one is begun.
+    """
+    # Forked, so that all share the imports.
+    fork, left = get_context("fork"), list(settings)
+    running: dict[Connection, tuple[str, Any, str]] = {}
+    try:
+        while left or running:
+            while left and len(running) < joblib.cpu_count():
+                ours, theirs = fork.Pipe(duplex=False)
+                setting, folder = left.pop(0), tempfile.mkdtemp(prefix="setting-")
+                process = fork.Process(target=_send_row, args=(asked, setting, folder, answers, theirs))
+                process.start()
+                theirs.close()
+                running[ours] = setting, process, folder
+            wait(running, PATIENCE)
+            for ours, (setting, process, folder) in list(running.items()):
+                # What a killed process forked keeps its end of the pipe open.
+                found = None
+                if not ours.poll() and process.exitcode is None:
+                    continue
+                with contextlib.suppress(EOFError, OSError):
+                    found = ours.recv() if ours.poll() else None
+                del running[ours]
+                _end(process, folder)
+                yield found or _row(asked, setting, f"the process that graded it ended, with code {process.exitcode}")
+    finally:
+        for _, process, folder in running.values():
+            process.terminate()
+            _end(process, folder)
+
+
+def _end(process: Any, folder: str) -> None:
+    process.join(PATIENCE)
+    process.kill()
+    process.join()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _send_row(asked: argparse.Namespace, setting: str, folder: str, answers: IO[str], connection: Connection) -> None:
+    """Grade a setting in a process of its own and send its row."""
+    # It must not keep the answers open if the process that forked it ends early.
+    answers.close()
+    os.chdir(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    try:
+        found = _row(asked, setting)
+    except OSError as error:
+        found = _row(asked, setting, str(error))
+    connection.send(found)
+
+
+def _row(asked: argparse.Namespace, wanted: str, lost: str = "") -> Row:
+    """The row of a setting, with the program that shows its gradient but for histories; or that its result is lost."""
+    name, shows, timeout = asked.library, not (asked.history or lost), asked.timeout
     library = find(name)
     setting = library.setting(wanted) or next(each for each in installed_settings(library) if each.name == wanted)
     started = time.monotonic()
     # Under a stale sampler too, whatever log-probs a setting takes; a recipe for fresh rollouts is held to these alone.
     both = shows and not (setting.recipe and "sampler" in setting.options)
-    asked = {"sampler": "both"} if both else {}
-    (job,) = Job.all_of(f"{name}:{wanted}", {**asked, **({} if timeout is None else {"timeout": timeout})})
+    given = {"sampler": "both"} if both else {}
+    (job,) = Job.all_of(f"{name}:{wanted}", {**given, **({} if timeout is None else {"timeout": timeout})})
     shown: dict[str, Any] = {"program": "", "program_of_adapter": False}
     try:
         try:
-            ((report, _),) = graded([job])
+            ((report, _),) = [(failed(job, f"{job.name}: {lost}"), "")] if lost else graded([job])
         except UsageError as error:
             report = failed(job, str(error))
         try:

@@ -19,7 +19,7 @@ VALUE = ("environment", "sampler", "matches")
 # Fields of a setting that a row repeats.
 DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note")
 # Fields of a report that a row repeats.
-REPORTED = ("expect", "placement", "credit", "verdict", "reduction", "dtype")
+REPORTED = ("expect", "placement", "credit", "verdict", "reduction", "dtype", "unfinished")
 # Fields in which two versions of a library are compared.
 COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error", "program_of_adapter", "unset")
 # Fields of the scoreboard's own measurements: by name the laws of coefficients; True if the sampler's log-probs move
@@ -78,6 +78,11 @@ def leaked(leak: Sequence[float]) -> str:
     """Return the sentence of such numbers."""
     written, after, before = leak
     return f"With {WRITTEN[int(written)]} at padded positions, the loss gives {after:.4g} where it gave {before:.4g}."
+
+
+def graded(each: Mapping[str, Any]) -> bool:
+    """Return True if a setting was graded to the end."""
+    return not (each["error"] or each.get("unfinished"))
 
 
 def absent(library: Adapter, version: str, reason: str) -> Row:

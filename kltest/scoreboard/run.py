@@ -21,7 +21,7 @@ from kltest.render.markdown import escape
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import NEWEST, Installed, borrows, complaints, exact_version, install
-from kltest.scoreboard.rows import Row, absent, changes, matches
+from kltest.scoreboard.rows import Row, absent, changes, graded, matches
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
@@ -99,7 +99,7 @@ def libraries(
     if record:
         recorded.record(rows, whole=not request.settings)
     refused = {(each["library"], each["setting"]) for each in recorded.read() if each["error"]}
-    ungraded = [each for each in rows if each["error"] and (each["library"], each["setting"]) not in refused]
+    ungraded = [each for each in rows if not graded(each) and (each["library"], each["setting"]) not in refused]
     return 3 if ungraded else int(bool(changed))
 
 
@@ -151,11 +151,12 @@ def measured(name: str, version: str, there: Installed | KltestError, store: Sto
     """The rows of a library, and one with the error if it failed; those in the store are not measured again."""
     library = find(name)
     names: list[str] = []
+    unkept = ""
     # What could not be graded is tried once more.
     done = {
         each["setting"]: each
         for each in ([] if request.again else store.all_rows())
-        if (each["library"], each["version"]) == (library.name, version) and not each["error"]
+        if (each["library"], each["version"]) == (library.name, version) and graded(each)
     }
     try:
         if isinstance(there, KltestError):
@@ -171,9 +172,14 @@ def measured(name: str, version: str, there: Installed | KltestError, store: Sto
         names = first["settings"]
         with Progress(f"{library.name} {version}", len(names), done=len(done.keys() & names)) as progress:
             for each in answers:
-                store.add([({"library": library.name, "version": version, "setting": each["setting"]}, [each])])
                 done[each["setting"]] = each
                 progress.advance(each["setting"])
+                try:
+                    store.add([({"library": library.name, "version": version, "setting": each["setting"]}, [each])])
+                except KltestError as error:
+                    unkept = str(error)
+        if unkept:
+            raise KltestError(unkept)
     except KltestError as error:
         log(f"{library.name} {version}: {error}")
         return [*(done[name] for name in names if name in done), absent(library, version, str(error))]
@@ -199,12 +205,10 @@ def code() -> str:
 
 
 def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
-    """Write the scoreboard of all rows in the store, and print those that were asked for."""
+    """Print the rows that were asked for, and write the scoreboard of all rows in the store."""
     from kltest.scoreboard.pages import files
     from kltest.scoreboard.table import COLUMNS, frame
 
-    for name, content in files(stored).items():
-        write(folder / name, content)
     for title, group in frame(rows, programs=False).groupby("title", sort=False):
         print(f"\n{title}")
         for line in group.to_dict("records"):
@@ -212,6 +216,10 @@ def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
             for column in ("one_step", "sequences", "off_policy", "checks", "logged"):
                 if line[column]:
                     print(f"    {COLUMNS[column] + ':':12}{line[column]}")
+            if unfinished := line["row"].get("unfinished"):
+                print(f"    unfinished: {unfinished}")
+    for name, content in files(stored).items():
+        write(folder / name, content)
     print(f"\nThe scoreboard is in {folder}: libraries.md, libraries.html and the standalone programs in programs.")
 
 

@@ -52,7 +52,8 @@ class Store:
 
     def __enter__(self) -> Self:
         try:
-            self._file = self.path.open("a+b")
+            # Unbuffered: what could not be written is not tried again when the file is closed.
+            self._file = self.path.open("a+b", buffering=0)
         except OSError as error:
             raise KltestError(f"cannot open the results in {self.path}: {error.strerror}") from error
         try:
@@ -105,11 +106,13 @@ class Store:
             else:
                 record["rows"] = result
             lines.append(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        whole, left = self._file.seek(0, os.SEEK_END), b"".join(lines)
         try:
-            self._file.write(b"".join(lines))
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
         except OSError as error:
+            self._file.truncate(whole)
             raise KltestError(
                 f"cannot write to {self.path}: {error.strerror}. What was finished before is kept; make room and run "
                 "the same command again, it goes on from there"

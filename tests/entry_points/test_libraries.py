@@ -1,7 +1,9 @@
 """`kltest libraries` on a library made here: installed from a wheel, graded, changed, broken; what is said of it."""
 
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 import zipfile
@@ -29,7 +31,7 @@ from kltest.scoreboard.table import frame
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = """
-import os, time
+import os, resource, signal, sys, tempfile, time
 from kltest_made_up import settings
 
 def penalty(logp, ref_logp, kind):
@@ -44,13 +46,23 @@ def penalty(logp, ref_logp, kind):
         os._exit(7)
     if kind == "hangs":
         time.sleep(3600)
+    if kind == "kills":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(3600)
+    if kind == "fills":
+        sys.dont_write_bytecode = True
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        with tempfile.NamedTemporaryFile(delete=False) as file, open("beside", "wb") as beside:
+            beside.write(bytes(1 << 10))
+            print(os.path.abspath("beside"), file.name)
+            file.write(bytes(1 << 20))
 """
 ADAPTER = """
 from kltest.adapters import Adapter, Setting
 
 def discover():
     from kltest_made_up import settings
-    known = {"square", "linear", "raises", "leaves", "hangs"}
+    known = {"square", "linear", "raises", "leaves", "hangs", "kills", "fills"}
     return [setting(kind) for kind in settings.KINDS if kind not in known]
 
 def setting(kind, **more):
@@ -68,6 +80,8 @@ ADAPTER = Adapter(
         setting("square", options={"expect": "local_reverse_kl"}),
         setting("raises"),
         setting("leaves"),
+        setting("kills", options={"timeout": 4}),
+        setting("fills"),
         setting("hangs", options={"timeout": 4}),
     ),
     discover=discover,
@@ -118,7 +132,7 @@ def measured(made_up, tmp_path_factory):
     return code, folder, rows_of(folder)
 
 
-KINDS = ("linear", "square", "raises", "leaves", "hangs", "straight")
+KINDS = ("linear", "square", "raises", "leaves", "kills", "fills", "hangs", "straight")
 
 
 def rows_of(folder):
@@ -135,9 +149,9 @@ def test_each_setting_is_graded_or_says_why_not(measured):
     ratio rollouts of μ weight u·g.
     """
     code, _, rows = measured
-    assert code == 3, "three settings were not graded, and nothing is recorded of that"
-    assert list(rows) == [("1.0", f"penalty/{kind}") for kind in ("linear", "square", "raises", "leaves", "hangs")]
-    linear, square, raises, leaves, hangs = rows.values()
+    assert code == 3, "five settings were not graded, and nothing is recorded of that"
+    assert list(rows) == [("1.0", f"penalty/{kind}") for kind in KINDS[:-1]]
+    linear, square, raises, leaves, kills, fills, hangs = rows.values()
     environments = ("bandit", "sequence", "ragged")
     assert {(row["environment"], row["sampler"]): row["identified"] for row in linear["gradients"]} == {
         **{(environment, "current"): {"zero": 1.0} for environment in environments},
@@ -149,6 +163,11 @@ def test_each_setting_is_graded_or_says_why_not(measured):
     assert frame([square])["off_policy"][0].startswith("no ratio: bandit: E_μ")
     assert "this version does not know how" in raises["error"]
     assert "exit status 7" in leaves["error"]
+    assert "the process that graded it ended, with code -9" in kills["error"]
+    assert "File too large" in fills["error"]
+    left = re.findall(r"(/\S+/setting-\S+)", " ".join(fills["notes"]))
+    assert len(left) > 1
+    assert not any(map(os.path.exists, left)), "what it wrote is deleted"
     assert "4 s" in hangs["error"]
     assert linear["versions"]["kltest"]
     assert linear["default"]
@@ -286,6 +305,28 @@ def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
     assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=settings)) == 3
     assert store.read_bytes().startswith(before)
     assert list(rows_of(tmp_path)) == [("1.0", setting) for setting in settings]
+
+
+def test_a_full_disk_loses_nothing(measured, made_up, tmp_path):
+    """No file may grow beyond one row: both settings come out all the same, and the next run has the other."""
+    names = ("penalty/linear", "penalty/square")
+    lines = (measured[1] / "runs.jsonl").read_bytes().splitlines(keepends=True)
+    sizes = [len(line) for line in lines if json.loads(line)["configuration"]["setting"] in names]
+    most = max(sizes) + 100
+    assert most < sum(sizes)
+    command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]
+    command += [f"--setting={name}" for name in names]
+    limit = (resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    unwritten = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = ran(*command, preexec_fn=lambda: resource.setrlimit(*limit), env=unwritten)
+    assert done.returncode == 3
+    assert re.search("cannot write to .*File too large", done.stderr)
+    assert re.findall(r"^  (penalty/\S+)", done.stdout, re.M) == list(names)
+    (kept,) = (tmp_path / "runs.jsonl").read_bytes().splitlines(keepends=True)
+    assert kept.endswith(b"\n")
+    assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=names)) == 0
+    assert (tmp_path / "runs.jsonl").read_bytes().startswith(kept)
+    assert list(rows_of(tmp_path)) == [("1.0", name) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -464,7 +505,10 @@ def test_a_record_is_replaced_setting_by_setting_or_whole(measured, tmp_path):
     recorded.record(rows, path)
     recorded.record([{**rows[1], "note": "again"}], path, whole=False)
     assert [row["setting"] for row in recorded.read(path)] == names
-    assert [row["note"] for row in recorded.read(path)] == ["", "again", "", "", ""]
+    assert [row["note"] for row in recorded.read(path)] == ["", "again", *[""] * (len(rows) - 2)]
+    slow = {**rows[1], "unfinished": "the time was over", "note": "half of it"}
+    recorded.record([rows[0], slow], path)
+    assert [row["note"] for row in recorded.read(path)][:2] == ["", "again"], "what is not finished replaces nothing"
     broken = absent(named_only("made-up"), "1.0", "it left")
     recorded.record([rows[0], broken], path)
     assert [row["setting"] for row in recorded.read(path)] == names

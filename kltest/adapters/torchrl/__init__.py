@@ -16,8 +16,8 @@ ACTOR = (
 SAMPLED = (
     "The transform alone, with the policy gradient of the whole return: what makes an advantage of it is not called."
 )
-# Settings of 0.11 and later.
-LATER = ("aggregation", "kl_mask_threshold")
+# What came later than the rest. Up to 0.14.0, DAPO's constructor has the parameters of one of its methods.
+LATER = {"aggregation": "0.11", "kl_mask_threshold": "0.11", "CISPOLoss": "0.11", "DAPO": "0.14.1"}
 KNOWN = ("GRPOLoss", "DAPO", "CISPOLoss")
 
 
@@ -29,13 +29,12 @@ LOSS = Setting(
 def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
     """A whole loss, with `kl_to_ref_coeff`."""
     name = label(loss, **settings)
-    later = loss != "GRPOLoss" or any(each in LATER for each in settings)
     return LOSS.variant(
         {"loss": loss, **settings},
         name,
         default=name == "GRPOLoss",
         coefficient=f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)" if name == "GRPOLoss" else "",
-        since="0.11" if later else "",
+        since=next((LATER[each] for each in (loss, *settings) if each in LATER), ""),
     )
 
 
