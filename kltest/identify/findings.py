@@ -148,14 +148,14 @@ class Findings:
     def seed(self) -> int:
         return self.measure.seed
 
-    def once(self, experiment: "Callable[[Findings], T]") -> T:
+    def once(self, experiment: "Callable[..., T]", *given: Any) -> T:
         """Return the result of an experiment that checks share; it is run once, and its KltestError raised again."""
-        if experiment not in self._results:
+        if (experiment, *given) not in self._results:
             try:
-                self._results[experiment] = experiment(self)
+                self._results[experiment, *given] = experiment(self, *given)
             except KltestError as error:
-                self._results[experiment] = error
-        result = self._results[experiment]
+                self._results[experiment, *given] = error
+        result = self._results[experiment, *given]
         if isinstance(result, KltestError):
             raise result
         return result

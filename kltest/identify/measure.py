@@ -13,8 +13,6 @@ from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
 from kltest.identify.findings import Combination, Observed, Row
 from kltest.identify.histories import histories, rows_after
-from kltest.identify.instances import instances
-from kltest.identify.probes import Probes
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.sizes import BATCHES, GROUPS, MOST_BATCHES, Sizes
 from kltest.identify.values import reported
@@ -52,7 +50,6 @@ class Measure:
         self.sizes = sizes or Sizes.of(uses)
         self.sampling = sampling or Sampling()
         self.observed = Observed(uses)
-        self.probes = Probes(loss, lambda environment: instances(environment, seed)[0], self.meets, padding=seed)
         self._reductions: dict[str, Reduction] = {}
         self._converted: dict[torch.dtype, Loss] = {}
         self._measured: dict[tuple[str, str, int], tuple[Case, list[np.ndarray]]] = {}

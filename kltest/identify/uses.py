@@ -18,30 +18,31 @@ from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.instances import instances
-from kltest.identify.response import COST, HINT, OWN, RECOGNISED, REST, UNREWARDED, Response, equal
+from kltest.identify.shaped import ENVIRONMENT, ROWS, as_shaped_reward, rewarded
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Outcome
-from kltest.loss.placement import ROW_FIELDS, reduce, with_rewards
+from kltest.loss.placement import reduce, with_rewards
 from kltest.loss.resolve import Variant
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import SAMPLER_FIELDS, Rollout, elsewhere
 
-# Lengths differ there, so that masks matter.
-ENVIRONMENT = "ragged"
 # Far, and nearer than the tightest clip in use: a clipped ratio may be saturated at one of the two.
 DISTANCES = (0.3, 1e-6)
-# Groups of two, three, four and six divide this number of rollouts.
-ROWS = 12
 # Rows of a call: divided by the usual sizes of groups, or one group for a loss that takes one a call.
 SEVERAL = (24, 12, 4, 2, 1)
-# Rewards of the changed batch, all different: positive and below one, as many functions clip rewards to [-1, 1].
-LOWEST, HIGHEST = 0.25, 0.75
-# Largest change, absolute, of a gradient that rewards do not change.
-UNMOVED = 1e-6
 # Values of β: a gradient that is affine at these is taken as affine.
 COEFFICIENTS = (0.0, 0.5, 1.0, 2.0)
+OWN = (
+    "{name} is no coefficient of a KL term, since the gradient is not affine in it (tried at 0, ½, 1 and 2) or moves "
+    "with the reference at 0: it was left at {value:g}"
+)
+UNREWARDED = (
+    "It reads rewards and takes no coefficient: its KL part is the gradient with rewards and advantages of zero, which "
+    "is what was graded"
+)
+REST = "What it returns without its KL term does not move with the log-probs: that was subtracted"
 
 
 def fields_used(loss: Loss, seed: int) -> frozenset[str]:
@@ -101,19 +102,15 @@ def kl_part(loss: Loss, declared: Mapping[str, float], seed: int, group: int | N
     """
     if loss.spec is not None:
         return loss
-    loss = _as_shaped_reward(loss, seed)
+    loss = as_shaped_reward(loss, seed)
     rollouts = list(_rollouts(seed, group))
     if loss.shaped:
         return _without_rest(loss, rollouts)
     loss = _with_own_beta(loss, rollouts)
     if "rollout" in loss.takes:
         fields_used(loss, seed)  # it shows in a call if such a loss reads β
-    whole = _rewarded(loss) and loss.placement == "loss" and not (loss.takes_beta or loss.unrewarded)
+    whole = rewarded(loss) and loss.placement == "loss" and not (loss.takes_beta or loss.unrewarded)
     return _unrewarded(loss, rollouts) if whole and "expected_reward" not in declared else loss
-
-
-def _rewarded(loss: Loss) -> bool:
-    return bool(loss.takes & {*ROW_FIELDS, "rollout"})
 
 
 class Rest(Variant):
@@ -122,52 +119,6 @@ class Rest(Variant):
     def __call__(self, rollout: Rollout) -> Outcome:
         rest = reduce(self.loss.returned(rollout, 0.0).loss.double(), rollout.peek("mask")).mean()
         return replace(self.loss(rollout), objective=rest, returned="scalar", rows=None, value=None, metric=None)
-
-
-def _as_shaped_reward(loss: Loss, seed: int) -> Loss:
-    """Return the loss, as one of placement shaped-reward if a change of the rewards shows that it is one.
-
-    Only a loss whose placement was not given, or given as "reward", is tried. If it was not given, the reward must not
-    change the gradient: what a policy loss returns moves with the reward as well.
-    """
-    asked = loss.asked_placement
-    if asked not in (None, "reward") or not _rewarded(loss):
-        return loss
-    try:
-        response = _response(loss, seed)
-    except KltestError:  # a loss that fails is reported when it is measured
-        return loss
-    if response is None or not (response.detached or asked):
-        return loss
-    noted = copy.copy(loss)
-    notes = [HINT] * response.upwards
-    if response.unit == 1:
-        noted.placement, noted.shaped, noted.unrewarded, noted.less, notes = "reward", True, True, "", [RECOGNISED]
-    elif response.unit == -1 and asked and not loss.takes_beta:
-        noted.unrewarded, notes = True, [COST]
-    noted.notes = [*loss.notes, *notes]
-    return noted
-
-
-def _response(loss: Loss, seed: int) -> Response | None:
-    """Call the loss with rewards of 0 and with others; None if it returns one number for the batch."""
-    instance = instances(ENVIRONMENT, seed)[0]
-    few = np.argsort(instance.paths.lengths)[:ROWS]
-    rollout = Rollout.of(instance, padding=seed).take(few)
-    rise = torch.linspace(LOWEST, HIGHEST, len(rollout)).double()
-    sums, gradients = [], []
-    for rewards in (torch.zeros_like(rise), rise):
-        batch = with_rewards(rollout, rewards)
-        with preserved(seed):
-            result = loss.for_experiments().returned(batch)
-        if result.returned == "scalar":
-            return None
-        each = reduce(result.loss.double(), batch.peek("mask"))
-        gradients.append(at_leaves(loss, each.sum(), batch))
-        sums.append(each.detach())
-    detached = all(equal(one, other, UNMOVED) for one, other in zip(*gradients, strict=True))
-    live = rollout.peek("mask") != 0
-    return Response(rise, sums[1] - sums[0], live.sum(dim=1).double(), live.shape[1], detached)
 
 
 def _rollouts(seed: int, group: int | None) -> Iterator[Rollout]:
@@ -183,7 +134,7 @@ def _with_own_beta(loss: Loss, rollouts: list[Rollout]) -> Loss:
     name = next((key for key, field in loss.fields.items() if field == "beta"), "")
     default = next((one.default for one in loss.parameters if one.name == name), inspect.Parameter.empty)
     value = loss.settings.get(name, default)
-    if name != "beta" or loss.placement != "loss" or _rewarded(loss):
+    if name != "beta" or loss.placement != "loss" or rewarded(loss):
         return loss
     if not isinstance(value, int | float) or isinstance(value, bool):
         return loss

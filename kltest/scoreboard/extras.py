@@ -30,6 +30,7 @@ def extras(job: Job, report: Report) -> dict[str, Any]:
 def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
     import torch
 
+    from kltest.checks.off_policy.ratios import sampler_has_influence
     from kltest.grading.grader import plan, resolved
     from kltest.grading.options import Options
     from kltest.identify.uses import kl_part
@@ -49,5 +50,5 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
             found = laws(build, each.identified, each.sampler, each.batch, report.dtype) | found  # type: ignore[arg-type]
     findings = plan(build({}), options)
     taken = findings.observed.uses & SAMPLER_FIELDS
-    moves = taken and findings.measure.probes.sampler_has_influence(ENVIRONMENT)
+    moves = taken and sampler_has_influence(findings, ENVIRONMENT)
     yield {"laws": found, "reads_sampler": bool(moves)}

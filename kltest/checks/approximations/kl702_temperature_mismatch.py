@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from kltest.checks.check import shared
+from kltest.checks.trainable import received
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
 from kltest.identify.findings import Combination, Findings, Row
 from kltest.identify.instances import instances
 from kltest.loss.placement import ROW_FIELDS
-from kltest.moments.differentiate import backward, differentiate
+from kltest.moments.differentiate import differentiate, leaf_gradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 from kltest.truth import gradient, render
@@ -202,14 +203,11 @@ class _Bandits:
             return abs(one - other) > self.limit * abs(one)
         if {"logp", "ref_logp"} - self.read or len(fields) != 1:
             return False
-        reference = self.base.peek("ref_logp").detach().clone().requires_grad_()
-        rollout = self.base.replace(ref_logp=reference)
-        objective = self.loss(rollout).objective
-        if not objective.requires_grad:
-            return False
-        towards, own = backward(self.loss, objective, [reference, rollout.peek("logp")])
-        if towards is None or own is None or not towards.any():
-            return towards is None and bool(self.read & ROW_FIELDS)
+        rollout = self.base.replace()
+        own = leaf_gradients(self.loss, self.loss(rollout).objective, rollout).get("logp")
+        towards = received(self.loss, self.base, ["ref_logp"]).get("ref_logp")
+        if own is None or towards is None or not towards.any():
+            return own is not None and towards is None and bool(self.read & ROW_FIELDS)
         ratio = 1 / temperature if fields == ("logp",) else temperature
         return bool((own + ratio * towards).abs().max() > self.limit * own.abs().max())
 

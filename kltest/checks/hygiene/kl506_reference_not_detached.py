@@ -13,7 +13,6 @@ A detached ratio written `(logp.detach() - old_logp).exp()` in a loss whose grad
 reference that the loss computes from the policy, as a moving average, shows as a wrong gradient (1xx), not here.
 """
 
-import warnings
 from dataclasses import replace
 from functools import partial
 from math import log
@@ -23,12 +22,13 @@ from torch import Tensor
 
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses, one_row
+from kltest.checks.trainable import received
 from kltest.checks.usual_batch import usual_batch
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
+from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.loss.resolve import Variant
-from kltest.moments.differentiate import Experiment, backward
 from kltest.rollout import LEAVES, Rollout
 
 SIDES = {"ref_": "the reference", "old_": "the sampler"}
@@ -43,11 +43,11 @@ def examine(findings: Findings) -> Found | None:
     if findings.placement == "reward":
         return None
     for prefix, whose in SIDES.items():
-        received = _received(experiment, usual_batch(findings), prefix)
-        if not any(part.any() for part in received.values()):
+        found = _received(experiment.loss, usual_batch(findings), prefix)
+        if not any(part.any() for part in found.values()):
             continue
-        size = max(float(part.abs().max()) for part in received.values())
-        fields = " and ".join(prefix + name for name in received)
+        size = max(float(part.abs().max()) for part in found.values())
+        fields = " and ".join(prefix + name for name in found)
         leak = f"{fields} would receive a gradient of up to {size:.3g} per token"
         if findings.observed.blocked:
             return Found(f"No gradient reaches the policy, and {leak}, if {whose} could be trained.")
@@ -60,30 +60,20 @@ def examine(findings: Findings) -> Found | None:
     return None
 
 
-def _moved(experiment: Experiment, prefix: str, rollout: Rollout) -> Outcome:
+def _moved(loss: Loss, prefix: str, rollout: Rollout) -> Outcome:
     """Call a loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
-    outcome = experiment.loss(rollout)
-    received = _received(experiment, rollout, prefix)
-    extra = [(rollout.peek(name) * -part).sum() for name, part in received.items()]
+    outcome = loss(rollout)
+    extra = [(rollout.peek(name) * -part).sum() for name, part in _received(loss, rollout, prefix).items()]
     return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
 
 
-def _received(experiment: Experiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
+def _received(loss: Loss, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
     """Gradient at the live tokens of a constant that is made trainable, under the policy's name for it."""
-    constants = {name: rollout.peek(prefix + name).detach().clone().requires_grad_() for name in LEAVES}
-    with warnings.catch_warnings():
-        # torch warns if a number is read from a tensor that requires grad; the caller's tensor does not.
-        warnings.simplefilter("ignore", UserWarning)
-        changed = rollout.replace(**{prefix + name: field for name, field in constants.items()})
-        objective = experiment.loss(changed).objective
-    if not objective.requires_grad:
-        return {}
     live = rollout.peek("mask") != 0
-    found = backward(experiment.loss, objective, list(constants.values()))
+    found = received(loss, rollout, [prefix + name for name in LEAVES])
     return {
-        name: part.where(live if part.dim() == 2 else live[..., None], 0.0)
-        for name, part in zip(constants, found, strict=True)
-        if part is not None
+        name.removeprefix(prefix): part.where(live if part.dim() == 2 else live[..., None], 0.0)
+        for name, part in found.items()
     }
 
 
@@ -101,9 +91,8 @@ def _wrong_rows(findings: Findings) -> list[Row]:
 
 
 def _right_once_moved(findings: Findings, row: Row, prefix: str) -> bool:
-    experiment = findings.measure.experiment()
-    instance = instances(row.environment, findings.seed)[0]
-    return findings.measure.meets(Variant(experiment.loss, partial(_moved, experiment, prefix)), instance, row.sampler)
+    loss, instance = findings.measure.experiment().loss, instances(row.environment, findings.seed)[0]
+    return findings.measure.meets(Variant(loss, partial(_moved, loss, prefix)), instance, row.sampler)
 
 
 def wrong_side(logp, ref_logp, mask):

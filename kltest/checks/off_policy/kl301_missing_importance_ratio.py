@@ -1,5 +1,6 @@
 """KL301: rollouts of the sampler are used as if they were the policy's own."""
 
+from kltest.checks.off_policy.ratios import sampler_has_influence
 from kltest.identify.findings import Findings, Row
 
 
@@ -9,7 +10,7 @@ def explains(row: Row, findings: Findings) -> bool:
     without = row.identified is None or any(name.endswith("@rollouts") for name in row.identified)
     if not (without or findings.measure.right_when_current(row)):
         return False
-    return not findings.measure.probes.sampler_has_influence(row.environment)
+    return not sampler_has_influence(findings, row.environment)
 
 
 moot = Findings.why_not_stale

@@ -1,12 +1,13 @@
 """KL302: the importance ratio is there, but its derivative is cut off."""
 
+from kltest.checks.off_policy.ratios import fixed_by_reattaching
 from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
     if row.sampler != "stale" or findings.placement != "loss":
         return False
-    return findings.measure.probes.fixed_by_reattaching(row.environment)
+    return fixed_by_reattaching(findings, row.environment)
 
 
 moot = Findings.why_not_stale

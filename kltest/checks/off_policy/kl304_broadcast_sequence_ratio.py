@@ -1,5 +1,6 @@
 """KL304: one ratio of the whole sequence multiplies every token's term."""
 
+from kltest.checks.off_policy.ratios import only_through_the_sum
 from kltest.identify.findings import Findings, Row
 
 
@@ -8,7 +9,7 @@ def explains(row: Row, findings: Findings) -> bool:
         return True
     if row.sampler != "stale" or row.identified is not None or row.length == 1:
         return False
-    return findings.measure.probes.only_through_the_sum(row.environment)
+    return only_through_the_sum(findings, row.environment)
 
 
 moot = Findings.why_not_stale

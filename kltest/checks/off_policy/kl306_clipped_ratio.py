@@ -2,13 +2,14 @@
 
 from kltest.checks.check import Found
 from kltest.checks.off_policy.far_samplers import examine_far
+from kltest.checks.off_policy.ratios import right_without_clip
 from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
     if row.sampler != "stale" or row.agrees is not False:
         return False
-    return findings.measure.probes.right_without_clip(row.environment)
+    return right_without_clip(findings, row.environment)
 
 
 moot = Findings.why_not_stale
