@@ -1,17 +1,18 @@
 """Adapters to real libraries: their KL terms, whole losses and trainers, graded through their own code.
 
-One folder a library: `__init__` holds the settings as data (`ADAPTER`), `calls` calls the library, `recipes` holds code
-or settings that follow the true gradient. No code of a library is copied, and no library is imported before it is used.
+A library is a file or a folder: its settings as data (`ADAPTER`), the calls of its functions that they need (if long in
+`calls`), and `recipes`, code or settings that follow the true gradient. No code of a library is copied, and no library
+is imported before it is used.
 
 An adapter is plain data, so that it can be listed without torch and without the library. A setting is a target of
-`kltest grade` with its arguments and options: a function of the library itself, or a function of the adapter's `calls`
-module that calls the library's own loss or trainer. Parameters are filled from the rollout as those of any loss.
+`kltest grade` with its arguments and options: a function of the library itself, or one of the adapter that calls the
+library's own loss or trainer. Parameters are filled from the rollout as those of any loss.
 """
 
 import re
 import runpy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -120,7 +121,6 @@ class Adapter:
             processes that grade settings are forked; so no JAX, whose threads do not survive a fork.
         repository: address that git clones the library from, if no package index has it. Its version is a commit then.
         folder: folder of the repository that holds its package.
-        discover: returns settings of the installed version that are not among `settings`; may import the library.
         standalone: returns a program that shows a setting's gradient with the library and torch (or JAX) alone, or ""
             if there is none. Its last line of output is a JSON object: `vocabulary` V and `length` T of an environment
             of fixed length; `policy`, `reference` and `sampler` (null if it is the policy) as (C, V) probabilities;
@@ -142,7 +142,6 @@ class Adapter:
     imports: tuple[str, ...] = ()
     repository: str = ""
     folder: str = "."
-    discover: Callable[[], Sequence[Setting]] | None = None
     standalone: Callable[[Setting], str] | None = None
 
     def setting(self, name: str) -> Setting | None:
@@ -203,7 +202,7 @@ def _door(*, reproduction: Any = None, **fields: Any) -> Adapter:
 def installed_settings(library: Adapter, *, history: bool = False) -> tuple[Setting, ...]:
     """Return the settings that the installed version of a library has, known ones first.
 
-    Imports the library. A release that lacks a setting of today has those of the history as well.
+    A release that lacks a setting of today has those of the history as well.
 
     Args:
         library: its adapter.
@@ -217,18 +216,11 @@ def installed_settings(library: Adapter, *, history: bool = False) -> tuple[Sett
         installed = version(library.distribution)
     except PackageNotFoundError:
         installed = library.version
-    try:
-        library.load()
-        more = library.discover() if library.discover else ()
-    except Exception:
-        # Each setting reports the failed import when it is graded; some functions are lifted and need no import.
-        more = ()
-    there = [each for each in library.settings if not before(installed, each.since)]
-    if history:
-        there, more = [each for each in there if each.default], ()
-    if history or len(there) < len(library.settings):
+    asked = [each for each in library.settings if each.default or not history]
+    there = [each for each in asked if not before(installed, each.since)]
+    if history or len(there) < len(asked):
         there = [*(each for each in library.history if not before(installed, each.since)), *there]
-    return (*{each.name: each for each in there}.values(), *more)
+    return tuple({each.name: each for each in there}.values())
 
 
 def _check_installed(library: Adapter) -> None:
@@ -258,10 +250,8 @@ def named(text: str, *, to_grade: bool = False) -> list[tuple[str, Setting]]:
     if to_grade:
         _check_installed(library)
     setting = library.setting(wanted)
-    there = library.settings if setting else installed_settings(library)
-    setting = setting or next((one for one in there if one.name == wanted), None)
     if setting is None:
-        known = [one.name for one in there]
+        known = [one.name for one in library.settings]
         raise UsageError(
             f"{name} has no setting {wanted!r}; {did_you_mean(wanted, known)}"
             f"`kltest libraries --list {name}` shows its {len(known)}"

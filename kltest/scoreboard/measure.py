@@ -132,7 +132,7 @@ def _row(asked: argparse.Namespace, wanted: str, lost: str = "") -> Row:
     """The row of a setting, with the program that shows its gradient but for histories; or that its result is lost."""
     name, shows, timeout = asked.library, not (asked.history or lost), asked.timeout
     library = find(name)
-    setting = library.setting(wanted) or next(each for each in installed_settings(library) if each.name == wanted)
+    setting = next(each for each in installed_settings(library) if each.name == wanted)
     started = time.monotonic()
     # Under a stale sampler too, whatever log-probs a setting takes; a recipe for fresh rollouts is held to these alone.
     both = shows and not (setting.recipe and "sampler" in setting.options)

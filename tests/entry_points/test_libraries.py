@@ -32,7 +32,6 @@ from kltest.scoreboard.table import frame
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = """
 import os, resource, signal, sys, tempfile, time
-from kltest_made_up import settings
 
 def penalty(logp, ref_logp, kind):
     u = logp - ref_logp
@@ -60,11 +59,6 @@ def penalty(logp, ref_logp, kind):
 ADAPTER = """
 from kltest.adapters import Adapter, Setting
 
-def discover():
-    from kltest_made_up import settings
-    known = {"square", "linear", "raises", "leaves", "hangs", "kills", "fills"}
-    return [setting(kind) for kind in settings.KINDS if kind not in known]
-
 def setting(kind, **more):
     return Setting(f"penalty/{kind}", "kltest_made_up.losses:penalty", {"kind": kind}, **more)
 
@@ -83,19 +77,18 @@ ADAPTER = Adapter(
         setting("kills", options={"timeout": 4}),
         setting("fills"),
         setting("hangs", options={"timeout": 4}),
+        setting("straight", since="2.0"),
     ),
-    discover=discover,
     history=(setting("square", options={"expect": "local_reverse_kl"}),),
 )
 """
 
 
-def wheel(folder: Path, version: str, losses: str, kinds: list[str], name: str = "kltest_made_up") -> None:
+def wheel(folder: Path, version: str, losses: str, name: str = "kltest_made_up") -> None:
     """A wheel is a zip file with a few words about itself."""
     about = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{name}/__init__.py", "")
-        archive.writestr(f"{name}/settings.py", f"KINDS = {kinds!r}\n")
         archive.writestr(f"{name}/losses.py", losses)
         archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -106,12 +99,12 @@ def wheel(folder: Path, version: str, losses: str, kinds: list[str], name: str =
 def made_up(tmp_path_factory):
     """The adapter's file; 2.0 doubles the square of 1.0 and has a setting more, 3.0 and 5.0 cannot be imported."""
     folder = tmp_path_factory.mktemp("made_up")
-    wheel(folder, "1.0", "FACTOR = 1\n" + LOSSES, ["linear", "square"])
+    wheel(folder, "1.0", "FACTOR = 1\n" + LOSSES)
     more = LOSSES.replace('if kind == "linear"', 'if kind in ("linear", "straight")')
-    wheel(folder, "2.0", "FACTOR = 2\n" + more, ["linear", "square", "straight"])
-    wheel(folder, "3.0", "import os\nprint('about to leave')\nos._exit(9)\n", [])
-    wheel(folder, "5.0", "import kltest_needed\nFACTOR = 1\n" + LOSSES, ["linear", "square"])
-    wheel(folder, "1.0", "", [], "kltest_needed")
+    wheel(folder, "2.0", "FACTOR = 2\n" + more)
+    wheel(folder, "3.0", "import os\nprint('about to leave')\nos._exit(9)\n")
+    wheel(folder, "5.0", "import kltest_needed\nFACTOR = 1\n" + LOSSES)
+    wheel(folder, "1.0", "", "kltest_needed")
     file = folder / "adapter.py"
     file.write_text(ADAPTER.replace("WHEELS", str(folder)))
     return file
@@ -198,7 +191,7 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(measured, made_up):
 
 
 def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, capsys):
-    """2.0 doubles one gradient and adds a setting that nobody wrote down."""
+    """2.0 doubles one gradient and has a setting more."""
     *_, rows = measured
     monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.jsonl")
     recorded.record(list(rows.values()))
@@ -480,7 +473,7 @@ def test_the_former_names_are_still_read_for_one_release(tmp_path):
     text = (
         ADAPTER.replace("Adapter", "Door")
         .replace("ADAPTER", "DOOR")
-        .replace("    discover", "    reproduction=None, discover")
+        .replace("    history", "    reproduction=None, history")
     )
     file = tmp_path / "door.py"
     file.write_text(text)

@@ -26,10 +26,10 @@ def needed(library: str) -> None:
 @pytest.mark.parametrize(
     ("library", "target", "arguments"),
     [
-        ("torchrl", "kltest.adapters.torchrl.calls:grpo", {"loss": "NoSuchLoss"}),
-        ("torchrl", "kltest.adapters.torchrl.calls:grpo", {"no_such_option": 1}),
-        ("tunix", "kltest.adapters.tunix.calls:grpo", {"no_such_option": 1}),
-        ("unsloth-zoo", "kltest.adapters.unsloth_zoo.calls:grpo", {"no_such_option": 1}),
+        ("torchrl", "kltest.adapters.torchrl:grpo", {"loss": "NoSuchLoss"}),
+        ("torchrl", "kltest.adapters.torchrl:grpo", {"no_such_option": 1}),
+        ("tunix", "kltest.adapters.tunix:grpo", {"no_such_option": 1}),
+        ("unsloth-zoo", "kltest.adapters.unsloth_zoo:grpo", {"no_such_option": 1}),
     ],
 )
 def test_what_a_version_does_not_have_is_said_in_a_sentence(library, target, arguments):

@@ -1,17 +1,70 @@
 """Liger-Kernel: `k3_loss_fn`, the GRPO loss from log-probs by every loss type, and fused with the linear layer."""
 
+import importlib
+
 from kltest.adapters import PAIRS, Adapter, Setting, label
+from kltest.adapters.installed import called, costly, part
+from kltest.adapters.liger.recipes import SETTINGS, charged
 from kltest.adapters.standalone import program
 
 MODULE = "liger_kernel.chunked_loss.grpo_loss"
-CALLS = "kltest.adapters.liger.calls"
 DOCUMENTED = "https://github.com/linkedin/Liger-Kernel/blob/main/src/liger_kernel/chunked_loss/grpo_loss.py"
 # Of the newest release, its default first, and the release in which each appeared.
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 SINCE = {"dapo": "0.6.4", "cispo": "0.7", "sapo": "0.7", "luspo": "0.8", "vespo": "0.8"}
 CONSTANT = "A loss type that divides by a constant is given 3 for it, the length of the longest completion here."
-LOSS = Setting("ppo_loss_fn", f"{CALLS}:ppo_loss_fn", options=PAIRS, depth="loss", source=DOCUMENTED)
-FUSED = Setting("fused", f"{CALLS}:fused", options=PAIRS, depth="loss", source=DOCUMENTED)
+
+
+def ppo_loss_fn(logp, logits, old_logp, ref_logp, ref_logits, tokens, mask, advantage, beta, **settings):
+    """`ppo_loss_fn` of the fused function, from log-probs; early versions take the log-probs of all tokens."""
+    function = part(MODULE, "LigerFusedLinearGRPOFunction.ppo_loss_fn")
+    offered = {
+        "per_token_logps": logp,
+        "attention_mask": mask,
+        "advantages": advantage,
+        "full_attention_mask": mask,
+        "ref_per_token_logps": ref_logp,
+        "old_per_token_logps": old_logp,
+        "beta": beta,
+        "log_probs": logits,
+        "ref_log_probs": ref_logits,
+        "selected_token_ids": tokens,
+    }
+    loss, metrics = called(function, offered, settings)
+    return loss, {"kl": metrics[0]} if beta else {}
+
+
+def fused(logits, old_logp, ref_logits, tokens, mask, advantage, beta, **settings):
+    """`LigerFusedLinearGRPOLoss` from hidden states that equal the logits: the linear layer is the identity."""
+    torch = importlib.import_module("torch")
+    usual = {"beta": beta, "compiled": False, "use_ref_model": True, "chunk_size": len(tokens)}
+    loss = called(part(MODULE, "LigerFusedLinearGRPOLoss"), usual, settings)
+    weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
+    offered = {
+        "_input": logits,
+        "lin_weight": weight,
+        "selected_token_ids": tokens,
+        "attention_mask": mask,
+        "advantages": advantage,
+        "ref_input": ref_logits,
+        "ref_weight": weight,
+        "old_per_token_logps": old_logp,
+    }
+    value, metrics = called(loss.forward, offered)
+    return value, {"kl": metrics[0]} if beta else {}
+
+
+def fused_with_charged_advantages(logits, logp, old_logp, ref_logp, tokens, mask, advantage, beta):
+    """The recipe: the fused loss without KL and old log-probs, with the KL as a cost in the advantages."""
+    advantages = charged(advantage, logp.detach(), ref_logp, old_logp, mask, beta)
+    return fused(logits, None, None, tokens, mask, advantages, **SETTINGS)[0]
+
+
+costly(ppo_loss_fn, fused, fused_with_charged_advantages)
+
+
+LOSS = Setting("ppo_loss_fn", f"{__name__}:ppo_loss_fn", options=PAIRS, depth="loss", source=DOCUMENTED)
+FUSED = Setting("fused", f"{__name__}:fused", options=PAIRS, depth="loss", source=DOCUMENTED)
 
 
 def whole(loss_type: str, loss: Setting = LOSS, **settings: object) -> Setting:
@@ -62,7 +115,7 @@ ADAPTER = Adapter(
         whole("dr_grpo", FUSED, use_bias_correction_kl=True),
         FUSED.variant(
             name="kl-in-advantages",
-            target=f"{CALLS}:fused_with_charged_advantages",
+            target=f"{__name__}:fused_with_charged_advantages",
             options={"sampler": "both", "ignore": "KL502"},
             recipe=True,
             note="The advantages are charged before the loss, after a pass without gradient; it costs the variance of "

@@ -1,13 +1,12 @@
 """torchrl: the whole `GRPOLoss` and its variants, and the transform that puts the KL into the reward."""
 
-from importlib import import_module
-from inspect import isclass
+import importlib
 
 from kltest.adapters import PAIRS, Adapter, Setting, label
+from kltest.adapters.installed import called, part, taken
 from kltest.adapters.standalone import program
 
 LOSSES = "torchrl.objectives.llm.grpo"
-CALLS = "kltest.adapters.torchrl.calls"
 DOCUMENTED = "https://docs.pytorch.org/rl/main/reference/generated/torchrl.objectives.llm.GRPOLoss.html"
 TRANSFORMED = "https://docs.pytorch.org/rl/main/reference/generated/torchrl.envs.llm.transforms.KLComputation.html"
 ACTOR = (
@@ -18,11 +17,72 @@ SAMPLED = (
 )
 # What came later than the rest. Up to 0.14.0, DAPO's constructor has the parameters of one of its methods.
 LATER = {"aggregation": "0.11", "kl_mask_threshold": "0.11", "CISPOLoss": "0.11", "DAPO": "0.14.1"}
-KNOWN = ("GRPOLoss", "DAPO", "CISPOLoss")
+TRANSFORMS = "torchrl.envs.llm.transforms.kl"
+
+
+def actor(logp, mask):
+    """An actor whose distribution has these log-probs of the sampled tokens, and entropy zero."""
+    import torch
+
+    class Fixed:
+        def __init__(self):
+            self.mask = mask.bool()
+
+        def log_prob(self, value):
+            return logp
+
+        def entropy(self):
+            return torch.zeros_like(logp)
+
+    class Actor(torch.nn.Module):
+        in_keys = ()
+
+        def get_dist(self, tensordict, **names):
+            return Fixed()
+
+    return Actor()
+
+
+def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, loss="GRPOLoss", recipe=False, **settings):
+    """The sum of all terms of a GRPO loss, or of the recipe's, with `kl_to_ref_coeff` β; no such term if β = 0."""
+    kind = part("kltest.adapters.torchrl.recipes", "SequenceKLGRPOLoss") if recipe else part(LOSSES, loss)
+    offered = {"actor_network": actor(logp, mask), "kl_to_ref_coeff": beta or None}
+    whole = kind(**taken(part(LOSSES, "GRPOLoss"), offered, settings))
+    fields = {
+        ("tokens", "full"): tokens,
+        ("log_probs", "full"): old_logp,
+        ("next", "ref_log_probs", "full"): ref_logp,
+        "advantage": advantage[:, None, None].expand(*tokens.shape, 1),
+    }
+    found = whole(part("tensordict", "TensorDict")(fields, batch_size=[len(tokens)]))
+    terms = [found.get(name) for name in type(found).__dataclass_fields__ if name.startswith("loss_")]
+    total = sum(term.squeeze(-1).sum() if term.dim() > 1 else term.sum() for term in terms if term is not None)
+    logged = found.get("kl_to_ref")
+    return total, {} if logged is None else {"kl": logged}
+
+
+def kl_computation(old_logp, ref_logp, mask, **settings):
+    """The cost that `KLComputation` subtracts from the reward of each token, from log-probs at the time of sampling."""
+    torch = importlib.import_module("torch")
+    transform, rows = part(TRANSFORMS, "KLComputation"), part("tensordict", "TensorDict")
+    charge = called(transform, {}, settings)
+    after = [
+        rows({("log_probs", "full"): new, ("ref_log_probs", "full"): ref, "reward": torch.zeros_like(new)[:, None]})
+        for new, ref in zip(of_rows(old_logp, mask), of_rows(ref_logp, mask), strict=True)
+    ]
+    charged = charge(part("tensordict", "lazy_stack")([rows({"next": row}) for row in after])).get("next")
+    costs = [-row.squeeze(-1) for row in charged.get("reward", as_list=True)]
+    costs = torch.cat(costs)
+    return costs.new_zeros(mask.shape).masked_scatter(mask.bool(), costs)
+
+
+def of_rows(values, mask):
+    """The live tokens of each row: rollouts are stored without padding."""
+    return [row[live] for row, live in zip(values, mask.bool(), strict=True)]
 
 
 LOSS = Setting(
-    "loss", f"{CALLS}:grpo", options={"sampler": "both", **PAIRS}, depth="loss", source=DOCUMENTED, note=ACTOR
+    "loss", f"{__name__}:grpo", options={"sampler": "both", **PAIRS}, depth="loss", source=DOCUMENTED, note=ACTOR
 )
 
 
@@ -36,13 +96,6 @@ def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
         coefficient=f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)" if name == "GRPOLoss" else "",
         since=next((LATER[each] for each in (loss, *settings) if each in LATER), ""),
     )
-
-
-def discover() -> list[Setting]:
-    """Losses that the installed version has beside those above."""
-    module = import_module(LOSSES)
-    kinds = [name for name, thing in vars(module).items() if isclass(thing) and issubclass(thing, module.GRPOLoss)]
-    return [whole(name) for name in kinds if name not in KNOWN]
 
 
 ADAPTER = Adapter(
@@ -59,7 +112,8 @@ ADAPTER = Adapter(
     homepage="https://github.com/pytorch/rl",
     settings=(
         whole(),
-        *map(whole, KNOWN[1:]),
+        whole("DAPO"),
+        whole("CISPOLoss"),
         whole(aggregation="prompt_mean"),
         whole(aggregation="none"),
         whole(kl_mask_threshold=0.1),
@@ -68,7 +122,7 @@ ADAPTER = Adapter(
         whole(entropy_bonus=False),
         Setting(
             "kl_in_reward/KLComputation",
-            f"{CALLS}:kl_computation",
+            f"{__name__}:kl_computation",
             options={"placement": "reward", "sampler": "current"},
             source=TRANSFORMED,
             note=SAMPLED,
@@ -80,6 +134,5 @@ ADAPTER = Adapter(
             note="A subclass; it costs the variance of k1 over sequences, and off-policy that of the sequence ratio.",
         ),
     ),
-    discover=discover,
     standalone=program,
 )

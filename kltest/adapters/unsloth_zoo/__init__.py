@@ -1,19 +1,56 @@
 """unsloth-zoo: `grpo_compute_loss` by every loss type and the options that change its KL term."""
 
+import inspect
+import os
+
 from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters.installed import part, taken
 from kltest.adapters.standalone import program
+from kltest.adapters.unsloth_zoo.recipes import SETTINGS, charged
 
 MODULE = "unsloth_zoo.rl_replacements"
-CALLS = "kltest.adapters.unsloth_zoo.calls"
 SOURCE = "https://github.com/unslothai/unsloth-zoo/blob/main/unsloth_zoo/rl_replacements.py"
 ALONE = (
     "The function's own defaults; unsloth's trainer hands on what is set in its configuration. One device, one step."
 )
 # Without "vespo", which needs a function of TRL that the trainer passes in.
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
+
+
+def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=True, **settings):
+    """`grpo_compute_loss` with `settings` over its own defaults; `with_old=False` is for one update a batch."""
+    offered = {"ref": ref_logp, "new": logp, "old": old_logp if with_old else None, "beta": beta}
+    loss, _, kl, *_ = called({**offered, "input_ids": tokens, "mask": mask, "advantages": advantage}, settings)
+    return loss, {"kl": kl}
+
+
+def with_charged_advantages(logp, old_logp, ref_logp, mask, tokens, advantage, beta):
+    """The recipe: advantages are charged with the KL, and the loss is called without one."""
+    advantages = charged(advantage, logp, ref_logp, old_logp, mask, beta)
+    offered = {"ref": None, "new": logp, "old": None, "beta": 0.0}
+    return called({**offered, "input_ids": tokens, "mask": mask, "advantages": advantages}, SETTINGS)[0]
+
+
+def called(offered, settings):
+    """`grpo_compute_loss` of the arguments that it names; LookupError for those it lacks, or needs in addition."""
+    # Without a GPU the import fails unless one of these is set; which one depends on the version.
+    for name in ("UNSLOTH_ZOO_DISABLE_GPU_INIT", "UNSLOTH_ALLOW_CPU"):
+        os.environ.setdefault(name, "1")
+    whole = part("unsloth_zoo.rl_replacements", "grpo_compute_loss")
+    # It reads its settings from keyword arguments, by names that are constants of its code.
+    known = inspect.unwrap(whole).__code__.co_consts
+    for name in settings:
+        if name not in known:
+            raise LookupError(
+                f"in the installed version grpo_compute_loss has no {name!r}, which this setting is about"
+            )
+    arguments = taken(whole, {**offered, "sampling_per_token_logps": None}, {})
+    return whole(**arguments, num_items_in_batch=offered["mask"].sum(), **settings)
+
+
 LOSS = Setting(
     "grpo_compute_loss",
-    f"{CALLS}:grpo",
+    f"{__name__}:grpo",
     options={"sampler": "both", **PAIRS},
     depth="loss",
     source=SOURCE,
@@ -41,7 +78,7 @@ ADAPTER = Adapter(
         LOSS.variant({"with_old": False}),
         LOSS.variant(
             name="charged",
-            target=f"{CALLS}:with_charged_advantages",
+            target=f"{__name__}:with_charged_advantages",
             recipe=True,
             note="Advantages are charged; it costs the variance of k1 over sequences, and off-policy of their ratio.",
         ),

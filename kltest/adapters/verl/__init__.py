@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -83,12 +82,6 @@ def recipe() -> Setting:
     )
 
 
-def discover() -> list[Setting]:
-    """Advantage estimators that the installed version registers beside those above."""
-    registered = getattr(import_module(CORE), "ADV_ESTIMATOR_REGISTRY", {})
-    return [charged(name) for name in registered if name not in ESTIMATORS]
-
-
 ADAPTER = Adapter(
     name="verl",
     distribution="verl",
@@ -125,6 +118,5 @@ ADAPTER = Adapter(
         charged("remax", SUMMED),
         recipe(),
     ),
-    discover=discover,
     standalone=partial(program, fields={"logprob": "logp", "ref_logprob": "ref_logp"}),
 )
