@@ -7,14 +7,14 @@ import numpy as np
 
 from kltest.environments import Instance, bandit, sequence
 from kltest.environments.policies import softmax_gradient
-from kltest.estimators import find
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
+from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
-from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient
 
+from ..arrays import generator, norm
 from .settings import DRIFT, PREFIXES, TOKENS
 
 Row = dict[str, Any]
@@ -29,14 +29,7 @@ def head_alone(logits, ref_logits, k):  # type: ignore[no-untyped-def]
 def made(form: str, k: int) -> Any:
     """The loss, with its head of k."""
     call = Call(arguments={"k": k})
-    if form == "head-alone":
-        return bind(head_alone, call, form)
-    estimator = find(form)
-    return bind(estimator.function, call, form, spec=estimator.spec)
-
-
-def generator_of(*settings: object) -> np.random.Generator:
-    return np.random.default_rng(int(digest(*settings), 16))
+    return bind(head_alone, call, form) if form == "head-alone" else resolve(form, call)
 
 
 def bias(one: Mapping[str, Any]) -> list[Row]:
@@ -45,11 +38,11 @@ def bias(one: Mapping[str, Any]) -> list[Row]:
     With S the head and m = π(S): nothing where both parts are differentiated through π alone; ∇m where the head's
     log-ratio is differentiated as well; and less the tail's share E[1{y ∉ S}·u·g] where the tail is left out.
     """
-    generator = generator_of(one["sharpness"], one["seed"])
+    drawn = generator(one["sharpness"], one["seed"])
     policy = -one["sharpness"] * np.log(np.arange(1, TOKENS + 1))[None]
     # Chances that differ, so that the head is beyond doubt.
-    policy = -np.sort(-(policy + 0.01 * generator.standard_normal(policy.shape)))
-    reference = policy + one["distance"] * generator.standard_normal(policy.shape)
+    policy = -np.sort(-(policy + 0.01 * drawn.standard_normal(policy.shape)))
+    reference = policy + one["distance"] * drawn.standard_normal(policy.shape)
     instance = Instance.of(bandit(TOKENS), policy, reference)
     chances = np.exp(instance.policy)
     head = np.arange(TOKENS)[None] < one["k"]
@@ -58,17 +51,10 @@ def bias(one: Mapping[str, Any]) -> list[Row]:
     tail = softmax_gradient(np.where(head, 0.0, chances * (instance.policy - instance.reference)), instance.policy)
     push = softmax_gradient(np.where(head, chances, 0.0), instance.policy)
     predicted = {"top-k": push, "top-k-detached": 0 * push, "head-alone": push - tail}[one["form"]]
-    size = float(np.linalg.norm(truth))
     off = found - truth
-    return [
-        {
-            "mass": float(chances[head].sum()),
-            "bias": float(np.linalg.norm(off)),
-            "relative_bias": float(np.linalg.norm(off)) / size if one["distance"] else None,
-            "push": float(np.linalg.norm(push)),
-            "theory_error": float(np.linalg.norm(off - predicted)),
-        }
-    ]
+    mass, error = float(chances[head].sum()), norm(off - predicted)
+    relative = norm(off) / norm(truth) if one["distance"] else None
+    return [{"mass": mass, "bias": norm(off), "relative_bias": relative, "theory_error": error}]
 
 
 def on_prefixes(one: Mapping[str, Any]) -> list[Row]:
@@ -87,12 +73,8 @@ def on_prefixes(one: Mapping[str, Any]) -> list[Row]:
     predicted = {"top-k": push, "top-k-detached": 0 * push, "head-alone": push - tail}[one["form"]]
     found = exact(made(one["form"], k), instance).gradient
     local = gradient("local_reverse_kl", instance)
-    return [
-        {
-            "relative_bias": float(np.linalg.norm(found - local) / np.linalg.norm(local)),
-            "theory_error": float(np.linalg.norm(found - local - predicted)),
-        }
-    ]
+    off = found - local
+    return [{"relative_bias": norm(off) / norm(local), "theory_error": norm(off - predicted)}]
 
 
 def drift(one: Mapping[str, Any]) -> list[Row]:
@@ -117,6 +99,8 @@ def drift(one: Mapping[str, Any]) -> list[Row]:
         logits = history.logits[index][0]
         ended = np.exp(logits - np.logaddexp.reduce(logits))
         moved = run.estimator == "top-k" and k < TOKENS
+        kl = float(-np.log(1 - mass + mass / np.e) - after) if moved else 0.0
+        predicted = (after if moved else mass, kl) if stays or not moved else (None, None)
         rows.append(
             {
                 "form": run.estimator,
@@ -124,10 +108,7 @@ def drift(one: Mapping[str, Any]) -> list[Row]:
                 "mass_after": float(ended[: min(k, TOKENS)].sum()),
                 "kl": float(history.kl[-1, index]),
                 "gradient_norm": float(history.gradient_norm[-1, index]),
-                "predicted_mass": (after if moved else mass) if stays or not moved else None,
-                "predicted_kl": (float(-np.log(1 - mass + mass / np.e) - after) if moved else 0.0)
-                if stays or not moved
-                else None,
+                **dict(zip(("predicted_mass", "predicted_kl"), predicted, strict=True)),
             }
         )
     return rows

@@ -9,7 +9,7 @@ import torch
 from kltest.environments.policies import softmax_gradient, table
 from kltest.estimators import find
 
-from .heads import generator_of
+from ..arrays import generator
 
 Row = dict[str, Any]
 
@@ -21,9 +21,9 @@ def error(one: Mapping[str, Any]) -> list[Row]:
     difference is taken in float64 and rounded, and all after it is done in the narrow type.
     """
     kind = getattr(torch, one["kind"])
-    generator = generator_of(one["vocabulary"])
-    policy = table(0.3 * generator.standard_normal((1, one["vocabulary"])))
-    reference = table(policy + one["log_ratio"] * generator.standard_normal(policy.shape))
+    drawn = generator(one["vocabulary"])
+    policy = table(0.3 * drawn.standard_normal((1, one["vocabulary"])))
+    reference = table(policy + one["log_ratio"] * drawn.standard_normal(policy.shape))
     log_probs, ref_log_probs = torch.from_numpy(policy[0]), torch.from_numpy(reference[0])
     exact = _weight(one["estimator"], log_probs, ref_log_probs)
     if one["rounded"] == "log-probs":
@@ -34,13 +34,7 @@ def error(one: Mapping[str, Any]) -> list[Row]:
         u = (log_probs - ref_log_probs).to(kind)
         found = _weight(one["estimator"], u, torch.zeros_like(u))
     off, size = (np.linalg.norm(softmax_gradient(np.exp(policy) * values, policy)) for values in (found - exact, exact))
-    row = {
-        "typical_log_prob": float(policy.mean()),
-        "relative_error": float(off / size),
-        "silent": float(np.exp(policy[0])[found == 0].sum()),
-        "predicted_error": None,
-        "misread": None,
-    }
+    row = {"relative_error": float(off / size), "predicted_error": None, "misread": None}
     if one["rounded"] == "log-probs":
         square = float((np.exp(2 * policy) * (policy - reference) ** 2).sum())
         variance, misread = _misread(policy, reference, kind)

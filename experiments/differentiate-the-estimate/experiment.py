@@ -14,9 +14,9 @@ from kltest.environments.policies import table
 from kltest.estimators import find, registry
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
-from kltest.sweeps.store import digest
 from kltest.truth import divergences, gradient, value
 
+from ..arrays import generator
 from .settings import EXAMPLES, FOLLOWED, LEVELS, PROBABILITIES, QUANTILES
 
 Row = dict[str, Any]
@@ -57,7 +57,6 @@ def _examples(configuration: Mapping[str, Any]) -> list[Row]:
             {
                 "part": "examples",
                 "estimator": spec.name,
-                "placement": spec.placement,
                 "example": example,
                 "kl": value("kl", instance),
                 "logged": None if moments.value is None else float(moments.value.mean),
@@ -121,10 +120,10 @@ def family(vocabulary: int, path: str, pairs: int, seed: int) -> tuple[np.ndarra
     All estimators see the same policies.
     """
     about = {"vocabulary": vocabulary, "path": path, "pairs": pairs, "seed": seed}
-    generator = np.random.default_rng(int(digest(about), 16))
-    references = table(generator.standard_normal((pairs, vocabulary)))
+    drawn = generator(about)
+    references = table(drawn.standard_normal((pairs, vocabulary)))
     directions = {
-        "random": lambda: generator.standard_normal(references.shape),
+        "random": lambda: drawn.standard_normal(references.shape),
         "sharpened": lambda: references,
         "taken up": lambda: np.eye(vocabulary)[references.argmin(axis=1)],
         "dropped": lambda: -np.eye(vocabulary)[references.argmax(axis=1)],

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from kltest.environments import Instance, bandit
-from kltest.estimators import find
 from kltest.loss.outcome import Call
-from kltest.loss.resolve import bind
+from kltest.loss.resolve import resolve
 from kltest.moments import exact_batches
 from kltest.sweeps.run import Batching
 from kltest.training import Problem, Run, train
@@ -40,8 +39,7 @@ def instance_of(success: float, seed: int) -> Any:
 
 def _moments(name: str, instance: Any, size: int, **call: Any) -> Any:
     """Over all groups of `size` rollouts; an estimator that looks at no group is the mean over them."""
-    spec = find(name).spec
-    return exact_batches(bind(find(name).function, Call(**call), name, spec=spec), instance, size=size, grouped=True)
+    return exact_batches(resolve(name, Call(**call)), instance, size=size, grouped=True)
 
 
 def _masking(one: Mapping[str, Any]) -> list[Row]:
@@ -60,7 +58,6 @@ def _masking(one: Mapping[str, Any]) -> list[Row]:
         {
             "ties": float(policy[0] ** size + (1 - policy[0]) ** size),
             "lost": float(np.linalg.norm(truth - masked) / norm),
-            "cosine": _cosine(masked, truth),
             "closed_form_error": float(np.linalg.norm(truth - masked - lost) / norm),
         }
     ]
@@ -146,10 +143,5 @@ def _training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
         found = {
             name: float(getattr(history, name)[-1, index]) for name in ("kl", "gap", "kl_to_optimum", "gradient_norm")
         }
-        rows.append([{**one, "right": right, **found, "diverged": bool(history.diverged[index] >= 0)}])
+        rows.append([{**one, "right": right, **found}])
     return rows
-
-
-def _cosine(one: np.ndarray, other: np.ndarray) -> float | None:
-    norms = np.linalg.norm(one) * np.linalg.norm(other)
-    return float((one * other).sum() / norms) if norms > 1e-14 else None

@@ -62,8 +62,6 @@ def mutation(one: Mapping[str, Any]) -> list[Row]:
                 "reward": reward,
                 "recorded": float(chances @ kept.sum(axis=1)),
                 "read": float(chances @ read.sum(axis=1)),
-                "kl_per_token": value("mean_of_token_means", instance),
-                "read_per_token": float(chances @ (read.sum(axis=1) / paths.lengths)),
                 "identical": bool(torch.equal(metrics["kl"], recorded)),
                 "policy": digest(logits.tolist()),
             }

@@ -83,14 +83,11 @@ def masked(one: Mapping[str, Any]) -> list[Row]:
     assert found is not None
     chances, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
     others = np.array([right, *[1 - right] * 3]) ** (size - 1)
-    tied = right**size + (1 - right) ** size
     closed = float(chances @ (u * (1 - others)))
     return [
         {
             "kl": value("kl", instance),
             "read": found.mean,
-            "read_over_unmasked": closed / (1 - tied) if size > 1 else None,
-            "tied": float(tied),
             "closed_form_error": abs(found.mean - closed),
         }
     ]

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from kltest.environments import Instance, sequence
-from kltest.estimators import find
 from kltest.loss.calling import bind
+from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
 from kltest.truth import combine, gradient, parse, value
 
+from ..arrays import norm
 from ..enumerated import gradient_again
 from .own import OWN
 from .settings import FOLLOWED, PATH, TREE
@@ -26,17 +27,17 @@ def of_path(length: int, staleness: int, estimator: str, seed: int) -> list[Row]
     instance = on_path(length, staleness, seed)
     truth, known = _known(length, staleness, seed)
     found, fresh = (_along(length, step, seed, estimator) for step in (staleness, 0))
-    size = _norm(truth)
+    size = norm(truth)
     followed = FOLLOWED[estimator]
     combination = parse(followed) if followed else None
     if estimator == "k3-broadcast-ratio":
         parts = {"reverse_kl": 1 / length, "local_forward_kl": 1 - 1 / length, "other_tokens_forward_kl": -1 / length}
         combination = {f"{name}@mean_ratio": coefficient for name, coefficient in parts.items()}
-    off = None if combination is None else _norm(found.gradient - combine(combination, instance)) / size
+    off = None if combination is None else norm(found.gradient - combine(combination, instance)) / size
     return [
         {
             **_judged(found, truth),
-            "drift": _norm(found.gradient - fresh.gradient) / size,
+            "drift": norm(found.gradient - fresh.gradient) / size,
             "off_followed": off,
             **_logged(estimator, found, instance),
             **known,
@@ -50,7 +51,7 @@ def _known(length: int, staleness: int, seed: int) -> tuple[np.ndarray, Row]:
     instance = on_path(length, staleness, seed)
     truth = gradient("reverse_kl", instance)
     return truth, {
-        "truth_again": _norm(truth - gradient_again("reverse_kl", instance)) / _norm(truth),
+        "truth_again": norm(truth - gradient_again("reverse_kl", instance)) / norm(truth),
         "kl": value("reverse_kl", instance),
         "kl_to_sampler": value("to_sampler_kl", instance),
         "furthest": float(np.abs(np.exp(instance.policy - instance.sampler) - 1).max()),
@@ -71,7 +72,7 @@ def of_length(tokens: int, compared: str, seed: int) -> list[Row]:
     truth = gradient("reverse_kl", instance)
     fresh = Instance(instance.environment, instance.policy, instance.reference, instance.policy)
     found, own = _moments(compared, instance), _moments(compared, fresh)
-    drift = _norm(found.gradient - own.gradient) / _norm(truth)
+    drift = norm(found.gradient - own.gradient) / norm(truth)
     price = found.variance / own.variance
     return [{**_judged(found, truth), "drift": drift, "price": price, **_sample_sizes(instance)}]
 
@@ -122,19 +123,13 @@ def _along(length: int, staleness: int, seed: int, estimator: str) -> Any:
 
 
 def _moments(estimator: str, instance: Instance) -> Any:
-    if estimator in OWN:
-        return exact(bind(OWN[estimator], name=estimator), instance, "stale")
-    found = find(estimator)
-    return exact(bind(found.function, name=estimator, spec=found.spec), instance, "stale")
+    loss = bind(OWN[estimator], name=estimator) if estimator in OWN else resolve(estimator)
+    return exact(loss, instance, "stale")
 
 
 def _judged(found: Any, truth: np.ndarray) -> Row:
-    size, own = _norm(truth), _norm(found.gradient)
-    return {
-        "bias": _norm(found.gradient - truth) / size,
-        "cosine": float((found.gradient * truth).sum()) / (size * own) if own > 1e-14 * size else None,
-        "variance": float(found.variance) / size**2,
-    }
+    size = norm(truth)
+    return {"bias": norm(found.gradient - truth) / size, "variance": float(found.variance) / size**2}
 
 
 def _sample_sizes(instance: Instance) -> Row:
@@ -148,7 +143,3 @@ def _sample_sizes(instance: Instance) -> Row:
         "prefix_share": float(prefix.mean()),
         "sequence_share": float(prefix[-1]),
     }
-
-
-def _norm(array: np.ndarray) -> float:
-    return float(np.linalg.norm(array))

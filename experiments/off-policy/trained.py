@@ -12,7 +12,7 @@ from kltest.training import Problem, Run, train
 from .settings import GROUP, RECIPES, TRAINED
 
 Row = dict[str, Any]
-MEASURED = ("gap", "kl", "kl_to_optimum", "gradient_norm")
+MEASURED = ("gap", "kl")
 
 
 def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
@@ -46,12 +46,8 @@ def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
                     **one,
                     **{name: float(getattr(history, name)[-1, own].mean()) for name in MEASURED},
                     "early_gap": float(gaps[1].mean()),
-                    "early_low": float(np.quantile(gaps[1], 0.1)),
-                    "early_high": float(np.quantile(gaps[1], 0.9)),
                     "low": float(np.quantile(gaps[-1], 0.1)),
                     "high": float(np.quantile(gaps[-1], 0.9)),
-                    "error": float(gaps[-1].std(ddof=1) / repeats**0.5) if repeats > 1 else None,
-                    "diverged": int((history.diverged[own] >= 0).sum()),
                 }
             ]
         )

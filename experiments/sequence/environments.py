@@ -14,12 +14,8 @@ import numpy as np
 
 from kltest.environments import Instance, ngram, sequence
 from kltest.environments.policies import table
-from kltest.sweeps.store import digest
 
-
-def generator(*parts: object) -> np.random.Generator:
-    """Random numbers that depend on these values and on nothing else."""
-    return np.random.default_rng(int(digest(*parts), 16))
+from ..arrays import generator
 
 
 def persistent(vocabulary: int, length: int, steering: float, seed: int) -> Instance:

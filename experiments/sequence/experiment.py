@@ -14,6 +14,7 @@ from kltest.training import Problem, Run, train
 from kltest.truth import gradient, value
 from kltest.truth.gradients import credit_pairs
 
+from ..arrays import cosine, norm
 from ..enumerated import gradient_again
 from ..fixed_points import token_k2_fixed_point
 from ..jacobians import asymmetry, jacobian
@@ -30,16 +31,6 @@ def compute(configuration: Configuration) -> list[Row]:
     return [{**configuration, **row} for row in rows]
 
 
-def norm(array: np.ndarray) -> float:
-    return float(np.linalg.norm(array))
-
-
-def cosine(one: np.ndarray, other: np.ndarray) -> float | None:
-    """None where either vanishes."""
-    lengths = norm(one) * norm(other)
-    return float((one * other).sum()) / lengths if lengths > 0 else None
-
-
 def divided(whole: np.ndarray, local: np.ndarray, last: np.ndarray) -> Row:
     """Divide ∇KL(π‖ref) into what a token-level loss misses of it and what the last token alone has."""
     return {
@@ -47,7 +38,6 @@ def divided(whole: np.ndarray, local: np.ndarray, last: np.ndarray) -> Row:
         "kept": norm(local) / norm(whole),
         "cosine": cosine(local, whole),
         "last": norm(last) / norm(whole),
-        "last_cosine": cosine(last, whole),
     }
 
 
@@ -70,7 +60,6 @@ def _persistent(vocabulary: int, length: int, steering: float, seed: int) -> Row
     formula = environments.future_in_closed_form(instance, steering)
     return {
         **divided(whole, local, last),
-        "kl_per_token": value("kl_per_token", instance),
         # What the recursion and the formula say of what is missed, relative to the whole gradient.
         "off_formula": norm(whole - local - formula) / norm(whole),
     }
@@ -84,7 +73,6 @@ def _estimators(length: int, estimator: str) -> list[Row]:
     return [
         {
             "bias": norm(found - whole) / norm(whole),
-            "cosine": cosine(found, whole),
             "off_local": norm(found - local) / norm(whole),
         }
     ]
@@ -103,7 +91,7 @@ def _credit(steering: float, seed: int) -> list[Row]:
         lags[s - t] += pair
     whole = lags.sum(axis=0)
     ahead = np.arange(len(lags))
-    rows: list[Row] = [{"what": "lag", "lag": n, "share": norm(lags[n]) / norm(whole)} for n in range(len(lags))]
+    rows: list[Row] = []
     for critic in settings.CRITICS:
         for discount in settings.DISCOUNTS:
             weight = critic + (1 - critic) * discount**ahead
@@ -229,7 +217,6 @@ def _ends(seed: int) -> list[Row]:
     return [
         {
             "starts_apart": float(np.ptp(first, axis=0).max()),
-            "ends_apart": float(np.ptp(found, axis=0).max()),
             "off_rest": float(np.abs(found - np.exp(rest)).max()),
             **_standing(matrix.reshape(*shape, *shape)),
         }

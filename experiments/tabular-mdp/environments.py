@@ -6,17 +6,12 @@ import numpy as np
 
 from kltest.environments import END, Environment, Instance, mdp, tabular
 from kltest.environments.policies import table
-from kltest.sweeps.store import digest
 
+from ..arrays import generator
 from . import settings
 
 # Right, up, left, down.
 MOVES = ((1, 0), (0, 1), (-1, 0), (0, -1))
-
-
-def generator(*parts: object) -> np.random.Generator:
-    """Random numbers that depend on these values and on nothing else."""
-    return np.random.default_rng(int(digest(*parts), 16))
 
 
 def environment(name: str, horizon: int, slip: float, seed: int) -> Environment:

@@ -12,8 +12,8 @@ from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
 from kltest.truth import gradient, value
-from kltest.truth.recursions import total_visits
 
+from ..arrays import cosine, norm
 from ..enumerated import gradient_again, value_again
 from ..jacobians import asymmetry, jacobian
 from . import environments, settings
@@ -29,21 +29,12 @@ def compute(configuration: Configuration) -> list[Row]:
     return [{**configuration, **row} for row in COMPUTE[configuration["part"]](**options)]
 
 
-def norm(array: np.ndarray) -> float:
-    return float(np.linalg.norm(array))
-
-
-def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    return float((one * other).sum()) / (norm(one) * norm(other))
-
-
 def _environments(environment: str, horizon: int, slip: float, seed: int) -> list[Row]:
     """Share missed, and distance of the token-level gradient from any function's; enumerated if it fits."""
     instance = environments.instance(environment, horizon, slip, seed)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
     row = {
         "missed": norm(whole - local) / norm(whole),
-        "kept": norm(local) / norm(whole),
         "cosine": cosine(local, whole),
         "asymmetry": asymmetry(jacobian("local_reverse_kl", instance)),
         "off_again": None,
@@ -82,10 +73,9 @@ def _estimators(environment: str, estimator: str) -> list[Row]:
 
 def _picture() -> list[Row]:
     """A row a cell: what it is like, and which way the descent of the KL moves the policy there, as (right, up)."""
-    instance, away = environments.picture()
+    instance, _ = environments.picture()
     columns = settings.PICTURE["columns"]
     environment, chances = instance.environment, np.exp(instance.policy)
-    visits = total_visits(environment, instance.policy)
     kl = (chances * (instance.policy - instance.reference)).sum(axis=1)
     moves = np.array(environments.MOVES, dtype=float)
     # A push has a direction only where actions have: those of the grid are its moves.
@@ -95,9 +85,9 @@ def _picture() -> list[Row]:
     }
     rows = []
     for cell in range(environment.n_contexts):
-        row: Row = {"x": cell % columns, "y": cell // columns, "away": int(away[cell])}
+        row: Row = {"x": cell % columns, "y": cell // columns}
         row |= {"start": bool(environment.start_distribution()[cell] > 0), "reward": float(environment.reward[cell, 0])}
-        row |= {"visits": float(visits[cell]), "kl": float(kl[cell])}
+        row |= {"kl": float(kl[cell])}
         for name, each in (("policy", chances), ("reference", np.exp(instance.reference)), *pushes.items()):
             row |= {f"{name}_{axis}": float((each @ moves)[cell, at]) for at, axis in enumerate(("right", "up"))}
         row |= {f"{name}_size": norm(each[cell]) for name, each in pushes.items()}
@@ -169,7 +159,7 @@ def _rotation(beta: float, seed: int) -> list[Row]:
             reward, penalty = (gradient(name, instance) for name in ("expected_reward", followed))
             matrix = jacobian("expected_reward", instance) - beta * jacobian(followed, instance)
             rows.append(
-                {"number": number, "followed": followed}
+                {"followed": followed}
                 | {"off_rest": norm(reward - beta * penalty) / norm(reward), **_eigenvalues(matrix, instance)}
             )
     return rows
@@ -186,8 +176,6 @@ def _eigenvalues(matrix: np.ndarray, instance: Instance) -> Row:
         "turn": float(turn.max()),
         "real": float(most.real),
         "imaginary": abs(float(most.imag)),
-        "least_stable": float(found.real.max() / np.abs(found).max()),
-        "asymmetry": asymmetry(matrix),
     }
 
 

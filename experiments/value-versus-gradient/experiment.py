@@ -9,8 +9,8 @@ from scipy.optimize import brentq
 
 from kltest.estimators import find
 from kltest.loss.placement import place
-from kltest.sweeps.store import digest
 
+from ..arrays import generator
 from .gaussians import PARTS, Gaussians
 from .settings import DIRECTIONS, ESTIMATORS, ORDERS, PLACEMENTS, SIZES
 
@@ -47,7 +47,7 @@ def _pair(configuration: Mapping[str, Any]) -> list[Row]:
     pair = Gaussians.at(about["kl"], about["width"])
     # All estimators see the same samples.
     shared = {name: about[name] for name in ("kl", "width", "samples", "seed")}
-    drawn = np.random.default_rng(int(digest(shared), 16)).standard_normal(samples)
+    drawn = generator(shared).standard_normal(samples)
 
     here, there = evaluate(estimator, pair, NODES), evaluate(estimator, pair, drawn)
     rows = [{"kind": "value", **about, "truth": pair.kl, **_moments(here["value"], there["value"])}]
@@ -103,7 +103,6 @@ def _moments(at_nodes: np.ndarray, drawn: np.ndarray) -> Row:
         "variance": variance,
         "sampled_mean": float(drawn.mean()),
         "standard_error": float(drawn.std(ddof=1) / np.sqrt(len(drawn))),
-        "sampled_variance": float(drawn.var(ddof=1)),
     }
 
 
@@ -117,7 +116,7 @@ def _order(direction: str, one: str, other: str, quantity: str) -> Row:
         return _badness(one, pair, quantity) - _badness(other, pair, quantity)
 
     row = {"kind": "order", "direction": direction, "one": one, "other": other, "quantity": quantity}
-    row |= {"from_kl": along(ends[0]).kl, "to_kl": along(ends[1]).kl, "better_at_first": bool(gap(ends[0]) < 0)}
+    row |= {"to_kl": along(ends[1]).kl, "better_at_first": bool(gap(ends[0]) < 0)}
     if gap(ends[0]) * gap(ends[1]) > 0:
         return {**row, "kl": None}
     return {**row, "kl": along(brentq(gap, *ends, xtol=1e-14, rtol=1e-14)).kl}

@@ -1,7 +1,8 @@
 """User code in a child process, so that nothing it does there can harm this one.
 
 A child runs a generator function and sends what it yields, one step at a time. It may loop for ever, leave the
-process, crash the interpreter, exhaust memory or print without end: the parent gets a `Step` that says so.
+process, crash the interpreter, exhaust memory or print without end: the parent gets a `Step` that says so. A child
+whose time is over dumps its stack and ends itself, whether or not its parent is still there.
 
 Our own, since no process pool reports the frame in which a child hangs or crashed, keeps the end of
 its output below Python's level, or ends the processes that it started.
@@ -10,6 +11,7 @@ its output below Python's level, or ends the processes that it started.
 import contextlib
 import faulthandler
 import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -33,7 +35,6 @@ TAIL = 16_384
 GRACE = 0.5
 DUMP = b"(most recent call first):"
 FATAL = b"Fatal Python error"
-ORPHAN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,11 @@ class Child:
     def __init__(self, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
         # Forking keeps torch's import; elsewhere than on Linux forked threads and frameworks are not safe.
         context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        self.output = Output()
+        self.output, self._stack = Output(), b""
         self._connection, theirs = context.Pipe()
         self._printed, printing = context.Pipe(duplex=False)
         self._stacks, stacking = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing, stacking))
-        self._killed, self._home = False, ""
         self._process.start()
         for end in (theirs, printing, stacking):
             end.close()
@@ -102,82 +102,69 @@ class Child:
         self.close()
 
     def step(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> Step:
-        """Run the child to its next value; end it after `timeout` seconds, or if it fails.
+        """Run the child to its next value; it ends after `timeout` seconds, or if it fails.
 
         Args:
             timeout: Seconds that this step may take; None for no limit.
             limit: The limit that messages name, if several steps share it.
             home: File of the user's code, if it is known: a message on a child that hangs names a line there.
         """
-        named, self._home = timeout if limit is None else limit, home
-        if timeout is not None and timeout > LONGEST:
-            timeout = None
+        named = timeout if limit is None else limit
+        timeout = None if timeout is not None and timeout > LONGEST else timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout + GRACE
         with contextlib.suppress(OSError):
             self._connection.send(timeout)
-        step = self._answer(None if timeout is None else time.monotonic() + timeout, named)
-        if step.kind != "value":
+        step = self._answer(deadline)
+        if step is None or step.kind != "value":
+            self._process.join(GRACE)
+            code = self._process.exitcode
             self.close()
+            step = step or Step("ended", message=self._ended(code, named, home, late=time.monotonic() > deadline))
         return step
 
     def close(self) -> None:
-        """End the child and every process that it started."""
+        """End the child and every process that it started: its process group outlives its leader."""
         if self._connection.closed:
             return
-        self._kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
         self._read_output()
+        while wait([self._stacks], 0) and (chunk := os.read(self._stacks.fileno(), 1 << 16)):
+            self._stack += chunk
         for end in (self._connection, self._printed, self._stacks):
             end.close()
 
-    def _answer(self, deadline: float | None, limit: float | None) -> Step:
-        while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    def _answer(self, deadline: float) -> Step | None:
+        """Return what the child sends; None if it ends without that, or is still at work at the deadline."""
+        while (left := deadline - time.monotonic()) > 0:
             printed = [] if self._printed.closed else [self._printed]
-            ready = wait([self._connection, self._process.sentinel, *printed], left)
+            ready = wait([self._connection, self._process.sentinel, *printed], None if left == math.inf else left)
             if self._printed in ready:
                 self._read_output(once=True)
             if self._connection in ready or (self._process.sentinel in ready and self._connection.poll()):
-                try:
+                with contextlib.suppress(EOFError, OSError):
                     return pickle.loads(self._connection.recv_bytes())
-                except (EOFError, OSError):
-                    return self._ended()
+                return None
             if self._process.sentinel in ready:
-                return self._ended()
-            if deadline is not None and time.monotonic() >= deadline:
-                return Step("ended", message=f"did not return within {limit:g} s (--timeout){self._stack()}")
+                return None
+        return None
 
-    def _stack(self) -> str:
-        """Return the innermost line that the child is executing; it dumps its stack when it gets SIGUSR1."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGUSR1)
-        dumped = b""
-        # Nothing marks the end of a dump, so the first line of the user's code ends the wait.
-        until = time.monotonic() + GRACE
-        while not (found := _innermost(dumped, self._home)) and wait(
-            [self._stacks], max(0.0, until - time.monotonic())
-        ):
-            if not (chunk := os.read(self._stacks.fileno(), 1 << 16)):
-                break
-            dumped += chunk
-        return found
-
-    def _ended(self) -> Step:
-        until = time.monotonic() + GRACE
-        while self._process.exitcode is None and time.monotonic() < until:
-            time.sleep(GRACE / 100)
-        code = self._process.exitcode
-        self._kill()
-        self._read_output()
+    def _ended(self, code: int | None, limit: float | None, home: str, *, late: bool) -> str:
+        """Say why the child ended, from its exit code and from the stack that it dumped if its time was over."""
+        if self._stack or late:
+            # The main thread comes last.
+            return f"did not return within {limit:g} s (--timeout){_innermost(self._stack.rpartition(DUMP)[2], home)}"
         if code is None:
-            message = "cut its connection to kltest"
-        elif code >= 0:
-            message = f"left the process (exit status {code}) before there was a result"
-        elif -code == signal.SIGKILL:
-            message = "was killed (SIGKILL); the usual reason is that memory ran out"
-        else:
-            message = f"crashed the interpreter ({_signal_name(-code)}){_innermost(self.output.tail, self._home)}"
-            self.output.cut(FATAL)
-        return Step("ended", message=message)
+            return "cut its connection to kltest"
+        if code >= 0:
+            return f"left the process (exit status {code}) before there was a result"
+        if -code == signal.SIGKILL:
+            return "was killed (SIGKILL); the usual reason is that memory ran out"
+        place = _innermost(self.output.tail.partition(DUMP)[2], home)
+        self.output.cut(FATAL)
+        return f"crashed the interpreter ({_signal_name(-code)}){place}"
 
     def _read_output(self, *, once: bool = False) -> None:
         while not self._printed.closed and wait([self._printed], 0):
@@ -187,15 +174,6 @@ class Child:
                 self._printed.close()
             if once:
                 return
-
-    def _kill(self) -> None:
-        """Kill the child's process group, which outlives its leader if the user's code started processes."""
-        if self._killed:
-            return
-        self._killed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
 
 
 def _serve(
@@ -213,7 +191,6 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _capture(printing)
-    faulthandler.register(signal.SIGUSR1, file=stacking.fileno(), all_threads=False)
     steps: Iterator[Any] | None = None
     while True:
         try:
@@ -221,8 +198,7 @@ def _serve(
         except (EOFError, OSError):
             os._exit(0)
         if timeout is not None:
-            # A parent that was killed cannot end this process, so it ends itself some time after the limit.
-            faulthandler.dump_traceback_later(timeout + ORPHAN_SECONDS, exit=True, file=2)
+            faulthandler.dump_traceback_later(max(timeout, 1e-3), exit=True, file=stacking.fileno())
         try:
             steps = steps or function(*arguments)
             step = Step("value", next(steps))
@@ -274,14 +250,12 @@ def _capture(printing: Connection) -> None:
     faulthandler.enable(file=2)
 
 
-def _innermost(output: bytes, home: str = "") -> str:
+def _innermost(stack: bytes, home: str) -> str:
     """Return `, in f at file:line` for the innermost frame of a dumped stack in the user's code.
 
     That is `home` and the files beside it; if it is not known, what is not Python, torch, kltest or the program.
     """
-    _, found, dump = output.partition(DUMP)
-    text = dump.decode("utf-8", "backslashreplace") if found else ""
-    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)\n', text)
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)\n', stack.decode("utf-8", "backslashreplace"))
     ours, python, torch = str(Path(__file__).parents[1]), str(Path(os.__file__).parent), f"{os.sep}torch{os.sep}"
     beside = str(Path(home).parent) + os.sep if home else ""
     program = os.path.realpath(sys.argv[0])

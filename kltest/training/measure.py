@@ -25,7 +25,7 @@ class History:
     - `reward` is E_π[R]; `kl` is KL(π‖ref) and `entropy` H(π), both over whole rollouts in nats;
     - `objective` is J_β = E_π[R] − β·KL(π‖ref);
     - `kl_to_optimum` is KL(π‖π*) and `gap` is J* − J_β: NaN if β = 0, which has no π*, or with `optima=False`;
-    - `gradient_norm` is the Euclidean norm of the next update's gradient, before any clipping;
+    - `gradient_norm` is the Euclidean norm of the next update's gradient;
     - `logged` is the KL that the estimator logs there, per rollout: its metrics["kl"] if it returns metrics, else its
       value; NaN without an estimator.
 

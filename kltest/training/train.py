@@ -11,7 +11,7 @@ from kltest.training.batch import softmax, softmax_gradient, total, transposed
 from kltest.training.measure import MEASURED, History, Measure
 from kltest.training.penalty import PenaltyGradient, penalty_of
 from kltest.training.problems import Run, Runs, check_alike, sharing
-from kltest.training.reward import Baseline, Ratio, score_weights
+from kltest.training.reward import Ratio, score_weights
 from kltest.training.sources import Drawn, Enumerated
 
 # Largest absolute logit; a run beyond it counts as diverged.
@@ -28,10 +28,7 @@ class Settings:
     batch_size: int | None
     group_size: int | None
     inner_steps: int
-    baseline: Baseline
     ratio: Ratio
-    clip: float
-    max_norm: float | None
     optima: bool
 
     def __post_init__(self) -> None:
@@ -39,28 +36,21 @@ class Settings:
             number = getattr(self, name)
             if number is not None and not (isinstance(number, int) and number >= smallest):
                 raise UsageError(f"{name} must be a whole number of at least {smallest}, not {number!r}")
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise UsageError(f"max_norm must be positive, or None, not {self.max_norm}")
-        for name, kind in (("baseline", Baseline), ("ratio", Ratio)):
-            if getattr(self, name) not in get_args(kind):
-                raise UsageError(f"the {name} {getattr(self, name)!r} is none of {', '.join(get_args(kind))}")
-        if not 0 < self.clip < 1:
-            raise UsageError(f"the clip ε lies between 0 and 1, not at {self.clip}")
+        if self.ratio not in get_args(Ratio):
+            raise UsageError(f"the ratio {self.ratio!r} is none of {', '.join(get_args(Ratio))}")
         if self.batch_size is not None and self.group_size is not None and self.batch_size % self.group_size:
             raise UsageError(f"a batch of {self.batch_size} rollouts cannot be cut into groups of {self.group_size}")
 
     def recorded(self, record: int | Sequence[int] | None) -> list[int]:
         """Numbers of updates after which to measure: every `record`-th or those listed, and always 0 and the last."""
-        if record is None:
-            return sorted({0, self.steps})
         if isinstance(record, int):
             if record < 1:
                 raise UsageError(f"records are made every 1 update or more, not every {record}")
-            return sorted({*range(0, self.steps + 1, record), self.steps})
-        outside = [step for step in record if not 0 <= step <= self.steps]
-        if outside:
+            record = range(0, self.steps + 1, record)
+        listed = {0, self.steps, *(record or ())}
+        if outside := [step for step in listed if not 0 <= step <= self.steps]:
             raise UsageError(f"there is nothing to record after update {outside[0]}: training has {self.steps}")
-        return sorted({0, self.steps, *record})
+        return sorted(listed)
 
 
 def train(
@@ -70,10 +60,7 @@ def train(
     batch_size: int | None = None,
     group_size: int | None = None,
     inner_steps: int = 1,
-    baseline: Baseline = "leave-one-out",
     ratio: Ratio = "none",
-    clip: float = 0.2,
-    max_norm: float | None = None,
     record: int | Sequence[int] | None = None,
     optima: bool = True,
     chunk: int | None = None,
@@ -86,10 +73,7 @@ def train(
         batch_size: Rollouts drawn for each update; None for exact expectations.
         group_size: Rollouts of one prompt that form a group; it divides `batch_size`.
         inner_steps: Updates between two renewals of the sampler.
-        baseline: Baseline of the reward part, see `kltest.training.reward`.
-        ratio: Importance ratio of the reward part, see there.
-        clip: The ε of the "clipped" ratio, between 0 and 1.
-        max_norm: Largest Euclidean norm of a gradient; longer ones are scaled down to it.
+        ratio: Importance ratio of the reward part, see `kltest.training.reward`.
         record: Measure after every so many updates, or after the listed numbers of updates; always at start and end.
         optima: Solve for π*, as `kl_to_optimum` and `gap` need it.
         chunk: Runs that are trained at a time, by default as many as fit into the cache; results do not depend on it.
@@ -101,7 +85,7 @@ def train(
         UsageError: A setting is out of range, or an estimator cannot be called.
         InvalidEnvironmentError: Environments differ in more than their reward, or cannot be enumerated.
     """
-    settings = Settings(steps, batch_size, group_size, inner_steps, baseline, ratio, clip, max_norm, optima)
+    settings = Settings(steps, batch_size, group_size, inner_steps, ratio, optima)
     recorded = settings.recorded(record)
     check_alike([run.problem for run in runs])
     columns = {name: np.full((len(recorded), len(runs)), np.nan) for name in MEASURED}
@@ -140,7 +124,7 @@ def _train_together(
         else:
             earned = batch.along(batch.chosen(runs.reward))
             log_ratio = None if sampler is policy else batch.chosen(policy.log_probs - sampler.log_probs)
-            ascent = score_weights(batch, earned, log_ratio, settings.baseline, settings.ratio, settings.clip)
+            ascent = score_weights(batch, earned, log_ratio, settings.ratio)
         descent = PenaltyGradient()
         if penalty is not None:
             descent = penalty.gradient(batch, policy.log_probs, sampler.log_probs, log=recording)
@@ -148,15 +132,12 @@ def _train_together(
         if descent.logits is not None:
             table = table - batch.collect_next(descent.logits, logits)
         gradient = softmax_gradient(table, policy)
-        if recording or settings.max_norm is not None:
-            norm = np.sqrt(total(total(np.square(gradient))))
         if recording:
+            norm = np.sqrt(total(total(np.square(gradient))))
             logged = {} if descent.logged is None else {"logged": descent.logged}
             found.append({**measure(policy), "gradient_norm": norm, **logged})
         if step == settings.steps:
             break
-        if settings.max_norm is not None:
-            gradient = gradient * (settings.max_norm / np.maximum(norm, settings.max_norm))
         gradient *= runs.rate
         moved = np.add(logits, gradient, out=gradient)
         # Both comparisons are false for NaN, which therefore counts as diverged.

@@ -71,15 +71,15 @@ def test_the_sampler_is_renewed_after_inner_steps():
 @pytest.mark.parametrize("ratio", ["none", "token", "sequence", "clipped"])
 @pytest.mark.parametrize("environment", ["bandit", "sequence", "ragged"])
 def test_ratios_of_the_reward_part(environment, ratio):
-    which, clip = problem(environment), 0.05
-    runs = [Run(which, None, learning_rate=1.0)]
-    once, twice = (
-        train(runs, steps=steps, inner_steps=2, ratio=ratio, clip=clip, baseline="mean").logits[0] for steps in (1, 2)
-    )
-    assert np.abs(twice - once - surrogate_gradient(which, once, ratio, clip)).max() < SAME
+    which, rate = problem(environment), 3.0
+    runs = [Run(which, None, learning_rate=rate)]
+    once, twice = (train(runs, steps=steps, inner_steps=2, ratio=ratio).logits[0] for steps in (1, 2))
+    assert np.abs((twice - once) / rate - surrogate_gradient(which, once, ratio)).max() < SAME
+    if ratio == "clipped":
+        assert np.abs((twice - once) / rate - surrogate_gradient(which, once, "token")).max() > 1e-3
 
 
-def surrogate_gradient(which, logits, ratio, clip):
+def surrogate_gradient(which, logits, ratio, clip=0.2):
     """∇ of the surrogate loss as PPO and its relatives write it, by autograd over all rollouts."""
     instance = instance_of(which, logits, which.start)
     paths = instance.paths
@@ -109,16 +109,10 @@ def surrogate_gradient(which, logits, ratio, clip):
 @pytest.mark.parametrize("environment", ["bandit", "prompts"])
 def test_exact_groups_follow_the_gradient_over_all_groups(name, environment):
     which, size = problem(environment, reward="binary"), 3
-    start = train([Run(which, name, beta=0.6)], steps=1, group_size=size, baseline="leave-one-out").logits[0]
+    start = train([Run(which, name, beta=0.6)], steps=1, group_size=size).logits[0]
     instance = instance_of(which)
     penalty = exact_batches(resolve(name), instance, size=size, grouped=True).gradient
     assert np.abs(start - which.start - ascent(instance, 0.6, penalty)).max() < SAME
-
-
-def test_a_mean_baseline_with_itself_shortens_the_gradient():
-    which = problem("bandit")
-    moved = train([Run(which, None)], steps=1, group_size=4, baseline="mean").logits[0] - which.start
-    assert np.abs(moved - 0.75 * gradient("expected_reward", instance_of(which))).max() < SAME
 
 
 def test_a_whole_loss_is_followed_alone():
@@ -230,10 +224,7 @@ def test_bad_input_is_refused_in_words():
         "steps must be": {"steps": -1},
         "batch_size must be": {"batch_size": 0},
         "cannot be cut": {"batch_size": 6, "group_size": 4},
-        "the baseline": {"baseline": "value"},
         "the ratio": {"ratio": "prefix"},
-        "clip": {"clip": 1.5},
-        "max_norm": {"max_norm": 0.0},
         "after update 9": {"record": [9]},
         "every 1 update": {"record": 0},
     }.items():
@@ -262,12 +253,3 @@ def test_a_run_without_a_penalty_is_measured_at_its_coefficient():
     assert np.array_equal(history.logits[0], history.logits[1])
     assert history.gap[-1, 0] > 0
     assert np.isnan(history.gap[-1, 1])
-
-
-def test_clipped_gradients_keep_their_direction():
-    which = problem("sequence")
-    free, clipped = (
-        train([Run(which, "k2-loss")], steps=1, max_norm=norm).logits[0] - which.start for norm in (None, 0.01)
-    )
-    assert np.linalg.norm(clipped) == pytest.approx(0.01, rel=1e-12)
-    assert np.abs(clipped / 0.01 - free / np.linalg.norm(free)).max() < SAME

@@ -184,7 +184,7 @@ def test_the_baseline_study_of_the_lambda_family():
         for lam in (0.0, 1.0)
         for seed in range(32)
     ]
-    history = train(runs, steps=400, batch_size=16, baseline="none", optima=False)
+    history = train(runs, steps=400, batch_size=16, optima=False)
     assert history.kl[0, 0] == pytest.approx(2.43, abs=0.005)
     medians = np.median(history.kl[-1].reshape(2, 32), axis=1)
     assert medians == pytest.approx([0.46, 0.32], abs=0.05)
