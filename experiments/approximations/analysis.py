@@ -8,8 +8,8 @@ import pandas as pd
 from scipy.optimize import brentq
 
 from kltest.reproduce.claims import OWN, Answer, Claims
-from kltest.reproduce.frames import Row, known, need, ordered, records, require, select
-from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
+from kltest.reproduce.frames import known, need, ordered, records, require
+from kltest.reproduce.numbers import Cited, Numbers, extremes, melted
 
 from .settings import EXACT, LOG_RATIOS, PARTS, TOKENS
 
@@ -235,34 +235,10 @@ claims.bound("at π* both keep the lengths that they have under the reference", 
     1e-9, "optimum", penalty="k2-loss-sequence")  # fmt: skip
 
 
-def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """Ends of training with either penalty, and errors in low precision."""
-    ends = [
-        {
-            "β": f"{row['beta']:g}",
-            "penalty": row["penalty"],
-            "KL(π‖ref)": f"{row['kl']:.4f}",
-            "J* − J": f"{max(row['gap'], 0.0):.4f}",
-            "length of right answers": f"{row['length_of_right']:.3f} ({row['reference_length_of_right']:.3f})",
-            "of wrong ones": f"{row['length_of_wrong']:.3f} ({row['reference_length_of_wrong']:.3f})",
-        }
-        for row in records(select(rows, "optimum"))
-    ]
-    errors: list[Row] = []
-    found = select(rows, "precision")
-    if len(found):
-        largest = found[found["vocabulary"] == found["vocabulary"].max()]
-        for (kind, rounded, name), mine in largest.groupby(["kind", "rounded", "estimator"], sort=False):
-            cells = {f"u ≈ {row['log_ratio']:g}": f"{row['relative_error']:.2g}" for row in records(mine)}
-            errors.append({"type": kind, "rounded": rounded, "estimator": name, **cells})
-    return {"table": ends, "precision": errors}
-
-
 @numbers.add
 def _of_heads(rows: pd.DataFrame) -> Cited:
-    yield number("tokens", TOKENS)
     yield from extremes("push at the reference", need(rows, "head", **AT_REFERENCE)["bias"])
-    yield from melted(need(rows, "drift", form="top-k"), ["mass", "mass_after", "kl"], ["k"])
+    yield from melted(need(rows, "drift", form="top-k"), ["mass", "mass_after"], ["k"])
 
 
 @numbers.add
@@ -278,11 +254,8 @@ numbers.melt("return", {"returned": "updates"}, ["penalty", "start"], step=0)
 
 numbers.melt("precision", {"relative_error": "error"}, ["estimator", "kind", "rounded", "vocabulary", "log_ratio"])
 
-numbers.melt("batch", {"relative_distance": "distance"}, ["normalised", "batch_size"], seed=0)
 numbers.add(lambda rows: extremes("asymmetry", _asymmetries(rows)[1]))
 
 
-@numbers.add
-def _of_ends(rows: pd.DataFrame) -> Cited:
-    ends = need(rows, "optimum", penalty="length-normalised")
-    yield from melted(ends, [name for name in ends if name.endswith(("right", "wrong", "kl", "gap"))], ["beta"])
+numbers.melt("optimum", {name: name for name in ("length_of_right", "reference_length_of_right")}, ["beta"],
+    penalty="length-normalised")  # fmt: skip

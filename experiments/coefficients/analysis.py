@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from kltest.reproduce.claims import OWN, Answer, Claims
-from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, records, require, select
-from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
+from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, require, select
+from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 
 from .ends import EXACT, LOCAL
 from .settings import CENTRED, PARTS
@@ -65,7 +65,7 @@ def _short(value: Any) -> Any:
 # `factor` is the geometric mean of β'/β over the ends that have settled, `spread` the factor that one standard
 # deviation is, `low` and `high` the extremes, `last` that at the largest β; `by_reward` is the geometric mean of β'/β
 # for the optima with the same reward instead. `kind` says what it comes to.
-Held = namedtuple("Held", "kind factor spread low high last shortfall by_reward", defaults=[None] * 7)
+Held = namedtuple("Held", "kind factor spread low high last", defaults=[None] * 5)
 KINDS = {
     "asked": "as asked",
     "scaled": "at another coefficient",
@@ -96,7 +96,6 @@ def held(rows: Rows, environment: str, estimator: str) -> Held | None:
         return Held("loose")
     factors = ends["coefficient_by_kl"] / ends["beta"]
     last, shortfall = factors[ends["beta"] == ends["beta"].max()].mean(), ends["shortfall"].max()
-    by_reward = (ends.get("coefficient_by_reward", pd.Series(dtype=float)) / ends["beta"]).dropna().astype(float)
     logs = np.log(factors)
     found = {
         "factor": math.exp(logs.mean()),
@@ -104,8 +103,6 @@ def held(rows: Rows, environment: str, estimator: str) -> Held | None:
         "low": factors.min(),
         "high": factors.max(),
         "last": last,
-        "shortfall": shortfall,
-        "by_reward": math.exp(np.log(by_reward).mean()) if len(by_reward) else None,
     }
     if diverged.any() or last < LOOSE:
         return Held("loose", **found)
@@ -366,8 +363,8 @@ def crossing(rows: Rows, biased: str, unbiased: str, seed: int = 0) -> tuple[flo
 
 
 def tables(rows: Rows) -> dict[str, list[Row]]:
-    """The hold of each estimator in each environment, and the ends of noisy training."""
-    exact, budget = select(rows, "exact"), records(select(rows, "budget"))
+    """The hold of each estimator in each environment."""
+    exact = select(rows, "exact")
     names = list(exact["estimator"].unique()) if len(exact) else []
     cells = {name: {environment: held(rows, environment, name) for environment in ENVIRONMENTS} for name in names}
     rank = {name: max(list(KINDS).index(one.kind) for one in cells[name].values() if one) for name in names}
@@ -381,18 +378,7 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
         line["collapsed, exact"] = f"{collapsed.sum()} of {len(collapsed)}"
         line["collapsed, sampled"] = "{} of {}".format(*of_drawn)
         lines.append(line)
-    ends = [
-        {
-            "estimator": row["estimator"],
-            "draw": row["seed"],
-            "rollouts per update": row["batch_size"],
-            "KL(π‖π*)": f"{row['kl_to_optimum']:.4f} ± {row['standard_error']:.4f}",
-            "of the fixed point": f"{row['predicted_bias']:.4f}",
-            "foreseen": f"{foreseen(row):.4f}",
-        }
-        for row in budget
-    ]
-    return {"coefficients-table": lines, "budget": ends}
+    return {"coefficients-table": lines}
 
 
 def _cell(found: Held) -> str:
@@ -406,7 +392,6 @@ def _cell(found: Held) -> str:
 @numbers.add
 def _of_exact_training(rows: pd.DataFrame) -> Cited:
     runs = need(rows, "exact")
-    yield number("exact runs", len(runs))
     yield number("estimators", len(set(runs["estimator"]) - {"none"}))
     yield number("coefficients", runs["beta"].nunique())
     for name, mine in runs.groupby("estimator", sort=False):
@@ -415,27 +400,21 @@ def _of_exact_training(rows: pd.DataFrame) -> Cited:
         for environment in ENVIRONMENTS:
             found = held(rows, environment, name)
             if found is not None and found.factor is not None:
-                for what in Held._fields[1:]:
+                for what in ("low", "high"):
                     yield number(what, getattr(found, what), estimator=name, environment=environment)
 
 
 numbers.melt("optimum", {"kl_to_optimum": "KL to π* in theory's part"}, ["estimator"])
-numbers.melt("fixed-points", {"kl_to_predicted": "KL to its fixed point"}, ["estimator"])
 
 numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "environment", "beta"])
 
 
 @numbers.add
 def _of_budgets(rows: pd.DataFrame) -> Cited:
-    first = need(rows, "budget", seed=0)
-    yield from melted(first, {"kl_to_optimum": "KL to π*", "noise": "noise"}, ["estimator", "batch_size"])
-    yield from melted(first, {"predicted_bias": "bias"}, ["estimator"])
+    draws = sorted(need(rows, "budget")["seed"].unique())
     for biased, unbiased in PAIRS:
-        draws = sorted(need(rows, "budget")["seed"].unique())
         known_sizes = [sizes for seed in draws if (sizes := crossing(rows, biased, unbiased, seed)) is not None]
         for what, place in (("crossing", 0), ("foreseen crossing", 1)):
-            batches, pair = [sizes[place] for sizes in known_sizes], {"biased": biased, "unbiased": unbiased}
-            yield number(f"{what}s", len(batches), **pair)
-            yield from extremes(what, batches, **pair)
+            yield from extremes(what, [sizes[place] for sizes in known_sizes], biased=biased, unbiased=unbiased)
     yield from extremes("excess over the noise formula", _excess(rows))
     yield from extremes("rao-blackwell over k1-reward", _beside(rows, "k1-reward", "rao-blackwell")["kl_to_optimum"])

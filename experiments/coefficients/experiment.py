@@ -267,6 +267,8 @@ def _fixed_points(configurations: Sequence[Configuration]) -> list[Row]:
             {
                 **one,
                 "kl_to_predicted": distance("short", 0, history.logits[index], expected),
+                "moved": distance("short", 0, history.logits[index], which.start),
+                "kl_to_optimum": float(history.kl_to_optimum[-1, index]),
             }
         )
     return rows

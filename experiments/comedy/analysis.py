@@ -4,7 +4,7 @@ import pandas as pd
 
 from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import Missing, Row, known, need, ordered, require, select
-from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 
 from .settings import ANCHOR, ESTIMATORS, EXACT, PARTS, PLACEMENTS, PUBLISHED
 
@@ -208,7 +208,6 @@ def _of_lengths(rows: pd.DataFrame) -> Cited:
     yield number("longest", found["length"].max())
     yield number("types", found["types"].max())
     yield number("off second route", need(rows, "length")["off_again"].max())
-    yield from melted(found, ["bias", "std"], ["estimator", "placement", "kl", "length"])
     for kl in found["kl"].unique():
         yield from extremes("gain of k3 in both", _gain(need(found, kl=kl), kl, kl) if kl <= FAR else (), kl=kl)
 
@@ -216,7 +215,6 @@ def _of_lengths(rows: pd.DataFrame) -> Cited:
 @numbers.add
 def _of_samples(rows: pd.DataFrame) -> Cited:
     found = _sampled(rows, hold="kl", seed=0)
-    yield number("sampled gradients", len(found))
     yield number("largest deviation in standard errors", max(found["z_mean"].max(), found["z_std"].abs().max()))
 
 

@@ -284,7 +284,6 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 numbers.single("examples", {"estimators": ("estimator", "nunique")})
 numbers.single("examples", {"unbiased": ("relative_error", lambda x: (x < EXACT).sum())}, example="four actions")
 numbers.melt("examples", ["derivative"], ["estimator"], derivative=pd.notna)
-numbers.melt("examples", {"relative_error": "bias"}, ["estimator", "example"])
 
 numbers.single("distance", {"pairs": ("pairs", "max")})
 numbers.melt("distance", ["relative_error", "cosine", "size", "flipped", "any_flipped"],

@@ -417,7 +417,6 @@ def _of_the_sweep(rows: pd.DataFrame) -> Cited:
         yield number(name, value)
     yield number("runs", (ended["variant"] != OPTIMUM).sum())
     yield number("seeds", ended["seed"].nunique())
-    yield number("runs made now", len(runs(rows, "run")))
     yield number("rollouts of a chance", ROLLOUTS)
     yield number("longest", RUN["max_norm"])
     yield number("warm-up", RUN["warmup"])
@@ -439,8 +438,6 @@ def _of_ends(rows: pd.DataFrame) -> Cited:
             if values := list(sweep.ends(variant, beta, name).values()):
                 yield from _with_bounds(label, (interval if label == "reward" else geometric)(values), **where)
         yield from _with_bounds("gain", interval(list(sweep.ends(variant, beta, "gain").values())), **where)
-        kl = np.log(list(sweep.ends(variant, beta).values()))
-        yield number("spread", float(np.std(kl, ddof=1)) if len(kl) > 1 else None, **where)
         if VARIANTS[variant].get("kl", "none") == "none":
             continue
         for label, of in (

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kltest.reproduce.claims import OWN, Answer, Claims
-from kltest.reproduce.frames import Row, frame, known, mean, need, select
-from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
+from kltest.reproduce.frames import Row, frame, known, mean, need
+from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 
-from .settings import EXACT, TRAINED_SIZE
+from .settings import EXACT
 
 ORDER = ("part", "estimator", "group_size", "success", "push", "batch_size", "beta", "seed")
 # Exact training has settled where its gradient is shorter than this; what it reached is then known about as well.
@@ -17,7 +17,6 @@ SETTLED, REACHED = 1e-9, 1e-7
 MASKS = "TRL #5588 and #5640"
 
 LIMIT = f"{EXACT:g}"
-RUN = ["estimator", "success", "beta"]
 
 claims = Claims("groups")
 numbers = Numbers()
@@ -56,7 +55,6 @@ def predicted(row: Row) -> float | None:
     return (low + high) / 2
 
 
-EXACTLY = {"part": "training", "batch_size": 0}
 ENDED = {"batch_size": 0, "gradient_norm": lambda x: x < SETTLED}
 
 DRAWN = {"part": "training", "batch_size": lambda x: x > 0}
@@ -170,28 +168,11 @@ def _noise(rows: pd.DataFrame) -> Answer:
     return f"{without:.1e} against {noisy:.1e} (means over runs and seeds)", without < 1e-3 * noisy
 
 
-def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """Ends of training in groups of four, exactly and with samples; the share of the gradient that masks lose."""
-    training, masking = select(rows, "training"), select(rows, "masking")
-    table = []
-    for (name, success, beta), same in training.groupby(RUN, sort=False) if len(training) else ():
-        exact, drawn = same[same["batch_size"] == 0], same[same["batch_size"] > 0]
-        line = {"estimator": name, "P(right) under ref": success, "β": beta}
-        columns = {"P(right)": "right", "predicted": "predicted", "KL(π‖ref)": "kl", "J* − J": "gap"}
-        line |= {title: _short(exact, column) for title, column in columns.items()}
-        table.append({**line, "J* − J, sampled": _short(drawn, "gap")})
-    lost = masking.pivot_table("lost", "group_size", "success") if len(masking) else pd.DataFrame()
-    shares = [{"n": n, **{f"{success:g}": f"{one:.3f}" for success, one in row.items()}} for n, row in lost.iterrows()]
-    return {"table": table, "lost": shares}
-
-
 numbers.melt("masking", {"lost": "lost", "ties": "tied"}, ["group_size", "success"], means=True)
 
 
 @numbers.add
 def _of_exact_training(rows: pd.DataFrame) -> Cited:
-    yield number("group size of training", TRAINED_SIZE)
-    yield from melted(need(rows, **EXACTLY), ["kl", "gap", "right"], RUN)
     pairs = _masked_beside_right(rows)
     yield from extremes("KL ratio of masked", pairs["kl"] / pairs["kl_right"])
 
@@ -205,11 +186,3 @@ def _of_samples(rows: pd.DataFrame) -> Cited:
     drawn = need(rows, **DRAWN)
     for name in sorted(drawn["estimator"].unique()):
         yield number("sampled gap", _gap(rows, name), estimator=name)
-
-
-def _short(rows: pd.DataFrame, name: str) -> str:
-    known_values = rows[name].dropna()
-    if known_values.empty:
-        return "–"
-    middle = mean(known_values)
-    return f"{max(middle, 0.0):.3g}" if name != "gap" or middle > 1e-12 else "0"

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from kltest.reproduce.claims import OWN, Answer, Claims
-from kltest.reproduce.frames import Row, known, need, ordered, records, select
+from kltest.reproduce.frames import known, need, ordered, records
 from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
 from .settings import CONTROLLER, EXACT, GARBAGE, PARTS
@@ -209,50 +209,11 @@ def _below_zero(rows: pd.DataFrame) -> Answer:
     return said, low["over_own_length"] < -1e-3 and low["kl"] > 0
 
 
-LOGGED = {name: f"{name[:2]}, summed over a rollout" for name in ("k1-loss", "k2-loss", "k3-loss")}
-TRUTHS = {"kl": "KL(π‖ref) = E[Σu]", "kl_per_token": "E[Σu]/E[L]", "mean_of_token_means": "E[Σu/L]"}
-
-
-def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """Everything that was logged of one run, at its beginning, middle and end; and where controllers end."""
-    logged, table = select(rows, "logged", seed=0), []
-    if len(logged):
-        run = need(logged, beta=select(rows, "logged")["beta"].min())
-        steps = sorted(run["step"].unique())
-        shown = list(dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])))
-        by = {name: run[run["estimator"] == name].set_index("step").reindex(shown) for name in LOGGED}
-        if not any(one["kl"].isna().any() for one in by.values()):
-            lines = {words: by["k1-loss"][name].map("{:.4f}".format) for name, words in TRUTHS.items()}
-            lines["E[Σk3/L]"] = by["k3-loss"]["over_own_length"].map("{:.4f}".format)
-            for name, words in LOGGED.items():
-                lines[words] = by[name]["mean"].map("{:.4f} ± ".format) + by[name]["std"].map("{:.3f}".format)
-            table = [{"logged": words, **line.rename("update {}".format)} for words, line in lines.items()]
-    ends = [
-        {
-            "controller reads": row["read"],
-            "added to rewards": f"{row['offset']:+g}",
-            "metric": f"{row['metric']:.3g}",
-            "β": f"{row['controller_beta']:.3g}",
-            "KL(π‖ref)": f"{row['kl']:.3g}",
-        }
-        for row in records(select(rows, "controller", round=CONTROLLER["rounds"]))
-    ]
-    return {"table": table, "controllers": ends}
-
-
 numbers.add(lambda rows: [number("target", TARGET)])
 numbers.melt("mutation", ["kl", "read"], ["step", "beta"], copied=False, seed=0)
 
-numbers.melt("controller", {"kl": "kl at the end", "controller_beta": "beta at the end"}, ["read", "offset"],
+numbers.melt("controller", {"kl": "kl at the end"}, ["read", "offset"],
     round=CONTROLLER["rounds"])  # fmt: skip
-
-
-@numbers.add
-def _of_ratios(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "reweighted", seed=0)
-    for name in ("no ratio", "token ratio", "geometric ratio", "advantage"):
-        over = found.assign(over=found[name] / found["kl"], metric=name)
-        yield from melted(over, {"over": "over kl"}, ["metric", "staleness"])
 
 
 @numbers.add
@@ -262,5 +223,5 @@ def _of_masks(rows: pd.DataFrame) -> Cited:
     yield from melted(found.drop_duplicates("success"), ["kl"], ["success"])
 
 
-numbers.melt("logged", ["mean", "std", "kl", "kl_per_token", "over_own_length"], ["estimator", "step", "beta"], seed=0)
+numbers.melt("logged", ["mean", "std", "kl"], ["estimator", "step", "beta"], seed=0)
 numbers.single("logged", {"lowest mean of token means": ("over_own_length", "min")}, estimator="k1-loss")

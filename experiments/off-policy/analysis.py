@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from kltest.reproduce.claims import OWN, Answer, Claims
-from kltest.reproduce.frames import Missing, Row, frame, known, mean, need, require, select
+from kltest.reproduce.frames import Row, frame, known, mean, need, require
 from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
-from .closed_forms import EXACT_RECIPES, most_updates, multiplier, ratio_free_settles
+from .closed_forms import most_updates, multiplier, ratio_free_settles
 from .settings import CLIP, EXACT, FOLLOWED, PATH, RECIPES, TRAINED
 
 TRL = "TRL #4637, #6503"
@@ -286,44 +286,21 @@ def _ratio_free(rows: pd.DataFrame) -> Answer:
     return f"at most {max(times):.2f} times the gap of one update", max(times) < 1.25
 
 
-def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """Bias along the path, and what training came to."""
-    path, training, biases, ends = select(rows, "path"), select(rows, "training"), [], []
-    if len(path):
-        lengths = sorted(path["length"].unique())
-        steps = [one for one in (0, 4, 16, 64) if (path["staleness"] == one).any()]
-        for name, mine in path.groupby("estimator", sort=False):
-            row: Row = {"estimator": name}
-            for length in lengths:
-                for step in steps:
-                    row[f"T = {length}, {step} old"] = _short(select(mine, length=length, staleness=step)["bias"])
-            last = select(mine, length=lengths[-1], staleness=steps[-1])["variance"] if steps else []
-            biases.append({**row, "variance": _short(last)})
-    for (recipe, batch), mine in training.groupby(["recipe", "batch_size"], sort=False) if len(training) else ():
-        gaps = {f"n = {count}": _short(one["gap"]) for count, one in mine.groupby("inner_steps")}
-        kl, ratio, *_ = RECIPES[recipe]
-        ends.append({"recipe": recipe, "KL term": kl, "reward's ratio": ratio, "rollouts": batch or "exact", **gaps})
-    return {"bias": biases, "training": ends}
-
-
-STATED = {"updates of the path": PATH["updates"], "repeats": TRAINED["repeats"], "clip": CLIP,
-    "beta of training": TRAINED["beta"], "recipes with a closed form": len(EXACT_RECIPES) + 2}  # fmt: skip
+STATED = {"updates of the path": PATH["updates"], "repeats": TRAINED["repeats"]}
 numbers.add(lambda rows: [number(name, value) for name, value in STATED.items()])
 
 
 @numbers.add
 def _of_the_path(rows: pd.DataFrame) -> Cited:
     found, where = need(rows, "path"), ["estimator", "length", "staleness"]
-    what = ["bias", "drift", "variance"]
-    yield from melted(found.groupby(where)[what].mean(), what)
+    yield from melted(found.groupby(where)[["bias"]].mean(), ["bias"])
     token = need(found, estimator="k3-ratio").astype({"value_bias": float})
-    what = ["value_bias", "token_share", "prefix_share", "sequence_share", "kl_to_sampler"]
+    what = ["value_bias", "token_share", "prefix_share", "sequence_share"]
     yield from melted(token.groupby(where)[what].mean(), what)
-    yield number("largest off followed", found["off_followed"].astype(float).max())
     yield number("largest bias of whole ratios", _path(rows, *WHOLE)["bias"].max())
 
 
-numbers.melt("length", ["price", "variance"], ["compared", "tokens"], means=True)
+numbers.melt("length", ["price"], ["compared", "tokens"], means=True)
 
 
 @numbers.add
@@ -339,20 +316,9 @@ def _of_weights(rows: pd.DataFrame) -> Cited:
 
 @numbers.add
 def _of_stability(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "stability")
-    yield from melted(found, {"multiplier": "factor"}, ["recipe", "seed", "updates"])
-    for seed, one in found.groupby("seed"):
-        yield number("KL of the optimum", one["kl"].iloc[-1], seed=seed)
+    for seed, one in need(rows, "stability").groupby("seed"):
         yield number("most updates", most_updates(one.iloc[-1]), seed=seed)
 
 
 numbers.melt("training", ["gap"], ["recipe", "batch_size", "inner_steps"], means=True)
 numbers.single("training", {"batch size": ("batch_size", "max")})
-
-
-def _short(values: Any) -> str:
-    try:
-        value = mean(values)
-    except Missing:
-        return "–"
-    return "0" if abs(value) < EXACT else f"{value:.2g}"

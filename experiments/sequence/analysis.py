@@ -205,13 +205,11 @@ def _of_lengths(rows: pd.DataFrame) -> Cited:
     longest = _at_longest(rows)
     yield number("longest", longest["length"].max())
     share = longest.assign(relative=longest["missed"] / longest["kept"]).groupby("steering")
-    means = share[["missed", "relative", "cosine"]].mean()
-    yield from melted(means, {"missed": "missed", "relative": "missed against kept", "cosine": "cosine"})
+    yield from melted(share[["missed", "relative"]].mean(), {"missed": "missed", "relative": "missed against kept"})
     for which, words in (("min", "lowest cosine"), ("max", "highest cosine")):
         yield from melted(share[["cosine"]].agg(which), {"cosine": words})
     short = need(rows, "length", length=2).groupby("steering")[["missed"]].mean()
     yield from melted(short, {"missed": "missed by two tokens"})
-    yield number("last token, T = 100", need(rows, "length", length=100)["last"].max())
 
 
 numbers.melt("credit", ["bias"], ["discount", "steering"], means=True, what="discount", critic=0.0)
@@ -219,6 +217,6 @@ numbers.melt("conditions", ["missed", "asymmetry"], ["condition"], means=True)
 
 numbers.single(("length", "vocabulary"), {"recursion against formula": ("off_formula", "max")})
 numbers.single("field", {"largest asymmetry": ("asymmetry", "max")})
-numbers.melt("circulation", ["circulation", "formula"], ["field"])
+numbers.melt("circulation", ["circulation"], ["field"])
 
 numbers.single("ends", {"ends off rest": ("off_rest", "max"), "starts apart": ("starts_apart", "min")})

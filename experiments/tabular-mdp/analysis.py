@@ -3,7 +3,7 @@
 import pandas as pd
 
 from kltest.reproduce.claims import OWN, Answer, Claims
-from kltest.reproduce.frames import Row, known, mean, need, ordered, require, select
+from kltest.reproduce.frames import known, need, ordered, require
 from kltest.reproduce.numbers import Cited, Numbers, number
 
 from .settings import EXACT, PARTS
@@ -148,25 +148,8 @@ def _spirals(rows: pd.DataFrame) -> Answer:
     return f"{said}; at rest to {rest:.0e}", turning > 0 and whole < 1e-7 and rest < EXACT
 
 
-def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
-    """The missed part, by environment, horizon and slip: share and cosine, means over draws."""
-    environments, found = select(rows, "environments"), []
-    for (environment, horizon), mine in (
-        environments.groupby(["environment", "horizon"], sort=False) if len(environments) else ()
-    ):
-        if horizon == 1:
-            continue
-        line: Row = {"environment": environment, "steps": horizon}
-        for slip, draws in mine.groupby("slip"):
-            share, angle = mean(draws["missed"]), mean(draws["cosine"])
-            line[f"slip {slip:g}"] = f"{share:.2f} ({angle:.2f})" if share >= EXACT else "0 (1)"
-        found.append(line)
-    return {"table": found} if found else {}
-
-
 numbers.melt("environments", ["missed"], ["environment", "horizon", "slip"], means=True)
-numbers.single("environments", {"largest share missed": ("missed", "max"), "largest asymmetry": ("asymmetry", "max"),
-    "routes apart": ("off_again", "max")})  # fmt: skip
+numbers.single("environments", {"routes apart": ("off_again", "max")})
 
 numbers.single("picture", {"cells": ("kl", len), "cells where π = ref": ("kl", lambda kl: (kl < EXACT).sum())})
 

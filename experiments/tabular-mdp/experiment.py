@@ -73,7 +73,7 @@ def _estimators(environment: str, estimator: str) -> list[Row]:
 
 def _picture() -> list[Row]:
     """A row a cell: what it is like, and which way the descent of the KL moves the policy there, as (right, up)."""
-    instance, _ = environments.picture()
+    instance, away = environments.picture()
     columns = settings.PICTURE["columns"]
     environment, chances = instance.environment, np.exp(instance.policy)
     kl = (chances * (instance.policy - instance.reference)).sum(axis=1)
@@ -85,9 +85,9 @@ def _picture() -> list[Row]:
     }
     rows = []
     for cell in range(environment.n_contexts):
-        row: Row = {"x": cell % columns, "y": cell // columns}
-        row |= {"start": bool(environment.start_distribution()[cell] > 0), "reward": float(environment.reward[cell, 0])}
-        row |= {"kl": float(kl[cell])}
+        row: Row = {"x": cell % columns, "y": cell // columns, "away": int(away[cell])}
+        row |= {"reward": float(environment.reward[cell, 0]), "kl": float(kl[cell])}
+        row["start"] = bool(environment.start_distribution()[cell] > 0)
         for name, each in (("policy", chances), ("reference", np.exp(instance.reference)), *pushes.items()):
             row |= {f"{name}_{axis}": float((each @ moves)[cell, at]) for at, axis in enumerate(("right", "up"))}
         row |= {f"{name}_size": norm(each[cell]) for name, each in pushes.items()}

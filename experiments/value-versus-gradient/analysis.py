@@ -396,23 +396,17 @@ def _of_values(rows: pd.DataFrame) -> Cited:
     yield number("KL where k3 becomes infinite", Gaussians(0.0, math.sqrt(0.5)).kl)
     yield number("samples", need(rows, kind=("value", "error", "gradient"))["samples"].max())
     found = _values(rows).reset_index()
-    found = found.assign(bias=found["mean"] / found["kl"] - 1, std=found["variance"] ** 0.5 / found["kl"])
-    yield from melted(found, {"bias": "value bias", "std": "value std"}, ["estimator", "kl"])
+    found = found.assign(std=found["variance"] ** 0.5 / found["kl"])
+    yield from melted(found, {"std": "value std"}, ["estimator", "kl"])
     for kl in found["kl"].unique():
         values = _values(rows, kl)
         yield number("crossing of k2-loss and k1-loss", crossing(values.loc["k2-loss"], values.loc["k1-loss"]), kl=kl)
-
-
-numbers.melt(None, {"variance": "value variance"}, ["estimator", "kl", "width"], kind="value", seed=0)
 
 
 @numbers.add
 def _of_gradients(rows: pd.DataFrame) -> Cited:
     wholes = _wholes(rows).reset_index()
     yield from melted(wholes, {"bias": "gradient bias", "std": "gradient std"}, ["estimator", "placement", "kl"])
-    beaten = wholes.assign(size=wholes["std"] ** 2)
-    beaten = select(beaten, estimator="k2-loss", placement="loss")
-    yield from melted(beaten, {"size": "samples until k2-loss beats no gradient"}, ["kl"])
 
 
 @numbers.add

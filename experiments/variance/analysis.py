@@ -313,19 +313,16 @@ def _short(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-numbers.add(lambda rows: [number(f"pair {name}", _published(rows)[name]) for name in (*PAIR, "mixture", "share")])
+numbers.add(lambda rows: [number(f"pair {name}", _published(rows)[name]) for name in PAIR])
 
 
 @numbers.add
 def _of_rates(rows: pd.DataFrame) -> Cited:
     found = need(rows, "rates")
     counts = found.groupby(["spread", "distance"]).sum(numeric_only=True)
-    for column in ("value", "gradient", "baselines"):
+    for column in ("value", "gradient"):
         share = (counts[f"{column}_fails"] / counts["environments"]).to_frame("share")
         yield from melted(share, {"share": f"{column} fails"})
-        yield number(f"{column} failures", found[f"{column}_fails"].sum())
-        yield number(f"{column} worst", found[f"{column}_worst"].max())
-    yield number("random environments", found["environments"].sum())
     yield number("random environments near", found[found["distance"] <= NEAR]["environments"].sum())
 
 
@@ -347,7 +344,6 @@ def _of_noise(rows: pd.DataFrame) -> Cited:
     found = need(rows, "noise")
     for name in ("value", "gradient"):
         yield number(f"least noisy {name}", found[f"least_noisy_{name}"].iloc[-1])
-        yield from melted(found, {f"{name}_variance": f"{name} variance"}, ["lam"])
     k1, k3 = (need(found, lam=lam)["value_variance"].iloc[0] for lam in (0.0, 1.0))
     yield number("value noise of lambda 1", k3 / k1)
 
@@ -356,5 +352,4 @@ def _of_noise(rows: pd.DataFrame) -> Cited:
 def _of_the_bandit(rows: pd.DataFrame) -> Cited:
     ends = need(rows, "bandit", what="end").groupby(["rate", "rule"])[["kl"]]
     yield from melted(ends.median(), {"kl": "KL at the end"})
-    yield from melted(ends.agg(lambda kl: int((kl > START).sum())), {"kl": "collapses"})
     yield number("bandit start", need(rows, "bandit", what="path", step=0)["kl"].iloc[0])

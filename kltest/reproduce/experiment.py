@@ -7,7 +7,7 @@
                   `ROOMS` and `LIBRARIES` name what rows depend on beside what those of every experiment do
 `analysis.py`     `tidy(rows)` gives a data frame; of it `claims(frame)` gives Claims (`kltest.reproduce.claims`),
                   `numbers(frame)` a table of what the paper may cite (`kltest.reproduce.numbers`), and
-                  `tables(frame)` {name: rows}, tables for people
+                  `tables(frame)`, if the paper shows some, {name: rows}
 `README.md`       the claim, the setting, the expected shape, what was found
 """
 
@@ -149,7 +149,7 @@ class Experiment:
         }
         files = {f"{title}.json": as_json(value) for title, value in data.items()}
         files[f"{self.name}.csv"] = as_csv(table)
-        for title, lines in analysis.tables(rows).items():
+        for title, lines in analysis.tables(rows).items() if hasattr(analysis, "tables") else ():
             files |= {f"{title}.md": as_markdown(lines), f"{title}.csv": as_csv(lines)}
         for name, content in files.items():
             write(folder / name, content)

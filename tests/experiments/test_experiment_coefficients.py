@@ -242,7 +242,7 @@ def test_where_a_biased_estimator_stops_being_nearer():
 def test_without_rows_nothing_is_claimed():
     assert set(TRIAL.verdicts([]).values()) == {None}
     assert ANALYSIS.numbers([]).empty
-    assert ANALYSIS.tables([]) == {"coefficients-table": [], "budget": []}
+    assert ANALYSIS.tables([]) == {"coefficients-table": []}
 
 
 @pytest.mark.parametrize(

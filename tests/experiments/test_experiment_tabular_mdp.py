@@ -136,7 +136,6 @@ def test_where_there_are_no_two_ends_both_claims_of_them_disagree(rows):
 
 def test_claims_without_their_rows_are_not_run():
     assert set(TRIAL.verdicts([]).values()) == {None}
-    assert analysis.tables([]) == {}
     few = TRIAL.computed(
         "part=environments,length", "environment=chain", "horizon=2", "slip=0.5", "beta=0.7", "reference=0.1"
     )

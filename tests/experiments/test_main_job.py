@@ -56,7 +56,8 @@ for name in names:
     analysis = checkout.load("experiments", name, "analysis")
     rows = frame(json.loads((results / name / f"{name}.json").read_text()))
     files = {"claims.json": as_json([asdict(claim) for claim in analysis.claims(rows)])}
-    files |= {f"{title}.md": as_markdown(lines) for title, lines in analysis.tables(rows).items()}
+    tables = analysis.tables(rows) if hasattr(analysis, "tables") else {}
+    files |= {f"{title}.md": as_markdown(lines) for title, lines in tables.items()}
     print(json.dumps([name, records(analysis.numbers(rows)), files]))
 """
 
