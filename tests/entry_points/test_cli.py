@@ -637,7 +637,7 @@ def test_a_full_disk_is_said_and_is_no_bug(arguments):
     assert run.stderr == "kltest: standard output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&- <&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("closed", [">&-", "2>&- <&-", pytest.param(">&- 2>&- <&-", marks=pytest.mark.scheduled)])
 def test_closed_streams_are_as_good_as_none(folder, closed):
     """Left closed, the pipes to the process that grades would take the place of standard output."""
     targets = "k1-reward k3-loss --environment bandit --select KL1"

@@ -37,8 +37,9 @@ def followed(name):
     )
 
 
-# One estimator for each way to follow gradients; those that follow the same are tried weekly.
-FIRST = {followed(name): name for name in reversed(registry())}.values()
+# One estimator for each way to follow gradients, and one that couples rollouts; the others are tried weekly.
+COUPLED = [name for name in registry() if find(name).spec.couples]
+FIRST = {"leave-one-out", *{followed(name): name for name in reversed(registry()) if name not in COUPLED}.values()}
 EVERY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.scheduled) for name in registry()]
 )

@@ -33,8 +33,8 @@ def distilled(logits, ref_logits, tokens, mask, late=False):
 costly(distilled)
 
 
-def followed(**settings):
-    report = kltest.grade(distilled, environment="sequence,ragged", sampler="current", arguments=settings, select="KL1")
+def followed(environment="sequence,ragged", **settings):
+    report = kltest.grade(distilled, environment=environment, sampler="current", arguments=settings, select="KL1")
     return [row.identified for row in report.gradients]
 
 
@@ -45,4 +45,4 @@ def test_a_trainers_loss_is_graded_through_its_forward_pass():
 
 def test_a_label_that_is_read_one_position_late_is_noticed():
     """The first of the T positions that predict a token is lost."""
-    assert {"local_reverse_kl": pytest.approx(1.0)} not in followed(late=True)
+    assert {"local_reverse_kl": pytest.approx(1.0)} not in followed("sequence", late=True)

@@ -82,19 +82,25 @@ def test_moments_equal_one_backward_pass_per_rollout(environment, loss, sampler)
 
 
 # The sampler enters by the weights of rollouts and by its log-probs, which "current" has as a special case.
-@pytest.mark.parametrize(("loss", "sampler"), [*((loss, "stale") for loss in LOSSES), (k3, "current")])
+# Every loss where prompts or lengths differ, two in environments that differ in how prefixes meet.
+LARGE = [sequence(5, 3, prompts=np.array([0.2, 0.8])), ragged(4, 4, prompts=np.array([0.5, 0.5]))]
+MEETING = [
+    mdp(6, 3, 3, branches=3),
+    ngram(4, 4, 2),
+    ngram(3, 5, 4),
+    ngram(3, 7, 2, end_token=0),
+    mdp(40, 2, 4, branches=2),
+]
+
+
 @pytest.mark.parametrize(
-    "environment",
+    ("environment", "loss", "sampler"),
     [
-        sequence(5, 3, prompts=np.array([0.2, 0.8])),
-        ragged(4, 4, prompts=np.array([0.5, 0.5])),
-        mdp(6, 3, 3, branches=3),
-        ngram(4, 4, 2),
-        ngram(3, 5, 4),
-        ngram(3, 7, 2, end_token=0),
-        mdp(40, 2, 4, branches=2),
+        *((environment, loss, "stale") for environment in LARGE for loss in LOSSES),
+        *((environment, full_and_sampled, "stale") for environment in MEETING),
+        *((environment, k3, "current") for environment in (*LARGE, *MEETING)),
     ],
-    ids=lambda environment: f"{environment.name}{environment.n_contexts}",
+    ids=lambda value: f"{value.name}{value.n_contexts}" if hasattr(value, "n_contexts") else None,
 )
 def test_chunks_equal_single_rollouts(environment, loss, sampler, monkeypatch):
     """Where rollouts are many they are called in batches; the same as one by one, however they are cut."""
