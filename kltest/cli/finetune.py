@@ -1,9 +1,8 @@
 """`kltest finetune`: one run of the language-model runner, with a table of its evaluations at the end.
 
-With `--exact` estimators are graded instead, at the weights of a transformer whose completions are all enumerated.
+With `--exact` estimators are graded instead, as by `kltest grade --environment transformer`.
 """
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,15 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kltest import __version__
-from kltest.errors import KltestError, UsageError, did_you_mean
+from kltest.errors import UsageError
+from kltest.files import as_json, writable, write
+from kltest.render.tables import Terminal, table
 from kltest.truth import render
 
 if TYPE_CHECKING:
-    from kltest.finetune.exact import Request, Row
+    from kltest.finetune.exact import Row
 
 FOLDER = "results/finetune"
 INTERRUPTED = 130
-SCHEMA = "kltest.finetune-exact/1"
+SCHEMA = "kltest.finetune-exact/2"
 DISAGREES = 1
 # Smaller relative biases are rounding; every real one is above a hundredth.
 NO_BIAS = 1e-9
@@ -95,7 +96,7 @@ def command(
         typer.Option(
             "--exact",
             help="Instead of training: every estimator's exact gradient at all weights of a transformer whose "
-            "completions are all counted (--set vocabulary=8, length=3, device=cuda).",
+            "completions are all counted (--kl: of this one).",
         ),
     ] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Say all settings and metrics.")] = False,
@@ -104,8 +105,8 @@ def command(
         return listing()
     given: dict[str, Any] = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
     if exact:
-        given |= {"settings": settings, "again": again or None}
-        return _exact(given, changes=changes or [], output=output)
+        given |= {"settings": settings, "again": again or None, "set": changes}
+        return _exact(given, output)
     from kltest.finetune.settings import changes_of, read, settings_of
 
     # Options win over the file, and changes over both.
@@ -132,86 +133,39 @@ def command(
     return 0
 
 
-def _exact(options: Mapping[str, Any], *, changes: Sequence[str] = (), output: str | None = None) -> int:
-    """Print the table and return 1 if a row differs from the tabular case, else 0.
+def _exact(options: Mapping[str, Any], output: str | None) -> int:
+    """Print a table and return 1 if an estimator follows something else than its SPEC names, else 0.
 
     Args:
-        options: Values of the command line's options; model, seed and kl (one estimator, else all) may be given.
-        changes: "vocabulary=…", "length=…" or "device=…".
+        options: Values of the command line's options, of which seed and kl (one estimator, else all) may be given.
         output: The folder for exact.json, if the table is to be kept.
     """
     from kltest.finetune.exact import rows
-    from kltest.language_models.models import needs_transformers
 
-    needs_transformers()
-    request, started = request_of(options, changes), time.perf_counter()
-    found = list(rows(request, shown=True))
-    for line in table(found):
-        print(line)
+    given = {name: value for name, value in options.items() if value is not None}
+    seed, kl = given.pop("seed", 0), given.pop("kl", None)
+    if given:
+        raise UsageError(f"--exact takes no {next(iter(given))}; there are: seed, kl")
+    started = time.perf_counter()
+    found = list(rows(() if kl is None else (kl,), seed))
+    heads = ["estimator", "sampler", "named gradient", "relative bias", "cosine", "as its SPEC says"]
+    print(table(heads, map(_cells, found), right=heads[3:5], whole=heads, terminal=Terminal(width=140)))
     wrong = [row for row in found if not row.agrees]
     for row in wrong:
-        print(
-            f"{row.estimator}, {row.environment}, {row.sampler}: {_named(row.expected)} in the tabular case, see above"
-        )
+        print(f"{row.estimator}, {row.sampler}: its SPEC says {_named(row.expected)}")
     seconds = time.perf_counter() - started
-    completions = {row.environment: row.completions for row in found}
-    print(
-        f"\n{len(found) - len(wrong)} of {len(found)} as in the tabular case, at all {found[0].parameters:,} weights, "
-        f"over {' and '.join(f'{n} completions ({name})' for name, n in completions.items())}; {seconds:.0f} s."
-    )
+    print(f"\n{len(found) - len(wrong)} of {len(found)} as their SPECs say; {seconds:.0f} s.")
     if output is not None:
-        _keep(Path(output), request, found)
+        kept = {"schema": SCHEMA, "kltest": __version__, "seed": seed, "rows": [asdict(row) for row in found]}
+        print(f"The table is in {write(writable(Path(output)) / 'exact.json', as_json(kept))}.")
     return DISAGREES if wrong else 0
 
 
-def request_of(options: Mapping[str, Any], changes: Sequence[str]) -> "Request":
-    """Return the request; UsageError for an option that has no meaning here, or a value of another type."""
-    from kltest.finetune.exact import Request
-    from kltest.finetune.settings import changes_of
-
-    known = [one.name for one in fields(Request) if one.name != "estimators"]
-    values = {name: value for name, value in options.items() if value is not None} | changes_of(changes)
-    kl = values.pop("kl", None)
-    for name, value in values.items():
-        if name not in known:
-            raise UsageError(f"--exact takes no {name}; {did_you_mean(name, known)}there are: {', '.join(known)}, kl")
-        kind = type(getattr(Request(), name))
-        if type(value) is not kind:
-            raise UsageError(f"{name}: give {'a whole number' if kind is int else 'a word'}, not {value!r}")
-    return Request(**values, estimators=() if kl is None else (kl,))
-
-
-def table(rows: "Sequence[Row]") -> list[str]:
-    """Return a line for each row, by environment and sampler."""
-    lines: list[str] = []
-    for place in dict.fromkeys((row.environment, row.sampler) for row in rows):
-        here = [row for row in rows if (row.environment, row.sampler) == place]
-        width = max(14, *(len(_named(row.identified)) for row in here))
-        rank = max((row.names, row.rank, row.rank_in_tables) for row in here)
-        lines += [
-            "",
-            f"{place[0]}, {place[1]} sampler ({rank[1]} of {rank[0]} named gradients independent at the weights, "
-            f"{rank[2]} in a table)",
-            f"  {'estimator':28} {'named gradient':{width}} {'relative bias':>13} {'cosine':>7}  as in tables",
-        ]
-        for row in here:
-            bias = "0" if row.bias < NO_BIAS else f"{row.bias:.3g}"
-            cosine = "–" if row.cosine is None else f"{row.cosine:.3f}"
-            cells = f"{_named(row.identified):{width}} {bias:>13} {cosine:>7}  {'yes' if row.agrees else 'NO'}"
-            lines.append(f"  {row.estimator:28} {cells}")
-    return lines
+def _cells(row: "Row") -> list[str]:
+    bias = "0" if row.bias < NO_BIAS else f"{row.bias:.3g}"
+    cosine = "–" if row.cosine is None else f"{row.cosine:.3f}"
+    return [row.estimator, row.sampler, _named(row.identified), bias, cosine, "yes" if row.agrees else "NO"]
 
 
 def _named(combination: Mapping[str, float] | None) -> str:
     return "no named gradient" if combination is None else render(dict(combination))
-
-
-def _keep(folder: Path, request: "Request", rows: "Sequence[Row]") -> None:
-    written = {"schema": SCHEMA, "kltest": __version__, "asked": asdict(request), "rows": [asdict(row) for row in rows]}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "exact.json"
-        path.write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise KltestError(f"{folder} cannot be written: {error.strerror}") from error
-    print(f"The table is in {path}.")

@@ -187,8 +187,9 @@ def _has(task: Task, split: str) -> bool:
     return True
 
 
-def _with_interval(name: str, value: float, low: float, high: float) -> Record:
-    return {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
+def _with_interval(name: str, *values: float) -> Record:
+    """A value, and the lower and upper end of its interval."""
+    return dict(zip((name, f"{name}_low", f"{name}_high"), map(float, values), strict=True))
 
 
 def _student(values: np.ndarray) -> tuple[float, float, float]:

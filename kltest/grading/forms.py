@@ -81,8 +81,6 @@ def arguments(value: object, where: str) -> dict[str, object]:
 
 def expected_failures(value: object, where: str) -> dict[str, str]:
     """Reasons by code, as a table or as texts CODE=REASON; every code exists and every reason says something."""
-    from kltest.checks import CHECKS
-
     if isinstance(value, Mapping):
         pairs = list(value.items())
     else:
@@ -95,10 +93,7 @@ def expected_failures(value: object, where: str) -> dict[str, str]:
         pairs = [(code.strip(), reason) for code, _, reason in (each.partition("=") for each in texts)]
     reasons: dict[str, str] = {}
     for code, reason in pairs:
-        known = code.upper() if isinstance(code, str) else code
-        if known not in CHECKS:
-            hint = did_you_mean(known, CHECKS) if isinstance(known, str) else ""
-            raise UsageError(f"{where}: there is no check {code!r}; {hint}the codes are {', '.join(CHECKS)}")
+        known = _code(code.upper() if isinstance(code, str) else code, where)
         if not isinstance(reason, str) or not reason.strip():
             raise UsageError(f"{where}: say why {known} is expected to fail; its reason is {reason!r}")
         if known in reasons:
@@ -109,17 +104,23 @@ def expected_failures(value: object, where: str) -> dict[str, str]:
 
 def levels(value: object, where: str) -> dict[str, str]:
     """Levels by code."""
-    from kltest.checks import CHECKS
-
     if not isinstance(value, Mapping):
         raise UsageError(f'{where}: give levels by code, as {{ KL502 = "error" }}; it is {value!r}')
     for code, level in value.items():
-        if code not in CHECKS:
-            hint = did_you_mean(code, CHECKS) if isinstance(code, str) else ""
-            raise UsageError(f"{where}: there is no check {code!r}; {hint}the codes are {', '.join(CHECKS)}")
+        _code(code, where)
         if level not in ("error", "warning"):
             raise UsageError(f'{where}: the level of {code} is "error" or "warning"; it is {level!r}')
     return dict(value)
+
+
+def _code(code: Any, where: str) -> str:
+    """The code of a check."""
+    from kltest.checks import CHECKS
+
+    if code not in CHECKS:
+        hint = did_you_mean(code, CHECKS) if isinstance(code, str) else ""
+        raise UsageError(f"{where}: there is no check {code!r}; {hint}the codes are {', '.join(CHECKS)}")
+    return code
 
 
 def _form(asked: str, accepts: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value) -> Form:
@@ -158,13 +159,10 @@ text = _form("a text", lambda value: isinstance(value, str))
 title = _form("a text to call the loss by", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
-def coefficient(value: object, where: str) -> float:
-    """A finite number other than 0."""
-    if not (is_number(value) and 0 < abs(value) < math.inf):
-        raise UsageError(
-            f"{where} must be a finite number other than 0, since the KL part is what changes with it; it is {value!r}"
-        )
-    return value
+coefficient = _form(
+    "a finite number other than 0, since the KL part is what changes with it",
+    lambda value: is_number(value) and 0 < abs(value) < math.inf,
+)
 
 
 def outputs(value: object, where: str) -> tuple[str, ...]:

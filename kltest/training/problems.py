@@ -180,24 +180,17 @@ def sharing(runs: Sequence[Run]) -> list[list[int]]:
     takes_beta: dict[Hashable, bool] = {}
     together: dict[Hashable, list[int]] = {}
     for row, run in enumerate(runs):
-        same = _likeness(run)
+        options = tuple((name, *_same(value)) for name, value in sorted(run.options.items()))
+        same = _same(run.estimator), run.placement, run.credit, run.whole, options
         if same not in takes_beta:
-            takes = frozenset() if run.estimator is None else bound(run).takes
             # A function that takes β may not accept a tensor of them.
-            takes_beta[same] = bool(takes & {"beta", "rollout"})
+            takes_beta[same] = run.estimator is not None and bool(bound(run).takes & {"beta", "rollout"})
         together.setdefault((same, run.beta if takes_beta[same] else None), []).append(row)
     return list(together.values())
 
 
-def _likeness(run: Run) -> Hashable:
-    """A key that is equal for runs that call the same function in the same way."""
-    estimator = run.estimator if run.estimator is None or isinstance(run.estimator, str) else id(run.estimator)
-    options = tuple((name, *_same(value)) for name, value in sorted(run.options.items()))
-    return estimator, run.placement, run.credit, run.whole, options
-
-
 def _same(value: Any) -> tuple[Hashable, ...]:
-    """A key that is equal for equal values of an option; the numbers of all PerRun count as equal."""
+    """A key that is equal for equal values; the numbers of all PerRun count as equal."""
     if isinstance(value, PerRun):
         return ("PerRun", id(value.value)) if callable(value.value) else ("PerRun",)
     # The type belongs to the key: 1, 1.0 and True are equal, but a function may distinguish them.
