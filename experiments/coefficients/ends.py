@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
@@ -97,25 +96,11 @@ class Frontier:
         """The β' whose optimum is as far from the reference; None beyond the frontier's ends."""
         return _inverse(np.log(self.kl), np.log(max(kl, 1e-300)))
 
-    def same_reward(self, reward: float) -> float | None:
-        """The β' whose optimum earns as much; None for less than the reference's reward or (almost) the most."""
-        top = self.reward.max()
-        if not self.floor < reward < top:
-            return None
-        return _inverse(_odds(self.reward, self.floor, top), _odds(reward, self.floor, top))
-
 
 @cache
 def frontier(label: str, seed: int) -> Frontier:
     kl, reward = np.array([measured(label, seed, best(label, float(beta), seed)) for beta in FRONTIER]).T
     return Frontier(label, seed, kl, reward, measured(label, seed, problem(label, seed).reference)[1])
-
-
-def _odds(reward: Any, floor: float, top: float) -> Any:
-    """Resolves both ends: hardly better than the reference, and hardly worse than the best."""
-    # At the very top the odds are infinite.
-    with np.errstate(divide="ignore"):
-        return np.log(reward - floor) - np.log(top - reward)
 
 
 def _inverse(values: np.ndarray, wanted: float) -> float | None:

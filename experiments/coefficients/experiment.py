@@ -112,14 +112,13 @@ def _against(one: Configuration, logits: np.ndarray, found: Row) -> Row:
 
 
 def _beside_frontier(environment: str, seed: int, kl: float, reward: float) -> Row:
-    """The coefficients of optima with the same KL or reward, and the share of the gain at that KL that is missing."""
+    """The coefficient of the optimum with the same KL, and the share of the gain at that KL that is missing."""
     curve = frontier(environment, seed)
     same_kl = curve.same_kl(kl)
     most = None if same_kl is None else curve.at(same_kl)[1]
     return {
         "gain": reward - curve.floor,
         "coefficient_by_kl": same_kl,
-        "coefficient_by_reward": curve.same_reward(reward),
         "shortfall": None if most is None else (most - reward) / (most - curve.floor),
     }
 
@@ -131,28 +130,26 @@ def _frontier(one: Configuration) -> list[Row]:
     return [{**one, "beta": float(b), "kl": float(kl), "gain": float(reward - curve.floor)} for b, kl, reward in points]
 
 
+def _repeated(one: Configuration, seed: int, beta: float, rate: float, *name: object) -> list[Run]:
+    """The runs of a configuration, each with draws of its own."""
+    which, numbers = problem(one["environment"], seed), range(one["runs"])
+    return [Run(which, _estimator(one), beta=beta, learning_rate=rate, seed=_seed(*name, n)) for n in numbers]
+
+
 def _sampled(configurations: Sequence[Configuration]) -> list[Row]:
     """Several runs of each configuration; medians and quartiles of where they end."""
     first, runs = configurations[0], []
     for one in configurations:
-        for number in range(one["runs"]):
-            runs.append(
-                Run(
-                    problem(one["environment"], 0),
-                    _estimator(one),
-                    beta=one["beta"],
-                    learning_rate=one["learning_rate"] / max(1.0, one["beta"]),
-                    seed=_seed("sampled", one["environment"], one["beta"], number),
-                )
-            )
+        beta, rate = one["beta"], one["learning_rate"] / max(1.0, one["beta"])
+        runs += _repeated(one, 0, beta, rate, "sampled", one["environment"], beta)
     history = train(runs, steps=first["steps"], batch_size=first["batch_size"])
-    rows, at, floors = [], 0, {one["environment"]: frontier(one["environment"], 0).floor for one in configurations}
-    for one in configurations:
-        ends = [_measured(history, at + number, one) for number in range(one["runs"])]
-        at += one["runs"]
+    rows = []
+    for index, one in enumerate(configurations):
+        floor = frontier(one["environment"], 0).floor
+        ends = [_measured(history, index * one["runs"] + number, one) for number in range(one["runs"])]
         row = {**one, "collapsed": sum(end["collapsed"] for end in ends), "diverged": sum(e["diverged"] for e in ends)}
         for end in ends:
-            end["gain"] = end["reward"] - floors[one["environment"]]
+            end["gain"] = end["reward"] - floor
         for name in ("gain", "kl", "kl_to_optimum"):
             low, middle, high = np.quantile([end[name] for end in ends], (0.25, 0.5, 0.75))
             row |= {name: float(middle), f"{name}_low": float(low), f"{name}_high": float(high)}
@@ -164,23 +161,14 @@ def _budget(configurations: Sequence[Configuration]) -> list[Row]:
     """KL(π‖π*) of many runs in their second half, and at the end as bias and spread."""
     first, runs = configurations[0], []
     for one in configurations:
-        for number in range(one["runs"]):
-            runs.append(
-                Run(
-                    problem(one["environment"], one["seed"]),
-                    one["estimator"],
-                    beta=BUDGET_BETA,
-                    learning_rate=one["learning_rate"] / BUDGET_BETA,
-                    seed=_seed("budget", one["environment"], one["batch_size"], one["seed"], number),
-                )
-            )
+        about, rate = ("budget", one["environment"], one["batch_size"], one["seed"]), one["learning_rate"] / BUDGET_BETA
+        runs += _repeated(one, one["seed"], BUDGET_BETA, rate, *about)
     steps = first["steps"]
     recorded = range(steps // 2, steps + 1, max(1, steps // 40))
     history = train(runs, steps=steps, batch_size=first["batch_size"], record=recorded)
-    rows, at = [], 0
-    for one in configurations:
-        mine = slice(at, at + one["runs"])
-        at += one["runs"]
+    rows = []
+    for index, one in enumerate(configurations):
+        mine = slice(index * one["runs"], (index + 1) * one["runs"])
         by_run = history.kl_to_optimum[1:, mine].mean(axis=0)
         settled = predicted(one["environment"], one["estimator"], BUDGET_BETA, one["seed"])
         optimal = best(one["environment"], BUDGET_BETA, one["seed"])
