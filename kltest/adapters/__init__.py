@@ -90,10 +90,14 @@ class Setting:
         return {**self.options, **others, **({"arguments": arguments} if arguments else {})}
 
 
+def numbers(version: str) -> list[int]:
+    """Return the numbers of a release, by which releases are ordered; [] for ""."""
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
 def before(version: str, other: str) -> bool:
-    """Return True if a release comes before another one, by the numbers of both."""
-    one, two = ([int(part) for part in re.findall(r"\d+", each)] for each in (version, other))
-    return one < two
+    """Return True if a release comes before another one."""
+    return numbers(version) < numbers(other)
 
 
 def label(*words: str, **settings: object) -> str:

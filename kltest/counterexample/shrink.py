@@ -194,11 +194,10 @@ def unrelated(shape: Shape, variant: int, *, rewarded: bool) -> SmallEnvironment
     ratios = _near(shape.actions, MILD_RATIO / shape.length)
     generator = np.random.default_rng([variant, shape.length, shape.actions, shape.ends])
 
-    def one_of(choices: Iterable[Probabilities]) -> Probabilities:
-        listed = list(choices)
-        return listed[generator.integers(len(listed))]
+    def one_of(choices: list[Probabilities]) -> Probabilities:
+        return choices[generator.integers(len(choices))]
 
-    policy = tuple(one_of(p for p in near if p in ratios or not shape.moved) for _ in range(shape.contexts))
+    policy = tuple(one_of([p for p in near if p in ratios or not shape.moved]) for _ in range(shape.contexts))
     reward = tuple(tuple(float(c % shape.actions == a) for a in range(shape.actions)) for c in range(shape.contexts))
     return SmallEnvironment(
         policy=policy,
@@ -223,10 +222,10 @@ def _options(shape: Shape) -> Iterator[Rows]:
 
 
 def _with_rows(environment: SmallEnvironment, context: int, rows: Rows) -> SmallEnvironment:
-    tables: dict[str, Any] = {}
-    for name, row in zip(("policy", "reference", "sampler"), rows, strict=True):
-        table = getattr(environment, name)
-        tables[name] = None if row is None else (*table[:context], row, *table[context + 1 :])
+    tables: dict[str, Any] = {
+        name: row and (*getattr(environment, name)[:context], row, *getattr(environment, name)[context + 1 :])
+        for name, row in zip(("policy", "reference", "sampler"), rows, strict=True)
+    }
     return replace(environment, **tables)
 
 

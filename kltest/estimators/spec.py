@@ -10,6 +10,7 @@ names that module as an entry point in the group `kltest.estimators`:
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module, metadata
 from pkgutil import iter_modules
 from typing import Any, Literal, get_args
@@ -99,7 +100,6 @@ class Estimator:
 
 
 _REGISTRY: dict[str, Estimator] = {}
-_LOADED: set[str] = set()
 ENTRY_POINT_GROUP = "kltest.estimators"
 
 
@@ -142,17 +142,14 @@ def find(name: str) -> Estimator:
     raise UsageError(f"there is no estimator called {name!r}; {hint}")
 
 
+@cache
 def _load_package() -> None:
-    if "package" not in _LOADED:
-        _LOADED.add("package")
-        for module in iter_modules(import_module("kltest.estimators").__path__):
-            import_module(f"kltest.estimators.{module.name}")
+    for module in iter_modules(import_module("kltest.estimators").__path__):
+        import_module(f"kltest.estimators.{module.name}")
 
 
+@cache
 def _load_entry_points() -> None:
-    if ENTRY_POINT_GROUP in _LOADED:
-        return
-    _LOADED.add(ENTRY_POINT_GROUP)
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry.load()

@@ -62,11 +62,9 @@ RATIOS = {"sampler": "ratios of single tokens", "mean_ratio": "the mean of the t
 def class_of(row: Mapping[str, Any]) -> str:
     """Return the class of a row, a key of CLASSES."""
     near = ONE.get(row["dtype"], ROUGH) if row["gradients"] else ROUGH
-    kinds = {"one": set[str](), "several": set[str]()}
-    for each in _current(row):
-        if not _of_unequal_lengths(each, row):
-            kinds["one" if each["environment"] == "bandit" else "several"].add(_kind(each["identified"], near))
-    one, several = kinds.values()
+    named = [each for each in _current(row) if not _of_unequal_lengths(each, row)]
+    one = {_kind(each["identified"], near) for each in named if each["environment"] == "bandit"}
+    several = {_kind(each["identified"], near) for each in named if each["environment"] != "bandit"}
     if not several:
         return "open"
     everything = one | several

@@ -4,8 +4,9 @@ The loss is called on sequences over two tokens, of one size after another: the 
 columns, the rows of a group, or an option that is a length. A law is said if it fits at three sizes or more.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -77,24 +78,20 @@ def _series(
 ) -> Iterator[tuple[tuple[str, ...], list[tuple[Sizes, dict[str, float]]]]]:
     """Yield quantities that were varied, and coefficients by the sizes at which they were measured."""
 
-    def at(length: int, *, columns: int = 0, rows: int = batch, **option: int) -> tuple[Sizes, dict[str, float]] | None:
+    def at(length: int, *, columns: int = 0, rows: int = batch, **option: int) -> tuple[Sizes, dict[str, float] | None]:
         sizes: Sizes = {TOKENS: length, WIDTH: length + columns, GROUP: rows, **option}
-        found = _coefficients(build(option), names, sampler, (length, columns, rows), near)
-        return None if found is None else (sizes, found)
+        return sizes, _coefficients(build(option), names, sampler, (length, columns, rows), near)
 
-    with suppress(KltestError):
-        lengths = _some(at(length) for length in LENGTHS if 2 ** (length * batch) <= MOST)
-        yield (TOKENS, WIDTH), lengths + _some(at(2, columns=more) for more in WIDER)
-    for option in OPTIONS:
+    lengths = [partial(at, length) for length in LENGTHS if 2 ** (length * batch) <= MOST]
+    series: dict[tuple[str, ...], list[Any]] = {
+        (TOKENS, WIDTH): lengths + [partial(at, 2, columns=more) for more in WIDER],
+        **{(option,): [partial(at, 2, **{option: value}) for value in VALUES] for option in OPTIONS},
+        (GROUP,): [partial(at, 1, rows=rows) for rows in GROUPS] if batch > 1 else [],
+    }
+    for quantities, calls in series.items():
         with suppress(KltestError):
-            yield (option,), _some(at(2, **{option: value}) for value in VALUES)
-    if batch > 1:
-        with suppress(KltestError):
-            yield (GROUP,), _some(at(1, rows=rows) for rows in GROUPS)
-
-
-def _some(points: Iterable[tuple[Sizes, dict[str, float]] | None]) -> list[tuple[Sizes, dict[str, float]]]:
-    return [point for point in points if point is not None]
+            points = [call() for call in calls]
+            yield quantities, [(sizes, found) for sizes, found in points if found is not None]
 
 
 def _coefficients(

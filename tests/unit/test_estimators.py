@@ -33,7 +33,7 @@ def clean_table(monkeypatch):
     """A table that forgets what the test registers."""
     registry()
     monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
-    monkeypatch.setattr(spec, "_LOADED", {"package"})
+    spec._load_entry_points.cache_clear()
 
 
 def described(name: str = "my-kl", **changes) -> Spec:

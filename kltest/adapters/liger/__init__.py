@@ -2,7 +2,7 @@
 
 import importlib
 
-from kltest.adapters import PAIRS, Adapter, Setting, label
+from kltest.adapters import PAIRS, Adapter, Setting, label, numbers
 from kltest.adapters.installed import called, costly, part
 from kltest.adapters.liger.recipes import SETTINGS, charged
 from kltest.adapters.standalone import program
@@ -79,8 +79,7 @@ def whole(loss_type: str, loss: Setting = LOSS, **settings: object) -> Setting:
         # The ratio of the others is made of old log-probs: they are graded as they are used, off-policy too.
         options={} if loss_type == "cispo" else {"sampler": "both"},
         note=CONSTANT if constant else "",
-        # Each of these appeared in a release with one digit a part.
-        since=max([SINCE.get(loss_type, ""), *(of_settings[name] for name in settings)]),
+        since=max([SINCE.get(loss_type, ""), *(of_settings[name] for name in settings)], key=numbers),
     )
 
 

@@ -1,10 +1,9 @@
 """TRL: `GRPOTrainer` and `RLOOTrainer`, whole trainers, with a table as the language model."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kltest.adapters import Adapter, Setting, before, label
+from kltest.adapters import Adapter, Setting, label, numbers
 from kltest.adapters.standalone import program
 
 CALLS = "kltest.adapters.trl.calls"
@@ -55,15 +54,7 @@ RLOO = Setting(
 def of(base: Setting, **settings: Any) -> Setting:
     """A setting that is named by its arguments, as JSON writes them."""
     needed = [base.since, *(SINCE[each] for each in (*settings, settings.get("loss_type")) if each in SINCE)]
-    return base.variant(settings, label(**settings).lower(), since=latest(needed))
-
-
-def latest(releases: Iterable[str]) -> str:
-    """The last of some releases."""
-    last = ""
-    for release in releases:
-        last = release if before(last, release) else last
-    return last
+    return base.variant(settings, label(**settings).lower(), since=max(needed, key=numbers))
 
 
 def noted(setting: Setting, note: str) -> Setting:
