@@ -70,8 +70,6 @@ class _Program:
 
     def __post_init__(self) -> None:
         example, form = self.example, self.loss.form
-        if form is not None and form.lists:
-            raise NoSourceError("it takes lists of tensors")
         if self.loss.less == "reference":
             raise NoSourceError("what it returns with the policy as reference is subtracted")
         if "rollout" in self.loss.takes:

@@ -14,7 +14,7 @@ from kltest.loss.returned_names import returned_names, says_kl
 from kltest.loss.view import RolloutView
 from kltest.rollout import Rollout
 
-Call = Callable[[RolloutView], Sequence[Any]]
+Call = Callable[[RolloutView], Any]
 
 
 class Beside:
@@ -26,9 +26,9 @@ class Beside:
         self._moves: dict[str, bool] = {}
         self._note: str | None = None
 
-    def read(self, name: str, answer: Any, rollout: Rollout, lists: bool) -> Result:
+    def read(self, name: str, answer: Any, rollout: Rollout) -> Result:
         """Return what `name` returned for a rollout; TargetError if that is no loss."""
-        return read(name, answer, rollout, lists=lists, names=self._named, aux=self._aux)
+        return read(name, answer, rollout, names=self._named, aux=self._aux)
 
     def chosen(self, result: Result, rollout: Rollout, view: RolloutView, call: Call) -> Result:
         """Return the result with its logged KL, if nothing else logged one, and with a sentence that names it.
@@ -39,9 +39,7 @@ class Beside:
         if not result.beside:
             return result
         if result.metric is not None:
-            return self._noted(
-                result, f"and the kl {'that it stores' if result.stored else 'of its metrics'} as the logged KL"
-            )
+            return self._noted(result, "and the kl of its metrics as the logged KL")
         named = [(label, item) for label, item in result.beside if says_kl(label)]
         named.sort(key=lambda pair: pair[0] != "kl")
         for label, item in named:
@@ -69,8 +67,7 @@ class Beside:
     def _differs(self, label: str, metric: Tensor, moved: RolloutView, call: Call) -> bool:
         try:
             with preserved():
-                answer = call(moved)[0]
-            other = as_metric(dict(self.read("", answer, moved, bool(moved.lists)).beside).get(label), moved)
+                other = as_metric(dict(self.read("", call(moved), moved).beside).get(label), moved)
         except Exception:  # it may refuse such a reference, and then nothing is known
             return False
         return other is not None and not torch.allclose(other, metric, rtol=1e-9, atol=1e-12, equal_nan=True)

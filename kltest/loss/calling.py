@@ -25,8 +25,7 @@ from kltest.loss.jax.recognition import is_for_jax
 from kltest.loss.outcome import Call, Calls, Outcome
 from kltest.loss.placement import ROW_FIELDS, place
 from kltest.loss.precision import PrecisionTrace
-from kltest.loss.results import Result, check_finite, with_stored
-from kltest.loss.stored_metrics import StoredMetrics
+from kltest.loss.results import Result, check_finite
 from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
 from kltest.rollout import LEAVES, NotGivenError, Rollout
 
@@ -123,7 +122,6 @@ class Loss:
         self._per_token: bool | None = None
         self._must_be_finite = True
         self._traced: list[torch.dtype] | None = None
-        self._stored = StoredMetrics(function)
         self._beside = Beside(function)
 
     def for_experiments(self, floats: torch.dtype | None = None) -> "Loss":
@@ -235,11 +233,11 @@ class Loss:
             view = RolloutView(rollout, beta, form, always_copy=bool(self.writes), unrewarded=self.unrewarded)
             clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
             try:
-                answer, holders, before = self._call(view)
+                answer = self._call(view)
             except (KeyboardInterrupt, KltestError):
                 raise
             except BaseException as error:
-                if not isinstance(error, refusals) and not (errors and form.lists):
+                if not isinstance(error, refusals):
                     raise self._failure(error, beta) from error
                 errors.append(error)
                 continue
@@ -255,24 +253,18 @@ class Loss:
             if beta == 0 and isinstance(answer, int | float) and not isinstance(answer, bool):
                 # A loss without its KL term may be the number 0.
                 answer = torch.tensor(float(answer), dtype=torch.float64)
-            result = self._beside.read(self.name, answer, rollout, bool(view.lists))
-            if result.metric is None:
-                again = lambda: self._call(view.over(rollout))  # noqa: B023, E731
-                stored = self._stored.read(before, holders, again)
-                result = with_stored(result, *stored, rollout)
+            result = self._beside.read(self.name, answer, rollout)
             result = self._beside.chosen(result, rollout, view, self._call)
             if result.note and result.note not in self.notes:
                 self.notes.append(result.note)
             return (replace(result, loss=-result.loss) if self.shaped else result), view
         raise self._failure(errors[0], beta) from errors[0]
 
-    def _call(self, view: RolloutView) -> tuple[Any, list[Any], Mapping[Any, Any]]:
-        """Return the answer, the arguments in which metrics may be stored, and the metrics there before the call."""
-        positional, named, holders = arguments(self.parameters, self.fillings, self.receiver, view)
-        before = self._stored.look(holders)
+    def _call(self, view: RolloutView) -> Any:
+        positional, named = arguments(self.parameters, self.fillings, self.receiver, view)
         unusual = nullcontext() if self._must_be_finite else unusual_input()
         with settings_preserved(), torch.enable_grad(), eagerly(), unusual, self.calls:
-            return self.function(*positional, **named), holders, before
+            return self.function(*positional, **named)
 
     def _check_inputs(self, rollout: Rollout, view: RolloutView, clean: set[str]) -> None:
         writes = view.writes()

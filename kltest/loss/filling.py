@@ -2,9 +2,8 @@
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kltest.errors import UsageError
@@ -19,14 +18,12 @@ from kltest.rollout import FIELDS, field_named
 
 @dataclass(frozen=True)
 class FieldOf:
-    """A field of the rollout that fills a parameter; `listed`: as a list of one tensor a rollout."""
+    """A field of the rollout that fills a parameter."""
 
     name: str
-    listed: bool = False
 
 
 Filling = FieldOf | Stub | Built | Any
-_LIST_OF_TENSORS = re.compile(r"\b(?:list|List|Sequence|Iterable|tuple|Tuple)\[[^\]]*Tensor\b")
 
 
 def arguments(
@@ -34,26 +31,21 @@ def arguments(
     fillings: Mapping[str, Filling],
     receiver: Stub | Built | None,
     view: RolloutView,
-) -> tuple[list[Any], dict[str, Any], list[Any]]:
-    """Return the positional and the named arguments of one call, and the objects among them that may keep metrics."""
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the positional and the named arguments of one call."""
 
     def value_of(filling: Filling) -> Any:
         if isinstance(filling, FieldOf):
-            return view.listed(filling.name) if filling.listed else getattr(view, filling.name)
+            return getattr(view, filling.name)
         return filling.at(view) if isinstance(filling, Stub | Built) else filling
 
-    values = {key: value_of(filling) for key, filling in fillings.items()}
-    holders = [values[key] for key, filling in fillings.items() if isinstance(filling, Stub | Built | Mapping)]
-    positional: list[Any] = []
-    if receiver is not None:
-        positional.append(receiver.at(view))
-        holders.append(positional[0])
-    named = dict(values)
+    named = {key: value_of(filling) for key, filling in fillings.items()}
+    positional = [] if receiver is None else [receiver.at(view)]
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             # One that keeps its default is passed all the same, since a filled one may follow it.
             positional.append(named.pop(parameter.name, parameter.default))
-    return positional, named, holders
+    return positional, named
 
 
 def fill(
@@ -99,19 +91,9 @@ def fill(
                 else:
                     kind = annotated(parameter, function)
                     missing[parameter.name] = f"{kind.__name__} is not built by its defaults" if kind else ""
-        filling = fillings.get(parameter.name)
-        if isinstance(filling, FieldOf) and wants_lists(parameter.annotation):
-            fillings[parameter.name] = replace(filling, listed=True)
     if missing:
         raise _cannot_fill(name, missing, parameters, function)
     return fillings
-
-
-def wants_lists(annotation: Any) -> bool:
-    """Return True if an annotation, evaluated or not, asks for a list of tensors and for nothing else."""
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    left, found = _LIST_OF_TENSORS.subn("", text)
-    return found > 0 and "Tensor" not in left
 
 
 def _cannot_fill(

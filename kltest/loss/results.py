@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ def _nameless(count: int) -> Sequence[str]:
 class Result:
     """A loss as returned, before placement; `metric` is the logged KL, a copy, float64; `note` is for the report.
 
-    `logged` is that KL itself, as the loss left it; `stored` says that the loss keeps it and did not return it.
+    `logged` is that KL itself, as the loss left it.
     `beside` are tensors and numbers that it returned beside the loss, by name: the logged KL may be among them.
     """
 
@@ -39,7 +39,6 @@ class Result:
     metric: Tensor | None
     note: str | None = None
     logged: Any = None
-    stored: bool = False
     beside: tuple[tuple[str, Any], ...] = ()
 
 
@@ -51,20 +50,14 @@ class _Parts:
     beside: tuple[tuple[str, Any], ...] = ()
 
 
-def read(
-    name: str, answer: Any, rollout: Rollout, *, lists: bool = False, names: Names = _nameless, aux: bool = False
-) -> Result:
+def read(name: str, answer: Any, rollout: Rollout, *, names: Names = _nameless, aux: bool = False) -> Result:
     """Return the loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
 
-    A list of one tensor a rollout is put together; of one number a rollout only where the loss was given `lists`.
     `names` gives the names of so many items of a tuple without any. `aux`: that the second item of a pair has a
     gradient does not tell that it is a loss.
     """
-    live = rollout.peek("mask") != 0
-    shape = tuple(live.shape)
-    answer = _joined(answer, live, lists)
-    if isinstance(answer, list | tuple) and answer and isinstance(answer[0], list | tuple):
-        answer = (_joined(answer[0], live, lists), *answer[1:])
+    mask = rollout.peek("mask")
+    shape = tuple(mask.shape)
     parts = _split(name, answer, shape, names, aux)
     loss, metrics = parts.loss, parts.metrics
     if not isinstance(loss, Tensor):
@@ -75,7 +68,7 @@ def read(
         kind = "without numbers (device meta)" if loss.is_meta else f"of the layout {loss.layout}"
         raise TargetError(f"{name} returned a tensor {kind}; a loss must be a dense tensor of numbers: {ACCEPTED}.")
     # A loss may compute where it likes; what is done with it is done where its inputs came from.
-    loss = loss.to(live.device)
+    loss = loss.to(mask.device)
     returned = _kind(loss, shape)
     if returned is None:
         raise TargetError(
@@ -84,7 +77,7 @@ def read(
             "or a token."
         )
     # A list of metrics, and metrics of other names, are ignored.
-    logged = _joined(metrics.get("kl"), live, lists) if isinstance(metrics, Mapping) else None
+    logged = metrics.get("kl") if isinstance(metrics, Mapping) else None
     metric = None if logged is None else as_metric(logged, rollout)
     if logged is not None and metric is None:
         raise TargetError(
@@ -92,16 +85,6 @@ def read(
             f"{(shape[0],)} or {shape}"
         )
     return Result(loss, returned, metric, parts.note, logged, beside=parts.beside)
-
-
-def with_stored(result: Result, number: Any, item: Any, note: str, rollout: Rollout) -> Result:
-    """Return the result with a KL that the loss stored (`item`), if that is a number or a tensor of a known shape."""
-    if number is None and not note:
-        return result
-    metric = None if number is None else as_metric(number, rollout)
-    if metric is None:
-        return replace(result, note=result.note or note or None)
-    return replace(result, metric=metric, logged=item, stored=True)
 
 
 def as_metric(logged: Any, rollout: Rollout) -> Tensor | None:
@@ -127,25 +110,6 @@ def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str,
         f"finite){', where ' + given if place and given.strip(', ') else ''}. The inputs are finite and mild there: "
         "look for a logarithm of zero, a division by a count that can be zero, or an overflow."
     )
-
-
-def _joined(answer: Any, live: Tensor, lists: bool) -> Any:
-    """Return (B, T) for a list of each rollout's live tokens, (B,) for a list of numbers, other answers unchanged.
-
-    A tuple of B tensors is a loss with its metrics, unless the loss works with lists.
-    """
-    if not isinstance(answer, list | tuple if lists else list) or len(answer) != len(live):
-        return answer
-    if not all(isinstance(item, Tensor) and item.is_floating_point() for item in answer):
-        return answer
-    if not lists and len(answer) == 2 and answer[0].requires_grad > answer[1].requires_grad:
-        return answer  # a loss and what is logged
-    if [tuple(item.shape) for item in answer] == [(int(length),) for length in live.sum(dim=1)]:
-        tokens = torch.cat(list(answer))
-        return tokens.new_zeros(live.shape).masked_scatter(live, tokens)
-    if lists and all(item.dim() == 0 for item in answer):
-        return torch.stack(list(answer))
-    return answer
 
 
 def _split(name: str, answer: Any, shape: tuple[int, ...], names: Names, aux: bool) -> _Parts:

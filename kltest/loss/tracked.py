@@ -1,6 +1,6 @@
 """Tensors given to a loss, and what it did to them: writes found bit for bit, gradients switched on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class TrackedTensor:
-    """A tensor given to a loss, or parts of it, one a rollout (`items`); `before` is its former content, if kept.
+    """A tensor given to a loss; `before` is its former content, if kept.
 
     `trainable` and `version` are the tensor's own at that moment.
     """
@@ -25,32 +25,16 @@ class TrackedTensor:
     before: Tensor | None
     trainable: bool
     version: int
-    items: list[Tensor] | None = None
-    lengths: list[int] = field(default_factory=list)
 
     @classmethod
-    def as_tensor(cls, tensor: Tensor, original: Tensor) -> "TrackedTensor":
-        """Track a field in one piece; `original` is the rollout's own."""
+    def of(cls, tensor: Tensor, original: Tensor) -> "TrackedTensor":
+        """Track a field; `original` is the rollout's own."""
         before: Tensor | None = original.detach()
         if tensor is original:
             before = None
         elif tensor.dtype != original.dtype or tensor.shape != original.shape:
             before = tensor.detach().clone() if tensor.numel() <= SMALL else None
         return cls(tensor, before, tensor.requires_grad, tensor._version)
-
-    @classmethod
-    def as_list(cls, field_: Tensor, live: Tensor) -> "TrackedTensor":
-        """Track a field as RL loops store it: one tensor of live tokens a rollout, all parts of one stored tensor."""
-        lengths = live.sum(dim=1).tolist()
-        whole = field_[live] if field_.dim() > 1 else field_.clone()
-        before = whole.detach().clone()
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        if field_.dim() == 1:
-            items, lengths = [whole[row] for row in range(len(whole))], [1] * len(whole)
-        else:
-            # Slices and no split: torch lets nobody write into the parts that a split gives.
-            items = [whole[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        return cls(whole, before, whole.requires_grad, whole._version, items, lengths)
 
     @property
     def shared(self) -> bool:
@@ -64,12 +48,7 @@ class TrackedTensor:
             return None if untouched else "it was written into"
         if untouched and self.tensor.numel() > SMALL:
             return None
-        if (found := difference(self.tensor.detach(), self.before)) or self.items is None:
-            return found
-        exchanged = [item.numel() if isinstance(item, Tensor) else -1 for item in self.items] != self.lengths
-        if exchanged or difference(torch.cat([item.detach().flatten() for item in self.items]), self.before.flatten()):
-            return "items of its list were exchanged"
-        return None
+        return difference(self.tensor.detach(), self.before)
 
     @property
     def made_trainable(self) -> bool:

@@ -1,6 +1,6 @@
 """Views of a rollout for one call of a loss: copies that it may write into, of the types and shapes that it needs."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kltest.loss.placement import ROW_FIELDS
 from kltest.loss.tracked import SMALL, TrackedTensor
-from kltest.rollout import FIELDS, Rollout
+from kltest.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,11 @@ class InputForm:
     """The types and shapes in which a loss is given its fields.
 
     `floats` is the type of floating-point fields, and of the mask unless `bool_mask`. `per_token`: rewards are (B, T).
-    `lists`: every field of tokens is a list, one tensor of live tokens a rollout.
     """
 
     floats: torch.dtype = torch.float64
     bool_mask: bool = False
     per_token: bool = False
-    lists: bool = False
 
     @property
     def mask(self) -> torch.dtype:
@@ -35,7 +33,7 @@ class InputForm:
             return False
         if self.per_token and not accessed & ROW_FIELDS:
             return False
-        if isinstance(errors[0], AssertionError) and not self.lists:
+        if isinstance(errors[0], AssertionError):
             return False
         return "mask" in accessed or not self.bool_mask
 
@@ -45,19 +43,16 @@ class InputForm:
             "floats": f"{str(self.floats).removeprefix('torch.')} fields",
             "per_token": f"rewards and advantages of shape {'(B, T)' if self.per_token else '(B,)'}",
             "bool_mask": f"a mask of {str(self.mask).removeprefix('torch.')}",
-            "lists": "a list of one tensor a rollout" if self.lists else "tensors",
         }
         return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
 
 
 # In the order in which they are tried: what says less about the loss, and costs it fewer digits, first.
-INPUT_FORMS = (
-    *(InputForm(torch.float64, mask) for mask in (False, True)),
-    *(InputForm(torch.float32, mask) for mask in (False, True)),
-    *(InputForm(torch.float64, mask, per_token=True) for mask in (False, True)),
-    InputForm(lists=True),
-    *(InputForm(torch.float32, mask, per_token=True) for mask in (False, True)),
-    InputForm(torch.float32, lists=True),
+INPUT_FORMS = tuple(
+    InputForm(floats, bool_mask, per_token)
+    for per_token in (False, True)
+    for floats in (torch.float64, torch.float32)
+    for bool_mask in (False, True)
 )
 
 
@@ -79,17 +74,11 @@ class RolloutView(Rollout):
         self._builders = base._builders
         self._base, self._form, self._always_copy, self._unrewarded = base, form, always_copy, unrewarded
         self._fields: dict[str, TrackedTensor] = {}
-        self.lists: dict[str, TrackedTensor] = {}
 
     def over(self, base: Rollout) -> "RolloutView":
         """Return such a view of another batch, or a fresh one of the same."""
         always = self._always_copy or bool(self.writes())
         return RolloutView(base, self.peek("beta"), self._form, always_copy=always, unrewarded=self._unrewarded)
-
-    def __getattr__(self, name: str) -> Any:
-        if self._form.lists and name in FIELDS and "T" in FIELDS[name].shape[:6]:
-            return self.listed(name)
-        return super().__getattr__(name)
 
     def peek(self, name: str) -> Any:
         if name in ("beta", "rollout"):
@@ -98,34 +87,23 @@ class RolloutView(Rollout):
             original = self._base.peek(name)
             if self._unrewarded and name in ROW_FIELDS:
                 original = torch.zeros_like(original)
-            self._fields[name] = TrackedTensor.as_tensor(self._converted(name, original), original)
+            self._fields[name] = TrackedTensor.of(self._converted(name, original), original)
         return self._fields[name].tensor
-
-    def listed(self, name: str) -> Any:
-        """Return a field as a list of one tensor of live tokens a rollout, all of them parts of one stored tensor."""
-        self.accessed.add(name)
-        if name not in self.lists:
-            self.lists[name] = TrackedTensor.as_list(self.peek(name), self._base.peek("mask") != 0)
-        return self.lists[name].items
 
     def built(self, name: str) -> Tensor | None:
         return self._base.built(name)
 
     def writes(self) -> dict[str, str]:
         """Return the fields that the loss wrote into, with the change in words."""
-        return {name: change for name, field in self._tracked() if (change := field.change())}
+        return {name: change for name, field in self._fields.items() if (change := field.change())}
 
     def made_trainable(self) -> set[str]:
         """Return the constants whose gradient the loss switched on, or that it left with one."""
-        return {name for name, field in self._tracked() if field.made_trainable}
+        return {name for name, field in self._fields.items() if field.made_trainable}
 
     def shared(self, name: str) -> bool:
         """Return True if a write into this field has reached `base`."""
         return self._fields[name].shared
-
-    def _tracked(self) -> Iterator[tuple[str, TrackedTensor]]:
-        yield from self._fields.items()
-        yield from self.lists.items()
 
     def _converted(self, name: str, original: Tensor) -> Tensor:
         given = original

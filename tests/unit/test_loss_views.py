@@ -256,10 +256,6 @@ def in_float32_and_boolean(logp, advantages, mask):
     return in_float32(logp, advantages).masked_fill(~mask.any(), 0.0)
 
 
-def listed_in_float32(logp):
-    return torch.cat(logp) @ torch.ones(sum(map(len, logp))) / len(logp)
-
-
 @pytest.mark.parametrize("loss", [in_float32, in_float32_and_boolean])
 def test_types_and_shapes_may_both_be_converted(loss):
     rollout = BATCHES["ragged"].replace(mask=torch.ones(15, 3, dtype=torch.float64))
@@ -268,11 +264,3 @@ def test_types_and_shapes_may_both_be_converted(loss):
     torch.testing.assert_close(gradient(bound, rollout), expected, rtol=1e-6, atol=1e-7)
     assert "float32 fields" in bound.notes[0]
     assert "(B, T)" in bound.notes[0]
-
-
-def test_lists_may_be_of_float32():
-    rollout = BATCHES["ragged"]
-    bound = bind(listed_in_float32)
-    expected = by_hand(rollout, torch.ones(15, 3, dtype=torch.float64))
-    torch.testing.assert_close(gradient(bound, rollout), expected, rtol=1e-6, atol=1e-7)
-    assert "a list of one tensor" in bound.notes[0]

@@ -2,7 +2,6 @@
 
 import math
 import re
-import textwrap
 
 import numpy as np
 import pytest
@@ -161,94 +160,9 @@ def test_groups_that_need_company_log_token_means_too():
     assert codes(report) == set(), [check.message for check in report.failed]
 
 
-def stored_in(function, **options):
-    report = grade(function, environment="bandit", select="KL6", **options)
-    return report.value[0].matches, report
-
-
-def test_in_a_list_of_which_the_last_entry_counts():
-    class Keeps:
-        def __init__(self):
-            self.history = {"kl": [123.0]}
-
-        def __call__(self, logp, ref_logp, mask):
-            self.history["kl"].append(live(logp - ref_logp, mask).sum(-1).mean())
-            return penalty(logp, ref_logp, mask)
-
-    assert stored_in(Keeps())[0] == "kl"
-
-
-def test_in_an_argument_but_in_no_closure_and_no_global():
-    kept = {}
-
-    def in_a_closure(logp, ref_logp, mask):
-        return in_an_argument(logp, ref_logp, mask, kept)
-
-    assert stored_in(in_an_argument, arguments={"metrics": {}})[0] == "kl"
-    for loss in (in_a_closure, in_a_global):
-        assert grade(loss, environment="bandit", select="KL6").value == []
-
-
-METRICS = {}
-
-
 def in_an_argument(logp, ref_logp, mask, metrics):
     metrics["kl"] = live(logp - ref_logp, mask).sum(-1).mean()
     return penalty(logp, ref_logp, mask)
-
-
-def in_a_global(logp, ref_logp, mask):
-    return in_an_argument(logp, ref_logp, mask, METRICS)
-
-
-def test_on_an_object_that_stands_in(tmp_path):
-    (tmp_path / "trainer.py").write_text(
-        textwrap.dedent(
-            """
-            class Trainer:
-                def __init__(self, model):
-                    self.model = model
-
-                def compute_loss(self, logp, ref_logp, mask):
-                    u = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
-                    self._metrics["train"]["kl"].append(self.scale * u.mean().item())
-                    return u.square().mean() / 2
-            """
-        )
-    )
-    target = f"{tmp_path / 'trainer.py'}:Trainer.compute_loss"
-    for scale, matches in ((1.0, "kl"), (0.5, None)):
-        arguments = {"self.scale": scale, "self._metrics": {"train": {"kl": []}, "eval": {"kl": [9.0]}}}
-        found, report = stored_in(target, arguments=arguments)
-        assert found == matches
-        assert codes(report) == (set() if matches else {"KL601", "KL602"})
-
-
-def test_what_was_not_written_by_the_call_is_not_its_metric():
-    class Configured:
-        def __init__(self):
-            self.options = {"kl": 0.3, "clip": 0.2}
-
-        def __call__(self, logp, ref_logp, mask):
-            return penalty(logp, ref_logp, mask)
-
-    assert bind(Configured())(Rollout.of(instances("bandit", 0)[0])).metric is None
-
-
-def test_a_moving_average_is_not_graded_and_says_so():
-    class Smoothed:
-        def __init__(self):
-            self.metrics = {"kl": 0.0}
-
-        def __call__(self, logp, ref_logp, mask):
-            kl = live(logp - ref_logp, mask).sum(-1).mean().item()
-            self.metrics["kl"] = 0.9 * self.metrics["kl"] + 0.1 * kl
-            return penalty(logp, ref_logp, mask)
-
-    report = grade(Smoothed(), environment="bandit", select="KL6")
-    assert any("depends on earlier calls" in note for note in report.notes)
-    assert report.value == []
-    assert codes(report) == set()
 
 
 def test_a_returned_running_mean_is_not_graded():
@@ -264,30 +178,6 @@ def test_a_returned_running_mean_is_not_graded():
     report = grade(Running(), environment="bandit", select="KL6")
     assert codes(report) == set()
     assert "depends on earlier calls" in message(report, "KL601")
-
-
-def test_a_closure_with_a_variable_that_has_no_value():
-    def make():
-        def loss(logp, ref_logp, mask):
-            return penalty(logp, ref_logp, mask) if mask.numel() else later
-
-        return loss
-        later = None
-
-    assert bind(make())(Rollout.of(instances("bandit", 0)[0])).metric is None
-
-
-def test_what_is_returned_goes_before_what_is_stored():
-    class Both:
-        def __init__(self):
-            self.metrics = {}
-
-        def __call__(self, logp, ref_logp, mask):
-            kl = live(logp - ref_logp, mask).sum(-1)
-            self.metrics["kl"] = 7.0 * kl.mean()
-            return kl.square() / 2, {"kl": kl.mean()}
-
-    assert stored_in(Both())[0] == "kl"
 
 
 def test_the_factor_is_told():
@@ -421,22 +311,6 @@ def test_numbers_cannot_be_changed_afterwards():
         return kl * live(logp, mask).sum(-1), metrics
 
     assert codes(grade(as_a_number, select="KL6")) == set()
-
-
-def test_a_stored_list_of_tensors_that_are_changed():
-    class Collects:
-        def __init__(self):
-            self.metrics = {"kl": []}
-
-        def __call__(self, logp, ref_logp, mask, beta):
-            kl = live(logp - ref_logp, mask).sum(-1).detach()
-            self.metrics["kl"].append(kl)
-            kl *= beta
-            return kl * live(logp, mask).sum(-1)
-
-    report = grade(Collects(), select="KL6")
-    assert codes(report) == {"KL603"}
-    assert "`kl *= beta`" in message(report, "KL603")
 
 
 def test_noise_in_torch_is_left_as_it_was():

@@ -74,20 +74,6 @@ def clamped_where_it_is_logged(logp, ref_logp, mask):
     return log_ratio.square() / 2 + 0 * shown
 
 
-def samples_in_a_list(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
-    totals = [(one - other).sum() for one, other in zip(log_probs, ref_log_probs, strict=True)]
-    return torch.stack(totals).square().mean() / 2
-
-
-def samples_in_a_list_by_token(log_probs: "list[torch.Tensor]", ref_log_probs: "list[torch.Tensor]"):
-    return [(one - other).square() / 2 for one, other in zip(log_probs, ref_log_probs, strict=True)]
-
-
-def concatenates_what_it_is_given(log_probs, ref_log_probs):
-    """Says nothing of lists, and works with nothing else."""
-    return (torch.cat(log_probs) - torch.cat(ref_log_probs)).square().sum() / 2 / len(log_probs)
-
-
 CLEAN = [
     Clean(per_token_without_a_mask, LOCAL),
     Clean(masked_fill_first, LOCAL),
@@ -101,7 +87,4 @@ CLEAN = [
     Clean(in_float32),
     Clean(summed_before_subtracted),
     Clean(clamped_where_it_is_logged),
-    Clean(samples_in_a_list),
-    Clean(samples_in_a_list_by_token, LOCAL),
-    Clean(concatenates_what_it_is_given, LOCAL),
 ]

@@ -1,7 +1,5 @@
 """Correct losses that log a true KL, in the ways of libraries."""
 
-from collections import defaultdict
-
 import torch
 from zoo.table import Clean
 
@@ -122,47 +120,6 @@ def scales_a_copy(logp, ref_logp, mask, beta):
     return kl * live(logp, mask).sum(-1), metrics
 
 
-class Trainer:
-    """Keeps its metrics as TRL does: a list for each name, of training and of evaluation."""
-
-    def __init__(self):
-        self.training = True
-        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-
-    def compute_loss(self, per_token_logps, ref_per_token_logps, completion_mask):
-        u = live(per_token_logps - ref_per_token_logps, completion_mask)
-        mode = "train" if self.training else "eval"
-        self._metrics[mode]["kl"].append((u.sum(-1)).mean().item())
-        return u.sum(-1).square().mean() / 2
-
-
-class Buffered(torch.nn.Module):
-    """Writes its newest metric over the last one."""
-
-    def __init__(self):
-        super().__init__()
-        self.metrics = {"kl": torch.zeros((), dtype=torch.float64)}
-
-    def forward(self, logp, ref_logp, mask):
-        u = live(logp - ref_logp, mask).sum(-1)
-        self.metrics["kl"].copy_(u.detach().mean())
-        return u.square() / 2
-
-
-class RunningSum:
-    """Adds every call to what there was."""
-
-    def __init__(self):
-        self.metrics = {"kl": 0.0}
-        self.calls = 0
-
-    def __call__(self, logp, ref_logp, mask):
-        u = live(logp - ref_logp, mask).sum(-1)
-        self.metrics["kl"] += u.mean().item()
-        self.calls += 1
-        return u.square() / 2
-
-
 CLEAN = [
     Clean(logs_k1_a_sequence),
     Clean(logs_k1_a_token),
@@ -183,7 +140,4 @@ CLEAN = [
     Clean(masks_in_place),
     Clean(fills_rows_of_a_view),
     Clean(scales_a_copy),
-    Clean(Trainer().compute_loss),
-    Clean(Buffered()),
-    Clean(RunningSum()),
 ]

@@ -87,15 +87,6 @@ def shares_memory_with_numpy(logp, ref_logp, mask):
     return loss
 
 
-def stored_samples(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
-    """A list of samples as RL loops keep it: the difference is written into the stored log-probs."""
-    totals = []
-    for sample, reference in zip(log_probs, ref_log_probs, strict=True):
-        reference.mul_(-1.0)
-        totals.append((sample + reference).sum())
-    return torch.stack(totals).square().mean() / 2
-
-
 # KL506
 
 
@@ -156,7 +147,6 @@ MUTANTS = [
     Mutant("KL505", pads_with_zeros),
     Mutant("KL505", through_data_and_a_view, options={"sampler": "current"}),
     Mutant("KL505", shares_memory_with_numpy),
-    Mutant("KL505", stored_samples),
     Mutant("KL506", reference_made_trainable),
     Mutant("KL506", policy_held_constant, also=("KL509",)),
     Mutant("KL506", ratio_of_the_sampler, also=("KL101", "KL302")),

@@ -146,17 +146,6 @@ def masks_the_wrong_way_round(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": k1.sum(-1)}
 
 
-class ForgetsTheMask:
-    """Stores a metric that it took before it masked."""
-
-    def __init__(self):
-        self.metrics = {}
-
-    def __call__(self, logp, ref_logp, mask):
-        self.metrics["kl"] = (logp - ref_logp).sum(1).mean().item()
-        return penalty(logp, ref_logp, mask)
-
-
 MUTANTS = [
     Mutant("KL601", logs_k2),
     Mutant("KL601", logs_the_other_direction),
@@ -180,5 +169,4 @@ MUTANTS = [
     Mutant("KL603", clears_on_the_way_back),
     Mutant("KL604", averages_over_padding, also=("KL601",)),
     Mutant("KL604", masks_the_wrong_way_round, also=("KL601",)),
-    Mutant("KL604", ForgetsTheMask(), also=("KL601",)),
 ]

@@ -8,6 +8,7 @@ KL, and either was one before the change, or is a record, a detached alias, of a
 
 import linecache
 import sys
+from collections.abc import Mapping
 from itertools import dropwhile, takewhile
 from traceback import walk_stack
 from types import FrameType
@@ -26,7 +27,6 @@ from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.identify.values import TOLERANCE, first_match, true_values
 from kltest.loss.calling import Loss
-from kltest.loss.stored_metrics import holds
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import Rollout
 
@@ -79,10 +79,8 @@ def _after_the_call(findings: Findings, rollout: Rollout, beta: float | None) ->
     leaf_gradients(loss, result.loss.sum(), first)
     if not _equal(recorded, now := _content(result.logged)):
         return f"The backward pass changed it from {number(recorded)} to {number(now)}."
-    later = loss.returned(rollout.take(list(reversed(range(len(rollout))))[:-1]), beta)
-    # An attribute that always shows the newest value may be written over.
-    newest = result.stored and later.logged is result.logged
-    if newest or _equal(recorded, now := _content(result.logged)):
+    loss.returned(rollout.take(list(reversed(range(len(rollout))))[:-1]), beta)
+    if _equal(recorded, now := _content(result.logged)):
         return ""
     return f"A later call of the loss changed what the first one had logged, from {number(recorded)} to {number(now)}."
 
@@ -191,10 +189,10 @@ def _line(frames: list[FrameType]) -> str:
 
 
 def _keeps(frames: list[FrameType], item: Any) -> bool:
-    """Return True if the loss holds this tensor under "kl" somewhere, or under two names."""
+    """Return True if the loss holds this tensor under "kl" in a mapping, or under two names."""
     scopes = [list(frame.f_locals.values()) for frame in frames]
     twice = any(sum(value is item for value in scope) > 1 for scope in scopes)
-    return twice or any(holds(value, item) for scope in scopes for value in scope)
+    return twice or any(isinstance(value, Mapping) and value.get("kl") is item for scope in scopes for value in scope)
 
 
 def _content(item: Any) -> np.ndarray:

@@ -5,7 +5,7 @@ JAX's float64 is switched on for each call, so that a loss computes in float32 o
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from kltest.errors import UsageError
 from kltest.loss.arguments import Stub
 from kltest.loss.jax.program import narrowest
-from kltest.rollout import Rollout
+from kltest.rollout import LEAVES, Rollout
 
 CALLED = (
     "It was called with JAX arrays and differentiated by jax.vjp, with JAX's float64 switched on: in float32 it "
     "computes only if it asks for that itself"
 )
+Run = Callable[..., tuple[list[Any], list[Any]]]
 _NARROW = {23: torch.float32, 10: torch.float16, 7: torch.bfloat16}
 
 
@@ -51,6 +52,7 @@ class JaxLoss:
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
+        self._bits: int | None = None
 
     def __repr__(self) -> str:
         return f"jax_loss({self.function!r})"
@@ -59,120 +61,100 @@ class JaxLoss:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = {id(leaf): leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad}
+        items: list[Any] = []
+        form: Any = None
+
+        def run(*values: Any) -> tuple[list[Any], list[Any]]:
+            """Return the arrays that the loss returns for these values of its leaves: floating-point ones, others."""
+            nonlocal items, form
+            arrays = _Arrays(dict(zip(leaves, values, strict=True)))
+            given, named = tree_map(arrays.of, (args, kwargs))
+            items, form = tree_flatten(self.function(*given, **named))
+            floats = [item for item in items if _is_array(item, floating=True)]
+            return floats, [item for item in items if _is_array(item, floating=False)]
+
         with _ready():
-            items = tree_leaves((args, kwargs))
-            leaves = [item for item in items if isinstance(item, Tensor) and item.requires_grad]
-            if any(isinstance(item, Rollout | Stub) for item in items):
-                first = _Arrays()
-                self.called(first, args, kwargs)
-                leaves += first.trained
-            leaves = list({id(leaf): leaf for leaf in leaves}.values())
-            call = _Call(self, args, kwargs, leaves)
-            return call.answer(_Bridge.apply(call, *leaves))
-
-    def called(self, arrays: "_Arrays", args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(arrays.of, (args, kwargs))
-        return self.function(*args, **kwargs)
-
-
-class _Call:
-    """One call: what the loss does with the values of its leaves, and how to put its answer together of tensors."""
-
-    def __init__(self, loss: JaxLoss, args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
-        self.loss, self.args, self.kwargs, self.leaves = loss, args, kwargs, leaves
-        self._bits, self._floats = 52, 0
-        self._items: list[Any] = []
-        self._form: Any = None
-
-    def _run(self, *values: Any) -> tuple[list[Any], list[Any]]:
-        """Return the arrays that the loss returns for these values of its leaves: floating-point ones, and others."""
-        by_leaf = {id(leaf): value for leaf, value in zip(self.leaves, values, strict=True)}
-        self._items, self._form = tree_flatten(self.loss.called(_Arrays(by_leaf), self.args, self.kwargs))
-        floats = [item for item in self._items if _is_array(item, floating=True)]
-        self._floats = len(floats)
-        return floats, [item for item in self._items if _is_array(item, floating=False)]
-
-    def forward(self, values: list[Any]) -> tuple[list[Tensor], Callable[..., Any]]:
-        """Return what the loss returns, and its vjp. It is traced for every call, since each may do something else."""
-        import jax
-        import jax.extend.core
-
-        run = self._run
-        try:
-            written = jax.make_jaxpr(run)(*values)
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            pass  # it does what only known numbers allow, as indexing by its mask does
-        else:
-            self._bits = narrowest(written)
-
-            def run(*leaves: Any) -> tuple[list[Any], list[Any]]:
-                outputs = jax.extend.core.jaxpr_as_fun(written)(*leaves)
-                return outputs[: self._floats], outputs[self._floats :]
-
-        floats, pull, others = jax.vjp(run, *values, has_aux=True)
-        outputs = [as_tensor(array) for array in (*floats, *others)]
-        return outputs, lambda cotangents: pull(list(cotangents[: len(floats)]))
-
-    def answer(self, outputs: Any) -> Any:
-        """Return what the loss returned, with tensors in the places of its arrays."""
-        floats, others = map(self._as_precise, outputs[: self._floats]), iter(outputs[self._floats :])
-        items = [
-            next(floats)
-            if _is_array(item, floating=True)
-            else next(others)
-            if _is_array(item, floating=False)
-            else item
-            for item in self._items
-        ]
-        return tree_unflatten(items, self._form)
+            called: Run = run
+            if self._bits is None:
+                self._bits, called = _written(run, leaves.values())
+            outputs = iter(_Bridge.apply(called, *leaves.values()))
+            floats = [self._as_precise(next(outputs)) for item in items if _is_array(item, floating=True)]
+            tensors = {True: iter(floats), False: outputs}
+            answer = [next(tensors[_is_array(item, floating=True)]) if _is_array(item) else item for item in items]
+            return tree_unflatten(answer, form)
 
     def _as_precise(self, output: Tensor) -> Tensor:
         """Convert to the narrowest type on the way and back: the same numbers, and kltest sees the type."""
-        narrow = _NARROW.get(self._bits)
+        narrow = _NARROW.get(self._bits or 52)
         return output.to(narrow).to(output.dtype) if narrow and output.dtype == torch.float64 else output
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of a call, and the leaves of rollouts and stand-in objects there."""
+    for item in tree_leaves(given):
+        rollout = vars(item)["_stub_rollout"] if isinstance(item, Stub) else item
+        if isinstance(rollout, Rollout):
+            yield from (rollout.peek(name) for name in LEAVES if name in rollout)
+        elif isinstance(item, Tensor):
+            yield item
+
+
+def _written(run: Run, leaves: Iterable[Tensor]) -> tuple[int, Run]:
+    """Return the digits in which a function computes, and the function as it was written down by calling it once."""
+    import jax
+    import jax.extend.core
+
+    try:
+        written, (floats, _) = jax.make_jaxpr(run, return_shape=True)(*map(as_array, leaves))
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        return 52, run  # it does what only known numbers allow, as indexing by its mask does
+
+    def again(*values: Any) -> tuple[list[Any], list[Any]]:
+        outputs = jax.extend.core.jaxpr_as_fun(written)(*values)
+        return outputs[: len(floats)], outputs[len(floats) :]
+
+    return narrowest(written), again
 
 
 class _Bridge(torch.autograd.Function):
     """Forward is the loss, backward its vjp. JAX does not tell a gradient of zero from none: both are none here."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *leaves: Tensor) -> tuple[Tensor, ...]:
-        outputs, ctx.pull = call.forward([as_array(leaf) for leaf in leaves])
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
-        ctx.types = [leaf.dtype for leaf in leaves]
+    def forward(ctx: Any, run: Run, *leaves: Tensor) -> tuple[Tensor, ...]:
+        import jax
+
+        floats, ctx.pull, others = jax.vjp(run, *map(as_array, leaves), has_aux=True)
+        outputs = [as_tensor(array) for array in (*floats, *others)]
+        ctx.mark_non_differentiable(*outputs[len(floats) :])
+        ctx.floats, ctx.types = len(floats), [leaf.dtype for leaf in leaves]
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         with _ready():
-            found = map(as_tensor, ctx.pull([as_array(part) for part in cotangents]))
+            found = map(as_tensor, ctx.pull([as_array(part) for part in cotangents[: ctx.floats]]))
         return None, *(part.to(kind) if part.any() else None for part, kind in zip(found, ctx.types, strict=True))
 
 
-def _is_array(item: Any, *, floating: bool) -> bool:
+def _is_array(item: Any, *, floating: bool | None = None) -> bool:
+    """Return True for an array of JAX's; with `floating`, of floating-point numbers or of others."""
     import jax
     import jax.numpy as jnp
 
-    return isinstance(item, jax.Array) and bool(jnp.issubdtype(item.dtype, jnp.floating)) == floating
+    return isinstance(item, jax.Array) and floating in (None, bool(jnp.issubdtype(item.dtype, jnp.floating)))
 
 
 class _Arrays:
     """Conversion of a loss's arguments into arrays, traced ones for tensors that are differentiated."""
 
-    def __init__(self, traced: Mapping[int, Any] | None = None) -> None:
-        self._traced = traced or {}
-        self.trained: list[Tensor] = []
+    def __init__(self, traced: Mapping[int, Any]) -> None:
+        self._traced = traced
 
     def of(self, thing: Any) -> Any:
         if isinstance(thing, Tensor):
-            if id(thing) in self._traced:
-                return self._traced[id(thing)]
-            if thing.requires_grad:
-                self.trained.append(thing)
-            return as_array(thing)
-        if isinstance(thing, list):
-            return [self.of(item) for item in thing]
+            return self._traced[id(thing)] if id(thing) in self._traced else as_array(thing)
         return _View(thing, self) if isinstance(thing, Rollout | Stub) else thing
 
 
