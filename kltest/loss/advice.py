@@ -1,4 +1,4 @@
-"""Propose how to fill parameters that nothing fills, from what the body of a loss reads: arguments, or a shim."""
+"""Propose how to fill parameters that nothing fills, from what the body of a loss reads: arguments, or by a shim."""
 
 import ast
 import inspect
@@ -10,49 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from kltest.loss.callables import inner_of
-from kltest.loss.suggesting import role_of, suggested_field
-from kltest.rollout import FIELDS, field_named
+from kltest.loss.suggesting import suggested_field
+from kltest.rollout import field_named
 
-_PACKED = re.compile(r"cu_?seq_?lens?\w*")
-_LONGEST = re.compile(r"max_?seq_?len\w*")
+_PACKED = re.compile(r"(cu|max)_?seq_?lens?\w*")
 _MODEL_NAME = re.compile(r"(\w+_)?model")
-_IDS = re.compile(r"(input_?)?ids")
-_OF_MODELS = {
-    "attention_mask": "seen",
-    "labels": "ids.where(seen != 0, -100)",
-    "prompt_ids": "ids[:, :1]",
-    "prompt_mask": "seen[:, :1]",
-    "prompt_attention_mask": "seen[:, :1]",
-}
-_MODEL = """\
-from types import SimpleNamespace
-
-import torch
-
-
-def shim({fields}):
-    ids = torch.cat([torch.zeros_like(tokens[:, :1]), tokens], dim=1)  # one prompt token stands in front
-    seen = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=1)
-
-    def model_of(logits):  # calls return the rollout's own next-token logits
-        return lambda *args, **kwargs: SimpleNamespace(logits=torch.cat([logits, logits[:, -1:]], dim=1))
-
-    return {call}
-"""
-_PACK = """\
-import torch
-
-
-def shim({fields}):
-    live = mask != 0
-    ends = live.sum(-1).cumsum(0)
-    return {call}
-"""
 
 Chain = tuple[str, ...]
 
 
-def advice(name: str, function: Callable[..., Any], missing: Iterable[str], parameters: list[inspect.Parameter]) -> str:
+def advice(function: Callable[..., Any], missing: Iterable[str]) -> str:
     """Return sentences that say how to fill `missing`; "" if the body of the function does not tell."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inner_of(function))))
@@ -60,12 +27,13 @@ def advice(name: str, function: Callable[..., Any], missing: Iterable[str], para
         return ""
     missing, chains = list(missing), _chains(tree)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    models = {each for each in missing if each in called or _MODEL_NAME.fullmatch(each)}
     packed = any(_PACKED.fullmatch(each) for each in missing)
-    if packed or models:
-        fields, call = _shim_call(name, parameters, models, chains, packed)
-        text = (_PACK if packed else _MODEL).format(fields=", ".join(fields), call=call)
-        return "Put a shim into its file and grade that, for instance:\n\n" + textwrap.indent(text, "    ")
+    if packed or any(each in called or _MODEL_NAME.fullmatch(each) for each in missing):
+        return (
+            f"It wants {'sequences without padding' if packed else 'a model'}: put a shim into its file, a function of "
+            "rollout fields that makes what it wants and calls it, and grade that. The guide Your own loss "
+            "(docs/guides/your-own-loss.md) has one to copy."
+        )
     arguments = [text for each in missing for text in _arguments(each, chains)]
     found = [f"Its body reads what these fill: {' '.join(arguments)}."] if arguments else []
     for each in missing:
@@ -145,39 +113,3 @@ def _chains(tree: ast.AST) -> set[Chain]:
                 aliases[node.targets[0].id] = found
     methods = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     return {found for node in ast.walk(tree) if id(node) not in methods and (found := chain(node)) is not None}
-
-
-def _shim_call(
-    name: str, parameters: list[inspect.Parameter], models: set[str], chains: set[Chain], packed: bool
-) -> tuple[list[str], str]:
-    """Return the fields that a shim takes, and the call in it."""
-    owner, _, function = name.rpartition(":")[2].rpartition(".")
-    function = f"{owner}().{function}" if owner and ":" in name else function
-    fields = dict.fromkeys(["mask"] if packed else ["mask", "tokens"])
-
-    def of(field: str) -> str:
-        fields[field] = None
-        return f"{field}[live]" if packed and FIELDS[field].shape.startswith("(B, T") else field
-
-    def value(parameter: str) -> str | None:
-        if parameter in models:
-            return f"model_of({of(role_of(parameter) + 'logits')})"
-        if packed and (_PACKED.fullmatch(parameter) or _LONGEST.fullmatch(parameter)):
-            longest = "int(live.sum(-1).max())"
-            return longest if _LONGEST.fullmatch(parameter) else "torch.cat([ends.new_zeros(1), ends])"
-        if not packed and _IDS.fullmatch(parameter):
-            return "ids"
-        if not packed and parameter in _OF_MODELS:
-            return _OF_MODELS[parameter]
-        field = suggested_field(parameter)
-        return None if field is None else of(field)
-
-    def given(parameter: inspect.Parameter) -> str | None:
-        keys = sorted({chain[1] for chain in chains if chain[0] == parameter.name and chain[1:]})
-        found = value(parameter.name)
-        if found is None and any(map(value, keys)):
-            return "{" + ", ".join(f'"{key}": {value(key) or "..."}' for key in keys) + "}"
-        return found or ("..." if parameter.default is parameter.empty else None)
-
-    values = {each.name: text for each in parameters if (text := given(each)) is not None}
-    return list(fields), f"{function}({', '.join(f'{key}={text}' for key, text in values.items())})"

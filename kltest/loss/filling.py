@@ -116,7 +116,7 @@ def _cannot_fill(
     )
     which = f"parameters {', '.join(words[:-1])} and {words[-1]}" if words[1:] else f"parameter {words[0]}"
     whose, own = ("each", "NAME") if words[1:] else ("it", next(iter(missing)))
-    proposal = advice(name, function, missing, parameters)
+    proposal = advice(function, missing)
     proposal = proposal and f"{proposal.rstrip()}\n"
     return UsageError(
         f"the {which} of {name}({_shown(parameters)}) cannot be filled{hints and f' ({hints})'}. "

@@ -54,11 +54,6 @@ def near_spelling(name: str, known: Iterable[str]) -> str | None:
     return max(filter(is_near, known), key=lambda other: SequenceMatcher(None, name, other).ratio(), default=None)
 
 
-def role_of(name: str) -> str:
-    """Return whose log-probs a name states: "ref_", "old_", or "" for the policy."""
-    return next((_PREFIX[word] for word in _words(name) if _PREFIX.get(word)), "")
-
-
 def _stated(name: str) -> str | None:
     text = " ".join(_words(name))
     words = _KNOWN.findall(text)
