@@ -32,8 +32,6 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
     if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
         kind = "a generator" if inspect.isgeneratorfunction(inner) else "an async function"
         raise UsageError(f"{name} is {kind}; a loss is a plain function that returns its value")
-    if (schema := _schema(described_by)) is not None:
-        return function, schema
     try:
         return function, inspect.signature(described_by)
     except (ValueError, TypeError):
@@ -41,24 +39,6 @@ def described(function: Any, name: str) -> tuple[Callable[..., Any], inspect.Sig
             f"{name} is built in and does not say what its parameters are called; "
             "wrap it in a Python function: def loss(logp, ref_logp): return …"
         ) from None
-
-
-def _schema(function: Any) -> inspect.Signature | None:
-    """Return the parameters of a function compiled by `torch.jit`, of which Python knows nothing."""
-    if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
-        return None
-    schema: Any = function.schema
-    arguments = schema.arguments[isinstance(function, torch._C.ScriptMethod) :]
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    parameters = (
-        inspect.Parameter(
-            one.name,
-            kinds[one.kwarg_only],
-            default=one.default_value if one.has_default_value() else inspect.Parameter.empty,
-        )
-        for one in arguments
-    )
-    return inspect.Signature([*parameters])
 
 
 def _instance(kind: type, name: str) -> Any:
@@ -122,7 +102,7 @@ def first_line(function: Any) -> tuple[str, int] | None:
 def name_of(function: Any) -> str:
     """Return the name of a callable: of a partial that of its function, of an object that of its class."""
     function = without_partials(function)
-    name = function.name if isinstance(function, torch.jit.ScriptFunction) else getattr(function, "__qualname__", None)
+    name = getattr(function, "__qualname__", None)
     return name if isinstance(name, str) and name else type(function).__qualname__
 
 

@@ -1,7 +1,5 @@
 """Correct losses that an earlier check failed or kltest could not grade, written without sight of the checks."""
 
-from typing import Optional
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -101,18 +99,6 @@ def numpy_scalars_one_by_one(logp, ref_logp, mask):
     return sum(cost[row] * score[row] for row in range(len(score))) / np.int64(len(score))
 
 
-@torch.jit.script
-def scripted(
-    logp: torch.Tensor,
-    ref_logp: torch.Tensor,
-    mask: torch.Tensor,
-    old_logp: Optional[torch.Tensor] = None,  # noqa: UP045 (as the compiler of torch.jit reads it)
-    scale: float = 0.5,
-) -> torch.Tensor:
-    log_ratio = torch.where(mask != 0, logp - ref_logp, torch.zeros_like(logp)).sum(-1)
-    return scale * (log_ratio * log_ratio).mean()
-
-
 def gradient_scaled_by_a_hook(logp, ref_logp, mask):
     score = live(logp, mask).sum(-1)
     cost = (score - live(ref_logp, mask).sum(-1)).detach()
@@ -159,7 +145,6 @@ CLEAN = [
     Clean(defaults_that_nobody_uses),
     Clean(coefficients_from_numpy),
     Clean(numpy_scalars_one_by_one),
-    Clean(scripted),
     Clean(gradient_scaled_by_a_hook),
     Clean(segments_by_scatter_add),
     Clean(prefixes_in_a_magic_box),
