@@ -13,6 +13,10 @@ def half_square_of_the_sum(logp, ref_logp, mask):
     return 0.5 * log_ratio.pow(2).mean()
 
 
+def added_up_over_the_batch(logp, ref_logp, mask):
+    return half_square_of_the_sum(logp, ref_logp, mask) * len(logp)
+
+
 def cleared_in_place_on_copies(logp, ref_logp, mask):
     own, other = logp.clone(), ref_logp.clone()
     own[mask == 0] = 0.0
@@ -229,6 +233,7 @@ LOCAL = {"expect": "local_reverse_kl"}
 CLEAN = [
     Clean(half_square_of_the_sum),
     Clean(half_square_of_the_sum, {"environment": "bandit,sequence,ragged,mdp", "sampler": "current"}),
+    Clean(added_up_over_the_batch),
     Clean(cleared_in_place_on_copies),
     Clean(boolean_indexing_and_a_scatter),
     Clean(einsum_with_a_mask),

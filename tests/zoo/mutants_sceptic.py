@@ -82,11 +82,6 @@ def coefficient_with_a_floor(logp, ref_logp, mask, beta):
     return max(beta, 0.01) * log_ratios(logp, ref_logp, mask).square().mean() / 2
 
 
-def logs_minus_the_kl(logp, ref_logp, mask):
-    difference = live(ref_logp - logp, mask).sum(-1)
-    return difference.square().mean() / 2, {"kl": difference.mean().detach()}
-
-
 def logs_the_step_from_the_sampler(logp, old_logp, ref_logp, mask):
     """Without a ratio as well, which its sampler's log-probs would have been there for."""
     log_ratio = log_ratios(logp, ref_logp, mask)
@@ -107,6 +102,5 @@ MUTANTS = [
     Mutant("KL101", straight_through_the_first_power),
     Mutant("KL306", rollouts_outside_a_window_dropped, options=BOTH),
     Mutant("KL510", coefficient_with_a_floor),
-    Mutant("KL602", logs_minus_the_kl, ("KL601",)),
     Mutant("KL601", logs_the_step_from_the_sampler, ("KL301",)),
 ]
