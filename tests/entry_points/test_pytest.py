@@ -388,7 +388,7 @@ def test_the_configured_targets_are_items_when_asked_for(project, pytester):
 def test_a_configuration_that_cannot_be_graded_is_said(pytester, text, saying):
     if text is not None:
         pytester.makefile(".toml", pyproject=text)
-    done = pytester.runpytest_subprocess("--kltest", f"--rootdir={pytester.path}")
+    done = pytester.runpytest("--kltest", f"--rootdir={pytester.path}")
     assert done.ret not in (0, 1)
     assert saying in done.stdout.str() + done.stderr.str()
     assert "Traceback" not in done.stdout.str() + done.stderr.str()

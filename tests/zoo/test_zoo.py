@@ -3,12 +3,14 @@
 from collections import Counter
 
 import pytest
+from zoo import clean_values
 from zoo.table import clean, mutants
 
 import kltest
 from kltest.checks import CHECKS
 
 MUTANTS, CLEAN = mutants(), clean()
+LOGGING, KL_VALUES = [row.loss for row in clean_values.CLEAN], {"kl", "kl_per_token", "mean_of_token_means"}
 MUTANTS_PER_CODE, CORRECT_LOSSES = 2, 15
 # Losses whose groups are called one multiset at a time; quicker ones are masked, centred and scaled alike.
 SLOW = (
@@ -60,6 +62,9 @@ def test_a_mutant_fails_its_codes_and_no_others(mutant):
 def test_a_correct_loss_fails_nothing(correct):
     report = kltest.grade(correct.loss, **correct.options)
     assert report.verdict == "confirmed", report.error or [(check.code, check.message) for check in report.failed]
+    if correct.loss in LOGGING:
+        assert {check.status for check in report.checks if check.code.startswith("KL60")} == {"pass"}
+        assert {one.matches for one in report.value if one.sampler == "current"} <= KL_VALUES
     # A baseline of the other rows in a batch moves the gradient of a given batch, in noise only: a warning.
     assert failed(report) <= {"KL206"}
 
