@@ -124,18 +124,31 @@ def taken(function, offered, settings):
 
 def unset(place):
     """Return the name of a coefficient and its default, [] if there is none; `place` as in `Setting.coefficient`."""
-    name, known, value = place.partition("=")
-    if known:
-        return [name, float(value)]
     module, _, names = place.partition(":")
     try:
+        if names.startswith("-"):
+            return [names.lstrip("-"), option_of(module, names)]
         inside, _, parameter = names.rstrip(")").partition("(")
         if parameter:
             default = inspect.signature(part(module, inside)).parameters[parameter].default
             return [] if default is inspect.Parameter.empty else [parameter, default]
         return [names.rpartition(".")[2], part(module, names)] if names else []
-    except (LookupError, TypeError):
+    except (LookupError, OSError, TypeError):
         return []
+
+
+def option_of(module, name):
+    """Return the default of an option in a module that parses a command line, which is read and not imported."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise LookupError(f"there is no module {module}")
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(
+            isinstance(each, ast.Constant) and each.value == name for each in node.args
+        ):
+            return next(ast.literal_eval(each.value) for each in node.keywords if each.arg == "default")
+    raise LookupError(f"{module} has no option {name}")
 
 
 def called(function, offered, settings=()):

@@ -60,11 +60,12 @@ def demonstrate(losses: Losses, words: Words, options: Words) -> Demonstration:
     return KINDS[words.get("shows", "gradients")](losses, environment, options, **other)
 
 
-def of_calls(losses: Losses, setting: str, rows: Sequence[Words]) -> Demonstration:
-    """The values that the losses return for single rollouts, or their gradients.
+def of_calls(losses: Losses, setting: str, rows: Sequence[Words], head: str = "") -> Demonstration:
+    """The values that the losses return for a rollout, or for several, or their gradients.
 
     A row has a `name` and the tokens' probabilities `p` and `ref`, or their logarithms `logp` and `ref_logp`, perhaps a
-    `mask`. It shows the gradient at the log-prob of the token `gradient`, or the value if that is missing.
+    `mask`. It shows the gradient at the log-prob of the first rollout's token `gradient`, or the value if that is
+    missing, times its `share`.
     """
     ready = [Experiment(bind(function, name=name)) for name, function in losses.items()]
     cells: list[Cells] = []
@@ -73,7 +74,7 @@ def of_calls(losses: Losses, setting: str, rows: Sequence[Words]) -> Demonstrati
             one_row(row[log]) if log in row else one_row(row[p]).log()
             for p, log in (("p", "logp"), ("ref", "ref_logp"))
         )
-        mask = one_row(row.get("mask", [1.0] * logp.shape[1]))
+        mask = one_row(row["mask"]) if "mask" in row else torch.ones_like(logp)
         results = [
             experiment.call(Rollout({"logp": logp, "ref_logp": ref_logp, "old_logp": logp, "mask": mask}))
             for experiment in ready
@@ -82,13 +83,13 @@ def of_calls(losses: Losses, setting: str, rows: Sequence[Words]) -> Demonstrati
             parts = [result.gradients.get("logp", torch.zeros_like(logp))[0, row["gradient"]] for result in results]
         else:
             parts = [result.outcome.objective.detach() for result in results]
-        cells.append((row["name"], *map(float, parts)))
-    return Demonstration(setting, ("", *losses), cells)
+        cells.append((row["name"], *(row.get("share", 1.0) * float(part) for part in parts)))
+    return Demonstration(setting, (head, *losses), cells)
 
 
-def one_row(numbers: Sequence[float]) -> Tensor:
-    """(1, T) float64."""
-    return torch.tensor([numbers], dtype=torch.float64)
+def one_row(numbers: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+    """(1, T) float64, or (B, T) if there are several rows already."""
+    return torch.tensor(numbers, dtype=torch.float64).reshape(-1, np.shape(numbers)[-1])
 
 
 def _of_gradients(

@@ -52,3 +52,9 @@ def masked_where_tied(logp, ref_logp, mask, rewards, group):
 def kept_where_tied(logp, ref_logp, mask, rewards, group):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
     return log_ratio.square() / 2
+
+
+def logs_the_kl(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    penalty = log_ratio.square() / 2
+    return penalty, {"kl": log_ratio.mean()}

@@ -9,12 +9,10 @@ from dataclasses import replace
 from math import isclose
 from typing import Literal
 
-from kltest.checks.batch_sizes import share_by_size
+from kltest.checks.batches import apart, gradient, limit, norm, share_by_size, single_tokens, usual_batch
 from kltest.checks.check import shared
-from kltest.checks.group_fixture import as_array, limit, norm
 from kltest.checks.sequences.larger_batches import groups_apart
-from kltest.checks.sequences.other_rollouts import influence
-from kltest.checks.usual_batch import single_tokens, usual_batch
+from kltest.checks.sequences.lengths import influence
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, multiple, proportion
 from kltest.identify.measure import Measure
@@ -22,7 +20,7 @@ from kltest.identify.uses import Rest
 from kltest.loss.placement import ROW_FIELDS
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
-from kltest.truth import gradient
+from kltest.truth import gradient as named
 
 # One token, three, and up to three.
 LENGTHS = ("bandit", "sequence", "ragged")
@@ -78,13 +76,10 @@ def widened(findings: Findings) -> tuple[float, int]:
 
 
 def _widened(narrow: Rollout, findings: Findings) -> tuple[float, int]:
-    moved, columns = 0.0, 0
-    before = as_array(findings.measure.differentiate(narrow), narrow)
+    before = gradient(findings.measure, narrow)
     for columns in COLUMNS:
-        wide = narrow.wider(columns, findings.seed)
-        after = as_array(findings.measure.differentiate(wide), wide)
-        moved = norm(after[:, : before.shape[1]] - before) / (norm(before) or 1.0)
-        if moved > limit(findings):
+        after = gradient(findings.measure, narrow.wider(columns, findings.seed))[:, : before.shape[1]]
+        if (moved := apart(after, before)) > limit(findings):
             break
     return moved, columns
 
@@ -120,7 +115,7 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
     row = rest.rows(findings.environments[0], "current")[-1]
     shares = []
     for found, instance in zip(rest.gradients(row), rest.case(row).instances, strict=True):
-        wanted = -gradient("expected_reward", instance)
+        wanted = -named("expected_reward", instance)
         shares.append(float((found * wanted).sum() / (wanted**2).sum()))
         if shares[-1] <= 0 or norm(found - shares[-1] * wanted) > limit(findings) * norm(found):
             return "no"

@@ -36,20 +36,38 @@ class Case:
         """The instances to fit on, then the held-out one."""
         return instances(self.environment, self.seed, self.group)
 
+    # Cases are equal by value and few: what is computed of one is kept by the class.
     @property
+    @lru_cache(maxsize=64)  # noqa: B019
     def candidates(self) -> dict[str, list[np.ndarray]]:
         """Named gradients (C, V) on every instance; those of the sampler only if it is another policy."""
-        return _candidates(self)
+        names = [name for name, row in ATLAS.items() if name != "zero" and (self.sampler == "stale" or not row.stale)]
+        return {name: [gradient(name, instance) for instance in self.instances] for name in names}
 
     @property
+    @lru_cache(maxsize=64)  # noqa: B019
     def basis(self) -> tuple[str, ...]:
-        """Names of candidates of which none is a combination of earlier ones in environments of this kind."""
-        return _basis(self)
+        """Names of candidates of which none is a combination of earlier ones in environments of this kind.
+
+        Few instances of a small environment have fewer free numbers than there are names: more are drawn for them.
+        """
+        drawn, seed = self.instances, self.seed
+        columns = {name: [one.ravel() for one in g] for name, g in self.candidates.items() if name not in ALONE}
+        while True:
+            names = independent({name: np.concatenate(parts) for name, parts in columns.items()})
+            if len(names) < sum(i.environment.n_contexts * (i.environment.vocabulary - 1) for i in drawn):
+                return tuple(names)
+            seed += FURTHER
+            further = instances(self.environment, seed, self.group)
+            drawn += further
+            for name, parts in columns.items():
+                parts += [gradient(name, instance).ravel() for instance in further]
 
     @property
+    @lru_cache(maxsize=64)  # noqa: B019
     def candidates_at_parameters(self) -> dict[str, list[np.ndarray]]:
         """Named gradients with respect to the policy's own parameters."""
-        return _candidates_at_parameters(self)
+        return {name: self.at_parameters(gradients) for name, gradients in self.candidates.items()}
 
     @property
     def network(self) -> "Network | None":
@@ -96,45 +114,12 @@ class Case:
         On a bandit local and sequence-level gradients are equal, so that the local names disappear.
         """
         declared = when_current(declared) if self.sampler == "current" else declared
-        return dict(_spelt(replace(self, sampler="stale"), tuple(declared.items())))
+        return replaced(declared, replace(self, sampler="stale")._own)
 
-
-@lru_cache(maxsize=256)
-def _spelt(case: Case, declared: tuple[tuple[str, float], ...]) -> Combination:
-    candidates = _candidates(case)
-
-    def own(name: str) -> Combination:
-        found = identify([gradient(name, i) for i in case.instances], candidates, basis=case.basis)
+    @lru_cache(maxsize=256)  # noqa: B019
+    def _own(self, name: str) -> Combination:
+        found = identify([gradient(name, i) for i in self.instances], self.candidates, basis=self.basis)
         return found.combination or {name: 1.0}
-
-    return replaced(dict(declared), own)
-
-
-@lru_cache(maxsize=64)
-def _candidates(case: Case) -> dict[str, list[np.ndarray]]:
-    names = [name for name, row in ATLAS.items() if name != "zero" and (case.sampler == "stale" or not row.stale)]
-    return {name: [gradient(name, instance) for instance in case.instances] for name in names}
-
-
-@lru_cache(maxsize=64)
-def _basis(case: Case) -> tuple[str, ...]:
-    """Few instances of a small environment have fewer free numbers than there are names: more are drawn for them."""
-    drawn, known, seed = case.instances, _candidates(case), case.seed
-    columns = {name: [one.ravel() for one in known[name]] for name in known if name not in ALONE}
-    while True:
-        names = independent({name: np.concatenate(parts) for name, parts in columns.items()})
-        if len(names) < sum(i.environment.n_contexts * (i.environment.vocabulary - 1) for i in drawn):
-            return tuple(names)
-        seed += FURTHER
-        further = instances(case.environment, seed, case.group)
-        drawn += further
-        for name, parts in columns.items():
-            parts += [gradient(name, instance).ravel() for instance in further]
-
-
-@lru_cache(maxsize=64)
-def _candidates_at_parameters(case: Case) -> dict[str, list[np.ndarray]]:
-    return {name: case.at_parameters(gradients) for name, gradients in _candidates(case).items()}
 
 
 @lru_cache(maxsize=256)

@@ -101,14 +101,16 @@ def test_the_default_of_a_coefficient_is_read_where_the_library_has_it(tmp_path,
         "class Config:\n    beta: float = 0.04\n"
         "def loss(logp, beta=None, needed=...):\n    return logp\n"
         "def bare(logp, beta):\n    return logp\n"
+        "def main(parser):\n    parser.add_argument('--kl.coef', type=float, default=0.01)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert unset("made_up_trainer:Config.beta") == ["beta", 0.04]
     assert unset("made_up_trainer:loss(beta)") == ["beta", None]
-    assert unset("kl.coef=0.01") == ["kl.coef", 0.01]
+    assert unset("made_up_trainer:--kl.coef") == ["kl.coef", 0.01]
     for place in (
         "",
         "made_up_trainer:bare(beta)",
+        "made_up_trainer:--other",
         "made_up_trainer:Config.gone",
         "no_such:a",
     ):

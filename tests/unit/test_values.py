@@ -216,7 +216,7 @@ def test_what_moves_with_padding_is_told_only_where_there_is_some():
 def trace_of(function, beta=None):
     loss = bind(function, Call())
     rollout = Rollout.of(instances("sequence", 0)[0], sampler="stale").take([0, 5, 9, 20])
-    return recorded._traced(loss, rollout, beta)
+    return recorded.changes(loss, rollout, beta)
 
 
 def test_the_watch_sees_the_line_the_way_and_the_holder():
@@ -231,12 +231,17 @@ def test_the_watch_sees_the_line_the_way_and_the_holder():
         kl += 1
         return penalty(logp, ref_logp, mask), {"kl": kl}
 
-    alias, own = trace_of(through_data), trace_of(under_its_own_name)
-    assert alias.record
-    assert [(change.line, change.by_name) for change in alias.changes] == [("kl += 1", False)]
-    assert [(change.by_name, change.kept) for change in own.changes] == [(True, False)]
-    for trace in (alias, own):
-        assert trace.final == pytest.approx(trace.changes[0].before + 1)
+    def while_it_is_held(logp, ref_logp, mask):
+        kl = live(logp - ref_logp, mask).sum(-1).detach()
+        metrics = {"kl": kl}
+        kl += 1
+        return penalty(logp, ref_logp, mask), metrics
+
+    alias, own, held = map(trace_of, (through_data, under_its_own_name, while_it_is_held))
+    assert own[1] == []
+    for final, steps in (alias, held):
+        assert [step.line for step in steps] == ["kl += 1"]
+        assert final == pytest.approx(steps[0].before + 1)
 
 
 def test_a_metric_that_was_wrong_before_is_not_blamed_on_the_change():

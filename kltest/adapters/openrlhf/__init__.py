@@ -163,7 +163,7 @@ ADAPTER = Adapter(
             "gae",
             default=True,
             options={"sampler": "both"},
-            coefficient="algo.kl.init_coef=0.01",
+            coefficient="openrlhf.cli.train_ppo_ray:--algo.kl.init_coef",
         ),
         *(APPROXIMATE.variant({"kl_estimator": kind}, kind) for kind in KINDS),
         *(

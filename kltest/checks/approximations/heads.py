@@ -16,8 +16,9 @@ that sees only the drawn tokens can be right. That proves nothing about a loss a
 the whole distribution, and a loss is found that truncates one side by itself.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -32,9 +33,9 @@ from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.moments import exact
-from kltest.moments.differentiate import leaf_gradients
+from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
-from kltest.rollout import LEAVES, Rollout
+from kltest.rollout import Rollout
 from kltest.truth import combine, render
 
 # Numbers of actions: the first shows small heads and thresholds on probabilities, the second every head in use.
@@ -46,6 +47,9 @@ FIELDS = ("ref_logits", "logits", "old_logits")
 NEIGHBOURS = 12
 # Relative bias of an approximation that matters; a constant in a denominator stays below it, vocabulary large or not.
 BIASED = 1e-3
+Change = Callable[[Tensor], Tensor]
+# Of the log-probs of the actions beyond a head: they are exchanged, which keeps their total, or lowered.
+CHANGES: tuple[Change, ...] = (lambda log_probs: log_probs.roll(1, dims=-1), lambda log_probs: log_probs - 0.05)
 
 
 class Head(NamedTuple):
@@ -182,14 +186,19 @@ class _SingleRollouts:
 
     def head(self, field: str) -> tuple[int, bool] | None:
         """Number of the likeliest entries of a field that matter beside the drawn one's, None if all or none do."""
-        last = len(self.order) - 2
-        for change in (_exchanged, _lowered):
-            if not self._blind(field, change, last):
+        count = len(self.order)
+        for change in CHANGES:
+
+            def blind(size: int, change: Change = change) -> bool:
+                """True if no entry beyond the `size` likeliest moves the gradient of the likeliest action's rollout."""
+                return not self._sees(field, change, np.arange(size, count), 0)
+
+            if not blind(count - 2):
                 continue
-            size = _smallest(partial(self._blind, field, change), 1, last)
+            size = _smallest(blind, 1, count - 2)
             if size > 1:
-                return size, not self._same(self._gradient_of(0), self._gradient_of(1))
-            if change is _exchanged and self._sees(field, change, np.array([0, 2]), 1):
+                return size, not self._same(self._of(0), self._of(1))
+            if change is CHANGES[0] and self._sees(field, change, np.array([0, 2]), 1):
                 return 1, False
         return None
 
@@ -203,26 +212,20 @@ class _SingleRollouts:
         return (size, True) if all(self._silent(rank) == (rank >= size) for rank in near) else None
 
     def _silent(self, rank: int) -> bool:
-        return not any(bool(part.any()) for part in self._gradient_of(rank))
+        return not any(bool(part.any()) for part in self._of(rank))
 
-    def _blind(self, field: str, change: Callable[[Tensor], Tensor], size: int) -> bool:
-        """Return True if no entry beyond the `size` likeliest moves the gradient of the likeliest action's rollout."""
-        return not self._sees(field, change, np.arange(size, len(self.order)), 0)
-
-    def _sees(self, field: str, change: Callable[[Tensor], Tensor], ranks: np.ndarray, drawn: int) -> bool:
+    def _sees(self, field: str, change: Change, ranks: np.ndarray, drawn: int) -> bool:
         """Return True if a change of the entries of these ranks moves the gradient of the rollout of rank `drawn`."""
-        rollout = self._rollout(drawn)
+        rollout, entries = self._rollout(drawn), torch.from_numpy(self.order[ranks])
         moved = rollout.peek(field).detach().clone()
-        entries = torch.from_numpy(self.order[ranks])
         moved[..., entries] = change(moved[..., entries])
-        return not self._same(self._gradient_of(drawn), self._gradient(rollout.replace(**{field: moved})))
+        return not self._same(self._of(drawn), self._gradient(rollout.replace(**{field: moved})))
 
     def _same(self, one: list[Tensor], other: list[Tensor]) -> bool:
-        scale = max(float(part.abs().max()) for part in (*one, *other))
-        limit = TOLERANCES[self.dtype].head * scale
+        limit = TOLERANCES[self.dtype].head * max(float(part.abs().max()) for part in (*one, *other))
         return all(bool((a - b).abs().max() <= limit) for a, b in zip(one, other, strict=True))
 
-    def _gradient_of(self, rank: int) -> list[Tensor]:
+    def _of(self, rank: int) -> list[Tensor]:
         if rank not in self._own:
             self._own[rank] = self._gradient(self._rollout(rank))
         return self._own[rank]
@@ -234,21 +237,9 @@ class _SingleRollouts:
     def _gradient(self, rollout: Rollout) -> list[Tensor]:
         outcome = self.loss(rollout)
         self.dtype = outcome.dtype
-        found = leaf_gradients(self.loss, outcome.objective, rollout)
-        return [found[name] if name in found else torch.zeros_like(rollout.peek(name)) for name in LEAVES]
-
-
-def _exchanged(log_probs: Tensor) -> Tensor:
-    return log_probs.roll(1, dims=-1)
-
-
-def _lowered(log_probs: Tensor) -> Tensor:
-    return log_probs - 0.05
+        return at_leaves(self.loss, outcome.objective, rollout)
 
 
 def _smallest(holds: Callable[[int], bool], low: int, high: int) -> int:
     """Smallest k in low … high for which a monotone predicate holds; it holds at `high`."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    return low + bisect_left(range(low, high), True, key=holds)

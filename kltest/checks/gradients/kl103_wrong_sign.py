@@ -1,7 +1,21 @@
 """KL103: the term pushes the policy away from the reference."""
 
-from kltest.checks.other_reading import other_reading
 from kltest.identify.findings import Findings, Row, local_form, proportion, when_current
+from kltest.loss.placement import ROW_FIELDS
+
+
+def other_reading(findings: Findings) -> str:
+    """Return the sentence that names the other reading, if no reward tells which one is meant."""
+    loss = findings.loss
+    if loss.placement != "reward" or loss.spec is not None or findings.observed.uses & ROW_FIELDS:
+        return ""
+    if loss.shaped:
+        return "What it returns was taken as a reward, higher being better; a cost has --placement reward."
+    return (
+        "What it returns was taken as a cost, lower being better; what is left of a reward after a penalty "
+        "(-beta * kl) has --placement shaped-reward."
+    )
+
 
 remark = other_reading
 

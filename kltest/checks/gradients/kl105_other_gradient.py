@@ -1,12 +1,11 @@
 """KL105: the gradient is not the declared one, and no other check accounts for it."""
 
 from kltest.checks.approximations import kl701_top_k_bias, kl703_truncated_sampler
+from kltest.checks.beyond import differs_much, wrong_where_sure, wrong_with_many_tokens
 from kltest.checks.check import Found
-from kltest.checks.far_apart import differs_much
+from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
-from kltest.checks.other_reading import other_reading
 from kltest.checks.sequences.long_rollouts import message_of
-from kltest.checks.unusual_tokens import wrong_where_sure, wrong_with_many_tokens
 from kltest.identify.findings import Findings, Row, when_current
 from kltest.moments.tolerances import Tolerances
 

@@ -2,7 +2,7 @@
 
 from math import isclose
 
-from kltest.checks.batch_sizes import share_by_size
+from kltest.checks.batches import share_by_size
 from kltest.checks.check import Found
 from kltest.identify.findings import Findings, Row, local_form, proportion, when_current
 from kltest.moments.tolerances import Tolerances

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from kltest.checks.batches import GroupFixture, as_array, group_fixture, norm
 from kltest.checks.check import shared
-from kltest.checks.group_fixture import GroupFixture, as_array, group_fixture, norm
 from kltest.identify.findings import Findings
 from kltest.identify.measure import Measure
 from kltest.moments.tolerances import TOLERANCES

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from kltest.checks.batches import GroupFixture, group_fixture, limit, norm, sees_rewards
 from kltest.checks.check import Found, shared
-from kltest.checks.group_fixture import GroupFixture, group_fixture, limit, norm, sees_rewards
 from kltest.environments.policies import softmax_gradient
 from kltest.identify.findings import Findings, Row
 from kltest.moments.batches import groups_of

@@ -2,8 +2,8 @@
 
 from math import isclose
 
-from kltest.checks.batch_sizes import share_by_size
-from kltest.checks.sequences.other_rollouts import influence
+from kltest.checks.batches import share_by_size
+from kltest.checks.sequences.lengths import influence
 from kltest.identify.findings import Combination, Findings, Row, local_form, when_current
 from kltest.moments.tolerances import Tolerances
 

@@ -1,7 +1,7 @@
 """KL404: in groups of one the term is zero, without an error."""
 
+from kltest.checks.batches import group_fixture, limit, norm, sees_rewards
 from kltest.checks.check import Found
-from kltest.checks.group_fixture import group_fixture, limit, norm, sees_rewards
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 

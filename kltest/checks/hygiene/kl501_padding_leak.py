@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
+from kltest.checks.batches import apart, as_array, limit, usual_batch
 from kltest.checks.check import Found, shared
-from kltest.checks.group_fixture import as_array, limit, norm
-from kltest.checks.hygiene.padding import LOG_PROBS, apart, exchange, not_exchangeable
-from kltest.checks.usual_batch import usual_batch
+from kltest.checks.hygiene.padding import LOG_PROBS, exchange, not_exchangeable, numbers
 from kltest.identify.findings import Findings
 from kltest.moments.differentiate import differentiate
 
@@ -26,8 +25,8 @@ def examine(findings: Findings) -> Found | None:
         findings,
         {
             "other log-probs and token ids": _others,
-            "0 for the policy and −50 for the others": lambda name, dead: apart(name, dead, 0.0, LEAST),
-            "−50 for the policy and 0 for the others": lambda name, dead: apart(name, dead, LEAST, 0.0),
+            "0 for the policy and −50 for the others": lambda name, dead: numbers(name, dead, 0.0, LEAST),
+            "−50 for the policy and 0 for the others": lambda name, dead: numbers(name, dead, LEAST, 0.0),
         },
     )
     return leak or _between(findings)
@@ -45,7 +44,7 @@ def _between(findings: Findings) -> Found | None:
     second = last.replace(**{name: field[:, places] for name, field in fields.items() if field.dim() > 1})
     expected, found = (as_array(differentiate(findings.loss, one, None), one) for one in (last, second))
     findings.reach.holes = True
-    off = norm(found - expected[:, places]) / (norm(expected) or 1.0)
+    off = apart(found, expected[:, places])
     if off <= limit(findings):
         return None
     return Found(

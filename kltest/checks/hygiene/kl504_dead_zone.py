@@ -4,7 +4,7 @@ A dead zone is an interval in which the gradient is exactly zero (for a value in
 although it is not small at its edge. A weight that fades and underflows in the end, as a sigmoid's, is not clamped. A
 single zero between others, as k2's at u = 0, is no interval. On a plateau the gradient is constant and not zero. Total
 variation is a plateau everywhere: a plateau is a mistake only if the declared gradient goes on to grow there, which
-bandits with policy and reference far apart tell (kltest.checks.far_apart).
+bandits with policy and reference far apart tell (kltest.checks.beyond).
 """
 
 from collections.abc import Callable
@@ -15,15 +15,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from kltest.checks.beyond import differs
 from kltest.checks.check import Found, shared, signed
-from kltest.checks.far_apart import differs
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.checks.hygiene.log_ratios import LENGTH, batch_of, companions
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.moments.differentiate import Experiment
 from kltest.moments.tolerances import TOLERANCES
-from kltest.report import Level
 
 # |u| from a thousandth to a thousand, each a quarter larger than the one before: zones that are open to one side are
 # always met, and so are zones whose width is a quarter of their distance from 0.
@@ -55,14 +54,16 @@ def examine(findings: Findings) -> Found | None:
     scan = Scan(findings.measure.experiment(), what, companions(findings), finest)
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
     if zones := scan.zones():
-        return Found(scan.words(zones, happens), level=scan.level_of(zones))
-    away, plateaus = differs(findings), scan.near_plateaus()
+        return scan.found(zones, happens)
+    away, plateaus = differs(findings), scan.plateaus()
+    # Those that begin at log-ratios met in training, not where a logarithm or an exponential is guarded.
+    reach = MET["sequence" if scan.of_sequences(plateaus) else "token"]
+    plateaus = [zone for zone in plateaus if zone.nearest <= reach]
     # Rollouts that the reference prefers by far have no weight in a bandit; many small steps of a long one lead there.
     bounded = scan.of_sequences(plateaus) and min(zone.nearest for zone in plateaus) > USUAL
-    if plateaus and (away or bounded):
-        words = scan.words(plateaus, "the gradient stays what it is at the bound")
-        return Found(f"{words} {away}".rstrip(), level=scan.level_of(plateaus))
-    return None
+    if not plateaus or not (away or bounded):
+        return None
+    return scan.found(plateaus, "the gradient stays what it is at the bound", away)
 
 
 class Zone(NamedTuple):
@@ -101,20 +102,12 @@ class Scan:
         """Intervals in which the gradient is constant and not zero."""
         return self._intervals(lambda level: self.what == "gradient" and level != 0)
 
-    def near_plateaus(self) -> list[Zone]:
-        """Plateaus that begin at log-ratios met in training, not where a logarithm or an exponential is guarded."""
-        plateaus = self.plateaus()
-        reach = MET["sequence" if self.of_sequences(plateaus) else "token"]
-        return [zone for zone in plateaus if zone.nearest <= reach]
-
-    def level_of(self, zones: list[Zone]) -> Level:
-        """Return "error" if a zone begins at log-ratios that training reaches."""
-        usual = USUAL_IN_TRAINING["sequence" if self.of_sequences(zones) else "token"]
-        return "error" if min(zone.nearest for zone in zones) <= usual else "warning"
-
-    def words(self, zones: list[Zone], happens: str) -> str:
-        of = "summed over the sequence" if self.of_sequences(zones) else "of a token"
-        return f"With u = logp − ref_logp {of}, {happens} for {' and for '.join(map(str, zones))}."
+    def found(self, zones: list[Zone], happens: str, more: str = "") -> Found:
+        """Describe zones: an error if one begins at log-ratios that training reaches."""
+        of, kind = ("summed over the sequence", "sequence") if self.of_sequences(zones) else ("of a token", "token")
+        words = f"With u = logp − ref_logp {of}, {happens} for {' and for '.join(map(str, zones))}."
+        reached = min(zone.nearest for zone in zones) <= USUAL_IN_TRAINING[kind]
+        return Found(f"{words} {more}".rstrip(), level="error" if reached else "warning")
 
     def _intervals(self, wanted: Callable[[float], bool]) -> list[Zone]:
         # One call for all is enough if no two levels are equal, without the few log-ratios that overflow alone as well.
@@ -161,19 +154,15 @@ class Scan:
         scale = np.nanmax(np.abs(usual - (usual.mean() if self.what == "value" else 0.0)))
         if not scale > 0:
             return []
-        runs = [run for run in self._equal(levels) if wanted(levels[run[0]])]
-        return [run for run in runs if self._clamped(levels, *run, FADED * scale)]
+        # It did not fade if the level beside the run is clearly another one.
+        wide = np.pad(levels, 1, mode="edge")
+        beside = [(run, np.abs(wide[[run[0], run[1] + 2]] - levels[run[0]])) for run in self._equal(levels)]
+        return [run for run, steps in beside if wanted(levels[run[0]]) and not (steps <= FADED * scale).all()]
 
     def _equal(self, levels: np.ndarray) -> list[tuple[int, int]]:
         """(first, last) of the runs of equal finite levels."""
         runs = (list(run) for _, run in groupby(range(len(levels)), key=levels.__getitem__))
         return [(run[0], run[-1]) for run in runs if len(run) > 1 and np.isfinite(levels[run[0]])]
-
-    @staticmethod
-    def _clamped(levels: np.ndarray, first: int, last: int, small: float) -> bool:
-        """Return True if the level beside the run is clearly another one, so that it did not fade."""
-        beside = [levels[i] for i in (first - 1, last + 1) if 0 <= i < len(levels)]
-        return any(not abs(level - levels[first]) <= small for level in beside)
 
     def _ends(self, levels: np.ndarray, first: int, last: int) -> Zone:
         low = -np.inf if first == 0 else self._halve(levels, first, first - 1)

@@ -2,9 +2,9 @@
 
 from math import log
 
+from kltest.checks.batches import usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses, one_row
-from kltest.checks.usual_batch import usual_batch
 from kltest.identify.findings import Findings
 
 

@@ -20,10 +20,10 @@ from math import log
 import torch
 from torch import Tensor
 
+from kltest.checks.batches import usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses, one_row
 from kltest.checks.trainable import received
-from kltest.checks.usual_batch import usual_batch
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss

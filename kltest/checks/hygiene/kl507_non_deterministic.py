@@ -8,9 +8,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from kltest.checks.batches import usual_batch
 from kltest.checks.check import Found, shared
 from kltest.checks.demonstrations import Demonstration, Losses, of_calls
-from kltest.checks.usual_batch import usual_batch
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.loss.global_state import preserved
@@ -92,9 +92,8 @@ def difference(before: CallResult, after: CallResult, same: Same) -> str:
 def gradient_difference(before: CallResult, after: CallResult, same: Same) -> str:
     """Describe how the gradient at a live token differs in a second call; empty if it is the same."""
     earlier, later = before.at(before.live), after.at(before.live)
-    for name in {**earlier, **later}:
-        known = [gradients[name] for gradients in (earlier, later) if name in gradients]
-        one, other = (gradients.get(name, torch.zeros_like(known[0])) for gradients in (earlier, later))
+    for name, some in {**earlier, **later}.items():
+        one, other = (gradients.get(name, torch.zeros_like(some)) for gradients in (earlier, later))
         if not same(one, other):
             place = int(_apart(one, other).flatten().nonzero()[0])
             numbers = [float(part.flatten()[place]) for part in (other, one)]

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kltest.checks.batches import with_advantage
 from kltest.checks.check import Found
-from kltest.checks.group_fixture import with_advantage
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target

@@ -7,7 +7,7 @@ Every log-prob is at most 0, rows of logits are normalised, and the sampler is t
 import torch
 from torch import Tensor
 
-from kltest.checks.group_fixture import with_advantage
+from kltest.checks.batches import with_advantage
 from kltest.identify.findings import Findings
 from kltest.rollout import Rollout
 

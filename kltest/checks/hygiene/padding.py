@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kltest.checks.batches import no_padding, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import difference, not_comparable
-from kltest.checks.usual_batch import no_padding, usual_batch
 from kltest.identify.findings import Findings
 from kltest.moments.differentiate import CallResult
 from kltest.moments.tolerances import near
@@ -49,7 +49,7 @@ def exchange(findings: Findings, fills: dict[str, Fill]) -> Found | None:
     return None
 
 
-def apart(name: str, dead: Tensor, policy: float, others: float) -> Tensor:
+def numbers(name: str, dead: Tensor, policy: float, others: float) -> Tensor:
     """Return one number for the policy's log-probs and another for the others', everywhere."""
     return dead if name == "tokens" else torch.full_like(dead, policy if name in ("logp", "logits") else others)
 

@@ -53,9 +53,3 @@ def logs_its_penalty(logp, ref_logp, mask):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
     penalty = log_ratio.square() / 2
     return penalty, {"kl": penalty.mean()}
-
-
-def logs_the_kl(logp, ref_logp, mask):
-    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
-    penalty = log_ratio.square() / 2
-    return penalty, {"kl": log_ratio.mean()}

@@ -54,23 +54,27 @@ def _by_constant(findings: Findings) -> list[str]:
     known = {environment: factors for environment, factors in known.items() if factors}
     if not known:
         return []
+
+    def fitting(pair: tuple[str, float]) -> list[str]:
+        name, factor = pair
+        return [
+            environment
+            for environment, factors in known.items()
+            if name in factors and isclose(factors[name], factor, rel_tol=10 * TOLERANCE)
+        ]
+
     # At one length the three KLs are multiples of each other: take the factor that fits most environments.
     candidates = [pair for factors in known.values() for pair in factors.items()]
-    name, factor = max(candidates, key=lambda pair: sum(_has(factors, *pair) for factors in known.values()))
-    fitting = ", ".join(environment for environment, factors in known.items() if _has(factors, name, factor))
+    name, factor = best = max(candidates, key=lambda pair: len(fitting(pair)))
+    places = ", ".join(fitting(best))
     if isclose(factor, -1.0, rel_tol=10 * TOLERANCE):
-        words = f"−1: it is minus the KL, −{SYMBOLS[name]}, in {fitting}"
+        words = f"−1: it is minus the KL, −{SYMBOLS[name]}, in {places}"
     else:
-        words = f"a constant: it is {signed(factor)} · {SYMBOLS[name]} in {fitting}"
-    for environment, factors in known.items():
-        if not _has(factors, name, factor):
-            other, times = next(iter(factors.items()))
-            words += f", and {signed(times)} · {SYMBOLS[other]} in {environment}"
+        words = f"a constant: it is {signed(factor)} · {SYMBOLS[name]} in {places}"
+    for environment in (environment for environment in known if environment not in fitting(best)):
+        other, times = next(iter(known[environment].items()))
+        words += f", and {signed(times)} · {SYMBOLS[other]} in {environment}"
     return [words]
-
-
-def _has(found: dict[str, float], name: str, factor: float) -> bool:
-    return name in found and isclose(found[name], factor, rel_tol=10 * TOLERANCE)
 
 
 def _by_sampler(findings: Findings, instance: Instance, base: Rollout) -> list[str]:

@@ -1,14 +1,15 @@
 """KL603: the logged KL is changed after it was recorded.
 
-A logged tensor may share memory with one that the loss changes in place later: `kl.detach()` does. The loss is called
-twice on the same rollouts. The first call finds the step that made the logged tensor, the second watches that tensor
-from there on. In-place steps that compute the metric are no defect. So a change counts only if the final metric is no
-KL, and either was one before the change, or is a record, a detached alias, of another tensor that was changed.
+A logged tensor may share memory with one that the loss changes in place later: `kl.detach()` does. All steps in place
+are noted, with the content before each. Those that compute the metric are no defect. So a step counts only if the final
+metric is no KL and was one before the step, and if the step was made on another tensor that shares its memory, or while
+the logged one was kept under "kl" or under a second name.
 """
 
 import linecache
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import dropwhile, takewhile
 from traceback import walk_stack
 from types import FrameType
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 from kltest.checks.check import Found, shared
 from kltest.checks.logged_values.metrics import batch, no_kl, number
@@ -30,33 +30,19 @@ from kltest.loss.calling import Loss
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import Rollout
 
-# Functions that make an alias to be kept: nobody detaches a tensor in order to compute on under its first name.
-RECORDS = frozenset({Tensor.detach, torch.detach, Tensor.numpy, Tensor.data.__get__})  # type: ignore[attr-defined]
-# Modules of the frames between a step of the loss and the mode that watches it.
+# Modules of the frames between a step of the loss and the mode that notes it.
 NOT_THE_LOSS = ("torch", "kltest.loss", "kltest.checks", "contextlib", "functools")
 
 moot = no_kl
 
 
-class Change(NamedTuple):
-    """A step that changed the logged tensor: its line in the loss and the content before it.
-
-    `by_name`: the step was made on the logged tensor itself, not on another one that shares its memory. `kept`: at that
-    moment a mapping held the tensor under "kl", or a second name did.
-    """
+class Step(NamedTuple):
+    """A step in place: its line in the loss, the tensor, its content before; `kept`: a mapping held it under "kl"."""
 
     line: str
+    tensor: Tensor
     before: np.ndarray
-    by_name: bool
     kept: bool
-
-
-class Trace(NamedTuple):
-    """Changes of the logged tensor in one call and its final content; `record`: it was made as a detached alias."""
-
-    changes: list[Change]
-    final: np.ndarray
-    record: bool
 
 
 @shared
@@ -77,39 +63,32 @@ def _after_the_call(findings: Findings, rollout: Rollout, beta: float | None) ->
         return ""
     recorded = _content(result.logged)
     leaf_gradients(loss, result.loss.sum(), first)
-    if not _equal(recorded, now := _content(result.logged)):
+    if not np.array_equal(recorded, now := _content(result.logged), equal_nan=True):
         return f"The backward pass changed it from {number(recorded)} to {number(now)}."
     loss.returned(rollout.take(list(reversed(range(len(rollout))))[:-1]), beta)
-    if _equal(recorded, now := _content(result.logged)):
+    if np.array_equal(recorded, now := _content(result.logged), equal_nan=True):
         return ""
     return f"A later call of the loss changed what the first one had logged, from {number(recorded)} to {number(now)}."
 
 
 def _within_the_call(findings: Findings, instance: Instance, rollout: Rollout, beta: float | None) -> str:
-    trace = _traced(findings.loss, rollout, beta)
-    if trace is None or not trace.changes:
+    final, steps = changes(findings.loss, rollout, beta)
+    if not steps:
         return ""
     every = Rollout.of(instance, sampler="stale", padding=findings.seed)
-    alone = [_traced(findings.loss, every.take([row]), beta) for row in range(len(every))]
-    known = [one for one in alone if one is not None]
-    if len(known) < len(alone) or _is_a_kl([one.final for one in known], instance):
+    alone = [changes(findings.loss, every.take([row]), beta) for row in range(len(every))]
+    if _is_a_kl([last for last, _ in alone], instance):
         return ""
-    for change in trace.changes:
-        recorded = trace.record and not change.by_name
-        if not recorded and ((change.by_name and not change.kept) or not _was_a_kl(change.line, known, instance)):
-            continue
-        how = "is a detached alias of a tensor that is" if recorded else "is"
-        at = f" at β = {beta:g}" if beta else ""
-        return (
-            f"What was recorded {how} changed in place: `{change.line}` turned {number(change.before)}, the mean over "
-            f"{len(rollout)} rollouts{at}, into {number(trace.final)}."
-        )
+    for step in steps:
+        # A rollout that is not changed there keeps what it had.
+        before = [next((one.before for one in mine if one.line == step.line), last) for last, mine in alone]
+        if _is_a_kl(before, instance):
+            at = f" at β = {beta:g}" if beta else ""
+            return (
+                f"What was recorded is changed in place: `{step.line}` turned {number(step.before)}, the mean over "
+                f"{len(rollout)} rollouts{at}, into {number(final)}."
+            )
     return ""
-
-
-def _was_a_kl(line: str, alone: list[Trace], instance: Instance) -> bool:
-    before = [next((c.before for c in one.changes if c.line == line), one.final) for one in alone]
-    return _is_a_kl(before, instance)
 
 
 def _is_a_kl(contents: list[np.ndarray], instance: Instance) -> bool:
@@ -121,53 +100,45 @@ def _is_a_kl(contents: list[np.ndarray], instance: Instance) -> bool:
     return found is not None
 
 
-def _traced(loss: Loss, rollout: Rollout, beta: float | None) -> Trace | None:
-    """Trace the logged tensor; None if there is none, or if no torch function made it."""
-    # The first call builds the fields that it reads; the two calls that are compared must take the same steps.
-    loss.returned(rollout.replace(), beta)
+def changes(loss: Loss, rollout: Rollout, beta: float | None) -> tuple[np.ndarray, list[Step]]:
+    """Call the loss; return the metric and the steps that changed it, in numbers per token only at live positions."""
     live = rollout.peek("mask").numpy() != 0
-    with (made := _Watch(None, live)):
+    with (noted := _InPlace()):
         logged = loss.returned(rollout.replace(), beta).logged
-    index = next((i for i, item in enumerate(made.items) if item is logged), None)
-    if index is None or not isinstance(logged, Tensor | np.ndarray):
-        return None
-    with (watch := _Watch(index, live)):
-        again = loss.returned(rollout.replace(), beta).logged
-    return Trace(watch.changes, watch.content(), watch.record) if again is watch.item else None
+    if not isinstance(logged, Tensor | np.ndarray):
+        return np.zeros(0), []
+
+    def shown(content: np.ndarray) -> np.ndarray:
+        return np.where(live, content, 0.0) if content.shape == live.shape else content
+
+    final, memory = _content(logged), _memory(logged)
+    steps = [
+        step._replace(before=shown(step.before))
+        for step in noted.steps
+        if _memory(step.tensor) == memory and step.before.size == final.size
+        if step.tensor is not logged or step.kept
+    ]
+    return shown(final), steps
 
 
-class _Watch(TorchFunctionMode):
-    """Follows the `index`-th thing that torch functions return through all later steps; collects all if it is None.
+class _InPlace(TorchFunctionMode):
+    """Mode that notes every step which changes a tensor that it is given."""
 
-    What it collects it keeps alive, so that no identity is reused. In numbers per token only `live` (B, T) positions
-    count.
-    """
-
-    def __init__(self, index: int | None, live: np.ndarray) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.index, self.live = index, live
-        self.items: list[Any] = []
-        self.item: Any = None
-        self.record = False
-        self.changes: list[Change] = []
-        self._last = np.zeros(0)
-
-    def content(self) -> np.ndarray:
-        found = _content(self.item)
-        return np.where(self.live, found, 0.0) if found.shape == self.live.shape else found
+        self.steps: list[Step] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before: list[tuple[Tensor, np.ndarray]] = []
+        for part in (*args, *(kwargs or {}).values()):
+            if isinstance(part, Tensor):
+                with suppress(RuntimeError, TypeError):  # sparse ones, and those that vmap maps over
+                    before.append((part, _content(part)))
         made = func(*args, **(kwargs or {}))
-        if self.item is None:
-            self.items += [part for part in tree_iter(made) if isinstance(part, Tensor | np.ndarray)]
-            if self.index is not None and self.index < len(self.items):
-                self.item, self.record = self.items[self.index], func in RECORDS
-                self._last = self.content()
-        elif not _equal(self._last, now := self.content()):
-            frames = _frames_of_the_loss(sys._getframe(1))
-            by_name = any(part is self.item for part in (*args, *(kwargs or {}).values()))
-            self.changes.append(Change(_line(frames), self._last, by_name, _keeps(frames, self.item)))
-            self._last = now
+        for part, was in before:
+            if not np.array_equal(was, _content(part), equal_nan=True):
+                frames = _frames_of_the_loss(sys._getframe(1))
+                self.steps.append(Step(_line(frames), part, was, _keeps(frames, part)))
         return made
 
 
@@ -195,13 +166,15 @@ def _keeps(frames: list[FrameType], item: Any) -> bool:
     return twice or any(isinstance(value, Mapping) and value.get("kl") is item for scope in scopes for value in scope)
 
 
-def _content(item: Any) -> np.ndarray:
+def _content(item: Tensor | np.ndarray) -> np.ndarray:
     tensor = item.detach() if isinstance(item, Tensor) else torch.from_numpy(item)
     return tensor.to(torch.float64, copy=True).numpy()
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.array_equal(one, other, equal_nan=True)
+def _memory(item: Tensor | np.ndarray) -> int:
+    """Address of the memory in which the numbers stand."""
+    tensor = item if isinstance(item, Tensor) else torch.from_numpy(item)
+    return tensor.untyped_storage().data_ptr()
 
 
 def scales_in_place(logp, ref_logp, mask, beta):

@@ -1,9 +1,9 @@
 """KL604: the logged KL counts padding."""
 
+from kltest.checks.batches import no_padding
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Cells, Demonstration, Losses
 from kltest.checks.logged_values.metrics import BATCH, batch, metric_of, moved, no_kl, number
-from kltest.checks.usual_batch import no_padding
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
@@ -35,12 +35,6 @@ def logs_all_positions(logp, ref_logp, mask):
     log_ratio = logp - ref_logp
     total = log_ratio.where(mask != 0, 0.0).sum(-1)
     return total.square() / 2, {"kl": log_ratio.sum(-1).mean()}
-
-
-def logs_live_positions(logp, ref_logp, mask):
-    log_ratio = (logp - ref_logp).where(mask != 0, 0.0)
-    total = log_ratio.sum(-1)
-    return total.square() / 2, {"kl": total.mean()}
 
 
 ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5), (0.5, 0.5)], length=2, ends=True)

@@ -1,7 +1,7 @@
 """KL203: each sequence is divided by its own length."""
 
+from kltest.checks.batches import limit
 from kltest.checks.check import Found
-from kltest.checks.group_fixture import limit
 from kltest.checks.scale import widened
 from kltest.checks.sequences.lengths import divided_by_length, divided_by_lengths_of_others, only_one_token
 from kltest.checks.sequences.long_rollouts import message_of

@@ -9,18 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kltest.checks.batches import GroupFixture, gradient, group_fixture, limit, norm
 from kltest.checks.check import Found
-from kltest.checks.demonstrations import Cells, Demonstration, Losses
-from kltest.checks.group_fixture import GroupFixture, as_array, gradient, group_fixture, limit, norm
 from kltest.checks.sequences.larger_batches import noisier
-from kltest.counterexample.environment import SmallEnvironment
 from kltest.errors import KltestError, TargetError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
-from kltest.loss.calling import Loss, bind
 from kltest.loss.view import ROW_FIELDS
 from kltest.moments import exact_batches
-from kltest.moments.differentiate import differentiate, live_positions
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
 
@@ -125,16 +121,16 @@ def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:
     size = norm(whole)
     if size == 0:
         return Split(0.0)
-    as_means, as_sums = [], []
+    as_means: list[Split] = []
+    as_sums: list[Split] = []
     for cut in _cuts(len(rows)):
         parts = [rows[part].reshape(-1) for part in cut]
-        mean, added = np.zeros_like(whole), np.zeros_like(whole)
+        added, share = np.zeros_like(whole), np.zeros((len(rollout), 1, 1))
         for part in parts:
             added[part] = gradient(findings.measure, rollout.take(part))
-            mean[part] = added[part] * len(part) / len(rollout)
-        counts = tuple(map(len, parts))
-        as_means.append(Split(norm(mean - whole) / size, norm(mean) / size, counts))
-        as_sums.append(Split(norm(added - whole) / size, norm(added) / size, counts))
+            share[part] = len(part) / len(rollout)
+        for found, one in ((as_means, share * added), (as_sums, added)):
+            found.append(Split(norm(one - whole) / size, norm(one) / size, tuple(map(len, parts))))
     return min(max(as_means), max(as_sums))
 
 
@@ -142,29 +138,3 @@ def _cuts(units: int) -> list[Cut]:
     """Two halves, another two halves, and quarters."""
     order = np.arange(units)
     return [np.split(order, 2), [order[::2], order[1::2]], *([np.split(order, 4)] if units >= 4 else [])]
-
-
-ENVIRONMENT = SmallEnvironment(policy=[(0.8, 0.2), (0.5, 0.5)], reference=[(0.5, 0.5)] * 2, length=2, ends=True)
-
-
-def demonstrate(losses: Losses) -> Demonstration:
-    instance = ENVIRONMENT.instance()
-    bound = [bind(loss) for loss in losses.values()]
-    everything = Rollout.of(instance)
-    lengths = instance.paths.lengths
-    short, long = int(lengths.argmin()), int(lengths.argmax())
-
-    def weight(loss: Loss, *rows: int) -> float:
-        """∂/∂log π of the first token of the first rollout."""
-        batch = everything.take(np.array(rows))
-        return float(as_array(differentiate(loss, batch, live_positions(batch)), batch)[0, 0, 0])
-
-    rows: list[Cells] = [
-        ("both in one batch", *(weight(loss, short, long) for loss in bound)),
-        ("one after the other, accumulated", *(weight(loss, short) / 2 for loss in bound)),
-    ]
-    return Demonstration(
-        f"{ENVIRONMENT.words()}\nThe weight of the rollout that ends at once, beside one of two tokens.",
-        ("batch", *losses),
-        rows,
-    )

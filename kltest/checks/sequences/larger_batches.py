@@ -5,15 +5,16 @@ rows of a pair is compared with the declared gradient instead, in expectation ov
 compared with what each gives alone, if two groups in one call are kept apart.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
+from kltest.checks.batches import GroupFixture, limit, norm
 from kltest.checks.beyond import bias
 from kltest.checks.check import Found, shared
-from kltest.checks.group_fixture import GroupFixture, limit, norm
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row
@@ -73,9 +74,9 @@ def _coupled(findings: Findings, row: Row, many: int) -> Found:
     )
     weight = _weight_of_positions(findings, row.sampler, many)
     if weight is None:
-        with suppress(KltestError):
+        try:
             weight = 1.0 - _bias(findings, row, many, VARYING)
-        if weight is None:
+        except KltestError:
             return Found(f"{words}.")
     if abs(weight - 1) <= limit(findings):
         return Found(f"{words}; the expected gradient is the same.", level="warning")
@@ -113,10 +114,8 @@ def _flat(parts: Iterable[np.ndarray]) -> np.ndarray:
 def _bias(findings: Findings, row: Row, many: int, environment_name: str = "bandit") -> float:
     """Relative bias of the expected gradient over all batches of this size, of the fewest rollouts."""
     generator = np.random.default_rng(findings.seed)
-    if environment_name == VARYING:
-        environment = ragged(2, 2, reward=generator.standard_normal((2, 2)))
-    else:
-        environment = bandit(2, reward=generator.standard_normal((1, 2)))
+    make, contexts = (partial(ragged, 2, 2), 2) if environment_name == VARYING else (partial(bandit, 2), 1)
+    environment = make(reward=generator.standard_normal((contexts, 2)))
     return bias(findings, replace(row, batch=many), Instance.draw(environment, findings.seed, distance=1.0))
 
 
@@ -141,36 +140,27 @@ def _groups(findings: Findings, row: Row) -> Found | None:
             apart = groups_apart(findings, row.batch, count)
         except KltestError:  # it takes one group a call, or as many as it likes
             return None
-        if not apart:
-            return (
-                None
-                if count == 2
-                else Found(
-                    f"Two groups in one call are treated apart. In one of {count} groups, {count * row.batch} rows, "
-                    "the gradient of a group is not its share of what it gives alone."
-                )
+        if not apart and count > 2:
+            return Found(
+                f"Two groups in one call are treated apart. In one of {count} groups, {count * row.batch} rows, the "
+                "gradient of a group is not its share of what it gives alone."
             )
+        if not apart:
+            return None
         findings.reach.rows = max(findings.reach.rows, count * row.batch)
     return None
 
 
 def groups_apart(findings: Findings, group: int, count: int) -> bool:
-    """True if each of `count` groups in one call gives its share of what it gives alone."""
-    instance = instances(VARYING, findings.seed, group)[0]
-    fixture = GroupFixture(findings.measure, instance, group, findings.seed)
-    return any(all(moved <= limit(findings) for moved in share) for share in _shares(fixture, count))
-
-
-def _shares(fixture: GroupFixture, count: int) -> Iterator[list[float]]:
-    """Relative distance of each group's gradient from its share of a mean over groups, then from that of a sum."""
-    width = fixture.size
-    generator = np.random.default_rng(count)
-    rows = generator.integers(len(fixture.instance.paths), size=(count, width))
-    rewards = [[float(place <= number % width) for place in range(width)] for number in range(count)]
-    groups = np.arange(count).repeat(width).tolist()
+    """True if each of `count` groups in one call gives its share of what it gives alone: of a mean, or of a sum."""
+    fixture = GroupFixture(findings.measure, instances(VARYING, findings.seed, group)[0], group, findings.seed)
+    rows = np.random.default_rng(count).integers(len(fixture.instance.paths), size=(count, group))
+    rewards = [[float(place <= number % group) for place in range(group)] for number in range(count)]
+    groups = np.arange(count).repeat(group).tolist()
     whole = fixture.kl_part(fixture.rollout(rows.ravel(), np.ravel(rewards).tolist(), groups))
-    parts = whole.reshape(count, width, *whole.shape[1:])
+    parts = whole.reshape(count, group, *whole.shape[1:])
     alone = [fixture.kl_part(fixture.rollout(one, paid)) for one, paid in zip(rows, rewards, strict=True)]
-    unit = max(map(norm, alone)) or 1.0
-    for share in (count, 1):
-        yield [norm(share * part - own) / unit for part, own in zip(parts, alone, strict=True)]
+    least = limit(findings) * (max(map(norm, alone)) or 1.0)
+    return any(
+        all(norm(share * part - own) <= least for part, own in zip(parts, alone, strict=True)) for share in (count, 1)
+    )

@@ -6,13 +6,12 @@ rollouts remain that they are enumerated, and the declared gradient is known by 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from kltest.checks.beyond import compared
+from kltest.checks.beyond import OfSome, compared
 from kltest.checks.check import shared
 from kltest.environments import END, Environment, Instance, Paths
 from kltest.environments.policies import table
@@ -38,25 +37,16 @@ class Late(NamedTuple):
     message: str
 
 
-@dataclass(frozen=True, eq=False)
-class LongInstance(Instance):
-    """An instance of `environment_of`, whose paths are the rollouts with certain tokens only between the choices."""
-
-    choices: tuple[int, ...] = ()
-
-    @cached_property
-    def paths(self) -> Paths:
-        count = 2 ** len(self.choices)
-        bits = np.arange(count)[:, None] >> np.arange(len(self.choices))[::-1] & 1
-        tokens = np.zeros((count, LENGTH), dtype=np.int64)
-        tokens[:, self.choices] = bits
-        contexts = np.zeros_like(tokens)
-        here = np.zeros(count, dtype=np.int64)
-        for step in range(LENGTH):
-            contexts[:, step] = here
-            here = self.environment.successors[here, tokens[:, step], 0]
-        nothing = np.zeros(count, dtype=np.int64)
-        return Paths(contexts, tokens, np.ones(tokens.shape, dtype=bool), nothing, nothing.astype(float))
+def _rollouts(environment: Environment, choices: tuple[int, ...]) -> Paths:
+    """Enumerate the rollouts of `environment_of` with certain tokens only between the choices."""
+    count = 2 ** len(choices)
+    tokens = np.zeros((count, LENGTH), dtype=np.int64)
+    tokens[:, choices] = np.arange(count)[:, None] >> np.arange(len(choices))[::-1] & 1
+    contexts = np.zeros_like(tokens)
+    for step in range(LENGTH - 1):
+        contexts[:, step + 1] = environment.successors[contexts[:, step], tokens[:, step], 0]
+    nothing = np.zeros(count, dtype=np.int64)
+    return Paths(contexts, tokens, np.ones(tokens.shape, dtype=bool), nothing, nothing.astype(float))
 
 
 def environment_of(choices: tuple[int, ...]) -> tuple[Environment, np.ndarray]:
@@ -90,8 +80,8 @@ def long_instance(batch: int, seed: int) -> Instance:
     free = np.isin(steps, choices)[:, None]
     base = np.where(free, 0.6 * generator.standard_normal((len(steps), 2)), (CERTAIN, 0.0))
     reference, sampler = (base + free * width * generator.uniform(-1, 1, size=base.shape) for width in (0.4, 0.15))
-    drawn = LongInstance(environment, table(base), table(reference), table(sampler), choices=choices)
-    return with_ties(drawn, seed)
+    tables = map(table, (base, reference, sampler))
+    return with_ties(OfSome(environment, *tables, some=_rollouts(environment, choices)), seed)
 
 
 @shared

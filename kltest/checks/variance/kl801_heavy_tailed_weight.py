@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from kltest.checks.batches import gradient, norm
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Cells, Demonstration, Losses
-from kltest.checks.group_fixture import gradient, norm
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient

@@ -91,12 +91,11 @@ def variances(expect: Combination, instance: Instance, sampler: str) -> dict[str
     weights = instance.rollout_weights(sampler)
     forms = [estimators(name, instance, sampler) for name in expect]
     common = set(forms[0]).intersection(*forms)
-    baseline = _score(instance, sampler)
     found = {}
     for name in WORDS:
         if name in common:
             each = np.sum([c * form[name] for c, form in zip(expect.values(), forms, strict=True)], axis=0)
-            found[name] = min(_variance(each, weights), _variance(_with_baseline(each, baseline, weights), weights))
+            found[name] = _variance(each, weights, _score(instance, sampler))
     return found
 
 
@@ -158,14 +157,17 @@ def _score(instance: Instance, sampler: str) -> np.ndarray:
     return each_gradient(instance.paths, instance.policy, np.where(instance.paths.mask, ratio, 0.0), None)
 
 
-def _with_baseline(each: np.ndarray, score: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    size = float(np.einsum("n,ncv,ncv->", weights, score, score))
-    return each - float(np.einsum("n,ncv,ncv->", weights, each, score)) / size * score if size else each
+def _variance(each: np.ndarray, weights: np.ndarray, score: np.ndarray | None = None) -> float:
+    """Variance of the gradients of all rollouts, the best multiple of their scores, of mean zero, subtracted."""
 
+    def mean_product(one: np.ndarray, other: np.ndarray) -> float:
+        return float(np.einsum("n,ncv,ncv->", weights, one, other))
 
-def _variance(each: np.ndarray, weights: np.ndarray) -> float:
-    mean = np.einsum("n,ncv->cv", weights, each)
-    return float(np.einsum("n,ncv,ncv->", weights, each - mean, each - mean))
+    centred = each - np.einsum("n,ncv->cv", weights, each)
+    whole = mean_product(centred, centred)
+    if score is None or not (size := mean_product(score, score)):
+        return whole
+    return whole - mean_product(each, score) ** 2 / size
 
 
 def k1_in_both_places(logp, ref_logp, mask):

@@ -1,7 +1,7 @@
-"""Group fixture: groups of rollouts with chosen rewards, and the KL part of the gradient that a loss gives them."""
+"""Batches on which checks try a loss: the usual one, groups with chosen rewards, and batches of two and of three."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,7 +9,8 @@ import torch
 from kltest.checks.check import shared
 from kltest.environments import Instance
 from kltest.errors import KltestError
-from kltest.identify.findings import Findings
+from kltest.identify.case import target
+from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
 from kltest.moments.batch_calls import centred
@@ -17,7 +18,31 @@ from kltest.moments.differentiate import RowGradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
+# Rollouts of the usual batch; sizes of groups, tried in this order; sizes at which shares are compared.
+ROWS = 12
 SIZES = (4, 3, 2)
+PAIR_AND_TRIPLE = (2, 3)
+
+
+def no_padding(findings: Findings) -> str | None:
+    """Return a reason to skip checks of padding if no graded environment has any, else None."""
+    padded = any(instances(environment, findings.seed)[0].paths.padded for environment in findings.environments)
+    return None if padded else "only environments without padding were graded"
+
+
+def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:
+    """Rollouts of every length with different rewards; groups of two, three, four or six divide their number."""
+    instance = instances("ragged", findings.seed)[0]
+    lengths = instance.paths.mask.sum(axis=1)
+    rows = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))[:ROWS]
+    return Rollout.of(instance, sampler=sampler, padding=findings.seed, centre="batch").take(sorted(rows))
+
+
+def single_tokens(findings: Findings) -> Rollout:
+    """As many rollouts of one token, in a batch of one column."""
+    instance = instances("bandit", findings.seed)[0]
+    rows = [row % len(instance.paths.mask) for row in range(ROWS)]
+    return Rollout.of(instance, sampler="stale", padding=findings.seed, centre="batch").take(rows)
 
 
 @dataclass(frozen=True)
@@ -108,5 +133,31 @@ def limit(findings: Findings) -> float:
     return TOLERANCES[findings.observed.dtype].groups
 
 
+def apart(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Distance of two gradients, relative to the second."""
+    return norm(found - wanted) / (norm(wanted) or 1.0)
+
+
 def norm(array: np.ndarray) -> float:
     return float(np.linalg.norm(array))
+
+
+def share_by_size(row: Row, findings: Findings) -> dict[int, float]:
+    """Share of the declared gradient that is left in batches of two and of three, in a bandit.
+
+    A baseline that contains the rollout and a divisor that is taken twice both leave one half of it in batches of two;
+    in batches of three the first leaves two thirds and the second one third. Empty if the loss takes no batch of one
+    of these sizes.
+    """
+    shares = {}
+    for size in PAIR_AND_TRIPLE:
+        instance = instances("bandit", findings.seed, size if findings.measure.sizes.grouped else None)[0]
+        wanted = target(findings.expect, instance, row.sampler)
+        try:
+            found = findings.measure.expected(replace(row, batch=size), instance).gradient
+        except KltestError:
+            return {}
+        if not wanted.any():
+            return {}
+        shares[size] = float((found * wanted).sum() / (wanted**2).sum())
+    return shares
