@@ -73,8 +73,7 @@ def command(
     kl: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="The KL term: a name of `kltest list`, or none [default: k1 in the reward, unbiased]",
+            metavar="NAME", help="The KL term: a name of `kltest list`, or none [default: k1 in the reward, unbiased]"
         ),
     ] = None,
     beta: Annotated[float | None, typer.Option(metavar="β", help="Coefficient of the KL term [default: 0.05]")] = None,
@@ -87,8 +86,7 @@ def command(
         str | None, typer.Option(metavar="FILE", help="Settings from a .toml or .json file; options win over it.")
     ] = None,
     output: Annotated[
-        str | None,
-        typer.Option("--output", metavar="DIR", help="Where it is kept [default: results/finetune/KEY]"),
+        str | None, typer.Option("--output", metavar="DIR", help="Where it is kept [default: results/finetune/KEY]")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Start anew instead of going on.")] = False,
     exact: Annotated[

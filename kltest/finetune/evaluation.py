@@ -70,12 +70,8 @@ def compare_gradients(
 ) -> Record:
     """Compare the KL term's expected gradient with ∇KL(π‖ref), from independent batches; names as in METRICS.
 
-    Args:
-        models: Policy and reference.
-        task: Draws problems.
-        settings: Of the run.
-        step: Chooses the random stream.
-        sampler: An older policy, if the term is to be measured on its rollouts; names then begin with stale_gradient.
+    `step` chooses the random stream. With `sampler`, an older policy, the term is measured on its rollouts, and names
+    begin with stale_gradient.
     """
     term = Objective(settings, reward=False)
     if term.kl is None:
@@ -213,10 +209,7 @@ def _wilson(values: np.ndarray) -> tuple[float, float, float]:
 def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...]) -> Record:
     """Return metrics of the joint batch at its first update; names as in METRICS.
 
-    Args:
-        batch: This process's rollouts; `sampler_gap` is of these alone.
-        info: Of the first update.
-        end: Ids of end tokens.
+    `batch` holds this process's rollouts, of which alone `sampler_gap` is; `end` are the ids of end tokens.
     """
     fields = info.fields
     reward, live = fields.reward, fields.mask  # (B,), (B, T)

@@ -131,15 +131,7 @@ def _reward(language: LanguageModel, task: Task, generator: np.random.Generator)
 
 
 def rewards(language: LanguageModel, task: Task, problems: list[Problem], tokens: Tensor, mask: Tensor) -> Tensor:
-    """Return rewards (B,) in float64; a completion without an end is rewarded for its text as it is.
-
-    Args:
-        language: Decodes the completions.
-        task: Rewards them.
-        problems: B problems.
-        tokens: (B, T) ids.
-        mask: (B, T) bool, true at tokens.
-    """
+    """Return rewards (B,) in float64 of tokens (B, T), true in `mask`; a text without an end is rewarded as it is."""
     texts = [
         language.decode(row[live].tolist()) for row, live in zip(tokens.cpu().numpy(), mask.cpu().numpy(), strict=True)
     ]

@@ -125,11 +125,8 @@ class Objective:
     ) -> LogProbGradient:
         """Return β times the gradient of Σ_i weights_i·(KL term)_i, or of the term if it is one number for the batch.
 
-        Args:
-            fields: The batch.
-            weights: (B,).
-            logits: (B, T, V) log-probs of all next tokens under the policy and the reference, if the term reads them.
-            split: True if the rows are a part of the batch.
+        `logits` (B, T, V) are log-probs of all next tokens under the policy and the reference, if the term reads them;
+        `split` is true if the rows are a part of the batch.
 
         Raises:
             TargetError: The term fails.
@@ -167,13 +164,9 @@ class Objective:
 
 
 def advantages(reward: Tensor, group: Tensor, baseline: str, scale: str) -> Tensor:
-    """Return (B,) rewards minus a baseline of their group, divided by its standard deviation if `scale` says so.
+    """Return (B,) rewards minus a baseline of their group, over its standard deviation (n − 1) if `scale` says so.
 
-    Args:
-        reward: (B,).
-        group: (B,) the number of the prompt.
-        baseline: none, mean or leave-one-out.
-        scale: none or group-std (with n − 1).
+    `group` (B,) is the number of the prompt; the settings are those of a run, resolved.
     """
     rows = _summed(torch.ones_like(reward), group)
     mean = _summed(reward, group) / rows

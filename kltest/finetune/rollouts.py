@@ -37,15 +37,8 @@ def draw(
 ) -> Rollouts:
     """Draw this process's share of prompts·group_size rollouts, with rewards.
 
-    Args:
-        sampler: The policy to sample from.
-        task: Draws problems and rewards completions.
-        settings: Of the run.
-        purpose: Chooses the random stream and the split.
-        numbers: Which draw of this purpose it is, such as (step,).
-        prompts: Prompts over all processes.
-        group_size: Rollouts of each prompt.
-        processes: The processes that share the run.
+    `purpose` chooses the random stream and the split, `numbers` say which draw of this purpose it is, such as (step,).
+    `prompts` is their number over all processes, `group_size` that of rollouts of each.
     """
     generator = np.random.default_rng([settings.seed, 1 + get_args(Purpose).index(purpose), *numbers])
     split: Split = "train" if purpose in ("train", "gradient") else purpose  # type: ignore[assignment]

@@ -254,15 +254,9 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def located(step: int, doing: str, save: Callable[[], Path | None]) -> Iterator[None]:
-    """Add the step and the activity to the message of a failure.
+    """Raise KltestError with the step and the activity if a number is not finite, the KL term fails or memory runs out.
 
-    Args:
-        step: Number of the step.
-        doing: measuring, generation or update.
-        save: Writes the batch and the state for inspection, and returns the path.
-
-    Raises:
-        KltestError: A number was not finite, the KL term failed, or memory ran out.
+    `save` writes the batch and the state for inspection, and returns the path.
     """
     try:
         yield

@@ -44,14 +44,8 @@ def accumulate(
 ) -> UpdateInfo:
     """Add this process's part of the gradient to `.grad`; `processes.sum_gradients` makes it that of the joint batch.
 
-    Args:
-        objective: Rewards and KL term.
-        models: The policy, whose parameters get the gradient, and the frozen reference.
-        rollouts: This process's rewarded rollouts; with the reference's log-probs if the objective needs them, and
-            with the sampler's unless that is the policy itself.
-        processes: The processes that share the run.
-        longest: Most tokens of a rollout.
-        row_weights: (B,) weights instead of the objective's, as probabilities of enumerated rollouts.
+    Rollouts are rewarded, and have the reference's log-probs if the objective needs them, and the sampler's unless that
+    is the policy itself. `row_weights` (B,) stand instead of the objective's, as probabilities of enumerated rollouts.
 
     Raises:
         NotFiniteError: A log-prob of the policy is not finite.

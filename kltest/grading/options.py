@@ -78,10 +78,7 @@ class Options:
     """The options of one grading, each in its checked form."""
 
     expect: Mapping[str, float] = _option(
-        "reverse_kl",
-        forms.combination,
-        "The gradient that is claimed, or a combination: [c*]NAME[±[c*]NAME]….",
-        "NAME",
+        "reverse_kl", forms.combination, "The gradient that is claimed, or a combination: [c*]NAME[±[c*]NAME]….", "NAME"
     )
     placement: str | None = _option(
         None,
@@ -120,12 +117,7 @@ class Options:
         key="arg",
     )
     beta: float | None = _option(
-        None,
-        forms.coefficient,
-        "Coefficient of the KL part, passed to the loss.",
-        unset="1",
-        flag=None,
-        key=None,
+        None, forms.coefficient, "Coefficient of the KL part, passed to the loss.", unset="1", flag=None, key=None
     )
     select: tuple[str, ...] = _option(
         (), forms.codes, "Only these checks: codes or prefixes.", "CODE,…", may_be_none=True, may_be_empty=True
@@ -182,11 +174,7 @@ class Options:
     )
     strict: bool = _option(False, forms.switch, "Make errors of all warnings.", kind=bool)
     levels: Mapping[str, Level] = _option(
-        None,
-        forms.levels,
-        'Levels of single checks by their codes, "error" or "warning".',
-        repeatable=True,
-        flag=None,
+        None, forms.levels, 'Levels of single checks by their codes, "error" or "warning".', repeatable=True, flag=None
     )
     expected_failures: Mapping[str, str] = _option(
         None,
@@ -201,12 +189,7 @@ class Options:
         False, forms.switch, "Do not refute a loss if a check passes that is expected to fail.", kind=bool
     )
     name: str | None = _option(
-        None,
-        forms.title,
-        "The name of the loss in the report.",
-        unset="the name of the function",
-        flag=None,
-        key=None,
+        None, forms.title, "The name of the loss in the report.", unset="the name of the function", flag=None, key=None
     )
 
     @classmethod

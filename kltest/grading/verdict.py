@@ -12,11 +12,7 @@ from kltest.report import CheckResult, Level, Verdict
 from kltest.truth import plain, render
 
 # A check on the left is not reported for rows that one on the right accounts for: the right one names the cause.
-CAUSES = {
-    "KL101": ("KL510",),
-    "KL106": ("KL203", "KL204", "KL207", "KL402", "KL403", "KL510"),
-    "KL509": ("KL510",),
-}
+CAUSES = {"KL101": ("KL510",), "KL106": ("KL203", "KL204", "KL207", "KL402", "KL403", "KL510"), "KL509": ("KL510",)}
 LEFTOVER = "KL105"
 
 

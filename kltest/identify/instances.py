@@ -144,11 +144,9 @@ def with_ties(instance: Instance, seed: int) -> Instance:
 
 def network(vocabulary: int) -> "Network":
     """Return the network in which losses are graded; UsageError if transformers is not installed."""
-    import torch
-
     from kltest.language_models import networks
 
-    return networks.network(MODEL, vocabulary, 0, torch.device("cpu"))
+    return networks.network(MODEL, vocabulary)
 
 
 @lru_cache(maxsize=12)

@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from kltest.environments import END, Environment, Instance
 from kltest.environments.instance import largest_sum
 from kltest.errors import UsageError
-from kltest.language_models.models import (
-    in_double,
-    is_tiny,
-    needs_transformers,
-    parameters_asked,
-    pretrained,
-    tiny_model,
-)
+from kltest.language_models.models import in_double, needs_transformers, parameters_asked, tiny_model
 from kltest.loss.global_state import preserved
 
 Prompts = Sequence[Sequence[int]]
@@ -108,28 +101,21 @@ TRIES = 40
 class Network:
     """A causal model in float64 that is never changed: each policy brings its own weights."""
 
-    def __init__(self, model: nn.Module, vocabulary: int, device: torch.device) -> None:
-        self.model = in_double(model).to(device).eval()
-        self.prompt, self.device = vocabulary, device
+    def __init__(self, model: nn.Module, vocabulary: int) -> None:
+        self.model, self.prompt = in_double(model).eval(), vocabulary
         for module in self.model.modules():
             if isinstance(module, nn.Embedding):
                 # With a padding id autograd's gradient of its embedding is 0, which is not the derivative.
                 module.padding_idx = None
         self.origin: Weights = {name: one.detach() for name, one in self.model.named_parameters()}
         self.parameters = sum(one.numel() for one in self.origin.values())
-        known = self.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        if known <= vocabulary:
-            raise UsageError(
-                f"vocabulary: the model has {known} ids, of which {vocabulary} are to be tokens and one the prompt; "
-                f"set vocabulary={known - 1} or less"
-            )
 
     def table(self, weights: Weights, environment: Environment) -> Tensor:
-        """Return (C, V) logits in every context, on the CPU, with the graph of weights that require a gradient."""
+        """Return (C, V) logits in every context, with the graph of weights that require a gradient."""
 
         def forward(ids: Tensor) -> Tensor:
-            answer = torch.func.functional_call(self.model, weights, (ids.to(self.device),), {"use_cache": False})
-            return getattr(answer, "logits", answer)[:, :, : environment.vocabulary].cpu()
+            answer = torch.func.functional_call(self.model, weights, (ids,), {"use_cache": False})
+            return getattr(answer, "logits", answer)[:, :, : environment.vocabulary]
 
         return tabulate(forward, environment, prompts=[[self.prompt]] * len(environment.start))
 
@@ -213,32 +199,25 @@ class ParameterGradient:
         if key not in self.known:
             whole = _pull_back(self.logits, self.leaves, gradient)
             along = self.basis.T @ whole
-            self.known[key] = np.append(along.cpu().numpy(), float((whole - self.basis @ along).norm()))
+            self.known[key] = np.append(along.numpy(), float((whole - self.basis @ along).norm()))
         return self.known[key]
 
 
 def _pull_back(logits: Tensor, leaves: tuple[Tensor, ...], gradient: np.ndarray) -> Tensor:
-    """(P,) the gradient at all weights, on their device."""
-    objective = (logits * torch.from_numpy(np.ascontiguousarray(gradient))).sum()
+    """(P,) the gradient at all weights."""
+    objective = (logits * torch.tensor(gradient)).sum()
     found = torch.autograd.grad(objective, leaves, retain_graph=True, materialize_grads=True)
     return torch.cat([part.ravel() for part in found])
 
 
 @lru_cache(maxsize=4)
-def network(model: str, vocabulary: int, seed: int, device: torch.device) -> Network:
-    """Return a small Llama with random weights ("tiny", "tiny:SIZE"), or a model in Hugging Face's format.
-
-    Raises:
-        UsageError: The model cannot be loaded or has too few ids.
-    """
+def network(model: str, vocabulary: int) -> Network:
+    """Return a small Llama with random weights, "tiny" or "tiny:SIZE"; UsageError without transformers."""
     needs_transformers()
-    if not is_tiny(model):
-        return Network(pretrained(model)[0], vocabulary, device)
-    size = parameters_asked(model)
-    with preserved(seed):
-        made: Any = tiny_model(size, vocabulary + 1, vocabulary - 1, vocabulary)
+    with preserved(0):
+        made: Any = tiny_model(parameters_asked(model), vocabulary + 1, vocabulary - 1, vocabulary)
         for one in made.parameters():
             if one.dim() == 2:
                 # Sums over a row get variance one: contexts differ, and no distribution is nearly uniform.
                 nn.init.normal_(one, std=one.shape[1] ** -0.5)
-    return Network(made, vocabulary, device)
+    return Network(made, vocabulary)

@@ -19,7 +19,6 @@ from kltest.language_models.networks import DISTANCE, STALENESS, ParameterGradie
 from kltest.truth import ATLAS, gradient
 
 pytest.importorskip("transformers")
-CPU = torch.device("cpu")
 SMALL = "tiny:20k"
 
 
@@ -60,7 +59,7 @@ def test_every_estimator_follows_what_its_spec_says(name):
 
 @pytest.fixture(scope="module", params=[sequence, ragged], ids=["sequence", "ragged"])
 def place(request):
-    environment, target = request.param(3, 3), network(SMALL, 3, 0, CPU)
+    environment, target = request.param(3, 3), network(SMALL, 3)
     weights = target.drawn((0, 7))
     instance = target.instance(environment, (0, 7))
     named = {name: gradient(name, instance) for name in ATLAS if name != "zero"}
@@ -215,7 +214,7 @@ def test_the_environment_transformer_asks_at_the_weights_and_not_at_the_logits()
     (row,) = grade("k3-loss", environment="transformer", select=["KL101"]).gradients
     biases = []
     for instance, (_, seed) in zip(instances("transformer", 0), seeds("transformer", 0), strict=True):
-        target = network(SMALL, 4, 0, CPU)
+        target = network(SMALL, 4)
         own = {name: one.detach().requires_grad_() for name, one in target.drawn((seed,)).items()}
         logp = log_probs(target, own, instance)
         chances = logp.sum(dim=1).exp()
