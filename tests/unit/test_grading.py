@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from losses_to_shrink import k2_per_token as k2
-from losses_to_shrink import leaks_padding as mask_ignored
 
 from kltest.checks import CHECKS
 from kltest.errors import UsageError
@@ -51,12 +50,7 @@ def prefix_ratio(logp, ref_logp, old_logp, mask):
     return (cost.flip(-1).cumsum(-1).flip(-1) * logp).masked_fill(mask == 0, 0.0).sum(-1)
 
 
-def sequence_ratio(logp, ref_logp, old_logp, mask):
-    rho = ((logp - old_logp) * mask).sum(-1).exp().detach()
-    return rho * 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2
-
-
-CORRECT = [k2_of_the_sequence, score_function_return, score_function_to_go, prefix_ratio, sequence_ratio]
+CORRECT = [k2_of_the_sequence, score_function_to_go, prefix_ratio]
 
 
 @pytest.mark.parametrize("loss", CORRECT)
@@ -72,10 +66,6 @@ def test_correct_losses_are_confirmed(loss):
         {"current", "stale"} if "ratio" in loss.__name__ else {"current"}
     )
     report.raise_for_failure()
-
-
-def wrong_sign(logp, ref_logp, mask):
-    return -score_function_return(logp, ref_logp, mask)
 
 
 def missing_detach(logp, ref_logp, mask):
@@ -98,23 +88,15 @@ def swapped_direction(logp, ref_logp, mask):
     return (-log_ratio).exp() - 1 + log_ratio
 
 
-def inverted_ratio(logp, ref_logp, old_logp, mask):
-    rho = ((old_logp - logp) * mask).sum(-1).exp().detach()
-    return rho * 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2
-
-
 def sampler_instead_of_reference(logp, old_logp, mask):
     return 0.5 * ((logp - old_logp) * mask).sum(-1) ** 2
 
 
 PLANTED = [
-    (wrong_sign, {"KL103"}),
     (missing_detach, {"KL105"}),
     (to_go_off_by_one, {"KL101", "KL105"}),
     (mask_off_by_one, {"KL101", "KL105"}),
-    (mask_ignored, {"KL105"}),
     (swapped_direction, {"KL105"}),
-    (inverted_ratio, {"KL105"}),
     (sampler_instead_of_reference, {"KL101", "KL105"}),
 ]
 
@@ -183,56 +165,28 @@ def k3_ratio_under_no_grad(logp, ref_logp, old_logp):
     return rho * k3(logp, ref_logp)
 
 
-def k2_detached_ratio(logp, ref_logp, old_logp):
-    return (logp - old_logp).exp().detach() * k2(logp, ref_logp)
-
-
-def k2_clipped_ratio(logp, ref_logp, old_logp, mask):
-    rho = ((logp - old_logp) * mask).sum(-1).exp().clamp(0.8, 1.2).detach()
-    return rho * k2_of_the_sequence(logp, ref_logp, mask)
-
-
 def k3_geometric_ratio(logp, ref_logp, old_logp, mask):
     rho = (((logp - old_logp) * mask).sum(-1) / mask.sum(-1)).exp()
     return rho[:, None] * k3(logp, ref_logp)
 
 
-def under_no_grad(logp, ref_logp):
-    with torch.no_grad():
-        return k3(logp, ref_logp)
-
-
 SEEN = [
-    (k1, {}, {"KL101"}),
-    (k3, {}, {"KL102"}),
     (lambda logp, ref_logp: 2 * k3(logp, ref_logp), {}, {"KL102"}),
-    (lambda logp, ref_logp, mask: 2 * k2_of_the_sequence(logp, ref_logp, mask), {}, {"KL106"}),
-    (over_constant, {}, {"KL106"}),
-    (k3, {"placement": "reward"}, {"KL104"}),
-    (lambda logp, ref_logp: (logp - ref_logp).abs(), {}, {"KL105"}),
-    (k2, {}, {"KL201"}),
     (log_ratio, {"placement": "reward", "credit": "immediate"}, {"KL201"}),
-    (last, {}, {"KL202"}),
-    (k2_over_length, {}, {"KL203"}),
     (k3_over_length, {}, {"KL102", "KL203"}),
-    (k2_over_batch_tokens, {}, {"KL204", "KL201"}),
-    (k2_of_the_sequence, {"sampler": "both"}, {"KL301"}),
     (k2_of_the_sequence, {"sampler": "stale"}, {"KL301"}),
     (k3_detached_ratio, {}, {"KL102", "KL302", "KL303"}),
     (k3_ratio_under_no_grad, {"environment": "bandit"}, {"KL102", "KL302"}),
     (k3_differentiable_ratio, {}, {"KL201", "KL303"}),
-    (k2_detached_ratio, {"expect": "local_reverse_kl"}, {"KL303"}),
-    (k2_clipped_ratio, {}, {"KL306"}),
     (k3_geometric_ratio, {}, {"KL105", "KL304"}),
-    (stale_log_ratio, {"placement": "reward"}, {"KL305"}),
-    (under_no_grad, {}, {"KL509"}),
 ]
 
 
 @pytest.mark.parametrize(("loss", "options", "codes"), SEEN)
-def test_each_pitfall_has_its_code(loss, options, codes):
+def test_pitfalls_that_meet_are_told_apart(loss, options, codes):
+    """One by one they are rows of the zoo."""
     report = grade(loss, **options)
-    assert report.verdict == ("confirmed" if codes == {"KL106"} else "refuted")  # a constant factor is a warning
+    assert report.verdict == "refuted"
     assert {check.code for check in report.failed} == codes, [c.message for c in report.failed]
 
 
