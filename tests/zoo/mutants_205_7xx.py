@@ -55,27 +55,6 @@ def ema_pg(logits, ref_logits, logp, ref_logp, tokens):
     return head + 0.5 * (logp - ref_logp).square().where(outside, 0.0)
 
 
-def distillation_on_the_teachers_head(logits, ref_logits):
-    """Both renormalised over the reference's likeliest."""
-    teacher = ref_logits.topk(2, dim=-1)
-    own = logits.gather(-1, teacher.indices).log_softmax(-1)
-    return F.kl_div(teacher.values.log_softmax(-1), own, log_target=True, reduction="none").sum(-1)
-
-
-def nucleus_of_the_policy(logits, ref_logits):
-    ordered = logits.sort(-1, descending=True)
-    chances = ordered.values.exp()
-    inside = chances.cumsum(-1) - chances < 0.7
-    terms = chances * (ordered.values - ref_logits.gather(-1, ordered.indices))
-    return terms.where(inside, 0.0).sum(-1)
-
-
-def head_of_thirty_two(logits, ref_logits):
-    """Complete in environments with few actions, and wrong with more."""
-    top = logits.topk(min(32, logits.shape[-1]), dim=-1)
-    return (top.values.exp() * (top.values - ref_logits.gather(-1, top.indices))).sum(-1)
-
-
 # KL702: a temperature.
 
 
@@ -84,19 +63,9 @@ def generation_temperature_on_the_policy(logits, ref_logits, tokens):
     return 0.5 * (own - chosen(ref_logits, tokens)).square()
 
 
-def scaled_by_the_inverse(logits, ref_logits):
-    own = torch.log_softmax(logits, -1)
-    other = torch.log_softmax(ref_logits * 1.25, -1)
-    return (own.exp() * (own - other)).sum(-1)
-
-
 def distillation_temperature(logits, ref_logits):
     own, other = (torch.log_softmax(scores / 2, -1) for scores in (logits, ref_logits))
     return F.kl_div(other, own, log_target=True, reduction="none").sum(-1)
-
-
-def divided_field(logp, ref_logp):
-    return 0.5 * (logp / 0.6 - ref_logp).pow(2)
 
 
 # KL703: a truncated distribution on the drawn token.
@@ -111,12 +80,6 @@ def top_p_log_prob(logits, ref_logp, tokens):
     return torch.where(inside, 0.5 * (own.where(inside, 0.0) - ref_logp).square(), 0.0)
 
 
-def engine_reports_the_reference_truncated(logp, ref_logits, tokens):
-    kept = ref_logits >= ref_logits.topk(2, dim=-1).values[..., -1:]
-    other = chosen(ref_logits.masked_fill(~kept, -15.0).log_softmax(-1), tokens)
-    return 0.5 * (logp - other).square()
-
-
 def tokens_outside_are_skipped(logp, ref_logp, logits, tokens):
     rank = (logits > chosen(logits, tokens).unsqueeze(-1)).sum(-1)
     return (0.5 * (logp - ref_logp).square()).where(rank < 2, 0.0)
@@ -128,15 +91,9 @@ MUTANTS = [
     Mutant("KL205", next_token_only),
     Mutant("KL205", mixed_with_the_local_loss),
     Mutant("KL701", ema_pg, options=LOCAL),
-    Mutant("KL701", distillation_on_the_teachers_head, options=LOCAL),
-    Mutant("KL701", nucleus_of_the_policy, options=LOCAL),
-    Mutant("KL701", head_of_thirty_two, options=LOCAL),
     Mutant("KL701", "top-k"),
     Mutant("KL702", generation_temperature_on_the_policy, options=LOCAL),
-    Mutant("KL702", scaled_by_the_inverse, options=LOCAL),
     Mutant("KL702", distillation_temperature, options=LOCAL),
-    Mutant("KL702", divided_field, options=LOCAL),
     Mutant("KL703", top_p_log_prob, also=("KL504",), options=LOCAL),
-    Mutant("KL703", engine_reports_the_reference_truncated, options=LOCAL),
     Mutant("KL703", tokens_outside_are_skipped, also=("KL504",), options=LOCAL),
 ]

@@ -106,14 +106,6 @@ def skips_groups_of_one(logp, ref_logp, mask, group):
 # ------------------------------------------------------------------------------------------ KL510: coefficient ignored
 
 
-def default_that_nobody_reads(logp, ref_logp, mask, beta=0.1):
-    return k2(logp, ref_logp, mask).mean()
-
-
-def limited_coefficient(logp, ref_logp, mask, kl_coef):
-    return min(kl_coef, 0.3) * k2(logp, ref_logp, mask)
-
-
 def as_a_temperature(logp, ref_logp, mask, beta):
     return torch.expm1(beta * k2(logp, ref_logp, mask))
 
@@ -177,8 +169,6 @@ MUTANTS = [
     Mutant("KL403", "group-std"),
     Mutant("KL404", nothing_for_one),
     Mutant("KL404", skips_groups_of_one),
-    Mutant("KL510", default_that_nobody_reads),
-    Mutant("KL510", limited_coefficient),
     Mutant("KL510", as_a_temperature, also=("KL503",)),
     Mutant("KL510", switch),
     Mutant("KL203", leave_one_out_over_lengths),
