@@ -128,16 +128,16 @@ class Measure:
 
     def rows_of(self, case: Case) -> list[Row]:
         """Measure one case: rows as in `rows`, for a case of any kind; random numbers go on from call to call."""
+
+        def measure() -> tuple[list[Row], list[list[np.ndarray]]]:
+            rows = self._rows_of(case)
+            return rows, [self.gradients(row) for row in rows]
+
         try:
-            measure, past = partial(self._measured_now, case), partial(histories, self.loss, case)
-            return rows_after(self.loss.calls, self.observed, measure, past)
+            return rows_after(self.loss.calls, self.observed, measure, partial(histories, self.loss, case))
         except NonDeterministicError as error:
             self._remark(f"{error}.")
             return [not_judged(case, self.declared, 1, "it does not repeat itself, so that its calls are no samples")]
-
-    def _measured_now(self, case: Case) -> tuple[list[Row], list[list[np.ndarray]]]:
-        rows = self._rows_of(case)
-        return rows, [self.gradients(row) for row in rows]
 
     def _rows_of(self, case: Case) -> list[Row]:
         rows = []

@@ -6,6 +6,7 @@ and less. With e^(r·|log-ratio|) and r > 1/2 it contributes more the rarer it i
 rollouts that are never drawn.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,28 +45,21 @@ def examine(findings: Findings) -> Found | None:
     for tail in tails(findings):
         growth, parts = (", ".join(f"{factor:.2g}" for factor in numbers) for numbers in (tail.growth, tail.parts))
         sentences.append(
-            f"With {tail.direction.words} the gradient of a rollout grows like e^({tail.rate:.2g}·|log-ratio|): to "
+            f"With {tail.direction} the gradient of a rollout grows like e^({tail.rate:.2g}·|log-ratio|): to "
             f"{growth} times its size when the log-ratio of its last token is {distances} further out, and its "
             f"contribution to E‖ĝ‖², its probability included, to {parts} times."
         )
     return Found(" ".join(sentences)) if sentences else None
 
 
-class Direction(NamedTuple):
-    """A log-ratio driven to infinity by lowering the log-probs of some policies, given as prefixes of fields."""
-
-    words: str
-    lowered: tuple[str, ...]
-    off_policy: bool
-
-
-# On-policy the sampler is lowered with the policy.
-DIRECTIONS = (
-    Direction("log π/ref → −∞", ("", "old_"), False),
-    Direction("log π/ref → ∞", ("ref_",), False),
-    Direction("log π/μ → ∞", ("old_",), True),
-    Direction("log π/μ → −∞", ("", "ref_"), True),
-)
+# Log-ratios driven to infinity by lowering the log-probs of some policies, given as prefixes of fields. On-policy the
+# sampler is lowered with the policy.
+DIRECTIONS = {
+    "log π/ref → −∞": ("", "old_"),
+    "log π/ref → ∞": ("ref_",),
+    "log π/μ → ∞": ("old_",),
+    "log π/μ → −∞": ("", "ref_"),
+}
 
 
 class Tail(NamedTuple):
@@ -75,7 +69,7 @@ class Tail(NamedTuple):
     probability times its square. `rate`: r of e^(r·|log-ratio|).
     """
 
-    direction: Direction
+    direction: str
     growth: tuple[float, ...]
     parts: tuple[float, ...]
     rate: float
@@ -87,10 +81,10 @@ def tails(findings: Findings) -> list[Tail]:
     rollout = Rollout.of(_instance(findings), padding=findings.seed).take(range(BATCH))
     mild = _size(findings.measure, rollout)
     found = []
-    for direction in DIRECTIONS:
-        if direction.off_policy and not off_policy:
+    for direction, prefixes in DIRECTIONS.items():
+        if "μ" in direction and not off_policy:
             continue
-        moved = [_lowered(rollout, direction, distance) for distance in DISTANCES]
+        moved = [_lowered(rollout, prefixes, distance) for distance in DISTANCES]
         sizes = np.array([_size(findings.measure, one) for one in moved])
         if mild <= 0 or sizes.min() <= 0 or not np.isfinite(sizes).all():
             continue
@@ -109,11 +103,11 @@ def _instance(findings: Findings) -> Instance:
     return max(whole or drawn[:1], key=lambda instance: instance.environment.horizon)
 
 
-def _lowered(rollout: Rollout, direction: Direction, distance: float) -> Rollout:
+def _lowered(rollout: Rollout, prefixes: Sequence[str], distance: float) -> Rollout:
     """The batch with the last token of its first rollout less likely by e^distance under some of the policies."""
     token = int(rollout.peek("tokens")[0, -1])
     changed: dict[str, Tensor] = {}
-    for prefix in direction.lowered:
+    for prefix in prefixes:
         logits, logp = (rollout.peek(f"{prefix}{name}").detach().clone() for name in ("logits", "logp"))
         logits[0, -1, token] -= distance
         logits[0, -1] = logits[0, -1].log_softmax(-1)
