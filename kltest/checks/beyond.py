@@ -143,7 +143,7 @@ def _moved(instance: Instance, shifts: Shifts) -> list[Instance]:
     reference, policy = (np.resize([*shift[: count - 1], *[0.0] * count], count) for shift in shifts)
     left = table(instance.policy + policy)
     return [
-        replace(instance, reference=table(instance.policy + reference)),
+        replace(instance, reference=table(instance.reference + reference)),
         replace(instance, policy=left, sampler=left),
     ]
 
