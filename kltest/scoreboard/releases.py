@@ -19,6 +19,8 @@ JSON = "application/vnd.pypi.simple.v1+json"
 PATIENCE, LONGEST = 60.0, 1800.0
 # Files of a release are uploaded within a day.
 AFTER = timedelta(days=1)
+# What pip asks if nothing is configured.
+INDEX = "https://pypi.org/simple"
 # Where pip reads an option, the last one wins.
 ORDER = ("global", "install", ":env:")
 
@@ -63,12 +65,9 @@ def said(command: list[str], shown: str, environment: dict[str, str] | None = No
 
 
 def configured() -> dict[str, str]:
-    """Return pip's options by name, from its files and variables; its default index is in its help alone."""
-    words = " ".join(run_pip("install", "--help").split())
-    index = re.search(r"--index-url <url> Base URL [^(]*\(default (\S+?)\)", words)
-    usual = {"index-url": index[1]} if index else {}
+    """Return pip's options by name, from its files and variables."""
     lines = re.findall(r"^([\w:]+)\.([\w-]+)='(.*)'$", run_pip("config", "list"), re.MULTILINE)
-    return usual | {name: value for part in ORDER for section, name, value in lines if section == part}
+    return {"index-url": INDEX} | {name: value for part in ORDER for section, name, value in lines if section == part}
 
 
 def uploads(distribution: str) -> dict[str, datetime]:
