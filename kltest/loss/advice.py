@@ -35,36 +35,7 @@ def advice(function: Callable[..., Any], missing: Iterable[str]) -> str:
             "(docs/guides/your-own-loss.md) has one to copy."
         )
     arguments = [text for each in missing for text in _arguments(each, chains)]
-    found = [f"Its body reads what these fill: {' '.join(arguments)}."] if arguments else []
-    for each in missing:
-        if words := _compared(each, tree):
-            found.append(f"Its body compares {each} with {', '.join(words)}: --arg {each}={words[0]}, for instance.")
-    return " ".join(found)
-
-
-def _compared(parameter: str, tree: ast.AST) -> list[str]:
-    """Return the words that a body compares a parameter with, or looks up by it: names of settings."""
-    found: dict[str, None] = {}
-    for node in ast.walk(tree):
-        beside: list[ast.AST] = []
-        if isinstance(node, ast.Compare) and _is(node.left, parameter):
-            beside = list(node.comparators)
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq) and _is(node.comparators[0], parameter):
-            beside = [node.left]
-        elif isinstance(node, ast.Match) and _is(node.subject, parameter):
-            beside = [case.pattern for case in node.cases]
-        elif isinstance(node, ast.Subscript) and _is(node.slice, parameter) and isinstance(node.value, ast.Dict):
-            beside = [key for key in node.value.keys if key is not None]
-        constants = (inner for each in beside for inner in ast.walk(each) if isinstance(inner, ast.Constant))
-        found |= dict.fromkeys(each.value for each in constants if isinstance(each.value, str))
-    return list(found)
-
-
-def _is(node: ast.AST, name: str) -> bool:
-    """True for a variable, and for a method of it: `kind`, `kind.lower()`."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        node = node.func.value
-    return isinstance(node, ast.Name) and node.id == name
+    return f"Its body reads what these fill: {' '.join(arguments)}." if arguments else ""
 
 
 def _arguments(parameter: str, chains: set[Chain]) -> Iterator[str]:

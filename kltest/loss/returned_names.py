@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from kltest.loss.callables import inner_of
 
 _KL = re.compile(r"(approx|mean|avg|ref|seq|token|policy)?kl(s|d|div|divergence)?\d*")
@@ -18,7 +16,6 @@ _NO_KL = re.compile(
     r"var(iance)?|weight(ed)?"
 )
 """Beside KL, these words say that it is something else: a multiple, another statistic, a setting."""
-_DEEPEST = 3
 
 
 def says_kl(name: str) -> bool:
@@ -27,27 +24,20 @@ def says_kl(name: str) -> bool:
     return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
 
 
-def returned_names(function: Callable[..., Any], count: int, depth: int = _DEEPEST) -> list[str]:
+def returned_names(function: Callable[..., Any], count: int) -> list[str]:
     """Return the names of `count` items that a function returns as a tuple or a list, "" for those without a name.
 
-    `return helper(…)` is followed into the helper. Of several return statements the first that says KL counts.
+    Of several return statements the first that says KL counts.
     """
-    function = inner_of(function)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inner_of(function)))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return [""] * count
     found = [""] * count
     for answer in _returned(tree):
         if isinstance(answer, ast.Tuple | ast.List) and len(answer.elts) == count:
-            named = [_name(item) for item in answer.elts]
-        elif isinstance(answer, ast.Call) and depth and (helper := _value(answer.func, function)) is not None:
-            named = returned_names(helper, count, depth - 1)
-        else:
-            continue
-        found = [
-            new if says_kl(new) and not says_kl(old) else old or new for old, new in zip(found, named, strict=True)
-        ]
+            named = zip(found, map(_name, answer.elts), strict=True)
+            found = [new if says_kl(new) and not says_kl(old) else old or new for old, new in named]
     return found
 
 
@@ -90,23 +80,3 @@ def _name(item: ast.AST) -> str:
             owner, called = _name(item.func.value), item.func.attr
         return next(filter(says_kl, (owner, *map(_name, item.args), called)), "" if item.args else owner)
     return ""
-
-
-def _value(node: ast.expr, function: Any) -> Any:
-    """Return the function that a name in a function's code stands for, None if that is unknown."""
-    if isinstance(node, ast.Attribute):
-        owner = _value(node.value, function)
-        return None if owner is None else getattr(owner, node.attr, None)
-    if not isinstance(node, ast.Name):
-        return None
-    if node.id == "self":
-        return getattr(function, "__self__", None)
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    closed = dict(zip(code.co_freevars if code else (), cells, strict=False))
-    if node.id in closed:
-        try:
-            return closed[node.id].cell_contents
-        except ValueError:
-            return None
-    found = getattr(function, "__globals__", {}).get(node.id)
-    return found.forward if isinstance(found, torch.nn.Module) else found

@@ -56,19 +56,6 @@ class Trainer:
         logp, mask = per_token(model, torch.cat([prompt, inputs["completion_ids"]], dim=1), mask)
         return summed(logp - inputs["ref_per_token_logps"], mask)
 
-def kinds(logp, ref_logp, kind, how, reduction="none"):
-    u = {"k1": lambda: logp - ref_logp, "k2": lambda: (logp - ref_logp) ** 2 / 2}[how]
-    if kind.lower() in ("off", "none") or "never" == kind or "key" in how:
-        return 0 * u()
-    return u()
-
-def matched(logp, ref_logp, kind):
-    match kind:
-        case "k1" | "kl":
-            return logp - ref_logp
-        case "k2":
-            return (logp - ref_logp) ** 2 / 2
-
 def of_engines(inputs, scale):
     return scale * summed(inputs["trainer_logprobs"] - inputs["teacher_logprobs"], inputs["loss_mask"])
 
@@ -145,14 +132,3 @@ def test_a_target_may_be_written_as_pytest_writes_it(proposed, tmp_path):
         "class A:\n    def loss(self, logp, ref_logp, mask):\n        return logp.sum()\n"
     )
     assert resolve("methods.py::A::loss").parameters[0].name == resolve("methods.py:A.loss").parameters[0].name
-
-
-def test_words_that_a_body_compares_a_parameter_with_are_proposed(proposed):
-    assert re.findall(r"compares (\w+) with (.*?): --arg", proposed("kinds")) == [
-        ("kind", "off, none, never"),
-        ("how", "k1, k2"),
-    ]
-    said = proposed("matched")
-    assert "compares kind with k1, kl, k2: --arg kind=k1, for instance." in said
-    report = kltest.grade("mine.py:matched", arguments={"kind": "k2"}, expect="local_reverse_kl", select="KL1,KL2")
-    assert report.verdict == "confirmed", report.error
