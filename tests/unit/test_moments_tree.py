@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from moments_plain import ENVIRONMENTS, by_hand
+from moments_plain import ENVIRONMENTS
 
 from kltest.environments import Paths, tabular
 
@@ -15,22 +15,6 @@ TERMINATING = tabular(
     name="ends by chance",
 )
 ALL = [*ENVIRONMENTS.values(), TERMINATING]
-
-
-@pytest.mark.parametrize("environment", ALL, ids=lambda environment: environment.name)
-def test_enumeration_is_the_recursion(environment):
-    """In prefix order, and nothing stands at padded positions."""
-    paths, expected = environment.enumerate(), list(by_hand(environment))
-    assert len(paths) == len(expected) == environment.count()
-    for row, (prompt, steps, chance) in enumerate(expected):
-        live, (contexts, tokens) = paths.mask[row], map(list, zip(*steps, strict=True))
-        assert live.tolist() == [step < len(tokens) for step in range(environment.horizon)]
-        assert paths.contexts[row][live].tolist() == contexts
-        assert paths.tokens[row][live].tolist() == tokens
-        assert not paths.contexts[row][~live].any()
-        assert not paths.tokens[row][~live].any()
-        assert np.exp(paths.log_weight[row]) == pytest.approx(chance, rel=1e-14)
-        assert paths.prompt[row] == prompt
 
 
 def flat(paths):
