@@ -53,6 +53,9 @@ def test_a_mutant_fails_its_codes_and_no_others(mutant):
     if mutant.code.startswith("KL8"):
         assert mutant.code in {check.code for check in report.failed}
         assert failed(report) == set(mutant.also)
+        assert report.verdict == "confirmed"
+        assert all(check.warns for check in report.failed)
+        report.raise_for_failure()
     else:
         assert failed(report) == {mutant.code, *mutant.also}
         assert (report.verdict == "refuted") == (not mutant.warns)
