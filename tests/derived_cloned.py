@@ -159,8 +159,13 @@ def roll() -> dict[str, Derived]:
 
 
 def easyr1() -> dict[str, Derived]:
-    """compute_kl makes float32 of log-probs; by default it is k1, divided by the batch's tokens."""
+    """By default k1 is in the reward, over the spread of a group's charged rewards; else it is a loss, in float32."""
     return {
+        "kl_in_reward/defaults": Derived(
+            f"{REWARD} It is divided by the spread of what is charged, so that β cancels in part. {BY_BATCH}",
+            *({}, {}, NAMELESS, NAMELESS),
+            reduction="coupled",
+        ),
         "kl_loss/defaults": batches(K1, NO_GRADIENT, by_tokens(ONE_STALE), **LOW),
         "kl_loss/kl_penalty=low_var_kl,loss_avg_mode=token": batches(K3, INVERSE, **LOW),
         "kl_loss/kl_penalty=low_var_kl,loss_avg_mode=seq": rows(K3, INVERSE, **LOW),

@@ -53,7 +53,7 @@ class Setting:
         default: the library's documentation says that this happens once its KL term is switched on and nothing else
             is set.
         coefficient: what says if the term is on if nothing at all is set, and how much: `module:Class.field`,
-            `module:function(parameter)` or, of a command line, `module:--option`.
+            `module:function(parameter)` or, of a command line, `module:--option`; words without a colon are shown.
         recipe: kltest proposes this in place of the default.
         source: link to what the library says of it.
         note: one neutral sentence on what had to be assumed.

@@ -65,8 +65,8 @@ ADAPTER = Adapter(
     module="areal",
     homepage="https://github.com/inclusionAI/AReaL",
     settings=(
-        REWARD.variant(name="defaults", default=True),
-        TEACHER.variant(name="defaults", default=True),
+        REWARD.variant(name="defaults", default=True, coefficient="areal.api.cli_args:PPOConfig.ref"),
+        TEACHER.variant(name="defaults", default=True, coefficient="areal.api.cli_args:PPOConfig.teacher"),
         TEACHER.variant({"rl_loss_weight": 0}),
     ),
     loads=partial(loaded, MODULE),

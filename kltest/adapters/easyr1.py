@@ -1,13 +1,18 @@
-"""EasyR1, a fork of verl: `compute_kl`, by every estimator, and averaged as its KL loss is."""
+"""EasyR1, a fork of verl: its KL in the reward, its KL loss, and `compute_kl` by every estimator."""
 
-from kltest.adapters import Setting
+from types import SimpleNamespace
+
+from kltest.adapters import PAIRS, Setting
 from kltest.adapters.checkout import cloned
-from kltest.adapters.installed import found
+from kltest.adapters.installed import costly, found
 
 COMMIT = "b44b311b66"
 HOME = "https://github.com/hiyouga/EasyR1"
 SOURCE = f"{HOME}/blob/{COMMIT}/verl/trainer/config.py"
 ALGORITHMS = "verl.trainer.core_algos"
+TRAINER = "verl.trainer.ray_trainer"
+# What its modules import beside, and these functions do not use.
+UNUSED = ("transformers",)
 KINDS = ("kl", "abs", "mse", "low_var_kl")
 
 
@@ -18,6 +23,25 @@ def kl_loss(logp, ref_logp, mask, kl_penalty="kl", loss_avg_mode="token"):
     return loss, {"kl": loss.detach()}
 
 
+def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta):
+    """`apply_kl_penalty`, `compute_advantage` and `compute_policy_loss` of one batch; the defaults of its actor."""
+
+    class Rows(dict):
+        batch_size = (len(mask),)
+
+    scores = ref_logp.new_zeros(mask.shape).scatter(1, mask.long().sum(1, keepdim=True) - 1, reward[:, None])
+    rows = Rows(old_log_probs=old_logp, ref_log_probs=ref_logp, response_mask=mask, token_level_scores=scores)
+    data = SimpleNamespace(batch=rows, non_tensor_batch={"uid": group.tolist()})
+    control = found(ALGORITHMS, "FixedKLController")(init_kl_coef=beta)
+    data, metrics = found(TRAINER, "apply_kl_penalty", UNUSED)(data, control)
+    found(TRAINER, "compute_advantage", UNUSED)(data, "grpo")
+    clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_dual": 3.0}
+    actor = {**clips, "tau_positive": 1.0, "tau_negative": 1.05, "loss_type": "default", "loss_avg_mode": "token"}
+    loss = found(ALGORITHMS, "compute_policy_loss")(old_logp, logp, rows["advantages"], mask, **actor)[0]
+    return loss, {"kl": metrics["actor/kl_penalty"]}
+
+
+costly(kl_in_reward)
 FUNCTION = Setting(
     "compute_kl",
     f"{ALGORITHMS}:compute_kl",
@@ -25,6 +49,13 @@ FUNCTION = Setting(
     source=SOURCE,
 )
 LOSS = Setting("kl_loss", "kltest.adapters.easyr1:kl_loss", depth="loss", source=SOURCE)
+REWARD = Setting(
+    "kl_in_reward",
+    "kltest.adapters.easyr1:kl_in_reward",
+    options={"sampler": "both", **PAIRS},
+    depth="loss",
+    source=SOURCE,
+)
 ADAPTER = cloned(
     "easyr1",
     HOME,
@@ -32,7 +63,8 @@ ADAPTER = cloned(
     ALGORITHMS,
     module=ALGORITHMS,
     settings=(
-        LOSS.variant(name="defaults", default=True),
+        REWARD.variant(name="defaults", default=True, coefficient="verl.trainer.config:AlgorithmConfig.kl_coef"),
+        LOSS.variant(name="defaults", note="`use_kl_loss` is on, and nothing else is set."),
         *(LOSS.variant({"kl_penalty": "low_var_kl", "loss_avg_mode": mode}) for mode in ("token", "seq")),
         *(FUNCTION.variant({"kl_penalty": kind}, kind) for kind in KINDS),
     ),

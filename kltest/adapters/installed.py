@@ -124,31 +124,43 @@ def taken(function, offered, settings):
 
 def unset(place):
     """Return the name of a coefficient and its default, [] if there is none; `place` as in `Setting.coefficient`."""
-    module, _, names = place.partition(":")
+    module, colon, names = place.partition(":")
+    if not colon:
+        return [place] if place else []
     try:
-        if names.startswith("-"):
-            return [names.lstrip("-"), option_of(module, names)]
         inside, _, parameter = names.rstrip(")").partition("(")
         if parameter:
             default = inspect.signature(part(module, inside)).parameters[parameter].default
             return [] if default is inspect.Parameter.empty else [parameter, default]
-        return [names.rpartition(".")[2], part(module, names)] if names else []
-    except (LookupError, OSError, TypeError):
+        if names.startswith("-"):
+            return [names.lstrip("-"), written(module, names)]
+        name = names.rpartition(".")[2]
+        try:
+            return [name, part(module, names)]
+        except LookupError:
+            return [name, written(module, names)]
+    except (LookupError, OSError, TypeError, ValueError):
         return []
 
 
-def option_of(module, name):
-    """Return the default of an option in a module that parses a command line, which is read and not imported."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise LookupError(f"there is no module {module}")
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and any(
-            isinstance(each, ast.Constant) and each.value == name for each in node.args
-        ):
-            return next(ast.literal_eval(each.value) for each in node.keywords if each.arg == "default")
-    raise LookupError(f"{module} has no option {name}")
+def written(module, name):
+    """Return the default of a class's field, or of a command line's `--option`, from a module that is not imported."""
+    package, *names = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise LookupError(f"there is no package {package}")
+    places = list(spec.submodule_search_locations or ()) or [str(spec.origin)]
+    home = Path(places[0], *names).with_suffix(".py")
+    nodes, (kind, _, field) = list(ast.walk(ast.parse(home.read_text(encoding="utf-8")))), name.rpartition(".")
+    fields = [each for node in nodes if isinstance(node, ast.ClassDef) and node.name == kind for each in node.body]
+    values = [each.value for each in fields if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == field]
+    values += [node for node in nodes if isinstance(node, ast.Call) and repr(name) in map(ast.unparse, node.args)]
+    for value in values:
+        if isinstance(value, ast.Call):
+            value = next((each.value for each in value.keywords if each.arg == "default"), None)
+        if value is not None:
+            return ast.literal_eval(value)
+    raise LookupError(f"{module} has no default of {name}")
 
 
 def called(function, offered, settings=()):

@@ -78,10 +78,12 @@ ADAPTER = cloned(
     installs=(("--no-deps", "pydantic==2.13.4", "pydantic-core==2.46.4", *PYDANTIC),),
     module="nemo_rl",
     settings=(
-        LOSS.variant(name="defaults", default=True),
+        LOSS.variant(
+            name="defaults", default=True, coefficient=f"{MODULE}:ClippedPGLossConfig.reference_policy_kl_penalty"
+        ),
         LOSS.variant({"reference_policy_kl_type": "k1"}),
         LOSS.variant(CORRECTED),
-        DISTILLATION.variant(name="defaults", default=True),
+        DISTILLATION.variant(name="defaults", default=True, coefficient="the loss itself"),
         DISTILLATION.variant({"kl_type": "reverse"}),
     ),
 )

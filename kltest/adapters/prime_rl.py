@@ -49,9 +49,17 @@ ADAPTER = cloned(
     folder="src",
     settings=(
         LOSS.variant(
-            name="defaults", default=True, note="Its KL is that to the sampler; there is none to a reference."
+            name="defaults",
+            default=True,
+            note="Its KL is that to the sampler; there is none to a reference.",
+            coefficient="no KL to a reference",
         ),
-        LOSS.variant({"kind": "ref_kl"}, default=True, note="On-policy distillation: the reference is the teacher."),
+        LOSS.variant(
+            {"kind": "ref_kl"},
+            default=True,
+            note="On-policy distillation: the reference is the teacher.",
+            coefficient="no KL to a reference",
+        ),
     ),
     find=loaded,
 )

@@ -74,7 +74,7 @@ ADAPTER = cloned(
     FUNCTIONS,
     module=FUNCTIONS,
     settings=(
-        LOSS.variant(name="defaults", default=True),
+        LOSS.variant(name="defaults", default=True, coefficient="roll.configs.base_config:PPOConfig.use_kl_loss"),
         LOSS.variant({"loss_agg_mode": "seq-mean-token-sum"}),
         *(FUNCTION.variant({"kl_penalty": kind}, kind) for kind in ("kl", "abs", "mse", "k3")),
         *(DISTILLED.variant({"kd_objective": f"{kind}_kl"}, kind) for kind in ("forward", "reverse")),

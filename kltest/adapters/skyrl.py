@@ -33,7 +33,9 @@ ADAPTER = cloned(
     MODULE,
     module="skyrl",
     settings=(
-        LOSS.variant(name="defaults", default=True),
+        LOSS.variant(
+            name="defaults", default=True, coefficient="skyrl.train.config.config:AlgorithmConfig.use_kl_loss"
+        ),
         *(LOSS.variant({"kl_estimator_type": kind}) for kind in ("k1", "k2")),
         *(FUNCTION.variant({"kl_estimator_type": kind}, kind) for kind in KINDS),
     ),

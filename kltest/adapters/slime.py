@@ -98,11 +98,11 @@ ADAPTER = cloned(
     module="slime.utils.ppo_utils",
     imports=("torch._dynamo",),
     settings=(
-        STEP.variant(name="defaults", default=True),
+        STEP.variant(name="defaults", default=True, coefficient="slime.utils.arguments:--use-kl-loss"),
         *(loss(kind) for kind in ("k2", "low_var_kl")),
         *(loss(kind, use_unbiased_kl=True) for kind in ("k1", "low_var_kl")),
         loss("low_var_kl", **PER_TOKEN),
-        OPD.variant(name="defaults", default=True),
+        OPD.variant(name="defaults", default=True, coefficient="slime.utils.arguments:--use-opd"),
         STEP.variant({"coefficient": "kl_coef"}, "kl_coef,advantage_estimator=grpo"),
         *(FUNCTION.variant({"kl_loss_type": kind}, kind) for kind in ("k1", "k2", "low_var_kl")),
     ),

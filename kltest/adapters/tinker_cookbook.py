@@ -90,8 +90,14 @@ ADAPTER = Adapter(
     module="tinker_cookbook",
     homepage="https://github.com/thinking-machines-lab/tinker-cookbook",
     settings=(
-        REINFORCED.variant(name="defaults", default=True),
-        DISTILLED.variant(name="defaults", default=True),
+        REINFORCED.variant(
+            name="defaults", default=True, coefficient="tinker_cookbook.rl.train:Config.kl_penalty_coef"
+        ),
+        DISTILLED.variant(
+            name="defaults",
+            default=True,
+            coefficient="tinker_cookbook.distillation.train_on_policy:Config.kl_penalty_coef",
+        ),
         DISTILLED.variant({"kl_discount_factor": 1.0}),
     ),
     loads=partial(loaded, "tinker_cookbook.rl.metrics"),

@@ -42,9 +42,14 @@ ADAPTER = cloned(
     "torchtune.dev.grpo.loss",
     module="torchtune",
     settings=(
-        GRPO.variant({"loss": "GRPOSimpleLoss"}, default=True, note="The loss of the recipe for GRPO."),
+        GRPO.variant(
+            {"loss": "GRPOSimpleLoss"},
+            default=True,
+            note="The loss of the recipe for GRPO.",
+            coefficient="torchtune.dev.grpo.loss:GRPOSimpleLoss(kl_coeff)",
+        ),
         GRPO.variant({"loss": "GRPOCompletionLoss"}),
-        DISTILLATION.variant({"loss": "ForwardKLLoss"}, default=True),
+        DISTILLATION.variant({"loss": "ForwardKLLoss"}, default=True, coefficient="the loss itself"),
         DISTILLATION.variant({"loss": "ReverseKLLoss"}),
     ),
 )

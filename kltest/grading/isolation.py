@@ -33,6 +33,8 @@ from kltest.grading.time_limit import LONGEST
 Kind = Literal["value", "usage", "failed", "ended", "crashed"]
 TAIL = 16_384
 GRACE = 0.5
+# Names the folder for tracebacks of bugs, if that of temporary files does not last.
+TRACES = "KLTEST_TRACES"
 DUMP = b"(most recent call first):"
 FATAL = b"Fatal Python error"
 
@@ -90,7 +92,9 @@ class Child:
         self._connection, theirs = context.Pipe()
         self._printed, printing = context.Pipe(duplex=False)
         self._stacks, stacking = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing, stacking))
+        # A forked child that kept these would not notice the end of its parent.
+        ours = (self._connection, self._printed, self._stacks) if sys.platform == "linux" else ()
+        self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing, stacking, ours))
         self._process.start()
         for end in (theirs, printing, stacking):
             end.close()
@@ -182,9 +186,12 @@ def _serve(
     connection: Connection,
     printing: Connection,
     stacking: Connection,
+    ours: tuple[Connection, ...],
 ) -> None:
     """Run in the child: a step for every timeout received, until the parent closes the connection."""
     os.setsid()
+    for end in ours:
+        end.close()
     with contextlib.suppress(OSError):
         # If memory runs out, the kernel should end this process and not the parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -230,7 +237,7 @@ def note_bug(what: str, trace: str) -> str:
     """Return a message for people on a failure of kltest; the traceback is kept in a file if one can be written."""
     message = f"kltest itself failed: {what}. This is a bug in kltest, not in the loss: please report it"
     try:
-        handle, path = tempfile.mkstemp(prefix="kltest-bug-", suffix=".txt")
+        handle, path = tempfile.mkstemp(prefix="kltest-bug-", suffix=".txt", dir=os.environ.get(TRACES))
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(trace)
     except OSError:

@@ -50,7 +50,8 @@ class Outcome:
 class Calls:
     """The calls of a loss so far: a context manager around each.
 
-    `count` of them returned or raised, in `seconds` together, the longest in `longest`; `interrupted` is how long the
+    `count` of them returned or raised, in `seconds` together, the longest in `longest`; backward passes through what
+    they returned took `backward` seconds; `interrupted` is how long the
     last one had run when the time was over, 0 if none was under way. `find` yields the places where the loss may keep
     something between them; `state` is what stood there before the first call, random `generators` aside. What is `held`
     is made again as it was before each call.
@@ -63,6 +64,7 @@ class Calls:
     count: int = 0
     seconds: float = 0.0
     longest: float = 0.0
+    backward: float = 0.0
     interrupted: float = 0.0
     _began: float = 0.0
     _draws_numpy: bool | None = None

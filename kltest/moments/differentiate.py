@@ -1,5 +1,6 @@
 """One call of a loss and one backward pass: the gradient at every row's log-probs."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,7 @@ def at_leaves(loss: Loss, objective: Tensor, rollout: Rollout) -> list[Tensor]:
 
 def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Tensor | None]:
     """The gradient of an objective at each input, None for an unused one; TargetError if torch cannot go backward."""
+    began = time.monotonic()
     try:
         return torch.autograd.grad(objective, inputs, allow_unused=True)
     except RuntimeError as error:
@@ -110,6 +112,8 @@ def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Te
             f"torch cannot go backward through {loss.name}: {error}. Does it write into a tensor that the gradient "
             "still needs?"
         ) from error
+    finally:
+        loss.calls.backward += time.monotonic() - began
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from kltest.render.words import (
     passed,
     shown,
     skipped,
+    time_spent,
     value_rows,
     visible,
 )
@@ -89,5 +90,6 @@ def _notes(report: Report) -> list[str]:
     found = [f"expected failure: {line}" for line in expected_failures(report)]
     found += [f"logged value: {line}" for line in value_rows(report)]
     found += map(one_line, report.notes)
+    found += [f"time: {spent}"] if (spent := time_spent(report.seconds, report.calling, report.calls)) else []
     found += [f"passed: {', '.join(codes)}"] if (codes := passed(report)) else []
     return [*found, *(f"skipped: {', '.join(codes)} ({why})" for why, codes in skipped(report).items())]

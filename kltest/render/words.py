@@ -8,6 +8,8 @@ from kltest.report import CheckResult, GradientRow, Report
 from kltest.truth import render
 
 COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosine", "relative variance")
+# Seconds from which a grading says where its time went.
+SLOW = 60
 NUMERIC = frozenset(COLUMNS[3:])
 SAMPLED = {True: "the declared one, within the margin", False: "another one, unnamed", None: "samples leave it open"}
 """What samples say of a gradient that they do not name, by whether it agrees with the declared one."""
@@ -138,6 +140,14 @@ def reason(check: CheckResult) -> str:
 def expected_failures(report: Report) -> list[str]:
     """Return the expected failures, a line each."""
     return [f"{check.code} {one_line(check.name)}: {one_line(check.excused)}" for check in report.expected_failures]
+
+
+def time_spent(seconds: float, calling: float, calls: int) -> str:
+    """Return where the time of a grading went, "" if it took less than a minute."""
+    if seconds < SLOW:
+        return ""
+    own = f"{calls} calls of the loss and their backward passes"
+    return f"{seconds:.0f} s: {calling:.0f} s in {own}, {seconds - calling:.0f} s in kltest"
 
 
 def skipped(report: Report) -> dict[str, list[str]]:

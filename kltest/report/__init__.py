@@ -180,6 +180,7 @@ class Report:
         unfinished: What was not reached in time; empty if everything was.
         calls: Number of calls of the loss.
         seconds: Time that grading took; not in the JSON, which is the same in every rerun.
+        calling: The part of it that calls of the loss and backward passes through them took; not in the JSON either.
         source: File and line of the loss, or of the line in which it failed; not in the JSON, which is the same
             wherever the checkout lies.
     """
@@ -205,6 +206,7 @@ class Report:
     unfinished: str = ""
     calls: int = 0
     seconds: float = field(default=0.0, compare=False)
+    calling: float = field(default=0.0, compare=False)
     source: tuple[str, int] | None = None
 
     @property
@@ -240,7 +242,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and lists; non-finite numbers are None."""
         found = {"schema": SCHEMA, **mapped(asdict(self), _finite)}
-        return {key: value for key, value in found.items() if key not in ("seconds", "source")}
+        return {key: value for key, value in found.items() if key not in ("seconds", "calling", "source")}
 
     def to_json(self) -> str:
         """Return the report as JSON: keys in a fixed order, the same bytes for the same findings."""

@@ -34,7 +34,7 @@ from kltest.scoreboard.checkouts import check_out, commit_of
 from kltest.scoreboard.releases import AFTER, InstallError, configured, run_pip, said, uploads
 
 # Packages that grading needs beside torch.
-NEEDED = ("numpy", "scipy", "typer", "joblib")
+NEEDED = ("numpy", "scipy", "typer", "joblib", "jinja2")
 # Seconds for a process that was asked to end.
 PATIENCE = 5.0
 # Counts the ways in which environments were built: those of an earlier one are built anew.
@@ -59,7 +59,7 @@ class Installed:
         """Variables to run it with: its own packages only, one thread, no model hub, no compiled kernels."""
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return kept | {"TORCHDYNAMO_DISABLE": "1"}
+        return kept | {"TORCHDYNAMO_DISABLE": "1", "VERL_FORCE_DEVICE": "cpu"}
 
     def lines(self, *arguments: str) -> Iterator[bytes]:
         """Yield the lines that the interpreter prints, as it prints them; it ends when they are no longer wanted.

@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +27,7 @@ import joblib
 from kltest.adapters import find, installed_settings
 from kltest.adapters.installed import unset
 from kltest.errors import KltestError, UsageError
+from kltest.grading.isolation import TRACES, describe
 from kltest.grading.jobs import Job, failed, graded, terminated_as_interrupted
 from kltest.scoreboard.extras import extras
 from kltest.scoreboard.programs import program
@@ -120,11 +122,13 @@ def _send_row(asked: argparse.Namespace, setting: str, folder: str, answers: IO[
     # It must not keep the answers open if the process that forked it ends early.
     answers.close()
     os.chdir(folder)
+    os.environ[TRACES] = tempfile.gettempdir()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     try:
         found = _row(asked, setting)
-    except OSError as error:
-        found = _row(asked, setting, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        found = _row(asked, setting, describe(error))
     connection.send(found)
 
 
@@ -158,6 +162,8 @@ def _row(asked: argparse.Namespace, wanted: str, lost: str = "") -> Row:
         "unset": unset(setting.coefficient),
         **(extras(job, report) if shows else {}),
         "seconds": round(time.monotonic() - started, 1),
+        "calls": report.calls,
+        "calling": round(report.calling, 1),
     }
     return row(library, setting, report, **others, **shown)
 

@@ -145,7 +145,7 @@ def summary(each: Mapping[str, Any]) -> str:
     if each["error"]:
         return f"not graded: {each['error']}"
     found = "; ".join(
-        f"{row['environment']}, {row['sampler']}: {_named(row['identified'])}"
+        f"{row['environment']}, {row['sampler']}: {_named(each, row)}"
         for row in each["gradients"]
         if row["batch"] == 1 or row["identified"] is not None
     )
@@ -153,11 +153,27 @@ def summary(each: Mapping[str, Any]) -> str:
     return found + (f" ({codes})" if codes else "")
 
 
-def _named(identified: Mapping[str, float] | None) -> str:
-    """A combination as text that `--expect` takes."""
+def factor(each: Mapping[str, Any], name: str, coefficient: float, environment: str = "sequence") -> str:
+    """Return a coefficient as its law, or as a number; "" for one. On a bandit, a name is its next-token part too."""
+    number = f"{coefficient:.4g}"
+    if number == "1":
+        return ""
+    laws = each.get("laws", {})
+    law = laws.get(name) or (laws.get(f"local_{name}") if environment == "bandit" else None)
+    return (law or number).removeprefix("-")
+
+
+def _named(each: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """A combination as text that `--expect` takes, but for coefficients that follow a law."""
     from kltest.truth import plain
 
-    return "unnamed" if identified is None else plain({name: float(f"{c:.3g}") for name, c in identified.items()})
+    if row["identified"] is None:
+        return "unnamed"
+    rounded = {name: float(f"{c:.3g}") for name, c in row["identified"].items()}
+    words = plain(rounded)
+    for name, c in rounded.items():
+        words = words.replace(f"{abs(c):.3g}*{name}", f"{factor(each, name, abs(c), row['environment'])}*{name}")
+    return words
 
 
 def _compared(value: Any) -> Any:

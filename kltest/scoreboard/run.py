@@ -18,7 +18,7 @@ from kltest.adapters import NAMES, Adapter, find
 from kltest.errors import KltestError, UsageError
 from kltest.files import writable, write
 from kltest.render.markdown import escape
-from kltest.render.words import one_line
+from kltest.render.words import one_line, time_spent
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import NEWEST, Installed, borrows, complaints, exact_version, install
 from kltest.scoreboard.rows import Row, absent, changes, graded, matches
@@ -216,8 +216,11 @@ def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
             for column in ("one_step", "sequences", "off_policy", "checks", "logged"):
                 if line[column]:
                     print(f"    {COLUMNS[column] + ':':12}{line[column]}")
-            if unfinished := line["row"].get("unfinished"):
-                print(f"    unfinished: {unfinished}")
+            row = line["row"]
+            spent = time_spent(*(row.get(name, 0) for name in ("seconds", "calling", "calls")))
+            for name, words in (("unfinished", row.get("unfinished")), ("time", spent)):
+                if words:
+                    print(f"    {name + ':':12}{words}")
     for name, content in files(stored).items():
         write(folder / name, content)
     print(f"\nThe scoreboard is in {folder}: libraries.md, libraries.html and the standalone programs in programs.")

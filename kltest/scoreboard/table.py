@@ -10,7 +10,7 @@ from pandas import DataFrame
 from kltest.adapters import NAMES, Setting, find
 from kltest.checks import CHECKS
 from kltest.scoreboard.classes import CLASSES, EQUAL_LENGTHS, NO_RATIO, at_equal_lengths, class_of, off_policy
-from kltest.scoreboard.rows import Row, leaked
+from kltest.scoreboard.rows import Row, factor, leaked
 from kltest.truth import render
 
 # Columns of the scoreboard and their headings.
@@ -157,15 +157,15 @@ def _program(each: Row) -> str:
 def _follows(each: Row, kind: str) -> str:
     """The class, the factor on it where all rollouts have one length, and if lengths matter."""
     found: Mapping = next((row["identified"] for row in _current(each, "sequence") if row["identified"]), {})
-    factor = _factor(each, *next(iter(found.items()))) if len(found) == 1 and "zero" not in found else ""
+    by = factor(each, *next(iter(found.items()))) if len(found) == 1 and "zero" not in found else ""
     words = CLASSES[kind].words.removesuffix(", on- and off-policy").removesuffix(", on-policy only")
-    return words + (f", × {factor}" if factor else "") + (f", {EQUAL_LENGTHS}" if at_equal_lengths(each) else "")
+    return words + (f", × {by}" if by else "") + (f", {EQUAL_LENGTHS}" if at_equal_lengths(each) else "")
 
 
 def _unset(each: Row) -> str:
     """What happens if nothing at all is set; a dash if that is not known."""
-    if not each.get("unset"):
-        return "–"
+    if len(each.get("unset", ())) < 2:
+        return "".join(each.get("unset", ())) or "–"
     name, value = each["unset"]
     return f"{'KL on' if value else 'no KL'}, {name} = {value}"
 
@@ -203,19 +203,9 @@ def _gradient(identified: Mapping[str, float] | None, each: Row, environment: st
     for name, coefficient in identified.items():
         sign = "−" if coefficient < 0 else "+"
         lead = f" {sign} " if words else sign.replace("+", "")
-        factor, formula = _factor(each, name, abs(coefficient), environment), render({name: 1.0})
-        words += lead + (f"{factor}·{formula}" if factor else formula)
+        by, formula = factor(each, name, abs(coefficient), environment), render({name: 1.0})
+        words += lead + (f"{by}·{formula}" if by else formula)
     return words
-
-
-def _factor(each: Row, name: str, coefficient: float, environment: str = "sequence") -> str:
-    """A coefficient as its law, or as a number; "" for one. On a bandit, a name stands for its next-token part too."""
-    number = f"{coefficient:.4g}"
-    if number == "1":
-        return ""
-    laws = each.get("laws", {})
-    law = laws.get(name) or (laws.get(f"local_{name}") if environment == "bandit" else None)
-    return (law or number).removeprefix("-")
 
 
 def _codes(each: Row) -> str:

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -136,7 +137,18 @@ def rows_of(folder):
     return dict(sorted(rows.items(), key=lambda item: KINDS.index(item[0][1].removeprefix("penalty/"))))
 
 
-def test_each_setting_is_graded_or_says_why_not(measured):
+def still_running(file, seconds=10):
+    """Processes that have a file in their command, after a while."""
+    for _ in range(10 * seconds):
+        there = [each for each in Path("/proc").glob("[0-9]*/cmdline") if each.exists()]
+        found = [each for each in there if str(file) in each.read_text(errors="replace")]
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def test_each_setting_is_graded_or_says_why_not(measured, made_up):
     """u: zero; u²/2: the local reverse KL, by the score's own identities; what fails fails alone.
 
     Neither takes the sampler's log-probs, and both are graded under a stale one: E_μ[g] is −∇KL(μ‖π), and without a
@@ -158,6 +170,7 @@ def test_each_setting_is_graded_or_says_why_not(measured):
     assert "this version does not know how" in raises["error"]
     assert "exit status 7" in leaves["error"]
     assert "the process that graded it ended, with code -9" in kills["error"]
+    assert not still_running(made_up), "what a killed process forked ends with it"
     assert "File too large" in fills["error"]
     left = re.findall(r"(/\S+/setting-\S+)", " ".join(fills["notes"]))
     assert len(left) > 1

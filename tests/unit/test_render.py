@@ -626,3 +626,11 @@ def test_grading_and_showing_need_no_pandas():
     )
     start = "import sys, torch; before = set(sys.modules); "
     subprocess.run([sys.executable, "-c", start + code], check=True)
+
+
+def test_a_slow_grading_says_where_its_time_went():
+    slow = replace(CONFIRMED, seconds=214.2, calling=150.4, calls=3021)
+    words = "time: 214 s: 150 s in 3021 calls of the loss and their backward passes, 64 s in kltest"
+    assert words in " ".join(slow.to_text(verbose=True).split())
+    for other in (slow.to_text(), replace(slow, seconds=59.0).to_text(verbose=True), slow.to_json()):
+        assert "150" not in other

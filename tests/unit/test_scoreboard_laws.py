@@ -103,7 +103,16 @@ def test_the_default_of_a_coefficient_is_read_where_the_library_has_it(tmp_path,
         "def bare(logp, beta):\n    return logp\n"
         "def main(parser):\n    parser.add_argument('--kl.coef', type=float, default=0.01)\n"
     )
+    (tmp_path / "made_up_package").mkdir()
+    (tmp_path / "made_up_package" / "unimportable.py").write_text(
+        "import no_such\n\nclass Other:\n    kl: float = 9\n\n"
+        "class Config:\n    name: str\n    kl: float = field(default=0.1, metadata={})\n    ref: Other | None = None\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
+    assert unset("made_up_package.unimportable:Config.kl") == ["kl", 0.1]
+    assert unset("made_up_package.unimportable:Config.ref") == ["ref", None]
+    assert unset("made_up_package.unimportable:Config.name") == []
+    assert unset("the loss itself") == ["the loss itself"]
     assert unset("made_up_trainer:Config.beta") == ["beta", 0.04]
     assert unset("made_up_trainer:loss(beta)") == ["beta", None]
     assert unset("made_up_trainer:--kl.coef") == ["kl.coef", 0.01]

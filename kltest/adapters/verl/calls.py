@@ -24,6 +24,13 @@ def actor(settings):
     return known[asked]
 
 
+def early_algorithm(**settings):
+    """The algorithm's configuration before it had a class."""
+    found = types.SimpleNamespace(**{"gamma": 1.0, "lam": 1.0, **settings})
+    found.get = lambda name, otherwise=None: getattr(found, name, otherwise)
+    return found
+
+
 def early(module, names, instead):
     """A part of a module, or what early versions have instead of it."""
     try:
@@ -92,12 +99,12 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estima
     trainer = "verl.trainer.ppo.ray_trainer"
     penalty, loss_mode = settings.pop("kl_penalty", "kl"), settings.pop("loss_mode", "vanilla")
     corrected = settings.pop("rollout_correction", None)
-    algorithm_kind = early("verl.trainer.config", "AlgoConfig", None)
-    algorithm = {"adv_estimator": adv_estimator, "gamma": 1.0, "lam": 1.0}
-    if algorithm_kind:
-        names = {field.name for field in dataclasses.fields(algorithm_kind)}
-        asked = {name: settings.pop(name) for name in list(settings) if name in names}
-        algorithm = called(algorithm_kind, {"adv_estimator": adv_estimator}, asked)
+    kind = early("verl.trainer.config", "AlgoConfig", early_algorithm)
+    first = kind is early_algorithm
+    names = {"norm_adv_by_std_in_grpo"} if first else {field.name for field in dataclasses.fields(kind)}
+    asked = {name: settings.pop(name) for name in list(settings) if name in names}
+    given = {"adv_estimator": adv_estimator}
+    algorithm = kind(**given, **asked) if first else called(kind, given, asked)
 
     logp, old_logp, ref_logp = computed(mask.bool(), logp, old_logp, ref_logp)
     last = mask.long().sum(1, keepdim=True) - 1
