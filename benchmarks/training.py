@@ -80,27 +80,14 @@ def _together(case: Case) -> Row:
     def together() -> np.ndarray:
         return train(runs, steps=case.steps, batch_size=BATCH, optima=False).logits
 
-    def one_at_a_time() -> np.ndarray:
-        return np.stack([case.alone(run, case.steps, BATCH) for run in runs[:ALONE]])
-
-    _check(case, together()[:ALONE], one_at_a_time())
-    return compare(
-        f"{RUNS:,} {case.kind} runs together / one at a time in numpy",
-        case.words.format(steps=case.steps),
-        together,
-        one_at_a_time,
-        bound=case.bound,
-        at_most=False,
-        rounds=5,
-        scale=RUNS / ALONE,
-    )
+    return _compared(case, f"{RUNS:,} {case.kind} runs together", together, case.steps, ALONE)
 
 
 def _swept(case: Case) -> Row:
     # By its name in the package: what is pickled must be found again by other processes.
     from benchmarks.training import trained
 
-    steps, alone = case.steps * LONGER, max(2, ALONE // LONGER)
+    steps = case.steps * LONGER
     configurations = [{"case": CASES.index(case), "steps": steps, "seed": seed} for seed in range(RUNS)]
 
     def swept() -> np.ndarray:
@@ -109,14 +96,22 @@ def _swept(case: Case) -> Row:
             assert not sweep(trained, configurations, store, label="sweep", batching=batching, workers=2)
             return np.array([store.result(one)[0]["logits"] for one in configurations])
 
+    words = f"{RUNS:,} {case.kind} runs as a sweep in two processes"
+    return _compared(case, words, swept, steps, max(2, ALONE // LONGER))
+
+
+def _compared(case: Case, what: str, ours: Callable[[], np.ndarray], steps: int, alone: int) -> Row:
+    """Compare with so many of the runs one at a time; both must end at the same logits."""
+
     def one_at_a_time() -> np.ndarray:
         return np.stack([case.alone(run, steps, BATCH) for run in _runs(case)[:alone]])
 
-    _check(case, swept()[:alone], one_at_a_time())
+    difference = np.abs(ours()[:alone] - one_at_a_time()).max()
+    assert difference < SAME, f"{case}: the logits differ by {difference}"
     return compare(
-        f"{RUNS:,} {case.kind} runs as a sweep in two processes / one at a time in numpy",
+        f"{what} / one at a time in numpy",
         case.words.format(steps=steps),
-        swept,
+        ours,
         one_at_a_time,
         bound=case.bound,
         at_most=False,
@@ -130,11 +125,6 @@ def trained(batch: Sequence[Configuration]) -> list[list[dict]]:
     runs = _runs(CASES[batch[0]["case"]])
     history = train([runs[one["seed"]] for one in batch], steps=batch[0]["steps"], batch_size=BATCH, optima=False)
     return [[{**one, "logits": logits.tolist()}] for one, logits in zip(batch, history.logits, strict=True)]
-
-
-def _check(case: Case, ours: np.ndarray, theirs: np.ndarray) -> None:
-    difference = np.abs(ours - theirs).max()
-    assert difference < SAME, f"{case}: the logits differ by {difference}"
 
 
 def train_bandit(run: Run, steps: int, batch: int) -> np.ndarray:

@@ -1,13 +1,24 @@
-"""Random numbers by name, norms and cosines, as several experiments need them."""
+"""Random numbers by name, the code of an estimator, norms and cosines, as several experiments need them."""
+
+import hashlib
+import inspect
+from pathlib import Path
 
 import numpy as np
 
+from kltest.estimators.spec import Estimator
 from kltest.sweeps.store import digest
 
 
 def generator(*parts: object) -> np.random.Generator:
     """Random numbers that depend on these values and on nothing else."""
     return np.random.default_rng(int(digest(*parts), 16))
+
+
+def code_of(estimator: Estimator) -> str:
+    """A short name for its file, which may stand in another package: part of a configuration, so that edits count."""
+    source = Path(inspect.getfile(inspect.unwrap(estimator.function)))
+    return hashlib.sha256(source.read_bytes()).hexdigest()[:8]
 
 
 def norm(array: np.ndarray) -> float:

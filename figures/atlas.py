@@ -30,7 +30,7 @@ UNBIASED = 1e-9
 BIAS_RANGE = LogNorm(0.02, 3.0, clip=True)
 # The bar under a cell: the standard deviation of one rollout's gradient, in multiples of the length of ∇KL.
 NOISE_RANGE = (0.5, 50.0)
-CELL = ("estimator", "environment", "sampler")
+CELL = ["estimator", "environment", "sampler"]
 SILENT = 1e-12  # rounding: every rollout has the same gradient
 
 SYMBOLS = {
@@ -67,9 +67,8 @@ LEGEND = (
 
 def draw(found: DataFrame) -> Figure:
     """The figure; its height follows the number of estimators."""
-    rows = records(found)
-    cells = _worst(rows)
-    groups = _grouped(rows, cells)
+    cells = _worst(found)
+    groups = _grouped(records(found), cells)
     lines = sum(len(names) for names in groups.values()) + 1.3 * len(groups)
     top, bottom, line = 0.62, 0.95, 0.176
     figure = Figure(figsize=(PAGE_WIDTH, top + bottom + line * lines))
@@ -202,21 +201,15 @@ def _key(figure: Figure, height: float) -> None:
         axes.text(0.06, 0.30 - 0.16 * number, text, va="center", size=5.5, color=INK)
 
 
-def _worst(rows: list[Row]) -> Cells:
+def _worst(found: DataFrame) -> Cells:
     """The most biased of the seeds, in their largest batches; if they follow different gradients, none is named."""
-    batches: dict[tuple[str, ...], int] = {}
-    for row in rows:
-        key = tuple(row[name] for name in CELL)
-        batches[key] = max(row["batch"], batches.get(key, 0))
+    largest = found[found["batch"] == found.groupby(CELL)["batch"].transform("max")]
     cells: Cells = {}
-    for row in rows:
-        key = tuple(row[name] for name in CELL)
-        if row["batch"] < batches[key]:
-            continue
-        other = cells.setdefault(key, row)
-        named = row["identified"] if symbols(row["identified"]) == symbols(other["identified"]) else None
-        worst = max(row, other, key=lambda one: math.inf if one["relative_bias"] is None else one["relative_bias"])
-        cells[key] = {**worst, "identified": named}
+    for cell, same in largest.groupby(CELL, sort=False):
+        rows = records(same)
+        worst = max(rows, key=lambda one: math.inf if one["relative_bias"] is None else one["relative_bias"])
+        named = worst["identified"] if len({symbols(row["identified"]) for row in rows}) == 1 else None
+        cells[cell] = {**worst, "identified": named}
     return cells
 
 

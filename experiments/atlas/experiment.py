@@ -1,29 +1,21 @@
 """Grades one registered estimator in every environment, with a current and with a stale sampler."""
 
-import hashlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import kltest
 from kltest.errors import TargetError
 from kltest.estimators import find, registry
 
+from ..arrays import code_of
 from .settings import ENVIRONMENTS
 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Every registered estimator with each seed.
-
-    An estimator may come from another package; its code is part of the configuration, so that editing it counts.
-    """
+    """Every registered estimator with each seed."""
     seeds = [configuration["seed"] for configuration in configurations]
     for name, estimator in registry().items():
-        source = Path(inspect.getfile(inspect.unwrap(estimator.function)))
-        code = hashlib.sha256(source.read_bytes()).hexdigest()[:8]
-        for seed in seeds:
-            yield {"estimator": name, "seed": seed, "_code": code}
+        yield from ({"estimator": name, "seed": seed, "_code": code_of(estimator)} for seed in seeds)
 
 
 def compute(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,10 +1,7 @@
 """Exact expected gradients of one step: two examples, a line of binary policies, and random ones ever further away."""
 
-import hashlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.truth import divergences, gradient, value
 
-from ..arrays import generator
+from ..arrays import code_of, generator
 from .settings import EXAMPLES, FOLLOWED, LEVELS, PROBABILITIES, QUANTILES
 
 Row = dict[str, Any]
@@ -25,16 +22,11 @@ SILENT = 1e-9
 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The examples for every registered estimator of one step, the binary line for some, then the grid.
-
-    An estimator may come from another package; its code is part of the configuration, so that editing it counts.
-    """
+    """The examples for every registered estimator of one step, the binary line for some, then the grid."""
     for name, estimator in registry().items():
         # Those that compare the rows of a batch, or their sampler with their policy, are the matter of others.
         if not (estimator.spec.couples or estimator.spec.off_policy_only):
-            source = Path(inspect.getfile(inspect.unwrap(estimator.function)))
-            code = hashlib.sha256(source.read_bytes()).hexdigest()[:8]
-            yield {"part": "examples", "estimator": name, "_code": code}
+            yield {"part": "examples", "estimator": name, "_code": code_of(estimator)}
     yield from ({"part": "binary", "estimator": name} for name in FOLLOWED)
     for configuration in configurations:
         yield {"part": "distance", **configuration}

@@ -5,7 +5,7 @@ compared with the committed ones one by one.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -236,35 +236,30 @@ def _vanishes(rows: pd.DataFrame, sweep: Sweep) -> Answer:
     return said, zero >= 0.8 * measured and missed < 0.5 * of
 
 
-def _within(
-    rows: pd.DataFrame, sweep: Sweep, variant: str, low: float, high: float = 1.05, name: str = "kl_gradient_cosine"
-) -> Answer:
-    """Judge if the whole interval of the cosine lies between two bounds."""
+def _cosine(
+    rows: pd.DataFrame, sweep: Sweep, variant: str, low: float, high: float = 1.05, name: str = "kl_gradient_cosine", *,
+    reaches_one: bool = False,
+) -> Answer:  # fmt: skip
+    """Judge if the whole interval of the cosine lies between two bounds, or above the lower one and around 1."""
     found = sweep.gradients(variant, name)
-    return found.text(3), low < found.low and found.high < high
-
-
-def _reaches_one(
-    rows: pd.DataFrame, sweep: Sweep, variant: str, low: float, name: str = "kl_gradient_cosine"
-) -> Answer:
-    found = sweep.gradients(variant, name)
-    return found.text(3), low < found.low < 1 < found.high
+    return found.text(3), low < found.low and (found.low < 1 < found.high if reaches_one else found.high < high)
 
 
 STALE = "stale_gradient_cosine"
 for _claim, _source, _expected, _judge in (
     ("k1 in the reward follows ∇KL(π‖ref)", THEORY, "cosine within 0.05 of 1",
-     partial(_within, variant="k1-reward", low=0.95)),
+     partial(_cosine, variant="k1-reward", low=0.95)),
     ("what k2 in the loss misses through later tokens is hardly anything here", OWN, "cosine within 0.05 of 1",
-     partial(_within, variant="k2-loss", low=0.95)),
+     partial(_cosine, variant="k2-loss", low=0.95)),
     ("that k3 in the loss follows another direction is not told here", OWN, "cosine above 0.8, its interval reaches 1",
-     partial(_reaches_one, variant="k3-loss", low=0.8)),
+     partial(_cosine, variant="k3-loss", low=0.8, reaches_one=True)),
     ("k3 with its ratio follows the same direction as k2 in the loss", THEORY, "cosine within 0.05 of 1",
-     partial(_within, variant="stale:k3-ratio", low=0.95)),
+     partial(_cosine, variant="stale:k3-ratio", low=0.95)),
     ("on stale rollouts k3 with its ratio is not told from this direction", THEORY,
-     "cosine above 0.9, its interval reaches 1", partial(_reaches_one, variant="stale:k3-ratio", low=0.9, name=STALE)),
+     "cosine above 0.9, its interval reaches 1",
+     partial(_cosine, variant="stale:k3-ratio", low=0.9, name=STALE, reaches_one=True)),
     ("k2 in the loss, without a ratio, turns away there", THEORY, "cosine on stale rollouts below 1",
-     partial(_within, variant="stale:k2-loss", low=-1.0, high=1.0, name=STALE)),
+     partial(_cosine, variant="stale:k2-loss", low=-1.0, high=1.0, name=STALE)),
     ("k3 with its ratio holds the policy back with a stale sampler", "DeepSeek-V3.2", "KL below that of no term",
      partial(_holds, variants=("stale:k3-ratio",))),
     ("where it was never trained, on longer numbers, the penalties hold the policy back as well", OWN,
@@ -408,6 +403,14 @@ def _with_bounds(quantity: str, found: Interval, **where: Any) -> Cited:
         yield number(quantity, value if math.isfinite(value) else None, **where, bound=bound)
 
 
+def _perhaps(quantity: str, of: Callable[[], Interval], **where: Any) -> Cited:
+    """Yield an interval with its bounds; nothing if its runs are not there."""
+    try:
+        yield from _with_bounds(quantity, of(), **where)
+    except Missing:
+        return
+
+
 @numbers.add
 def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     ended = Sweep(rows, "committed").ended.reset_index()
@@ -447,30 +450,19 @@ def _of_ends(rows: pd.DataFrame) -> Cited:
             ("loss", partial(sweep.spread, variant, beta, "lost")),
             ("kl over optimum", partial(_paired, sweep.ends(variant, beta), sweep.ends(OPTIMUM, beta))),
         ):
-            try:
-                yield from _with_bounds(label, of(), **where)
-            except Missing:
-                continue
+            yield from _perhaps(label, of, **where)
 
 
 @numbers.add
 def _of_gradients(rows: pd.DataFrame) -> Cited:
     sweep = Sweep(rows, "committed")
     for variant in VARIANTS:
-        for which, label in (("kl", ""), ("stale", "stale ")):
-            zero, measured = sweep.vanishing(variant, which)
-            if measured:
-                yield number(f"{label}told", measured - zero, variant=variant)
-                yield number(f"{label}measured", measured, variant=variant)
-            for name in ("cosine", "size"):
-                try:
-                    yield from _with_bounds(
-                        f"{label}{name}", sweep.gradients(variant, f"{which}_gradient_{name}"), variant=variant
-                    )
-                except Missing:
-                    continue
-        if sweep.vanishing(variant)[1]:
-            yield number("noise", _noise(sweep, variant), variant=variant)
+        zero, measured = sweep.vanishing(variant)
+        if measured:
+            yield number("told", measured - zero, variant=variant)
+            yield number("measured", measured, variant=variant)
+        for quantity, name in (("cosine", "kl_gradient_cosine"), ("size", "kl_gradient_size"), ("stale cosine", STALE)):
+            yield from _perhaps(quantity, partial(sweep.gradients, variant, name), variant=variant)
 
 
 @numbers.add

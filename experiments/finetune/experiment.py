@@ -49,14 +49,12 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
     if one["variant"] == OPTIMUM:
         return optimum(one)
 
-    history = run(settings_of(one), None, quiet=True)
-    epochs = history.settings.inner_epochs
-    rows = []
-    for record in history.records:
+    settings, rows = settings_of(one), []
+    for record in run(settings, None, quiet=True):
         if "kl" not in record and "kl_gradient_size" not in record:
             continue
         found = _rounded({name: record[name] for name in KEPT if name in record})
-        rows.append({**one, "update": record["step"] * epochs, **found})
+        rows.append({**one, "update": record["step"] * settings.inner_epochs, **found})
     return rows
 
 

@@ -122,12 +122,12 @@ def command(
 
     folder = Path(output) if output else Path(FOLDER) / chosen.key
     try:
-        history = run(chosen, folder, again=again)
+        records = run(chosen, folder, again=again)
     except KeyboardInterrupt:
         print(f"kltest: interrupted; everything is kept in {folder}: the same command goes on", file=sys.stderr)
         return INTERRUPTED
-    if history.records:  # another process keeps them otherwise
-        print(*_said(history.records), f"Metrics, checkpoint and model are in {folder}.", sep="\n")
+    if records:  # another process keeps them otherwise
+        print(*_said(records), f"Metrics, checkpoint and model are in {folder}.", sep="\n")
     return 0
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,8 @@ from kltest.language_models.scoring import score_in_parts
 from kltest.sweeps.progress import Progress
 
 
-@dataclass(frozen=True)
-class History:
-    """The records of a run, one a step, with names as in METRICS; a record lacks what was not measured at its step."""
-
-    settings: Settings
-    records: list[Record]
-
-    def of(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which a metric was measured, and its values."""
-        there = [record for record in self.records if name in record]
-        return [record["step"] for record in there], [record[name] for record in there]
-
-
-def run(settings: Settings, folder: Path | None = None, *, again: bool = False, quiet: bool = False) -> History:
-    """Train and measure.
+def run(settings: Settings, folder: Path | None = None, *, again: bool = False, quiet: bool = False) -> list[Record]:
+    """Train and measure; return a record for each step, which lacks what was not measured then (names: METRICS).
 
     Args:
         settings: Of the run.
@@ -91,7 +78,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
                 raise KeyboardInterrupt
     if folder is not None and processes.main:
         save(models.policy.model, models.policy.tokenizer, folder / "model")
-    return History(settings, files.records)
+    return files.records
 
 
 class Training:

@@ -97,7 +97,7 @@ def test_with_a_current_sampler_the_ratio_turns_k3_into_k2():
 
     same = {**SETTINGS.RUN, "model": "tiny:30k", "task": "addition:1", "reference_reward": 0.02, "steps": 4}
     same |= {"prompts": 32, "beta": 1.0, "eval_prompts": 8, "gradient_every": 0, "learning_rate": 1e-2}
-    found = {kl: run(settings_of({**same, "kl": kl}), quiet=True).records for kl in ("k2-loss", "k3-ratio", "k3-loss")}
+    found = {kl: run(settings_of({**same, "kl": kl}), quiet=True) for kl in ("k2-loss", "k3-ratio", "k3-loss")}
     lines = list(zip(*found.values(), strict=True))
     for k2, ratio, _ in lines[:-1]:
         # Float32 weights, after updates whose gradients were rounded differently.

@@ -58,6 +58,12 @@ def finished(tmp_path_factory, models_folder):
     return folder
 
 
+def of(records, name):
+    """The steps at which a metric was measured, and its values."""
+    there = [record for record in records if name in record]
+    return [record["step"] for record in there], [record[name] for record in there]
+
+
 def command(*arguments):
     return [sys.executable, "-m", "kltest.cli", "finetune", *ARGUMENTS, *arguments]
 
@@ -90,7 +96,7 @@ def test_a_saved_model_is_trained_on(finished):
     """By its folder, as any other causal model; its first policy is the one that was saved."""
     settings = replace(SMALL, model=str(finished / "model"), steps=1, gradient_every=0)
     history = run(settings, quiet=True)
-    assert history.of("kl")[1][0] == pytest.approx(0.0, abs=1e-6)
+    assert of(history, "kl")[1][0] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_prompts_in_a_chat_template(finished, tmp_path):
@@ -105,10 +111,10 @@ def test_prompts_in_a_chat_template(finished, tmp_path):
         return replace(SMALL, model=str(tmp_path / "chat"), steps=1, gradient_every=0)
 
     plain = saved("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    bare, same = (run(replace(plain, chat=chat), quiet=True).records for chat in (False, True))
+    bare, same = (run(replace(plain, chat=chat), quiet=True) for chat in (False, True))
     assert bare == same
     longer = run(replace(saved("{{ messages[0]['content'] }}{{ messages[0]['content'] }}"), chat=True), quiet=True)
-    assert longer.records != bare
+    assert longer != bare
     with pytest.raises(UsageError, match=r"template fails on the prompt '.*': no user"):
         run(replace(saved("{{ raise_exception('no user') }}"), chat=True), quiet=True)
     with pytest.raises(UsageError, match="has no chat template; set chat=false"):
@@ -154,7 +160,7 @@ def test_ctrl_c_keeps_everything(finished, tmp_path, monkeypatch):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert state["step"] == len(lines) == 1
-    assert run(SMALL, folder, quiet=True).records[-1]["step"] == 6
+    assert run(SMALL, folder, quiet=True)[-1]["step"] == 6
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
@@ -162,7 +168,7 @@ def test_another_run_in_the_same_folder(finished, tmp_path):
     with pytest.raises(UsageError, match=r"other settings \(beta\)"):
         run(replace(SMALL, beta=0.2), finished, quiet=True)
     run(replace(SMALL, steps=0), tmp_path, quiet=True)
-    assert len(run(replace(SMALL, steps=1), tmp_path, again=True, quiet=True).records) == 2
+    assert len(run(replace(SMALL, steps=1), tmp_path, again=True, quiet=True)) == 2
 
 
 def test_a_policy_that_is_not_finite_any_more_stops_the_run(tmp_path):
@@ -226,15 +232,15 @@ def test_other_errors_stay_what_they_are():
 )
 def test_kinds_of_runs(changes):
     history = run(replace(SMALL, steps=2, gradient_every=0, **changes), quiet=True)
-    assert history.of("kl")[0] == [0, 2]
-    assert all(math.isfinite(value) for record in history.records for value in record.values())
-    assert ("gradient_norm_last" in history.records[0]) == (changes.get("inner_epochs", 1) > 1)
+    assert of(history, "kl")[0] == [0, 2]
+    assert all(math.isfinite(value) for record in history for value in record.values())
+    assert ("gradient_norm_last" in history[0]) == (changes.get("inner_epochs", 1) > 1)
 
 
 def test_micro_batches_give_the_same_run(finished):
     """The first update's gradient, to float32."""
     whole, cut = (run(replace(SMALL, steps=1, micro_batch=size, max_norm=0.0), quiet=True) for size in (0, 3))
-    assert cut.of("gradient_norm")[1] == pytest.approx(whole.of("gradient_norm")[1], rel=1e-4)
+    assert of(cut, "gradient_norm")[1] == pytest.approx(of(whole, "gradient_norm")[1], rel=1e-4)
 
 
 PROGRAM = """
@@ -450,7 +456,7 @@ def test_the_last_inner_epoch_is_measured_with_the_sampler_of_the_step(monkeypat
     monkeypatch.setattr(running, "compare_gradients", spy)
     monkeypatch.setattr(running.Training, "_optimise", told)
     history = run(replace(SMALL, steps=4, inner_epochs=3, gradient_every=2, kl="k2-loss"), quiet=True)
-    assert history.of("stale_gradient_size") == ([2], [1.0])
+    assert of(history, "stale_gradient_size") == ([2], [1.0])
     after = {number: weight for number, weight, *more in met if not more}
     (fresh, stale, last) = [entry for entry in met if len(entry) == 3]
     assert (fresh[0], stale[0], last[0]) == (2, 2, 4)
@@ -472,7 +478,7 @@ def test_a_compiled_forward_pass_changes_no_more_than_rounding(monkeypatch):
     )
     traced = run(replace(double, compile=True), quiet=True)
     for name in ("reward", "kl", "gradient_norm", "kl_gradient_size"):
-        (steps, one), (same_steps, other) = plain.of(name), traced.of(name)
+        (steps, one), (same_steps, other) = of(plain, name), of(traced, name)
         assert steps == same_steps, name
         assert other == pytest.approx(one, rel=1e-8, abs=1e-12), name
 
