@@ -150,6 +150,7 @@ def test_the_demonstration_tells_wrong_from_fixed(check):
 
 @ALL
 def test_every_text_is_there(check):
+    assert check.name == check.name.lower().replace(" ", "-")
     for text in (check.title, check.what, check.why, check.example, check.fix):
         assert text == text.strip()
         assert len(text.split()) >= 4

@@ -69,13 +69,3 @@ def test_the_numbers_of_the_example(code):
         # Whole numbers stand without decimals, before the end of a clause.
         shown |= {f" {round(number)},", f" {round(number)}."} if abs(number - round(number)) < 1e-12 else set()
         assert any(text in example for text in shown), f"{code} does not show {number}: {example}"
-
-
-@pytest.mark.parametrize("code", CHECKS)
-def test_every_text_is_there(code):
-    check = CHECKS[code]
-    assert check.code == code
-    assert check.name == check.name.lower().replace(" ", "-")
-    for text in (check.title, check.what, check.why, check.example, check.fix):
-        assert len(text) > 20
-    assert check.sources
