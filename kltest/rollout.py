@@ -158,8 +158,11 @@ class Rollout:
     def take(self, rows: Any, *, beta: float | None = None) -> "Rollout":
         """Return a new batch of the given rows (repeats allowed), with fresh leaves."""
         index = torch.as_tensor(rows)
-        fields = {name: _row_picker(self, name, index) for name in self._builders}
+        fields = {name: partial(self._rows, name, index) for name in self._builders}
         return Rollout(fields, beta=self.peek("beta") if beta is None else beta)
+
+    def _rows(self, name: str, index: Tensor) -> Tensor:
+        return self.peek(name).detach()[index]
 
     def replace(self, **fields: Any) -> "Rollout":
         """Return the same batch with some fields exchanged, `beta` perhaps among them, and fresh leaves."""
@@ -224,10 +227,6 @@ def elsewhere(log_probs: Tensor) -> Tensor:
 
 def _no_field(name: object) -> NotGivenError:
     return NotGivenError(f"a rollout has no field {name!r}; its fields are {', '.join(FIELDS)}")
-
-
-def _row_picker(rollout: Rollout, name: str, index: Tensor) -> Callable[[], Tensor]:
-    return lambda: rollout.peek(name).detach()[index]
 
 
 def _builders(

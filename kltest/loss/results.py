@@ -22,10 +22,6 @@ _WHOLE = ("loss", "total_loss")
 Names = Callable[[int], Sequence[str]]
 
 
-def _nameless(count: int) -> Sequence[str]:
-    return [""] * count
-
-
 @dataclass(frozen=True)
 class Result:
     """A loss as returned, before placement; `metric` is the logged KL, a copy, float64; `note` is for the report.
@@ -50,7 +46,7 @@ class _Parts:
     beside: tuple[tuple[str, Any], ...] = ()
 
 
-def read(name: str, answer: Any, rollout: Rollout, *, names: Names = _nameless, aux: bool = False) -> Result:
+def read(name: str, answer: Any, rollout: Rollout, *, names: Names, aux: bool) -> Result:
     """Return the loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
 
     `names` gives the names of so many items of a tuple without any. `aux`: that the second item of a pair has a

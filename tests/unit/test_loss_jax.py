@@ -8,18 +8,21 @@ import sys
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 import kltest
 from kltest.loss.calling import bind
 from kltest.loss.jax import jax_loss
+from kltest.loss.jax.program import narrowest
 from kltest.loss.jax.recognition import is_for_jax
 
 jax = pytest.importorskip("jax", reason="JAX is not installed (pip install jax)")
 jnp = pytest.importorskip("jax.numpy")
 
 CALLED = "called with JAX arrays"
+MASK = np.array([1.0, 1.0, 0.0])
 
 
 def k3(logp, ref_logp):
@@ -194,6 +197,23 @@ def test_fields_read_from_an_object_reach_the_gradient():
         ("sequence", "current", pytest.approx({"local_forward_kl": 1.0}, rel=1e-10)),
         ("ragged", "current", pytest.approx({"local_forward_kl": 1.0}, rel=1e-10)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "digits"),
+    [
+        (lambda x: jnp.exp(x), 52),
+        (lambda x: jnp.exp(x).astype(jnp.float32), 23),
+        (jax.jit(lambda x: jnp.exp(x.astype(jnp.bfloat16)).astype(jnp.float64)), 7),
+        # A mask and a count lose nothing in float32, the inverse of a count does.
+        (lambda x: x * jnp.asarray(MASK).astype(jnp.float32).sum(), 52),
+        (lambda x: x * jax.jit(lambda mask: (mask.astype(jnp.float32), 1.0))(MASK)[0], 52),
+        (lambda x: x * (1 / (1 + jnp.asarray(MASK).astype(jnp.float32).sum())), 23),
+    ],
+)
+def test_the_precision_of_a_jaxpr(loss, digits):
+    with jax.enable_x64(True):
+        assert narrowest(jax.make_jaxpr(loss)(jnp.ones(3))) == digits
 
 
 def test_a_loss_that_names_torch_is_never_taken_for_one_of_jax():

@@ -24,19 +24,28 @@ def narrowest(written: Any) -> int:
 
 
 def _rounded(jaxpr: Any, whole: set[Any]) -> Iterator[int]:
-    """Yield the digits of each step's results; `whole` are the variables that are known to hold whole numbers."""
+    """Yield the digits of each step's results; `whole` are the variables that are known to hold whole numbers.
+
+    It is added to: the caller asks it about the outputs.
+    """
     for step in jaxpr.eqns:
-        exact = [_is_whole(atom.val) if hasattr(atom, "val") else atom in whole for atom in step.invars]
+        exact = [_holds_whole(atom, whole) for atom in step.invars]
         inside = list(_functions(step))
         for function in inside:
             inputs = zip(function.invars, exact, strict=False) if len(function.invars) == len(exact) else ()
             known = {variable for variable, is_exact in inputs if is_exact}
             yield from _rounded(function, known)
-            whole |= {mine for mine, own in zip(step.outvars, function.outvars, strict=False) if own in known}
+            outputs = zip(step.outvars, function.outvars, strict=False)
+            whole |= {mine for mine, own in outputs if _holds_whole(own, known)}
         if all(exact) and step.primitive.name in _WHOLE_STAYS_WHOLE:
             whole |= {*step.outvars}
         elif not inside:
             yield from (_BITS.get(str(output.aval.dtype), 52) for output in step.outvars)
+
+
+def _holds_whole(atom: Any, whole: set[Any]) -> bool:
+    """Return True for a literal or a variable of whole numbers; literals cannot be looked up in a set."""
+    return _is_whole(atom.val) if hasattr(atom, "val") else atom in whole
 
 
 def _is_whole(value: Any) -> bool:
