@@ -5,7 +5,7 @@ from kltest.checks.beyond import differs_much, wrong_where_sure, wrong_with_many
 from kltest.checks.check import Found
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
-from kltest.checks.sequences.long_rollouts import message_of
+from kltest.checks.sequences.long_rollouts import late
 from kltest.identify.findings import Findings, Row, when_current
 from kltest.moments.tolerances import Tolerances
 
@@ -26,8 +26,8 @@ def examine(findings: Findings) -> Found | None:
 
     KL504 reports a clamp, KL701 and KL703 a loss that distinguishes the likeliest tokens only.
     """
-    if late := message_of("KL105", findings):
-        return Found(late)
+    if found := late(findings, "KL105"):
+        return found
     dead = dead_zones(findings)
     if (away := differs_much(findings)) and not dead:
         return Found(away)

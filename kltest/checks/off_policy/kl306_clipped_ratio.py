@@ -1,6 +1,5 @@
 """KL306: the importance ratio is right until its clip takes effect, in the graded environments or farther out."""
 
-from kltest.checks.check import Found
 from kltest.checks.off_policy.far_samplers import examine_far
 from kltest.checks.off_policy.ratios import right_without_clip
 from kltest.identify.findings import Findings, Row
@@ -14,10 +13,8 @@ def explains(row: Row, findings: Findings) -> bool:
 
 moot = Findings.why_not_stale
 
-
-def examine(findings: Findings) -> Found | None:
-    """Report a bound that samplers reach which are farther from the policy than the graded ones."""
-    return examine_far(findings)
+# A bound that samplers reach which are farther from the policy than the graded ones.
+examine = examine_far
 
 
 def clipped(logp, ref_logp, old_logp, mask):

@@ -4,7 +4,7 @@ from kltest.checks.batches import limit
 from kltest.checks.check import Found
 from kltest.checks.scale import widened
 from kltest.checks.sequences.lengths import divided_by_length, divided_by_lengths_of_others, only_one_token
-from kltest.checks.sequences.long_rollouts import message_of
+from kltest.checks.sequences.long_rollouts import late
 from kltest.identify.findings import Findings, Row
 
 
@@ -16,8 +16,8 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def examine(findings: Findings) -> Found | None:
     """Report a factor that long rollouts only have."""
-    message = message_of("KL203", findings)
-    return Found(message) if message and widened(findings)[0] <= limit(findings) else None
+    found = late(findings, "KL203")
+    return found if found and widened(findings)[0] <= limit(findings) else None
 
 
 moot = only_one_token

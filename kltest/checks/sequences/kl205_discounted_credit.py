@@ -5,14 +5,13 @@ the measured gradient with these parts on all instances of an environment, and t
 discount from the start.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
 
-from kltest.checks.check import Found
 from kltest.checks.sequences.lengths import only_one_token
-from kltest.checks.sequences.long_rollouts import message_of
+from kltest.checks.sequences.long_rollouts import late
 from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve
@@ -33,10 +32,8 @@ def moot(findings: Findings) -> str | None:
     return only_one_token(findings)
 
 
-def examine(findings: Findings) -> Found | None:
-    """Report a discount or a window that begins farther away than the graded rollouts are long."""
-    message = message_of("KL205", findings)
-    return Found(message) if message else None
+# A discount or a window that begins farther away than the graded rollouts are long.
+examine = partial(late, code="KL205")
 
 
 def explains(row: Row, findings: Findings) -> str | None:

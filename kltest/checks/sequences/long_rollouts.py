@@ -7,12 +7,11 @@ rollouts remain that they are enumerated, and the declared gradient is known by 
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from kltest.checks.beyond import OfSome, compared
-from kltest.checks.check import shared
+from kltest.checks.check import Found, shared
 from kltest.environments import END, Environment, Instance, Paths
 from kltest.environments.policies import table
 from kltest.identify.case import relative_bias, size
@@ -28,13 +27,6 @@ CHOICES_OF_GROUPS = (0, 42)
 CERTAIN = 30.0
 # Share of a difference below which the part at one position is none.
 SMALL = 1e-3
-
-
-class Late(NamedTuple):
-    """The check that a finding in long rollouts belongs to, and its words."""
-
-    code: str
-    message: str
 
 
 def _rollouts(environment: Environment, choices: tuple[int, ...]) -> Paths:
@@ -85,25 +77,29 @@ def long_instance(batch: int, seed: int) -> Instance:
 
 
 @shared
-def examine_long(findings: Findings) -> Late | None:
-    """Compare the gradient of long rollouts with the declared one, if that is what it is in graded environments."""
+def examine_long(findings: Findings) -> tuple[str, str] | None:
+    """Compare the gradient of long rollouts with the declared one, if that is what it is in graded environments.
+
+    Returns:
+        The code of the check that a difference belongs to, and its words.
+    """
     for sampler in findings.samplers:
         rows = [row for row in findings.rows if row.sampler == sampler]
         several = [row for row in rows if row.length != 1]
         if not several or any(row.agrees is not True or row.method != "exact" for row in rows):
             continue
-        if late := _compare(findings, max(several, key=lambda row: row.batch)):
-            return late
+        if found := _compare(findings, max(several, key=lambda row: row.batch)):
+            return found
     return None
 
 
-def message_of(code: str, findings: Findings) -> str:
-    """Return the finding in long rollouts that belongs to a check, else nothing."""
-    late = examine_long(findings)
-    return late.message if late and late.code == code else ""
+def late(findings: Findings, code: str) -> Found | None:
+    """Return the finding in long rollouts if it belongs to a check."""
+    found = examine_long(findings)
+    return Found(found[1]) if found and found[0] == code else None
 
 
-def _compare(findings: Findings, row: Row) -> Late | None:
+def _compare(findings: Findings, row: Row) -> tuple[str, str] | None:
     instance = long_instance(row.batch, findings.seed)
     found, wanted = compared(findings, row, instance)
     tolerance = max(Tolerances.guard, TOLERANCES[findings.observed.dtype].gradient)
@@ -113,15 +109,15 @@ def _compare(findings: Findings, row: Row) -> Late | None:
     where = f"In rollouts of {LENGTH} tokens ({row.sampler} sampler) the expected gradient is off by {bias:.2g} of it"
     factor = float((found * wanted).sum() / ((wanted**2).sum() or 1.0))
     if np.linalg.norm(found) <= SMALL * np.linalg.norm(wanted):
-        return Late("KL105", f"{where}, and right in short ones: nothing is left of it.")
+        return "KL105", f"{where}, and right in short ones: nothing is left of it."
     if np.linalg.norm(found - factor * wanted) <= 10 * tolerance * np.linalg.norm(found):
-        return Late("KL203", f"{where}: it is {factor:.4g} times the declared one, which it is in short rollouts.")
+        return "KL203", f"{where}: it is {factor:.4g} times the declared one, which it is in short rollouts."
     choices = choices_of(row.batch)
     wrong = _places(found - wanted, instance, choices)
     places = f"it differs at tokens {_listed(wrong)} of {_listed(choices)}, counted from 0"
     if "reverse_kl" in findings.expect and choices[-1] not in wrong:
-        return Late("KL205", f"{where}: {places}, so that log-ratios of much later tokens are not credited in full.")
-    return Late("KL105", f"{where}, and right in short ones: {places}.")
+        return "KL205", f"{where}: {places}, so that log-ratios of much later tokens are not credited in full."
+    return "KL105", f"{where}, and right in short ones: {places}."
 
 
 def _places(difference: np.ndarray, instance: Instance, choices: tuple[int, ...]) -> list[int]:
