@@ -29,8 +29,12 @@ def rao_blackwell(logp, logits, ref_logits, mask):
     return (next_kl + following * logp.where(live, 0.0)).sum(-1)
 
 
-def k1_as_reward(logp, ref_logp):
+def k1(logp, ref_logp):
     return logp - ref_logp
+
+
+def k3(logp, ref_logp):
+    return (ref_logp - logp).exp() - 1 + (logp - ref_logp)
 
 
 def k1_as_reward_with_ratio(logp, ref_logp, old_logp, mask):

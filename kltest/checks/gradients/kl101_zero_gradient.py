@@ -9,7 +9,3 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return "zero was declared" if set(findings.expect) <= {"zero"} else None
-
-
-def k1_as_loss(logp, ref_logp):
-    return logp - ref_logp

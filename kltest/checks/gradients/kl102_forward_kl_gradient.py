@@ -12,7 +12,3 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return "a forward KL was declared" if when_current(findings.expect).keys() & FORWARD else None
-
-
-def k3_as_loss(logp, ref_logp):
-    return (ref_logp - logp).exp() - 1 + (logp - ref_logp)

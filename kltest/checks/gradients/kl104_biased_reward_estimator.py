@@ -14,7 +14,3 @@ def explains(row: Row, findings: Findings) -> bool:
 
 def moot(findings: Findings) -> str | None:
     return "the term is not placed in the reward" if findings.placement == "loss" else None
-
-
-def k3_as_reward(logp, ref_logp):
-    return (ref_logp - logp).exp() - 1 + (logp - ref_logp)

@@ -21,9 +21,8 @@ from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# Significant bits, and the distance of neighbouring numbers near 10.
+# Significant bits; neighbouring numbers near 10 are 2⁴ of the last bit apart.
 DIGITS = {"bfloat16": 8, "float16": 11}
-GRID = {"bfloat16": 2.0**-4, "float16": 2.0**-7}
 ROWS, LENGTH, VOCABULARY = 12, 5, 6
 SEED = 0
 # Relative errors of an expected gradient in float32: of a careful loss well below the first; above the second it is no
@@ -69,7 +68,7 @@ def examine(findings: Findings) -> Found | None:
     if dtype in NARROW:
         return Found(
             f"Given float64, it computes in {dtype}, whose numbers have {DIGITS[dtype]} significant bits: log-probs "
-            f"near −10 are rounded to multiples of {GRID[dtype]:g}, and so are log-ratios."
+            f"near −10 are rounded to multiples of {2.0 ** (4 - DIGITS[dtype]):g}, and so are log-ratios."
         )
     # A coefficient is set to one: the KL part is a difference over β, and a small β would magnify rounding.
     measure = findings.measure

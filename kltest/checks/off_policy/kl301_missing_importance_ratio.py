@@ -14,8 +14,3 @@ def explains(row: Row, findings: Findings) -> bool:
 
 
 moot = Findings.why_not_stale
-
-
-def without_ratio(logp, ref_logp, mask):
-    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
-    return log_ratio.square() / 2
