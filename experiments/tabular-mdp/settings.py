@@ -65,6 +65,5 @@ STEPS = 350  # 0.9^350 is 1e-16: nothing is left of a rollout by then
 # Rotation: random processes of this size, this many for each seed, all of them ended with chance 1 − CONTINUES a step.
 ROTATION = {"states": 3, "actions": 3, "branches": 2, "environments": 12}
 
-# Relative differences below this are rounding; what is called a difference is above 1e-2.
+# Relative differences below this are rounding.
 EXACT = 1e-10
-CLEAR = 1e-2
