@@ -52,9 +52,12 @@ def read(path: Path | None = None) -> list[Row]:
 def record(rows: Sequence[Row], path: Path | None = None, *, whole: bool = True) -> None:
     """Replace what is recorded of these libraries in these versions, or, not `whole`, of these settings alone.
 
-    Rows of libraries that failed and of settings that were not finished are left out; what is recorded of them stays.
+    Left out are rows of libraries that failed, of settings that were not finished, and of those that now fail and did
+    not before; what is recorded of them stays.
     """
-    new = {_key(each): each for each in rows if each["setting"] and not each.get("unfinished")}
+    there = {_key(each) for each in read(path) if not each["error"]}
+    done = [each for each in rows if each["setting"] and not each.get("unfinished")]
+    new = {_key(each): each for each in done if not (each["error"] and _key(each) in there)}
     failed = {each["library"] for each in rows if _key(each) not in new}
     replaced = {(library, version) for library, version, _ in new if whole and library not in failed}
     kept = {_key(each): each for each in read(path) if (each["library"], each["version"]) not in replaced}

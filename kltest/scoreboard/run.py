@@ -96,9 +96,9 @@ def libraries(
     changed = _changed(asked, found, request) if diff else []
     if diff:
         _print_changes(changed, folder)
+    refused = {(each["library"], each["setting"]) for each in recorded.read() if each["error"]}
     if record:
         recorded.record(rows, whole=not request.settings)
-    refused = {(each["library"], each["setting"]) for each in recorded.read() if each["error"]}
     ungraded = [each for each in rows if not graded(each) and (each["library"], each["setting"]) not in refused]
     return 3 if ungraded else int(bool(changed))
 

@@ -515,9 +515,9 @@ def test_a_record_is_replaced_setting_by_setting_or_whole(measured, tmp_path):
     recorded.record([{**rows[1], "note": "again"}], path, whole=False)
     assert [row["setting"] for row in recorded.read(path)] == names
     assert [row["note"] for row in recorded.read(path)] == ["", "again", *[""] * (len(rows) - 2)]
-    slow = {**rows[1], "unfinished": "the time was over", "note": "half of it"}
-    recorded.record([rows[0], slow], path)
-    assert [row["note"] for row in recorded.read(path)][:2] == ["", "again"], "what is not finished replaces nothing"
+    for worse in ({"unfinished": "the time was over"}, {"error": "it failed", "gradients": []}):
+        recorded.record([rows[0], {**rows[1], "note": "worse", **worse}], path)
+        assert [row["note"] for row in recorded.read(path)][:2] == ["", "again"], "what was graded stays"
     broken = absent(named_only("made-up"), "1.0", "it left")
     recorded.record([rows[0], broken], path)
     assert [row["setting"] for row in recorded.read(path)] == names

@@ -262,6 +262,13 @@ def test_values_and_gradients_of_one_call_are_those_of_jax():
     assert (texts, int(count), value.dtype) == ("text", int(logp.argmax()), torch.float64)
 
 
+def test_a_compiled_function_that_returns_a_number_is_read():
+    """float32 rounds what it multiplies; the number beside it is exact."""
+    inner = jax.jit(lambda x: (x * 0.3, 2.0))
+    assert narrowest(jax.make_jaxpr(inner)(jnp.float32(1.5))) == 23
+    assert narrowest(jax.make_jaxpr(lambda x: inner(x)[1] + jnp.float32(1))(jnp.int32(1))) == 23
+
+
 def test_what_changes_from_call_to_call_is_not_taken_from_an_earlier_one():
     calls = []
 
