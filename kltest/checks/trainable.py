@@ -5,19 +5,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kltest.loss.calling import Loss
-from kltest.moments.differentiate import backward
+from kltest.moments.differentiate import Experiment, backward
 from kltest.rollout import Rollout
 
 
-def received(loss: Loss, rollout: Rollout, names: Sequence[str]) -> dict[str, Tensor]:
+def received(experiment: Experiment, rollout: Rollout, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the gradient of one call at constant fields that are made trainable, for those that receive one."""
     constants = {name: rollout.peek(name).detach().clone().requires_grad_() for name in names}
     with warnings.catch_warnings():
         # torch warns if a number is read from a tensor that requires grad; the caller's tensor does not.
         warnings.simplefilter("ignore", UserWarning)
-        objective = loss.for_experiments()(rollout.replace(**constants)).objective
+        objective = experiment.loss(rollout.replace(**constants)).objective
     if not objective.requires_grad:
         return {}
-    found = backward(loss, objective, list(constants.values()))
+    found = backward(experiment.loss, objective, list(constants.values()))
     return {name: part for name, part in zip(constants, found, strict=True) if part is not None}

@@ -24,7 +24,7 @@ from kltest.errors import KltestError
 from kltest.identify.findings import Combination, Findings, Row
 from kltest.identify.instances import instances
 from kltest.loss.placement import ROW_FIELDS
-from kltest.moments.differentiate import differentiate, leaf_gradients
+from kltest.moments.differentiate import Experiment, differentiate, leaf_gradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 from kltest.truth import gradient, render
@@ -205,7 +205,7 @@ class _Bandits:
             return False
         rollout = self.base.replace()
         own = leaf_gradients(self.loss, self.loss(rollout).objective, rollout).get("logp")
-        towards = received(self.loss, self.base, ["ref_logp"]).get("ref_logp")
+        towards = received(Experiment(self.loss), self.base, ["ref_logp"]).get("ref_logp")
         if own is None or towards is None or not towards.any():
             return own is not None and towards is None and bool(self.read & ROW_FIELDS)
         ratio = 1 / temperature if fields == ("logp",) else temperature

@@ -26,9 +26,9 @@ from kltest.checks.demonstrations import Demonstration, Losses, one_row
 from kltest.checks.trainable import received
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
-from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.loss.resolve import Variant
+from kltest.moments.differentiate import Experiment
 from kltest.rollout import LEAVES, Rollout
 
 SIDES = {"ref_": "the reference", "old_": "the sampler"}
@@ -43,7 +43,7 @@ def examine(findings: Findings) -> Found | None:
     if findings.placement == "reward":
         return None
     for prefix, whose in SIDES.items():
-        found = _received(experiment.loss, usual_batch(findings), prefix)
+        found = _received(experiment, usual_batch(findings), prefix)
         if not any(part.any() for part in found.values()):
             continue
         size = max(float(part.abs().max()) for part in found.values())
@@ -60,17 +60,17 @@ def examine(findings: Findings) -> Found | None:
     return None
 
 
-def _moved(loss: Loss, prefix: str, rollout: Rollout) -> Outcome:
+def _moved(experiment: Experiment, prefix: str, rollout: Rollout) -> Outcome:
     """Call a loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
-    outcome = loss(rollout)
-    extra = [(rollout.peek(name) * -part).sum() for name, part in _received(loss, rollout, prefix).items()]
+    outcome = experiment.loss(rollout)
+    extra = [(rollout.peek(name) * -part).sum() for name, part in _received(experiment, rollout, prefix).items()]
     return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
 
 
-def _received(loss: Loss, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
+def _received(experiment: Experiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
     """Gradient at the live tokens of a constant that is made trainable, under the policy's name for it."""
     live = rollout.peek("mask") != 0
-    found = received(loss, rollout, [prefix + name for name in LEAVES])
+    found = received(experiment, rollout, [prefix + name for name in LEAVES])
     return {
         name.removeprefix(prefix): part.where(live if part.dim() == 2 else live[..., None], 0.0)
         for name, part in found.items()
@@ -91,8 +91,8 @@ def _wrong_rows(findings: Findings) -> list[Row]:
 
 
 def _right_once_moved(findings: Findings, row: Row, prefix: str) -> bool:
-    loss, instance = findings.measure.experiment().loss, instances(row.environment, findings.seed)[0]
-    return findings.measure.meets(Variant(loss, partial(_moved, loss, prefix)), instance, row.sampler)
+    experiment, instance = findings.measure.experiment(), instances(row.environment, findings.seed)[0]
+    return findings.measure.meets(Variant(experiment.loss, partial(_moved, experiment, prefix)), instance, row.sampler)
 
 
 def wrong_side(logp, ref_logp, mask):
