@@ -31,12 +31,16 @@ def with_charged_advantages(logp, old_logp, ref_logp, mask, tokens, advantage, b
     return called({**offered, "input_ids": tokens, "mask": mask, "advantages": advantages}, SETTINGS)[0]
 
 
-def called(offered, settings):
-    """`grpo_compute_loss` of the arguments that it names; LookupError for those it lacks, or needs in addition."""
-    # Without a GPU the import fails unless one of these is set; which one depends on the version.
+def found():
+    """`grpo_compute_loss`, imported without a GPU: one of these must be set, which one depends on the version."""
     for name in ("UNSLOTH_ZOO_DISABLE_GPU_INIT", "UNSLOTH_ALLOW_CPU"):
         os.environ.setdefault(name, "1")
-    whole = part("unsloth_zoo.rl_replacements", "grpo_compute_loss")
+    return part("unsloth_zoo.rl_replacements", "grpo_compute_loss")
+
+
+def called(offered, settings):
+    """`grpo_compute_loss` of the arguments that it names; LookupError for those it lacks, or needs in addition."""
+    whole = found()
     # It reads its settings from keyword arguments, by names that are constants of its code.
     known = inspect.unwrap(whole).__code__.co_consts
     for name in settings:
@@ -63,7 +67,8 @@ ADAPTER = Adapter(
     version="2026.10.9",
     installs=(
         ("--no-deps", "unsloth_zoo=={version}"),
-        ("transformers>=4.57.6,<=5.17.0", "datasets>=3.4.1,<5,!=4.4.*,!=4.5.0"),
+        # torch is installed alone, and what the library uses of it needs sympy.
+        ("transformers>=4.57.6,<=5.17.0", "datasets>=3.4.1,<5,!=4.4.*,!=4.5.0", "sympy"),
     ),
     module="unsloth_zoo",
     homepage="https://github.com/unslothai/unsloth-zoo",
@@ -83,5 +88,6 @@ ADAPTER = Adapter(
             note="Advantages are charged; it costs the variance of k1 over sequences, and off-policy of their ratio.",
         ),
     ),
+    loads=found,
     standalone=program,
 )
