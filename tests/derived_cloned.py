@@ -133,6 +133,20 @@ def torchtune() -> dict[str, Derived]:
     }
 
 
+def liger() -> dict[str, Derived]:
+    """Its distillation: the divergence of the next token's whole distribution, over the live tokens of the batch."""
+    at_sampler = by_tokens(INVERSE_AT_SAMPLER)
+    return {
+        "distillation/defaults": batches(
+            "Half of each KL to the mixture: the Jensen-Shannon divergence, whose gradient has no name.",
+            *(NAMELESS, NAMELESS),
+            **LOW,
+        ),
+        "distillation/beta=0": batches(f"KL(ref‖π). {FULL}", INVERSE, at_sampler, **LOW),
+        "distillation/beta=1": batches(f"KL(π‖ref). {FULL}", THIRD, THIRD_STALE, **LOW),
+    }
+
+
 def skyrl() -> dict[str, Derived]:
     """compute_approx_kl, averaged over the tokens of each row."""
     return {
@@ -237,6 +251,7 @@ LIBRARIES = {
     "slime": slime(),
     "nemo-rl": nemo_rl(),
     "torchtune": torchtune(),
+    "liger": liger(),
     "skyrl": skyrl(),
     "roll": roll(),
     "easyr1": easyr1(),

@@ -1,4 +1,4 @@
-"""Liger-Kernel: `k3_loss_fn`, the GRPO loss from log-probs by every loss type, and fused with the linear layer."""
+"""Liger-Kernel: `k3_loss_fn`, the GRPO loss from log-probs by every loss type, fused, and its distillation."""
 
 import importlib
 
@@ -60,10 +60,30 @@ def fused_with_charged_advantages(logits, logp, old_logp, ref_logp, tokens, mask
     return fused(logits, None, None, tokens, mask, advantages, **SETTINGS)[0]
 
 
-costly(ppo_loss_fn, fused, fused_with_charged_advantages)
+def distilled(logits, ref_logits, tokens, mask, mixture=0.5):
+    """`LigerFusedLinearJSDLoss` from hidden states that equal the logits, of labels alone that are live; no hard loss.
+
+    `mixture` is its beta: 0 for KL(teacher‖policy), 1 for KL(policy‖teacher), else the Jensen-Shannon divergence.
+    """
+    torch = importlib.import_module("torch")
+    settings = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "beta": mixture, "compiled": False}
+    loss = part("liger_kernel.chunked_loss.jsd_loss", "LigerFusedLinearJSDLoss")(**settings)
+    weight, labels = torch.eye(logits.shape[-1], dtype=logits.dtype), tokens.where(mask != 0, -100)
+    return loss(logits.flatten(0, 1), weight, ref_logits.flatten(0, 1), weight, labels.flatten())
+
+
+costly(ppo_loss_fn, fused, fused_with_charged_advantages, distilled)
 
 
 LOSS = Setting("ppo_loss_fn", f"{__name__}:ppo_loss_fn", options=PAIRS, depth="loss", source=DOCUMENTED)
+DISTILLED = Setting(
+    "distillation",
+    f"{__name__}:distilled",
+    depth="loss",
+    source=DOCUMENTED.replace("grpo_loss", "jsd_loss"),
+    note="The reference is the teacher, and its part alone is graded: the other half is the loss of the labels.",
+    since="0.8",
+)
 FUSED = Setting("fused", f"{__name__}:fused", options=PAIRS, depth="loss", source=DOCUMENTED)
 
 
@@ -112,6 +132,9 @@ ADAPTER = Adapter(
         whole("luspo", use_bias_correction_kl=True, importance_sampling_level="sequence"),
         whole("dr_grpo", FUSED),
         whole("dr_grpo", FUSED, use_bias_correction_kl=True),
+        DISTILLED.variant(name="defaults", default=True, coefficient="the loss itself"),
+        DISTILLED.variant({"mixture": 0.0}, "beta=0"),
+        DISTILLED.variant({"mixture": 1.0}, "beta=1"),
         FUSED.variant(
             name="kl-in-advantages",
             target=f"{__name__}:fused_with_charged_advantages",
