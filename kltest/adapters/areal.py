@@ -1,5 +1,6 @@
 """AReaL: PPO's KL in the reward, and the KL to a teacher in `grpo_loss_fn`."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -47,15 +48,8 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, beta, kl_estimator="k1"
 costly(distilled, kl_in_reward)
 # Parts of a batch are weighted by their tokens.
 OPTIONS = {"sampler": "both", **PAIRS, "ignore": "KL206"}
-REWARD = Setting("kl_in_reward", "kltest.adapters.areal:kl_in_reward", options=OPTIONS, depth="loss", source=SOURCE)
-TEACHER = Setting(
-    "teacher",
-    "kltest.adapters.areal:distilled",
-    options=OPTIONS,
-    depth="loss",
-    source=SOURCE,
-    note="The reference is the teacher.",
-)
+REWARD = Setting("kl_in_reward", f"{__name__}:kl_in_reward", options=OPTIONS, depth="loss", source=SOURCE)
+TEACHER = replace(REWARD, name="teacher", target=f"{__name__}:distilled", note="The reference is the teacher.")
 
 ADAPTER = Adapter(
     name="areal",

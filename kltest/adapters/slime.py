@@ -1,5 +1,6 @@
 """slime: its KL function, and a whole step from log-probs: KL in the loss, in the reward, on-policy distillation."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,13 +14,8 @@ SOURCE = f"{HOME}/blob/{COMMIT}/slime/utils/arguments.py"
 LOSSES = "slime.backends.megatron_utils.loss"
 # Arguments of the command line at their defaults, with each KL term switched on and without a coefficient.
 USUAL = {
-    **{
-        "loss_type": "policy_loss",
-        "advantage_estimator": "grpo",
-        "kl_loss_type": "k1",
-        "gamma": 1.0,
-        "rollout_top_p": 1.0,
-    },
+    **{"loss_type": "policy_loss", "advantage_estimator": "grpo", "kl_loss_type": "k1"},
+    **{"gamma": 1.0, "rollout_top_p": 1.0},
     **{"eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None, "entropy_coef": 0.0, "opd_type": "megatron"},
     **dict.fromkeys(("use_kl_loss", "use_opd"), True),
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "opd_kl_coef"), 0.0),
@@ -61,18 +57,9 @@ def step(logp, old_logp, ref_logp, mask, advantage, beta, coefficient="kl_loss_c
 
 
 costly(step)
-STEP = Setting(
-    "kl_loss", "kltest.adapters.slime:step", options={"sampler": "both", **PAIRS}, depth="loss", source=SOURCE
-)
-OPD = Setting(
-    "opd",
-    STEP.target,
-    {"coefficient": "opd_kl_coef"},
-    STEP.options,
-    depth="loss",
-    source=SOURCE,
-    note="On-policy distillation: the reference is the teacher.",
-)
+STEP = Setting("kl_loss", f"{__name__}:step", options={"sampler": "both", **PAIRS}, depth="loss", source=SOURCE)
+NOTE = "On-policy distillation: the reference is the teacher."
+OPD = replace(STEP, name="opd", arguments={"coefficient": "opd_kl_coef"}, note=NOTE)
 FUNCTION = Setting(
     "compute_approx_kl",
     "slime.utils.ppo_utils:compute_approx_kl",

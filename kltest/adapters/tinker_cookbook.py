@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -72,12 +73,10 @@ REINFORCED = Setting(
     source=f"{TREE}/rl/train.py",
     note="The loss of the service, which is not part of the library, is that of its documentation.",
 )
-DISTILLED = Setting(
-    "on_policy_distillation",
-    REINFORCED.target,
-    {"module": "distillation.train_on_policy"},
-    REINFORCED.options,
-    depth="loss",
+DISTILLED = replace(
+    REINFORCED,
+    name="on_policy_distillation",
+    arguments={"module": "distillation.train_on_policy"},
     source=f"{TREE}/distillation/train_on_policy.py",
     note=f"The reference is the teacher. {REINFORCED.note}",
 )

@@ -23,13 +23,12 @@ def distilled(logits, ref_logits, tokens, mask, loss, **settings):
     return function(logits.flatten(0, 1), ref_logits.flatten(0, 1), labels.flatten())
 
 
-HERE = "kltest.adapters.torchtune"
 GRPO = Setting(
-    "grpo", f"{HERE}:grpo", options={"sampler": "both", **PAIRS}, depth="loss", source=f"{TREE}/dev/grpo/loss.py"
+    "grpo", f"{__name__}:grpo", options={"sampler": "both", **PAIRS}, depth="loss", source=f"{TREE}/dev/grpo/loss.py"
 )
 DISTILLATION = Setting(
     "distillation",
-    f"{HERE}:distilled",
+    f"{__name__}:distilled",
     depth="loss",
     source=f"{TREE}/modules/loss/kd_losses.py",
     note="The reference is the teacher.",

@@ -119,8 +119,8 @@ def rollouts(instance: Instance, paths: Paths, sampler: str, batch: int) -> Roll
     if not paths.padded:
         return base
     tables = {"": instance.policy, "ref_": instance.reference, "old_": instance.behaviour(sampler)}
-    padded = {f"{prefix}logp": torch.from_numpy(paths.chosen(table)) for prefix, table in tables.items()}
-    padded |= {f"{prefix}logits": torch.from_numpy(paths.everything(table)) for prefix, table in tables.items()}
+    reads = {"logp": paths.chosen, "logits": paths.everything}
+    padded = {f"{prefix}{name}": torch.from_numpy(reads[name](tables[prefix])) for prefix in tables for name in reads}
     return base.replace(tokens=torch.from_numpy(paths.tokens.copy()), **padded)
 
 

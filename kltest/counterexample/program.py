@@ -193,8 +193,6 @@ class _Program:
             "group": f"torch.zeros({self.example.batch}, dtype=torch.int64)",
             "beta": "beta",
         }
-        if name not in fields:
-            raise NoSourceError(f"it takes the field {name}")
         return fields[name]
 
     def _per_rollout(self, name: str) -> str:
@@ -225,7 +223,7 @@ def _agrees(code: str, example: CounterExample, limit: float) -> bool:
     path = list(sys.path)
     # The program imports a graded file by its own name: it gets the module that is loaded already.
     loaded = {name.removeprefix(FROM_FILE): one for name, one in sys.modules.items() if name.startswith(FROM_FILE)}
-    added = {name: one for name, one in loaded.items() if name not in sys.modules}
+    added = {name: loaded[name] for name in loaded.keys() - sys.modules.keys()}
     sys.modules.update(added)
     try:
         with preserved(), contextlib.redirect_stdout(io.StringIO()), eagerly():
