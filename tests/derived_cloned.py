@@ -133,17 +133,13 @@ def torchtune() -> dict[str, Derived]:
     }
 
 
-def liger() -> dict[str, Derived]:
-    """Its distillation: the divergence of the next token's whole distribution, over the live tokens of the batch."""
-    at_sampler = by_tokens(INVERSE_AT_SAMPLER)
+def distillation(named: str, **more: Any) -> dict[str, Derived]:
+    """The generalised Jensen-Shannon divergence of next tokens' distributions, over the live tokens of the batch."""
+    half = "Half of each KL to the mixture: the Jensen-Shannon divergence, whose gradient has no name."
     return {
-        "distillation/defaults": batches(
-            "Half of each KL to the mixture: the Jensen-Shannon divergence, whose gradient has no name.",
-            *(NAMELESS, NAMELESS),
-            **LOW,
-        ),
-        "distillation/beta=0": batches(f"KL(ref‖π). {FULL}", INVERSE, at_sampler, **LOW),
-        "distillation/beta=1": batches(f"KL(π‖ref). {FULL}", THIRD, THIRD_STALE, **LOW),
+        f"{named}/defaults": batches(half, NAMELESS, NAMELESS, **more),
+        f"{named}/beta=0": batches(f"KL(ref‖π). {FULL}", INVERSE, by_tokens(INVERSE_AT_SAMPLER), **more),
+        f"{named}/beta=1": batches(f"KL(π‖ref). {FULL}", THIRD, THIRD_STALE, **more),
     }
 
 
@@ -251,7 +247,8 @@ LIBRARIES = {
     "slime": slime(),
     "nemo-rl": nemo_rl(),
     "torchtune": torchtune(),
-    "liger": liger(),
+    "liger": distillation("distillation", **LOW),
+    "trl": distillation("gkd"),
     "skyrl": skyrl(),
     "roll": roll(),
     "easyr1": easyr1(),

@@ -45,6 +45,16 @@ LOGPROBS = Setting(
     source=DOCS,
     note=f"{BETA} Its forward pass is replaced by log-probs.",
 )
+# From a teacher, which is the reference.
+GKD = Setting(
+    "gkd",
+    "kltest.adapters.trl.gkd:gkd",
+    options={"ignore": OPTIONS["ignore"]},
+    depth="trainer",
+    source="https://huggingface.co/docs/trl/gkd_trainer",
+    note="The reference is the teacher, and rollouts are the policy's own (lmbda = 1).",
+    since="1.16",
+)
 # RLOOTrainer has the KL in its reward, and scores and centres whole groups itself.
 RLOO = Setting(
     "rloo", f"{CALLS}:grouped", {"trainer": "RLOO"}, GROUPS, depth="trainer", source=DOCS_OF_RLOO, since=SINCE["RLOO"]
@@ -79,6 +89,8 @@ def corrected(use_bias_correction_kl: bool) -> tuple[Setting, ...]:
 def standalone(setting: Setting) -> str:
     """A program with TRL, transformers and torch alone; completions are stale if that gradient has a name."""
     own = setting.arguments
+    if setting.target == GKD.target:
+        return program(setting, modules=["tabular.py", "trainers.py", "trl/gkd.py"])
     by_token = own.get("importance_sampling_level", "token") == "token"
     weighted = own.get("use_bias_correction_kl") is True and by_token and "num_iterations" in own
     recipes = ["trl/recipes.py"] if "recipe" in own else []
@@ -110,6 +122,9 @@ ADAPTER = Adapter(
     settings=(
         GRPO.variant(name="defaults", default=True, coefficient="trl:GRPOConfig.beta"),
         RLOO.variant(name="defaults", default=True, coefficient="trl:RLOOConfig.beta"),
+        GKD.variant(name="defaults", default=True, coefficient="the loss itself"),
+        GKD.variant({"mixture": 0.0}, "beta=0"),
+        GKD.variant({"mixture": 1.0}, "beta=1"),
         *(of(LARGE if name == "grpo" else GRPO, loss_type=name) for name in LOSS_TYPES),
         *corrected(False),
         *corrected(True),
