@@ -461,6 +461,13 @@ def test_settings_are_chosen_by_patterns(made_up, capsys):
         listing(["trl"], ["grpo/*", "ppo/*"])
 
 
+def test_a_listing_writes_laws(capsys):
+    assert listing(["trl"], ["grpo/defaults"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "sequence, current: 1/T*local_reverse_kl; sequence, stale: 1/T*local_reverse_kl@rollouts;" in out
+    assert "0.333" not in out
+
+
 def test_the_listing_fits_a_terminal(capsys):
     assert listing() == 0
     long = [line for line in capsys.readouterr().out.splitlines() if len(line) > 100]

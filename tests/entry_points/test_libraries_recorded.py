@@ -112,6 +112,11 @@ def test_what_happens_if_nothing_is_set_is_recorded():
         "liger:fused/loss_type=dapo": ["beta", 0.04],
         "torchrl:loss/GRPOLoss": ["kl_to_ref_coeff", None],
         "unsloth-zoo:grpo_compute_loss/alone": [],
+        "slime:kl_loss/defaults": ["use-kl-loss", False],
+        "nemo-rl:clipped_pg/defaults": ["reference_policy_kl_penalty", 0.01],
+        "nemo-rl:distillation/defaults": ["the loss itself"],
+        "easyr1:kl_in_reward/defaults": ["kl_coef", 0.001],
+        "areal:kl_in_reward/defaults": ["ref", None],
     }
     assert {target: row_of(target)["unset"] for target in wanted} == wanted
     shown = summary(recorded.read())["if nothing is set"]
