@@ -112,6 +112,7 @@ def test_what_happens_if_nothing_is_set_is_recorded():
         "liger:fused/loss_type=dapo": ["beta", 0.04],
         "torchrl:loss/GRPOLoss": ["kl_to_ref_coeff", None],
         "unsloth-zoo:grpo_compute_loss/alone": [],
+        "tunix:grpo_loss_fn/GRPOConfig": ["beta", 0.04],
         "slime:kl_loss/defaults": ["use-kl-loss", False],
         "nemo-rl:clipped_pg/defaults": ["reference_policy_kl_penalty", 0.01],
         "nemo-rl:distillation/defaults": ["the loss itself"],
