@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from kltest.loss.jax import jax_loss
     from kltest.parametrize import parametrize_with_checks
     from kltest.report import Report
+    from kltest.scanning.scan import scan
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "grade", "jax_loss", "parametrize_with_checks"]
+__all__ = ["Report", "__version__", "grade", "jax_loss", "parametrize_with_checks", "scan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,6 +29,10 @@ def __getattr__(name: str) -> Any:
         from kltest.parametrize import parametrize_with_checks
 
         return parametrize_with_checks
+    if name == "scan":
+        from kltest.scanning.scan import scan
+
+        return scan
     if name == "jax_loss":
         from kltest.loss.jax import jax_loss
 

@@ -75,9 +75,9 @@ def write(
     """
     failed, told = [], changes is None
     for destination in where:
-        terminal = replace(_terminal() if destination.path is None else PLAIN, verbose=verbose, quiet=quiet)
-        text = render(destination.form, reports, terminal)
-        if changes is not None and (words := render_changes(destination.form, changes, terminal)):
+        shown = replace(terminal() if destination.path is None else PLAIN, verbose=verbose, quiet=quiet)
+        text = render(destination.form, reports, shown)
+        if changes is not None and (words := render_changes(destination.form, changes, shown)):
             text, told = f"{text}\n{words}", True
         if destination.path is None and destination.form in WORDS and os.environ.get("GITHUB_ACTIONS") == "true":
             text = _no_command(text)
@@ -114,7 +114,7 @@ def _no_command(text: str) -> str:
     return re.sub(r"(?m)^(\s*):(?=:)", r"\1\:", text).replace("##[", "#\\#[")
 
 
-def _terminal() -> Terminal:
+def terminal() -> Terminal:
     if not sys.stdout.isatty():
         return PLAIN
     colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

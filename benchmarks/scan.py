@@ -1,0 +1,141 @@
+"""How well `kltest scan` finds and names the KL terms of public repositories, against labels made by hand.
+
+    python -m benchmarks.scan FOLDER --half used
+
+FOLDER holds a checkout of each repository of `tests/scan/repositories.csv` at its commit, in OWNER+NAME. A find is
+right if its lines meet those of a labelled term, or are one of its uses; a label is found if a find meets it.
+A name is right if the gradient that is followed with the sampler equal to the policy is the labelled one, up to a
+positive factor; "not run" and "unnamed" are honest.
+"""
+
+import argparse
+import csv
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+LABELS = Path(__file__).parents[1] / "tests" / "scan"
+HONEST = frozenset({"not run", "unnamed", "failed", "inconclusive"})
+
+
+def labels(half: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the labelled rows of one half by repository."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    with (LABELS / f"terms_{half}.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            whole = re.search(r"place:(\d+)-(\d+)", row["note"])  # that of a helper, of which a row is one branch
+            first, last = whole.groups() if whole else (row["first"], row["last"])
+            found.setdefault(row["repository"], []).append({**row, "first": int(first), "last": int(last)})
+    return found
+
+
+def meets(find: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Return True if a find stands where a labelled term does."""
+    return any(
+        file == row["file"] and first <= row["last"] and row["first"] <= last for file, first, last in find["parts"]
+    )
+
+
+def used(find: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Return True if a find is a use of a labelled term."""
+    spots = (spot.rsplit(":", 1) for spot in row["uses"].split(";") if ":" in spot)
+    return any(
+        find["file"] == file and find["first"] <= int(line) <= find["last"] for file, line in spots if line.isdigit()
+    )
+
+
+def normal(name: str) -> str:
+    """Return the name of a gradient without a positive factor and without the part that says it moves with length."""
+    return re.sub(r"^[\d.e-]+\*", "", name.split(" (")[0].strip())
+
+
+def scanned(folder: Path, repository: str, *, grade: bool) -> Iterator[dict[str, Any]]:
+    """Yield what the scan finds in a repository: place and, if graded, what each variant follows."""
+    from kltest.scanning.follow import tree_of
+    from kltest.scanning.judge import judged
+    from kltest.scanning.lift import lifted
+    from kltest.scanning.sources import sources
+    from kltest.scanning.terms import terms
+
+    root = folder / repository.replace("/", "+")
+    tree = tree_of(list(sources([root], [])))
+    found = terms(tree)
+    variants = [each for term in found for each in lifted(tree, term)] if grade else []
+    results = dict(judged(variants, declared=lambda each: None, jobs=2)) if variants else {}
+    for term in found:
+        own = [results[number] for number, each in enumerate(variants) if each.term is term]
+        yield {
+            "parts": [(str(source.path.relative_to(root)), first, last) for source, first, last in term.parts],
+            "file": str(term.function.source.path.relative_to(root)),
+            "first": term.first,
+            "last": term.last,
+            "place": term.place,
+            "title": term.function.title,
+            "results": own,
+        }
+
+
+def is_test(file: str) -> bool:
+    """Return True for the files that no label speaks of: tests and documentation."""
+    return bool(re.search(r"(^|/)(tests?|docs?)/|(^|/)(test_|conftest)", file))
+
+
+def compare(repository: str, rows: Sequence[dict[str, Any]], finds: Sequence[dict[str, Any]]) -> Counter[str]:
+    """Count what was found, missed and named; print what is wrong."""
+    count: Counter[str] = Counter()
+    for find in finds:
+        if is_test(find["file"]):
+            continue
+        right = [row for row in rows if meets(find, row)]
+        kind = "right" if right else "use" if any(used(find, row) for row in rows) else "wrong"
+        count[f"find {kind}"] += 1
+        if kind == "wrong":
+            print(f"  no term: {find['file']}:{find['first']}-{find['last']} {find['title']} {find['place']}")
+        known = {normal(name) for row in right for name in row["current"].split(" or ")}
+        for result in find["results"] if right else ():
+            told = normal(result.gradients.get("current", result.status))
+            kind = "right" if told in known else "honest" if told in HONEST or result.status in HONEST else "wrong"
+            count[f"name {kind}"] += 1
+            if kind != "right":
+                place = f"{find['file']}:{find['first']} {result.lifted.place} [{result.lifted.variant}]"
+                print(f"  name {kind}: {place} {told} {result.why[:90]}; labelled {sorted(known)}")
+    places = {(row["file"], row["first"]): row for row in rows}
+    for (file, first), row in places.items():
+        met = any(meets(find, row) for find in finds)
+        count["label found" if met else "label missed"] += 1
+        if not met:
+            print(f"  missed: {file}:{first}-{row['last']} {row['variant']} {row['kind']} {row['place']}")
+    return count
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare each repository of a half with its labels, and print recall and precision."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--half", choices=("used", "held"), default="used")
+    parser.add_argument("--find-only", action="store_true", help="Do not grade what is found.")
+    parser.add_argument("--only", default="", help="Repositories whose name contains this.")
+    given = parser.parse_args(arguments)
+    total: Counter[str] = Counter()
+    for repository, rows in labels(given.half).items():
+        if given.only not in repository:
+            continue
+        began = time.monotonic()
+        finds = list(scanned(given.folder, repository, grade=not given.find_only))
+        count = compare(repository, rows, finds)
+        print(f"{repository}: {dict(sorted(count.items()))} in {time.monotonic() - began:.0f} s")
+        total += count
+    found, wrong = total["find right"] + total["find use"], total["find wrong"]
+    named = total["name right"] + total["name honest"] + total["name wrong"]
+    print(f"found {total['label found']} of {total['label found'] + total['label missed']} labelled; "
+          f"{found} of {found + wrong} finds right; named right {total['name right']}, honest {total['name honest']}, "
+          f"wrong {total['name wrong']} of {named}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

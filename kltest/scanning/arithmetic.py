@@ -1,0 +1,81 @@
+"""What lifted code may consist of: arithmetic on tensors, by a whitelist on the syntax tree.
+
+Names with an underscore in front, attributes of modules beyond the listed functions, imports, strings that are executed
+and anything that reaches a file, the network or the system are on no list, so they are refused.
+"""
+
+import ast
+
+from kltest.scanning.vocabulary import WORDS
+
+_NODES = (
+    *(ast.Expression, ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AnnAssign),
+    *(ast.AugAssign, ast.Expr, ast.If, ast.IfExp, ast.With, ast.withitem, ast.Pass, ast.Assert, ast.Raise),
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Call, ast.keyword, ast.Constant, ast.Name, ast.Attribute),
+    *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Starred, ast.For, ast.ListComp, ast.GeneratorExp),
+    *(ast.comprehension, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context, ast.JoinedStr),
+    *(ast.FormattedValue, ast.Break, ast.Continue, ast.Lambda, ast.While),
+)  # fmt: skip
+MODULES = {
+    "torch": "torch",
+    "F": "torch.nn.functional",
+    "math": "math",
+    "np": "numpy",
+    "numpy": "numpy",
+    "jnp": "jax.numpy",
+    "jax": "jax",
+}  # fmt: skip
+"""Modules that lifted code may name, and what their names import."""
+_FUNCTIONS = WORDS["functions"]
+_ATTRIBUTES = WORDS["attributes"]
+_BUILTINS = WORDS["builtins"]
+_CLASSES = frozenset({"ValueError", "TypeError", "NotImplementedError", "RuntimeError", "KeyError", "AssertionError",
+                      "None", "True", "False"})  # fmt: skip
+
+
+def refusal(tree: ast.AST, known: frozenset[str] = frozenset()) -> str:
+    """Return why code is more than arithmetic, naming what was met; the empty string if it is none.
+
+    Args:
+        tree: the syntax tree of functions, statements or an expression.
+        known: names of lifted functions that it may call.
+    """
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if reason := _refused(node, bound, known | functions):
+            return reason
+    return ""
+
+
+def _refused(node: ast.AST, bound: set[str], known: frozenset[str] | set[str]) -> str:
+    if not isinstance(node, _NODES):
+        return f"{type(node).__name__.lower()} is no arithmetic"
+    if isinstance(node, ast.FunctionDef) and node.decorator_list:
+        return f"the decorator of {node.name} is no arithmetic"
+    if isinstance(node, ast.Name):
+        if node.id.startswith("__"):
+            return f"{node.id} is not allowed"
+        if node.id not in bound and node.id not in known | _BUILTINS | _CLASSES | set(MODULES):
+            return f"{node.id} has no value here"
+        if node.id in set(MODULES) | _BUILTINS and not isinstance(node.ctx, ast.Load):
+            return f"{node.id} is given another meaning"
+    if isinstance(node, ast.arg) and node.arg in MODULES:
+        return f"{node.arg} is given another meaning"
+    if isinstance(node, ast.Attribute) and node.attr not in _FUNCTIONS | _ATTRIBUTES:
+        return f"the attribute {ast.unparse(node)[:60]} is not arithmetic that is known"
+    if isinstance(node, ast.Call):
+        called = node.func
+        plain = isinstance(called, ast.Name) and called.id in known | _BUILTINS | _CLASSES
+        if not plain and not (isinstance(called, ast.Attribute) and called.attr in _FUNCTIONS):
+            return f"{ast.unparse(called)[:60]}(…) is not arithmetic that is known"
+    if isinstance(node, ast.With) and not all(_is_mode(item.context_expr) for item in node.items):
+        return "a with statement of another kind than torch.no_grad()"
+    return ""
+
+
+def _is_mode(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (
+        "no_grad", "inference_mode", "enable_grad",
+    )  # fmt: skip

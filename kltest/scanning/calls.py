@@ -1,0 +1,147 @@
+"""What a call carries: of a function that is known by name, of one of the tree, or of one that is not known."""
+
+import ast
+
+from kltest.scanning.expressions import REWARD, Expressions, identifiers
+from kltest.scanning.flows import (
+    ABSOLUTE,
+    DIVERGENCE,
+    KL_LIKE,
+    LOG_RATIO,
+    NOTHING,
+    OTHER,
+    RATIO,
+    SQUARE,
+    Flow,
+    Value,
+    joined,
+    multiplied,
+)
+from kltest.scanning.sides import Side, says, says_kl, side, who_of, words
+from kltest.scanning.tree import Function
+from kltest.scanning.vocabulary import WORDS
+
+_SAME = WORDS["same"]
+"""Calls that leave what they are given what it is."""
+_PREFERS = frozenset({"logsigmoid", "sigmoid", "relu", "softplus", "binary_cross_entropy_with_logits", "log_sigmoid"})
+_DROPS = frozenset({"item", "tolist", "zeros_like", "ones_like", "append_metric", "print", "len", "shape", "isnan"})
+_DIVERGENCES = frozenset({"kl_div", "kl_divergence", "KLDivLoss"})
+_SUPPORT = WORDS["support"]
+"""Words of arguments that are no longer all of a distribution: a call with them is a term of its own."""
+_DISTANCES = frozenset({"l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "cross_entropy"})
+
+
+class Calls(Expressions):
+    """Evaluates calls."""
+
+    def _of_Call(self, node: ast.Call) -> Value:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        receiver = NOTHING
+        if isinstance(node.func, ast.Attribute):
+            receiver = self.value(node.func.value)
+        elif isinstance(node.func, ast.Call):
+            name = getattr(node.func.func, "attr", getattr(node.func.func, "id", name))
+        given = [self.value(each) for each in node.args] + [self.value(each.value) for each in node.keywords]
+        everything = joined([receiver, *given])
+        if name in _DROPS:
+            return NOTHING
+        if name in _PREFERS:
+            return everything.flowing().formed(every=OTHER)
+        whose = {s.who for value in given for s in value.sides}
+        if name in _DIVERGENCES or (name in _DISTANCES and len(whose) > 1):
+            return self._divergence(node, given, everything)
+        if name in ("exp", "exp_", "expm1", "exp2"):
+            sides = frozenset(Side("prob", s.who, s.sure) for s in everything.sides)
+            return Value(sides if not everything.flows else frozenset(), everything.formed(log_ratio=RATIO).flows)
+        if name in ("log", "log_"):
+            sides = frozenset(Side("logp", s.who, s.sure) for s in everything.sides)
+            return Value(sides if not everything.flows else frozenset(), everything.formed(ratio=LOG_RATIO).flows)
+        if name in ("log_softmax", "logsoftmax", "LogSoftmax"):
+            return Value(frozenset(Side("logp", s.who, s.sure) for s in everything.sides), everything.flows)
+        if name in ("softmax", "Softmax"):
+            return Value(frozenset(Side("prob", s.who, s.sure) for s in everything.sides), everything.flows)
+        if name in ("square", "square_") or (name in ("pow", "pow_") and _second_is_two(node)):
+            return everything.flowing().formed(log_ratio=SQUARE)
+        if name in ("abs", "abs_", "fabs") or name in _DISTANCES:
+            return everything.flowing().formed(log_ratio=ABSOLUTE)
+        if name in ("mul", "mul_"):
+            return multiplied(receiver, joined(given))
+        if name in ("sub", "sub_", "subtract") and isinstance(node.func, ast.Attribute):
+            pair = (receiver, given[0]) if receiver.sides else tuple(given[:2])
+            if len(pair) == 2 and (met := self._meeting_of(node, *pair)):
+                return met
+        if name in _SAME:
+            first = receiver if receiver.sides or receiver.flows else everything
+            return Value(first.sides, everything.flows, receiver.items)
+        return self._called(node, name, receiver, given, everything)
+
+    def _meeting_of(self, node: ast.Call, left: Value, right: Value) -> Value | None:
+        operands = [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *node.args][-2:]
+        as_written = ast.copy_location(ast.BinOp(operands[0], ast.Sub(), operands[1]), node)
+        return self._meeting(as_written, left, right)
+
+    def _divergence(self, node: ast.Call, given: list[Value], everything: Value) -> Value:
+        whose = frozenset(s.who for value in given for s in value.sides)
+        if len(whose) > 1 or (given and any(value.sides for value in given)):
+            seed = self._seed(node, whose if len(whose) > 1 else frozenset({"", "ref_"}), ("", ""), len(whose) < 2)
+            return Value(frozenset(), frozenset({Flow(seed, DIVERGENCE)}) | everything.flows)
+        return everything.flowing().formed(every=DIVERGENCE)
+
+    def _called(self, node: ast.Call, name: str, receiver: Value, given: list[Value], everything: Value) -> Value:
+        """Return what a call of a function of the tree gives, or of one that is not known."""
+        if name:
+            for callee in self.tree.called(name, self.function.source)[:3]:
+                if callee.node is not self.function.node and (value := self._through(node, callee, given, everything)):
+                    return value
+        if stated := side(name):
+            told = who_of(" ".join(words(name) + tuple(identifiers(node))))
+            who = stated.who if stated.sure else next((s.who for s in everything.sides), told or "")
+            return Value(frozenset({Side("logp" if stated.quantity == "logp" else stated.quantity, who)}))
+        if says(name, *REWARD) and everything.flows:
+            self._arrive(everything, "reward", name)
+        if everything.flows:
+            return everything.flowing()
+        if says_kl(name) and len({s.who for s in everything.sides}) > 1:
+            seed = self._seed(node, frozenset(s.who for s in everything.sides))
+            return Value(frozenset(), frozenset({Flow(seed, DIVERGENCE)}))
+        return NOTHING
+
+    def _through(self, node: ast.Call, callee: Function, given: list[Value], everything: Value) -> Value | None:
+        """Return what a call of a function of the tree gives for these arguments; None if nothing is known."""
+        followed = self.tree.followed(callee)
+        returned = followed.returned
+        if not returned.flows:
+            return None
+        parameters = [name for name in callee.parameters if name not in ("self", "cls")]
+        values = dict(zip(parameters, given[: len(node.args)], strict=False))
+        values |= {keyword.arg: value for keyword, value in zip(node.keywords, given[len(node.args) :], strict=True)
+                   if keyword.arg}  # fmt: skip
+
+        def carried(result: Value) -> Value:
+            flows: set[Flow] = set()
+            for flow in result.flows:
+                if flow.seed.parameter:
+                    for arriving in values.get(flow.seed.parameter, NOTHING).flows:
+                        form = flow.form if arriving.form == LOG_RATIO else arriving.form
+                        flows.add(Flow(arriving.seed, form))
+                        if form in KL_LIKE and arriving.form == LOG_RATIO:
+                            self.found.shaped.append((callee, arriving.seed))
+                elif not flow.seed.named:
+                    if _SUPPORT.intersection(identifiers(node)):
+                        seed = self._seed(node, flow.seed.who)
+                        flows.add(Flow(seed, flow.form))
+                        continue
+                    seed = self._seed(node, flow.seed.who)
+                    if (callee, seed) not in self.found.calls:
+                        self.found.calls.append((callee, seed))
+                    if says_kl(callee.name):
+                        self.found.kl_named.add(seed)
+                    flows.add(Flow(seed, flow.form))
+            return Value(frozenset(), frozenset(flows))
+
+        total = carried(returned)
+        return Value(total.sides, total.flows, tuple(map(carried, returned.items)))
+
+
+def _second_is_two(node: ast.Call) -> bool:
+    return bool(node.args) and isinstance(node.args[-1], ast.Constant) and node.args[-1].value == 2

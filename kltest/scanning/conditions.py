@@ -1,0 +1,130 @@
+"""Conditions of a function: those decided by what it is graded with, and those that make variants of a term."""
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from kltest.scanning.facts import Facts
+from kltest.scanning.linear import Undecided
+from kltest.scanning.sides import chain, is_mask, says, side
+
+COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty")
+"""Beginnings of the words of coefficients."""
+UNSET = object()
+
+
+class Conditions:
+    """Decides conditions for one choice of the configuration."""
+
+    facts: Facts
+    choice: Mapping[str, Any]
+
+    def decide(self, test: ast.expr) -> bool | None:
+        """Return what a condition gives for the choices made; None if it is not known."""
+        text = ast.unparse(test)
+        if text in self.choice:
+            return bool(self.choice[text])
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.decide(test.operand)
+            return None if inner is None else not inner
+        if isinstance(test, ast.BoolOp):
+            parts = [self.decide(each) for each in test.values]
+            stops = isinstance(test.op, ast.Or)
+            if stops in parts:
+                return stops
+            return None if None in parts else not stops
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            return self._compare(test)
+        if isinstance(test, ast.Call) and getattr(test.func, "id", "") in ("isinstance", "hasattr"):
+            return False
+        if isinstance(test, ast.Constant):
+            return bool(test.value)
+        if isinstance(test, ast.Name | ast.Attribute | ast.Subscript):
+            name = chain(test)
+            if says(name, *COEFFICIENT) and not says(name, "use", "adaptive"):
+                return True
+            if side(name) or is_mask(name):
+                return True
+            value = self._value(text, name)
+            return None if value is UNSET else bool(value)
+        return None
+
+    def _compare(self, test: ast.Compare) -> bool | None:
+        left, op, right = test.left, test.ops[0], test.comparators[0]
+        name, text = chain(left), ast.unparse(left)
+        if isinstance(op, ast.Is | ast.IsNot) and isinstance(right, ast.Constant) and right.value is None:
+            there = bool(side(name)) or is_mask(name) or says(name, *COEFFICIENT)
+            if not there and name in self.facts.defaults and self.facts.defaults[name] is not None:
+                there = True
+            return there == isinstance(op, ast.IsNot)
+        try:
+            other = ast.literal_eval(right)
+        except (ValueError, TypeError):
+            return None
+        value = self.choice.get(text, UNSET)
+        if value is UNSET and isinstance(other, int | float) and says(name, *COEFFICIENT) and not self._has_cases(text):
+            value = 1.0
+        if value is UNSET and isinstance(other, int | float) and self._is_computed(left):
+            value = 1.0 + abs(other)  # a number of tokens, or the like: guards against none of them are not taken
+        if value is UNSET:
+            return None
+        try:
+            return bool(_OPERATIONS[type(op)](value, other))
+        except (KeyError, TypeError):
+            return None
+
+    def undecided(self, test: ast.expr) -> Undecided:
+        """Return the choice on which a condition depends, with the values that the function compares it with."""
+        for inner in ast.walk(test):
+            if isinstance(inner, ast.Compare) and len(inner.ops) == 1:
+                text = ast.unparse(inner.left)
+                cases = self._cases(text)
+                if cases and text not in self.choice and not self._is_computed(inner.left):
+                    return Undecided(text, cases)
+        simple = [inner for inner in ast.walk(test) if isinstance(inner, ast.Name | ast.Attribute)
+                  and ast.unparse(inner) not in self.choice]  # fmt: skip
+        if isinstance(test, ast.Name | ast.Attribute) and simple:
+            return Undecided(ast.unparse(test), [True, False])
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.undecided(test.operand)
+        if isinstance(test, ast.BoolOp):
+            for part in test.values:
+                if self.decide(part) is None:
+                    return self.undecided(part)
+        return Undecided(ast.unparse(test), [True, False])
+
+    def _is_computed(self, node: ast.expr) -> bool:
+        """Return True for what the function computes itself: no option."""
+        names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+        names -= set(self.facts.term.function.parameters)  # an option that is made a tensor is one still
+        return bool(names & self.facts.stored) or any(isinstance(inner, ast.Call) for inner in ast.walk(node))
+
+    def _has_cases(self, text: str) -> bool:
+        return len(self._cases(text)) > 1
+
+    def _cases(self, text: str) -> list[Any]:
+        """Return the constants that the function compares an expression with, and its default if it is another."""
+        cases = list(self.facts.compared.get(text, ()))
+        default = self.facts.defaults.get(text, None)
+        if cases and default is not None and default not in cases:
+            cases.append(default)
+        elif cases and all(isinstance(case, int | float) for case in cases) and len(cases) > 1:
+            cases.append(0.5 * (min(cases) + max(cases)))
+        return list(dict.fromkeys(cases))
+
+    def _value(self, text: str, name: str) -> Any:
+        if text in self.choice:
+            return self.choice[text]
+        return UNSET
+
+
+_OPERATIONS: dict[type, Any] = {
+    ast.Eq: lambda one, other: one == other,
+    ast.NotEq: lambda one, other: one != other,
+    ast.In: lambda one, other: one in other,
+    ast.NotIn: lambda one, other: one not in other,
+    ast.Lt: lambda one, other: one < other,
+    ast.LtE: lambda one, other: one <= other,
+    ast.Gt: lambda one, other: one > other,
+    ast.GtE: lambda one, other: one >= other,
+}

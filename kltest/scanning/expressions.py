@@ -1,0 +1,230 @@
+"""What an expression carries: sides, and log-ratios in their forms."""
+
+import ast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kltest.scanning.flows import (
+    FULL,
+    LOG_RATIO,
+    NOTHING,
+    OTHER,
+    RATIO,
+    SHIFTED,
+    SQUARE,
+    Flow,
+    Seed,
+    Value,
+    added,
+    joined,
+    multiplied,
+)
+from kltest.scanning.sides import Side, chain, is_preference, says, says_kl, side, who_of, words
+
+if TYPE_CHECKING:
+    from kltest.scanning.tree import Followed, Function, Tree
+
+LOSS = ("loss", "objective")
+REWARD = ("reward", "advantage", "return", "score", "adv")
+"""Beginnings of the words of what is a loss, and of what is a reward."""
+
+
+class Expressions:
+    """Evaluates expressions by what they carry; the names of a function are known to whoever follows its statements."""
+
+    tree: "Tree"
+    function: "Function"
+    found: "Followed"
+    names: dict[str, Value]
+    seeds: dict[int, Seed]
+    statement: ast.stmt | None
+
+    def _bind(self, target: ast.expr, value: Value, written: ast.expr) -> None:
+        raise NotImplementedError
+
+    def _bind_each(self, target: ast.expr, iterated: ast.expr) -> None:
+        raise NotImplementedError
+
+    def _store(self, name: str, value: Value, *, stored: bool = True) -> None:
+        raise NotImplementedError
+
+    def _arrive(self, value: Value, kind: str, name: str) -> None:
+        raise NotImplementedError
+
+    def _line(self) -> int:
+        return self.statement.lineno if self.statement is not None else 0
+
+    def value(self, node: ast.AST | None) -> Value:
+        """Return what an expression carries."""
+        handler: Callable[[Any], Value] | None = getattr(self, f"_of_{type(node).__name__}", None)
+        return NOTHING if handler is None else handler(node)
+
+    def _of_Name(self, node: ast.Name) -> Value:
+        if is_preference(node.id):
+            return NOTHING
+        known = self.names.get(node.id)
+        if known is not None and (known.sides or known.flows):
+            return known
+        return self._stated(node.id)
+
+    def _of_Attribute(self, node: ast.Attribute) -> Value:
+        name = chain(node)
+        stated = self._stated(name)
+        if stated.sides or stated.flows or not name:
+            if not name:
+                inner = self.value(node.value)
+                own = side(node.attr)
+                if own and not inner.sides and not inner.flows:
+                    who = who_of(" ".join(identifiers(node.value)))
+                    return Value(frozenset({Side(own.quantity, who or own.who, who is not None)}))
+                return inner
+            return stated
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        inner = self.names.get(root.id, NOTHING) if isinstance(root, ast.Name) else NOTHING
+        return Value(inner.sides, frozenset(f for f in inner.flows if not f.seed.parameter))
+
+    def _of_Subscript(self, node: ast.Subscript) -> Value:
+        inner = self.value(node.value)
+        index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        if isinstance(index, int) and -len(inner.items) <= index < len(inner.items):
+            return inner.items[index]
+        if (inner.sides or inner.flows) and not isinstance(index, str):
+            return inner
+        return self._stated(chain(node))
+
+    def _stated(self, name: str) -> Value:
+        if stated := side(name):
+            return Value(frozenset({stated}))
+        last = words(name)
+        if says_kl(name) and last and not says(name, "coef", "beta", "ctl", "config", "target", "type", "penalty_type"):
+            key = name.rsplit(".", 1)[-1]
+            seed = self.seeds.setdefault(hash(("named", key)), Seed(self._line(), self._line(), named=key))
+            return Value(frozenset(), frozenset({Flow(seed, LOG_RATIO)}))
+        return NOTHING
+
+    def _of_BinOp(self, node: ast.BinOp) -> Value:
+        left, right = self.value(node.left), self.value(node.right)
+        if isinstance(node.op, ast.Sub | ast.Div) and (met := self._meeting(node, left, right)):
+            return met
+        if isinstance(node.op, ast.Mult) and (met := self._weighted(node, left, right)):
+            return met
+        return self._operated(node.op, left, right, node)
+
+    def _operated(self, op: ast.operator, left: Value, right: Value, node: ast.BinOp | None = None) -> Value:
+        if isinstance(op, ast.Pow):
+            power = node.right if node else None
+            if isinstance(power, ast.Constant) and power.value == 2:
+                return left.flowing().formed(log_ratio=SQUARE, shifted=OTHER)
+            return left.flowing()
+        if isinstance(op, ast.Add | ast.Sub):
+            total = added(left, right)
+            if (
+                node is not None
+                and bool(left.flows) != bool(right.flows)
+                and not isinstance(node.right if left.flows else node.left, ast.Constant)
+            ):
+                total = total.formed(log_ratio=SHIFTED)
+        elif isinstance(op, ast.Mult | ast.MatMult):
+            total = multiplied(left, right)
+        else:
+            total = Value(frozenset(), left.flows | right.flows)
+        if total.flows:
+            return total
+        # The same side shifted or scaled, as logits / temperature: still that side.
+        sides = left.sides or right.sides
+        one_side = not (left.sides and right.sides) and isinstance(op, ast.Mult | ast.Div | ast.Add | ast.Sub)
+        return Value(sides if one_side else frozenset())
+
+    def _meeting(self, node: ast.BinOp, left: Value, right: Value) -> Value | None:
+        """Return a log-ratio where the log-probs of two sides are subtracted, or their probabilities divided."""
+        quantity = "prob" if isinstance(node.op, ast.Div) else "logp"
+        one = {s for s in left.sides if s.quantity == quantity or (quantity == "logp" and s.quantity == "logits")}
+        other = {s for s in right.sides if s.quantity == quantity or (quantity == "logp" and s.quantity == "logits")}
+        if not one or not other or left.flows or right.flows:
+            return None
+        pair = frozenset(s.who for s in one | other)
+        texts = (ast.unparse(node.left), ast.unparse(node.right))
+        guessed = not all(s.sure for s in one | other)
+        if len(pair) < 2:
+            named = says_kl(self.function.name) or says_kl(self.function.owner)
+            both = isinstance(node.left, ast.Name) and isinstance(node.right, ast.Name)
+            if not (named and both and guessed and texts[0] != texts[1]):
+                return None
+            pair, guessed = frozenset({"", "ref_"}), True
+        seed = self._seed(node, pair, texts, guessed)
+        return Value(frozenset(), frozenset({Flow(seed, LOG_RATIO if quantity == "logp" else RATIO)}))
+
+    def _weighted(self, node: ast.expr, left: Value, right: Value) -> Value | None:
+        """Return a cross-entropy where the log-probs of one side are weighted with the probabilities of another."""
+        for one, other in ((left, right), (right, left)):
+            weights = {s.who for s in one.sides if s.quantity == "prob"}
+            weighted = {s.who for s in other.sides if s.quantity == "logp"}
+            if weights and weighted and weights != weighted and not (one.flows or other.flows):
+                seed = self._seed(node, frozenset(weights | weighted))
+                return Value(frozenset(), frozenset({Flow(seed, FULL)}))
+        return None
+
+    def _seed(
+        self, node: ast.expr, pair: frozenset[str], texts: tuple[str, str] = ("", ""), guessed: bool = False
+    ) -> Seed:
+        key = id(node)
+        if key not in self.seeds:
+            line = self.statement.lineno if self.statement is not None else node.lineno
+            self.seeds[key] = Seed(min(line, node.lineno), node.end_lineno or node.lineno, pair, texts, guessed)
+        return self.seeds[key]
+
+    def _of_UnaryOp(self, node: ast.UnaryOp) -> Value:
+        return self.value(node.operand)
+
+    def _of_IfExp(self, node: ast.IfExp) -> Value:
+        return self.value(node.body) | self.value(node.orelse)
+
+    def _of_BoolOp(self, node: ast.BoolOp) -> Value:
+        return joined(map(self.value, node.values))
+
+    def _of_Starred(self, node: ast.Starred) -> Value:
+        return self.value(node.value)
+
+    def _of_NamedExpr(self, node: ast.NamedExpr) -> Value:
+        value = self.value(node.value)
+        self._bind(node.target, value, node.value)
+        return value
+
+    def _of_Tuple(self, node: ast.Tuple | ast.List) -> Value:
+        values = tuple(map(self.value, node.elts))
+        total = joined(values)
+        return Value(total.sides, total.flows, values)
+
+    _of_List = _of_Tuple
+
+    def _of_Dict(self, node: ast.Dict) -> Value:
+        for key, item in zip(node.keys, node.values, strict=True):
+            value = self.value(item)
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                self._store(key.value, value)
+        return NOTHING
+
+    def _of_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> Value:
+        before = dict(self.names)
+        for part in node.generators:
+            self._bind_each(part.target, part.iter)
+        value = self.value(node.elt)
+        self.names = before
+        return Value(value.sides, value.flows)
+
+    _of_GeneratorExp = _of_SetComp = _of_ListComp
+
+    def _of_Await(self, node: ast.Await) -> Value:
+        return self.value(node.value)
+
+
+def identifiers(node: ast.AST) -> list[str]:
+    found: list[str] = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            found += [*words(inner.id), inner.id]
+        elif isinstance(inner, ast.Attribute):
+            found += [*words(inner.attr), inner.attr]
+    return found

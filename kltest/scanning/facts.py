@@ -1,0 +1,142 @@
+"""What is looked up again and again in the function of a term, read off its syntax tree once."""
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from kltest.scanning.terms import Term
+from kltest.scanning.tree import FUNCTIONS
+
+
+class Branches(NamedTuple):
+    """What a condition decides over: seeds in its first and other branch, a name that matters and that both bind
+    (`together`), any name that matters or a way out of the function (`decides`)."""
+
+    first: bool
+    other: bool
+    together: bool
+    decides: bool
+
+
+class Facts:
+    """Facts of the function of a term; `relevant` are the names that matter to it."""
+
+    def __init__(self, term: Term, relevant: set[str]) -> None:
+        self.term, self.relevant = term, relevant
+        self.seeds = {(seed.first, seed.last) for seed in term.seeds}
+        self._branches: dict[int, Branches] = {}
+        self._holds: dict[int, bool] = {}
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the function."""
+        return list(ast.walk(self.term.function.node))
+
+    @cached_property
+    def stored(self) -> frozenset[str]:
+        """Names that the function binds."""
+        return frozenset(n.id for n in self.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+    @cached_property
+    def compared(self) -> dict[str, list[Any]]:
+        """Constants that an expression is compared with, by its text."""
+        found: dict[str, list[Any]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Compare) and len(node.ops) == 1:
+                if not isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+                    continue
+                try:
+                    other = ast.literal_eval(node.comparators[0])
+                except (ValueError, TypeError):
+                    continue
+                cases = other if isinstance(other, list | tuple | set) else [other]
+                found.setdefault(ast.unparse(node.left), []).extend(cases)
+        return found
+
+    @cached_property
+    def counters(self) -> frozenset[str]:
+        """Names that count the rollouts in loops: of range and enumerate."""
+        return frozenset(self._counters())
+
+    def _counters(self) -> Iterator[str]:
+        for node in self.nodes:
+            if isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Call):
+                first = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
+                if getattr(node.iter.func, "id", "") in ("range", "enumerate") and isinstance(first, ast.Name):
+                    yield first.id
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Constant defaults of the function's parameters, and of `self.x` by the class and its constructor."""
+        found: dict[str, Any] = {}
+        if isinstance(self.term.function.node, FUNCTIONS):
+            _take(found, self.term.function.node.args, "")
+        for node in ast.walk(self.term.function.source.tree):
+            if isinstance(node, ast.ClassDef) and node.name == self.term.function.owner:
+                for method in node.body:
+                    if isinstance(method, FUNCTIONS) and method.name == "__init__":
+                        _take(found, method.args, "self.")
+                    elif isinstance(method, ast.AnnAssign) and isinstance(method.value, ast.Constant):
+                        found[f"self.{ast.unparse(method.target)}"] = method.value.value
+        return found
+
+    def multiplies(self, text: str) -> bool:
+        """Return True for a factor that is nothing else: no share of an interpolation, no argument of a call."""
+        used = False
+        for node in self.nodes:
+            if isinstance(node, ast.BinOp):
+                sides = [ast.unparse(node.left), ast.unparse(node.right)]
+                if isinstance(node.op, ast.Mult):
+                    used |= text in sides
+                elif text in sides:
+                    return False
+            elif isinstance(node, ast.Call):
+                given = [*node.args, *(each.value for each in node.keywords)]
+                if any(ast.unparse(each) == text for each in given):
+                    return False
+        return used
+
+    def branches(self, node: ast.If) -> Branches:
+        """Return what a condition decides over."""
+        if id(node) not in self._branches:
+            bound = [{n.id for n in _all(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+                     for part in (node.body, node.orelse)]  # fmt: skip
+            leaves = any(isinstance(n, ast.Return | ast.Raise) for n in _all([*node.body, *node.orelse]))
+            self._branches[id(node)] = Branches(
+                self.holds(node.body),
+                self.holds(node.orelse),
+                bool(bound[0] & bound[1] & self.relevant),
+                leaves or bool((bound[0] | bound[1]) & self.relevant),
+            )
+        return self._branches[id(node)]
+
+    def holds(self, statements: list[ast.stmt]) -> bool:
+        """Return True if a seed of the term stands in these statements."""
+        key = id(statements)
+        if key not in self._holds:
+            self._holds[key] = any(
+                seed[0] <= node.lineno and (node.end_lineno or 0) <= seed[1]
+                for node in _all(statements)
+                if isinstance(node, ast.BinOp | ast.Call)
+                for seed in self.seeds
+            )
+        return self._holds[key]
+
+
+def _all(statements: list[ast.stmt]) -> Iterator[ast.AST]:
+    for statement in statements:
+        yield from ast.walk(statement)
+
+
+def _take(found: dict[str, Any], given: ast.arguments, prefix: str) -> None:
+    positional = [*given.posonlyargs, *given.args]
+    pairs: list[tuple[ast.arg, ast.expr | None]] = []
+    pairs += zip(positional[len(positional) - len(given.defaults) :], given.defaults, strict=True)
+    pairs += zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    for name, value in pairs:
+        try:
+            if value is not None:
+                found[f"{prefix}{name.arg}"] = ast.literal_eval(value)
+        except (ValueError, TypeError):
+            continue

@@ -1,0 +1,107 @@
+"""What an expression carries: the sides that it is made of, and the log-ratios that flow into it, in which form.
+
+A *seed* is a place where the log-probs of two sides meet. Its *form* changes on its way: the log-ratio itself, its
+exponential (an importance ratio), its square, k3, …; what decides whether it is a KL term is the form that arrives.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import product
+
+from kltest.scanning.sides import Side
+
+LOG_RATIO, SHIFTED, RATIO, SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE, OTHER = (
+    "log-ratio", "shifted", "ratio", "square", "absolute", "k3", "full", "divergence", "other",
+)  # fmt: skip
+KL_LIKE = frozenset({SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE})
+"""Forms that are a divergence whatever they are called; a log-ratio is one by its name or by its reference."""
+
+
+@dataclass(eq=False)
+class Seed:
+    """Where two sides meet: lines `first` to `last`, the `left` and the `right` side as written, and who they are.
+
+    `parameter` is set for what flows into a function through one of its parameters, `named` for what is only called KL.
+    """
+
+    first: int
+    last: int
+    who: frozenset[str] = frozenset()
+    texts: tuple[str, str] = ("", "")
+    guessed: bool = False
+    parameter: str = ""
+    named: str = ""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A seed in a form."""
+
+    seed: Seed
+    form: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an expression carries."""
+
+    sides: frozenset[Side] = frozenset()
+    flows: frozenset[Flow] = frozenset()
+    items: "tuple[Value, ...]" = field(default=(), compare=False)
+
+    def __or__(self, other: "Value") -> "Value":
+        return Value(self.sides | other.sides, self.flows | other.flows)
+
+    def flowing(self) -> "Value":
+        """Return the same without sides."""
+        return Value(frozenset(), self.flows, self.items)
+
+    def formed(self, **forms: str) -> "Value":
+        """Return the same with forms exchanged: `formed(log_ratio="square")`; `every` exchanges all."""
+        table = {name.replace("_", "-"): form for name, form in forms.items()}
+        every = table.get("every")
+        return Value(self.sides, frozenset(Flow(f.seed, every or table.get(f.form, f.form)) for f in self.flows))
+
+
+NOTHING = Value()
+
+
+def joined(values: Iterable[Value]) -> Value:
+    """Return what any of the values carries."""
+    total = NOTHING
+    for value in values:
+        if value.sides or value.flows:
+            total = total | value
+    return total
+
+
+def added(left: Value, right: Value) -> Value:
+    """Return what a sum or difference carries: a log-ratio and its exponential make k3."""
+    total = Value(frozenset(), left.flows | right.flows)
+    k3 = set()
+    for one, other in product(total.flows, repeat=2):
+        if one.form == RATIO and other.form in (LOG_RATIO, SHIFTED) and _same(one.seed, other.seed):
+            k3 |= {one, other}
+    if not k3:
+        return total
+    kept = {flow for flow in total.flows if flow not in k3}
+    return Value(frozenset(), frozenset(kept | {Flow(flow.seed, K3) for flow in k3}))
+
+
+def multiplied(left: Value, right: Value) -> Value:
+    """Return what a product carries: a log-ratio times itself is a square, one times a probability a full sum."""
+    squared = {
+        flow
+        for flow, other in product(left.flows, right.flows)
+        if flow.form == other.form == LOG_RATIO and _same(flow.seed, other.seed)
+    }
+    if squared:
+        return Value(frozenset(), frozenset(Flow(flow.seed, SQUARE) for flow in squared))
+    total = Value(frozenset(), left.flows | right.flows)
+    if any(side.quantity == "prob" for side in left.sides | right.sides):
+        return total.formed(log_ratio=FULL)
+    return total
+
+
+def _same(one: Seed, other: Seed) -> bool:
+    return one is other or (bool(one.who) and one.who == other.who and abs(one.first - other.first) < 60)

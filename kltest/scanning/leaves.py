@@ -1,0 +1,237 @@
+"""Leaves of a lifted term: the rollout field or the value that stands for a name, and the helpers that go with it."""
+
+import ast
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from kltest.scanning.arithmetic import MODULES, refusal
+from kltest.scanning.conditions import COEFFICIENT, UNSET, Conditions
+from kltest.scanning.facts import Facts
+from kltest.scanning.follow import each_of
+from kltest.scanning.sides import Side, chain, is_mask, says, says_kl, side, words
+from kltest.scanning.tree import FUNCTIONS, Tree
+from kltest.scanning.vocabulary import WORDS
+
+_KEEPS = WORDS["keeps"]
+"""Calls through which the log-probs of a side stay what a rollout's field is, or become it."""
+
+
+class Leaves(Conditions):
+    """What stands for the names of one variant; `fields` are the rollout fields used, `missing` what has no value."""
+
+    def __init__(self, tree: Tree, facts: Facts, choice: Mapping[str, Any]) -> None:
+        self.tree, self.facts, self.choice = tree, facts, choice
+        self.term = term = facts.term
+        self.fields: dict[str, None] = {}
+        self.notes: list[str] = []
+        self.missing = ""
+        self._whole = bool(term.forms) and term.forms <= {"full", "divergence"}
+
+    # Leaves.
+
+    def is_leaf(self, target: str, value: ast.expr) -> bool:
+        """Return True if a rollout's field stands for a name, whatever the function computes it from."""
+        stated = side(target)
+        if stated is None:
+            return is_mask(target) and not self._is_plain(value)
+        called = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
+        names = [getattr(node.func, "attr", getattr(node.func, "id", "")) for node in called]
+        given = {stated.quantity for node in ast.walk(value) if (stated := side(chain(node)))}
+        if all(name in _KEEPS for name in names) and given:
+            return False
+        # What a helper of the tree adds up stays log-probs; what it makes of logits and tokens is a leaf.
+        return not (given == {"logp"} and all(name in _KEEPS or name in self.tree.by_name for name in names))
+
+    def _is_plain(self, value: ast.expr) -> bool:
+        return not refusal(ast.Expression(copy.deepcopy(value)), frozenset(_names(value)))
+
+    def replace(self, node: ast.expr) -> ast.expr:
+        """Return an expression with rollout fields and values in place of what the function reads from elsewhere."""
+        return _Replace(self).visit(node)
+
+    def fill(self, node: ast.expr, bound: set[str]) -> ast.expr:
+        """Return an expression in which names that no statement before it binds are filled."""
+        leaves = self
+
+        class Fill(ast.NodeTransformer):
+            def visit_Name(self, inner: ast.Name) -> ast.expr:
+                if inner.id in bound or inner.id in leaves.fields or inner.id in MODULES:
+                    return inner
+                found = leaves.stands_for(inner.id, inner.id)
+                return inner if found is None else found
+
+            def visit_Call(self, inner: ast.Call) -> ast.expr:
+                if not isinstance(inner.func, ast.Name):
+                    inner.func = self.visit(inner.func)
+                inner.args = [self.visit(each) for each in inner.args]
+                inner.keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in inner.keywords]
+                return inner
+
+        return Fill().visit(node)
+
+    def field(self, stated: Side) -> ast.expr:
+        """Return the expression of a rollout's field for one side."""
+        whole = stated.quantity != "logp" or self._whole
+        name = f"{stated.who}{'logits' if whole else 'logp'}"
+        self.fields[name] = None
+        if stated.quantity == "prob":
+            return ast.parse(f"{name}.exp()", mode="eval").body
+        return ast.Name(name, ast.Load())
+
+    def use(self, name: str) -> ast.expr:
+        """Return the name of a rollout's field, and note that it is used."""
+        self.fields[name] = None
+        return ast.Name(name, ast.Load())
+
+    def stands_for(self, name: str, text: str) -> ast.expr | None:
+        """Return what stands for a name or a chain of attributes; None if nothing is known of it."""
+        if text in self.choice and self.choice[text] is not None:
+            return ast.Constant(self.choice[text])
+        if WORDS["support"].intersection(words(name)) and side(name):
+            self.missing = f"{text} is a part of a distribution, not all of it"
+        if stated := side(name):
+            return self.field(stated)
+        if is_mask(name):
+            return self.use("mask")
+        found = words(name)
+        if says(name, "label", "target") and not says(name, "coef"):
+            self.fields.update(mask=None, tokens=None)
+            return ast.parse("torch.where(mask > 0, tokens, -100)", mode="eval").body
+        if {"ids", "tokens", "actions", "responses"} & set(found):
+            return self.use("tokens")
+        default = self.facts.defaults.get(name, self.facts.defaults.get(text, UNSET))
+        if says(name, *COEFFICIENT) and (says_kl(name) or default is UNSET or self.facts.multiplies(text)):
+            self.notes.append(f"{text} is filled as the coefficient")
+            return self.use("beta")
+        if default is not UNSET and (default is None or isinstance(default, int | float | str)):
+            self.notes.append(f"{text} keeps its default, {default!r}")
+            return ast.Constant(default)
+        if "advantages" in found or "advantage" in found:
+            return self.use("advantage")
+        if {"rewards", "reward", "scores", "score"} & set(found):
+            return self.use("reward")
+        if text.endswith("ignore_index"):
+            return ast.Constant(-100)
+        return None
+
+    def helpers(self, function: ast.FunctionDef) -> tuple[list[ast.FunctionDef], str]:
+        """Return the functions of the tree that the lifted one calls, and those that they call; or why one cannot go
+        with it."""
+        found: dict[str, ast.FunctionDef] = {}
+        waiting: list[ast.AST] = [function]
+        while waiting:
+            node = waiting.pop()
+            for call in ast.walk(node):
+                if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+                    continue
+                name = call.func.id
+                if name in found or name in MODULES:
+                    continue
+                for candidate in self.tree.called(name, self.term.function.source):
+                    if isinstance(candidate.node, FUNCTIONS) and not candidate.owner:
+                        found[name] = _bare(candidate.node)
+                        waiting.append(found[name])
+                        break
+        return list(reversed(found.values())), ""
+
+
+class _Replace(ast.NodeTransformer):
+    """Put fields, values and the names of helpers in place of what is read."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self.leaves = leaves
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        text = ast.unparse(node)
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value  # type: ignore[assignment]
+        if isinstance(root, ast.Name) and root.id in MODULES:
+            return node
+        name = chain(node)
+        stands = bool(name) and node.attr not in ("shape", "dtype", "device", "T", "ndim") and not self._local(root)
+        if stands and (found := self.leaves.stands_for(name, text)) is not None:
+            return found
+        self.generic_visit(node)
+        return node
+
+    def _local(self, root: ast.AST) -> bool:
+        return isinstance(root, ast.Name) and bool(side(root.id) or is_mask(root.id))
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
+        """A list with an entry for each rollout is one tensor here: [f(x) for x in xs] is f(xs)."""
+        meant: dict[str, ast.expr] = {}
+        for part in node.generators:
+            meant.update(each_of(part.target, part.iter))
+
+        class Meant(ast.NodeTransformer):
+            def visit_Name(self, inner: ast.Name) -> ast.expr:
+                return copy.deepcopy(meant.get(inner.id, inner))
+
+        return self.visit(Meant().visit(node.elt)) if meant else node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        keyed = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+        if keyed and (found := self.leaves.stands_for(chain(node), ast.unparse(node))) is not None:
+            return found
+        if isinstance(node.slice, ast.Name) and node.slice.id in self.leaves.facts.counters:
+            return self.visit(node.value)
+        if _shifts(node.slice):
+            return self.visit(node.value)
+        self.generic_visit(node)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        decided = self.leaves.decide(node.test)
+        if decided is None:
+            raise self.leaves.undecided(node.test)
+        return self.visit(node.body if decided else node.orelse)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        called = node.func
+        if isinstance(called, ast.Attribute):
+            if called.attr == "get" and node.args and isinstance(node.args[0], ast.Constant):
+                name = f"{chain(called.value)}.{node.args[0].value!s}"
+                if (found := self.leaves.stands_for(name, ast.unparse(node))) is not None:
+                    return found
+            if called.attr in ("to", "cpu", "cuda", "numpy", "type", "type_as") and chain(called.value) not in MODULES:
+                return self.visit(called.value)
+            if called.attr in ("gather", "gather_for_metrics", "reduce") and says(chain(called.value), "accelerator"):
+                return self.visit(node.args[0])
+            root = chain(called.value)
+            known = [f for f in self.leaves.tree.by_name.get(called.attr, []) if not f.owner or root == "self"]
+            foreign = root.split(".")[0] in MODULES or called.attr in _KEEPS or side(root) or is_mask(root)
+            if known and root and not foreign:
+                node.func = ast.Name(called.attr, ast.Load())
+                node.args = [self.visit(each) for each in node.args]
+                node.keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in node.keywords]
+                return node
+        self.generic_visit(node)
+        return node
+
+
+def _shifts(node: ast.expr) -> bool:
+    """Return True for slices that align predictions with tokens: [:, :-1], [:, 1:], [:, -n:]."""
+    parts = node.elts if isinstance(node, ast.Tuple) else [node]
+    slices = [each for each in parts if isinstance(each, ast.Slice)]
+    return bool(slices) and len(slices) == len(parts) and any(s.lower or s.upper for s in slices)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def _bare(node: Any) -> ast.FunctionDef:
+    """Return a function without decorators, annotations and docstring."""
+    made = copy.deepcopy(node)
+    made.decorator_list, made.returns = [], None
+    for inner in ast.walk(made):
+        if isinstance(inner, ast.arg):
+            inner.annotation = None
+    if made.body and isinstance(made.body[0], ast.Expr) and isinstance(made.body[0].value, ast.Constant):
+        made.body = made.body[1:] or [ast.Pass()]
+    return made

@@ -1,0 +1,177 @@
+"""Lifting a KL term out of its function: a backward slice from where it arrives, for each choice of the configuration
+that changes it, as a function of rollout fields."""
+
+import ast
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kltest.scanning.arithmetic import refusal
+from kltest.scanning.facts import Facts
+from kltest.scanning.leaves import Leaves
+from kltest.scanning.linear import Statement, Undecided, linear
+from kltest.scanning.sides import says
+from kltest.scanning.slicing import ITSELF, End, NotLiftedError, cut_out, ends_of, relevant
+from kltest.scanning.terms import Term
+from kltest.scanning.tree import Tree
+
+MOST_VARIANTS = 24
+MOST_TRIED = 200
+"""Choices of a configuration that are tried for one end of a term."""
+NAME = "kl_term"
+
+
+@dataclass
+class Lifted:
+    """One variant of a term: its source, or why it was not lifted.
+
+    `variant` says which configuration it is; `fields` are the parameters of the function; `notes` what was guessed.
+    """
+
+    term: Term
+    variant: str
+    place: str
+    source: str = ""
+    formula: str = ""
+    refused: str = ""
+    fields: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+def lifted(tree: Tree, term: Term) -> list[Lifted]:
+    """Return the variants of a term, each lifted or with the reason why not."""
+    places = ["loss", "reward"] if term.place == "both" else [term.place]
+    found = [variant for place in places for variant in _variants(tree, term, place)]
+    return found
+
+
+def _variants(tree: Tree, term: Term, place: str) -> list[Lifted]:
+    """Try the ends of the term in order, the last one first; keep the first at which every variant can be lifted."""
+    best: list[Lifted] = []
+    facts = Facts(term, relevant(term))
+    for end in ends_of(tree, term, place):
+        attempts = list(_explored(tree, facts, place, end))
+        good = [attempt for attempt in attempts if not attempt.refused]
+        if good and len(good) == len(attempts):
+            return attempts
+        if not best or len(good) > len([each for each in best if not each.refused]):
+            best = attempts
+    return best or [Lifted(term, "", place, refused="no statement gives it a value that can be cut out")]
+
+
+def _explored(tree: Tree, facts: Facts, place: str, end: End) -> Iterator[Lifted]:
+    """Yield the variants of a term up to one end, by every choice of the conditions that matter."""
+    open_choices: list[dict[str, Any]] = [{}]
+    found: dict[str, tuple[dict[str, Any], Lifted]] = {}
+    tried = 0
+    while open_choices and len(found) < MOST_VARIANTS and tried < MOST_TRIED:
+        tried += 1
+        choice = open_choices.pop(0)
+        try:
+            variant = _cut(tree, facts, place, end, choice)
+        except Undecided as undecided:
+            open_choices[:0] = [{**choice, undecided.text: value} for value in undecided.values]
+            continue
+        except NotLiftedError as error:
+            if str(error) == "raises":
+                continue
+            variant = Lifted(facts.term, _named(choice), place, refused=str(error))
+        found.setdefault(variant.source or variant.refused, (choice, variant))
+    choices = [choice for choice, _ in found.values()]
+    for choice, variant in found.values():
+        # What all variants have in common tells none of them.
+        telling = {text: value for text, value in choice.items()
+                   if len({repr(other.get(text, "")) for other in choices}) > 1}  # fmt: skip
+        variant.variant = _named(telling)
+        yield variant
+
+
+def _named(choice: Mapping[str, Any]) -> str:
+    def one(text: str, value: Any) -> str:
+        short = text.rsplit(".", 1)[-1] if text.replace(".", "").replace("_", "").isalnum() else text
+        if value is True:
+            return short
+        if value is False:
+            return f"not {short}"
+        return f"{short}={value!r}" if isinstance(value, str | int | float) else f"{short} otherwise"
+
+    return ", ".join(one(text, value) for text, value in choice.items() if value is not None)
+
+
+def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, Any]) -> Lifted:
+    """Return the variant of a term for one choice of the configuration.
+
+    Raises Undecided where a further choice matters, NotLiftedError where it cannot be lifted.
+    """
+    term, leaves = facts.term, Leaves(tree, facts, choice)
+    code = linear(facts, end.line, leaves)
+    if code.raises:
+        raise NotLiftedError("raises")
+    kept, result = cut_out(term, place, end, code, leaves)
+    if place == "reward":
+        result = ast.UnaryOp(ast.USub(), result) if _is_reward(end) else result
+    function, result = _function(kept, result, leaves)
+    helpers, refused = leaves.helpers(function)
+    module = ast.Module(body=[*helpers, function], type_ignores=[])
+    ast.fix_missing_locations(module)
+    known = frozenset(helper.name for helper in helpers)
+    if reason := refused or leaves.missing or refusal(module, known):
+        return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes))
+    source = ast.unparse(module)
+    fields = tuple(leaves.fields)
+    if term.forms <= {"full", "divergence"} and not any(f"{word}(" in source for word in ("sum", "mean", "batchmean")):
+        source = source.replace(f"return {ast.unparse(result)}", f"return ({ast.unparse(result)}).sum(-1)")
+    place = "advantage" if place == "reward" and says(end.name, "adv") else place
+    return Lifted(term, _named(choice), place, source, _formula(kept, result), "", fields, list(leaves.notes))
+
+
+def _is_reward(end: End) -> bool:
+    """Return True if what arrives is added to a reward, so that its negative is the cost."""
+    return end.line != ITSELF and not says(end.name, "penalty", "cost")
+
+
+def _function(kept: list[Statement], result: ast.expr, leaves: Leaves) -> tuple[ast.FunctionDef, ast.expr]:
+    body: list[ast.stmt] = []
+    bound: set[str] = set()
+    for statement in kept:
+        if statement.augmented is not None and statement.target not in bound:
+            raise NotLiftedError(f"{statement.target} has no value here")
+        statement.value = leaves.fill(statement.value, bound)
+        bound.add(str(statement.target))
+    result = leaves.fill(result, bound)
+    for statement in kept:
+        target = ast.Name(str(statement.target), ast.Store())
+        made: ast.stmt = ast.Assign([target], statement.value)
+        if statement.augmented is not None:
+            made = ast.AugAssign(target, statement.augmented, statement.value)
+        if statement.quiet:
+            call = ast.parse("torch.no_grad()", mode="eval").body
+            made = ast.With([ast.withitem(call)], [made])
+        body.append(made)
+    body.append(ast.Return(result))
+    parameters = [ast.arg(name) for name in leaves.fields]
+    given = ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.FunctionDef(NAME, given, body, [], lineno=1), result
+
+
+def _formula(kept: list[Statement], result: ast.expr) -> str:
+    """Return the term in one line: what it ends in, with the names before it written out."""
+    known: dict[str, ast.expr] = {}
+
+    class WrittenOut(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return copy.deepcopy(known.get(node.id, node))
+
+    for statement in kept:
+        if len(ast.unparse(statement.value)) < 400:
+            value = statement.value
+            if statement.augmented is not None:
+                value = ast.BinOp(ast.Name(str(statement.target), ast.Load()), statement.augmented, value)
+            known[str(statement.target)] = WrittenOut().visit(copy.deepcopy(value))
+    text = ast.unparse(ast.fix_missing_locations(WrittenOut().visit(copy.deepcopy(result))))
+    for code, symbol in (("ref_logp", "log ref"), ("old_logp", "log μ"), ("ref_logits", "log ref(·)"),
+                         ("old_logits", "log μ(·)"), ("logits", "log π(·)"), ("logp", "log π"), ("beta", "β"),
+                         (".float()", ""), ("torch.", ""), ("F.", ""), ("** 2", "²"), (" * ", "·")):  # fmt: skip
+        text = text.replace(code, symbol)
+    return text

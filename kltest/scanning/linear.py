@@ -1,0 +1,127 @@
+"""The statements of a function as one straight line, for one choice of its configuration."""
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kltest.scanning.facts import Facts
+from kltest.scanning.follow import each_of, says_no_gradient
+
+
+class Undecided(Exception):
+    """A condition that matters has no value yet; `values` are those to be tried."""
+
+    def __init__(self, text: str, values: list[Any]) -> None:
+        super().__init__(text)
+        self.text, self.values = text, values
+
+
+class Conditions(Protocol):
+    """Knows the values of conditions."""
+
+    def decide(self, test: ast.expr) -> bool | None:
+        """Return what a test gives, None if it is not known."""
+
+    def undecided(self, test: ast.expr) -> Undecided:
+        """Return the choice on which a test depends."""
+
+
+@dataclass
+class Statement:
+    """One assignment, `target = value`; a return has no target. `quiet`: under torch.no_grad()."""
+
+    target: str | None
+    value: ast.expr
+    line: int
+    quiet: bool = False
+    augmented: ast.operator | None = None
+    node: ast.stmt | None = None
+
+
+@dataclass
+class Linear:
+    """A function's statements in order; `raises` if this configuration raises an error."""
+
+    statements: list[Statement] = field(default_factory=list)
+    raises: bool = False
+    returned: bool = False
+
+
+def linear(facts: Facts, end: int, conditions: Conditions) -> Linear:
+    """Return the statements of a function for a choice of its configuration; `end` is a line in a loop that is entered.
+
+    Raises Undecided where a condition decides over a statement that may matter.
+    """
+    made = Linear()
+    _Walk(facts, end, conditions, made).body(facts.term.function.node.body, quiet=False)
+    return made
+
+
+class _Walk:
+    def __init__(self, facts: Facts, end: int, conditions: Conditions, made: Linear) -> None:
+        self.facts, self.end, self.conditions, self.made = facts, end, conditions, made
+
+    def body(self, statements: list[ast.stmt], *, quiet: bool) -> None:
+        for statement in statements:
+            if self.made.returned or self.made.raises:
+                return
+            self.one(statement, quiet)
+
+    def one(self, node: ast.stmt, quiet: bool) -> None:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            self._assign(node.targets[0], node.value, node, quiet)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._assign(node.target, node.value, node, quiet)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            self.made.statements.append(Statement(node.target.id, node.value, node.lineno, quiet, node.op, node))
+        elif isinstance(node, ast.Return) and node.value is not None:
+            self.made.statements.append(Statement(None, node.value, node.lineno, quiet, None, node))
+            self.made.returned = True
+        elif isinstance(node, ast.Raise):
+            self.made.raises = True
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            silent = any(says_no_gradient(item.context_expr) for item in node.items)
+            self.body(node.body, quiet=quiet or silent)
+        elif isinstance(node, ast.If):
+            self._condition(node, quiet)
+        elif isinstance(node, ast.Try | ast.While):
+            self.body(node.body, quiet=quiet)
+        elif isinstance(node, ast.For) and (
+            self.facts.holds(node.body) or node.lineno <= self.end <= (node.end_lineno or 0)
+        ):
+            for name, value in each_of(node.target, node.iter).items():
+                self.made.statements.append(Statement(name, value, node.lineno, quiet, None, node))
+            self.body(node.body, quiet=quiet)
+
+    def _assign(self, target: ast.expr, value: ast.expr, node: ast.stmt, quiet: bool) -> None:
+        if isinstance(target, ast.Name):
+            self.made.statements.append(Statement(target.id, value, node.lineno, quiet, None, node))
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for one, given in zip(target.elts, value.elts, strict=True):
+                self._assign(one, given, node, quiet)
+        elif isinstance(target, ast.Subscript | ast.Attribute):
+            # x[i] = …: an end of a term; nothing reads it back under a name.
+            self.made.statements.append(Statement(f"_stored_{node.lineno}", value, node.lineno, quiet, None, node))
+
+    def _condition(self, node: ast.If, quiet: bool) -> None:
+        decided, over = self.conditions.decide(node.test), self.facts.branches(node)
+        if over.first != over.other and _asks_for_none(node.test):
+            decided = over.first  # what is optional is there, or is not, as the term needs it
+        if decided is None:
+            if over.first != over.other and not over.together:
+                decided = over.first
+            elif not over.first and _only_raises(node.body):
+                decided = False
+            elif not (over.first or over.other or over.decides):
+                return
+            else:
+                raise self.conditions.undecided(node.test)
+        self.body(node.body if decided else node.orelse, quiet=quiet)
+
+
+def _asks_for_none(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot)
+
+
+def _only_raises(statements: list[ast.stmt]) -> bool:
+    return all(isinstance(each, ast.Raise | ast.Expr | ast.Pass | ast.Assert) for each in statements)

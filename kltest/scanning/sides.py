@@ -1,0 +1,109 @@
+"""Whose probabilities a name states: those of the policy, of a reference or of a sampler, and in which quantity."""
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kltest.scanning.vocabulary import WORDS
+
+POLICY, REFERENCE, SAMPLER = "", "ref_", "old_"
+_WHO = {
+    word: who
+    for who, name in ((POLICY, "policy"), (REFERENCE, "reference"), (SAMPLER, "sampler"))
+    for word in WORDS[name]
+}
+_PREFERENCE = WORDS["preference"]
+_LOGP = re.compile(r"log ?probs?|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*")
+_LOGITS = re.compile(r"\blogits?\b")
+_PROB = re.compile(r"\bprobs?\b|\bprobabilit\w*")
+_NOT = WORDS["not_sides"]
+METRICS = WORDS["metrics"]
+"""Words of what is only logged."""
+_MASK = frozenset({"mask", "masks"})
+
+
+@dataclass(frozen=True)
+class Side:
+    """`quantity` is logp, logits or prob; `who` the prefix of the rollout's field; `sure` if a word states who."""
+
+    quantity: str
+    who: str
+    sure: bool = True
+
+    @property
+    def field(self) -> str:
+        """Return the field of a rollout that holds it."""
+        return f"{self.who}{'logp' if self.quantity == 'logp' else 'logits'}"
+
+
+@lru_cache(maxsize=100_000)
+def words(name: str) -> tuple[str, ...]:
+    """Return the words of an identifier in lower case: `refLogProbs_2` gives ref, log, probs."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
+    return tuple(re.findall(r"[a-z]+", spaced.lower()))
+
+
+@lru_cache(maxsize=100_000)
+def side(name: str) -> Side | None:
+    """Return what a name states, None unless it names log-probs, logits or probabilities."""
+    found = words(name)
+    if not found or _NOT.intersection(found) or _PREFERENCE.intersection(found):
+        return None
+    text = " ".join(found)
+    # Words that run together: oldlogprobs, reflogits, pilogps.
+    text = re.sub(r"\b(ref|old|base|pi|new|teacher|student)(?=log|prob)", r"\1 ", text)
+    if _LOGP.search(text):
+        quantity = "logp"
+    elif _LOGITS.search(text):
+        quantity = "logits"
+    elif _PROB.search(text):
+        quantity = "prob"
+    else:
+        return None
+    who = who_of(text)
+    return Side(quantity, who or POLICY, who is not None)
+
+
+def who_of(text: str) -> str | None:
+    """Return whose a text says it is: a word for reference or sampler wins over one for the policy."""
+    stated = {_WHO[word] for word in text.split() if word in _WHO}
+    return next((who for who in (REFERENCE, SAMPLER, POLICY) if who in stated), None)
+
+
+def is_preference(name: str) -> bool:
+    """Return True for names of preference pairs: chosen_logps."""
+    return bool(_PREFERENCE.intersection(words(name)))
+
+
+def is_mask(name: str) -> bool:
+    """Return True for names of masks."""
+    return bool(_MASK.intersection(words(name)))
+
+
+def says(name: str, *which: str) -> bool:
+    """Return True if one of the words of a name begins with one of `which`."""
+    return any(word.startswith(which) for word in words(name))
+
+
+def says_kl(name: str) -> bool:
+    """Return True for names of KL terms: kl, approx_kl, kld, per_token_kl, jsd, klDiv."""
+    return any(word in ("kl", "kls", "kld", "klds", "jsd", "divergence", "kullback") for word in words(name))
+
+
+def chain(node: ast.AST) -> str:
+    """Return the identifiers and constant keys of a chain of attributes and subscripts, `batch.ref["logits"]` as
+    batch.ref.logits; the empty string if it begins with anything but a name."""
+    parts: list[str] = []
+    while True:
+        if isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        elif isinstance(node, ast.Subscript):
+            if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+                parts.append(node.slice.value)
+            node = node.value
+        elif isinstance(node, ast.Name):
+            return ".".join([node.id, *reversed(parts)])
+        else:
+            return ""

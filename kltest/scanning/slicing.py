@@ -1,0 +1,199 @@
+"""The backward slice of a term: the statements that it needs, up to where it ends."""
+
+import ast
+import copy
+from dataclasses import dataclass
+
+from kltest.scanning.leaves import Leaves
+from kltest.scanning.linear import Linear, Statement
+from kltest.scanning.sides import side
+from kltest.scanning.terms import Term
+from kltest.scanning.tree import Tree
+
+RETURN, ITSELF = 0, -1
+"""Lines of the ends that are no assignment: whichever return is reached, and the expression of the term itself."""
+
+
+class NotLiftedError(Exception):
+    """A term cannot be lifted; the message says why."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a term ends: the line of a statement, and the name that it is assigned to; a return if it has no name."""
+
+    line: int
+    name: str
+
+
+def ends_of(tree: Tree, term: Term, place: str) -> list[End]:
+    """Return the possible ends: for a loss its last assignment, then earlier ones; the KL itself last."""
+    followed = tree.followed(term.function)
+    wanted = {"loss": "loss", "reward": "reward", "helper": "return"}[place]
+    arrivals = [a for a in followed.arrivals if a.flow.seed in term.seeds]
+    names: dict[tuple[int, str], End] = {}
+    chosen = [a for a in arrivals if a.kind == wanted and a.flow.form != "ratio"]
+    returns = {n.lineno for n in ast.walk(term.function.node) if isinstance(n, ast.Return)}
+    for arrival in chosen:
+        line = RETURN if arrival.line in returns else arrival.line
+        names[line, arrival.name] = End(line, arrival.name)
+    ordered = sorted(names.values(), key=lambda end: end.line or 10**9, reverse=place == "loss")
+    return [*ordered, End(ITSELF, "")]
+
+
+def relevant(term: Term) -> set[str]:
+    """Return the names that a term flows into, and those that they are computed from, as far as no field stands for
+    them."""
+    spans = {(seed.first, seed.last) for seed in term.seeds}
+    bound: list[tuple[set[str], ast.expr]] = []
+    for node in ast.walk(term.function.node):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
+            stored: list[ast.expr] = list(node.targets) if isinstance(node, ast.Assign) else [node.target]
+            bound.append((set().union(*map(names_in, stored)), node.value))
+    found: set[str] = set()
+    grew = True
+    while grew:  # forwards from the seeds
+        before = len(found)
+        for targets, value in bound:
+            if names_in(value) & found or any(_holds(value, span) for span in spans):
+                found |= targets
+        grew = len(found) > before
+    grew = True
+    while grew:  # backwards to the leaves
+        before = len(found)
+        for targets, value in bound:
+            if targets & found:
+                found |= {name for name in names_in(value) if side(name) is None}
+        grew = len(found) > before
+    return found
+
+
+def cut_out(term: Term, place: str, end: End, code: Linear, leaves: Leaves) -> tuple[list[Statement], ast.expr]:
+    """Return the statements that the term needs, in order, and the expression that it ends in."""
+    statements = code.statements
+    last, result = _end_of(term, place, end, statements)
+    tainted = _tainted(term, statements[: last + 1])
+    result = leaves.replace(_linear_part(copy.deepcopy(result), tainted, term))
+    kept: list[Statement] = []
+    needed = names_in(result)
+    for statement in reversed(statements[: last + (end.line == ITSELF)]):
+        target = statement.target
+        if target is None or target not in needed:
+            continue
+        value = statement.value
+        if target in tainted:
+            value = _linear_part(copy.deepcopy(value), tainted, term)
+        elif leaves.is_leaf(target, value):
+            continue
+        value = leaves.replace(copy.deepcopy(value))
+        if not statement.augmented:
+            needed.discard(target)
+        needed |= names_in(value)
+        kept.append(Statement(target, value, statement.line, statement.quiet, statement.augmented, statement.node))
+    kept.reverse()
+    return kept, result
+
+
+def _end_of(term: Term, place: str, end: End, statements: list[Statement]) -> tuple[int, ast.expr]:
+    seeds = {(seed.first, seed.last) for seed in term.seeds}
+    if end.line == RETURN and statements and statements[-1].target is None:
+        before = _tainted(term, statements[:-1])
+        value = _first_tainted(statements[-1].value, before, term)
+        if not _is_tainted(value, before, term):
+            raise NotLiftedError("it is not returned in this configuration")
+        return len(statements) - 1, value
+    if end.line >= 0:
+        for number in range(len(statements) - 1, -1, -1):
+            statement = statements[number]
+            if statement.line == end.line:
+                if statement.target is None:  # a return
+                    return number, _first_tainted(statement.value, _tainted(term, statements[:number]), term)
+                return number, _value_of(statement)
+        raise NotLiftedError("the statement at which it arrives is not reached in this configuration")
+    for number in range(len(statements) - 1, -1, -1):
+        statement = statements[number]
+        if any(_holds(statement.value, seed) for seed in seeds):
+            last = number
+            # Go on as long as what is assigned keeps its name: kl = …; kl = kl.clamp(…).
+            for later in range(number + 1, len(statements)):
+                if statements[later].target == statement.target and statement.target is not None:
+                    last = later
+            value = _value_of(statements[last])
+            if term.forms <= {"full", "divergence"} and "sum(" not in ast.unparse(value):
+                value = ast.Call(ast.Attribute(value, "sum", ast.Load()), [ast.Constant(-1)], [])
+            return last, value
+    raise NotLiftedError("it is not reached in this configuration")
+
+
+def _value_of(statement: Statement) -> ast.expr:
+    if statement.augmented is not None and statement.target is not None:
+        name = ast.Name(statement.target, ast.Load())
+        return ast.BinOp(name, statement.augmented, statement.value)
+    return statement.value
+
+
+def _holds(node: ast.AST, span: tuple[int, int]) -> bool:
+    return any(
+        getattr(inner, "lineno", -1) >= span[0] and (getattr(inner, "end_lineno", None) or -1) <= span[1]
+        and isinstance(inner, ast.BinOp | ast.Call)
+        for inner in ast.walk(node)
+    )  # fmt: skip
+
+
+def _tainted(term: Term, statements: list[Statement]) -> set[str]:
+    """Return the names that the term's seeds flow into."""
+    spans = {(seed.first, seed.last) for seed in term.seeds}
+    found: set[str] = set()
+    for statement in statements:
+        if statement.target is None:
+            continue
+        flows = any(_holds(statement.value, span) for span in spans) or bool(names_in(statement.value) & found)
+        if flows:
+            found.add(statement.target)
+        elif not statement.augmented:
+            found.discard(statement.target)
+    return found
+
+
+def _first_tainted(node: ast.expr, tainted: set[str], term: Term) -> ast.expr:
+    """Return the first item of a returned tuple that the term flows into; the whole if it is no tuple."""
+    if not isinstance(node, ast.Tuple):
+        return node
+    return next((item for item in node.elts if _is_tainted(item, tainted, term)), node.elts[0])
+
+
+def _is_tainted(node: ast.AST, tainted: set[str], term: Term) -> bool:
+    return bool(names_in(node) & tainted) or any(_holds(node, (seed.first, seed.last)) for seed in term.seeds)
+
+
+def _linear_part(node: ast.expr, tainted: set[str], term: Term) -> ast.expr:
+    """Return an expression without the summands that the term does not flow into, constants excepted."""
+
+    class Part(ast.NodeTransformer):
+        def visit_BinOp(self, inner: ast.BinOp) -> ast.expr:
+            if isinstance(inner.op, ast.Add | ast.Sub):
+                left, right = (_is_tainted(each, tainted, term) for each in (inner.left, inner.right))
+                if left and not right and not _is_constant(inner.right) and not _meets(inner, term):
+                    return self.visit(inner.left)
+                if right and not left and not _is_constant(inner.left) and not _meets(inner, term):
+                    kept = self.visit(inner.right)
+                    return kept if isinstance(inner.op, ast.Add) else ast.UnaryOp(ast.USub(), kept)
+            if _meets(inner, term):
+                return inner
+            self.generic_visit(inner)
+            return inner
+
+    return Part().visit(node)
+
+
+def _meets(node: ast.BinOp, term: Term) -> bool:
+    return any((node.lineno, node.end_lineno) == (s.first, s.last) or (ast.unparse(node.left) == s.texts[0]
+               and ast.unparse(node.right) == s.texts[1]) for s in term.seeds if hasattr(node, "lineno"))  # fmt: skip
+
+
+def _is_constant(node: ast.expr) -> bool:
+    return not any(isinstance(inner, ast.Name | ast.Attribute | ast.Call) for inner in ast.walk(node))
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}

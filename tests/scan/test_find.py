@@ -1,0 +1,239 @@
+"""Finding KL terms by syntax: every form, and beside each the one that looks like it and is none."""
+
+from pathlib import Path
+
+import pytest
+
+from kltest.scanning.follow import tree_of
+from kltest.scanning.sources import sources
+from kltest.scanning.terms import Term, terms
+
+HEAD = "import torch\nimport torch.nn.functional as F\n\n"
+
+
+def found(folder: Path, text: str) -> list[Term]:
+    (folder / "code.py").write_text(HEAD + text)
+    left_out: list[str] = []
+    tree = tree_of(list(sources([folder], left_out)))
+    assert left_out == []
+    return terms(tree)
+
+
+TERMS = {
+    "k3 in the loss": ("""
+def loss(logprobs, ref_logprobs, advantages, beta):
+    kl = torch.exp(ref_logprobs - logprobs) - (ref_logprobs - logprobs) - 1
+    return -(advantages * logprobs - beta * kl).mean()
+""", "loss"),
+    "k3 of a named log-ratio": ("""
+class Trainer:
+    def compute_loss(self, model, inputs):
+        per_token_logps = self.get_logps(model, inputs)
+        log_ratio = inputs["ref_per_token_logps"] - per_token_logps
+        per_token_loss = -inputs["advantages"].unsqueeze(1) + self.beta * (log_ratio.exp() - 1 - log_ratio)
+        return (per_token_loss * inputs["completion_mask"]).sum()
+""", "loss"),
+    "k3 by expm1": ("""
+def policy_loss(logp, ref_logp, beta):
+    d = ref_logp - logp
+    loss = beta * (torch.expm1(d) - d).mean()
+    return loss
+""", "loss"),
+    "k2": ("""
+def loss(new_logprobs, teacher_logprobs):
+    return 0.5 * (new_logprobs - teacher_logprobs).pow(2).mean()
+""", "loss"),
+    "absolute difference": ("""
+def loss(logp, base_logp):
+    return (logp - base_logp).abs().mean()
+""", "loss"),
+    "k1 in the reward": ("""
+def make(scores, logprobs, ref_logprobs, kl_coef):
+    non_score = -kl_coef * (logprobs - ref_logprobs)
+    rewards = non_score.clone()
+    rewards[:, -1] += scores
+    return gae(rewards)
+""", "reward"),
+    "k1 subtracted from the advantage": ("""
+def apply(args, advantages, student_log_probs, teacher_log_probs):
+    for i in range(len(advantages)):
+        advantages[i] = advantages[i] - args.coef * (student_log_probs[i] - teacher_log_probs[i])
+""", "reward"),
+    "all of the vocabulary": ("""
+def distillation_loss(student_logits, teacher_logits, mask):
+    p = student_logits.softmax(-1)
+    gap = student_logits.log_softmax(-1) - teacher_logits.log_softmax(-1)
+    return ((p * gap).sum(-1) * mask).sum()
+""", "loss"),
+    "cross-entropy to a teacher": ("""
+def kd_loss(student_logits, teacher_logits):
+    return -(F.softmax(teacher_logits, -1) * F.log_softmax(student_logits, -1)).sum(-1).mean()
+""", "loss"),
+    "F.kl_div": ("""
+def step(student_log_probs, teacher_log_probs):
+    loss = F.kl_div(student_log_probs, teacher_log_probs, log_target=True, reduction="batchmean")
+    loss.backward()
+""", "loss"),
+    "a helper": ("""
+def approx_kl(logprobs, ref_logprobs, kind):
+    diff = logprobs - ref_logprobs
+    if kind == "k2":
+        return diff.square() / 2
+    return diff
+
+def compute_loss(batch, new_logprobs):
+    kl = approx_kl(new_logprobs, batch.ref_logprobs, "k2")
+    return kl.mean()
+""", "helper"),
+    "a helper that nobody calls": ("""
+def kl_penalty(logprob, ref_logprob):
+    return logprob - ref_logprob
+""", "helper"),
+    "stored, and subtracted from the reward elsewhere": ("""
+def collect(batch, logprobs, ref_logprobs):
+    batch.kl = logprobs - ref_logprobs
+
+def finish(batch):
+    rewards = batch.scores - 0.1 * batch.kl
+    return rewards
+""", "reward"),
+    "under no_grad, in the loss all the same": ("""
+def loss(logp, ref_logp, beta):
+    with torch.no_grad():
+        kl = logp - ref_logp
+    return beta * kl.mean()
+""", "loss"),
+    "to the sampler, called KL": ("""
+def loss(logp, old_logp, coef):
+    kl = (old_logp - logp).mean()
+    loss = coef * kl
+    return loss
+""", "loss"),
+}  # fmt: skip
+
+NONE = {
+    "the ratio of a clip": """
+def policy_loss(logprobs, old_logprobs, advantages):
+    ratio = torch.exp(logprobs - old_logprobs)
+    clipped = torch.clamp(ratio, 0.8, 1.2)
+    return -torch.min(ratio * advantages, clipped * advantages).mean()
+""",
+    "the ratio of a clip, called KL": """
+def clip_loss(ppo_kl, advantages):
+    ratio = (-ppo_kl).exp()
+    return -(ratio * advantages).mean()
+
+def policy_loss(logp, old_logp, advantages):
+    ppo_kl = old_logp - logp
+    loss = clip_loss(ppo_kl, advantages)
+    return loss
+""",
+    "logged under no_grad": """
+def policy_loss(logp, old_logp, advantages, metrics):
+    ratio = torch.exp(logp - old_logp)
+    with torch.no_grad():
+        log_ratio = logp - old_logp
+        metrics["approx_kl"] = ((ratio - 1) - log_ratio).mean().item()
+    return -(ratio * advantages).mean()
+""",
+    "a reward that is only logged": """
+class Trainer:
+    def step(self, logprobs, ref_logprobs, scores):
+        kl = logprobs - ref_logprobs
+        rlhf_reward = scores - self.beta * kl.sum(1)
+        self.stats["rlhf_reward"].append(rlhf_reward.mean().item())
+""",
+    "preferences": """
+def dpo_loss(policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps, beta):
+    pi = policy_chosen_logps - policy_rejected_logps
+    ref = reference_chosen_logps - reference_rejected_logps
+    return -F.logsigmoid(beta * (pi - ref)).mean()
+""",
+    "a margin of one preference": """
+def kto_loss(policy_logps, reference_logps, beta, target):
+    return 1 - F.sigmoid(beta * (policy_logps - reference_logps) * target).mean()
+""",
+    "entropy": """
+def entropy_loss(logits, mask):
+    logp = logits.log_softmax(-1)
+    return -((logp.exp() * logp).sum(-1) * mask).sum()
+""",
+    "a loss of values": """
+def value_loss(values, old_values, returns):
+    return 0.5 * ((values - returns) ** 2).mean() + (values - old_values).abs().mean()
+""",
+    "cross-entropy": """
+def sft_loss(logits, labels):
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+""",
+    "an adaptive coefficient": """
+class Controller:
+    def update(self, logp, ref_logp):
+        with torch.no_grad():
+            self.stats["kl"] = (logp - ref_logp).mean().item()
+""",
+    "a mask of rollouts far off": """
+def mask_of(logp, old_logp, mask, limit):
+    seq_kl = ((old_logp - logp) * mask).sum(-1) / mask.sum(-1)
+    return (seq_kl < limit).float()
+""",
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_is_found_once_with_its_place(name: str, tmp_path: Path) -> None:
+    text, place = TERMS[name]
+    assert [term.place for term in found(tmp_path, text)] == [place]
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_what_looks_like_a_term_is_not_found(name: str, tmp_path: Path) -> None:
+    assert [(term.first, term.place) for term in found(tmp_path, NONE[name])] == []
+
+
+def test_lines_are_those_of_the_expression(tmp_path: Path) -> None:
+    text, _ = TERMS["k3 in the loss"]
+    (term,) = found(tmp_path, text)
+    lines = (tmp_path / "code.py").read_text().splitlines()
+    assert (term.first, term.last) == (6, 6)
+    assert "torch.exp" in lines[term.first - 1]
+
+
+def test_bad_files_are_said_and_the_rest_goes_on(tmp_path: Path) -> None:
+    good = HEAD + TERMS["k2"][0]
+    (tmp_path / "good.py").write_text(good)
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9t\xe9\n" + good.encode())
+    (tmp_path / "bytes.py").write_bytes(b"\xff\xfe\x00 = 1\n")
+    (tmp_path / "nul.py").write_bytes(b"x = 1\x00\n")
+    (tmp_path / "deep.py").write_text("x = " + "(" * 5000 + ")" * 5000)
+    (tmp_path / "broken.ipynb").write_text("{")
+    (tmp_path / "circle").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "nowhere.py").symlink_to(tmp_path / "missing.py")
+    left_out: list[str] = []
+    read = list(sources([tmp_path], left_out))
+    assert sorted(source.path.name for source in read) == ["good.py", "latin.py"]
+    assert len(terms(tree_of(read))) == 2
+    named = "\n".join(left_out)
+    for name in ("syntax.py", "bytes.py", "nul.py", "deep.py", "broken.ipynb", "nowhere.py"):
+        assert name in named
+    assert len(left_out) == 6
+
+
+def test_a_notebook_is_read_cell_by_cell(tmp_path: Path) -> None:
+    import json
+
+    code = ["%pip install torch\n", "import torch\n"]
+    term = ["def loss(logp, ref_logp):\n", "    return (logp - ref_logp).pow(2).mean()\n"]
+    cells = [{"cell_type": "markdown", "source": ["# kl"]}, {"cell_type": "code", "source": code},
+             {"cell_type": "code", "source": ["broken ("]}, {"cell_type": "code", "source": term}]  # fmt: skip
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    (only,) = terms(tree_of(list(sources([tmp_path], []))))
+    assert only.function.source.place(only.first) == f"{tmp_path / 'a.ipynb'}:cell 4:2"
+
+
+def test_nothing_of_the_tree_is_executed_while_looking(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    text = f"open({str(mark)!r}, 'w').close()\n" + TERMS["a helper"][0]
+    assert len(found(tmp_path, text)) == 1
+    assert not mark.exists()
