@@ -64,7 +64,7 @@ class _Follower(Calls):
     def _on_Return(self, node: ast.Return) -> None:
         if node.value is None:
             return
-        parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+        parts = node.value.elts if isinstance(node.value, ast.Tuple) and node.value.elts else [node.value]
         values = [self.value(part) for part in parts]
         items = tuple(values) if len(values) > 1 else values[0].items
         total = joined(values)

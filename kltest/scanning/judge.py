@@ -164,7 +164,7 @@ def _result(variant: Lifted, report: Mapping[str, Any], expect: str | None) -> R
         and all("zero" in (r["identified"] or {}) for r in rows)
     ):
         return Result(variant, "not run", why="only what it is worth reaches the loss, as part of a reward")
-    elif any(row["identified"] is None for row in rows):
+    elif "unnamed" in gradients.values():
         status = "unnamed"
     else:
         codes = [code for code in codes if code not in NOT_ASKED]
@@ -177,8 +177,8 @@ def _is_zero(rows: Sequence[Mapping[str, Any]]) -> bool:
     return all(set(row["identified"] or {}) == {"zero"} for row in rows)
 
 
-def _passes(identified: Mapping[str, float]) -> bool:
-    return set(identified) in PASSING and min(identified.values()) > 0
+def _passes(identified: Mapping[str, float] | None) -> bool:
+    return set(identified or {}) in PASSING and min((identified or {}).values()) > 0
 
 
 def _followed(rows: Sequence[Mapping[str, Any]], moving: Sequence[str]) -> str:
@@ -192,7 +192,8 @@ def _followed(rows: Sequence[Mapping[str, Any]], moving: Sequence[str]) -> str:
         return "unnamed"
     parts = []
     for name, number in last.items():
-        parts.append(name if abs(number - 1) < 1e-6 else f"{number:.4g}*{name}")
+        size = 1.0 if suffix and number > 0 and len(last) == 1 else number
+        parts.append(name if abs(size - 1) < 1e-6 else f"{size:.4g}*{name}")
     return " + ".join(parts).replace("+ -", "- ") + suffix
 
 

@@ -2,7 +2,7 @@
 
 import ast
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Linear, Statement
@@ -73,23 +73,26 @@ def cut_out(term: Term, place: str, end: End, code: Linear, leaves: Leaves) -> t
     statements = code.statements
     last, result = _end_of(term, place, end, statements)
     tainted = _tainted(term, statements[: last + 1])
-    result = leaves.replace(_linear_part(copy.deepcopy(result), tainted, term))
+    result = leaves.replace(_linear_part(copy.deepcopy(result), tainted[last], term))
     kept: list[Statement] = []
     needed = names_in(result)
-    for statement in reversed(statements[: last + (end.line == ITSELF)]):
-        target = statement.target
+    for number in reversed(range(last + (end.line == ITSELF))):
+        statement = statements[number]
+        target, value = statement.target, statement.value
         if target is None or target not in needed:
             continue
-        value = statement.value
-        if target in tainted:
-            value = _linear_part(copy.deepcopy(value), tainted, term)
+        if target in tainted[number + 1]:
+            value = _linear_part(copy.deepcopy(value), tainted[number], term)
         elif leaves.is_leaf(target, value):
             continue
         value = leaves.replace(copy.deepcopy(value))
         if not statement.augmented:
             needed.discard(target)
+        elif target not in tainted[number]:  # what it is added to is none of the term's
+            needed.discard(target)
+            statement = replace(statement, augmented=None)
         needed |= names_in(value)
-        kept.append(Statement(target, value, statement.line, statement.quiet, statement.augmented, statement.node))
+        kept.append(replace(statement, value=value))
     kept.reverse()
     return kept, result
 
@@ -97,7 +100,7 @@ def cut_out(term: Term, place: str, end: End, code: Linear, leaves: Leaves) -> t
 def _end_of(term: Term, place: str, end: End, statements: list[Statement]) -> tuple[int, ast.expr]:
     seeds = {(seed.first, seed.last) for seed in term.seeds}
     if end.line == RETURN and statements and statements[-1].target is None:
-        before = _tainted(term, statements[:-1])
+        before = _tainted(term, statements[:-1])[-1]
         value = _first_tainted(statements[-1].value, before, term)
         if not _is_tainted(value, before, term):
             raise NotLiftedError("it is not returned in this configuration")
@@ -107,7 +110,7 @@ def _end_of(term: Term, place: str, end: End, statements: list[Statement]) -> tu
             statement = statements[number]
             if statement.line == end.line:
                 if statement.target is None:  # a return
-                    return number, _first_tainted(statement.value, _tainted(term, statements[:number]), term)
+                    return number, _first_tainted(statement.value, _tainted(term, statements[:number])[-1], term)
                 return number, _value_of(statement)
         raise NotLiftedError("the statement at which it arrives is not reached in this configuration")
     for number in range(len(statements) - 1, -1, -1):
@@ -140,18 +143,19 @@ def _holds(node: ast.AST, span: tuple[int, int]) -> bool:
     )  # fmt: skip
 
 
-def _tainted(term: Term, statements: list[Statement]) -> set[str]:
-    """Return the names that the term's seeds flow into."""
+def _tainted(term: Term, statements: list[Statement]) -> list[set[str]]:
+    """Return the names that the term's seeds flow into, before each statement and after the last."""
     spans = {(seed.first, seed.last) for seed in term.seeds}
-    found: set[str] = set()
+    known: set[str] = set()
+    found = [known]
     for statement in statements:
-        if statement.target is None:
-            continue
-        flows = any(_holds(statement.value, span) for span in spans) or bool(names_in(statement.value) & found)
-        if flows:
-            found.add(statement.target)
-        elif not statement.augmented:
-            found.discard(statement.target)
+        known = set(known)
+        if statement.target is not None:
+            if any(_holds(statement.value, span) for span in spans) or names_in(statement.value) & known:
+                known.add(statement.target)
+            elif not statement.augmented:
+                known.discard(statement.target)
+        found.append(known)
     return found
 
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kltest.scanning.flows import DIVERGENCE, KL_LIKE, LOG_RATIO, RATIO, SHIFTED, Seed
+from kltest.scanning.flows import DIVERGENCE, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Seed
 from kltest.scanning.sides import METRICS, REFERENCE, chain, says, says_kl, words
 from kltest.scanning.sources import Source
 from kltest.scanning.tree import Arrival, Followed, Function, Tree
@@ -76,6 +76,8 @@ class _Terms:
             ratios = {a.flow.seed for a in arrivals if a.flow.form == RATIO and a.kind in ("loss", "reward", "return")}
             own = [a for a in arrivals if _is_kl(a, followed, ratios) and not self._only_logged(function, a)]
             places = {_place(a, read) for a in own} & {"loss", "reward"}
+            if places == {"reward"} and any(a.flow.form == OTHER and a.kind == "loss" for a in arrivals):
+                continue  # the implicit reward of a preference, which enters the loss through a sigmoid
             if not places:
                 continue
             called = {seed: callee for callee, seed in followed.calls}

@@ -57,7 +57,8 @@ HARMLESS = (
     "def f(logp, ref_logp, mask):\n    kl = torch.exp(ref_logp - logp) - 1\n    return (kl * mask).sum()",
     "def f(logits, ref_logits):\n    return F.kl_div(logits, ref_logits, log_target=True, reduction='none').sum(-1)",
     "def f(logp):\n    with torch.no_grad():\n        x = logp.detach().clamp(min=-10.0)\n    return math.log(2.0) * x",
-    "def helper(x, dim=None):\n    return x.sum(dim=dim)\n\ndef f(logp):\n    if len(logp.shape) > 1:\n        logp = helper(logp, -1)\n"
+    "def helper(x, dim=None):\n    return x.sum(dim=dim)\n\n"
+    "def f(logp):\n    if len(logp.shape) > 1:\n        logp = helper(logp, -1)\n"
     "    return logp if logp.numel() else torch.zeros_like(logp)",
     "def f(logp):\n    return sum(x.mean() for x in logp) + np.log(2)",
 )

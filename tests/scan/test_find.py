@@ -153,6 +153,11 @@ def dpo_loss(policy_chosen_logps, policy_rejected_logps, reference_chosen_logps,
 def kto_loss(policy_logps, reference_logps, beta, target):
     return 1 - F.sigmoid(beta * (policy_logps - reference_logps) * target).mean()
 """,
+    "the implicit reward of a preference": """
+def bco_loss(policy_logps, reference_logps, beta, delta):
+    rewards = beta * (policy_logps - reference_logps)
+    return -F.logsigmoid(rewards - delta).mean()
+""",
     "entropy": """
 def entropy_loss(logits, mask):
     logp = logits.log_softmax(-1)

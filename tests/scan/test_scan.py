@@ -1,0 +1,218 @@
+"""`kltest scan` as its users meet it: what is lifted, what it follows, comments, baselines, formats and exit codes."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kltest.cli.application import app
+from kltest.scanning.follow import tree_of
+from kltest.scanning.lift import Lifted, lifted
+from kltest.scanning.sources import sources
+from kltest.scanning.terms import terms
+
+SMALL = """import torch
+
+from helpers import masked_mean
+
+
+def kl_penalty(logprobs, ref_logprobs, kind="k1"):
+    log_ratio = logprobs - ref_logprobs
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return log_ratio ** 2 / 2
+    raise ValueError(kind)
+
+
+class Trainer:
+    def __init__(self, beta=0.0, scale=2.0):
+        self.beta = beta
+        self.scale = scale
+
+    def compute_loss(self, model, inputs):
+        per_token_logps = self.get_logps(model, inputs["ids"])
+        ref_per_token_logps = inputs["ref_per_token_logps"]
+        per_token_loss = -inputs["advantages"] * per_token_logps
+        if self.beta != 0.0:
+            d = ref_per_token_logps - per_token_logps
+            per_token_kl = torch.exp(d) - d - 1
+            per_token_loss = per_token_loss + self.beta * per_token_kl
+        loss = masked_mean(per_token_loss, inputs["completion_mask"])
+        return loss
+
+    def make_rewards(self, scores, logprobs, ref_logprobs, kl_coef):
+        kl = kl_penalty(logprobs, ref_logprobs)
+        rewards = scores - kl_coef * kl
+        return rewards
+"""
+HELPERS = """def masked_mean(values, mask):
+    return (values * mask).sum() / mask.sum()
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "trainer.py").write_text(SMALL)
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("kltest.cli.scan.CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def variants(folder: Path) -> list[Lifted]:
+    tree = tree_of(list(sources([folder], [])))
+    return [variant for term in terms(tree) for variant in lifted(tree, term)]
+
+
+def lift_one(folder: Path, text: str) -> list[Lifted]:
+    (folder / "one.py").write_text("import torch\nimport torch.nn.functional as F\n\n" + text)
+    return variants(folder)
+
+
+def test_every_configuration_that_changes_a_helper_is_a_variant(small: Path) -> None:
+    helper = [variant for variant in variants(small) if variant.place == "helper"]
+    assert [variant.variant for variant in helper] == ["kind='k1'", "kind='k2'"]
+    assert [variant.formula for variant in helper] == ["log π - log ref", "(log π - log ref) ² / 2"]
+
+
+def test_a_term_of_a_method_is_lifted_to_the_loss_with_its_helpers(small: Path) -> None:
+    (inline,) = [variant for variant in variants(small) if variant.place == "loss"]
+    assert inline.refused == ""
+    assert set(inline.fields) == {"logp", "ref_logp", "beta", "mask"}
+    assert "def masked_mean" in inline.source
+    assert "advantage" not in inline.source  # summands that the term does not flow into are left out
+    assert any("self.beta" in note for note in inline.notes)
+
+
+def test_an_option_keeps_its_default_and_is_said(tmp_path: Path) -> None:
+    text = """
+class Loss:
+    def __init__(self, scale=3.0):
+        self.scale = scale
+
+    def forward(self, logp, ref_logp):
+        return (self.scale * (logp - ref_logp).square()).mean()
+"""
+    (only,) = lift_one(tmp_path, text)
+    assert "3.0" in only.source
+    assert only.notes == ["self.scale keeps its default, 3.0"]
+
+
+def test_a_share_of_an_interpolation_is_no_coefficient(tmp_path: Path) -> None:
+    text = """
+def jsd_loss(student_logits, teacher_logits, beta=0.5):
+    s, t = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    one = F.kl_div(s, t, reduction="none", log_target=True).sum(-1)
+    other = F.kl_div(t, s, reduction="none", log_target=True).sum(-1)
+    return (beta * one + (1 - beta) * other).mean()
+"""
+    assert all("beta" not in variant.fields for variant in lift_one(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def loss(logp, ref_logp):\n    open('x', 'w')\n    return weigh(logp - ref_logp).square().mean()\n", "weigh"),
+        ("def loss(logp, ref_logp):\n    return torch.load((logp - ref_logp).square())\n", "torch.load"),
+        (
+            "def loss(topk_logps, teacher_topk_logps):\n    return (topk_logps - teacher_topk_logps).square().sum()\n",
+            "part",
+        ),
+    ],
+)
+def test_what_is_not_run_says_why(text: str, reason: str, tmp_path: Path) -> None:
+    (only,) = lift_one(tmp_path, text)
+    assert reason in only.refused
+    assert only.source == ""
+
+
+def scan(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["scan", *arguments])
+    return done.exit_code, done.output
+
+
+def test_the_command_names_gradients_and_exits_1(small: Path) -> None:
+    code, text = scan("--output", "json:scan.json", "--output", "sarif:scan.sarif", "--output", "github:scan.txt",
+                      "--output", "markdown:scan.md", "--output", "text")  # fmt: skip
+    assert code == 1, text
+    found = json.loads(Path("scan.json").read_text())
+    assert found["schema"] == "kltest.scan/1"
+    told = {(term["place"], term["variant"]): term for term in found["terms"]}
+    assert told["helper", "kind='k1'"]["gradients"]["current"] == "zero"
+    assert told["helper", "kind='k2'"]["gradients"] == {
+        "current": "local_reverse_kl",
+        "stale": "local_reverse_kl@rollouts",
+    }
+    (loss,) = [term for term in found["terms"] if term["place"] == "loss"]
+    assert loss["gradients"]["current"].startswith("local_forward_kl (its size moves")
+    assert "KL102" in loss["errors"]
+    assert (loss["file"], loss["line"]) == (
+        "trainer.py",
+        SMALL.splitlines().index("            d = ref_per_token_logps - per_token_logps") + 1,
+    )
+
+    sarif = json.loads(Path("scan.sarif").read_text())
+    (run,) = sarif["runs"]
+    rules = {rule["id"] for rule in run["tool"]["driver"]["rules"]}
+    assert {result["ruleId"] for result in run["results"]} == rules >= {"KL101", "KL102", "KL301"}
+    places = [result["locations"][0]["physicalLocation"] for result in run["results"]]
+    assert {place["artifactLocation"]["uri"] for place in places} == {"trainer.py"}
+    assert all(1 <= place["region"]["startLine"] <= place["region"]["endLine"] for place in places)
+
+    annotations = Path("scan.txt").read_text().splitlines()
+    assert all(
+        line.startswith(("::error file=trainer.py,line=", "::notice file=trainer.py,line=")) for line in annotations
+    )
+    assert "local_forward_kl" in Path("scan.md").read_text()
+    assert "KL terms in 2 files" in text
+
+    # With its own report as the baseline nothing new is found, and nothing is graded again.
+    code, text = scan("--baseline", "scan.json")
+    assert code == 0, text
+    assert "known" in text
+
+
+def test_comments_declare_and_excuse(small: Path) -> None:
+    text = SMALL.replace(
+        "    log_ratio = logprobs - ref_logprobs", "    # kltest: expect=zero\n    log_ratio = logprobs - ref_logprobs"
+    )
+    Path("trainer.py").write_text(
+        text[: text.index("class Trainer")].replace('    if kind == "k2":\n        return log_ratio ** 2 / 2\n', "")
+    )
+    code, output = scan("--output", "json")
+    (term,) = json.loads(output)["terms"]
+    assert (term["declared"], term["status"], code) == ("zero", "finding", 1)  # under a stale sampler it is not zero
+    assert "KL101" not in term["errors"]
+    Path("trainer.py").write_text(
+        Path("trainer.py").read_text().replace("expect=zero", "ignore[KL101, KL105] logged only")
+    )
+    code, output = scan("--output", "json")
+    (term,) = json.loads(output)["terms"]
+    assert term["ignored"] == {"KL101": "logged only", "KL105": "logged only"}
+    assert (term["status"], code) == ("passed", 0)
+
+
+def test_only_changed_lines_are_looked_at(small: Path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *arguments], check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "x")
+    assert scan("--changed-since", "HEAD") == (0, "0 KL terms in 2 files (36 lines); variants: none\n")
+    code, text = scan("--changed-since", "nowhere")
+    assert code == 2
+    assert "nowhere" in text
+
+
+def test_no_term_is_5_and_bad_input_is_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert scan()[0] == 5
+    assert scan("missing")[0] == 2
+    assert scan("--output", "xml")[0] == 2
+    assert scan("--baseline", "missing.json")[0] == 2
+    assert scan("--expect", "nothing_of_this_name")[0] == 2
