@@ -240,14 +240,14 @@ def canned(verdicts):
         ("crashes", "SIGSEGV"),
         ("exhausts", "memory"),
         ("is_killed", "memory ran out"),
-        ("closes_everything", "cut its connection"),
+        ("closes_everything", "cut its connection|left the process"),
         ("asks", "EOF"),
     ],
 )
 def test_a_loss_that_fails_is_3_with_one_message(loss, says):
     found = graded(f"losses.py:{loss}", "--timeout", "40", code=3)
     assert found["verdict"] == "error"
-    assert says in found["error"]
+    assert re.search(says, found["error"])  # a child without its pipe lives on for a while, or does not
     assert f"losses.py:{loss}" in found["error"]
 
 
