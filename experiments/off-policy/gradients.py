@@ -12,10 +12,9 @@ from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
-from kltest.truth import combine, gradient, parse, value
+from kltest.truth import combine, gradient, gradient_again, parse, value
 
 from ..arrays import norm
-from ..enumerated import gradient_again
 from .own import OWN
 from .settings import FOLLOWED, PATH, TREE
 

@@ -11,11 +11,10 @@ from kltest.environments.policies import softmax_gradient, table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
 from kltest.training import Problem, Run, train
-from kltest.truth import gradient, value
+from kltest.truth import gradient, gradient_again, value
 from kltest.truth.gradients import credit_pairs
 
 from ..arrays import cosine, norm
-from ..enumerated import gradient_again
 from ..fixed_points import token_k2_fixed_point
 from ..jacobians import asymmetry, jacobian
 from . import environments, settings

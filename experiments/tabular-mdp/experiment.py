@@ -11,10 +11,10 @@ from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
-from kltest.truth import gradient, value
+from kltest.truth import gradient, gradient_again, value
 
 from ..arrays import cosine, norm
-from ..enumerated import gradient_again, value_again
+from ..enumerated import value_again
 from ..jacobians import asymmetry, jacobian
 from . import environments, settings
 from .settings import ENUMERATED

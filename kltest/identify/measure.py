@@ -9,6 +9,7 @@ import torch
 
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, KltestError, TargetError
+from kltest.identify import second_route
 from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
 from kltest.identify.findings import Combination, Observed, Row
@@ -264,6 +265,8 @@ class Measure:
     def _row(self, case: Case, found: list[Moments], *, note: str = "") -> Row:
         self._measured[case.environment, case.sampler, found[0].batch] = case, [each.gradient for each in found]
         row = self._judged(evaluate(case, self.declared, found, note))
+        if row.wrong:
+            second_route.compare(self.differentiate, case, found[0], self.declared)
         dtype = lowest_precision(found)
         shown = reported(case, found, dtype, self.loss.__call__)
         return replace(row, value=shown.row if shown else None, reported=shown)

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from kltest.truth.atlas import ATLAS, NamedGradient, parse, plain, render
 
 if TYPE_CHECKING:
+    from kltest.truth.autograd import gradient_again
     from kltest.truth.gradients import combine, gradient
     from kltest.truth.regularised import Optimum, optimum
     from kltest.truth.values import VALUES, value
 
 _HOMES = {
+    "autograd": ("gradient_again",),
     "gradients": ("combine", "gradient"),
     "values": ("VALUES", "value"),
     "regularised": ("Optimum", "optimum"),
@@ -26,6 +28,7 @@ __all__ = [
     "Optimum",
     "combine",
     "gradient",
+    "gradient_again",
     "optimum",
     "parse",
     "plain",

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from enumerated import gradient_again
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +16,7 @@ from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, enumeration, exact
-from kltest.truth import ATLAS, gradient
+from kltest.truth import ATLAS, gradient, gradient_again
 
 # Sums of the same few hundred terms in another order, in float64.
 EXACT = 1e-11

@@ -4,13 +4,13 @@ from functools import cache
 
 import numpy as np
 import pytest
-from enumerated import gradient_again
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.scoreboard import recorded
 from kltest.scoreboard.classes import CLASSES, at_equal_lengths, class_of, off_policy
+from kltest.truth import gradient_again
 
 ENVIRONMENTS = {
     name: build(3, *size, reward=np.random.default_rng(1).standard_normal((contexts, 3)))

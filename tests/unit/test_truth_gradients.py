@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from enumerated import gradient_again, value_again
+from enumerated import value_again
 
 from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
 from kltest.errors import UsageError
@@ -14,6 +14,7 @@ from kltest.truth import (
     combine,
     divergences,
     gradient,
+    gradient_again,
     gradients,
     off_policy,
     recursions,

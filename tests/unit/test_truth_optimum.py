@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from enumerated import gradient_again, value_again
+from enumerated import value_again
 from fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
 from scipy.special import logsumexp
 
 from kltest.environments import END, Environment, Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.environments.policies import table
 from kltest.errors import InvalidEnvironmentError, UsageError
-from kltest.truth import optimum, value
+from kltest.truth import gradient_again, optimum, value
 
 BETAS = (0.05, 0.5, 10.0)
 

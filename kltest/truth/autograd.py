@@ -1,0 +1,131 @@
+"""Named gradients by a second route: sums over all enumerated rollouts, differentiated by autograd."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.environments import Instance
+from kltest.truth.atlas import named
+
+
+def gradient_again(name: str, instance: Instance) -> np.ndarray:
+    """Return the named gradient (C, V) at the policy's logits by autograd; shares no code with `gradient`.
+
+    Raises:
+        UsageError: The name is unknown.
+        InvalidEnvironmentError: There are too many rollouts to enumerate.
+    """
+    base, _, at = named(name).name.partition("@")
+    logits = torch.from_numpy(instance.policy.copy()).requires_grad_()
+    rollouts = Enumerated(instance, logits - torch.logsumexp(logits, dim=1, keepdim=True))
+    whole = not at and base in FUNCTIONS
+    objective = FUNCTIONS[base](rollouts) if whole else _of_given_rollouts(rollouts, base, at)
+    return torch.autograd.grad(objective, logits)[0].numpy()
+
+
+class Enumerated:
+    """All rollouts of an instance as tensors: `logp`, `ref`, `old` (N, T), 0 at padding; `reward`, `length` (N,)."""
+
+    def __init__(self, instance: Instance, policy: Tensor) -> None:
+        paths = instance.paths
+        self._contexts, self._tokens, self._mask = map(torch.from_numpy, (paths.contexts, paths.tokens, paths.mask))
+        self._log_weight, self.prompt = torch.from_numpy(paths.log_weight), torch.from_numpy(paths.prompt)
+        self.policy, self.reference = policy, torch.from_numpy(instance.reference)
+        tables = policy, self.reference, torch.from_numpy(instance.sampler)
+        self.logp, self.ref, self.old = (self._live(table[self._contexts, self._tokens]) for table in tables)
+        self.log_ratio = self.logp - self.ref
+        self.reward = torch.from_numpy(instance.environment.returns(paths))
+        self.length = self._mask.sum(dim=1)
+
+    def _live(self, each: Tensor) -> Tensor:
+        return torch.where(self._mask, each, 0.0)
+
+    def visited(self, per_context: Tensor) -> Tensor:
+        """Return a quantity (C,) of the contexts along every rollout (N, T), 0 at padding."""
+        return self._live(per_context[self._contexts])
+
+    def probability(self, logp: Tensor) -> Tensor:
+        """Probability (N,) of each rollout."""
+        return (self._log_weight + logp.sum(dim=1)).exp()
+
+    def mean(self, of: Tensor) -> Tensor:
+        """E_π of a number (N,) of each rollout."""
+        return (self.probability(self.logp) * of).sum()
+
+
+def _kl(rollouts: Enumerated, p: Tensor, q: Tensor) -> Tensor:
+    return (rollouts.probability(p) * (p - q).sum(dim=1)).sum()
+
+
+FUNCTIONS: dict[str, Callable[[Enumerated], Tensor]] = {
+    "reverse_kl": lambda r: _kl(r, r.logp, r.ref),
+    "forward_kl": lambda r: _kl(r, r.ref, r.logp),
+    "squared_log_ratio": lambda r: r.mean(0.5 * (r.logp - r.ref).sum(dim=1) ** 2),
+    "squared_log_ratio_sum": lambda r: r.mean(0.5 * ((r.logp - r.ref) ** 2).sum(dim=1)),
+    "chi_square": lambda r: 0.5 * ((r.probability(r.logp) ** 2) / r.probability(r.ref)).sum() - 0.5,
+    "total_variation": lambda r: 0.5 * (r.probability(r.logp) - r.probability(r.ref)).abs().sum(),
+    "from_sampler_kl": lambda r: _kl(r, r.old, r.logp),
+    "to_sampler_kl": lambda r: _kl(r, r.logp, r.old),
+    "expected_reward": lambda r: r.mean(r.reward),
+    "entropy": lambda r: r.mean(-r.logp.sum(dim=1)),
+    "zero": lambda r: 0.0 * r.logp.sum(),
+}
+"""Functions of the policy whose gradients are named."""
+
+# Functions of which given rollouts follow the gradient: of the log-ratio, a token's own or the rollout's.
+_OF_LOG_RATIO: dict[str, Callable[[Tensor], Tensor]] = {
+    "forward_kl": lambda u: (-u).exp() - 1 + u,
+    "squared_log_ratio": lambda u: u**2 / 2 + u**3 / 6,
+    "chi_square": lambda u: u.exp() - 1 - u,
+    "total_variation": lambda u: 0.5 * u.abs(),
+}
+# Others, as terms for each token (N, T), which may have a ratio in front of them, or for each rollout (N,). A token's
+# own ratio cancels what came before it, here as in a loss.
+_TERMS: dict[str, Callable[[Enumerated], Tensor]] = {
+    "reverse_kl": lambda r: r.logp * _whole(r.log_ratio),
+    "local_reverse_kl": lambda r: 0.5 * r.log_ratio**2,
+    "future_reverse_kl": lambda r: r.logp * _after(r.log_ratio),
+    "last_token_reverse_kl": lambda r: 0.5 * r.log_ratio**2 * (torch.arange(r.logp.shape[1]) == r.length[:, None] - 1),
+    "squared_log_ratio_sum": lambda r: 0.5 * r.log_ratio**2 + r.logp * _whole(0.5 * r.log_ratio**2),
+    "centred_reverse_kl": lambda r: 0.5 * (r.log_ratio.sum(dim=1) - _mean_of_prompt(r)) ** 2,
+    "exact_future_reverse_kl": lambda r: (
+        r.logp * _after(r.visited((r.policy.exp() * (r.policy - r.reference)).sum(dim=1)))
+    ),
+    "other_tokens_forward_kl": lambda r: (
+        r.logp * (_whole(1 - (-r.log_ratio).exp()) - 1 + (-r.log_ratio).exp().detach())
+    ),
+    "to_sampler_kl": lambda r: r.logp * _whole(r.logp - r.old),
+}
+
+
+def _of_given_rollouts(rollouts: Enumerated, name: str, at: str) -> Tensor:
+    """The expected term of rollouts that are drawn and not moved, with the ratio that `at` names in front of it."""
+    if of := _OF_LOG_RATIO.get(name.removeprefix("local_")):
+        term = of(rollouts.log_ratio if name.startswith("local_") else rollouts.log_ratio.sum(dim=1))
+    else:
+        term = _TERMS[name](rollouts)
+    ratio = (rollouts.logp - rollouts.old).detach()
+    if at == "mean_ratio":
+        ratio = ratio.sum(dim=1, keepdim=True) / rollouts.length[:, None]
+    if at in {"sampler", "mean_ratio"}:
+        term = ratio.exp() * term
+    chance = rollouts.probability(rollouts.old if at else rollouts.logp).detach()
+    return (chance * (term if term.dim() == 1 else term.sum(dim=1))).sum()
+
+
+def _whole(cost: Tensor) -> Tensor:
+    """The cost (N, 1) of each rollout, of costs (N, T), held fixed."""
+    return cost.sum(dim=1, keepdim=True).detach()
+
+
+def _after(cost: Tensor) -> Tensor:
+    """What follows after each token of a cost (N, T), held fixed."""
+    return (cost.flip(1).cumsum(dim=1).flip(1) - cost).detach()
+
+
+def _mean_of_prompt(rollouts: Enumerated) -> Tensor:
+    """The sampler's mean log-ratio (N,) for the prompt of each rollout, held fixed."""
+    same = (rollouts.prompt[:, None] == rollouts.prompt) * rollouts.probability(rollouts.old)
+    return (same @ rollouts.log_ratio.sum(dim=1) / same.sum(dim=1)).detach()
