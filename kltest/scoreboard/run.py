@@ -17,6 +17,7 @@ import kltest
 from kltest.adapters import NAMES, Adapter, find
 from kltest.errors import KltestError, UsageError
 from kltest.files import writable, write
+from kltest.grading.jobs import terminated_as_interrupted
 from kltest.render.markdown import escape
 from kltest.render.words import one_line, time_spent
 from kltest.scoreboard import recorded
@@ -76,7 +77,7 @@ def libraries(
         raise UsageError(f"--checkout is for one library that is cloned: {cloned}, or an adapter of your own")
     folder = writable(Path(output or FOLDER))
     found: dict[Asked, list[Row]] = {}
-    with Store(folder / "runs.jsonl", code()) as store:
+    with Store(folder / "runs.jsonl", code()) as store, terminated_as_interrupted():
         try:
             # The next ones are installed while one is measured; those with dependencies, which take long, come last.
             with ThreadPoolExecutor(1) as executor:

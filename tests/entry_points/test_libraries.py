@@ -316,6 +316,24 @@ def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
     assert list(rows_of(tmp_path)) == [("1.0", setting) for setting in settings]
 
 
+def test_a_terminated_command_ends_what_it_started(made_up, tmp_path):
+    """Linux: the command lines of all processes are read."""
+    command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]
+
+    def measuring():
+        found = Path("/proc").glob("[0-9]*/cmdline")
+        lines = [each.read_bytes() for each in found if each.exists()]
+        return [line for line in lines if b"scoreboard.measure" in line and str(made_up).encode() in line]
+
+    with subprocess.Popen([*command, "--setting", "penalty/hangs"], stdout=subprocess.DEVNULL) as process:
+        while not measuring():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 130
+    assert measuring() == []
+
+
 def test_a_full_disk_loses_nothing(measured, made_up, tmp_path):
     """No file may grow beyond one row: both settings come out all the same, and the next run has the other."""
     names = ("penalty/linear", "penalty/square")
