@@ -3,7 +3,7 @@
 An adapter's call is a few lines:
 
     def gkd(logits, ref_logits, tokens, mask, **settings):
-        trainer = bare(part("trl.experimental.gkd", "GKDTrainer"), **settings, teacher_model=table())
+        trainer = bare(part("trl.experimental.gkd", "GKDTrainer"), **settings, teacher_model=tabular())
         with holding(trainer.model, logits), holding(trainer.teacher_model, ref_logits):
             return trainer.compute_loss(trainer.model, inputs_of(tokens, mask))
 
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from kltest.adapters.tabular import PROMPT, TabularConfig, TabularLM, chains
 
 
-def table():
+def tabular():
     """Return a causal language model whose logits are those that `holding` gives it."""
     return TabularLM(TabularConfig())
 
@@ -39,7 +39,7 @@ def bare(kind, model=None, args=(), **attributes):
     usual = {"gradient_accumulation_steps": 1, "n_gpu": 1, "past_index": -1, "average_tokens_across_devices": False}
     same = {name: lambda value, *_, **__: value for name in ("gather", "gather_for_metrics", "unwrap_model", "reduce")}
     trainer.__dict__ |= {
-        "model": table() if model is None else model,
+        "model": tabular() if model is None else model,
         "args": SimpleNamespace(**{**usual, **dict(args)}),
         "accelerator": SimpleNamespace(**same, num_processes=1, process_index=0, is_main_process=True),
         "label_smoother": None,

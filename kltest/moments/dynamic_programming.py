@@ -41,9 +41,18 @@ class Expected(ExpectedGradient):
 
     Attributes:
         value: E[Σ_t ℓ_t] of the returned values ℓ_t a token.
+        second_moment: E‖ĝ‖², None if it was not requested.
     """
 
     value: float
+    second_moment: float | None = None
+
+    @property
+    def variance(self) -> float | None:
+        """Trace of the covariance of the gradient of one rollout, None if it was not requested."""
+        if self.second_moment is None:
+            return None
+        return max(self.second_moment - float((self.gradient**2).sum()), 0.0)
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,17 @@ class Pairs:
     leaves: frozenset[str]
 
 
-def dynamic(loss: Loss, instance: Instance, sampler: str = "current", *, padding: int = 0, seed: int = 0) -> Expected:
+def dynamic(
+    loss: Loss, instance: Instance, sampler: str = "current", *, variance: bool = False, padding: int = 0, seed: int = 0
+) -> Expected:
     """Exact E[ĝ] of a batch of one rollout, without enumerating rollouts.
 
     Args:
         loss: A loss that depends on each token's own fields only.
         instance: Environment with policy, reference and sampler, C contexts and V tokens.
         sampler: "current" draws rollouts from the policy, "stale" from the sampler.
+        variance: True for E‖ĝ‖² as well. The loss must read log-probs of sampled tokens only, and be placed in the
+            loss: a cost in the reward ties a token to other tokens.
         padding: Seed of what stands at padded positions.
         seed: Seed of the rollouts on which the loss is tried.
 
@@ -73,8 +86,9 @@ def dynamic(loss: Loss, instance: Instance, sampler: str = "current", *, padding
 
     Raises:
         UsageError: The loss was seen to depend on more than each token's own fields, couples or sums rows, or returns
-            no number a token.
+            no number a token; or its variance cannot be computed in this way.
         TargetError: The loss fails, or its gradient is not finite.
+        InvalidEnvironmentError: `variance` needs visits between too many contexts.
     """
     chances = np.exp(instance.behaviour(sampler))
     pairs = call_on_pairs(loss, instance, sampler, padding, seed)
@@ -92,12 +106,18 @@ def dynamic(loss: Loss, instance: Instance, sampler: str = "current", *, padding
         if loss.credit == "return" and sampler != "current":
             charged += horizon.preceding(pairs.cost)[:, None]
         table += chances * charged
+    second = None
+    if variance:
+        if loss.placement != "loss" or pairs.full is not None:
+            raise UsageError(f"dynamic programming cannot compute the variance of {loss.name}: enumerate rollouts")
+        second = horizon.second_moment(pairs.sampled, instance.policy)
     return Expected(
         gradient=softmax_gradient(table, instance.policy),
         reduction=pairs.reduction,
         dtype=pairs.dtype,
         leaves=pairs.leaves,
         value=value,
+        second_moment=second,
     )
 
 

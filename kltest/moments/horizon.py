@@ -5,13 +5,18 @@ once a step, forward, backward or both, and need (C, V) tables once in all.
 """
 
 from collections.abc import Iterator
+from math import isqrt
 
 import numpy as np
 from scipy import sparse
 
 from kltest.environments import Environment
 from kltest.environments.policies import score_norms, softmax_gradient
+from kltest.errors import InvalidEnvironmentError
 from kltest.truth.recursions import backwards
+
+# Bytes that the visits between all pairs of contexts may take.
+MEMORY = 2**28
 
 
 class Horizon:
@@ -54,10 +59,19 @@ class Horizon:
         """E‖Σ_t moved(c_t, v_t)·∇log π(v_t|c_t)‖² with respect to the logits of `policy`, log-probs (C, V).
 
         Two tokens have an inner product only in a shared context c. The expected gradient of the later one is the mean
-        m(c) there, times the number of visits to c after the earlier one: a table of all pairs of contexts.
+        m(c) there, times the number of visits to c after the earlier one. InvalidEnvironmentError if the visits from
+        every context to every other do not fit into MEMORY.
         """
-        contexts, vocabulary = policy.shape
+        environment, (contexts, vocabulary) = self.environment, policy.shape
         own = float((self.visits[:, None] * self.chances * moved**2 * score_norms(policy)).sum())
+        if environment.tree:
+            return own
+        if contexts**2 * 8 > MEMORY:
+            raise InvalidEnvironmentError(
+                f"environment {environment.name!r} has {contexts} contexts; the variance by dynamic programming needs "
+                f"the visits between all pairs of them, and at most {isqrt(MEMORY // 8)} contexts fit. Use a smaller "
+                "environment, or sampling"
+            )
         mean = softmax_gradient(self.chances * moved, policy)
         inner = self.chances * moved * (mean - (np.exp(policy) * mean).sum(axis=1, keepdims=True))
         entries = self._onward.tocoo()

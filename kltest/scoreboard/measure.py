@@ -82,10 +82,10 @@ def _graded(asked: argparse.Namespace, settings: Sequence[str], answers: IO[str]
     What a setting leaves in its folder, that of temporary files too, is deleted before the next one is begun.
     """
     # Forked, so that all share the imports.
-    fork, left = get_context("fork"), list(settings)
+    fork, left, parent = get_context("fork"), list(settings), os.getppid()
     running: dict[Connection, tuple[str, Any, str]] = {}
     try:
-        while left or running:
+        while (left or running) and os.getppid() == parent:  # nobody reads the answers of one whose parent was killed
             while left and len(running) < joblib.cpu_count():
                 ours, theirs = fork.Pipe(duplex=False)
                 setting, folder = left.pop(0), tempfile.mkdtemp(prefix="setting-")

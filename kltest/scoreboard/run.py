@@ -174,11 +174,11 @@ def measured(name: str, version: str, there: Installed | KltestError, store: Sto
         with Progress(f"{library.name} {version}", len(names), done=len(done.keys() & names)) as progress:
             for each in answers:
                 done[each["setting"]] = each
-                progress.advance(each["setting"])
                 try:
                     store.add([({"library": library.name, "version": version, "setting": each["setting"]}, [each])])
                 except KltestError as error:
                     unkept = str(error)
+                progress.advance(each["setting"])  # said once it is kept
         if unkept:
             raise KltestError(unkept)
     except KltestError as error:

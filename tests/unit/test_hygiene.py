@@ -341,38 +341,6 @@ def test_minus_zero_is_another_number_and_the_same_nan_is_none():
         assert set(bound.writes) == changed
 
 
-def test_lists_of_samples_are_live_tokens_of_one_stored_tensor(batch):
-    seen = []
-
-    def loss(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
-        seen[:] = [log_probs, ref_log_probs]
-        return [(one - other) ** 2 / 2 for one, other in zip(log_probs, ref_log_probs, strict=True)]
-
-    outcome = bind(loss)(batch)
-    live = batch.peek("mask") != 0
-    log_ratio = torch.where(live, batch.peek("logp") - batch.peek("ref_logp"), 0.0).detach()
-    torch.testing.assert_close(outcome.value, log_ratio**2 / 2, rtol=0, atol=0)
-    assert [len(sample) for sample in seen[0]] == live.sum(dim=1).tolist()
-    assert len({sample.untyped_storage().data_ptr() for sample in seen[1]}) == 1
-    found = torch.autograd.grad(outcome.objective, batch.built("logp"))[0]
-    torch.testing.assert_close(found, log_ratio / len(live), rtol=1e-14, atol=0)
-
-
-def test_an_item_that_is_exchanged_in_a_stored_list_is_a_write(batch):
-    def exchanges(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
-        ref_log_probs[1] = ref_log_probs[1] + 1
-        return [one - other for one, other in zip(log_probs, ref_log_probs, strict=True)]
-
-    def same_again(log_probs: list[torch.Tensor], ref_log_probs: list[torch.Tensor]):
-        ref_log_probs[1] = ref_log_probs[1].clone()
-        return [one - other for one, other in zip(log_probs, ref_log_probs, strict=True)]
-
-    for loss, changed in ((exchanges, {"ref_logp"}), (same_again, set())):
-        bound = bind(loss)
-        bound(batch)
-        assert set(bound.writes) == changed
-
-
 def test_a_tensor_that_backward_still_needs_is_said(batch):
     def loss(logp, ref_logp):
         square = logp.square()

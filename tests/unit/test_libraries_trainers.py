@@ -8,7 +8,7 @@ from kltest.adapters.installed import costly
 pytest.importorskip("transformers")
 from transformers import Trainer
 
-from kltest.adapters.trainers import bare, holding, inputs_of, table
+from kltest.adapters.trainers import bare, holding, inputs_of, tabular
 
 
 class Distils(Trainer):
@@ -24,7 +24,7 @@ class Distils(Trainer):
 
 
 def distilled(logits, ref_logits, tokens, mask, late=False):
-    trainer = bare(Distils, args={"late": late}, teacher_model=table())
+    trainer = bare(Distils, args={"late": late}, teacher_model=tabular())
     with holding(trainer.model, logits), holding(trainer.teacher_model, ref_logits):
         loss = trainer.compute_loss(trainer.model, inputs_of(tokens, mask))
     return loss, {"kl": trainer._metrics["train"]["kl"][-1]}

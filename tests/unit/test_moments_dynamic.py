@@ -13,7 +13,7 @@ from kltest.estimators import find, registry
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.moments import dynamic, exact
-from kltest.moments.dynamic_programming import from_tables
+from kltest.moments import horizon as horizon_module
 from kltest.truth import gradient, recursions
 
 PER_TOKEN = [name for name, entry in registry().items() if entry.spec.per_token]
@@ -37,9 +37,10 @@ def agrees(loss, instance, sampler, *, variance=False, known=None):
     assert computed.value == pytest.approx(enumerated.value.mean, rel=1e-12, abs=1e-14), place
     assert computed.reduction == enumerated.reduction, place
     if variance:
-        tables = from_tables(loss, instance, sampler, 0, 0)
-        assert tables.second_moment == pytest.approx(enumerated.second_moment, rel=1e-12), place
-        assert tables.variance == pytest.approx(enumerated.variance, rel=1e-10, abs=1e-14), place
+        assert computed.variance is None, place
+        computed = dynamic(loss, instance, sampler, variance=True)
+        assert computed.second_moment == pytest.approx(enumerated.second_moment, rel=1e-12), place
+        assert computed.variance == pytest.approx(enumerated.variance, rel=1e-10, abs=1e-14), place
     return computed.reduction
 
 
@@ -96,6 +97,18 @@ def test_a_false_declaration_is_noticed():
     loss = bind(lambda logp, mask: logp * (logp * mask).sum(dim=1, keepdim=True), spec=find("k3-loss").spec)
     with pytest.raises(UsageError, match="more than each token's own"):
         exact(loss, drawn(sequence(3, 6)))
+
+
+@pytest.mark.parametrize(("name", "options"), [("k1-reward", {}), ("full-loss", {})])
+def test_a_variance_that_needs_rollouts_is_refused(name, options):
+    with pytest.raises(UsageError, match="enumerate rollouts"):
+        dynamic(estimator(name, **options), drawn("ragged"), variance=True)
+
+
+def test_a_variance_between_too_many_contexts_is_refused(monkeypatch):
+    monkeypatch.setattr(horizon_module, "MEMORY", 8 * 9)
+    with pytest.raises(UsageError, match=r"4 contexts.* at most 3 contexts fit"):
+        dynamic(estimator("k3-loss"), drawn("mdp"), variance=True)
 
 
 @pytest.mark.parametrize("name", ["k3-loss", "k1-reward", "k1-reward-to-go", "full-loss"])
