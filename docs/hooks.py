@@ -135,9 +135,9 @@ def options() -> list[dict[str, str]]:
 
     command = typer.main.get_command(app).commands["grade"]  # type: ignore[attr-defined]
     return [
-        {"option": ", ".join(f"`{text}`" for text in each.opts), "": escaped(each.help or "")}
+        {"option": ", ".join(f"`{text}`" for text in each.opts), "meaning": escaped(each.help or "")}
         for each in command.params
-        if each.opts[0].startswith("-")
+        if each.opts[0].startswith("-") and not getattr(each, "hidden", False)
     ]
 
 

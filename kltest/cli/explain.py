@@ -108,7 +108,8 @@ def explain(name: str) -> str:
     else:
         hint = did_you_mean(wanted, [*CHECKS, *(check.name for check in CHECKS.values()), *_estimator_names(), *ATLAS])
         raise UsageError(
-            f"there is no check, estimator or named gradient called {name!r}; {hint}`kltest list` shows them all"
+            f"there is no check, estimator or named gradient called {name!r}; {hint}`kltest list` shows them all "
+            "(environments have no page of their own)"
         )
     return "\n".join(words) + "\n"
 

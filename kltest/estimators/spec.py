@@ -45,7 +45,8 @@ class Spec:
 
     `identified[sampler][environment]` is the combination of named gradients that its expected gradient equals, or None
     if it is unnamed. Environments are bandit, sequence, ragged and mdp; "tokens" stands for the last three.
-    Coefficients that depend on the length are those of T = 3. An entry left out is unspecified.
+    Coefficients that depend on the length are those of T = 3. An entry left out is unspecified; kltest's own estimators
+    fill in both samplers.
     `per_token` means that its term for a token depends on that token's fields alone, so that dynamic programming gives
     its expectation. `off_policy_only` means that it differs from others only if the sampler is not the policy.
     `couples` means that it is one number for a batch that is not a mean over its rows.

@@ -78,7 +78,10 @@ class Options:
     """The options of one grading, each in its checked form."""
 
     expect: Mapping[str, float] = _option(
-        "reverse_kl", forms.combination, "The gradient that is claimed, or a combination: [c*]NAME[±[c*]NAME]….", "NAME"
+        "reverse_kl",
+        forms.combination,
+        "The gradient that is claimed, or a combination: `[c*]NAME[±[c*]NAME]…`.",
+        "NAME",
     )
     placement: str | None = _option(
         None,

@@ -73,7 +73,8 @@ class Stub:
     def _not_given(self, what: object) -> NotGivenError:
         name = vars(self)["_stub_name"]
         known = isinstance(what, str) and what.isidentifier()
-        advice = f"give it with --arg {name}.{what}=VALUE" if known else "--arg can give it names alone"
+        value = f"@{field}" if (field := field_named(what)) else "VALUE"
+        advice = f"give it with --arg {name}.{what}={value}" if known else "--arg can give it names alone"
         return NotGivenError(f"{name} stands in for an object that was not built and has no {what!r}; {advice}")
 
     def fields(self) -> set[str]:

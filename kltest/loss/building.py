@@ -53,7 +53,8 @@ class Built:
         if not isinstance(error, AttributeError) or error.obj is not self.thing:
             return ""
         what = f"{self.name} was built as {type(self.thing).__name__}() and has no {error.name!r}"
-        return f"{what}; give it with --arg {self.name}.{error.name}=VALUE"
+        value = f"@{field}" if (field := field_named(error.name)) else "VALUE"
+        return f"{what}; give it with --arg {self.name}.{error.name}={value}"
 
 
 def stand_in(name: str, kind: type, given: Mapping[str, object]) -> Built | Stub:

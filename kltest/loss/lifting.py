@@ -214,7 +214,7 @@ class _Lifter:
         why = f"line {unit.lineno} of {self.path.name} raised {describe(error)}"
         if isinstance(error, ModuleNotFoundError):
             extra = "the extra `jax` of kltest" if error.name == "jax" else f"pip install {error.name}"
-            why += f". Install it for this Python ({extra})"
+            why = f"{why.rstrip('.')} ({extra})"
         self.namespace[name] = _Absent(name, why)
 
     def _import(self, name: str, unit: ast.Import | ast.ImportFrom) -> None:

@@ -127,8 +127,8 @@ def _tell(name: str, failures: Sequence[Failure]) -> None:
     for failure in failures:
         reasons.setdefault(failure.reason, []).append(failure)
     for reason, same in reasons.items():
-        titles = ", ".join(title(failure.configuration) for failure in same)
-        _warn(f"{name}: {titles} failed: {reason}\n{same[0].traceback}")
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        _warn(f"{name}: {title(same[0].configuration)}{more} failed: {reason}\n{same[0].traceback}")
     if failures:
         _warn(f"{name}: failures are kept as they are; `--retry-failed` tries them again")
 

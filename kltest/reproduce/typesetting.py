@@ -76,7 +76,7 @@ def typeset(checkout: Checkout, output: Path) -> Path:
     if missing := uncovered(text, output):
         raise UsageError(
             f"the paper cites numbers that the results in {output} do not contain: {'; '.join(missing)}. "
-            "Run `kltest reproduce` again, or correct the text"
+            "Run `kltest reproduce --retry-failed`, which tries again what failed before, or correct the text"
         )
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

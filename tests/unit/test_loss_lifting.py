@@ -166,7 +166,7 @@ def test_a_lifted_method_on_a_stand_in(write):
     follows(loss, 3 * K2)
     assert any("Trainer was lifted without no_such_accelerator.Trainer" in note for note in loss.notes)
     assert any("bare" in note for note in loss.notes)
-    with pytest.raises(UsageError, match=r"--arg self.beta=VALUE"):
+    with pytest.raises(UsageError, match=r"--arg self.beta=@beta"):
         resolve("library.py:Trainer.loss")(ROLLOUT)
 
 

@@ -106,7 +106,7 @@ def test_functions_and_methods_of_a_module_in_the_current_directory(target, writ
 def test_a_plain_method_gets_a_stand_in_for_self(where, write):
     write("mine.py", PLAIN)
     follows(resolve(f"{where}Losses.plain", Call(arguments={"self.beta": 3.0, "self.one": 1})), 3 * K2)
-    with pytest.raises(UsageError, match=r"'beta'; give it with --arg self.beta=VALUE"):
+    with pytest.raises(UsageError, match=r"'beta'; give it with --arg self.beta=@beta"):
         resolve(f"{where}Losses.plain")(ROLLOUT)
     with pytest.raises(UsageError, match=r"--arg self.one=VALUE"):
         resolve(f"{where}Losses.plain", Call(arguments={"self.beta": 3.0}))(ROLLOUT)
