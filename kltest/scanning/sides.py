@@ -20,6 +20,7 @@ _PROB = re.compile(r"\bprobs?\b|\bprobabilit\w*")
 _NOT = WORDS["not_sides"]
 METRICS = WORDS["metrics"]
 """Words of what is only logged."""
+_KL = WORDS["kl"]
 _MASK = frozenset({"mask", "masks"})
 
 
@@ -87,8 +88,8 @@ def says(name: str, *which: str) -> bool:
 
 
 def says_kl(name: str) -> bool:
-    """Return True for names of KL terms: kl, approx_kl, kld, per_token_kl, jsd, klDiv."""
-    return any(word in ("kl", "kls", "kld", "klds", "jsd", "divergence", "kullback") for word in words(name))
+    """Return True for names of KL terms: kl, approx_kl, kld, per_token_kl, jsd, klDiv, k3_loss."""
+    return bool(_KL.intersection(words(name))) or re.search(r"(^|[_.])k[123]([_.]|$)", name) is not None
 
 
 def chain(node: ast.AST) -> str:

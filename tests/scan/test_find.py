@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kltest.estimators import registry
 from kltest.scanning.follow import tree_of
 from kltest.scanning.sources import sources
 from kltest.scanning.terms import Term, terms
@@ -242,3 +243,10 @@ def test_nothing_of_the_tree_is_executed_while_looking(tmp_path: Path) -> None:
     text = f"open({str(mark)!r}, 'w').close()\n" + TERMS["a helper"][0]
     assert len(found(tmp_path, text)) == 1
     assert not mark.exists()
+
+
+def test_our_own_estimators_are_found() -> None:
+    """All but those that weigh the score of a rollout by its worth beside its group, and parts of a distribution."""
+    package = Path(__file__).parents[2] / "kltest" / "estimators"
+    known = {term.function.name.replace("_", "-") for term in terms(tree_of(list(sources([package], []))))}
+    assert set(registry()) - known == {"group-mean", "leave-one-out", "top-k", "top-k-detached"}
