@@ -95,7 +95,7 @@ class Calls(Expressions):
                     return value
         if stated := side(name):
             told = who_of(" ".join(words(name) + tuple(identifiers(node))))
-            who = stated.who if stated.sure else next((s.who for s in everything.sides), told or "")
+            who = stated.who if stated.sure else next((s.who for s in sorted(everything.sides)), told or "")
             return Value(frozenset({Side("logp" if stated.quantity == "logp" else stated.quantity, who)}))
         if says(name, *REWARD) and everything.flows:
             self._arrive(everything, "reward", name)
@@ -119,9 +119,9 @@ class Calls(Expressions):
 
         def carried(result: Value) -> Value:
             flows: set[Flow] = set()
-            for flow in result.flows:
+            for flow in sorted(result.flows, key=Flow.order):
                 if flow.seed.parameter:
-                    for arriving in values.get(flow.seed.parameter, NOTHING).flows:
+                    for arriving in sorted(values.get(flow.seed.parameter, NOTHING).flows, key=Flow.order):
                         form = flow.form if arriving.form == LOG_RATIO else arriving.form
                         flows.add(Flow(arriving.seed, form))
                         if form in KL_LIKE and arriving.form == LOG_RATIO:

@@ -40,6 +40,11 @@ class Flow:
     seed: Seed
     form: str
 
+    def order(self) -> tuple[object, ...]:
+        """Return a key to sort by, so that nothing depends on how a set is walked."""
+        seed = self.seed
+        return (seed.first, seed.last, sorted(seed.who), seed.texts, seed.parameter, seed.named, self.form)
+
 
 @dataclass(frozen=True)
 class Value:

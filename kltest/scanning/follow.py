@@ -185,7 +185,7 @@ class _Follower(Calls):
             self._arrive(value, "stored", name.rsplit(".", 1)[-1])
 
     def _arrive(self, value: Value, kind: str, name: str) -> None:
-        for flow in value.flows:
+        for flow in sorted(value.flows, key=Flow.order):
             self.found.arrivals.append(Arrival(flow, kind, self._line(), name, bool(self.without_gradient)))
 
     def _line(self) -> int:

@@ -24,7 +24,7 @@ _KL = WORDS["kl"]
 _MASK = frozenset({"mask", "masks"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Side:
     """`quantity` is logp, logits or prob; `who` the prefix of the rollout's field; `sure` if a word states who."""
 

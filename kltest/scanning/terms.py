@@ -82,8 +82,9 @@ class _Terms:
                 continue
             called = {seed: callee for callee, seed in followed.calls}
             if all(seed in called for seed in seeds):
-                if len({called[seed] for seed in seeds}) < 2:
-                    continue  # a call of a helper: a use of it
+                together = {(seed.first, called[seed]) for seed in seeds}
+                if len(together) == len({line for line, _ in together}):
+                    continue  # a call of a helper is a use of it; two in one statement are a term
             else:
                 seeds = [seed for seed in seeds if seed not in called]
             shaped = list(dict.fromkeys(callee for callee, seed in followed.shaped if seed in seeds))

@@ -1,5 +1,8 @@
 """Finding KL terms by syntax: every form, and beside each the one that looks like it and is none."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -250,3 +253,20 @@ def test_our_own_estimators_are_found() -> None:
     package = Path(__file__).parents[2] / "kltest" / "estimators"
     known = {term.function.name.replace("_", "-") for term in terms(tree_of(list(sources([package], []))))}
     assert set(registry()) - known == {"group-mean", "leave-one-out", "top-k", "top-k-detached"}
+
+
+def test_what_is_found_does_not_depend_on_how_words_are_hashed() -> None:
+    package = Path(__file__).parents[2] / "kltest"
+    code = (
+        "import sys; from pathlib import Path; from kltest.scanning.follow import tree_of; "
+        "from kltest.scanning.sources import sources; from kltest.scanning.terms import terms; "
+        "print([(t.function.title, t.place, t.first, t.last, sorted(t.forms), [f.title for f in t.shaped]) "
+        "for t in terms(tree_of(list(sources([Path(sys.argv[1]), Path(sys.argv[2])], []))))])"
+    )
+    command = [sys.executable, "-c", code, str(package / "checks"), str(package / "adapters")]
+    told = {
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
+    assert b"sequence_kl" in told.pop()
