@@ -5,13 +5,14 @@
 """
 
 import io
+import json
 import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import LEFT_OUT, Claim, score
 from kltest.reproduce.experiment import Experiment, Request
 from kltest.reproduce.typesetting import draw, sources, typeset
+from kltest.reproduce.unchanged import Unchanged
 from kltest.sweeps.run import connect, title
 from kltest.sweeps.store import Failure
 
@@ -39,7 +41,13 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
     """Every experiment (or those in `only`), then the figures, then the paper, then the summary."""
     checkout, folder, started = *_prepare(output, request), time.monotonic()
     chosen = _chosen(checkout, only)
+    unchanged = Unchanged(checkout, folder, (chosen, replace(request, workers=None, cluster=None)))
     with _kept(folder, "reproduce"), held(folder):
+        if unchanged.holds():
+            claims = [Claim(**row) for row in json.loads((folder / "summary.json").read_text(encoding="utf-8"))]
+            _say(summary(claims, _width(), fold=True))
+            _say(f"Nothing has changed since {folder} was made, and nothing was made again.")
+            return int(any(claim.agrees is False for claim in claims))
         claims, failed = _experiments(checkout, chosen, folder, request)
         absent = [name for name in checkout.experiments() if not (folder / name / "numbers.json").is_file()]
         failed |= _figures(checkout, folder, left_out=absent if only else ())
@@ -53,6 +61,8 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
         skipped = [name for name in checkout.experiments() if name not in chosen]
         claims += [Claim(name, "all of its claims", "", "", LEFT_OUT, None) for name in skipped]
         _conclude(claims, folder)
+        if not failed:
+            unchanged.record()
         _say(f"Every claim is in {folder / 'summary.md'}, the paper {f'is {pdf}' if pdf else 'was not built'}.")
         _say(f"Results and figures are in {folder} ({time.monotonic() - started:.0f} s).")
         return 3 if failed else int(any(claim.agrees is False for claim in claims))

@@ -153,7 +153,10 @@ class Experiment:
             files |= {f"{title}.md": as_markdown(lines), f"{title}.csv": as_csv(lines)}
         for name, content in files.items():
             write(folder / name, content)
-        notes = [f"{store.path}, line {number}: not a result of kltest, passed over" for number in store.foreign_lines]
+        notes = []
+        if lines := store.foreign_lines:
+            more = f" and {len(lines) - 1} more are" if len(lines) > 1 else " is"
+            notes = [f"{store.path}: line {lines[0]}{more} not as kltest wrote it and passed over"]
         return Outcome(claims, failures, notes)
 
 

@@ -3,13 +3,15 @@
 A record is one line of JSON, appended and flushed to the disk before anything else happens. A line without its line
 break was torn by a kill or a full disk: the store cuts it off when it is opened, and its configuration is run again.
 Records are keyed by configuration and version, so that results of other code are never taken for current ones. A
-failure is a record too, with its reason; the last record of a configuration counts.
+failure is a record too, with its reason; the last record of a configuration counts. Each line has a checksum: one that
+was changed is passed over, and its configuration is run again.
 """
 
 import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +20,26 @@ from typing import IO, Any, Self
 from kltest.errors import KltestError, UsageError
 
 Row = dict[str, Any]
+CHECKSUM = re.compile(rb'^{"checksum": "[0-9a-f]{16}", ')
 
 
 def digest(*parts: object) -> str:
     """Return a short name for values that JSON can hold: equal on every machine if the values are equal."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _with_checksum(record: bytes) -> bytes:
+    """Return the JSON of an object with the checksum of that JSON as its first member."""
+    return b'{"checksum": "%s", %s' % (hashlib.sha256(record).hexdigest()[:16].encode(), record[1:])
+
+
+def _checked(line: bytes) -> bytes:
+    """Return the record that `_with_checksum` made a line of; ValueError if it is another than was written."""
+    record = b"{" + CHECKSUM.sub(b"", line)
+    if line != _with_checksum(record):
+        raise ValueError("the checksum does not fit")
+    return record
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ class Store:
             self._file.truncate(whole)
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
-                record = json.loads(line)
+                record = json.loads(_checked(line))
                 key, version = record["key"], record["version"]
                 failure = record.get("failure")
                 result = record["rows"] if failure is None else Failure(record["configuration"], *failure)
@@ -105,7 +121,7 @@ class Store:
                 record["failure"] = [result.reason, result.traceback]
             else:
                 record["rows"] = result
-            lines.append(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            lines.append(_with_checksum(json.dumps(record, ensure_ascii=False, allow_nan=False).encode()) + b"\n")
         whole, left = self._file.seek(0, os.SEEK_END), b"".join(lines)
         try:
             while left:

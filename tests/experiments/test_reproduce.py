@@ -128,8 +128,9 @@ def checkout(tmp_path, monkeypatch):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, but for the order in which the store was filled."""
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every result below a folder, but for the order in which the store was filled."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     return {
         name: b"".join(sorted(data.splitlines())) if name.endswith(".jsonl") else data for name, data in files.items()
     }
@@ -319,6 +320,38 @@ def test_nothing_that_is_done_is_done_again(checkout, monkeypatch, tmp_path):
     assert len((tmp_path / "calls").read_text().split()) == 12
 
 
+@pytest.mark.parametrize(
+    "changed", ["figures/roots.py", "experiments/roots/analysis.py", "paper/paper.typ", "out/roots/roots.csv", None]
+)
+def test_if_nothing_has_changed_nothing_is_made_again(checkout, monkeypatch, capsys, changed):
+    assert reproduce(output="out") == 0
+    first, said = contents(checkout / "out"), capsys.readouterr().out
+    if changed is None:
+        monkeypatch.setattr("kltest.reproduce.commands._experiments", None)  # is not called
+    else:
+        end = "  // the same\n" if changed.endswith(".typ") else "\n# the same\n"
+        (checkout / changed).write_text((checkout / changed).read_text() + end)
+    assert reproduce(output="out") == 0
+    again = capsys.readouterr().out
+    assert ("nothing was made again" in again) is (changed is None)
+    counted = "1 of 1 claims agree, 0 disagree, 0 not run."
+    assert counted in said
+    assert counted in again
+    assert contents(checkout / "out") == first
+
+
+def test_a_change_of_what_is_asked_for_or_of_a_library_is_a_change(checkout, monkeypatch, capsys):
+    assert reproduce(output="out") == 0
+    assert reproduce(output="out", request=Request(scale="full")) == 0
+    assert reproduce(output="out") == 0
+    monkeypatch.setattr("kltest.reproduce.unchanged._versions", lambda: [("numpy", "0")])
+    assert reproduce(output="out") == 0
+    assert "nothing was made again" not in capsys.readouterr().out
+    (checkout / "out" / ".complete.json").write_text("{")
+    assert reproduce(output="out") == 0
+    assert "nothing was made again" not in capsys.readouterr().out
+
+
 def test_results_of_other_code_are_not_reused(checkout, monkeypatch, tmp_path):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     run("roots")
@@ -473,6 +506,17 @@ def test_a_foreign_line_is_passed_over_and_named(tmp_path):
     with Store(path, "1") as store:
         assert store.result({"a": 1}) == []
         assert store.foreign_lines == [1, 2]
+
+
+def test_a_changed_line_is_passed_over(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    with Store(path, "1") as store:
+        store.add([({"a": 1}, [{"x": 0.1}]), ({"a": 2}, [{"x": 0.2}])])
+    path.write_bytes(path.read_bytes().replace(b"0.2", b"0.3"))
+    with Store(path, "1") as store:
+        assert store.result({"a": 1}) == [{"x": 0.1}]
+        assert store.result({"a": 2}) is None
+        assert store.foreign_lines == [2]
 
 
 def full_disk(_):
