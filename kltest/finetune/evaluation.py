@@ -20,38 +20,43 @@ from kltest.finetune.tasks import Task
 from kltest.finetune.update import UpdateInfo, accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
-from kltest.language_models.scoring import score, score_in_parts
+from kltest.language_models.scoring import over_time, score, score_in_parts
 
 LEVEL = 0.95
 Record = dict[str, float]
-# Most rollouts in one forward pass of an evaluation.
-ROWS = 256
+# Most rollouts in one forward pass of an evaluation, and most log-probs of all their next tokens.
+ROWS, LOGITS = 256, 2**27
+# Numbers of gradients that are in float64 at a time.
+PIECE = 2**20
 
 
-def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Record:
+def evaluate(models: Models, task: Task, settings: Settings, step: int, processes: Processes) -> Record:
     """Return rewards and KL(π‖ref), held-out and out of distribution, entropy and length; names as in METRICS."""
-    alone = Processes(0, 1, models.policy.device)
     found: Record = {}
     for split in ("held-out", "out-of-distribution"):
         if not _has(task, split):
             continue
-        rollouts = draw(models.policy, task, settings, split, (step,), settings.eval_prompts, 1, alone)
+        prompts = math.ceil(settings.eval_prompts / processes.count) * processes.count
+        rollouts = draw(models.policy, task, settings, split, (step,), prompts, 1, processes)
         assert rollouts.reward is not None
         name = split.replace("-", "_")
-        kl, entropy = kl_and_entropy(models, rollouts, settings)
-        found |= _with_interval(f"reward_{name}", *_wilson(rollouts.reward.cpu().numpy()))
-        found |= _with_interval("kl" if split == "held-out" else f"kl_{name}", *_student(kl.cpu().numpy()))
+        own = rollouts.reward, rollouts.lengths.double(), *kl_and_entropy(models, rollouts, settings)
+        reward, length, kl, entropy = (processes.joint(one).cpu().numpy() for one in own)
+        found |= _with_interval(f"reward_{name}", *_wilson(reward))
+        found |= _with_interval("kl" if split == "held-out" else f"kl_{name}", *_student(kl))
         if split == "held-out":
-            found["entropy"] = float(entropy.sum() / rollouts.mask.sum())
-            found["length_held_out"] = float(rollouts.lengths.double().mean())
+            found["entropy"] = float(entropy.sum() / length.sum())
+            found["length_held_out"] = float(length.mean())
     return found
 
 
 @torch.no_grad()
 def kl_and_entropy(models: Models, rollouts: Rollouts, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return (B,) Σ_t KL(π(·|s_t)‖ref(·|s_t)) and (B,) Σ_t entropy of π(·|s_t), in nats, float64."""
-    kls, entropies = [], []
-    for rows in rollouts.split(min(settings.micro_batch or ROWS, ROWS)):
+    kls: list[Tensor] = []
+    entropies: list[Tensor] = []
+    each = LOGITS // (models.policy.vocabulary * max(1, rollouts.tokens.shape[1]))
+    for rows in rollouts.split(max(1, min(settings.micro_batch or ROWS, ROWS, each))):
         part = rollouts.rows(rows)
         policy, reference = (
             score(one, part, temperature=settings.temperature, logits=True).logits
@@ -59,14 +64,25 @@ def kl_and_entropy(models: Models, rollouts: Rollouts, settings: Settings) -> tu
         )  # (b, T, V) log-probs
         assert policy is not None
         assert reference is not None
-        chances = policy.double().exp()
-        kls.append((chances * (policy.double() - reference.double())).sum(-1).where(part.mask, 0.0).sum(1))
-        entropies.append(-(chances * policy.double()).sum(-1).where(part.mask, 0.0).sum(1))
+        sums = [_summed(*(one.double() for one in piece)) for piece in over_time(policy, reference)]
+        for found, steps in zip((kls, entropies), zip(*sums, strict=True), strict=True):
+            found.append(torch.cat(steps, dim=1).where(part.mask, 0.0).sum(1))
     return torch.cat(kls), torch.cat(entropies)
 
 
+def _summed(policy: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """(b, t) KL and entropy of next tokens, whose log-probs are (b, t, V)."""
+    chances = policy.exp()
+    return (chances * (policy - reference)).sum(-1), -(chances * policy).sum(-1)
+
+
 def compare_gradients(
-    models: Models, task: Task, settings: Settings, step: int, sampler: LanguageModel | None = None
+    models: Models,
+    task: Task,
+    settings: Settings,
+    step: int,
+    processes: Processes,
+    sampler: LanguageModel | None = None,
 ) -> Record:
     """Compare the KL term's expected gradient with ∇KL(π‖ref), from independent batches; names as in METRICS.
 
@@ -78,16 +94,21 @@ def compare_gradients(
         return {}
     plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}}
     truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
-    gradients = partial(_gradients, models, task, settings)
+    gradients = partial(_gradients, models, task, settings, processes)
     parts = []
     for chunk in range(settings.gradient_chunks):
         if sampler is None:
             parts.append(gradients((step, chunk), term, truth))
         else:
             parts.append([*gradients((step, chunk), term, sampler=sampler), *gradients((step, chunk), truth)])
-    flat = torch.stack([*(one for one, _ in parts), *(other for _, other in parts)]).double()
+    vectors = [*(one for one, _ in parts), *(other for _, other in parts)]
+    products = np.zeros((len(vectors), len(vectors)))
+    for parameter in zip(*vectors, strict=True):
+        for piece in zip(*(one.split(PIECE) for one in parameter), strict=True):
+            rows = torch.stack(piece).double()
+            products += (rows @ rows.T).numpy()
     name = "kl_gradient" if sampler is None else "stale_gradient"
-    return compared((flat @ flat.T).cpu().numpy(), settings.gradient_batches, name)
+    return compared(products, settings.gradient_batches, name)
 
 
 def compared(products: np.ndarray, batches: int = 1, name: str = "kl_gradient") -> Record:
@@ -150,16 +171,20 @@ def _gradients(
     models: Models,
     task: Task,
     settings: Settings,
+    processes: Processes,
     numbers: tuple[int, int],
     *objectives: Objective,
     sampler: LanguageModel | None = None,
-) -> list[Tensor]:
-    """(P,) for each objective: the mean gradient over batches of the run's size, the same fresh ones for all."""
-    alone = Processes(0, 1, models.policy.device)
+) -> list[list[Tensor]]:
+    """For each objective the mean gradient over batches of the run's size, the same fresh ones for all.
+
+    It is one flat tensor a parameter, on the CPU: an accelerator has no room for as many as are compared.
+    """
     batches = settings.gradient_batches
     sizes = (settings.prompts * batches, settings.group_size)
-    rollouts = draw(sampler or models.policy, task, settings, "gradient", numbers, *sizes, alone)
-    size = settings.micro_batch or settings.rollouts
+    rollouts = draw(sampler or models.policy, task, settings, "gradient", numbers, *sizes, processes)
+    own = settings.rollouts // processes.count
+    size = settings.micro_batch or own
     scored = partial(score_in_parts, rollouts=rollouts, size=size, temperature=settings.temperature)
     old_logp = None if sampler is None else scored(sampler)
     rollouts = replace(rollouts, ref_logp=scored(models.reference), old_logp=old_logp)
@@ -168,10 +193,12 @@ def _gradients(
     found = []
     for objective in objectives:
         model.zero_grad(set_to_none=True)
-        for rows in rollouts.split(settings.rollouts):
-            accumulate(objective, models, rollouts.rows(rows), alone, longest=longest(settings, task))
+        for rows in rollouts.split(own):
+            accumulate(objective, models, rollouts.rows(rows), processes, longest=longest(settings, task))
+        processes.sum_gradients(parameters)
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-        found.append(torch.cat([gradient.reshape(-1) for gradient in gradients]) / batches)
+        found.append([gradient.reshape(-1).cpu() / batches for gradient in gradients])
+    model.zero_grad(set_to_none=True)
     return found
 
 

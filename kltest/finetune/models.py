@@ -41,10 +41,11 @@ EVALUATE_EVERY, EVALUATED = 25, 128
 
 @dataclass(frozen=True)
 class Models:
-    """The policy to train, and the frozen reference that it starts from."""
+    """The policy to train, the frozen reference that it starts from, and the dtype in which the model came."""
 
     policy: LanguageModel
     reference: LanguageModel
+    dtype: torch.dtype = torch.float32
 
 
 def load(settings: Settings, task: Task, device: torch.device) -> Models:
@@ -58,11 +59,13 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
         model, tokenizer = trained(settings, task)
     else:
         model, tokenizer = pretrained(settings.model)
+    came = model.dtype
     model = (in_double(model) if settings.dtype == "float64" else model.float()).to(device).eval()
     # Weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
     compute_dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
     policy = LanguageModel.of(model, tokenizer, compute_dtype, chat=settings.chat)
-    return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, policy.frozen())
+    reference = policy.frozen()
+    return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, reference, came)
 
 
 def _compiled(model: Any) -> Any:

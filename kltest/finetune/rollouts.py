@@ -5,6 +5,7 @@ the same prompts and uniforms; so do several processes and one, and a run that w
 """
 
 from dataclasses import replace
+from heapq import nlargest
 from typing import Literal, get_args
 
 import numpy as np
@@ -23,6 +24,12 @@ Purpose = Literal["train", "held-out", "out-of-distribution", "gradient"]
 def longest(settings: Settings, task: Task) -> int:
     """Return the most tokens of a rollout: max_tokens, or what the task needs."""
     return settings.max_tokens or task.max_tokens
+
+
+def check_prompts(sampler: LanguageModel, task: Task, settings: Settings) -> None:
+    """Raise UsageError if a prompt that the task can list is too long for the model; the longest texts are tried."""
+    for prompt in nlargest(64, getattr(task, "prompts", ()), key=len):
+        sampler.check_length(len(sampler.encode(prompt)), longest(settings, task))
 
 
 def draw(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kltest.errors import KltestError, TargetError, UsageError
@@ -22,7 +23,7 @@ from kltest.finetune.evaluation import compare_gradients, evaluate, of_batch, of
 from kltest.finetune.models import Models, load
 from kltest.finetune.objective import Objective
 from kltest.finetune.processes import Processes
-from kltest.finetune.rollouts import draw, longest
+from kltest.finetune.rollouts import check_prompts, draw, longest
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Task, task_named
 from kltest.finetune.update import NotFiniteError, accumulate
@@ -50,6 +51,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     processes = Processes.here(settings.device)
     processes.share(settings.prompts, "prompts")
     task = task_named(settings.task)
+    task.draw("held-out", 1, np.random.default_rng(0))  # refuses a task that could not be measured
     files = RunFolder(folder if processes.main else None, settings, again=again)
     objective = Objective(settings)
     # The main process loads first: it may have to train the reference of a tiny model, which the others then read.
@@ -58,6 +60,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     models = load(settings, task, processes.device)
     if processes.main:
         processes.wait()
+    check_prompts(models.policy, task, settings)
     training = Training(settings, task, models, objective, processes)
     training.restore(files, folder)
     label = f"{settings.resolved.kl}, β = {settings.beta:g}"
@@ -77,7 +80,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
             if stopping:
                 raise KeyboardInterrupt
     if folder is not None and processes.main:
-        save(models.policy.model, models.policy.tokenizer, folder / "model")
+        save(models.policy.model.to(models.dtype), models.policy.tokenizer, folder / "model")
     return files.records
 
 
@@ -111,7 +114,6 @@ class Training:
 
         with located(self.step, "measuring", save_failed), self._timed("measuring"):
             record |= self._measure()
-            self.processes.wait()
         if self.step < self.settings.steps:
             with located(self.step, "generation", save_failed), self._timed("generation"):
                 batch = self.batch = self._generate()
@@ -121,11 +123,11 @@ class Training:
         return record, self._seconds
 
     def _measure(self) -> Record:
-        of = self.models, self.task, self.settings, self.step
+        of = self.models, self.task, self.settings, self.step, self.processes
         record: Record = {}
-        if self.processes.main and self._due(self.settings.eval_every, ends=True):
+        if self._due(self.settings.eval_every, ends=True):
             record |= evaluate(*of)
-        if self.processes.main and self._due(self.settings.gradient_every, ends=False):
+        if self._due(self.settings.gradient_every, ends=False):
             record |= compare_gradients(*of)
         return record
 
@@ -150,13 +152,12 @@ class Training:
         record: Record = {}
         # At the last inner epoch the gradient is measured with the sampler of this batch as well.
         measured = settings.inner_epochs > 1 and self._due(settings.gradient_every, ends=False)
-        sampler = self.models.policy.frozen() if measured and self.processes.main else None
+        sampler = self.models.policy.frozen() if measured else None
         for epoch in range(settings.inner_epochs):
             if measured and epoch == settings.inner_epochs - 1:
                 with self._timed("measuring"):
-                    if sampler is not None:
-                        record |= compare_gradients(self.models, self.task, settings, self.step, sampler)
-                    self.processes.wait()
+                    of = self.models, self.task, settings, self.step, self.processes
+                    record |= compare_gradients(*of, sampler)
             self.optimiser.zero_grad(set_to_none=True)
             most = longest(settings, self.task)
             info = accumulate(self.objective, self.models, batch, self.processes, longest=most)

@@ -88,7 +88,7 @@ class Settings:
     max_norm: float = _setting(1.0, "gradients of a larger norm are scaled down to this one; 0: never", 0.0)
     micro_batch: int = _setting(0, "most rollouts in one forward pass: less memory, the same gradient; 0: all", 0)
     eval_every: int = _setting(20, "steps between evaluations; 0: only at the start and the end", 0)
-    eval_prompts: int = _setting(256, "prompts, one rollout each, of an evaluation", 2)
+    eval_prompts: int = _setting(256, "prompts of an evaluation, one rollout each; processes share them evenly", 2)
     gradient_every: int = _setting(50, "steps between measurements of the KL gradient; 0: never", 0)
     gradient_chunks: int = _setting(
         8, "independent parts of such a measurement; its interval comes from their differences", 3

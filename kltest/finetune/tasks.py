@@ -167,8 +167,9 @@ class Lines:
 
     def __init__(self, name: str, problems: dict[Split, list[Problem]]) -> None:
         self.name, self._problems = name, problems
-        everything = [text for part in problems.values() for one in part for text in (one.prompt, one.completion)]
-        self.characters = "".join(sorted(set("".join(everything))))
+        everything = [one for part in problems.values() for one in part]
+        self.prompts = [one.prompt for one in everything]
+        self.characters = "".join(sorted(set("".join(one.prompt + one.completion for one in everything))))
 
     @classmethod
     def read(cls, path: str) -> Self:
@@ -191,7 +192,7 @@ class Lines:
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
         there: Sequence[Problem] = self._problems[split]
         if not there:
-            raise UsageError(f"the task's file has no problem whose split is {split}")
+            raise UsageError(f'the task\'s file has no problem whose split is {split}: give some "split": "{split}"')
         return [there[int(index)] for index in generator.integers(len(there), size=count)]
 
     def reward(self, problem: Problem, completion: str) -> float:

@@ -7,6 +7,7 @@ processes, and after a restart. Nothing is truncated (no top-k, no top-p), so th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,18 +91,23 @@ def generate(
 
     Returns:
         B rollouts, the B/N of one prompt after each other, as wide as the longest one is.
+
+    Raises:
+        UsageError: A prompt and its completion would be longer than the model allows.
     """
     device = language.device
     rows, longest = uniforms.shape
     each = rows // len(prompts)
     ids, mask = (part.to(device) for part in padded(prompts, language.pad))  # (N, P)
+    language.check_length(ids.shape[1], longest)
     whole = None if bool(mask.all()) else mask
     cache = cache_for(language)
     logits, cache = language.forward(ids, whole, keep=1, cache=cache)
     logits = logits[:, -1].repeat_interleave(each, dim=0)  # (B, V)
-    if each > 1:
+    ids, mask = ids.repeat_interleave(each, dim=0), mask.repeat_interleave(each, dim=0)  # (B, P)
+    if each > 1 and cache is not None:
         cache.batch_repeat_interleave(each)
-    seen = None if whole is None else whole.repeat_interleave(each, dim=0)  # (B, P)
+    seen = None if whole is None else mask
     uniforms, ends = uniforms.to(device), torch.tensor(language.end, device=device)
     tokens = torch.full((rows, longest), language.pad, device=device)
     logps = torch.zeros((rows, longest), dtype=at_least_single(logits).dtype, device=device)
@@ -122,15 +128,18 @@ def generate(
             if device.type == "cpu" and left <= COMPACT_BELOW * len(here):
                 kept = alive.nonzero()[:, 0]
                 here, alive, token = here[kept], alive[kept], token[kept]
-                cache.batch_select_indices(kept)
+                if cache is not None:
+                    cache.batch_select_indices(kept)
                 seen = None if seen is None else seen[kept]
         seen = None if seen is None else torch.cat([seen, seen.new_ones(len(token), 1)], dim=1)
-        logits, cache = language.forward(token[:, None], seen, keep=1, cache=cache)
+        # Without a cache the model reads everything again.
+        more = token[:, None] if cache is not None else torch.cat([ids[here], tokens[here, : step + 1]], dim=1)
+        logits, cache = language.forward(more, seen, keep=1, cache=cache)
         logits = logits[:, -1]  # (B, V)
     width = int(living.any(dim=0).sum())
     return Rollouts(
-        prompts=ids.repeat_interleave(each, dim=0),
-        prompt_mask=mask.repeat_interleave(each, dim=0),
+        prompts=ids,
+        prompt_mask=mask,
         tokens=tokens[:, :width],
         mask=living[:, :width],
         sampled_logp=logps[:, :width],
@@ -152,8 +161,10 @@ def at_least_single(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def cache_for(language: LanguageModel) -> object:
-    """Return an empty key-value cache of the model's kind."""
+def cache_for(language: LanguageModel) -> Any:
+    """Return an empty key-value cache of the model's kind; None if it has none."""
     from transformers import DynamicCache
 
+    if not language.caches:
+        return None
     return DynamicCache(config=getattr(language.model, "config", None))

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -43,7 +44,8 @@ class LanguageModel:
         """Return a model with the end and padding ids that its configuration or tokenizer names.
 
         Raises:
-            UsageError: There is no end token, so that no rollout would end; or no template for a chat.
+            UsageError: There is no end token, so that no rollout would end, or it is none of the model's ids; or there
+                is no template for a chat.
         """
         if chat and not getattr(tokenizer, "chat_template", None):
             raise UsageError("chat: the model's tokenizer has no chat template; set chat=false")
@@ -53,11 +55,37 @@ class LanguageModel:
             raise UsageError("the model and its tokenizer name no end token (eos_token_id); give the tokenizer one")
         end = tuple(named) if isinstance(named, list | tuple) else (int(named),)
         pad = end[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-        return cls(model, tokenizer, end, pad, compute_dtype, chat=chat)
+        made = cls(model, tokenizer, end, pad, compute_dtype, chat=chat)
+        if not 0 <= min(end) <= max(end) < made.vocabulary:
+            raise UsageError(
+                f"the end tokens {list(end)} are not all among the model's {made.vocabulary} ids, so that no rollout "
+                "would end; correct eos_token_id in the model's configuration"
+            )
+        return made
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of ids that the model knows."""
+        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+
+    @property
+    def positions(self) -> float:
+        """The most tokens of a prompt and its completion; infinite if the model's configuration names no limit."""
+        config: Any = getattr(self.model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return getattr(text, "max_position_embeddings", None) or math.inf
+
+    def check_length(self, prompt: int, completion: int) -> None:
+        """Raise UsageError if a prompt and a completion of so many tokens are too long for the model."""
+        if prompt + completion - 1 > self.positions:  # the last token is not read
+            raise UsageError(
+                f"a prompt of {prompt} tokens and a completion of {completion} are too long for the model's "
+                f"{self.positions} positions; lower max_tokens, or give shorter prompts"
+            )
 
     @property
     def caches(self) -> bool:

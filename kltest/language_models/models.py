@@ -13,6 +13,9 @@ from kltest.errors import KltestError, UsageError
 
 MISSING = "language models need transformers; in a checkout of kltest: python -m pip install -e '.[finetune]'"
 
+# The longest wait for the hub to say that it is there.
+HUB_SECONDS = 5.0
+
 
 def in_double(model: Any) -> Any:
     """Return the model in float64, normalisations included: Hugging Face's always compute in float32."""
@@ -39,8 +42,11 @@ def pretrained(name: str) -> tuple[Any, Any]:
     """Return a model and its tokenizer from a folder or the hub; UsageError if they cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    here = name.startswith((".", "/", "~")) or os.path.isdir(name) or not _answers(name)
     try:
-        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        kinds = AutoModelForCausalLM, AutoTokenizer
+        model, tokenizer = (kind.from_pretrained(name, local_files_only=here) for kind in kinds)
+        return model, tokenizer
     except (OSError, ValueError) as error:
         words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if name.startswith((".", "/", "~")) and not os.path.isdir(name):
@@ -49,6 +55,18 @@ def pretrained(name: str) -> tuple[Any, Any]:
             f"model {name!r} cannot be loaded: {words}. Give tiny, tiny:SIZE, a folder with a model and its tokenizer, "
             "or the id of one on the hub"
         ) from error
+
+
+def _answers(name: str) -> bool:
+    """False if the hub does not answer within seconds; transformers would try again for minutes."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except Exception as error:
+        return isinstance(error, HfHubHTTPError)
+    return True
 
 
 def is_tiny(name: str) -> bool:

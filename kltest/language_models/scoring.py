@@ -8,17 +8,21 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kltest.language_models.generation import Rollouts, at_least_single, cache_for
 from kltest.language_models.language import LanguageModel
 
 # Most parts into which rollouts are sorted by length: more would save little padding and cost calls.
 PARTS = 6
+# Most logits whose log-probs, in float32 or float64, are in memory at a time unless they are returned.
+LOGITS = 2**24
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,34 @@ def score_in_parts(language: LanguageModel, rollouts: Rollouts, size: int, *, te
 
 
 def _scored(raw: Tensor, tokens: Tensor, temperature: float, logits: bool) -> Scores:
-    log_probs = (at_least_single(raw) / temperature).log_softmax(dim=-1)
-    return Scores(log_probs.gather(2, tokens[:, :, None])[:, :, 0], log_probs if logits else None)
+    if logits:
+        log_probs = _log_softmax(raw, temperature)
+        return Scores(_at(log_probs, tokens), log_probs)
+
+    def scored(raw: Tensor, tokens: Tensor) -> Tensor:
+        return _at(_log_softmax(raw, temperature), tokens)
+
+    pieces = list(over_time(raw, tokens))
+    if len(pieces) == 1:
+        return Scores(scored(raw, tokens))
+    # The backward pass computes a piece again, so that the raw logits are all that is kept.
+    again = partial(checkpoint, scored, use_reentrant=False, preserve_rng_state=False)
+    return Scores(torch.cat([again(*piece) for piece in pieces], dim=1))
+
+
+def _log_softmax(raw: Tensor, temperature: float) -> Tensor:
+    return (at_least_single(raw) / temperature).log_softmax(dim=-1)
+
+
+def _at(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    return log_probs.gather(2, tokens[:, :, None])[:, :, 0]
+
+
+def over_time(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors in pieces over time such that one of (B, T, V) logits has at most LOGITS, or a single step."""
+    rows, _, vocabulary = logits.shape
+    steps = max(1, LOGITS // max(1, rows * vocabulary))
+    return zip(*(one.split(steps, dim=1) for one in (logits, *others)), strict=True)
 
 
 def _logits(language: LanguageModel, rollouts: Rollouts, cache: Any = None) -> Tensor:

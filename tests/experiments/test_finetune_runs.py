@@ -28,6 +28,7 @@ from kltest.finetune.evaluation import compare_gradients, compared, evaluate
 from kltest.finetune.metrics import METRICS
 from kltest.finetune.models import load
 from kltest.finetune.objective import advantages
+from kltest.finetune.processes import Processes
 from kltest.finetune.run import run
 from kltest.finetune.tasks import task_named
 from kltest.language_models import generation
@@ -36,6 +37,7 @@ SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 6, "prompts": 4, "g
 MEASURED = {"eval_every": 3, "eval_prompts": 16, "gradient_every": 4, "gradient_chunks": 3, "gradient_batches": 1}
 REFERENCE = {"reference_steps": 200, "reference_reward": 0.3}
 SMALL = Settings(**SIZES, **MEASURED, **REFERENCE, learning_rate=1e-3, beta=0.1, kl="k1-reward")
+ALONE = Processes(0, 1, torch.device("cpu"))
 ARGUMENTS = [
     item for name, value in SMALL.plain().items() if name != "kl_options" for item in ("--set", f"{name}={value}")
 ]
@@ -372,7 +374,7 @@ def test_the_kl_that_is_measured_is_that_of_the_models(monkeypatch):
         return original(language, prompts, *rest, **options)
 
     monkeypatch.setattr("kltest.finetune.rollouts.generate", watched)
-    found = evaluate(models, task, settings, 0)
+    found = evaluate(models, task, settings, 0, ALONE)
     expected = []
     for prompt in seen[0]:
         with torch.no_grad():
@@ -419,8 +421,8 @@ def away(models_folder):
 def test_a_sampler_that_is_the_policy_changes_nothing(away):
     models, task = away[0], task_named(STALE.task)
     settings = replace(STALE, kl="k3-ratio", max_tokens=4)
-    fresh = compare_gradients(models, task, settings, 3)
-    stale = compare_gradients(models, task, settings, 3, models.policy.frozen())
+    fresh = compare_gradients(models, task, settings, 3, ALONE)
+    stale = compare_gradients(models, task, settings, 3, ALONE, models.policy.frozen())
     assert set(stale) == {name.replace("kl_gradient", "stale_gradient") for name in fresh}
     for name, value in fresh.items():
         assert stale[name.replace("kl_gradient", "stale_gradient")] == pytest.approx(value, rel=1e-3), name
@@ -430,8 +432,8 @@ def test_a_stale_gradient_is_that_of_stale_rollouts(away):
     """On single tokens k3 with its ratio follows ∇KL(π‖ref) even so; k2 in the loss does with fresh rollouts alone."""
     (models, sampler), task = away, task_named(STALE.task)
     ratio, none = (replace(STALE, kl=name, gradient_batches=16) for name in ("k3-ratio", "k2-loss"))
-    unbiased, biased = (compare_gradients(models, task, one, 3, sampler) for one in (ratio, none))
-    fresh = compare_gradients(models, task, none, 3)
+    unbiased, biased = (compare_gradients(models, task, one, 3, ALONE, sampler) for one in (ratio, none))
+    fresh = compare_gradients(models, task, none, 3, ALONE)
     for found, name in ((unbiased, "stale_gradient"), (fresh, "kl_gradient")):
         for what in ("cosine", "size"):
             assert found[f"{name}_{what}_low"] < 1 < found[f"{name}_{what}_high"], (name, what)
@@ -443,7 +445,7 @@ def test_the_last_inner_epoch_is_measured_with_the_sampler_of_the_step(monkeypat
     """By what is handed over: the policy as it was before the step, and as it is after all but one of its updates."""
     met, optimise = [], running.Training._optimise
 
-    def spy(models, task, settings, step, sampler=None):
+    def spy(models, task, settings, step, processes, sampler=None):
         copies = [one and one.model.lm_head.weight.detach().clone() for one in (models.policy, sampler)]
         met.append((step, *copies))
         return {} if sampler is None else {"stale_gradient_size": 1.0}
