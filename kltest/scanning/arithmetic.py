@@ -5,6 +5,7 @@ and anything that reaches a file, the network or the system are on no list, so t
 """
 
 import ast
+import re
 
 from kltest.scanning.vocabulary import WORDS
 
@@ -79,3 +80,9 @@ def _is_mode(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (
         "no_grad", "inference_mode", "enable_grad",
     )  # fmt: skip
+
+
+def imports(text: str) -> str:
+    """Return the imports of the modules that lifted code names."""
+    named = {name: module for name, module in MODULES.items() if re.search(rf"\b{name}\.", text)}
+    return "".join(f"import {module} as {name}\n" for name, module in named.items())

@@ -2,7 +2,7 @@
 
 import ast
 
-from kltest.scanning.expressions import REWARD, Expressions, identifiers
+from kltest.scanning.expressions import REWARD, Expressions
 from kltest.scanning.flows import (
     ABSOLUTE,
     DIVERGENCE,
@@ -17,7 +17,8 @@ from kltest.scanning.flows import (
     joined,
     multiplied,
 )
-from kltest.scanning.sides import Side, says, says_kl, side, who_of, words
+from kltest.scanning.sides import Side, says_kl, side, who_of
+from kltest.scanning.syntax import identifiers, says, words
 from kltest.scanning.tree import Function
 from kltest.scanning.vocabulary import WORDS
 
@@ -25,6 +26,13 @@ _SAME = WORDS["same"]
 """Calls that leave what they are given what it is."""
 _PREFERS = frozenset({"logsigmoid", "sigmoid", "relu", "softplus", "binary_cross_entropy_with_logits", "log_sigmoid"})
 _DROPS = frozenset({"item", "tolist", "zeros_like", "ones_like", "append_metric", "print", "len", "shape", "isnan"})
+_TURNS: dict[str, tuple[str, dict[str, str]]] = {
+    **dict.fromkeys(("exp", "exp_", "expm1", "exp2"), ("prob", {"log_ratio": RATIO})),
+    **dict.fromkeys(("log", "log_"), ("logp", {"ratio": LOG_RATIO})),
+    **dict.fromkeys(("log_softmax", "logsoftmax", "LogSoftmax"), ("logp", {})),
+    **dict.fromkeys(("softmax", "Softmax"), ("prob", {})),
+}
+"""The quantity that a call turns log-probs, logits or probabilities into, and what it makes of a log-ratio."""
 _DIVERGENCES = frozenset({"kl_div", "kl_divergence", "KLDivLoss"})
 _SUPPORT = WORDS["support"]
 """Words of arguments that are no longer all of a distribution: a call with them is a term of its own."""
@@ -50,16 +58,9 @@ class Calls(Expressions):
         whose = {s.who for value in given for s in value.sides}
         if name in _DIVERGENCES or (name in _DISTANCES and len(whose) > 1):
             return self._divergence(node, given, everything)
-        if name in ("exp", "exp_", "expm1", "exp2"):
-            sides = frozenset(Side("prob", s.who, s.sure) for s in everything.sides)
-            return Value(sides if not everything.flows else frozenset(), everything.formed(log_ratio=RATIO).flows)
-        if name in ("log", "log_"):
-            sides = frozenset(Side("logp", s.who, s.sure) for s in everything.sides)
-            return Value(sides if not everything.flows else frozenset(), everything.formed(ratio=LOG_RATIO).flows)
-        if name in ("log_softmax", "logsoftmax", "LogSoftmax"):
-            return Value(frozenset(Side("logp", s.who, s.sure) for s in everything.sides), everything.flows)
-        if name in ("softmax", "Softmax"):
-            return Value(frozenset(Side("prob", s.who, s.sure) for s in everything.sides), everything.flows)
+        if name in _TURNS:
+            quantity, forms = _TURNS[name]
+            return (everything.flowing() if everything.flows else everything.turned(quantity)).formed(**forms)
         if name in ("square", "square_") or (name in ("pow", "pow_") and _second_is_two(node)):
             return everything.flowing().formed(log_ratio=SQUARE)
         if name in ("abs", "abs_", "fabs") or name in _DISTANCES:
@@ -73,7 +74,7 @@ class Calls(Expressions):
         if name in _SAME:
             first = receiver if receiver.sides or receiver.flows else everything
             return Value(first.sides, everything.flows, receiver.items)
-        return self._called(node, name, receiver, given, everything)
+        return self._called(node, name, given, everything)
 
     def _meeting_of(self, node: ast.Call, left: Value, right: Value) -> Value | None:
         operands = [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *node.args][-2:]
@@ -87,26 +88,25 @@ class Calls(Expressions):
             return Value(frozenset(), frozenset({Flow(seed, DIVERGENCE)}) | everything.flows)
         return everything.flowing().formed(every=DIVERGENCE)
 
-    def _called(self, node: ast.Call, name: str, receiver: Value, given: list[Value], everything: Value) -> Value:
+    def _called(self, node: ast.Call, name: str, given: list[Value], everything: Value) -> Value:
         """Return what a call of a function of the tree gives, or of one that is not known."""
         if name:
             for callee in self.tree.called(name, self.function.source)[:3]:
-                if callee.node is not self.function.node and (value := self._through(node, callee, given, everything)):
+                if callee.node is not self.function.node and (value := self._through(node, callee, given)):
                     return value
         if stated := side(name):
             told = who_of(" ".join(words(name) + tuple(identifiers(node))))
             who = stated.who if stated.sure else next((s.who for s in sorted(everything.sides)), told or "")
-            return Value(frozenset({Side("logp" if stated.quantity == "logp" else stated.quantity, who)}))
+            return Value(frozenset({Side(stated.quantity, who)}))
         if says(name, *REWARD) and everything.flows:
             self._arrive(everything, "reward", name)
         if everything.flows:
             return everything.flowing()
         if says_kl(name) and len({s.who for s in everything.sides}) > 1:
-            seed = self._seed(node, frozenset(s.who for s in everything.sides))
-            return Value(frozenset(), frozenset({Flow(seed, DIVERGENCE)}))
+            return self._divergence(node, [everything], everything)
         return NOTHING
 
-    def _through(self, node: ast.Call, callee: Function, given: list[Value], everything: Value) -> Value | None:
+    def _through(self, node: ast.Call, callee: Function, given: list[Value]) -> Value | None:
         """Return what a call of a function of the tree gives for these arguments; None if nothing is known."""
         followed = self.tree.followed(callee)
         returned = followed.returned
@@ -127,16 +127,14 @@ class Calls(Expressions):
                         if form in KL_LIKE and arriving.form == LOG_RATIO:
                             self.found.shaped.append((callee, arriving.seed))
                 elif not flow.seed.named:
-                    if _SUPPORT.intersection(identifiers(node)):
-                        seed = self._seed(node, flow.seed.who)
-                        flows.add(Flow(seed, flow.form))
-                        continue
                     seed = self._seed(node, flow.seed.who)
+                    flows.add(Flow(seed, flow.form))
+                    if _SUPPORT.intersection(identifiers(node)):
+                        continue
                     if (callee, seed) not in self.found.calls:
                         self.found.calls.append((callee, seed))
                     if says_kl(callee.name):
                         self.found.kl_named.add(seed)
-                    flows.add(Flow(seed, flow.form))
             return Value(frozenset(), frozenset(flows))
 
         total = carried(returned)

@@ -1,16 +1,24 @@
 """Conditions of a function: those decided by what it is graded with, and those that make variants of a term."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kltest.scanning.facts import Facts
-from kltest.scanning.linear import Undecided
-from kltest.scanning.sides import chain, is_mask, says, side
+from kltest.scanning.sides import is_mask, side
+from kltest.scanning.syntax import chain, names_in, says
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty")
 """Beginnings of the words of coefficients."""
 UNSET = object()
+
+
+class Undecided(Exception):
+    """A condition that matters has no value yet; `values` are those to be tried."""
+
+    def __init__(self, text: str, values: Sequence[Any] = (True, False)) -> None:
+        super().__init__(text)
+        self.text, self.values = text, values
 
 
 class Conditions:
@@ -41,12 +49,8 @@ class Conditions:
             return bool(test.value)
         if isinstance(test, ast.Name | ast.Attribute | ast.Subscript):
             name = chain(test)
-            if says(name, *COEFFICIENT) and not says(name, "use", "adaptive"):
+            if side(name) or is_mask(name) or (says(name, *COEFFICIENT) and not says(name, "use", "adaptive")):
                 return True
-            if side(name) or is_mask(name):
-                return True
-            value = self._value(text, name)
-            return None if value is UNSET else bool(value)
         return None
 
     def _compare(self, test: ast.Compare) -> bool | None:
@@ -62,10 +66,11 @@ class Conditions:
         except (ValueError, TypeError):
             return None
         value = self.choice.get(text, UNSET)
-        if value is UNSET and isinstance(other, int | float) and says(name, *COEFFICIENT) and not self._has_cases(text):
-            value = 1.0
-        if value is UNSET and isinstance(other, int | float) and self._is_computed(left):
-            value = 1.0 + abs(other)  # a number of tokens, or the like: guards against none of them are not taken
+        if value is UNSET and isinstance(other, int | float):
+            if says(name, *COEFFICIENT) and len(self._cases(text)) < 2:
+                value = 1.0
+            elif self._is_computed(left):
+                value = 1.0 + abs(other)  # a number of tokens, or the like: guards against none of them are not taken
         if value is UNSET:
             return None
         try:
@@ -81,26 +86,19 @@ class Conditions:
                 cases = self._cases(text)
                 if cases and text not in self.choice and not self._is_computed(inner.left):
                     return Undecided(text, cases)
-        simple = [inner for inner in ast.walk(test) if isinstance(inner, ast.Name | ast.Attribute)
-                  and ast.unparse(inner) not in self.choice]  # fmt: skip
-        if isinstance(test, ast.Name | ast.Attribute) and simple:
-            return Undecided(ast.unparse(test), [True, False])
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.undecided(test.operand)
         if isinstance(test, ast.BoolOp):
             for part in test.values:
                 if self.decide(part) is None:
                     return self.undecided(part)
-        return Undecided(ast.unparse(test), [True, False])
+        return Undecided(ast.unparse(test))
 
     def _is_computed(self, node: ast.expr) -> bool:
         """Return True for what the function computes itself: no option."""
-        names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-        names -= set(self.facts.term.function.parameters)  # an option that is made a tensor is one still
+        # An option that is made a tensor is one still.
+        names = names_in(node) - set(self.facts.term.function.parameters)
         return bool(names & self.facts.stored) or any(isinstance(inner, ast.Call) for inner in ast.walk(node))
-
-    def _has_cases(self, text: str) -> bool:
-        return len(self._cases(text)) > 1
 
     def _cases(self, text: str) -> list[Any]:
         """Return the constants that the function compares an expression with, and its default if it is another."""
@@ -111,11 +109,6 @@ class Conditions:
         elif cases and all(isinstance(case, int | float) for case in cases) and len(cases) > 1:
             cases.append(0.5 * (min(cases) + max(cases)))
         return list(dict.fromkeys(cases))
-
-    def _value(self, text: str, name: str) -> Any:
-        if text in self.choice:
-            return self.choice[text]
-        return UNSET
 
 
 _OPERATIONS: dict[type, Any] = {

@@ -1,8 +1,9 @@
 """What an expression carries: sides, and log-ratios in their forms."""
 
 import ast
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kltest.scanning.flows import (
     FULL,
@@ -18,11 +19,11 @@ from kltest.scanning.flows import (
     added,
     joined,
     multiplied,
+    seeded,
 )
-from kltest.scanning.sides import Side, chain, is_preference, says, says_kl, side, who_of, words
-
-if TYPE_CHECKING:
-    from kltest.scanning.tree import Followed, Function, Tree
+from kltest.scanning.sides import METRICS, Side, is_preference, says_kl, side, who_of
+from kltest.scanning.syntax import chain, each_of, identifiers, says, words
+from kltest.scanning.tree import Arrival, Followed, Function, Tree
 
 LOSS = ("loss", "objective")
 REWARD = ("reward", "advantage", "return", "score", "adv")
@@ -32,27 +33,68 @@ REWARD = ("reward", "advantage", "return", "score", "adv")
 class Expressions:
     """Evaluates expressions by what they carry; the names of a function are known to whoever follows its statements."""
 
-    tree: "Tree"
-    function: "Function"
-    found: "Followed"
-    names: dict[str, Value]
-    seeds: dict[int, Seed]
-    statement: ast.stmt | None
+    def __init__(self, tree: Tree, function: Function) -> None:
+        self.tree, self.function = tree, function
+        self.found = Followed()
+        self.names: dict[str, Value] = {}
+        self.seeds: dict[int, Seed] = {}
+        self.without_gradient = 0
+        self.statement: ast.stmt | None = None
+
+    # Binding and arriving.
 
     def _bind(self, target: ast.expr, value: Value, written: ast.expr) -> None:
-        raise NotImplementedError
-
-    def _bind_each(self, target: ast.expr, iterated: ast.expr) -> None:
-        raise NotImplementedError
+        if isinstance(target, ast.Tuple | ast.List):
+            parts = written.elts if isinstance(written, ast.Tuple | ast.List) else []
+            for number, inner in enumerate(target.elts):
+                if len(parts) == len(target.elts):
+                    self._bind(inner, self.value(parts[number]), parts[number])
+                elif len(value.items) == len(target.elts):
+                    self._bind(inner, value.items[number], written)
+                else:
+                    # One of several results: what it carries is told by its name.
+                    self._bind(inner, value.flowing() if _is_first_or_kl(number, inner) else NOTHING, inner)
+            return
+        name = chain(target)
+        if isinstance(target, ast.Name):
+            stated = side(name)
+            if stated and all(flow.seed.parameter or flow.seed.named for flow in value.flows):
+                whose = {Side(each.quantity, stated.who) for each in value.sides} if stated.sure else value.sides
+                value = Value(frozenset(whose or {stated}), items=value.items)
+            self.names[name] = value
+            if says_kl(name):
+                self.found.kl_named |= {flow.seed for flow in value.flows if flow.form != RATIO}
+        self._store(name, value, stored=not isinstance(target, ast.Name))
 
     def _store(self, name: str, value: Value, *, stored: bool = True) -> None:
-        raise NotImplementedError
+        """Record what is assigned to a name that says what becomes of it, or is stored where others may read it."""
+        if not value.flows or not name:
+            return
+        if METRICS.intersection(words(name)):
+            self._arrive(value, "logged", name)
+        elif says(name, *LOSS):
+            self._arrive(value, "loss", name)
+        elif says(name, *REWARD) and not says_kl(re.split(r"[._]", name)[-1]):
+            self._arrive(value, "reward", name)
+        elif stored:
+            self._arrive(value, "stored", name.rsplit(".", 1)[-1])
 
     def _arrive(self, value: Value, kind: str, name: str) -> None:
-        raise NotImplementedError
+        for flow in sorted(value.flows, key=Flow.order):
+            self.found.arrivals.append(Arrival(flow, kind, self._line(), name, bool(self.without_gradient)))
 
     def _line(self) -> int:
-        return self.statement.lineno if self.statement is not None else 0
+        return self.statement.lineno if self.statement is not None else self.function.line
+
+    def _bind_each(self, target: ast.expr, iterated: ast.expr) -> None:
+        """Bind the variables of a loop to what the iterated things carry."""
+        for name, meant in each_of(target, iterated).items():
+            value = self.value(meant)
+            self.names.pop(name, None)
+            if value.flows or value.sides:
+                self.names[name] = value
+
+    # Expressions.
 
     def value(self, node: ast.AST | None) -> Value:
         """Return what an expression carries."""
@@ -101,7 +143,7 @@ class Expressions:
         if says_kl(name) and last and not says(name, "coef", "beta", "ctl", "config", "target", "type", "penalty_type"):
             key = name.rsplit(".", 1)[-1]
             seed = self.seeds.setdefault(hash(("named", key)), Seed(self._line(), self._line(), named=key))
-            return Value(frozenset(), frozenset({Flow(seed, LOG_RATIO)}))
+            return seeded(seed, LOG_RATIO)
         return NOTHING
 
     def _of_BinOp(self, node: ast.BinOp) -> Value:
@@ -140,8 +182,8 @@ class Expressions:
     def _meeting(self, node: ast.BinOp, left: Value, right: Value) -> Value | None:
         """Return a log-ratio where the log-probs of two sides are subtracted, or their probabilities divided."""
         quantity = "prob" if isinstance(node.op, ast.Div) else "logp"
-        one = {s for s in left.sides if s.quantity == quantity or (quantity == "logp" and s.quantity == "logits")}
-        other = {s for s in right.sides if s.quantity == quantity or (quantity == "logp" and s.quantity == "logits")}
+        fitting = ("prob",) if quantity == "prob" else ("logp", "logits")
+        one, other = ({s for s in value.sides if s.quantity in fitting} for value in (left, right))
         if not one or not other or left.flows or right.flows:
             return None
         pair = frozenset(s.who for s in one | other)
@@ -154,7 +196,7 @@ class Expressions:
                 return None
             pair, guessed = frozenset({"", "ref_"}), True
         seed = self._seed(node, pair, texts, guessed)
-        return Value(frozenset(), frozenset({Flow(seed, LOG_RATIO if quantity == "logp" else RATIO)}))
+        return seeded(seed, LOG_RATIO if quantity == "logp" else RATIO)
 
     def _weighted(self, node: ast.expr, left: Value, right: Value) -> Value | None:
         """Return a cross-entropy where the log-probs of one side are weighted with the probabilities of another."""
@@ -163,7 +205,7 @@ class Expressions:
             weighted = {s.who for s in other.sides if s.quantity == "logp"}
             if weights and weighted and weights != weighted and not (one.flows or other.flows):
                 seed = self._seed(node, frozenset(weights | weighted))
-                return Value(frozenset(), frozenset({Flow(seed, FULL)}))
+                return seeded(seed, FULL)
         return None
 
     def _seed(
@@ -220,11 +262,5 @@ class Expressions:
         return self.value(node.value)
 
 
-def identifiers(node: ast.AST) -> list[str]:
-    found: list[str] = []
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Name):
-            found += [*words(inner.id), inner.id]
-        elif isinstance(inner, ast.Attribute):
-            found += [*words(inner.attr), inner.attr]
-    return found
+def _is_first_or_kl(number: int, target: ast.expr) -> bool:
+    return number == 0 or says_kl(chain(target)) or says(chain(target), *LOSS, *REWARD)

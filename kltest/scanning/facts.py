@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from kltest.scanning.syntax import FUNCTIONS
 from kltest.scanning.terms import Term
-from kltest.scanning.tree import FUNCTIONS
 
 
 class Branches(NamedTuple):
@@ -24,7 +24,6 @@ class Facts:
 
     def __init__(self, term: Term, relevant: set[str]) -> None:
         self.term, self.relevant = term, relevant
-        self.seeds = {(seed.first, seed.last) for seed in term.seeds}
         self._branches: dict[int, Branches] = {}
         self._holds: dict[int, bool] = {}
 
@@ -115,12 +114,7 @@ class Facts:
         """Return True if a seed of the term stands in these statements."""
         key = id(statements)
         if key not in self._holds:
-            self._holds[key] = any(
-                seed[0] <= node.lineno and (node.end_lineno or 0) <= seed[1]
-                for node in _all(statements)
-                if isinstance(node, ast.BinOp | ast.Call)
-                for seed in self.seeds
-            )
+            self._holds[key] = self.term.holds(*statements)
         return self._holds[key]
 
 

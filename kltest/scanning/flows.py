@@ -57,6 +57,10 @@ class Value:
     def __or__(self, other: "Value") -> "Value":
         return Value(self.sides | other.sides, self.flows | other.flows)
 
+    def turned(self, quantity: str) -> "Value":
+        """Return the same with all sides in one quantity."""
+        return Value(frozenset(Side(quantity, each.who, each.sure) for each in self.sides), self.flows)
+
     def flowing(self) -> "Value":
         """Return the same without sides."""
         return Value(frozenset(), self.flows, self.items)
@@ -69,6 +73,11 @@ class Value:
 
 
 NOTHING = Value()
+
+
+def seeded(seed: Seed, form: str) -> Value:
+    """Return the value that carries one seed in a form."""
+    return Value(flows=frozenset({Flow(seed, form)}))
 
 
 def joined(values: Iterable[Value]) -> Value:

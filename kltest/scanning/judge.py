@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kltest import __version__
+from kltest.scanning.arithmetic import imports
 from kltest.scanning.lift import NAME, Lifted
 
 TIMEOUT = 60.0
@@ -127,9 +128,7 @@ def _grade(
     from kltest.grading.options import checked
 
     file = Path(folder, f"term_{key[:12]}.py")
-    file.write_text(
-        "import math\nimport torch\nimport numpy as np\nimport torch.nn.functional as F\n\n" + source + "\n"
-    )
+    file.write_text(f"{imports(source)}\n{source}\n")
 
     def ask(expected: str) -> dict[str, Any]:
         given = {"expect": expected, **options, "sampler": "both", "timeout": timeout}

@@ -8,13 +8,12 @@ from typing import Any
 from kltest.scanning.arithmetic import MODULES, refusal
 from kltest.scanning.conditions import COEFFICIENT, UNSET, Conditions
 from kltest.scanning.facts import Facts
-from kltest.scanning.follow import each_of
-from kltest.scanning.sides import Side, chain, is_mask, says, says_kl, side, words
-from kltest.scanning.tree import FUNCTIONS, Tree
+from kltest.scanning.sides import Side, is_mask, says_kl, side
+from kltest.scanning.syntax import FUNCTIONS, chain, each_of, names_in, says, words
+from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
 _KEEPS = WORDS["keeps"]
-"""Calls through which the log-probs of a side stay what a rollout's field is, or become it."""
 
 
 class Leaves(Conditions):
@@ -22,11 +21,10 @@ class Leaves(Conditions):
 
     def __init__(self, tree: Tree, facts: Facts, choice: Mapping[str, Any]) -> None:
         self.tree, self.facts, self.choice = tree, facts, choice
-        self.term = term = facts.term
+        self.term = facts.term
         self.fields: dict[str, None] = {}
         self.notes: list[str] = []
         self.missing = ""
-        self._whole = bool(term.forms) and term.forms <= {"full", "divergence"}
 
     # Leaves.
 
@@ -44,7 +42,7 @@ class Leaves(Conditions):
         return not (given == {"logp"} and all(name in _KEEPS or name in self.tree.by_name for name in names))
 
     def _is_plain(self, value: ast.expr) -> bool:
-        return not refusal(ast.Expression(copy.deepcopy(value)), frozenset(_names(value)))
+        return not refusal(ast.Expression(copy.deepcopy(value)), frozenset(names_in(value)))
 
     def replace(self, node: ast.expr) -> ast.expr:
         """Return an expression with rollout fields and values in place of what the function reads from elsewhere."""
@@ -72,7 +70,7 @@ class Leaves(Conditions):
 
     def field(self, stated: Side) -> ast.expr:
         """Return the expression of a rollout's field for one side."""
-        whole = stated.quantity != "logp" or self._whole
+        whole = stated.quantity != "logp" or self.term.whole
         name = f"{stated.who}{'logits' if whole else 'logp'}"
         self.fields[name] = None
         if stated.quantity == "prob":
@@ -115,9 +113,8 @@ class Leaves(Conditions):
             return ast.Constant(-100)
         return None
 
-    def helpers(self, function: ast.FunctionDef) -> tuple[list[ast.FunctionDef], str]:
-        """Return the functions of the tree that the lifted one calls, and those that they call; or why one cannot go
-        with it."""
+    def helpers(self, function: ast.FunctionDef) -> list[ast.FunctionDef]:
+        """Return the functions of the tree that the lifted one calls, and those that they call."""
         found: dict[str, ast.FunctionDef] = {}
         waiting: list[ast.AST] = [function]
         while waiting:
@@ -133,7 +130,7 @@ class Leaves(Conditions):
                         found[name] = _bare(candidate.node)
                         waiting.append(found[name])
                         break
-        return list(reversed(found.values())), ""
+        return list(reversed(found.values()))
 
 
 class _Replace(ast.NodeTransformer):
@@ -141,9 +138,6 @@ class _Replace(ast.NodeTransformer):
 
     def __init__(self, leaves: Leaves) -> None:
         self.leaves = leaves
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         text = ast.unparse(node)
@@ -219,10 +213,6 @@ def _shifts(node: ast.expr) -> bool:
     parts = node.elts if isinstance(node, ast.Tuple) else [node]
     slices = [each for each in parts if isinstance(each, ast.Slice)]
     return bool(slices) and len(slices) == len(parts) and any(s.lower or s.upper for s in slices)
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def _bare(node: Any) -> ast.FunctionDef:

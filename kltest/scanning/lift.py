@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kltest.scanning.arithmetic import refusal
+from kltest.scanning.conditions import Undecided
 from kltest.scanning.facts import Facts
 from kltest.scanning.leaves import Leaves
-from kltest.scanning.linear import Statement, Undecided, linear
-from kltest.scanning.sides import says
+from kltest.scanning.linear import Statement, linear
 from kltest.scanning.slicing import ITSELF, End, NotLiftedError, cut_out, ends_of, relevant
+from kltest.scanning.syntax import says
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
 
@@ -42,8 +43,7 @@ class Lifted:
 def lifted(tree: Tree, term: Term) -> list[Lifted]:
     """Return the variants of a term, each lifted or with the reason why not."""
     places = ["loss", "reward"] if term.place == "both" else [term.place]
-    found = [variant for place in places for variant in _variants(tree, term, place)]
-    return found
+    return [variant for place in places for variant in _variants(tree, term, place)]
 
 
 def _variants(tree: Tree, term: Term, place: str) -> list[Lifted]:
@@ -108,19 +108,19 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     code = linear(facts, end.line, leaves)
     if code.raises:
         raise NotLiftedError("raises")
-    kept, result = cut_out(term, place, end, code, leaves)
+    kept, result = cut_out(term, end, code, leaves)
     if place == "reward":
         result = ast.UnaryOp(ast.USub(), result) if _is_reward(end) else result
     function, result = _function(kept, result, leaves)
-    helpers, refused = leaves.helpers(function)
+    helpers = leaves.helpers(function)
     module = ast.Module(body=[*helpers, function], type_ignores=[])
     ast.fix_missing_locations(module)
     known = frozenset(helper.name for helper in helpers)
-    if reason := refused or leaves.missing or refusal(module, known):
+    if reason := leaves.missing or refusal(module, known):
         return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes))
     source = ast.unparse(module)
     fields = tuple(leaves.fields)
-    if term.forms <= {"full", "divergence"} and not any(f"{word}(" in source for word in ("sum", "mean", "batchmean")):
+    if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "batchmean")):
         source = source.replace(f"return {ast.unparse(result)}", f"return ({ast.unparse(result)}).sum(-1)")
     place = "advantage" if place == "reward" and says(end.name, "adv") else place
     return Lifted(term, _named(choice), place, source, _formula(kept, result), "", fields, list(leaves.notes))
@@ -165,10 +165,7 @@ def _formula(kept: list[Statement], result: ast.expr) -> str:
 
     for statement in kept:
         if len(ast.unparse(statement.value)) < 400:
-            value = statement.value
-            if statement.augmented is not None:
-                value = ast.BinOp(ast.Name(str(statement.target), ast.Load()), statement.augmented, value)
-            known[str(statement.target)] = WrittenOut().visit(copy.deepcopy(value))
+            known[str(statement.target)] = WrittenOut().visit(copy.deepcopy(statement.whole))
     text = ast.unparse(ast.fix_missing_locations(WrittenOut().visit(copy.deepcopy(result))))
     for code, symbol in (("ref_logp", "log ref"), ("old_logp", "log μ"), ("ref_logits", "log ref(·)"),
                          ("old_logits", "log μ(·)"), ("logits", "log π(·)"), ("logp", "log π"), ("beta", "β"),

@@ -2,28 +2,10 @@
 
 import ast
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
+from kltest.scanning.conditions import Conditions
 from kltest.scanning.facts import Facts
-from kltest.scanning.follow import each_of, says_no_gradient
-
-
-class Undecided(Exception):
-    """A condition that matters has no value yet; `values` are those to be tried."""
-
-    def __init__(self, text: str, values: list[Any]) -> None:
-        super().__init__(text)
-        self.text, self.values = text, values
-
-
-class Conditions(Protocol):
-    """Knows the values of conditions."""
-
-    def decide(self, test: ast.expr) -> bool | None:
-        """Return what a test gives, None if it is not known."""
-
-    def undecided(self, test: ast.expr) -> Undecided:
-        """Return the choice on which a test depends."""
+from kltest.scanning.syntax import each_of, says_no_gradient
 
 
 @dataclass
@@ -35,7 +17,13 @@ class Statement:
     line: int
     quiet: bool = False
     augmented: ast.operator | None = None
-    node: ast.stmt | None = None
+
+    @property
+    def whole(self) -> ast.expr:
+        """Return what the target is assigned: `target + value` for `target += value`."""
+        if self.augmented is None:
+            return self.value
+        return ast.BinOp(ast.Name(str(self.target), ast.Load()), self.augmented, self.value)
 
 
 @dataclass
@@ -73,9 +61,9 @@ class _Walk:
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._assign(node.target, node.value, node, quiet)
         elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            self.made.statements.append(Statement(node.target.id, node.value, node.lineno, quiet, node.op, node))
+            self.made.statements.append(Statement(node.target.id, node.value, node.lineno, quiet, node.op))
         elif isinstance(node, ast.Return) and node.value is not None:
-            self.made.statements.append(Statement(None, node.value, node.lineno, quiet, None, node))
+            self.made.statements.append(Statement(None, node.value, node.lineno, quiet))
             self.made.returned = True
         elif isinstance(node, ast.Raise):
             self.made.raises = True
@@ -90,18 +78,18 @@ class _Walk:
             self.facts.holds(node.body) or node.lineno <= self.end <= (node.end_lineno or 0)
         ):
             for name, value in each_of(node.target, node.iter).items():
-                self.made.statements.append(Statement(name, value, node.lineno, quiet, None, node))
+                self.made.statements.append(Statement(name, value, node.lineno, quiet))
             self.body(node.body, quiet=quiet)
 
     def _assign(self, target: ast.expr, value: ast.expr, node: ast.stmt, quiet: bool) -> None:
         if isinstance(target, ast.Name):
-            self.made.statements.append(Statement(target.id, value, node.lineno, quiet, None, node))
+            self.made.statements.append(Statement(target.id, value, node.lineno, quiet))
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             for one, given in zip(target.elts, value.elts, strict=True):
                 self._assign(one, given, node, quiet)
         elif isinstance(target, ast.Subscript | ast.Attribute):
             # x[i] = …: an end of a term; nothing reads it back under a name.
-            self.made.statements.append(Statement(f"_stored_{node.lineno}", value, node.lineno, quiet, None, node))
+            self.made.statements.append(Statement(f"_stored_{node.lineno}", value, node.lineno, quiet))
 
     def _condition(self, node: ast.If, quiet: bool) -> None:
         decided, over = self.conditions.decide(node.test), self.facts.branches(node)

@@ -1,10 +1,10 @@
 """Whose probabilities a name states: those of the policy, of a reference or of a sampler, and in which quantity."""
 
-import ast
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from kltest.scanning.syntax import words
 from kltest.scanning.vocabulary import WORDS
 
 POLICY, REFERENCE, SAMPLER = "", "ref_", "old_"
@@ -31,18 +31,6 @@ class Side:
     quantity: str
     who: str
     sure: bool = True
-
-    @property
-    def field(self) -> str:
-        """Return the field of a rollout that holds it."""
-        return f"{self.who}{'logp' if self.quantity == 'logp' else 'logits'}"
-
-
-@lru_cache(maxsize=100_000)
-def words(name: str) -> tuple[str, ...]:
-    """Return the words of an identifier in lower case: `refLogProbs_2` gives ref, log, probs."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
-    return tuple(re.findall(r"[a-z]+", spaced.lower()))
 
 
 @lru_cache(maxsize=100_000)
@@ -82,29 +70,6 @@ def is_mask(name: str) -> bool:
     return bool(_MASK.intersection(words(name)))
 
 
-def says(name: str, *which: str) -> bool:
-    """Return True if one of the words of a name begins with one of `which`."""
-    return any(word.startswith(which) for word in words(name))
-
-
 def says_kl(name: str) -> bool:
     """Return True for names of KL terms: kl, approx_kl, kld, per_token_kl, jsd, klDiv, k3_loss."""
     return bool(_KL.intersection(words(name))) or re.search(r"(^|[_.])k[123]([_.]|$)", name) is not None
-
-
-def chain(node: ast.AST) -> str:
-    """Return the identifiers and constant keys of a chain of attributes and subscripts, `batch.ref["logits"]` as
-    batch.ref.logits; the empty string if it begins with anything but a name."""
-    parts: list[str] = []
-    while True:
-        if isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        elif isinstance(node, ast.Subscript):
-            if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-                parts.append(node.slice.value)
-            node = node.value
-        elif isinstance(node, ast.Name):
-            return ".".join([node.id, *reversed(parts)])
-        else:
-            return ""

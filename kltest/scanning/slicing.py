@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Linear, Statement
 from kltest.scanning.sides import side
+from kltest.scanning.syntax import names_in
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
 
@@ -44,18 +45,17 @@ def ends_of(tree: Tree, term: Term, place: str) -> list[End]:
 def relevant(term: Term) -> set[str]:
     """Return the names that a term flows into, and those that they are computed from, as far as no field stands for
     them."""
-    spans = {(seed.first, seed.last) for seed in term.seeds}
     bound: list[tuple[set[str], ast.expr]] = []
     for node in ast.walk(term.function.node):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
             stored: list[ast.expr] = list(node.targets) if isinstance(node, ast.Assign) else [node.target]
-            bound.append((set().union(*map(names_in, stored)), node.value))
-    found: set[str] = set()
+            bound.append((names_in(*stored), node.value))
+    found = {name for targets, value in bound if term.holds(value) for name in targets}
     grew = True
     while grew:  # forwards from the seeds
         before = len(found)
         for targets, value in bound:
-            if names_in(value) & found or any(_holds(value, span) for span in spans):
+            if names_in(value) & found:
                 found |= targets
         grew = len(found) > before
     grew = True
@@ -68,10 +68,10 @@ def relevant(term: Term) -> set[str]:
     return found
 
 
-def cut_out(term: Term, place: str, end: End, code: Linear, leaves: Leaves) -> tuple[list[Statement], ast.expr]:
+def cut_out(term: Term, end: End, code: Linear, leaves: Leaves) -> tuple[list[Statement], ast.expr]:
     """Return the statements that the term needs, in order, and the expression that it ends in."""
     statements = code.statements
-    last, result = _end_of(term, place, end, statements)
+    last, result = _end_of(term, end, statements)
     tainted = _tainted(term, statements[: last + 1])
     result = leaves.replace(_linear_part(copy.deepcopy(result), tainted[last], term))
     kept: list[Statement] = []
@@ -97,8 +97,7 @@ def cut_out(term: Term, place: str, end: End, code: Linear, leaves: Leaves) -> t
     return kept, result
 
 
-def _end_of(term: Term, place: str, end: End, statements: list[Statement]) -> tuple[int, ast.expr]:
-    seeds = {(seed.first, seed.last) for seed in term.seeds}
+def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast.expr]:
     if end.line == RETURN and statements and statements[-1].target is None:
         before = _tainted(term, statements[:-1])[-1]
         value = _first_tainted(statements[-1].value, before, term)
@@ -111,47 +110,31 @@ def _end_of(term: Term, place: str, end: End, statements: list[Statement]) -> tu
             if statement.line == end.line:
                 if statement.target is None:  # a return
                     return number, _first_tainted(statement.value, _tainted(term, statements[:number])[-1], term)
-                return number, _value_of(statement)
+                return number, statement.whole
         raise NotLiftedError("the statement at which it arrives is not reached in this configuration")
     for number in range(len(statements) - 1, -1, -1):
         statement = statements[number]
-        if any(_holds(statement.value, seed) for seed in seeds):
+        if term.holds(statement.value):
             last = number
             # Go on as long as what is assigned keeps its name: kl = …; kl = kl.clamp(…).
             for later in range(number + 1, len(statements)):
                 if statements[later].target == statement.target and statement.target is not None:
                     last = later
-            value = _value_of(statements[last])
-            if term.forms <= {"full", "divergence"} and "sum(" not in ast.unparse(value):
+            value = statements[last].whole
+            if term.whole and "sum(" not in ast.unparse(value):
                 value = ast.Call(ast.Attribute(value, "sum", ast.Load()), [ast.Constant(-1)], [])
             return last, value
     raise NotLiftedError("it is not reached in this configuration")
 
 
-def _value_of(statement: Statement) -> ast.expr:
-    if statement.augmented is not None and statement.target is not None:
-        name = ast.Name(statement.target, ast.Load())
-        return ast.BinOp(name, statement.augmented, statement.value)
-    return statement.value
-
-
-def _holds(node: ast.AST, span: tuple[int, int]) -> bool:
-    return any(
-        getattr(inner, "lineno", -1) >= span[0] and (getattr(inner, "end_lineno", None) or -1) <= span[1]
-        and isinstance(inner, ast.BinOp | ast.Call)
-        for inner in ast.walk(node)
-    )  # fmt: skip
-
-
 def _tainted(term: Term, statements: list[Statement]) -> list[set[str]]:
     """Return the names that the term's seeds flow into, before each statement and after the last."""
-    spans = {(seed.first, seed.last) for seed in term.seeds}
     known: set[str] = set()
     found = [known]
     for statement in statements:
         known = set(known)
         if statement.target is not None:
-            if any(_holds(statement.value, span) for span in spans) or names_in(statement.value) & known:
+            if _is_tainted(statement.value, known, term):
                 known.add(statement.target)
             elif not statement.augmented:
                 known.discard(statement.target)
@@ -167,7 +150,7 @@ def _first_tainted(node: ast.expr, tainted: set[str], term: Term) -> ast.expr:
 
 
 def _is_tainted(node: ast.AST, tainted: set[str], term: Term) -> bool:
-    return bool(names_in(node) & tainted) or any(_holds(node, (seed.first, seed.last)) for seed in term.seeds)
+    return bool(names_in(node) & tainted) or term.holds(node)
 
 
 def _linear_part(node: ast.expr, tainted: set[str], term: Term) -> ast.expr:
@@ -197,7 +180,3 @@ def _meets(node: ast.BinOp, term: Term) -> bool:
 
 def _is_constant(node: ast.expr) -> bool:
     return not any(isinstance(inner, ast.Name | ast.Attribute | ast.Call) for inner in ast.walk(node))
-
-
-def names_in(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}

@@ -1,12 +1,13 @@
 """Finding KL terms by syntax: where the log-probs of two sides meet and reach a loss or a reward."""
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from kltest.scanning.flows import DIVERGENCE, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Seed
-from kltest.scanning.sides import METRICS, REFERENCE, chain, says, says_kl, words
+from kltest.scanning.flows import DIVERGENCE, FULL, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Seed
+from kltest.scanning.sides import METRICS, REFERENCE, says_kl
 from kltest.scanning.sources import Source
+from kltest.scanning.syntax import chain, names_in, says, words
 from kltest.scanning.tree import Arrival, Followed, Function, Tree
 
 LINEAR = (LOG_RATIO, SHIFTED)
@@ -20,9 +21,12 @@ class Term:
     seeds: list[Seed]
     place: str
     forms: frozenset[str]
-    uses: list[str] = field(default_factory=list)
-    detached: bool = False
-    shaped: "list[Function]" = field(default_factory=list)
+    shaped: list[Function]
+
+    @property
+    def whole(self) -> bool:
+        """Return True for a term over all of the vocabulary."""
+        return self.forms <= {FULL, DIVERGENCE}
 
     @property
     def first(self) -> int:
@@ -38,6 +42,12 @@ class Term:
         own = (self.function.source, self.first, self.last)
         return [own, *((helper.source, helper.line, helper.last) for helper in self.shaped)]
 
+    def holds(self, *nodes: ast.AST) -> bool:
+        """Return True if a seed stands in one of these nodes."""
+        operations = [n for node in nodes for n in ast.walk(node) if isinstance(n, ast.BinOp | ast.Call)]
+        spans = {(getattr(n, "lineno", 0), getattr(n, "end_lineno", None) or 0) for n in operations}
+        return any(seed.first <= first and last <= seed.last for seed in self.seeds for first, last in spans)
+
 
 def terms(tree: Tree) -> list[Term]:
     """Return the KL terms of a tree, in the order of files and lines."""
@@ -45,37 +55,42 @@ def terms(tree: Tree) -> list[Term]:
 
 
 class _Terms:
+    """Finds terms; `read` are the names of stored KL terms that some function puts into a loss or a reward, with that
+    place, `callers` the calls of each function."""
+
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
+        self.read: dict[str, str] = {}
+        self.callers: dict[Function, list[tuple[Function, Seed]]] = {}
+        for function in tree.functions:
+            followed = tree.followed(function)
+            for arrival in followed.arrivals:
+                seed = arrival.flow.seed
+                if (seed.named or says_kl(seed.parameter)) and arrival.kind in ("loss", "reward"):
+                    self.read[seed.named or seed.parameter] = arrival.kind
+            for callee, seed in followed.calls:
+                self.callers.setdefault(callee, []).append((function, seed))
 
     def all(self) -> list[Term]:
         """Return the KL terms of the tree, in the order of files and lines."""
-        read = self._names_read()
-        found = [term for function in self.tree.functions for term in self._inline(function, read)]
-        helpers = [helper for function in self.tree.functions if (helper := self._helper(function))]
-        inside = {(term.function, seed) for term in found for seed in term.seeds}
-        for helper in helpers:
-            if (helper.function, helper.seeds[0]) not in inside and self._is_used(helper, read):
+        found = [term for function in self.tree.functions for term in self._inline(function)]
+        inside = {seed for term in found for seed in term.seeds}
+        for function in self.tree.functions:
+            helper = self._helper(function)
+            # One that is called nowhere is somebody's entry; else it is a term if it reaches a loss or a reward.
+            if helper and helper.seeds[0] not in inside and (
+                function not in self.callers or self._reaches(function, set())
+            ):  # fmt: skip
                 found.append(helper)
         order = {id(source): number for number, source in enumerate(self.tree.sources)}
         return sorted(found, key=lambda term: (order[id(term.function.source)], term.first))
 
-    def _names_read(self) -> dict[str, str]:
-        """Return the names of stored KL terms that some function puts into a loss or a reward, with that place."""
-        read: dict[str, str] = {}
-        for function in self.tree.functions:
-            for arrival in self.tree.followed(function).arrivals:
-                seed = arrival.flow.seed
-                if (seed.named or says_kl(seed.parameter)) and arrival.kind in ("loss", "reward"):
-                    read[seed.named or seed.parameter] = arrival.kind
-        return read
-
-    def _inline(self, function: Function, read: Mapping[str, str]) -> Iterator[Term]:
+    def _inline(self, function: Function) -> Iterator[Term]:
         followed = self.tree.followed(function)
         for seeds, arrivals in _clusters(followed.arrivals):
             ratios = {a.flow.seed for a in arrivals if a.flow.form == RATIO and a.kind in ("loss", "reward", "return")}
-            own = [a for a in arrivals if _is_kl(a, followed, ratios) and not self._only_logged(function, a)]
-            places = {_place(a, read) for a in own} & {"loss", "reward"}
+            own = [a for a in arrivals if _is_kl(a, followed, ratios) and not _ends_in_logs(function, a)]
+            places = {self._place(a) for a in own} & {"loss", "reward"}
             if places == {"reward"} and any(a.flow.form == OTHER and a.kind == "loss" for a in arrivals):
                 continue  # the implicit reward of a preference, which enters the loss through a sigmoid
             if not places:
@@ -87,66 +102,39 @@ class _Terms:
                     continue  # a call of a helper is a use of it; two in one statement are a term
             else:
                 seeds = [seed for seed in seeds if seed not in called]
-            shaped = list(dict.fromkeys(callee for callee, seed in followed.shaped if seed in seeds))
             place = places.pop() if len(places) == 1 else "both"
-            forms = frozenset(a.flow.form for a in own)
-            yield Term(function, seeds, place, forms, [], all(a.detached for a in own), shaped)
-
-    def _only_logged(self, function: Function, arrival: Arrival, depth: int = 0) -> bool:
-        """Return True if what it is assigned to is a local name that goes into what is logged and nowhere else."""
-        if arrival.kind not in ("loss", "reward") or depth > 3:
-            return False
-        stores = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == arrival.name]
-        return bool(stores) and _is_only_logged(function.node, arrival.name, set())
+            yield Term(function, seeds, place, frozenset(a.flow.form for a in own), _shaped(followed, seeds))
 
     def _helper(self, function: Function) -> Term | None:
         followed = self.tree.followed(function)
-        seeds: list[Seed] = []
-        forms: set[str] = set()
-        for arrival in followed.arrivals:
-            seed = arrival.flow.seed
-            if arrival.kind != "return" or seed.parameter or seed.named:
-                continue
-            if not _is_kl(arrival, followed, set(), function.name):
-                continue
-            if seed not in seeds and seed not in {s for _, s in followed.calls}:
-                seeds.append(seed)
-            forms.add(arrival.flow.form)
-        shaped = list(dict.fromkeys(callee for callee, seed in followed.shaped if seed in seeds))
-        return Term(function, seeds, "helper", frozenset(forms), shaped=shaped) if seeds else None
+        own = [a for a in followed.arrivals if a.kind == "return" and not (a.flow.seed.parameter or a.flow.seed.named)
+               and _is_kl(a, followed, set(), function.name)]  # fmt: skip
+        called = {seed for _, seed in followed.calls}
+        seeds = list(dict.fromkeys(a.flow.seed for a in own if a.flow.seed not in called))
+        forms = frozenset(a.flow.form for a in own)
+        return Term(function, seeds, "helper", forms, _shaped(followed, seeds)) if seeds else None
 
-    def _is_used(self, helper: Term, read: Mapping[str, str]) -> bool:
-        """Return True if a helper is called nowhere, or where what it returns reaches a loss or a reward."""
-        called = False
-        for function in self.tree.functions:
-            followed = self.tree.followed(function)
-            for callee, seed in followed.calls:
-                if callee is not helper.function:
-                    continue
-                called = True
-                helper.uses.append(function.source.place(seed.first))
-        if not called:
-            return True
-        return any(self._reaches(function, helper.function, read, set()) for function in self.tree.functions)
-
-    def _reaches(self, function: Function, callee: Function, read: Mapping[str, str], seen: set[Function]) -> bool:
-        followed = self.tree.followed(function)
-        for called, seed in followed.calls:
-            if called is not callee:
+    def _reaches(self, callee: Function, seen: set[Function]) -> bool:
+        """Return True if what a function returns reaches a loss or a reward, through its callers perhaps."""
+        seen.add(callee)
+        for function, seed in self.callers.get(callee, ()):
+            arrivals = [arrival for arrival in self.tree.followed(function).arrivals if arrival.flow.seed is seed]
+            other = [arrival for arrival in arrivals if arrival.flow.form != RATIO]
+            if REFERENCE not in seed.who and len(other) < len(arrivals):
                 continue
-            arrivals = [arrival for arrival in followed.arrivals if arrival.flow.seed is seed]
-            if REFERENCE not in seed.who and any(arrival.flow.form == RATIO for arrival in arrivals):
-                continue
-            for arrival in arrivals:
-                if arrival.flow.form == RATIO:
-                    continue
-                if _place(arrival, read) in ("loss", "reward"):
-                    return True
-                if arrival.kind == "return" and function not in seen:
-                    callers = [other for other in self.tree.functions if other is not function]
-                    if any(self._reaches(other, function, read, {*seen, function}) for other in callers):
-                        return True
+            if any(self._place(arrival) in ("loss", "reward") for arrival in other):
+                return True
+            returned = any(arrival.kind == "return" for arrival in other)
+            if returned and function not in seen and self._reaches(function, seen):
+                return True
         return False
+
+    def _place(self, arrival: Arrival) -> str:
+        return self.read.get(arrival.name, "logged") if arrival.kind == "stored" else arrival.kind
+
+
+def _shaped(followed: Followed, seeds: Sequence[Seed]) -> list[Function]:
+    return list(dict.fromkeys(callee for callee, seed in followed.shaped if seed in seeds))
 
 
 def _clusters(arrivals: Iterable[Arrival]) -> list[tuple[list[Seed], list[Arrival]]]:
@@ -190,6 +178,11 @@ def _is_kl(arrival: Arrival, followed: Followed, ratios: set[Seed], name: str = 
     return flow.form in LINEAR and (named or arrival.kind != "return")
 
 
+def _ends_in_logs(function: Function, arrival: Arrival) -> bool:
+    """Return True if what it is assigned to is a local name that goes into what is logged and nowhere else."""
+    return arrival.kind in ("loss", "reward") and _is_only_logged(function.node, arrival.name, set())
+
+
 def _is_only_logged(node: ast.AST, name: str, seen: set[str]) -> bool:
     """Return True if every statement of a function that reads a name only logs it, under another name perhaps."""
     if name in seen:
@@ -199,7 +192,7 @@ def _is_only_logged(node: ast.AST, name: str, seen: set[str]) -> bool:
         if not isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
             continue
         value = statement.value
-        if value is None or not any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(value)):
+        if value is None or name not in names_in(value):
             continue
         reads = True
         if isinstance(statement, ast.Return):
@@ -218,9 +211,3 @@ def _is_only_logged(node: ast.AST, name: str, seen: set[str]) -> bool:
             elif not METRICS.intersection(words(told)):
                 return False
     return reads
-
-
-def _place(arrival: Arrival, read: Mapping[str, str]) -> str:
-    if arrival.kind == "stored":
-        return read.get(arrival.name, "logged")
-    return arrival.kind

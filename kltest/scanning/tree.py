@@ -4,11 +4,9 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kltest.scanning.flows import LOG_RATIO, NOTHING, SHIFTED, Flow, Seed, Value
+from kltest.scanning.flows import NOTHING, Flow, Seed, Value
 from kltest.scanning.sources import Source
-
-LINEAR = (LOG_RATIO, SHIFTED)
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+from kltest.scanning.syntax import FUNCTIONS
 
 
 @dataclass(eq=False)
@@ -65,7 +63,6 @@ class Followed:
     arrivals: list[Arrival] = field(default_factory=list)
     returned: Value = NOTHING
     kl_named: set[Seed] = field(default_factory=set)
-    last_line: dict[Seed, int] = field(default_factory=dict)
     calls: list[tuple["Function", Seed]] = field(default_factory=list)
     shaped: list[tuple["Function", Seed]] = field(default_factory=list)
 

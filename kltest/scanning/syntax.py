@@ -1,0 +1,67 @@
+"""Reading syntax trees: names, chains of names, loops over several things at once."""
+
+import ast
+import re
+from functools import lru_cache
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@lru_cache(maxsize=100_000)
+def words(name: str) -> tuple[str, ...]:
+    """Return the words of an identifier in lower case: `refLogProbs_2` gives ref, log, probs."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
+    return tuple(re.findall(r"[a-z]+", spaced.lower()))
+
+
+def says(name: str, *which: str) -> bool:
+    """Return True if one of the words of a name begins with one of `which`."""
+    return any(word.startswith(which) for word in words(name))
+
+
+def names_in(*nodes: ast.AST) -> set[str]:
+    """Return the names that syntax trees hold."""
+    return {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def chain(node: ast.AST) -> str:
+    """Return the identifiers and constant keys of a chain of attributes and subscripts, `batch.ref["logits"]` as
+    batch.ref.logits; the empty string if it begins with anything but a name."""
+    parts: list[str] = []
+    while True:
+        if isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        elif isinstance(node, ast.Subscript):
+            if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+                parts.append(node.slice.value)
+            node = node.value
+        elif isinstance(node, ast.Name):
+            return ".".join([node.id, *reversed(parts)])
+        else:
+            return ""
+
+
+def identifiers(node: ast.AST) -> list[str]:
+    found: list[str] = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            found += [*words(inner.id), inner.id]
+        elif isinstance(inner, ast.Attribute):
+            found += [*words(inner.attr), inner.attr]
+    return found
+
+
+def each_of(target: ast.expr, iterated: ast.expr) -> dict[str, ast.expr]:
+    """Return what the variables of a loop stand for if all rollouts are one tensor: through zip and enumerate, what
+    is iterated."""
+    called = iterated.func.id if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Name) else ""
+    if isinstance(iterated, ast.Call) and isinstance(target, ast.Tuple) and called in ("enumerate", "zip"):
+        pairs = zip(target.elts[called == "enumerate" :], iterated.args, strict=False)
+        return {name: value for one, other in pairs for name, value in each_of(one, other).items()}
+    return {target.id: iterated} if isinstance(target, ast.Name) and called != "range" else {}
+
+
+def says_no_gradient(node: ast.expr) -> bool:
+    """Return True for `torch.no_grad()` and `torch.inference_mode()`."""
+    return any(part in ("no_grad", "inference_mode") for part in identifiers(node))
