@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kltest.errors import KltestError, UsageError
 
@@ -54,8 +54,11 @@ def cache_folder(variable: str, name: str) -> Path:
     return Path(os.environ.get(variable) or Path(cache) / "kltest" / name)
 
 
-def write(path: Path, content: str | bytes) -> Path:
-    """Replace a file's content in one step, and remove what killed processes left of earlier attempts."""
+def write(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> Path:
+    """Replace a file's content in one step, and remove what killed processes left of earlier attempts.
+
+    `content` may be a function that writes it to a file, for what is too large to be in memory twice.
+    """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{escape(path.name)}.*"):
@@ -64,12 +67,16 @@ def write(path: Path, content: str | bytes) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            data(file) if callable(data) else file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
-        raise KltestError(f"cannot write {path}: {error.strerror}") from error
+    except (OSError, RuntimeError) as error:
+        # torch.save wraps what the file raises.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise KltestError(f"cannot write {path}: {cause.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return path

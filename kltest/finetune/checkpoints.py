@@ -5,7 +5,6 @@ however often the run was stopped. Times are in `timings.jsonl`. A checkpoint re
 lines are cut off when the run continues from it.
 """
 
-import io
 import json
 import os
 import pickle
@@ -16,7 +15,7 @@ import torch
 
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_json, writable, write
-from kltest.finetune.settings import WITHOUT_EFFECT, Settings
+from kltest.finetune.settings import WITHOUT_EFFECT, Settings, settings_of
 
 FILES = ("metrics.jsonl", "timings.jsonl")
 CHECKPOINT = "checkpoint.pt"
@@ -46,11 +45,12 @@ class RunFolder:
 
     def _check_same(self, written: Path) -> None:
         try:
-            before = json.loads(written.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            # A run of an earlier version knew fewer settings.
+            before = settings_of(json.loads(written.read_text(encoding="utf-8")), str(written)).resolved.plain()
+        except (OSError, ValueError, UsageError) as error:
             raise UsageError(f"{written} cannot be read: {error}; give another --output, or --again") from None
-        now = self.settings.plain()
-        different = [name for name in now if name not in WITHOUT_EFFECT and before.get(name) != now[name]]
+        now = self.settings.resolved.plain()
+        different = [name for name in now if name not in WITHOUT_EFFECT and before[name] != now[name]]
         if different:
             raise UsageError(
                 f"{self.folder} holds a run with other settings ({', '.join(different)}): give another --output, or "
@@ -64,7 +64,7 @@ class RunFolder:
         path, state = self.folder / CHECKPOINT, None
         if path.exists():
             try:
-                state = dict(torch.load(path, map_location="cpu", weights_only=True))
+                state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise KltestError(f"{path} cannot be read: {error}; start anew with --again") from None
         for name in FILES:
@@ -93,6 +93,4 @@ class RunFolder:
         if self.folder is None:
             return None
         sizes = {one: os.path.getsize(self.folder / one) for one in FILES if (self.folder / one).exists()}
-        buffer = io.BytesIO()
-        torch.save({**state, "files": sizes}, buffer)
-        return write(self.folder / name, buffer.getvalue())
+        return write(self.folder / name, lambda file: torch.save({**state, "files": sizes}, file))

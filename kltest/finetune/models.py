@@ -59,10 +59,10 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
         model, tokenizer = trained(settings, task)
     else:
         model, tokenizer = pretrained(settings.model)
-    came = model.dtype
-    model = (in_double(model) if settings.dtype == "float64" else model.float()).to(device).eval()
+    came, dtype = model.dtype, settings.resolved.dtype
+    model = (in_double(model) if dtype == "float64" else model.float()).to(device).eval()
     # Weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
-    compute_dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
+    compute_dtype = torch.bfloat16 if dtype == "bfloat16" else None
     policy = LanguageModel.of(model, tokenizer, compute_dtype, chat=settings.chat)
     reference = policy.frozen()
     return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, reference, came)

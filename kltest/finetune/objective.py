@@ -98,6 +98,11 @@ class Objective:
         return self.kl is not None and bool(self.kl.takes & {"logits", "ref_logits", "old_logits"})
 
     @property
+    def separable(self) -> bool:
+        """True if the KL term's gradient of a rollout is known to need no other rollout's log-probs."""
+        return self.kl is None or self.takes_logits or (self.kl.spec is not None and not self.kl.spec.couples)
+
+    @property
     def needs_reference(self) -> bool:
         """True if the reference's log-probs of the sampled tokens must be known before the update."""
         return self.kl is not None and not self.takes_logits

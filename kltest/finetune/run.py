@@ -90,7 +90,7 @@ class Training:
     def __init__(
         self, settings: Settings, task: Task, models: Models, objective: Objective, processes: Processes
     ) -> None:
-        self.settings, self.task, self.models = settings, task, models
+        self.settings, self.task, self.models = settings.resolved, task, models
         self.objective, self.processes = objective, processes
         self.step = 0
         self.parameters = [one for one in models.policy.model.parameters() if one.requires_grad]

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, get_args
 
+import torch
+
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators.spec import Credit, Placement
 from kltest.language_models.models import is_tiny
@@ -23,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "normalise": (AUTO, NONE, "sequence", "tokens", "constant"),
     "ratio": (AUTO, NONE, "token", "sequence"),
     "optimiser": ("adam", "sgd"),
-    "dtype": ("float32", "bfloat16", "float64"),
+    "dtype": (AUTO, "float32", "bfloat16", "float64"),
     "placement": (AUTO, *get_args(Placement)),
     "credit": (AUTO, *get_args(Credit)),
 }
@@ -89,14 +91,19 @@ class Settings:
     micro_batch: int = _setting(0, "most rollouts in one forward pass: less memory, the same gradient; 0: all", 0)
     eval_every: int = _setting(20, "steps between evaluations; 0: only at the start and the end", 0)
     eval_prompts: int = _setting(256, "prompts of an evaluation, one rollout each; processes share them evenly", 2)
-    gradient_every: int = _setting(50, "steps between measurements of the KL gradient; 0: never", 0)
+    gradient_every: int = _setting(
+        -1, "steps between measurements of the KL gradient; 0: never; -1: 50 for a tiny model, else never", -1
+    )
     gradient_chunks: int = _setting(
         8, "independent parts of such a measurement; its interval comes from their differences", 3
     )
     gradient_batches: int = _setting(8, "batches of the run's size in each part", 1)
     checkpoint_every: int = _setting(25, "steps between checkpoints; 0: only at the end", 0)
     device: str = _setting(AUTO, "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
-    dtype: str = _setting("float32", "dtype of forward passes; weights and log-probs are float32 or float64")
+    dtype: str = _setting(
+        AUTO,
+        "dtype of forward passes; weights and log-probs are float32 or float64; auto: bfloat16 on a GPU, else float32",
+    )
     compile: bool = _setting(False, "compile the forward pass of the update with torch.compile")
     threads: int = _setting(
         0, "CPU threads; 0: one for tiny models below a million parameters, else torch's default", 0
@@ -120,9 +127,11 @@ class Settings:
 
     @property
     def resolved(self) -> Self:
-        """These settings with every "auto" of the algorithm replaced by its meaning."""
+        """These settings with every "auto" but the device's and the KL term's own replaced by its meaning."""
         grpo, stale = self.algorithm == "grpo", self.inner_epochs > 1
+        gpu = self.device.startswith("cuda") or (self.device == AUTO and torch.cuda.is_available())
         chosen = {
+            "dtype": "bfloat16" if gpu else "float32",
             "baseline": "mean" if grpo else "leave-one-out",
             "scale": "group-std" if grpo else NONE,
             "normalise": "sequence" if grpo else NONE,
@@ -132,6 +141,8 @@ class Settings:
         changes: dict[str, Any] = {name: value for name, value in chosen.items() if getattr(self, name) == AUTO}
         if self.clip < 0:
             changes["clip"] = 0.2 if grpo and changes.get("ratio", self.ratio) != NONE else 0.0
+        if self.gradient_every < 0:
+            changes["gradient_every"] = 50 if is_tiny(self.model) else 0
         return replace(self, **changes) if changes else self
 
     @property

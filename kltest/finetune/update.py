@@ -53,22 +53,26 @@ def accumulate(
     temperature, size = objective.settings.temperature, objective.settings.micro_batch
     scored = partial(score, temperature=temperature, logits=objective.takes_logits)
     parts = list(rollouts.split(size))
-    # 1. Log-probs (B, T) of the sampled tokens; a single part keeps its graph for the backward pass.
-    whole = scored(models.policy, rollouts) if len(parts) == 1 else None
-    logp = whole.logp.detach() if whole else score_in_parts(models.policy, rollouts, size, temperature=temperature)
-    if not bool(torch.isfinite(logp.where(rollouts.mask, 0.0)).all()):
-        worst = float(logp[rollouts.mask & ~torch.isfinite(logp)][0])
-        raise NotFiniteError(f"the policy's log-prob of a token is {worst}: an update broke it; lower learning_rate")
-    # 2. The gradient at the log-probs, for the joint batch: advantages and couplings need all of its rows.
-    joint = Fields.of(rollouts, logp).each(processes.joint)
-    weights = objective.weights(joint, longest) if row_weights is None else row_weights  # (B,)
-    found = objective.gradient(joint, weights)
-    at_logp, own_weights = processes.own(found.logp), processes.own(weights)
-    # 3. Backward through the model, part by part: ∇ Σ g·log π with g constant.
-    logged = [(found.logged, len(logp))]
-    for rows in parts:
+    # Where a row's gradient needs its own log-probs alone, the policy is scored once, part by part.
+    once = len(parts) == 1 or objective.separable
+    logp = rollouts.sampled_logp.clone()  # (B, T) of the sampled tokens; until a part is scored, the sampler's
+    logged: list[tuple[float | None, int]] = []
+    for number, rows in enumerate(parts):
         part = rollouts.rows(rows)
-        scores = whole or scored(models.policy, part)
+        # 1. Log-probs of the part, or of all parts.
+        scores = scored(models.policy, part)
+        if once:
+            logp[rows] = scores.logp.detach()
+        elif number == 0:
+            logp = score_in_parts(models.policy, rollouts, size, temperature=temperature)
+        # 2. The gradient at the log-probs, for the joint batch: advantages and couplings need all of its rows.
+        if once or number == 0:
+            _check_finite(logp, rollouts.mask)
+            joint = Fields.of(rollouts, logp).each(processes.joint)
+            weights = objective.weights(joint, longest) if row_weights is None else row_weights  # (B,)
+            found = objective.gradient(joint, weights)
+            at_logp, own_weights = processes.own(found.logp), processes.own(weights)
+        # 3. Backward through the model: ∇ Σ g·log π with g constant.
         surrogate = (at_logp[rows] * scores.logp).sum()
         if scores.logits is not None:
             with torch.no_grad():
@@ -83,7 +87,13 @@ def accumulate(
             surrogate = surrogate + along
             logged.append((kl.logged, len(part)))
         surrogate.backward()
-    return UpdateInfo(joint, logp, _mean(logged, processes))
+    return UpdateInfo(joint, logp, _mean([*logged, (found.logged, len(logp))], processes))
+
+
+def _check_finite(logp: Tensor, mask: Tensor) -> None:
+    if not bool(torch.isfinite(logp.where(mask, 0.0)).all()):
+        worst = float(logp[mask & ~torch.isfinite(logp)][0])
+        raise NotFiniteError(f"the policy's log-prob of a token is {worst}: an update broke it; lower learning_rate")
 
 
 def _mean(logged: list[tuple[float | None, int]], processes: Processes) -> float | None:

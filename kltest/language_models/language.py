@@ -93,8 +93,17 @@ class LanguageModel:
         return "past_key_values" in _options_of(type(self.model).forward)
 
     def frozen(self) -> "LanguageModel":
-        """Return a copy with the present weights, which require no gradient."""
-        return replace(self, model=copy.deepcopy(self.model).requires_grad_(False), compiled=None)
+        """Return a copy with the present weights, which require no gradient.
+
+        Matrices have `compute_dtype`: autocast keeps no casts of weights without a gradient. Embeddings, which it
+        leaves as they are, may share a matrix.
+        """
+        model = copy.deepcopy(self.model).requires_grad_(False)
+        shared = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+        for one in model.modules():
+            if self.compute_dtype and isinstance(one, nn.Linear) and id(one.weight) not in shared:
+                one.to(self.compute_dtype)
+        return replace(self, model=model, compiled=None)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the ids of a prompt.

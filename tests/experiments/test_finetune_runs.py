@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +174,25 @@ def test_another_run_in_the_same_folder(finished, tmp_path):
     assert len(run(replace(SMALL, steps=1), tmp_path, again=True, quiet=True)) == 2
 
 
+def test_a_run_of_an_earlier_version_goes_on(finished, tmp_path):
+    """Its settings lack those that were added since; others that differ are named."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    settings = json.loads((folder / "settings.json").read_text())
+    del settings["gradient_every"]
+    before = {**settings, "dtype": "float32"}
+    (folder / "settings.json").write_text(json.dumps(before))
+    same = replace(SMALL, gradient_every=50)
+    assert run(same, folder, quiet=True)[:6] == of_file(finished)[:6]
+    (folder / "settings.json").write_text(json.dumps(before))
+    with pytest.raises(UsageError, match=r"other settings \(gradient_every\)"):
+        run(SMALL, folder, quiet=True)
+
+
+def of_file(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_a_policy_that_is_not_finite_any_more_stops_the_run(tmp_path):
     with pytest.raises(
         KltestError, match=r"step \d, update: .*log-prob.* (nan|-inf).*learning_rate.*failed.pt"
@@ -259,7 +279,7 @@ def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, mode
     """As `accelerate launch` starts them; after a step of plain gradient the weights are those of one process."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    changes = {"kl": kl, "steps": 2, "gradient_every": 0, "dtype": "float64", "optimiser": "sgd", "max_norm": 0.0}
+    changes = {"kl": kl, "steps": 2, "gradient_every": 1, "dtype": "float64", "optimiser": "sgd", "max_norm": 0.0}
     settings = replace(SMALL, **changes, device="cpu", inner_epochs=2, normalise="tokens")
     run(settings, tmp_path / "one", quiet=True)
     arguments = [f"{name}={value}" for name, value in settings.plain().items() if name != "kl_options"]
@@ -283,6 +303,10 @@ def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, mode
         # The mean over all rows, not over those of the first process.
         assert (joint is None) == (logged is None)
         assert joint == (logged if logged is None else pytest.approx(logged, rel=1e-9, abs=1e-12))
+        # Measurements are shared: each process has half of their rollouts.
+        names = [name for name in json.loads(one) if name.startswith(("kl", "stale", "reward_", "entropy", "length_"))]
+        for name in names:
+            assert json.loads(two)[name] == pytest.approx(json.loads(one)[name], rel=1e-6, abs=1e-12), name
 
 
 def test_prompts_that_processes_cannot_share(monkeypatch):

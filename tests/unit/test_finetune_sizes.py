@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 import torch
 from storage import Storage
 
-from kltest.errors import UsageError
+from kltest.errors import KltestError, UsageError
 from kltest.finetune.settings import Settings
 
 transformers = pytest.importorskip("transformers")
 
-from kltest.finetune import evaluation  # noqa: E402
+from kltest.files import write  # noqa: E402
+from kltest.finetune import evaluation, update  # noqa: E402
+from kltest.finetune.checkpoints import RunFolder  # noqa: E402
 from kltest.finetune.models import Models  # noqa: E402
+from kltest.finetune.processes import Processes  # noqa: E402
 from kltest.finetune.run import run  # noqa: E402
 from kltest.language_models import models as loading  # noqa: E402
 from kltest.language_models import scoring  # noqa: E402
@@ -168,3 +172,50 @@ def test_a_hub_that_does_not_answer_is_given_up_in_seconds(monkeypatch):
         with pytest.raises(UsageError, match="model 'some/model' cannot be loaded"):
             pretrained("some/model")
         assert time.monotonic() - started < 10
+
+
+def test_a_frozen_copy_in_bfloat16_has_the_same_log_probs_and_half_the_bytes(rollouts, monkeypatch):
+    here = language(compute_dtype=torch.bfloat16)
+    frozen = here.frozen()
+    assert torch.equal(scoring.score(frozen, rollouts).logp, scoring.score(here, rollouts).logp)
+    sizes = [sum(one.nbytes for one in each.model.parameters() if one.dim() == 2) for each in (here, frozen)]
+    embedding = 4 * here.model.model.embed_tokens.weight.numel()
+    assert sizes[1] - embedding == (sizes[0] - embedding) / 2
+    tied = language(compute_dtype=torch.bfloat16)
+    tied.model.lm_head.weight = tied.model.model.embed_tokens.weight
+    assert torch.equal(scoring.score(tied.frozen(), rollouts).logp, scoring.score(tied, rollouts).logp)
+
+
+@pytest.mark.parametrize(("kl", "passes"), [("k3-loss", 1), ("leave-one-out", 2)])
+def test_the_policy_is_scored_once_unless_rows_are_coupled(monkeypatch, kl, passes):
+    rows, score = [], update.score
+
+    def counted(language, rollouts, **options):
+        rows.append(len(rollouts))
+        return score(language, rollouts, **options)
+
+    monkeypatch.setattr(update, "score", counted)
+    monkeypatch.setattr(scoring, "score", counted)  # by score_in_parts
+    policy = language()
+    part = generate(policy, [[3], [4]], torch.rand(4, 3, generator=torch.Generator().manual_seed(0)))
+    part = replace(part, reward=torch.arange(4.0).double(), ref_logp=part.sampled_logp - 0.1)
+    objective = update.Objective(replace(SHORT, kl=kl, micro_batch=1))
+    models = Models(policy, policy)
+    update.accumulate(objective, models, part, Processes(0, 1, torch.device("cpu")), longest=3)
+    assert rows == [1] * 4 * passes
+
+
+def test_a_checkpoint_is_not_in_memory_a_second_time(tmp_path):
+    state = {"model": torch.zeros(2**20)}
+    files = RunFolder(tmp_path, SHORT)
+    tracemalloc.start()
+    files.save(state)
+    assert tracemalloc.get_traced_memory()[1] < state["model"].nbytes / 4
+    tracemalloc.stop()
+    assert torch.equal(files.restore()["model"], state["model"])
+    with (
+        open("/dev/full", "wb", buffering=0) as full,
+        pytest.raises(KltestError, match=r"cannot write .*: No space left on device"),
+    ):
+        write(tmp_path / "checkpoint.pt", lambda file: torch.save(state, full))
+    assert torch.equal(files.restore()["model"], state["model"])
