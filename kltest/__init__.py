@@ -6,6 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kltest.auditing.audit import audit
     from kltest.grading.grader import grade
     from kltest.loss.jax import jax_loss
     from kltest.parametrize import parametrize_with_checks
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from kltest.scanning.scan import scan
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "grade", "jax_loss", "parametrize_with_checks", "scan"]
+__all__ = ["Report", "__version__", "audit", "grade", "jax_loss", "parametrize_with_checks", "scan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from kltest.grading.grader import grade
 
         return grade
+    if name == "audit":
+        from kltest.auditing.audit import audit
+
+        return audit
     if name == "Report":
         from kltest.report import Report
 

@@ -22,6 +22,7 @@ from kltest.errors import KltestError
 COMMANDS = {
     "grade": ("grade", "Identify the gradient of a loss and compare it with the claim."),
     "scan": ("scan", "Find every KL term in a source tree and grade it; nothing of the tree is imported."),
+    "audit": ("audit", "Measure the gradient that a loss follows on a language model, by sampling."),
     "list": ("listing", "List estimators, named gradients, environments and checks."),
     "explain": ("explain", "Describe a check, an estimator or a named gradient."),
     "libraries": ("libraries", "Install real libraries and grade all their settings."),
@@ -35,6 +36,7 @@ EPILOGS = {
     "grade": "Exit code: 0 confirmed, 1 refuted, 2 usage, 3 the loss or kltest crashed, 4 inconclusive, 5 nothing to "
     "grade; of several targets the worst.",
     "scan": "Exit code: 0 no finding, 1 a finding, 2 usage, 4 (with --strict) a term not run or not named, 5 no term.",
+    "audit": "Exit code: as of grade. Start with: kltest audit k3-loss --model tiny",
     "run": "With --set or --seeds its results stand beside those that the figures and the paper read.",
 }
 

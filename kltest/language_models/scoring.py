@@ -49,7 +49,7 @@ def score(language: LanguageModel, rollouts: Rollouts, *, temperature: float = 1
     """
     if language.device.type == "cpu" and language.compiled is None and language.caches:
         return _by_length(language, rollouts, temperature, logits)
-    return _scored(_logits(language, rollouts), rollouts.tokens, temperature, logits)
+    return _scored(logits_of(language, rollouts), rollouts.tokens, temperature, logits)
 
 
 @torch.no_grad()
@@ -90,8 +90,11 @@ def over_time(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(one.split(steps, dim=1) for one in (logits, *others)), strict=True)
 
 
-def _logits(language: LanguageModel, rollouts: Rollouts, cache: Any = None) -> Tensor:
-    """(B, T, V) logits by one pass over prompts and completions; a cache holds the prompts but their last token."""
+def logits_of(language: LanguageModel, rollouts: Rollouts, cache: Any = None) -> Tensor:
+    """Return (B, T, V) logits by one pass over prompts and completions.
+
+    A cache holds the prompts but their last token.
+    """
     # The last token predicts nothing. Padding on the right needs no mask, since no live token attends to it.
     prompts = rollouts.prompts if cache is None else rollouts.prompts[:, -1:]
     ids = torch.cat([prompts, rollouts.tokens[:, :-1]], dim=1)
@@ -107,7 +110,7 @@ def _by_length(language: LanguageModel, rollouts: Rollouts, temperature: float, 
     parts = []
     for rows, longest in _parts(order, rollouts.lengths):
         part = rollouts.rows(rows).resized(longest)
-        scored = _scored(_logits(language, part, cache_of(rows)), part.tokens, temperature, logits)
+        scored = _scored(logits_of(language, part, cache_of(rows)), part.tokens, temperature, logits)
         parts.append(_widened(scored, width - longest))
     back = order.argsort()
     full = [part.logits for part in parts if part.logits is not None]

@@ -22,7 +22,7 @@ LAYERS = (
     ("checks",),
     ("render", "adapters"),
     ("grading",),
-    ("training", "reproduce", "scoreboard", "scanning", "finetune", "parametrize"),
+    ("training", "reproduce", "scoreboard", "scanning", "auditing", "finetune", "parametrize"),
     ("pytest_plugin", "cli"),
 )
 """From the lowest to the highest. A room imports lower rooms and itself; neighbours do not know each other."""

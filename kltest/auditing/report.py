@@ -1,0 +1,152 @@
+"""The result of an audit as plain data: text, and JSON in the schema kltest.audit/1."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kltest.auditing.statistics import Combination, Distance, Interval
+from kltest.errors import KltestError
+from kltest.files import as_json, mapped
+from kltest.render.tables import PLAIN, Terminal, table
+from kltest.report import EXIT_CODES, RefutedError, Verdict
+from kltest.truth import ATLAS
+
+SCHEMA = "kltest.audit/1"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is said of one named gradient: c of c·E y nearest to the loss's gradient, and the cosine with it.
+
+    Both are None with the reason in `note` if the named gradient cannot be told from zero, or not be estimated.
+    """
+
+    name: str
+    coefficient: Interval | None = None
+    cosine: Interval | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result of an audit.
+
+    Attributes:
+        target, expect: The loss, and the declared gradient.
+        verdict: "confirmed", "refuted" or "inconclusive".
+        named: A row for each named gradient, in the order of the atlas.
+        follows: The nearest short combination; None if nothing can be said.
+        declared: The same as a row of `named`, of the declared gradient.
+        distance: ‖E d‖/‖E t‖ with d the loss's gradient less the declared one, t.
+        sketch_error: Bound on the standard error that compression adds, as a share of ‖E d‖.
+        signal_to_noise: ‖E g‖²·units/tr Cov of the mean over all units.
+        crossing: Number of rollouts at which ‖E d‖² overtakes the noise of their mean; None if E d may be zero.
+        needed: Number of units that may decide, if it is inconclusive.
+        facts: What the rollouts showed, by name.
+        notes: Sentences.
+    """
+
+    target: str
+    expect: str
+    verdict: Verdict
+    error_rate: float
+    margin: float
+    seed: int
+    models: dict[str, str | None]
+    units: int
+    rollouts: int
+    tokens: int
+    parameters: int
+    named: list[Row]
+    follows: Combination | None
+    declared: Row
+    distance: Distance
+    sketch_error: float
+    signal_to_noise: float
+    crossing: float | None
+    needed: int | None
+    facts: dict[str, float | None]
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command line, as that of `kltest grade`."""
+        return EXIT_CODES[self.verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; numbers that are not finite are None."""
+        found = {"schema": SCHEMA, **asdict(self)}
+        if self.follows is not None:
+            terms = {name: one._asdict() for name, one in self.follows.terms.items()}
+            found["follows"] = {**asdict(self.follows), "terms": terms, "misfit": self.follows.misfit._asdict()}
+        for row, one in zip([*found["named"], found["declared"]], [*self.named, self.declared], strict=True):
+            row |= {
+                key: each and each._asdict() for key, each in (("coefficient", one.coefficient), ("cosine", one.cosine))
+            }
+        finite = mapped(found, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value)
+        assert isinstance(finite, dict)
+        return finite
+
+    def to_json(self) -> str:
+        """Return the JSON text."""
+        return as_json(self.to_dict())
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers for a training log: how the declared gradient is followed, and the noise."""
+        found = {"distance": self.distance.value, "signal_to_noise": self.signal_to_noise}
+        for name, one in (("cosine", self.declared.cosine), ("coefficient", self.declared.coefficient)):
+            if one is not None:
+                found |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
+        return found
+
+    def raise_for_failure(self) -> None:
+        """Raise RefutedError unless the verdict is confirmed."""
+        if self.verdict != "confirmed":
+            raise RefutedError(self.to_text()) if self.verdict == "refuted" else KltestError(self.to_text())
+
+    def to_text(self, terminal: Terminal = PLAIN) -> str:
+        """Return the report for people."""
+        rows = [[row.name, _shown(row.coefficient), _shown(row.cosine), row.note] for row in self.named]
+        heads = ("named gradient", "coefficient", "cosine", "")
+        level = f"{100 * (1 - self.error_rate):g} %"
+        lines = [
+            *_first_lines(self),
+            "",
+            table(heads, rows, right=heads[1:3], whole=heads[:3], terminal=terminal),
+            "",
+            f"All intervals hold together at {level}. {self.units} prompts, {self.rollouts} rollouts, "
+            f"{self.tokens:,} tokens, {self.parameters:,} weights, {self.seconds:.0f} s.",
+            *self.notes,
+        ]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+def _first_lines(audit: Audit) -> list[str]:
+    lines = [f"{audit.verdict.upper()}: {audit.target} follows {words(audit.follows)}; declared: {audit.expect}"]
+    if audit.follows and audit.follows.rivals:
+        others = ", ".join(" and ".join(one) for one in audit.follows.rivals[:4])
+        lines.append(f"Not told apart from that: {others}.")
+    low, high = 100 * audit.distance.low, 100 * audit.distance.high
+    lines.append(
+        f"Distance from the declared gradient: {100 * audit.distance.value:.1f} % [{low:.1f}, {high:.1f}] of its norm; "
+        f"margin {100 * audit.margin:g} %."
+    )
+    if audit.needed is not None:
+        lines.append(f"About {audit.needed:,} units may decide (--units).")
+    noise = f"Signal to noise of these rollouts: {audit.signal_to_noise:.3g}"
+    crossing = "" if audit.crossing is None else f"; bias overtakes noise at {max(audit.crossing, 1):,.0f} rollouts"
+    return [*lines, f"{noise}{crossing}."]
+
+
+def words(follows: Combination | None) -> str:
+    """Return a combination in words, as `0.98 [0.95, 1.01]·E_π[Σ_t ∇KL_t(ref‖π)] (local_forward_kl)`."""
+    if follows is None:
+        return "nothing that can be told from zero"
+    terms = (f"{_shown(one)}·{ATLAS[name].formula} ({name})" for name, one in follows.terms.items())
+    return " + ".join(terms)
+
+
+def _shown(one: Interval | None) -> str:
+    return "–" if one is None else f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
