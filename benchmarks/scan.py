@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -55,27 +56,24 @@ def normal(name: str) -> str:
 
 def scanned(folder: Path, repository: str, *, grade: bool) -> Iterator[dict[str, Any]]:
     """Yield what the scan finds in a repository: place and, if graded, what each variant follows."""
-    from kltest.scanning.follow import tree_of
-    from kltest.scanning.judge import judged
-    from kltest.scanning.lift import lifted
-    from kltest.scanning.sources import sources
-    from kltest.scanning.terms import terms
+    import kltest
+    from kltest.scanning.search import Search, Store
+    from kltest.scanning.sources import contents
 
-    root = folder / repository.replace("/", "+")
-    tree = tree_of(list(sources([root], [])))
-    found = terms(tree)
-    variants = [each for term in found for each in lifted(tree, term)] if grade else []
-    results = dict(judged(variants, declared=lambda each: None, jobs=2)) if variants else {}
-    for term in found:
-        own = [results[number] for number, each in enumerate(variants) if each.term is term]
+    root = (folder / repository.replace("/", "+")).resolve()
+    rows = kltest.scan(root, jobs=2).rows if grade else list(Search(list(contents([root], [])), Store(None)))
+    for _, group in groupby(rows, key=lambda row: (row.parts, row.function)):
+        own = list(group)
+        parts = [(str(Path(file).relative_to(root)), first, last) for file, first, last in own[0].parts]
+        file, first, last = parts[0]
         yield {
-            "parts": [(str(source.path.relative_to(root)), first, last) for source, first, last in term.parts],
-            "file": str(term.function.source.path.relative_to(root)),
-            "first": term.first,
-            "last": term.last,
-            "place": term.place,
-            "title": term.function.title,
-            "results": own,
+            "parts": parts,
+            "file": file,
+            "first": first,
+            "last": last,
+            "place": own[0].place,
+            "title": own[0].function,
+            "results": own if grade else [],
         }
 
 
@@ -101,7 +99,7 @@ def compare(repository: str, rows: Sequence[dict[str, Any]], finds: Sequence[dic
             kind = "right" if told in known else "honest" if told in HONEST or result.status in HONEST else "wrong"
             count[f"name {kind}"] += 1
             if kind != "right":
-                place = f"{find['file']}:{find['first']} {result.lifted.place} [{result.lifted.variant}]"
+                place = f"{find['file']}:{find['first']} {result.place} [{result.variant}]"
                 print(f"  name {kind}: {place} {told} {result.why[:90]}; labelled {sorted(known)}")
     places = {(row["file"], row["first"]): row for row in rows}
     for (file, first), row in places.items():

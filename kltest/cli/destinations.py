@@ -8,12 +8,12 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kltest.errors import KltestError, UsageError
-from kltest.render import PLAIN, Terminal, module_of, render, render_changes
+from kltest.render import FORMATS, PLAIN, Terminal, known, render, render_changes
 from kltest.render.changes import Changes
 from kltest.report import Report
 
@@ -31,8 +31,8 @@ class Destination:
     adds: bool = False
 
 
-def destinations(texts: Iterable[str]) -> list[Destination]:
-    """Return the destinations that `--output` names, found to be writable.
+def destinations(texts: Iterable[str], formats: Collection[str] = FORMATS) -> list[Destination]:
+    """Return the destinations that `--output` names, in one of the `formats`, found to be writable.
 
     Raises:
         UsageError: If a format is unknown or a path cannot be written.
@@ -44,7 +44,7 @@ def destinations(texts: Iterable[str]) -> list[Destination]:
         texts.append(f"markdown:{summary}")
     for text in texts:
         form, colon, path = text.partition(":")
-        module_of(form)  # refuses a format that there is not
+        known(form, formats)
         if colon and not path:
             raise UsageError(f"--output {text!r} names no file after the colon; give {form}:PATH, or {form} alone")
         file = Path(path) if path not in ("", "-") else None
@@ -73,15 +73,30 @@ def write(
     Raises:
         KltestError: If a file could not be written, after all others are.
     """
-    failed, told = [], changes is None
-    for destination in where:
-        shown = replace(terminal() if destination.path is None else PLAIN, verbose=verbose, quiet=quiet)
-        text = render(destination.form, reports, shown)
+    told = changes is None
+
+    def text(destination: Destination, shown: Terminal) -> str:
+        nonlocal told
+        written = render(destination.form, reports, replace(shown, quiet=quiet))
         if changes is not None and (words := render_changes(destination.form, changes, shown)):
-            text, told = f"{text}\n{words}", True
+            written, told = f"{written}\n{words}", True
+        return written
+
+    try:
+        deliver(where, text, verbose=verbose)
+    finally:
+        if changes is not None and not told:
+            sys.stderr.write(render_changes("text", changes, PLAIN))
+
+
+def deliver(where: Iterable[Destination], text: Callable[[Destination, Terminal], str], *, verbose: bool) -> None:
+    """Write the text of each destination; KltestError if one could not be written, after all others are."""
+    failed = []
+    for destination in where:
+        written = text(destination, replace(terminal() if destination.path is None else PLAIN, verbose=verbose))
         if destination.path is None and destination.form in WORDS and os.environ.get("GITHUB_ACTIONS") == "true":
-            text = _no_command(text)
-        data = text.encode("utf-8", "backslashreplace")
+            written = _no_command(written)
+        data = written.encode("utf-8", "backslashreplace")
         try:
             if destination.path is not None:
                 with destination.path.open("ab" if destination.adds else "wb") as file:
@@ -92,8 +107,6 @@ def write(
             raise
         except OSError as error:
             failed.append(f"{destination.path or 'standard output'}: {error.strerror or error}")
-    if changes is not None and not told:
-        sys.stderr.write(render_changes("text", changes, PLAIN))
     if failed:
         raise KltestError("the report could not be written to " + "; ".join(failed))
 

@@ -1,17 +1,15 @@
 """`kltest scan`: find the KL terms of a source tree, lift them and grade them, without a line from its owner."""
 
-import json
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kltest.errors import KltestError, UsageError
+from kltest.errors import UsageError
+from kltest.sweeps.progress import Progress
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kltest" / "scan"
+INTERRUPTED = 130
 
 
 def command(
@@ -31,7 +29,7 @@ def command(
         typer.Option(metavar="FILE.json", help="Findings of this earlier report (--output json:FILE) count no longer."),
     ] = None,
     changed_since: Annotated[
-        str | None, typer.Option(metavar="REF", help="Only terms on lines that differ from this commit of git.")
+        str | None, typer.Option(metavar="REF", help="Only terms that changed since the work left this commit of git.")
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 4 if a term was not run, not named or not decided.")
@@ -45,64 +43,57 @@ def command(
         bool, typer.Option("--verbose", "-v", help="Show what was lifted, and what was guessed.")
     ] = False,
 ) -> int:
+    from kltest.cli.destinations import deliver, destinations
+    from kltest.files import cache_folder
+    from kltest.grading.configuration import nearest
+    from kltest.grading.forms import combination
+    from kltest.grading.jobs import terminated_as_interrupted
+    from kltest.scanning import changes, declarations
     from kltest.scanning.report import FORMATS, text
-    from kltest.scanning.scan import changed_since as lines_changed
-    from kltest.scanning.scan import scan
+    from kltest.scanning.scan import Interrupted, scan
 
-    where = [(form, path) for form, _, path in (given.partition(":") for given in output or ["text"])]
-    for form, _ in where:
-        if form not in FORMATS:
-            raise UsageError(f"--output: there is no format {form!r}; choose from {', '.join(FORMATS)}")
-    known = _known(baseline) if baseline else []
-    changed = lines_changed(changed_since) if changed_since else None
-    found = scan(
-        *(paths or [Path()]),
-        jobs=jobs,
-        timeout=timeout,
-        cache=CACHE if cache else None,
-        baseline=known,
-        expect=_declared(expect),
-        changed=changed,
-        told=_progress if sys.stderr.isatty() else lambda done, total: None,
-    )
-    for form, path in where:
-        written = text(found, _terminal(verbose)) if form == "text" else FORMATS[form](found)
-        if path in ("", "-"):
-            print(written, end="")
-            continue
+    where = destinations(output or ["text"], FORMATS)
+    if expect is not None:
+        combination(expect, "--expect")
+    configuration = nearest(Path.cwd())
+    rules = declarations.rules(configuration.scan, configuration.path) if configuration.path else None
+    known = baseline or (Path(rules.baseline) if rules and rules.baseline else None)
+    looked_at = paths or [Path()]
+    for path in looked_at:
+        if not path.exists():
+            raise UsageError(f"there is no file or folder {path}")
+    changed = changes.changed_since(changed_since, looked_at) if changed_since else None
+    interrupted = False
+    with Progress("kltest scan", 0) as progress, terminated_as_interrupted():
         try:
-            Path(path).write_text(written, encoding="utf-8")
-        except OSError as error:
-            raise KltestError(f"{path} cannot be written: {error.strerror}") from None
+            found = scan(
+                *looked_at,
+                jobs=jobs,
+                timeout=timeout,
+                cache=cache_folder("KLTEST_SCAN_CACHE", "scan") if cache else None,
+                baseline=declarations.baseline(known) if known else (),
+                expect=expect,
+                rules=rules,
+                changed=changed,
+                told=lambda row, done, total: _tell(progress, f"{row.spot}: {row.follows[0]} {row.remarks}", total),
+            )
+        except Interrupted as error:
+            found, interrupted = error.scan, True
+    deliver(
+        where,
+        lambda to, shown: text(found, shown) if to.form == "text" else FORMATS[to.form](found),
+        verbose=verbose,
+    )
+    if interrupted:
+        left = sum(row.status == "not graded" for row in found.rows)
+        kept = "; the rest is kept, and the same command goes on from there" if cache else ""
+        print(
+            f"kltest: interrupted; {left} of {len(found.rows)} variants found so far not graded{kept}", file=sys.stderr
+        )
+        return INTERRUPTED
     return found.exit_code(strict=strict, changed=changed is not None)
 
 
-def _declared(expect: str | None) -> str | None:
-    if expect is not None:
-        from kltest.truth import parse
-
-        parse(expect)
-    return expect
-
-
-def _known(path: Path) -> list[str]:
-    """Return the keys of the findings of an earlier report; UsageError if it is none."""
-    try:
-        terms = json.loads(path.read_text(encoding="utf-8"))["terms"]
-        return [
-            f"{t['file']}|{t['function']}|{t['place']}|{t['variant']}|{t['formula']}|{','.join(t['errors'])}"
-            for t in terms
-            if t["status"] in ("finding", "known")
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"--baseline {path} is no report of `kltest scan --output json:{path}`") from None
-
-
-def _terminal(verbose: bool) -> Any:
-    from kltest.cli.destinations import terminal
-
-    return replace(terminal(), verbose=verbose)
-
-
-def _progress(done: int, total: int) -> None:
-    print(f"\rgraded {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+def _tell(progress: Progress, words: str, total: int) -> None:
+    progress.total = total
+    progress.advance(words, stays=words)

@@ -25,7 +25,8 @@ class Configuration:
     """Contents of `[tool.kltest]`: checked defaults by their Python names, targets and outputs.
 
     Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from. `told` says how
-    much is printed (`verbose`, `quiet` or neither), and `deprecated` has a sentence for each old name.
+    much is printed (`verbose`, `quiet` or neither), `deprecated` has a sentence for each old name, and `scan` is the
+    table of `kltest scan` as it stands.
     """
 
     path: Path | None = None
@@ -34,6 +35,7 @@ class Configuration:
     outputs: tuple[str, ...] = ()
     told: Mapping[str, bool] = field(default_factory=dict)
     deprecated: tuple[str, ...] = ()
+    scan: Mapping[str, Any] = field(default_factory=dict)
 
 
 def nearest(start: Path) -> Configuration:
@@ -71,6 +73,9 @@ class _Reader:
         settings = self.dashed(table)
         targets = settings.pop("targets", [])
         output = settings.pop("output", None)
+        scan = settings.pop("scan", {})
+        if not isinstance(scan, dict):
+            raise UsageError(f"{self.place('scan')} must be a table [tool.kltest.scan], not {scan!r}")
         told: dict[str, bool] = {
             key: switch(settings.pop(key), self.place(key)) for key in ("verbose", "quiet") if key in settings
         }
@@ -80,11 +85,12 @@ class _Reader:
             raise UsageError(f"{self.place('targets')}: give a list of targets; it is {targets!r}")
         return Configuration(
             path=self.path,
-            options=self.options(settings, also=("targets", "output", "verbose", "quiet")),
+            options=self.options(settings, also=("targets", "output", "verbose", "quiet", "scan")),
             targets=tuple(self.target(entry) for entry in targets),
             outputs=() if output is None else tuple(map(self.output, outputs(output, self.place("output")))),
             told=told,
             deprecated=tuple(f"{self.place(new)} is deprecated; write {new}" for new in self.old_names),
+            scan=scan,
         )
 
     def dashed(self, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ The module of a format has `render(reports, terminal=PLAIN) -> str`; formats tha
 `render_changes(changes, terminal=PLAIN) -> str` as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,15 @@ def module_of(name: str) -> Any:
     Raises:
         UsageError: If there is no such format; the message has the nearest name.
     """
-    if name not in FORMATS:
-        hint = did_you_mean(name, FORMATS)
-        raise UsageError(f"there is no output format {name!r}; {hint}the formats are {', '.join(FORMATS)}")
-    return import_module(f"{__name__}.{name}")
+    return import_module(f"{__name__}.{known(name, FORMATS)}")
+
+
+def known(name: str, formats: Collection[str]) -> str:
+    """Return the name of a format; UsageError with the nearest name if there is none of it."""
+    if name not in formats:
+        hint = did_you_mean(name, formats)
+        raise UsageError(f"there is no output format {name!r}; {hint}the formats are {', '.join(formats)}")
+    return name
 
 
 def render(name: str, reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:

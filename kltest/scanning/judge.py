@@ -1,179 +1,181 @@
-"""Grading lifted terms: each variant in a process of its own, in parallel, with a store of results by content."""
+"""Grading terms that were found: each variant in processes of its own, several at once."""
 
-import hashlib
-import json
+import multiprocessing
 import os
+import signal
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kltest import __version__
 from kltest.scanning.arithmetic import imports
-from kltest.scanning.lift import NAME, Lifted
+from kltest.scanning.lift import NAME
+from kltest.scanning.rows import Row
+from kltest.scanning.search import Store
 
 TIMEOUT = 60.0
 PASSING = ({"reverse_kl"}, {"local_reverse_kl"})
 NOT_ASKED = ("KL106", "KL201", "KL601")
 """Checks that a term of unknown claim cannot fail: its scale, a next-token part, a value that nobody logs."""
-
-
 MOVING = ("KL203", "KL204", "KL207")
 """Checks of a size that moves with lengths, batches or widths."""
+ANOTHER = "The gradient is another one than a positive multiple of ∇KL(π‖ref) or of its next-token part."
 
 
-Question = tuple[str, dict[str, str], str | None]
+class Judge:
+    """Processes that grade, started when they are first needed or `ready`; all end with it, at once.
 
-
-@dataclass
-class Result:
-    """What is known of one variant: passed, finding, unnamed, inconclusive, failed, not run or ignored.
-
-    `gradients` are the names followed by sampler, `codes` the errors and `warnings` the warnings that apply.
-    """
-
-    lifted: Lifted
-    status: str
-    gradients: Mapping[str, str] = field(default_factory=dict)
-    codes: Sequence[str] = ()
-    warnings: Sequence[str] = ()
-    messages: Mapping[str, str] = field(default_factory=dict)
-    why: str = ""
-
-
-def judged(
-    variants: Sequence[Lifted],
-    *,
-    declared: Callable[[Lifted], str | None],
-    jobs: int,
-    timeout: float = TIMEOUT,
-    cache: Path | None = None,
-    told: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[tuple[int, Result]]:
-    """Yield the number and the result of each variant as it is finished; those that were not lifted first.
+    `asked` gradings are begun, and `done` of them ended: what is in the store is not graded.
 
     Args:
-        variants: the lifted terms.
-        declared: the gradient that a term declares, None if it declares none.
-        jobs: how many are graded at once.
+        jobs: how many terms are graded at once.
         timeout: seconds that one grading may take.
-        cache: a folder of results by content.
-        told: called with how many are finished of how many.
+        store: where results are kept.
     """
-    waiting: dict[str, list[int]] = {}
-    asked: dict[str, Question] = {}
-    for number, variant in enumerate(variants):
-        if variant.refused:
-            yield number, Result(variant, "not run", why=variant.refused)
-            continue
-        question = (variant.source, _options(variant), declared(variant))
-        key = hashlib.sha256(json.dumps([__version__, *question]).encode()).hexdigest()
-        if (known := _stored(cache, key)) is not None:
-            yield number, _result(variant, known, question[2])
-            continue
-        waiting.setdefault(key, []).append(number)
-        asked[key] = question
-    for done, (key, report) in enumerate(_graded(asked, jobs, timeout), 1):
-        _store(cache, key, report)
-        for number in waiting[key]:
-            yield number, _result(variants[number], report, asked[key][2])
-        told(done, len(asked))
+
+    def __init__(self, jobs: int, timeout: float, store: Store) -> None:
+        self.jobs, self.timeout, self.store = jobs, timeout, store
+        self.asked = self.done = 0
+        self._pool: ProcessPoolExecutor | None = None
+        self._others = multiprocessing.active_children()
+
+    def __enter__(self) -> "Judge":
+        self._folder = tempfile.TemporaryDirectory(prefix="kltest-scan-")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            for worker in {*multiprocessing.active_children()} - {*self._others}:
+                worker.terminate()
+            self._pool.shutdown(cancel_futures=True)
+        self._folder.cleanup()
+
+    def ready(self) -> ProcessPoolExecutor:
+        """Start the processes, which import torch meanwhile."""
+        if self._pool is None:
+            # Forking keeps torch's import; elsewhere than on Linux it is not safe.
+            context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+            self._pool = ProcessPoolExecutor(self.jobs, context, _begin)
+            self._pool.submit(os.getpid)
+        return self._pool
+
+    def judged(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Fill in what is known of each row, and yield it as soon as it is; rows are taken while others are graded."""
+        asked: dict[str, Future[dict[str, Any]]] = {}
+        waiting: dict[Future[dict[str, Any]], tuple[str, list[Row]]] = {}
+        for row in rows:
+            if row.why:
+                row.state = "not run"
+                yield row
+                continue
+            key = self.store.key("term", row.source, row.place, row.declared, self.timeout)
+            if known := self.store.read(key):
+                yield filled(row, known)
+            elif key in asked:
+                waiting[asked[key]][1].append(row)
+            else:
+                asked[key] = self.ready().submit(
+                    grade, self._folder.name, row.source, row.place, row.declared, self.timeout
+                )
+                waiting[asked[key]] = (key, [row])
+                self.asked += 1
+            yield from self._finished(waiting, 0)
+        while waiting:
+            yield from self._finished(waiting, None)
+
+    def _finished(
+        self, waiting: dict[Future[dict[str, Any]], tuple[str, list[Row]]], timeout: float | None
+    ) -> Iterator[Row]:
+        for future in wait(waiting, timeout, FIRST_COMPLETED).done:
+            key, rows = waiting.pop(future)
+            self.done += 1
+            try:
+                report = future.result()
+            except Exception as error:  # a worker that was killed: its term is told, the others go on
+                report = {"verdict": "error", "error": f"{type(error).__name__}: {error}"}
+            if report.pop("lasts", False):
+                self.store.write(key, report)
+            yield from (filled(row, report) for row in rows)
 
 
-def _options(variant: Lifted) -> dict[str, str]:
+def _begin() -> None:
+    """Prepare a process for grading. Ctrl-C is for its parent, which ends it with the children that it has then."""
+
+    def end(*_: object) -> None:
+        for child in multiprocessing.active_children():
+            with suppress(OSError):
+                os.killpg(child.pid or os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+    import kltest.grading.grader  # noqa: F401  before children are forked, so that each has torch already
+
+
+def options(place: str) -> dict[str, str]:
     """Return where a variant is graded: what enters a token's own advantage has immediate credit."""
-    if variant.place == "advantage":
+    if place == "advantage":
         return {"placement": "reward", "credit": "immediate"}
-    return {"placement": "reward" if variant.place == "reward" else "loss"}
+    return {"placement": "reward" if place == "reward" else "loss"}
 
 
-def _graded(asked: Mapping[str, Question], jobs: int, timeout: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the report of each question, as JSON."""
-    if not asked:
-        return
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="kltest-scan-") as folder:
-        import kltest.grading.grader  # noqa: F401  before processes are forked, so that each has torch already
+def grade(folder: str, source: str, place: str, declared: str, timeout: float) -> dict[str, Any]:
+    """Grade one lifted function; a term that declares nothing and follows next-token parts is graded as such.
 
-        with ProcessPoolExecutor(max_workers=min(jobs, len(asked))) as pool:
-            futures = {pool.submit(_grade, folder, key, *question, timeout): key for key, question in asked.items()}
-            for future in as_completed(futures):
-                key = futures[future]
-                try:
-                    yield key, future.result()
-                except Exception as error:  # a worker that was killed: its term is told, the others go on
-                    yield key, {"verdict": "error", "error": f"{type(error).__name__}: {error}"}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
-def _grade(
-    folder: str, key: str, source: str, options: Mapping[str, str], expect: str | None, timeout: float
-) -> dict[str, Any]:
-    """Grade one lifted function; a term that declares nothing and follows next-token parts is graded as such."""
+    `lasts` is true of a report that grading once more would only repeat.
+    """
     from kltest.grading.jobs import Job, graded
     from kltest.grading.options import checked
 
-    file = Path(folder, f"term_{key[:12]}.py")
-    file.write_text(f"{imports(source)}\n{source}\n")
+    file = Path(folder, f"term_{os.getpid()}.py")
+    file.write_text(f"{imports(source)}\n{source}\n", encoding="utf-8")
 
     def ask(expected: str) -> dict[str, Any]:
-        given = {"expect": expected, **options, "sampler": "both", "timeout": timeout}
-        job = Job(f"{file.name}:{NAME}", f"{file}:{NAME}", checked(given, lambda option: option.name))
-        report, _ = next(iter(graded([job])))
-        return report.to_dict()
+        given = {"expect": expected, **options(place), "sampler": "both", "timeout": timeout}
+        job = Job(f"{NAME}", f"{file}:{NAME}", checked(given, lambda option: option.name))
+        report, kind = next(iter(graded([job])))
+        told = report.to_dict()
+        kept = {name: told[name] for name in ("verdict", "gradients", "checks")} | {"error": told.get("error") or ""}
+        return {**kept, "lasts": kind in ("value", "usage", "failed") or "(--timeout)" in kept["error"]}
 
-    first = ask(expect or "reverse_kl")
+    first = ask(declared or "reverse_kl")
     names = {name for row in first["gradients"] for name in row["identified"] or {}}
-    if expect is None and "local_reverse_kl" in names and names <= {"reverse_kl", "local_reverse_kl"}:
+    if not declared and "local_reverse_kl" in names and names <= {"reverse_kl", "local_reverse_kl"}:
         return ask("local_reverse_kl")
     return first
 
 
-def _result(variant: Lifted, report: Mapping[str, Any], expect: str | None) -> Result:
-    """Return what a report says of a term: design's rule for terms that declare nothing."""
+def filled(row: Row, report: Mapping[str, Any]) -> Row:
+    """Write into a row what a report says of it: design's rule for terms that declare nothing."""
     if report["verdict"] == "error":
-        return Result(variant, "failed", why=str(report.get("error", "")))
-    rows = report["gradients"]
+        row.state, row.why = "failed", str(report["error"])
+        return row
+    graded = report["gradients"]
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     codes = [check["code"] for check in failed if check["level"] == "error"]
-    warnings = [check["code"] for check in failed if check["level"] == "warning"]
-    messages = {check["code"]: check["message"] for check in failed}
     moving = [code for code in codes if code in MOVING]
-    gradients = {sampler: _followed([row for row in rows if row["sampler"] == sampler], moving) for sampler in
-                 dict.fromkeys(row["sampler"] for row in rows)}  # fmt: skip
-    if expect is not None:
-        status = {"confirmed": "passed", "refuted": "finding"}.get(report["verdict"], "inconclusive")
-    elif (
-        variant.term.place == "both"
-        and variant.place == "loss"
-        and all("zero" in (r["identified"] or {}) for r in rows)
-    ):
-        return Result(variant, "not run", why="only what it is worth reaches the loss, as part of a reward")
+    samplers = dict.fromkeys(each["sampler"] for each in graded)
+    gradients = {name: _followed([each for each in graded if each["sampler"] == name], moving) for name in samplers}
+    row.warnings = [check["code"] for check in failed if check["level"] == "warning"]
+    row.messages = {check["code"]: check["message"] for check in failed}
+    if row.declared:
+        row.state = {"confirmed": "passed", "refuted": "finding"}.get(report["verdict"], "inconclusive")
+    elif row.halved and all("zero" in (each["identified"] or {}) for each in graded):
+        row.state, row.why, row.warnings = "not run", "only what it is worth reaches the loss, as part of a reward", []
+        return row
     elif "unnamed" in gradients.values():
-        status = "unnamed"
+        row.state = "unnamed"
     else:
         codes = [code for code in codes if code not in NOT_ASKED]
-        right = all(_passes(row["identified"]) for row in rows)
-        status = "passed" if right and not codes else "finding"
-    return Result(variant, status, gradients, codes, warnings, messages)
-
-
-def _is_zero(rows: Sequence[Mapping[str, Any]]) -> bool:
-    return all(set(row["identified"] or {}) == {"zero"} for row in rows)
+        right = all(_passes(each["identified"]) for each in graded)
+        row.state = "passed" if right and not codes else "finding"
+    if row.state == "finding" and not codes:
+        codes, row.messages = ["KL105"], {**row.messages, "KL105": ANOTHER}
+    row.gradients, row.found = gradients, codes
+    return row
 
 
 def _passes(identified: Mapping[str, float] | None) -> bool:
@@ -189,30 +191,9 @@ def _followed(rows: Sequence[Mapping[str, Any]], moving: Sequence[str]) -> str:
         last, suffix = fixed[0] if fixed else None, f" (its size moves: {', '.join(moving)})"
     if last is None:
         return "unnamed"
-    parts = []
+    parts: list[str] = []
     for name, number in last.items():
         size = 1.0 if suffix and number > 0 and len(last) == 1 else number
-        parts.append(name if abs(size - 1) < 1e-6 else f"{size:.4g}*{name}")
+        plain = {1.0: name, -1.0: f"-{name}"}
+        parts.append(plain.get(round(size, 6), f"{size:.4g}*{name}"))
     return " + ".join(parts).replace("+ -", "- ") + suffix
-
-
-def _stored(cache: Path | None, key: str) -> dict[str, Any] | None:
-    if cache is None:
-        return None
-    try:
-        return json.loads((cache / f"{key}.json").read_text())  # type: ignore[no-any-return]
-    except (OSError, ValueError):
-        return None
-
-
-def _store(cache: Path | None, key: str, report: Mapping[str, Any]) -> None:
-    if cache is None or report["verdict"] == "error":
-        return
-    kept = {name: report[name] for name in ("verdict", "gradients", "checks")}
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = cache / f"{key}.{os.getpid()}"
-        partial.write_text(json.dumps(kept))
-        partial.replace(cache / f"{key}.json")
-    except OSError:
-        return  # a cache that cannot be written saves nothing

@@ -1,142 +1,96 @@
-"""What a scan says, in each format: text, json, markdown, github and sarif."""
+"""What a scan says to people, as text and Markdown, and the table of all formats."""
 
-import json
-from collections.abc import Callable
-from typing import Any
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import groupby, zip_longest
 
-from kltest import __version__
-from kltest.render.tables import PLAIN, Terminal, table
-from kltest.scanning.scan import OPEN, Row, Scan
+from kltest.files import as_json, as_markdown
+from kltest.render.tables import PLAIN, Terminal, paint, wrap
+from kltest.render.words import one_line, visible
+from kltest.scanning.annotations import github, sarif
+from kltest.scanning.rows import Row, Scan
 
-_SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
+STYLES = {"finding": "red", "passed": "green"}
 
 
 def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
-    """Return a table of the terms, what was not read, and one line that counts."""
-    lines: list[str] = []
-    if scan.rows:
-        cells = [
-            [f"{row.spot or row.file}\n{row.function}{' [' + row.variant + ']' if row.variant else ''}",
-             f"{row.place}: {_short(row.formula)}", *_gradients(row), _findings(row)] for row in scan.rows
-        ]  # fmt: skip
-        heads = ("where", "term", "follows", "under a stale sampler", "findings")
-        lines.append(table(heads, cells, whole=(), terminal=terminal))
+    """Return a table of the terms, then each finding in a sentence, what was not read, and one line that counts.
+
+    A term has a line with its place, and a line for each variant. With `verbose` what was lifted is shown as well.
+    """
+    lines = list(_table(scan, terminal)) if scan.rows else []
     for row in scan.rows:
-        if terminal.verbose and row.result.lifted.source:
-            lines += [
-                "",
-                f"{row.spot} [{row.variant}]",
-                row.result.lifted.source,
-                *(f"# {n}" for n in row.result.lifted.notes),
-            ]
-        for code in row.codes if row.status == "finding" else ():
-            lines.append(f"{row.spot}: {code}: {row.result.messages.get(code, '')}")
-    lines += [f"not read: {line}" for line in scan.left_out]
-    lines.append(summary(scan))
-    return "\n".join(lines) + "\n"
+        details = [f"{code}: {row.messages.get(code, '')}" for code in row.codes] if row.status == "finding" else []
+        if details or (terminal.verbose and row.source):
+            lines += ["", one_line(f"{row.spot}: {row.title}")]
+        for words in details:
+            lines += wrap(visible(words), terminal, indent="    ", first="  ")
+        if terminal.verbose and row.source:
+            lines += [f"    {line}" for line in visible(row.source).split("\n")]
+            lines += [f"    # {one_line(note)}" for note in row.notes]
+    reasons: dict[str, dict[str, None]] = {}
+    for row in scan.rows:
+        if row.why:
+            reasons.setdefault(f"{row.status}: {row.why.splitlines()[0]}", {})[one_line(f"{row.spot}: {row.title}")] = (
+                None
+            )
+    for why, spots in reasons.items():
+        lines += ["", *wrap(visible(why), terminal, indent="    "), *(f"  {spot}" for spot in spots)]
+    for kind, said in (("not read", scan.left_out), ("note", scan.notes)):
+        lines += ["", *(f"{kind}: {one_line(words)}" for words in said)] if said else []
+    if scan.findings:
+        lines += ["", "`kltest explain CODE` says what each code means; --verbose shows what was cut out and graded."]
+    return "\n".join([*lines, *([""] if lines else []), summary(scan)]) + "\n"
+
+
+def _table(scan: Scan, terminal: Terminal) -> Iterator[str]:
+    heads = ("term", "on-policy", "off-policy", "findings")
+    rows = [
+        (row, (f"{row.place}{f' [{row.variant}]' * bool(row.variant)}: {row.formula}", *row.follows, row.remarks))
+        for row in scan.rows
+    ]
+    widest = [max(map(len, column)) for column in zip(heads, *(cells for _, cells in rows), strict=True)]
+    room = terminal.width - 2 - 2 * (len(heads) - 1)
+    # What is followed and found is short and keeps its width; the formulas take what is left.
+    widths = [min(width, most) for width, most in zip(widest[1:], (room // 5, room * 2 // 7, room // 5), strict=True)]
+    widths = [max(room - sum(widths), 20), *widths]
+    yield "  " + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip()
+    for spot, group in groupby(rows, key=lambda each: (each[0].spot, each[0].function)):
+        yield one_line(f"{spot[0]}  {spot[1]}")
+        for row, cells in group:
+            short = (_short(cells[0], 2 * widths[0] - 10), *cells[1:])
+            columns = [textwrap.wrap(one_line(cell), width) for cell, width in zip(short, widths, strict=True)]
+            for parts in zip_longest(*columns, fillvalue=""):
+                line = "  " + "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+                yield paint(line, STYLES[row.status], terminal) if row.status in STYLES else line
 
 
 def summary(scan: Scan) -> str:
     """Return one line: how many terms of how many files, and what became of them."""
-    counts: dict[str, int] = {}
-    for row in scan.rows:
-        counts[row.status] = counts.get(row.status, 0) + 1
-    told = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none"
-    terms = len({(row.file, row.line) for row in scan.rows})
-    return f"{terms} KL terms in {scan.files} files ({scan.lines:,} lines); variants: {told}"
+    told = ", ".join(f"{number} {status}" for status, number in Counter(row.status for row in scan.rows).items())
+    terms = len({(row.file, row.spot) for row in scan.rows})
+    return f"{terms} KL terms in {scan.files} files ({scan.lines:,} lines); variants: {told or 'none'}"
 
 
 def markdown(scan: Scan) -> str:
     """Return a Markdown table and the line that counts."""
-    rows = ["| where | term | follows | under a stale sampler | findings |", "| --- | --- | --- | --- | --- |"]
-    for row in scan.rows:
-        variant = f" `{row.variant}`" if row.variant else ""
-        cells = [
-            f"`{row.spot}` {row.function}{variant}",
-            f"{row.place}: `{_short(row.formula)}`",
-            *_gradients(row),
-            _findings(row),
-        ]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    body = "\n".join(rows) + "\n\n" if scan.rows else ""
-    return f"{body}{summary(scan)}\n" + "".join(f"- not read: {line}\n" for line in scan.left_out)
+    heads = ("where", "term", "on-policy", "off-policy", "findings")
+    cells = [(f"`{row.spot}` {row.title}", f"{row.place}: `{_short(row.formula, 120)}`", *row.follows, row.remarks)
+             for row in scan.rows]  # fmt: skip
+    said = [f"- not read: {line}\n" for line in scan.left_out] + [f"- {line}\n" for line in scan.notes]
+    table = as_markdown([dict(zip(heads, map(visible, row), strict=True)) for row in cells])
+    return "".join([table, "\n" * bool(table), f"{summary(scan)}\n", "\n" * bool(said), *said])
 
 
-def as_json(scan: Scan) -> str:
-    """Return the scan as JSON, schema kltest.scan/1."""
-    return json.dumps(scan.to_dict(), indent=2, ensure_ascii=False) + "\n"
+def _term(row: Row) -> str:
+    return f"{row.place} [{row.variant}]: {row.formula}" if row.variant else f"{row.place}: {row.formula}"
 
 
-def github(scan: Scan) -> str:
-    """Return annotations of GitHub Actions on the lines of the terms."""
-    from kltest.render.github import DATA, PROPERTY
-    from kltest.render.words import visible
-
-    lines = []
-    for row in scan.rows:
-        level = "error" if row.status == "finding" else "warning" if row.status in OPEN else "notice"
-        title = visible(f"kltest {' '.join(row.codes) or row.status}").translate(PROPERTY)
-        place = f"file={visible(row.file).translate(PROPERTY)},line={row.line},endLine={row.last}"
-        lines.append(f"::{level} {place},title={title}::{visible(_sentence(row)).translate(DATA)}")
-    return "".join(f"{line}\n" for line in lines)
-
-
-def sarif(scan: Scan) -> str:
-    """Return the findings as SARIF 2.1.0: a rule a check, a result an error or warning on the term's lines."""
-    from kltest.checks import CHECKS
-
-    results: list[dict[str, Any]] = []
-    for row in scan.rows:
-        found = [(code, "error") for code in row.codes] + [(code, "warning") for code in row.result.warnings]
-        if row.status == "finding" and not row.codes:
-            found.insert(0, ("KL105", "error"))
-        for code, level in found if row.status in ("finding", "known") else ():
-            results.append({
-                "ruleId": code,
-                "level": "note" if row.known else level,
-                "message": {"text": f"{_sentence(row)} {row.result.messages.get(code, '')}".strip()},
-                "locations": [{"physicalLocation": {
-                    "artifactLocation": {"uri": row.file, "uriBaseId": "%SRCROOT%"},
-                    "region": {"startLine": row.line, "endLine": row.last},
-                }}],
-                "partialFingerprints": {"kltest/1": row.key},
-            })  # fmt: skip
-    used = sorted({result["ruleId"] for result in results})
-    rules = [{"id": code, "name": CHECKS[code].name, "shortDescription": {"text": CHECKS[code].what}} for code in used]
-    driver = {"name": "kltest", "version": __version__, "rules": rules}
-    run = {"tool": {"driver": driver}, "results": results, "columnKind": "utf16CodeUnits"}
-    return json.dumps({"$schema": _SARIF, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False) + "\n"
-
-
-FORMATS: dict[str, Callable[[Scan], str]] = {
-    "text": text, "json": as_json, "markdown": markdown, "github": github, "sarif": sarif,
-}  # fmt: skip
-
-
-def _short(formula: str, most: int = 120) -> str:
+def _short(formula: str, most: int) -> str:
     return formula if len(formula) <= most else f"{formula[: most - 1]}…"
 
 
-def _gradients(row: Row) -> tuple[str, str]:
-    told = row.result.gradients
-    if not told:
-        why = row.result.why.split("\n")[0]
-        return f"{row.result.status}: {why}" if why else row.result.status, ""
-    return told.get("current", ""), told.get("stale", "")
-
-
-def _findings(row: Row) -> str:
-    told = [*row.codes, *(f"{code} (warning)" for code in row.result.warnings)]
-    told += [f"{code} ignored: {why}" for code, why in row.ignored.items()]
-    if row.known:
-        told.append("(in the baseline)")
-    if row.guessed:
-        told.append("sides guessed")
-    return ", ".join(told) or ("–" if row.status != "finding" else "another gradient than ∇KL(π‖ref)")
-
-
-def _sentence(row: Row) -> str:
-    current, stale = _gradients(row)
-    variant = f" [{row.variant}]" if row.variant else ""
-    under = f"; under a stale sampler {stale}" if stale else ""
-    return f"KL term in the {row.place}{variant}: follows {current}{under}. {_findings(row)}"
+FORMATS: dict[str, Callable[[Scan], str]] = {
+    "text": text, "json": lambda scan: as_json(scan.to_dict()), "markdown": markdown, "github": github, "sarif": sarif,
+}  # fmt: skip

@@ -23,11 +23,13 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def advance(self, what: str = "", *, by: int = 1) -> None:
-        """Count `by` more steps as finished; `what` names the last."""
+    def advance(self, what: str = "", *, by: int = 1, stays: str = "") -> None:
+        """Count `by` more steps as finished; `what` names the last, and the line `stays` is left above the bar."""
         self.done += by
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], advance=by, what=what)
+            if stays:
+                self._bar.console.print(stays, markup=False, highlight=False, soft_wrap=True)
+            self._bar.update(self._bar.task_ids[0], advance=by, total=self.total, what=what)
             return
         percent = 100 * self.done // self.total
         if percent > self._shown:

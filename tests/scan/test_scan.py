@@ -58,8 +58,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "trainer.py").write_text(SMALL)
     (tmp_path / "helpers.py").write_text(HELPERS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("kltest.cli.scan.CACHE", tmp_path / "cache")
+    monkeypatch.setenv("KLTEST_SCAN_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -132,7 +131,7 @@ def test_what_is_not_run_says_why(text: str, reason: str, tmp_path: Path) -> Non
 
 def scan(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["scan", *arguments])
-    return done.exit_code, done.output
+    return done.exit_code, done.stdout or done.output
 
 
 def test_the_command_names_gradients_and_exits_1(small: Path) -> None:
