@@ -105,4 +105,5 @@ SETTINGS = Settings(
         "dtype": ("float32", "bfloat16"),
     },
     applies=applies,
+    recorded=True,
 )

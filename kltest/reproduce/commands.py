@@ -25,7 +25,7 @@ from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_json, as_markdown, held, writable, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import LEFT_OUT, Claim, score
-from kltest.reproduce.experiment import Experiment, Request
+from kltest.reproduce.experiment import Experiment, Outcome, Request
 from kltest.reproduce.typesetting import draw, sources, typeset
 from kltest.reproduce.unchanged import Unchanged
 from kltest.sweeps.run import connect, title
@@ -48,7 +48,7 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
             _say(summary(claims, _width(), fold=True))
             _say(f"Nothing has changed since {folder} was made, and nothing was made again.")
             return int(any(claim.agrees is False for claim in claims))
-        claims, failed = _experiments(checkout, chosen, folder, request)
+        claims, failed = _experiments(checkout, chosen, folder, request, recorded=True)
         absent = [name for name in checkout.experiments() if not (folder / name / "numbers.json").is_file()]
         failed |= _figures(checkout, folder, left_out=absent if only else ())
         pdf = None
@@ -114,11 +114,14 @@ def _chosen(checkout: Checkout, only: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _experiments(checkout: Checkout, names: Sequence[str], folder: Path, request: Request) -> tuple[list[Claim], bool]:
+def _experiments(
+    checkout: Checkout, names: Sequence[str], folder: Path, request: Request, *, recorded: bool = False
+) -> tuple[list[Claim], bool]:
+    """Run experiments; with `recorded`, the quick scale of those whose full one is kept in the repository."""
     claims: list[Claim] = []
     failed = False
     for name in names:
-        outcome = _attempt(name, Experiment(checkout, name).run, folder, request)
+        outcome = _attempt(name, _run, Experiment(checkout, name), folder, request, recorded)
         if outcome is None:
             failed = True
             claims.append(Claim(name, "all of its claims", "", "", "the experiment failed", None))
@@ -129,6 +132,11 @@ def _experiments(checkout: Checkout, names: Sequence[str], folder: Path, request
             _warn(f"{name}: {note}")
         _tell(name, outcome.failures)
     return claims, failed
+
+
+def _run(experiment: Experiment, folder: Path, request: Request, recorded: bool) -> Outcome:
+    quick = replace(request, scale="quick") if recorded and experiment.settings.recorded else request
+    return experiment.run(folder, quick)
 
 
 def _tell(name: str, failures: Sequence[Failure]) -> None:

@@ -32,6 +32,8 @@ class Settings:
         applies: True for combinations that make sense.
         parts: For an experiment whose setting `part` names several, the settings that concern each part, `seed` among
             them if it is random; or a mapping from the part's names for them. Other settings do not change a part.
+        recorded: True if its full scale takes hours, so that results of it are kept in the repository: then the main
+            job runs its quick scale at every scale.
     """
 
     title: str
@@ -42,6 +44,7 @@ class Settings:
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     applies: Callable[[Mapping[str, Any]], bool] = lambda configuration: True
     parts: Mapping[str, Sequence[str] | Mapping[str, str]] = field(default_factory=dict)
+    recorded: bool = False
 
     def grid(self, scale: str, changes: Sequence[str] = (), seeds: int | None = None) -> dict[str, tuple[Value, ...]]:
         """Return each name's values at a scale, after changes such as "beta=0.1,1"; UsageError for impossible ones."""
