@@ -209,6 +209,19 @@ def test_full_scale_goes_on_from_quick(checkout, monkeypatch, tmp_path):
     assert sorted(map(int, (tmp_path / "calls").read_text().split())) == list(range(24))
 
 
+def test_what_is_recorded_is_made_at_full_scale_by_its_own_command_alone(checkout):
+    settings = checkout / "experiments" / "roots" / "settings.py"
+    settings.write_text(SETTINGS.replace("tags=()", "tags=(), recorded=True"))
+
+    def made() -> int:
+        return len(json.loads((checkout / "out" / "roots" / "roots.json").read_text()))
+
+    assert reproduce(output="out", request=Request(scale="full")) == 0
+    assert made() == 12
+    assert run("roots", output="out", request=Request(scale="full")) == 0
+    assert made() == 24
+
+
 def test_a_disagreeing_claim_is_exit_1_and_is_told_in_full(checkout, monkeypatch, capsys):
     monkeypatch.setenv("LIMIT", "2")
     assert reproduce() == 1
