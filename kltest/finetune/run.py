@@ -80,7 +80,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
             if stopping:
                 raise KeyboardInterrupt
     if folder is not None and processes.main:
-        save(models.policy.model.to(models.dtype), models.policy.tokenizer, folder / "model")
+        save(models.policy.model.to("cpu", models.dtype), models.policy.tokenizer, folder / "model")
     return files.records
 
 

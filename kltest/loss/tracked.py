@@ -63,7 +63,8 @@ def difference(found: Tensor, before: Tensor) -> str | None:
     if found.shape != before.shape or found.dtype != before.dtype:
         return f"its shape {tuple(before.shape)} became {tuple(found.shape)}"
     # Where an experiment lifts the stops of gradients, even what was detached is no plain number.
-    if found.numel() <= FEW and found.dtype == torch.float64 and not (found.requires_grad or before.requires_grad):
+    plain = found.dtype == torch.float64 and found.is_cpu and not (found.requires_grad or before.requires_grad)
+    if found.numel() <= FEW and plain:
         if found.numpy().tobytes() == before.numpy().tobytes():
             return None
     elif torch.equal(_bits(found), _bits(before)):
