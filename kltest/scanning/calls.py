@@ -74,6 +74,8 @@ class Calls(Expressions):
         if name in _SAME:
             first = receiver if receiver.sides or receiver.flows else everything
             return Value(first.sides, everything.flows, receiver.items)
+        if receiver.flows:
+            return everything.flowing()  # a method of a tensor, though a function of the tree may have its name
         return self._called(node, name, given, everything)
 
     def _meeting_of(self, node: ast.Call, left: Value, right: Value) -> Value | None:

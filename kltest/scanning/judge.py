@@ -138,7 +138,8 @@ def grade(folder: str, source: str, place: str, declared: str, timeout: float) -
         job = Job(f"{NAME}", f"{file}:{NAME}", checked(given, lambda option: option.name))
         report, kind = next(iter(graded([job])))
         told = report.to_dict()
-        kept = {name: told[name] for name in ("verdict", "gradients", "checks")} | {"error": told.get("error") or ""}
+        kept = {name: told[name] for name in ("verdict", "gradients", "checks")}
+        kept["error"] = (told.get("error") or "").replace(f"{file}:{NAME}", "the term")
         return {**kept, "lasts": kind in ("value", "usage", "failed") or "(--timeout)" in kept["error"]}
 
     first = ask(declared or "reverse_kl")

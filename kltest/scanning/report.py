@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, zip_longest
 
 from kltest.files import as_json, as_markdown
@@ -17,7 +17,7 @@ STYLES = {"finding": "red", "passed": "green"}
 def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
     """Return a table of the terms, then each finding in a sentence, what was not read, and one line that counts.
 
-    A term has a line with its place, and a line for each variant. With `verbose` what was lifted is shown as well.
+    A term has a line with its place, and two for each variant. With `verbose` what was lifted is shown as well.
     """
     lines = list(_table(scan, terminal)) if scan.rows else []
     for row in scan.rows:
@@ -45,25 +45,26 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
 
 
 def _table(scan: Scan, terminal: Terminal) -> Iterator[str]:
-    heads = ("term", "on-policy", "off-policy", "findings")
-    rows = [
-        (row, (f"{row.place}{f' [{row.variant}]' * bool(row.variant)}: {row.formula}", *row.follows, row.remarks))
-        for row in scan.rows
-    ]
-    widest = [max(map(len, column)) for column in zip(heads, *(cells for _, cells in rows), strict=True)]
-    room = terminal.width - 2 - 2 * (len(heads) - 1)
-    # What is followed and found is short and keeps its width; the formulas take what is left.
-    widths = [min(width, most) for width, most in zip(widest[1:], (room // 5, room * 2 // 7, room // 5), strict=True)]
-    widths = [max(room - sum(widths), 20), *widths]
-    yield "  " + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip()
-    for spot, group in groupby(rows, key=lambda each: (each[0].spot, each[0].function)):
-        yield one_line(f"{spot[0]}  {spot[1]}")
-        for row, cells in group:
-            short = (_short(cells[0], 2 * widths[0] - 10), *cells[1:])
-            columns = [textwrap.wrap(one_line(cell), width) for cell, width in zip(short, widths, strict=True)]
-            for parts in zip_longest(*columns, fillvalue=""):
-                line = "  " + "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
-                yield paint(line, STYLES[row.status], terminal) if row.status in STYLES else line
+    heads = ("on-policy", "off-policy", "findings")
+    cells = [(*row.follows, row.remarks) for row in scan.rows]
+    room = terminal.width - 8
+    widths = [min(max(map(len, column)), room // 3) for column in zip(heads, *cells, strict=True)]
+    widths[2] = room - widths[0] - widths[1]
+
+    def shown(texts: Sequence[str]) -> Iterator[str]:
+        columns = [textwrap.wrap(one_line(text), width) for text, width in zip(texts, widths, strict=True)]
+        for parts in zip_longest(*columns, fillvalue=""):
+            yield "    " + "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+
+    yield from ("file:line  function", "  its place [configuration]: formula", *shown(heads), "")
+    for spot, rows in groupby(
+        zip(scan.rows, cells, strict=True), key=lambda each: f"{each[0].spot}  {each[0].function}"
+    ):
+        yield _short(visible(spot), max(terminal.width, spot.index("  ")))
+        for row, texts in rows:
+            yield "  " + _short(one_line(_term(row)), terminal.width - 2)
+            style = STYLES.get(row.status)
+            yield from (paint(line, style, terminal) if style else line for line in shown(texts))
 
 
 def summary(scan: Scan) -> str:

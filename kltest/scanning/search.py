@@ -56,12 +56,12 @@ class Search:
             used |= {(id(term.function.source), line) for line, _ in own}
             for variant in lifted(tree, term):
                 row = self._row(tree, term, variant, own)
-                rows.append(row)
+                rows.append(asdict(row))  # before it is graded
                 yield row
         self.loose = [(source.place(line), words) for source in sources for line, _, words in said[id(source)]
                       if (id(source), line) not in used]  # fmt: skip
         kept = {"lines": self.lines, "left_out": self.left_out, "loose": self.loose}
-        self._store.write(self._key, {**kept, "rows": [asdict(row) for row in rows]})
+        self._store.write(self._key, {**kept, "rows": rows})
 
     def _row(self, tree: Tree, term: Term, variant: Lifted, said: Sequence[tuple[int, str]]) -> Row:
         source = term.function.source

@@ -107,6 +107,13 @@ def loss(logp, ref_logp, beta):
         kl = logp - ref_logp
     return beta * kl.mean()
 """, "loss"),
+    "a method called like a function of the tree": ("""
+def mean(values):
+    return values.mean()
+
+def loss(logp, ref_logp):
+    return ((logp - ref_logp) ** 2).mean()
+""", "loss"),
     "to the sampler, called KL": ("""
 def loss(logp, old_logp, coef):
     kl = (old_logp - logp).mean()
