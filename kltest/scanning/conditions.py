@@ -22,10 +22,11 @@ class Undecided(Exception):
 
 
 class Conditions:
-    """Decides conditions for one choice of the configuration."""
+    """Decides conditions for one choice of the configuration; `looped` are the variables of loops over rollouts."""
 
     facts: Facts
     choice: Mapping[str, Any]
+    looped: set[str]
 
     def decide(self, test: ast.expr) -> bool | None:
         """Return what a condition gives for the choices made; None if it is not known."""

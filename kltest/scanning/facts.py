@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from kltest.scanning.syntax import FUNCTIONS
+from kltest.scanning.sides import is_mask, side
+from kltest.scanning.syntax import FUNCTIONS, chain, names_in
 from kltest.scanning.terms import Term
 
 
@@ -66,6 +67,20 @@ class Facts:
                     yield first.id
 
     @cached_property
+    def positions(self) -> frozenset[str]:
+        """Names that the function computes as a position in a rollout: of int(…), x.item() and the like."""
+        counts = ("int", "item", "argmax", "argmin", "index", "nonzero")
+        return frozenset(
+            name
+            for node in self.nodes
+            if isinstance(node, ast.Assign)
+            and any(
+                isinstance(n, ast.Call) and chain(n.func).rsplit(".", 1)[-1] in counts for n in ast.walk(node.value)
+            )
+            for name in names_in(*node.targets)
+        )
+
+    @cached_property
     def defaults(self) -> dict[str, Any]:
         """Constant defaults of the function's parameters, and of `self.x` by the class and its constructor."""
         found: dict[str, Any] = {}
@@ -79,6 +94,22 @@ class Facts:
                     elif isinstance(method, ast.AnnAssign) and isinstance(method.value, ast.Constant):
                         found[f"self.{ast.unparse(method.target)}"] = method.value.value
         return found
+
+    def adds_up(self, node: ast.For) -> bool:
+        """Return True for a loop over rollouts, or parts of them, in which the term is added up or listed."""
+        variables, body = names_in(node.target), list(_all(node.body))
+        if isinstance(node.iter, ast.Call) and getattr(node.iter.func, "id", "") == "range":
+            parts: list[ast.AST] = [n.slice for n in body if isinstance(n, ast.Subscript)]
+        else:
+            parts = [n for n in ast.walk(node.iter) if side(chain(n)) or is_mask(chain(n))]
+            variables |= names_in(*parts)
+        if not variables & names_in(*parts) or not self.holds(node.body):
+            return False
+        added = [n.target for n in body if isinstance(n, ast.AugAssign)]
+        listed = [n.func.value for n in body if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+                  and n.func.attr in ("append", "extend")]  # fmt: skip
+        again = [n.targets[0] for n in body if isinstance(n, ast.Assign) and names_in(n.targets[0]) & names_in(n.value)]
+        return bool(names_in(*added, *listed, *again) & self.relevant)
 
     def multiplies(self, text: str) -> bool:
         """Return True for a factor that is nothing else: no share of an interpolation, no argument of a call."""

@@ -9,11 +9,11 @@ from kltest.scanning.arithmetic import MODULES, refusal
 from kltest.scanning.conditions import COEFFICIENT, UNSET, Conditions
 from kltest.scanning.facts import Facts
 from kltest.scanning.sides import Side, is_mask, says_kl, side
-from kltest.scanning.syntax import FUNCTIONS, chain, each_of, names_in, says, words
+from kltest.scanning.syntax import FUNCTIONS, chain, each_of, identifiers, names_in, says, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
-_KEEPS = WORDS["keeps"]
+_KEEPS, _SUPPORT = WORDS["keeps"], WORDS["support"]
 
 
 class Leaves(Conditions):
@@ -24,6 +24,7 @@ class Leaves(Conditions):
         self.term = facts.term
         self.fields: dict[str, None] = {}
         self.notes: list[str] = []
+        self.looped: set[str] = set()
         self.missing = ""
 
     # Leaves.
@@ -38,6 +39,8 @@ class Leaves(Conditions):
         given = {stated.quantity for node in ast.walk(value) if (stated := side(chain(node)))}
         if all(name in _KEEPS for name in names) and given:
             return False
+        if _SUPPORT.intersection(identifiers(value)):
+            self.missing = f"{target} is a part of a distribution, not all of it"
         # What a helper of the tree adds up stays log-probs; what it makes of logits and tokens is a leaf.
         return not (given == {"logp"} and all(name in _KEEPS or name in self.tree.by_name for name in names))
 
@@ -86,7 +89,7 @@ class Leaves(Conditions):
         """Return what stands for a name or a chain of attributes; None if nothing is known of it."""
         if text in self.choice and self.choice[text] is not None:
             return ast.Constant(self.choice[text])
-        if WORDS["support"].intersection(words(name)) and side(name):
+        if _SUPPORT.intersection(words(name)) and side(name):
             self.missing = f"{text} is a part of a distribution, not all of it"
         if stated := side(name):
             return self.field(stated)
@@ -111,6 +114,9 @@ class Leaves(Conditions):
             return self.use("reward")
         if text.endswith("ignore_index"):
             return ast.Constant(-100)
+        if self.looped and says(name, "chunk", "micro", "minibatch", "size"):
+            self.notes.append(f"{text} is taken to be 2")
+            return ast.Constant(2)
         return None
 
     def helpers(self, function: ast.FunctionDef) -> list[ast.FunctionDef]:
@@ -172,12 +178,20 @@ class _Replace(ast.NodeTransformer):
         keyed = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
         if keyed and (found := self.leaves.stands_for(chain(node), ast.unparse(node))) is not None:
             return found
+        if names_in(node.slice) & self.leaves.looped:
+            self.generic_visit(node)
+            return node
+        if side(chain(node.value)) and names_in(node.slice) & self.leaves.facts.positions:
+            self.leaves.missing = f"{ast.unparse(node)} is a part of a rollout, not all of it"
         if isinstance(node.slice, ast.Name) and node.slice.id in self.leaves.facts.counters:
             return self.visit(node.value)
         if _shifts(node.slice):
             return self.visit(node.value)
         self.generic_visit(node)
         return node
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
+        return ast.Name(node.target.id, ast.Load())  # it has been assigned before
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         decided = self.leaves.decide(node.test)
@@ -204,7 +218,11 @@ class _Replace(ast.NodeTransformer):
                 node.args = [self.visit(each) for each in node.args]
                 node.keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in node.keywords]
                 return node
-        self.generic_visit(node)
+            called.value = self.visit(called.value)  # and its method, which is no field, stays
+        else:
+            node.func = self.visit(called)
+        node.args = [self.visit(each) for each in node.args]
+        node.keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in node.keywords]
         return node
 
 

@@ -4,16 +4,20 @@ that changes it, as a function of rollout fields."""
 import ast
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from kltest.scanning.arithmetic import refusal
 from kltest.scanning.conditions import Undecided
 from kltest.scanning.facts import Facts
+from kltest.scanning.flows import LOG_RATIO, SHIFTED
+from kltest.scanning.follow import tree_of
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement, linear
 from kltest.scanning.slicing import ITSELF, End, NotLiftedError, cut_out, ends_of, relevant
-from kltest.scanning.syntax import says
+from kltest.scanning.sources import Source
+from kltest.scanning.syntax import names_in, says
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
 
@@ -119,11 +123,23 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if reason := leaves.missing or refusal(module, known):
         return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes))
     source = ast.unparse(module)
+    if not _carries(source, term):
+        reason = "what was cut out of the function is not the term that it computes"
+        return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes))
     fields = tuple(leaves.fields)
     if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "batchmean")):
         source = source.replace(f"return {ast.unparse(result)}", f"return ({ast.unparse(result)}).sum(-1)")
     place = "advantage" if place == "reward" and says(end.name, "adv") else place
     return Lifted(term, _named(choice), place, source, _formula(kept, result), "", fields, list(leaves.notes))
+
+
+def _carries(source: str, term: Term) -> bool:
+    """Return True if a lifted function makes of its log-probs one of the forms that were found in the tree."""
+    text = f"{source}\n"
+    tree = tree_of([Source(Path(), text, ast.parse(text))])
+    forms = {flow.form for flow in tree.followed(tree.functions[-2]).returned.flows}
+    linear = {LOG_RATIO, SHIFTED}
+    return bool(forms & term.forms or (forms & linear and term.forms & linear))
 
 
 def _is_reward(end: End) -> bool:
@@ -132,27 +148,34 @@ def _is_reward(end: End) -> bool:
 
 
 def _function(kept: list[Statement], result: ast.expr, leaves: Leaves) -> tuple[ast.FunctionDef, ast.expr]:
-    body: list[ast.stmt] = []
     bound: set[str] = set()
-    for statement in kept:
-        if statement.augmented is not None and statement.target not in bound:
-            raise NotLiftedError(f"{statement.target} has no value here")
-        statement.value = leaves.fill(statement.value, bound)
-        bound.add(str(statement.target))
+    body = [_made(statement, leaves, bound) for statement in kept]
     result = leaves.fill(result, bound)
-    for statement in kept:
-        target = ast.Name(str(statement.target), ast.Store())
-        made: ast.stmt = ast.Assign([target], statement.value)
-        if statement.augmented is not None:
-            made = ast.AugAssign(target, statement.augmented, statement.value)
-        if statement.quiet:
-            call = ast.parse("torch.no_grad()", mode="eval").body
-            made = ast.With([ast.withitem(call)], [made])
-        body.append(made)
     body.append(ast.Return(result))
     parameters = [ast.arg(name) for name in leaves.fields]
     given = ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[])
     return ast.FunctionDef(NAME, given, body, [], lineno=1), result
+
+
+def _made(statement: Statement, leaves: Leaves, bound: set[str]) -> ast.stmt:
+    """Return a statement as code, with names filled that are not `bound`; the one that it binds is added to them."""
+    if statement.augmented is not None and statement.target not in bound:
+        raise NotLiftedError(f"{statement.target} has no value here")
+    statement.value = leaves.fill(statement.value, bound)
+    made: ast.stmt
+    if statement.over is not None:
+        bound |= names_in(statement.over)
+        made = ast.For(statement.over, statement.value, [_made(each, leaves, bound) for each in statement.loop], [])
+        return made
+    bound.add(str(statement.target))
+    target = ast.Name(str(statement.target), ast.Store())
+    made = ast.Assign([target], statement.value)
+    if statement.augmented is not None:
+        made = ast.AugAssign(target, statement.augmented, statement.value)
+    if statement.quiet:
+        call = ast.parse("torch.no_grad()", mode="eval").body
+        made = ast.With([ast.withitem(call)], [made])
+    return made
 
 
 def _formula(kept: list[Statement], result: ast.expr) -> str:
@@ -163,9 +186,14 @@ def _formula(kept: list[Statement], result: ast.expr) -> str:
         def visit_Name(self, node: ast.Name) -> ast.expr:
             return copy.deepcopy(known.get(node.id, node))
 
-    for statement in kept:
-        if len(ast.unparse(statement.value)) < 400:
+    def write_out(statement: Statement) -> None:
+        for inner in statement.loop:  # of a sum over rollouts, what is added
+            write_out(replace(inner, augmented=None))
+        if not statement.loop and len(ast.unparse(statement.value)) < 400:
             known[str(statement.target)] = WrittenOut().visit(copy.deepcopy(statement.whole))
+
+    for statement in kept:
+        write_out(statement)
     text = ast.unparse(ast.fix_missing_locations(WrittenOut().visit(copy.deepcopy(result))))
     for code, symbol in (("ref_logp", "log ref"), ("old_logp", "log μ"), ("ref_logits", "log ref(·)"),
                          ("old_logits", "log μ(·)"), ("logits", "log π(·)"), ("logp", "log π"), ("beta", "β"),

@@ -5,18 +5,29 @@ from dataclasses import dataclass, field
 
 from kltest.scanning.conditions import Conditions
 from kltest.scanning.facts import Facts
-from kltest.scanning.syntax import each_of, says_no_gradient
+from kltest.scanning.syntax import each_of, names_in, says_no_gradient
 
 
 @dataclass
 class Statement:
-    """One assignment, `target = value`; a return has no target. `quiet`: under torch.no_grad()."""
+    """One assignment, `target = value`; a return has no target. `quiet`: under torch.no_grad().
+
+    A loop over rollouts is one statement: `loop` are the statements of its body, `over` its variables.
+    """
 
     target: str | None
     value: ast.expr
     line: int
     quiet: bool = False
     augmented: ast.operator | None = None
+    loop: "tuple[Statement, ...]" = ()
+    over: ast.expr | None = None
+
+    @property
+    def binds(self) -> set[str]:
+        """Return the names that it gives a value."""
+        own = {self.target} if self.target else set()
+        return own.union(names_in(self.over) if self.over else (), *(each.binds for each in self.loop))
 
     @property
     def whole(self) -> ast.expr:
@@ -56,6 +67,10 @@ class _Walk:
             self.one(statement, quiet)
 
     def one(self, node: ast.stmt, quiet: bool) -> None:
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
+            for inner in ast.walk(node.value):
+                if isinstance(inner, ast.NamedExpr):
+                    self.made.statements.append(Statement(inner.target.id, inner.value, node.lineno, quiet))
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             self._assign(node.targets[0], node.value, node, quiet)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -72,13 +87,34 @@ class _Walk:
             self.body(node.body, quiet=quiet or silent)
         elif isinstance(node, ast.If):
             self._condition(node, quiet)
-        elif isinstance(node, ast.Try | ast.While):
+        elif isinstance(node, ast.Try):
+            self.body([*node.body, *node.orelse, *node.finalbody], quiet=quiet)
+        elif isinstance(node, ast.For | ast.While):
+            self._loop(node, quiet)
+        elif isinstance(node, ast.Expr):
+            self._added(node.value, node.lineno, quiet)
+
+    def _added(self, call: ast.expr, line: int, quiet: bool) -> None:
+        """A list that something is appended to is a sum."""
+        match call:
+            case ast.Call(ast.Attribute(ast.Name(name), "append"), [_]):
+                self.made.statements.append(Statement(name, ast.List(call.args, ast.Load()), line, quiet, ast.Add()))
+            case ast.Call(ast.Attribute(ast.Name(name), "extend"), [given]):
+                self.made.statements.append(Statement(name, given, line, quiet, ast.Add()))
+
+    def _loop(self, node: ast.For | ast.While, quiet: bool) -> None:
+        """Enter a loop once, all rollouts in one tensor, unless it adds up over them what is read after it."""
+        inside = node.lineno <= self.end <= (node.end_lineno or 0)
+        if isinstance(node, ast.For) and not inside and self.facts.adds_up(node):
+            self.conditions.looped |= names_in(node.target)
+            outer, self.made = self.made, Linear()
             self.body(node.body, quiet=quiet)
-        elif isinstance(node, ast.For) and (
-            self.facts.holds(node.body) or node.lineno <= self.end <= (node.end_lineno or 0)
-        ):
-            for name, value in each_of(node.target, node.iter).items():
-                self.made.statements.append(Statement(name, value, node.lineno, quiet))
+            loop, self.made = tuple(self.made.statements), outer
+            self.made.statements.append(Statement(None, node.iter, node.lineno, quiet, None, loop, node.target))
+        elif isinstance(node, ast.While) or inside or self.facts.holds(node.body):
+            if isinstance(node, ast.For):
+                for name, value in each_of(node.target, node.iter).items():
+                    self.made.statements.append(Statement(name, value, node.lineno, quiet))
             self.body(node.body, quiet=quiet)
 
     def _assign(self, target: ast.expr, value: ast.expr, node: ast.stmt, quiet: bool) -> None:
@@ -87,6 +123,9 @@ class _Walk:
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             for one, given in zip(target.elts, value.elts, strict=True):
                 self._assign(one, given, node, quiet)
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Call):
+            for number, one in enumerate(target.elts):
+                self._assign(one, ast.Subscript(value, ast.Constant(number), ast.Load()), node, quiet)
         elif isinstance(target, ast.Subscript | ast.Attribute):
             # x[i] = …: an end of a term; nothing reads it back under a name.
             self.made.statements.append(Statement(f"_stored_{node.lineno}", value, node.lineno, quiet))

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from kltest.scanning.leaves import Leaves
@@ -47,9 +48,11 @@ def relevant(term: Term) -> set[str]:
     them."""
     bound: list[tuple[set[str], ast.expr]] = []
     for node in ast.walk(term.function.node):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             stored: list[ast.expr] = list(node.targets) if isinstance(node, ast.Assign) else [node.target]
             bound.append((names_in(*stored), node.value))
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("append", "extend"):
+            bound += [(names_in(node.func), each) for each in node.args]
     found = {name for targets, value in bound if term.holds(value) for name in targets}
     grew = True
     while grew:  # forwards from the seeds
@@ -74,27 +77,56 @@ def cut_out(term: Term, end: End, code: Linear, leaves: Leaves) -> tuple[list[St
     last, result = _end_of(term, end, statements)
     tainted = _tainted(term, statements[: last + 1])
     result = leaves.replace(_linear_part(copy.deepcopy(result), tainted[last], term))
-    kept: list[Statement] = []
     needed = names_in(result)
-    for number in reversed(range(last + (end.line == ITSELF))):
+    kept = _needed(term, statements[: last + (end.line == ITSELF)], tainted, needed, leaves)
+    return kept, result
+
+
+def _needed(
+    term: Term, statements: Sequence[Statement], tainted: list[set[str]], needed: set[str], leaves: Leaves
+) -> list[Statement]:
+    """Return those of the statements that bind what is needed; `needed` becomes what they need before the first."""
+    kept: list[Statement] = []
+    added_up: set[str] = set()
+    for number in reversed(range(len(statements))):
         statement = statements[number]
         target, value = statement.target, statement.value
+        if statement.loop and statement.binds & needed:
+            added_up |= statement.binds & needed
+            kept.append(_needed_loop(term, statement, tainted[number], needed, leaves))
+            continue
         if target is None or target not in needed:
             continue
         if target in tainted[number + 1]:
             value = _linear_part(copy.deepcopy(value), tainted[number], term)
+        elif target in added_up:  # what it is added to is none of the term's
+            value = ast.List([], ast.Load()) if isinstance(value, ast.List) else ast.Constant(0.0)
         elif leaves.is_leaf(target, value):
             continue
         value = leaves.replace(copy.deepcopy(value))
         if not statement.augmented:
             needed.discard(target)
-        elif target not in tainted[number]:  # what it is added to is none of the term's
+        elif target not in tainted[number]:
             needed.discard(target)
             statement = replace(statement, augmented=None)
         needed |= names_in(value)
         kept.append(replace(statement, value=value))
     kept.reverse()
-    return kept, result
+    return kept
+
+
+def _needed_loop(term: Term, loop: Statement, before: set[str], needed: set[str], leaves: Leaves) -> Statement:
+    tainted = _tainted(term, loop.loop, _tainted(term, loop.loop, before)[-1])
+    while True:  # what a round needs of the one before it is needed as well
+        wanted = set(needed)
+        kept = _needed(term, loop.loop, tainted, wanted, leaves)
+        if wanted <= needed:
+            break
+        needed |= wanted
+    value = leaves.replace(copy.deepcopy(loop.value))
+    needed -= names_in(loop.over) if loop.over else set()
+    needed |= names_in(value)
+    return replace(loop, value=value, loop=tuple(kept))
 
 
 def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast.expr]:
@@ -114,7 +146,7 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
         raise NotLiftedError("the statement at which it arrives is not reached in this configuration")
     for number in range(len(statements) - 1, -1, -1):
         statement = statements[number]
-        if term.holds(statement.value):
+        if term.holds(statement.value) and not statement.loop:
             last = number
             # Go on as long as what is assigned keeps its name: kl = …; kl = kl.clamp(…).
             for later in range(number + 1, len(statements)):
@@ -127,12 +159,14 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
     raise NotLiftedError("it is not reached in this configuration")
 
 
-def _tainted(term: Term, statements: list[Statement]) -> list[set[str]]:
+def _tainted(term: Term, statements: Sequence[Statement], before: Set[str] = frozenset()) -> list[set[str]]:
     """Return the names that the term's seeds flow into, before each statement and after the last."""
-    known: set[str] = set()
+    known = set(before)
     found = [known]
     for statement in statements:
         known = set(known)
+        if statement.loop:
+            known = _tainted(term, statement.loop, _tainted(term, statement.loop, known)[-1])[-1]
         if statement.target is not None:
             if _is_tainted(statement.value, known, term):
                 known.add(statement.target)

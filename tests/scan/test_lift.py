@@ -1,0 +1,170 @@
+"""What is lifted out of a function computes what the function does; what cannot be is refused with its reason."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kltest.scanning.follow import tree_of
+from kltest.scanning.lift import NAME, Lifted, lifted
+from kltest.scanning.sources import sources
+from kltest.scanning.terms import terms
+
+HEAD = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n\n"
+Fields = dict[str, torch.Tensor]
+
+
+def k3(given: Fields) -> torch.Tensor:
+    return torch.exp(given["ref_logp"] - given["logp"]) - (given["ref_logp"] - given["logp"]) - 1
+
+
+def k2(given: Fields) -> torch.Tensor:
+    return (given["logp"] - given["ref_logp"]) ** 2 / 2
+
+
+def gap(given: Fields) -> torch.Tensor:
+    return (given["logp"] - given["ref_logp"]).abs()
+
+
+def live(value: Callable[[Fields], torch.Tensor]) -> Callable[[Fields], torch.Tensor]:
+    return lambda given: (value(given) * given["mask"]).sum()
+
+
+def row_means(value: Callable[[Fields], torch.Tensor]) -> Callable[[Fields], torch.Tensor]:
+    return lambda given: ((value(given) * given["mask"]).sum(1) / given["mask"].sum(1)).mean()
+
+
+def rollouts() -> Fields:
+    """Five rollouts of four tokens over three, masks of several lengths; full fields are log-probs."""
+    random = torch.Generator().manual_seed(0)
+    whole = {f"{who}logits": torch.randn(5, 4, 3, generator=random, dtype=torch.float64).log_softmax(-1)
+             for who in ("", "ref_", "old_")}  # fmt: skip
+    tokens = torch.randint(3, (5, 4), generator=random)
+    sampled = {
+        name.replace("logits", "logp"): value.gather(-1, tokens[..., None])[..., 0] for name, value in whole.items()
+    }
+    mask = (torch.arange(4) < torch.tensor([[1], [2], [4], [3], [4]])).double()
+    return {**whole, **sampled, "tokens": tokens, "mask": mask, "beta": torch.tensor(0.7), "reward": torch.randn(5)}
+
+
+def variants(folder: Path, text: str, **more: str) -> list[Lifted]:
+    for name, other in {"code": HEAD + text, **more}.items():
+        file = folder / f"{name.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(other)
+    tree = tree_of(list(sources([folder], [])))
+    return [variant for term in terms(tree) for variant in lifted(tree, term)]
+
+
+def value_of(variant: Lifted) -> torch.Tensor:
+    assert variant.refused == ""
+    names: dict[str, object] = {}
+    exec(HEAD + "import math\n\n" + variant.source, names)
+    return names[NAME](**{name: rollouts()[name] for name in variant.fields})  # type: ignore[operator,no-any-return]
+
+
+LOOPS = {
+    "chunks that are added up": ("""
+def loss(logp, ref_logp, chunk, beta):
+    total = 0.0
+    n = logp.shape[0]
+    for i in range(0, n, chunk):
+        d = ref_logp[i : i + chunk] - logp[i : i + chunk]
+        total += (torch.exp(d) - d - 1).sum()
+    return beta * total / n
+""", lambda given: 0.7 * k3(given).sum() / 5),
+    "a list of rollouts": ("""
+def loss(logp, ref_logp, mask):
+    kls = []
+    for i in range(len(logp)):
+        d = ref_logp[i] - logp[i]
+        kls.append(((d.exp() - d - 1) * mask[i]).sum() / mask[i].sum())
+    return torch.stack(kls).mean()
+""", row_means(k3)),
+    "rollouts side by side": ("""
+def loss(logps, ref_logps, masks):
+    kls = []
+    for lp, rlp, m in zip(logps, ref_logps, masks):
+        kls.append(((lp - rlp) ** 2 * m).sum())
+    loss = sum(kls) / len(kls)
+    return loss
+""", lambda given: 2 * live(k2)(given) / 5),
+    "added to a loss of another kind": ("""
+def loss(logp, ref_logp, advantages, mask):
+    loss = -(advantages * logp).sum()
+    for i in range(len(logp)):
+        loss = loss + ((logp[i] - ref_logp[i]).abs() * mask[i]).sum()
+    return loss
+""", live(gap)),
+    "generated": ("""
+def loss(logps, ref_logps, masks):
+    return sum(((a - b).abs() * m).sum() for a, b, m in zip(logps, ref_logps, masks)) / len(logps)
+""", lambda given: live(gap)(given) / 5),
+    "epochs and mini-batches are entered once": ("""
+def loss(self, loader, epochs):
+    for _ in range(epochs):
+        for batch in loader:
+            d = batch["ref_logps"] - batch["logps"]
+            loss = ((d.exp() - d - 1) * batch["mask"]).sum()
+            loss.backward()
+""", live(k3)),
+}  # fmt: skip
+NAMES = {
+    "assigned within an expression": ("""
+def loss(logp, ref_logp, mask):
+    return (((d := ref_logp - logp).exp() - d - 1) * mask).sum()
+""", live(k3)),
+    "one of several results of a helper": ("""
+def parts(d, mask):
+    return (d.abs() * mask).sum(), mask.sum()
+
+def loss(logp, ref_logp, mask):
+    total, count = parts(logp - ref_logp, mask)
+    return total / count
+""", lambda given: live(gap)(given) / given["mask"].sum()),
+    "a reduction of a part": ("""
+def loss(logp, ref_logp, mask):
+    k = (logp - ref_logp).abs() * mask[:, :]
+    return k.sum() / mask[0:].sum()
+""", lambda given: live(gap)(given) / given["mask"].sum()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*LOOPS, *NAMES])
+def test_what_is_lifted_computes_what_the_function_does(name: str, tmp_path: Path) -> None:
+    text, expected = {**LOOPS, **NAMES}[name]
+    (only,) = variants(tmp_path, text)
+    torch.testing.assert_close(value_of(only), expected(rollouts()))
+
+
+REFUSED = {
+    "a loop that ends before all of it is known": ("""
+def loss(logp, ref_logp):
+    kls = {}
+    for i in range(len(logp)):
+        d = ref_logp[i] - logp[i]
+        kls[i] = d.exp() - d - 1
+    return mean_of(kls)
+""", "not the term"),
+    "one position of a rollout": ("""
+def apply(advantages, student_log_probs, teacher_log_probs, mask, coef):
+    idx = int(mask.nonzero()[0].item())
+    advantages[idx] = advantages[idx] - coef * (student_log_probs[idx] - teacher_log_probs[idx])
+""", "part of a rollout"),
+    "log-probs of the likeliest tokens": ("""
+def penalty(ref_logits, logits, k):
+    support = ref_logits.topk(k, dim=-1).indices
+    log_probs, ref_log_probs = logits.gather(-1, support), ref_logits.gather(-1, support)
+    return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
+""", "part of a distribution"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_lifted_says_why(name: str, tmp_path: Path) -> None:
+    text, reason = REFUSED[name]
+    found = variants(tmp_path, text)
+    assert found
+    for variant in found:
+        assert reason in variant.refused, variant.source
