@@ -51,8 +51,8 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="FORMAT[:PATH]",
-            help="text, json, junit, markdown, github or html, to standard output or "
-            "a file; repeatable [default: text].",
+            help="text, json, junit, markdown, github, html or sarif, to standard output "
+            "or a file; repeatable [default: text].",
         ),
     ] = None,
     verbose: Annotated[

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kltest.render.changes import Changes
 
 
-FORMATS = ("github", "html", "json", "junit", "markdown", "text")
+FORMATS = ("github", "html", "json", "junit", "markdown", "sarif", "text")
 
 
 def module_of(name: str) -> Any:

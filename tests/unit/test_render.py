@@ -126,7 +126,7 @@ def whole(report, width=100):
 
 
 def test_the_formats_are_those_of_the_contract():
-    assert set(FORMATS) == {"text", "json", "junit", "markdown", "github", "html"}
+    assert set(FORMATS) == {"text", "json", "junit", "markdown", "github", "html", "sarif"}
 
 
 def test_an_unknown_format_names_the_nearest():
@@ -135,7 +135,7 @@ def test_an_unknown_format_names_the_nearest():
 
 
 @every_report
-@pytest.mark.parametrize("name", ["github", "html", "json", "junit", "markdown", "text"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_renders_the_same_clean_bytes_every_time(name, report):
     text = render(name, [report, CONFIRMED])
     assert text == render(name, [report, CONFIRMED])
@@ -153,6 +153,40 @@ def test_json_is_valid_against_the_schema_alone_and_in_an_array(report):
     validator.validate(several)
     assert several[0] == alone
     assert alone["verdict"] == report.verdict
+
+
+@every_report
+def test_sarif_has_a_result_a_finding_and_a_rule_a_code(report, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (run,) = json.loads(render("sarif", [replace(report, source=(str(tmp_path / "loss.py"), 7))]))["runs"]
+    codes = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    found = {(result["ruleId"], result["level"]) for result in run["results"]}
+    assert sorted({code for code, _ in found}) == codes
+    wanted = {(check.code, "warning" if check.warns else "error") for check in report.failed}
+    wanted |= {(check.code, "error") for check in report.unexpected_passes}
+    wanted |= {(check.code, "note") for check in report.expected_failures}
+    assert wanted <= found
+    refutes = {"inconclusive": "warning", "error": "error", "refuted": "error"}
+    if report.verdict != "confirmed":
+        assert refutes[report.verdict] in {level for _, level in found}
+    for result in run["results"]:
+        assert codes[result["ruleIndex"]] == result["ruleId"]
+        (place,) = result["locations"]
+        assert place["physicalLocation"]["artifactLocation"] == {"uri": "loss.py", "uriBaseId": "%SRCROOT%"}
+        assert place["physicalLocation"]["region"] == {"startLine": 7, "endLine": 7}
+        assert report.verdict == "confirmed" or result["message"]["text"]
+
+
+def test_a_finding_is_the_same_for_code_scanning_when_its_lines_move_and_where_the_checkout_lies(tmp_path, monkeypatch):
+    prints = []
+    for folder, line in (("one", 3), ("other", 30)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        path = str(tmp_path / folder / "loss.py")
+        moved = replace(HYGIENE, source=(path, line), target=f"{path}:k3")
+        (run,) = json.loads(render("sarif", [moved]))["runs"]
+        prints.append([result["partialFingerprints"] for result in run["results"]])
+    assert prints[0] == prints[1] != []
 
 
 def test_the_schema_refuses_what_is_not_a_report():
@@ -570,7 +604,7 @@ def test_markdown_neutralises_markup():
     assert r"\<img src=x\> \*\*b\*\* &#64;you a\|b http&#58;//z" in text
 
 
-@given(st.text(max_size=40), st.sampled_from(["github", "html", "json", "junit", "markdown", "text"]))
+@given(st.text(max_size=40), st.sampled_from(FORMATS))
 def test_any_text_anywhere_keeps_every_format_readable(text, name):
     check = CheckResult("KL102", text, "fail", text, text)
     report = replace(REFUTED, target=text, notes=[text], error=text, traceback=text, checks=[check])
