@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ class Measure:
         What is not the `wanted` gradient (None: the declared one) is computed by calls of single rollouts as well.
         """
         if row.batch > 1:
-            return self._over_batches(instance, Case(row.environment, row.sampler, self.seed), row.batch, MOST_BATCHES)
+            place = Case(row.environment, row.sampler, self.seed)
+            return self._over_batches(instance, place, row.batch, most=MOST_BATCHES, logs=False)
         loss = self.loss if floats is None else self._in_precision(floats)
         found = self._alone(loss, instance, row.sampler)
         if found.reduction == "coupled" or self._follows(found, instance, row.sampler, wanted):
@@ -156,9 +158,10 @@ class Measure:
             return rows
         self.observed.coupled_in.add(case.environment)
         self._remark(f"The loss couples the rows of a batch: {coupling}.")
-        batched = self._batched(case)
-        if rows and rows[0].reported and rows[0].reported.is_metric:
-            # The metric of one rollout is an estimate of the KL by itself, whatever its gradient is.
+        # The metric of one rollout is an estimate of the KL by itself, whatever its gradient is.
+        known = bool(rows and rows[0].reported and rows[0].reported.is_metric)
+        batched = self._batched(case, logs=not known)
+        if known:
             batched = replace(batched, value=rows[0].value, reported=rows[0].reported)
         # A baseline taken from the batch itself leaves nothing of a batch of one, or of its reward. That says nothing
         # about larger batches, so that the row of one is dropped.
@@ -193,7 +196,7 @@ class Measure:
         self._reductions[case.environment] = next((m.reduction for m in found if m.coupling), found[0].reduction)
         return found, self._row(case, found)
 
-    def _batched(self, case: Case) -> Row:
+    def _batched(self, case: Case, *, logs: bool = True) -> Row:
         """Return the row of the first size of batches, or groups, that the loss takes and that can be enumerated."""
         failure: KltestError | None = None
         for many, most in self.sizes.attempts:
@@ -203,14 +206,14 @@ class Measure:
                     return self._from_samples(place, many)[1]
                 found: list[Moments] = []
                 for instance in place.instances:
-                    found.append(self._over_batches(instance, place, many, most, found))
+                    found.append(self._over_batches(instance, place, many, found, most=most, logs=logs))
             except NonDeterministicError as error:
                 return self._drawn(place, error)
             except (InvalidEnvironmentError, TargetError) as error:
                 if isinstance(error, TargetError) and self.sizes == Sizes():
                     # It takes blocks of rows, as groups are, without reading whose they are.
                     self.sizes = Sizes((*GROUPS, BATCHES[-1]), grouped=True)
-                    return self._batched(case)
+                    return self._batched(case, logs=logs)
                 failure = error
                 continue
             self._note(found)
@@ -222,13 +225,11 @@ class Measure:
         return self._by_sampling(replace(case, group=many if self.sizes.grouped else None), many, str(failure))
 
     def _over_batches(
-        self, instance: Instance, case: Case, many: int, most: int, others: Sequence[Moments] = ()
+        self, instance: Instance, case: Case, many: int, others: Sequence[Moments] = (), **options: Any
     ) -> Moments:
         known = others[0].added_up if others and others[0].gradient.any() else None
-        grouped, padding = self.sizes.grouped, self.seed
-        found = exact_batches(
-            self.loss, instance, case.sampler, many, grouped=grouped, padding=padding, most=most, added_up=known
-        )
+        options |= {"grouped": self.sizes.grouped, "padding": self.seed, "added_up": known}
+        found = exact_batches(self.loss, instance, case.sampler, many, **options)
         if not found.added_up:
             return found
         self._remark(f"Its rows are added up, not averaged: its gradient was divided by the {many} rows of a batch.")

@@ -23,6 +23,8 @@ from kltest.rollout import Rollout
 MOST_BATCHES = 30_000
 # Batches whose gradients are held in memory at once.
 CHUNK = 500
+# Batches that are called in two orders, in the first instance and in further ones.
+TRIES, AGAIN = 4, 2
 # If several groups share one call, this many times as many groups are enumerated.
 TOGETHER = 20
 
@@ -38,12 +40,13 @@ def exact_batches(
     seed: int = 0,
     most: int = MOST_BATCHES,
     added_up: bool | None = None,
+    logs: bool = True,
 ) -> Moments:
     """E[ĝ] and E‖ĝ‖² of the gradient ĝ of a batch of `size` rollouts.
 
     E[ĝ] = Σ over ordered batches (i₁, …, i_n) of p(i₁)⋯p(i_n)·ĝ(i₁, …, i_n). A loss that was seen to ignore the order
     of rows is called once for each multiset; one that was seen to keep the groups of a call apart is given many groups
-    in one call.
+    in one call, as are batches whose rows have the same lengths if those are kept apart.
 
     Args:
         loss: The loss, bound to a rollout's fields.
@@ -56,6 +59,7 @@ def exact_batches(
         seed: Seed of the batches on which order and separation are tried.
         most: The most batches to enumerate, TOGETHER times as many if calls are of many groups.
         added_up: What is known from another instance: if the loss sums over rows. None: it is tried.
+        logs: False if the expectation of the logged KL is not asked for.
 
     Returns:
         Moments with respect to logits (C, V). `added_up` is True if the loss sums over rows instead of averaging.
@@ -68,7 +72,8 @@ def exact_batches(
     if size < 1:
         raise UsageError(f"a batch has at least one rollout, not {size}")
 
-    of_size = partial(_exact, loss, instance, sampler, grouped, padding, seed, most)
+    tries = TRIES if added_up is None else AGAIN
+    of_size = partial(_exact, loss, instance, sampler, grouped, padding, seed, most, logs, tries)
     moments = of_size(size)
     if added_up is not None:
         return replace(moments, added_up=added_up)
@@ -77,16 +82,27 @@ def exact_batches(
 
 
 def _exact(
-    loss: Loss, instance: Instance, sampler: str, grouped: bool, padding: int, seed: int, most: int, size: int
+    loss: Loss,
+    instance: Instance,
+    sampler: str,
+    grouped: bool,
+    padding: int,
+    seed: int,
+    most: int,
+    logs: bool,
+    tries: int,
+    size: int,
 ) -> Moments:
     """Moments of batches of one size; `added_up` only says what doubling a batch does."""
     paths = instance.paths
-    calls = BatchCalls(loss, Rollout.of(instance, sampler=sampler, padding=padding))
+    calls = BatchCalls(loss, Rollout.of(instance, sampler=sampler, padding=padding), logs=logs)
     pools = _pools(instance, sampler, grouped)
     generator = np.random.default_rng([seed, size])
-    ordered = not calls.order_is_free(pools[0][0], size, generator)
+    ordered = not calls.order_is_free(pools[0][0], size, generator, tries)
     if grouped and not ordered:
         calls.learn_to_tell_apart(pools[0][0], size, generator)
+    if not ordered:
+        calls.alike = ("mean", "sum")
     count = sum(len(pool) ** size if ordered else math.comb(len(pool) + size - 1, size) for pool, _, _ in pools)
     if count > most * (TOGETHER if calls.apart else 1):
         kind = "groups" if grouped else "batches"
@@ -120,7 +136,7 @@ def _exact(
         batch=size,
         leaves=leaves,
         metric=Expectation.of(np.concatenate(known), np.concatenate(weights)) if len(known) == len(metrics) else None,
-        added_up=calls.adds_up(pools[0][0], size, generator),
+        added_up=tries == TRIES and calls.adds_up(pools[0][0], size, generator),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kltest.environments import Instance, Paths
@@ -50,8 +51,8 @@ def exact(
         padding: Seed of what stands at padded positions.
         seed: Seed of the rows on which the loss is tried.
         known: How the loss combines the rows of another instance, or of another sampler. If it treated them apart, all
-            rollouts are then called in one batch, in two halves of it, and a few alone; only if these differ, or if it
-            logs a KL, is each called alone.
+            rollouts are then called in one batch, in two halves of it, and a few alone; only if these differ is each
+            called alone, or if it logs one number a call, which takes no gradient.
 
     Returns:
         Moments of the gradient with respect to logits (C, V).
@@ -167,34 +168,42 @@ def _as_known(
     shuffled = generator.permutation(len(paths))
     try:
         whole = witness.call(shuffled.tolist())
-        if whole.outcome.metric is not None:
-            return None
         spots = {_most_moved(whole), int(generator.integers(len(paths)))}
         pieces = [*np.array_split(np.arange(len(paths)), 2), *(np.array([spot]) for spot in spots)]
         smaller = [(piece, witness.call(shuffled[piece].tolist())) for piece in pieces]
+        one_number = whole.outcome.metric is not None and whole.outcome.metric.dim() == 0
+        logged = [witness.loss.returned(witness.base.take([row])).metric for row in range(len(paths) * one_number)]
     except KltestError:  # it says so again where each is called alone
         return None
     factor = 1 if known == "sum" else len(paths)
     scaled = {leaf: factor * part for leaf, part in whole.by_leaf.items()}
-    values = whole.outcome.value
+    values = (whole.outcome.value, None if one_number else whole.outcome.metric)
     for piece, called in smaller:
         own = 1 if known == "sum" else len(piece)
         if called.leaves != whole.leaves or not called.close_rows(tuple(part[piece] for part in scaled.values()), own):
             return None
-        value = called.outcome.value
-        if values is None or value is None:
-            if values is not value:
-                return None
-        elif not near_rows(value.numpy(), values.numpy()[piece], called.dtype):
+        parts = (called.outcome.value, None if one_number else called.outcome.metric)
+        if not all(_same_rows(one, other, piece, called.dtype) for one, other in zip(parts, values, strict=True)):
             return None
     witness.mean, witness.sum = known != "sum", known == "sum"
     projection = Projection(instance.policy, distinct=instance.environment.tree)
     order = np.argsort(shuffled)
     projection.add(paths, weights, {leaf: part[order] for leaf, part in scaled.items()})
-    told, metric = _per_row(whole, paths.take(shuffled))
-    report = None if told is None else told[order], metric
-    moments = _moments(witness, projection, weights, whole.dtype, whole.leaves, [report])
+    told, metric = (None if each is None else each[order] for each in _per_row(whole, paths.take(shuffled)))
+    if one_number:
+        numbers = [number for number in logged if number is not None and number.dim() == 0]
+        if len(numbers) < len(paths):
+            return None
+        metric = torch.stack(numbers).numpy()
+    moments = _moments(witness, projection, weights, whole.dtype, whole.leaves, [(told, metric)])
     return replace(moments, reduction=known)
+
+
+def _same_rows(part: Tensor | None, whole: Tensor | None, rows: np.ndarray, dtype: str) -> bool:
+    """True if a part of a batch reports, row by row, what the whole reports for these rows, or if neither does."""
+    if part is None or whole is None:
+        return part is whole
+    return part.dim() == whole.dim() and near_rows(part.numpy(), whole.numpy()[rows], dtype)
 
 
 def _one_by_one(witness: Witness, instance: Instance, sampler: str) -> Moments:

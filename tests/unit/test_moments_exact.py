@@ -407,14 +407,7 @@ def value_of_the_batch(logp, ref_logp, mask):
     return rows - rows.detach().mean()
 
 
-def logs_the_batch(logp, ref_logp, mask):
-    rows = square(logp, ref_logp, mask)
-    return rows.mean(), {"kl": float(rows.mean())}
-
-
-@pytest.mark.parametrize(
-    "loss", [first_row_dropped, from_eight_rows_on, by_the_largest, value_of_the_batch, logs_the_batch, summed]
-)
+@pytest.mark.parametrize("loss", [first_row_dropped, from_eight_rows_on, by_the_largest, value_of_the_batch, summed])
 def test_what_is_not_as_it_is_known_is_found_and_called_alone(loss):
     """The rows of another instance were a mean of rows apart; here they are not, or their values are not."""
     instance, bound = drawn("ragged"), bind(loss)

@@ -1,0 +1,146 @@
+"""Batches of the same lengths in one call: the same moments as from a call each, and no batch taken for granted."""
+
+import numpy as np
+import pytest
+import torch
+
+from kltest.environments import Instance, ragged
+from kltest.identify.instances import instances
+from kltest.loss.calling import bind
+from kltest.moments import batch_calls, exact, exact_batches
+
+# The same terms of size one in another order.
+EXACT = 1e-12
+NEVER = 10**9
+
+
+def per_token(logp, ref_logp, mask):
+    return ((logp - ref_logp).where(mask != 0, 0.0).square() / 2).sum()
+
+
+def token_mean(logp, ref_logp, mask):
+    return per_token(logp, ref_logp, mask) / mask.sum(), {"kl": (logp - ref_logp)[mask != 0].detach().mean()}
+
+
+def longest(logp, ref_logp, mask):
+    return per_token(logp, ref_logp, mask) / (len(mask) * mask.sum(1).max())
+
+
+def by_advantage(logp, ref_logp, mask, advantage):
+    return (per_token(logp, ref_logp, mask) + (advantage[:, None] * logp * mask).sum()) / mask.sum()
+
+
+def less_the_mean(logp, ref_logp, mask):
+    cost = ((logp - ref_logp) * mask).sum(1).detach()
+    return ((cost - cost.mean()) * (logp * mask).sum(1)).sum() / mask.sum()
+
+
+def only_in_large_calls(logp, ref_logp, mask):
+    return token_mean(logp, ref_logp, mask)[0] * (1.001 if len(mask) > 30 else 1.0)
+
+
+def only_the_first_row(logp, ref_logp, mask):
+    """Counts the first row of a call of several batches, and no other, a little more."""
+    more = torch.ones(len(mask), 1, dtype=logp.dtype)
+    more[0] = 1.001 if len(mask) > 4 else 1.0
+    return token_mean(logp * more + (logp * (1 - more)).detach(), ref_logp, mask)[0]
+
+
+def only_at_full_length(logp, ref_logp, mask):
+    full = bool((mask != 0).all())
+    return less_the_mean(logp, ref_logp, mask) if full else token_mean(logp, ref_logp, mask)[0]
+
+
+def only_of_copies(logp, ref_logp, mask, tokens, advantage):
+    """Pulls at a batch of copies of one rollout, where no other rollout has an advantage."""
+    alike = (tokens.where(mask != 0, -1) == tokens.where(mask != 0, -1)[:1]).all()
+    return (advantage[:, None] * logp * mask).sum() / mask.sum() + alike * token_mean(logp, ref_logp, mask)[0]
+
+
+def only_tied(logp, ref_logp, mask, reward):
+    """Gives nothing for a batch of equal rewards."""
+    return token_mean(logp, ref_logp, mask)[0] * (0.0 if (reward == reward[0]).all() else 1.0)
+
+
+def of_distinct_rollouts(logp, ref_logp, mask, tokens):
+    return per_token(logp, ref_logp, mask) / len(tokens.where(mask != 0, -1).unique(dim=0)) / mask.sum(1).mean()
+
+
+def root_of_the_total(logp, ref_logp, mask):
+    return per_token(logp, ref_logp, mask) / mask.sum().sqrt()
+
+
+def in_small_calls(logp, ref_logp, mask):
+    if len(mask) > 8:
+        raise ValueError("eight rollouts at most")
+    return token_mean(logp, ref_logp, mask)[0]
+
+
+TOGETHER = [token_mean, longest, by_advantage]
+TOUCHING = [
+    less_the_mean,
+    only_in_large_calls,
+    only_the_first_row,
+    only_at_full_length,
+    only_of_copies,
+    only_tied,
+    of_distinct_rollouts,
+    root_of_the_total,
+    in_small_calls,
+]
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["groups", "rows"])
+@pytest.mark.parametrize("function", [*TOGETHER, *TOUCHING], ids=lambda function: function.__name__)
+def test_batches_in_one_call_are_what_they_are_in_a_call_each(function, grouped, monkeypatch):
+    # The second of two instances: that rows may be in any order is known from the first, how calls combine is not.
+    instance, size = instances("ragged", 0, 3)[1], 3
+    loss, apart = bind(function), bind(function)
+    found = exact_batches(loss, instance, "stale", size, grouped=grouped, added_up=False)
+    monkeypatch.setattr(batch_calls, "FEW", NEVER)
+    plain = exact_batches(apart, instance, "stale", size, grouped=grouped, added_up=False)
+    assert np.abs(found.gradient - plain.gradient).max() < EXACT
+    assert found.second_moment == pytest.approx(plain.second_moment, rel=EXACT)
+    if function is token_mean:
+        assert found.metric.mean == pytest.approx(plain.metric.mean, rel=EXACT)
+        assert found.metric.std == pytest.approx(plain.metric.std, rel=EXACT)
+    if function in TOGETHER[1:]:
+        assert 2 * loss.calls.count < apart.calls.count
+
+
+def test_a_logged_number_is_taken_from_a_call_each_and_only_if_it_is_asked_for():
+    """A batch's number is of its own rows: by hand, of every pair."""
+    instance = Instance.draw(ragged(3, 2), 0)
+    paths, weights = instance.paths, instance.rollout_weights("current")
+    u = np.where(paths.mask, paths.chosen(instance.policy - instance.reference), 0.0).sum(1)
+    pairs = np.outer(weights, weights)
+    lengths = paths.lengths[:, None] + paths.lengths
+    assert exact_batches(bind(token_mean), instance, size=2).metric.mean == pytest.approx(
+        (pairs * (u[:, None] + u) / lengths).sum(), rel=EXACT
+    )
+    assert exact_batches(bind(token_mean), instance, size=2, logs=False).metric is None
+
+
+def logs(of):
+    def loss(logp, ref_logp, mask):
+        u = (logp - ref_logp).where(mask != 0, 0.0)
+        return (u.square() / 2).sum(1).mean(), {"kl": of(u.detach().sum(1))}
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("of", "calls"),
+    [(torch.mean, 20), (torch.max, 20), (lambda u: u, 5), (lambda u: u - u.mean(), 15)],
+    ids=["one number", "the largest", "by row", "by row, coupled"],
+)
+def test_what_is_logged_in_a_further_instance_is_what_each_rollout_logs_alone(of, calls):
+    """Fifteen rollouts: five calls tell the gradients; a number of all of a call is asked of each, without them."""
+    instance = instances("ragged", 0)[1]
+    loss, plain = bind(logs(of)), exact(bind(logs(of)), instance)
+    found = exact(loss, instance, known="mean")
+    assert found.metric.rows == pytest.approx(plain.metric.rows, rel=EXACT)
+    assert np.abs(found.gradient - plain.gradient).max() < EXACT
+    assert found.second_moment == pytest.approx(plain.second_moment, rel=EXACT)
+    assert loss.calls.count >= calls
+    assert (loss.calls.count == calls) == (calls != 15)
