@@ -31,6 +31,9 @@ def command(
     changed_since: Annotated[
         str | None, typer.Option(metavar="REF", help="Only terms that changed since the work left this commit of git.")
     ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Run terms that are more than arithmetic, too; they import the tree.")
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 4 if a term was not run, not named or not decided.")
     ] = False,
@@ -63,6 +66,8 @@ def command(
         if not path.exists():
             raise UsageError(f"there is no file or folder {path}")
     changed = changes.changed_since(changed_since, looked_at) if changed_since else None
+    if run:
+        print("kltest: --run: terms import the tree and may do whatever its code does, as you", file=sys.stderr)
     interrupted = False
     with Progress("kltest scan", 0) as progress, terminated_as_interrupted():
         try:
@@ -75,6 +80,7 @@ def command(
                 expect=expect,
                 rules=rules,
                 changed=changed,
+                run=run,
                 told=lambda row, done, total: _tell(progress, f"{row.spot}: {row.follows[0]} {row.remarks}", total),
             )
         except Interrupted as error:

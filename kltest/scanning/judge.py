@@ -72,7 +72,7 @@ class Judge:
                 yield row
                 continue
             key = self.store.key("term", row.source, row.place, row.declared, self.timeout)
-            if known := self.store.read(key):
+            if not row.runs_more and (known := self.store.read(key)):
                 yield filled(row, known)
             elif key in asked:
                 waiting[asked[key]][1].append(row)
@@ -96,7 +96,8 @@ class Judge:
                 report = future.result()
             except Exception as error:  # a worker that was killed: its term is told, the others go on
                 report = {"verdict": "error", "error": f"{type(error).__name__}: {error}"}
-            if report.pop("lasts", False):
+            # What the tree makes of a term that imports it may change with any of its files.
+            if report.pop("lasts", False) and not rows[0].runs_more:
                 self.store.write(key, report)
             yield from (filled(row, report) for row in rows)
 
@@ -139,7 +140,8 @@ def grade(folder: str, source: str, place: str, declared: str, timeout: float) -
         report, kind = next(iter(graded([job])))
         told = report.to_dict()
         kept = {name: told[name] for name in ("verdict", "gradients", "checks")}
-        kept["error"] = (told.get("error") or "").replace(f"{file}:{NAME}", "the term")
+        error = (told.get("error") or "").replace(f"{file}:{NAME}", "the term").replace(f"{file}:", "line ")
+        kept["error"] = " ".join(error.split())
         return {**kept, "lasts": kind in ("value", "usage", "failed") or "(--timeout)" in kept["error"]}
 
     first = ask(declared or "reverse_kl")

@@ -13,6 +13,7 @@ from kltest.scanning.conditions import Undecided
 from kltest.scanning.facts import Facts
 from kltest.scanning.flows import LOG_RATIO, SHIFTED
 from kltest.scanning.follow import tree_of
+from kltest.scanning.imported import imported
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement, linear
 from kltest.scanning.slicing import ITSELF, End, NotLiftedError, cut_out, ends_of, relevant
@@ -31,7 +32,8 @@ NAME = "kl_term"
 class Lifted:
     """One variant of a term: its source, or why it was not lifted.
 
-    `variant` says which configuration it is; `fields` are the parameters of the function; `notes` what was guessed.
+    `variant` says which configuration it is; `fields` are the parameters of the function; `notes` what was guessed;
+    `runs_more` is true if it is, or would be, more than arithmetic.
     """
 
     term: Term
@@ -42,20 +44,21 @@ class Lifted:
     refused: str = ""
     fields: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    runs_more: bool = False
 
 
-def lifted(tree: Tree, term: Term) -> list[Lifted]:
-    """Return the variants of a term, each lifted or with the reason why not."""
+def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
+    """Return the variants of a term, each lifted or with the reason why not; with `run` what is no arithmetic, too."""
     places = ["loss", "reward"] if term.place == "both" else [term.place]
-    return [variant for place in places for variant in _variants(tree, term, place)]
+    return [variant for place in places for variant in _variants(tree, term, place, run)]
 
 
-def _variants(tree: Tree, term: Term, place: str) -> list[Lifted]:
+def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
     """Try the ends of the term in order, the last one first; keep the first at which every variant can be lifted."""
     best: list[Lifted] = []
     facts = Facts(term, relevant(term))
     for end in ends_of(tree, term, place):
-        attempts = list(_explored(tree, facts, place, end))
+        attempts = list(_explored(tree, facts, place, end, run))
         good = [attempt for attempt in attempts if not attempt.refused]
         if good and len(good) == len(attempts):
             return attempts
@@ -64,7 +67,7 @@ def _variants(tree: Tree, term: Term, place: str) -> list[Lifted]:
     return best or [Lifted(term, "", place, refused="no statement gives it a value that can be cut out")]
 
 
-def _explored(tree: Tree, facts: Facts, place: str, end: End) -> Iterator[Lifted]:
+def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> Iterator[Lifted]:
     """Yield the variants of a term up to one end, by every choice of the conditions that matter."""
     open_choices: list[dict[str, Any]] = [{}]
     found: dict[str, tuple[dict[str, Any], Lifted]] = {}
@@ -73,7 +76,7 @@ def _explored(tree: Tree, facts: Facts, place: str, end: End) -> Iterator[Lifted
         tried += 1
         choice = open_choices.pop(0)
         try:
-            variant = _cut(tree, facts, place, end, choice)
+            variant = _cut(tree, facts, place, end, choice, run)
         except Undecided as undecided:
             open_choices[:0] = [{**choice, undecided.text: value} for value in undecided.values]
             continue
@@ -103,7 +106,7 @@ def _named(choice: Mapping[str, Any]) -> str:
     return ", ".join(one(text, value) for text, value in choice.items() if value is not None)
 
 
-def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, Any]) -> Lifted:
+def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, Any], run: bool) -> Lifted:
     """Return the variant of a term for one choice of the configuration.
 
     Raises Undecided where a further choice matters, NotLiftedError where it cannot be lifted.
@@ -120,8 +123,10 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     module = ast.Module(body=[*helpers, function], type_ignores=[])
     ast.fix_missing_locations(module)
     known = frozenset(helper.name for helper in helpers)
-    if reason := leaves.missing or refusal(module, known):
-        return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes))
+    more = refusal(module, known)
+    if reason := leaves.missing or (not run and more):
+        runs_more = bool(more and not leaves.missing)
+        return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes), runs_more=runs_more)
     source = ast.unparse(module)
     if not _carries(source, term):
         reason = "what was cut out of the function is not the term that it computes"
@@ -130,7 +135,9 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "batchmean")):
         source = source.replace(f"return {ast.unparse(result)}", f"return ({ast.unparse(result)}).sum(-1)")
     place = "advantage" if place == "reward" and says(end.name, "adv") else place
-    return Lifted(term, _named(choice), place, source, _formula(kept, result), "", fields, list(leaves.notes))
+    source = f"{imported(tree, term.function.source, module)}{source}" if more else source
+    notes = list(leaves.notes)
+    return Lifted(term, _named(choice), place, source, _formula(kept, result), "", fields, notes, bool(more))
 
 
 def _carries(source: str, term: Term) -> bool:

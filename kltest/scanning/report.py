@@ -37,6 +37,8 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
             )
     for why, spots in reasons.items():
         lines += ["", *wrap(visible(why), terminal, indent="    "), *(f"  {spot}" for spot in spots)]
+    if more := sum(row.runs_more and row.status == "not run" for row in scan.rows):
+        lines += ["", f"{more} not run for being more than arithmetic; --run imports the tree and runs them."]
     for kind, said in (("not read", scan.left_out), ("note", scan.notes)):
         lines += ["", *(f"{kind}: {one_line(words)}" for words in said)] if said else []
     if scan.findings:

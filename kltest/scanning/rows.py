@@ -17,7 +17,8 @@ class Row:
 
     `state` is passed, finding, unnamed, inconclusive, failed, not run, or not graded until it is known; `why` says why
     it was not run or failed. `gradients` are the names followed by sampler, `found` the errors and `warnings` the
-    warnings that apply. `parts` are the lines of the term by file, and `depends`
+    warnings that apply. `runs_more` is true of more than
+    arithmetic. `parts` are the lines of the term by file, and `depends`
     those of the functions that it depends on.
     """
 
@@ -34,6 +35,7 @@ class Row:
     notes: Sequence[str] = ()
     guessed: bool = False
     halved: bool = False
+    runs_more: bool = False
     comments: Sequence[tuple[str, str]] = ()
     parts: Sequence[tuple[str, int, int]] = ()
     depends: Sequence[tuple[str, int, int]] = ()

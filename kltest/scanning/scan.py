@@ -28,11 +28,13 @@ def scan(
     expect: str | None = None,
     rules: Rules | None = None,
     changed: Mapping[str, Sequence[range]] | None = None,
+    run: bool = False,
     told: Callable[[Row, int, int], None] = lambda row, done, total: None,
 ) -> Scan:
     """Find every KL term in source files, lift each into a function of rollout fields, and grade it.
 
-    Nothing of the tree is imported. What is lifted runs in a child process, and only if it is tensor arithmetic.
+    Nothing of the tree is imported. What is lifted runs in a child process, and without `run`
+    only if it is tensor arithmetic.
 
     Args:
         paths: files and folders.
@@ -43,6 +45,7 @@ def scan(
         expect: what every term declares of which nothing else is said.
         rules: what a configuration says of files.
         changed: changed lines by the real path of their file; only terms that depend on one of them are graded.
+        run: grade what is more than arithmetic, too: it runs in its child process as it is, and imports the tree.
         told: called with a row as soon as it is graded, how many are, and of how many that are known so far.
 
     Returns:
@@ -56,7 +59,7 @@ def scan(
     left_out: list[str] = []
     files = list(contents([Path(path) for path in paths], left_out, rules.excludes))
     store = Store(cache)
-    search = Search(files, store)
+    search = Search(files, store, run=run)
     found = Scan([], files=len(files))
     known = frozenset(baseline)
 

@@ -24,19 +24,19 @@ from kltest.scanning.tree import Tree
 class Search:
     """The terms of some files. Iterating lifts them one by one; `left` terms of them are not lifted yet.
 
-    `loose` are comments that stand on no term, with their places.
+    `loose` are comments that stand on no term, with their places. With `run` what is more than arithmetic is lifted.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, bytes]], store: "Store") -> None:
+    def __init__(self, files: Sequence[tuple[Path, bytes]], store: "Store", *, run: bool = False) -> None:
         root = Path.cwd()
         digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
-        self._store, self._key = store, store.key("search", str(root), digests)
+        self._store, self._key = store, store.key("search", str(root), digests, run)
         self.known = store.read(self._key)
         self.left, self.lines, self.left_out, self.loose = 0, 0, [], []  # type: ignore[var-annotated]
         if self.known:
             self.lines, self.left_out, self.loose = (self.known[name] for name in ("lines", "left_out", "loose"))
             return
-        self._files, self._root = files, root
+        self._files, self._root, self._run = files, root, run
 
     def __iter__(self) -> Iterator[Row]:
         if self.known:
@@ -54,7 +54,7 @@ class Search:
             self.left = len(found) - number
             own = [(line, words) for line, words in _on(term, said[id(term.function.source)])]
             used |= {(id(term.function.source), line) for line, _ in own}
-            for variant in lifted(tree, term):
+            for variant in lifted(tree, term, run=self._run):
                 row = self._row(tree, term, variant, own)
                 rows.append(asdict(row))  # before it is graded
                 yield row
@@ -80,6 +80,7 @@ class Search:
             why=variant.refused,
             notes=list(variant.notes),
             guessed=any(seed.guessed for seed in term.seeds),
+            runs_more=variant.runs_more,
             halved=term.place == "both" and variant.place == "loss",
             comments=[(place(line), words) for line, words in said],
             parts=_lines(term.parts),

@@ -1,6 +1,8 @@
 """`kltest scan` as its users meet it: what is lifted, what it follows, comments, baselines, formats and exit codes."""
 
+import importlib
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -173,6 +175,56 @@ def test_the_command_names_gradients_and_exits_1(small: Path) -> None:
     code, text = scan("--baseline", "scan.json")
     assert code == 0, text
     assert "known" in text
+
+
+NEEDS_ITS_TREE = """import torch
+
+from .deep.weights import Weigher
+
+SCALE = 3.0
+
+
+def loss(logp, ref_logp):
+    return Weigher().weigh(SCALE * (logp - ref_logp).square().mean())
+"""
+WEIGHTS = """class Weigher:
+    def weigh(self, x):
+        open("mark", "w").close()
+        return 2 * x
+"""
+
+
+def test_what_imports_its_tree_runs_only_if_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / "package" / "deep"
+    deep.mkdir(parents=True)
+    for folder in (deep, deep.parent):
+        (folder / "__init__.py").write_text("")
+    (deep.parent / "losses.py").write_text(NEEDS_ITS_TREE)
+    (deep / "weights.py").write_text(WEIGHTS)
+    monkeypatch.chdir(tmp_path)
+    _, text = scan("package", "--no-cache")
+    assert "--run imports the tree and runs them" in text
+    assert not Path("mark").exists()
+    code, text = scan("package", "--no-cache", "--run", "--output", "json:scan.json")
+    assert "kltest: --run: terms import the tree" in text
+    (term,) = json.loads(Path("scan.json").read_text())["terms"]
+    assert term["gradients"]["current"].endswith("local_reverse_kl"), term
+    assert (code, Path("mark").exists()) == (1, True)
+
+
+def test_ctrl_c_keeps_what_was_graded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell = importlib.import_module("kltest.cli.scan")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tell, "_tell", interrupt)
+    code, text = scan("--jobs", "1", "--output", "json:scan.json")
+    terms = json.loads(Path("scan.json").read_text())["terms"]
+    graded = [term for term in terms if term["status"] != "not graded"]
+    kept = list(Path("cache").glob("*.json"))
+    assert (code, len(graded), len(kept)) == (130, 1, 2)  # the search, and what was graded
+    assert re.search(r"interrupted; \d of \d variants", text)
 
 
 def test_comments_declare_and_excuse(small: Path) -> None:
