@@ -68,7 +68,7 @@ def command(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", help="addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH [default: addition]"),
+        typer.Option(metavar="TASK", help="addition, countdown, jsonl:PATH, hub:ID, FILE.py:NAME [default: addition]"),
     ] = None,
     kl: Annotated[
         str | None,

@@ -42,7 +42,8 @@ def evaluate(models: Models, task: Task, settings: Settings, step: int, processe
         name = split.replace("-", "_")
         own = rollouts.reward, rollouts.lengths.double(), *kl_and_entropy(models, rollouts, settings)
         reward, length, kl, entropy = (processes.joint(one).cpu().numpy() for one in own)
-        found |= _with_interval(f"reward_{name}", *_wilson(reward))
+        interval = _wilson if 0 <= reward.min() <= reward.max() <= 1 else _student
+        found |= _with_interval(f"reward_{name}", *interval(reward))
         found |= _with_interval("kl" if split == "held-out" else f"kl_{name}", *_student(kl))
         if split == "held-out":
             found["entropy"] = float(entropy.sum() / length.sum())

@@ -24,7 +24,7 @@ METRICS: dict[str, str] = {
     "sampler_gap": "Largest difference between a token's log-prob in generation and in the update's forward pass: "
     "rounding, or a sampler that is not the policy.",
     "reward_held_out": "Mean reward of fresh rollouts, one for each of eval_prompts held-out prompts.",
-    **_ends("reward_held_out", "(Wilson's, which holds for all rewards between 0 and 1)"),
+    **_ends("reward_held_out", "(Wilson's, which holds for all rewards between 0 and 1; Student's t for others)"),
     "reward_out_of_distribution": "The same on prompts longer than any trained on.",
     **_ends("reward_out_of_distribution"),
     "kl": "KL(π‖ref) in nats a rollout, on held-out prompts: the mean of Σ_t KL(π(·|s_t)‖ref(·|s_t)) over the same "

@@ -4,6 +4,7 @@ The reference of a tiny model is made by supervised learning on the task until i
 kept in a cache.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.errors import UsageError
+from kltest.errors import TargetError, UsageError
 from kltest.files import cache_folder
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Problem, Task
@@ -27,6 +28,7 @@ from kltest.language_models.models import (
     tiny_model,
     tiny_tokenizer,
 )
+from kltest.loss.frames import failure
 from kltest.loss.global_state import preserved
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import digest
@@ -138,5 +140,14 @@ def rewards(language: LanguageModel, task: Task, problems: list[Problem], tokens
     texts = [
         language.decode(row[live].tolist()) for row, live in zip(tokens.cpu().numpy(), mask.cpu().numpy(), strict=True)
     ]
-    found = [task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor([_reward_of(task, *one) for one in zip(problems, texts, strict=True)], dtype=torch.float64)
+
+
+def _reward_of(task: Task, problem: Problem, text: str) -> float:
+    try:
+        found = float(task.reward(problem, text))
+    except Exception as error:
+        raise failure(f"the reward of task {task.name}", error) from error
+    if not math.isfinite(found):
+        raise TargetError(f"the reward of task {task.name} is {found} for {text!r} after {problem.prompt!r}")
+    return found

@@ -50,7 +50,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     _set_threads(settings)
     processes = Processes.here(settings.device)
     processes.share(settings.prompts, "prompts")
-    task = task_named(settings.task)
+    task = task_named(settings.task, settings.keys)
     task.draw("held-out", 1, np.random.default_rng(0))  # refuses a task that could not be measured
     files = RunFolder(folder if processes.main else None, settings, again=again)
     objective = Objective(settings)

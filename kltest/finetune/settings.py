@@ -48,7 +48,12 @@ class Settings:
     model: str = _setting(
         "tiny", "tiny or tiny:SIZE (0.2M to 100M parameters, trained first), a folder with a model, or a hub id"
     )
-    task: str = _setting("addition", "addition[:DIGITS], countdown[:NUMBERS] or jsonl:PATH")
+    task: str = _setting(
+        "addition",
+        "addition[:DIGITS], countdown[:NUMBERS], jsonl:PATH, a data set hub:ID[,CONFIGURATION][:SPLIT], or a class or "
+        "function of yours that makes a task, FILE.py:NAME",
+    )
+    keys: str = _setting("", "names of a file's or data set's keys, such as prompt=question,answer=solution")
     chat: bool = _setting(False, "send each prompt as a user message through the tokenizer's chat template")
     seed: int = _setting(0, "seed of prompts, of samples and of the weights of a tiny model", 0, 2**31)
     steps: int = _setting(100, "training steps; each one draws new rollouts", 0)

@@ -1,60 +1,20 @@
 """Tasks: prompts, answers, and a verifier that turns a rollout into a reward; `task_named` finds one by name."""
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, get_args
 
 import numpy as np
 
-from kltest.errors import UsageError, did_you_mean
+from kltest.errors import KltestError, UsageError, did_you_mean
+from kltest.finetune.lines import Lines
+from kltest.finetune.problems import Problem, Split, Task, is_held_out
+from kltest.loss.frames import failure
+from kltest.loss.importing import ImportFailedError, import_file
 
-Split = Literal["train", "held-out", "out-of-distribution"]
-SPLITS = get_args(Split)
 STEP = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
-KEYS = ("prompt", "answer", "completion", "split")
-FINAL = re.compile(r"(?:####|\\boxed\{|[Aa]nswer\s*(?:is)?\s*:)\s*([^\n}]*)")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A prompt and one right completion; `answer` is what the verifier compares with."""
-
-    prompt: str
-    completion: str
-    answer: str
-
-
-class Task(Protocol):
-    """Problems by split, and their rewards.
-
-    Attributes:
-        name: Unique among tasks and their options.
-        characters: All characters of prompts and completions, for a tokenizer of one token a character.
-        max_tokens: Length of the longest right completion of any split in characters, plus its end.
-    """
-
-    name: str
-    characters: str
-    max_tokens: int
-
-    def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
-        """Return `count` problems; no problem is in two splits. UsageError if there are none in this split."""
-        ...
-
-    def reward(self, problem: Problem, completion: str) -> float:
-        """Return a reward between 0 and 1; a completion is the text of a rollout without its end token."""
-        ...
-
-
-def is_held_out(prompt: str) -> bool:
-    """True for one prompt in eight, by a hash of its text: the same on every machine and for every seed."""
-    return blake2b(prompt.encode(), digest_size=8).digest()[0] % 8 == 0
 
 
 def drawn(make: Callable[[], Problem], split: Split, count: int) -> list[Problem]:
@@ -153,92 +113,29 @@ def _countdown_of(numbers: int, generator: np.random.Generator) -> Problem:
     return Problem(prompt, ",".join(steps), str(left[0]))
 
 
-class Lines:
-    """`{"prompt": "2+3=", "answer": "5"}` on each line.
+def task_named(text: str, keys: str = "") -> Task:
+    """Return the task `NAME[:OPTION]`, or that of a file of Python, `FILE.py:NAME`.
 
-    Optional keys are `completion`, a whole right text for supervised learning, and `split`: train, held-out or
-    out-of-distribution, by default from a hash of the prompt.
+    `keys` renames those of a file's or a data set's problems: "prompt=question,answer=solution".
 
-    The reward is 1 if the answer equals the text after the last `####`, `\\boxed{` or `Answer:` of a completion, or its
-    last line if there is none of these. Surrounding blanks, a final full stop and commas between digits are ignored.
+    Raises:
+        UsageError: There is no such task or option.
+        TargetError: The file fails.
     """
-
-    max_tokens = 256
-
-    def __init__(self, name: str, problems: dict[Split, list[Problem]]) -> None:
-        self.name, self._problems = name, problems
-        everything = [one for part in problems.values() for one in part]
-        self.prompts = [one.prompt for one in everything]
-        self.characters = "".join(sorted(set("".join(one.prompt + one.completion for one in everything))))
-
-    @classmethod
-    def read(cls, path: str) -> Self:
-        """Return the problems of a file; UsageError with the number of the first wrong line."""
-        if not path:
-            raise UsageError("task jsonl: name a file, jsonl:PATH")
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise UsageError(f"task jsonl: {path} cannot be read: {error.strerror}") from None
-        problems: dict[Split, list[Problem]] = {split: [] for split in SPLITS}
-        for number, line in enumerate(content.split(b"\n"), start=1):
-            if line.strip():
-                split, problem = _problem_of(line, f"{path}, line {number}")
-                problems[split].append(problem)
-        if not problems["train"]:
-            raise UsageError(f"{path}: there is no problem in it to train on")
-        return cls(f"jsonl:{blake2b(content, digest_size=8).hexdigest()}", problems)
-
-    def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
-        there: Sequence[Problem] = self._problems[split]
-        if not there:
-            raise UsageError(f'the task\'s file has no problem whose split is {split}: give some "split": "{split}"')
-        return [there[int(index)] for index in generator.integers(len(there), size=count)]
-
-    def reward(self, problem: Problem, completion: str) -> float:
-        marked = FINAL.findall(completion)
-        lines = completion.strip().splitlines() or [""]
-        return float(_plain(marked[-1] if marked else lines[-1]) == _plain(problem.answer))
-
-
-def _problem_of(line: bytes, where: str) -> tuple[Split, Problem]:
-    try:
-        value: Any = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{where} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UsageError(f'{where}: write an object with "prompt" and "answer", not {type(value).__name__}')
-    for name in value:
-        if name not in KEYS:
-            raise UsageError(f"{where}: {name!r} is none of {', '.join(KEYS)}")
-    for name in ("prompt", "answer"):
-        if not isinstance(value.get(name), str) or not value[name]:
-            raise UsageError(f'{where}: "{name}" must be a text that is not empty; it is {value.get(name)!r}')
-    if not isinstance(value.get("completion", ""), str):
-        raise UsageError(f'{where}: "completion" must be a text; it is {value["completion"]!r}')
-    split = value.get("split", "held-out" if is_held_out(value["prompt"]) else "train")
-    if split not in SPLITS:
-        raise UsageError(f'{where}: "split" is one of {", ".join(SPLITS)}; it is {split!r}')
-    return split, Problem(value["prompt"], value.get("completion") or value["answer"], value["answer"])
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"(?<=\d),(?=\d)", "", text.strip().removesuffix(".").strip())
-
-
-def task_named(text: str) -> Task:
-    """Return the task `NAME[:OPTION]`; UsageError for an unknown task or option."""
     name, colon, option = text.partition(":")
-    if name == "jsonl":
-        return Lines.read(option)
+    read: dict[str, Callable[[str, str], Task]] = {"jsonl": Lines.read, "hub": Lines.from_hub}
+    if name in read:
+        return read[name](option, keys)
+    if name.endswith(".py"):
+        return _of_a_file(Path(name), option)
     kinds: dict[str, tuple[Callable[..., Task], int, int]] = {
         "addition": (Addition, 1, 12),
         "countdown": (Countdown, 2, 6),
     }
     if name not in kinds:
         raise UsageError(
-            f"there is no task {name!r}; {did_you_mean(name, (*kinds, 'jsonl'))}tasks are addition[:DIGITS], "
-            "countdown[:NUMBERS] and jsonl:PATH"
+            f"there is no task {name!r}; {did_you_mean(name, (*kinds, *read))}tasks are addition[:DIGITS], "
+            "countdown[:NUMBERS], jsonl:PATH, hub:ID[:SPLIT] and FILE.py:NAME"
         )
     kind, low, high = kinds[name]
     if not colon:
@@ -246,3 +143,23 @@ def task_named(text: str) -> Task:
     if not option.isdecimal() or not low <= int(option) <= high:
         raise UsageError(f"task {text!r}: its option is a whole number from {low} to {high}, such as 3")
     return kind(int(option))
+
+
+def _of_a_file(path: Path, name: str) -> Task:
+    """The task `name` of a file: a class or function that makes one, or a task itself."""
+    where = f"task {path}:{name}"
+    if not path.is_file():
+        raise UsageError(f"{where}: there is no such file")
+    try:
+        made = getattr(import_file(path.resolve()), name, None)
+        task: Task = made() if callable(made) else made  # type: ignore[assignment]
+    except KltestError:
+        raise
+    except ImportFailedError as error:
+        raise failure(f"importing {path}", error.__cause__ or error, str(path)) from error
+    except Exception as error:
+        raise failure(where, error, str(path)) from error
+    lacking = [one for one in ("name", "characters", "max_tokens", "draw", "reward") if not hasattr(task, one)]
+    if lacking:
+        raise UsageError(f"{where} is no task, which has {', '.join(lacking)} (see kltest.finetune.problems.Task)")
+    return task

@@ -2,17 +2,21 @@
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from kltest.errors import UsageError
+from kltest.errors import TargetError, UsageError
+from kltest.finetune.problems import SPLITS, is_held_out
 from kltest.finetune.settings import Settings, changes_of, read, settings_of
-from kltest.finetune.tasks import SPLITS, Addition, Countdown, is_held_out, task_named
+from kltest.finetune.tasks import Addition, Countdown, task_named
 
 transformers = pytest.importorskip("transformers")
 
+from kltest.finetune.models import rewards  # noqa: E402
 from kltest.language_models.generation import Rollouts, generate  # noqa: E402
 from kltest.language_models.language import LanguageModel, padded  # noqa: E402
 from kltest.language_models.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
@@ -238,6 +242,71 @@ def test_a_wrong_file_names_its_line(tmp_path, line, words):
 def test_tasks_that_there_are_not(name):
     with pytest.raises(UsageError, match="task"):
         task_named(name)
+
+
+def test_keys_of_a_file_and_of_a_data_set_are_renamed(tmp_path, monkeypatch):
+    """As those of grade-school problems, whose answers end with a mark; other keys are left alone."""
+    row = {"question": "1+1=", "solution": "one and one #### 2", "url": None, "split": "train"}
+    keys = "prompt=question,answer=solution"
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        return [row, {**row, "question": "2+2="}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    for name in (lines_file(tmp_path, row), "hub:some/set,main", "hub:some/set:test"):
+        task = task_named(name, keys)
+        (problem,) = task.draw("train", 1, np.random.default_rng(0))
+        assert problem.prompt in ("1+1=", "2+2=")
+        assert [task.reward(problem, text) for text in ("#### 2", "2", "one")] == [1, 1, 0]
+    assert asked == [("some/set", "main", "train"), ("some/set", "test")]
+    with pytest.raises(UsageError, match='some/set, row 0: "nothing" must be a text'):
+        task_named("hub:some/set", "prompt=nothing,answer=solution")
+    with pytest.raises(UsageError, match="write prompt=NAME,answer=NAME"):
+        task_named("hub:some/set", "question")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match="pip install datasets"):
+        task_named("hub:some/set")
+
+
+TASK = """
+from kltest.finetune.tasks import Addition
+
+
+class Shorter(Addition):
+    def reward(self, problem, completion):
+        return -len(completion) if completion != "1;1" else 1 / 0
+
+
+def two():
+    return Shorter(2)
+
+
+other = 5
+"""
+
+
+def test_a_task_of_ones_own(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(TASK)
+    for name, digits in (("Shorter", 3), ("two", 2)):
+        assert task_named(f"{file}:{name}").name == f"addition:{digits}"
+    for name in ("other", "nothing"):
+        with pytest.raises(UsageError, match=f"own.py:{name} is no task, which has name, characters, max_tokens, draw"):
+            task_named(f"{file}:{name}")
+    with pytest.raises(UsageError, match="there is no such file"):
+        task_named("away.py:Task")
+    task, tokenizer = task_named(f"{file}:Shorter"), tiny_tokenizer(Addition.characters)
+    here = LanguageModel(None, tokenizer, (1,), 0)
+    ids = torch.tensor([tokenizer("1;2")["input_ids"], tokenizer("1;1")["input_ids"]])
+    problem = task.draw("train", 1, np.random.default_rng(0))
+    assert rewards(here, task, problem, ids[:1], ids[:1] > 0).tolist() == [-3.0]
+    with pytest.raises(TargetError, match=r"the reward of task addition:3 raised ZeroDivisionError(.|\n)*own.py"):
+        rewards(here, task, problem, ids[1:], ids[1:] > 0)
+    file.write_text("import nothing_of_that_name")
+    with pytest.raises(TargetError, match=r"importing .*own.py raised ModuleNotFoundError"):
+        task_named(f"{file}:Task")
 
 
 def test_settings_from_a_file_and_changes(tmp_path):
