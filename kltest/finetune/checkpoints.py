@@ -1,13 +1,14 @@
 """The folder of a run: settings, a line of metrics for every step, checkpoints, and the trained model.
 
 `metrics.jsonl` holds nothing that depends on the clock: on one machine's CPU the same settings give the same bytes,
-however often the run was stopped. Times are in `timings.jsonl`. A checkpoint records the length of both files; later
-lines are cut off when the run continues from it.
+however often the run was stopped. Times are in `timings.jsonl`, the first rollouts of each step in `samples.jsonl`. A
+checkpoint records the length of these files; later lines are cut off when the run continues from it.
 """
 
 import json
 import os
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kltest.errors import KltestError, UsageError
 from kltest.files import as_json, writable, write
 from kltest.finetune.settings import WITHOUT_EFFECT, Settings, settings_of
 
-FILES = ("metrics.jsonl", "timings.jsonl")
+FILES = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 CHECKPOINT = "checkpoint.pt"
 Record = dict[str, Any]
 
@@ -74,15 +75,15 @@ class RunFolder:
         self.records = [json.loads(line) for line in lines]
         return state
 
-    def add(self, record: Record, timings: Record) -> None:
-        """Append a line to both files."""
+    def add(self, record: Record, timings: Record, samples: Sequence[Record] = ()) -> None:
+        """Append to the files."""
         self.records.append(record)
         if self.folder is None:
             return
-        for name, content in zip(FILES, (record, timings), strict=True):
+        for name, lines in zip(FILES, ([record], [timings], samples), strict=True):
             try:
                 with (self.folder / name).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(content, allow_nan=False) + "\n")
+                    file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
             except OSError as error:
                 raise KltestError(
                     f"cannot write {self.folder / name}: {error.strerror}; make room, the same command goes on"

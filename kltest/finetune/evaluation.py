@@ -93,7 +93,7 @@ def compare_gradients(
     term = Objective(settings, reward=False)
     if term.kl is None:
         return {}
-    plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}}
+    plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}, "truncated": "keep"}
     truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
     gradients = partial(_gradients, models, task, settings, processes)
     parts = []
@@ -234,22 +234,22 @@ def _wilson(values: np.ndarray) -> tuple[float, float, float]:
     return mean, min(middle - reach, mean) if mean else 0.0, max(middle + reach, mean) if mean < 1 else 1.0
 
 
-def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...]) -> Record:
+def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...], processes: Processes) -> Record:
     """Return metrics of the joint batch at its first update; names as in METRICS.
 
     `batch` holds this process's rollouts, of which alone `sampler_gap` is; `end` are the ids of end tokens.
     """
     fields = info.fields
     reward, live = fields.reward, fields.mask  # (B,), (B, T)
-    gap = (info.logp - batch.sampled_logp).abs().where(batch.mask, 0.0).max()
-    last = fields.tokens.gather(1, live.sum(dim=1, keepdim=True) - 1)  # (B, 1)
+    before = info.logp if batch.old_logp is None else batch.old_logp
+    gap = (before - batch.sampled_logp).abs().where(batch.mask, 0.0).max()
     _, group = fields.group.unique(return_inverse=True)
     largest = torch.full_like(reward[: int(group.max()) + 1], -torch.inf).scatter_reduce(0, group, reward, "amax")
     smallest = torch.full_like(largest, torch.inf).scatter_reduce(0, group, reward, "amin")
     record = {
         "reward": float(reward.mean()),
         "length": float(live.sum() / len(live)),
-        "ended": float(torch.isin(last, torch.tensor(end, device=last.device)).float().mean()),
+        "ended": float(processes.joint(batch.ended(end)).float().mean()),
         "tied_groups": float((largest == smallest).to(reward).mean()),
         "sampler_gap": float(gap),
     }

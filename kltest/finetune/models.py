@@ -66,8 +66,21 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
     # Weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
     compute_dtype = torch.bfloat16 if dtype == "bfloat16" else None
     policy = LanguageModel.of(model, tokenizer, compute_dtype, chat=settings.chat)
-    reference = policy.frozen()
+    reference = _with_adapters(policy, settings) if settings.lora else policy.frozen()
     return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, reference, came)
+
+
+def _with_adapters(policy: LanguageModel, settings: Settings) -> LanguageModel:
+    """Give the policy adapters, which alone are trained, and return it without them as the reference."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise UsageError("lora: adapters need another library: python -m pip install peft") from None
+    with preserved(settings.seed):
+        config = LoraConfig(r=settings.lora, lora_alpha=settings.lora, target_modules="all-linear")
+        policy.model.add_adapter(config)  # type: ignore[operator]
+    policy.cast(policy.model)
+    return replace(policy, bare=True)
 
 
 def _compiled(model: Any) -> Any:

@@ -5,10 +5,9 @@ step: `_measure`, `_generate`, `_update`, `_optimise`. Behind them stand `kltest
 `update` and `objective` (the gradient), `evaluation` (what is measured) and `checkpoints` (the folder).
 """
 
-import signal
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from kltest.errors import KltestError, TargetError, UsageError
+from kltest.errors import UsageError
 from kltest.finetune.checkpoints import CHECKPOINT, Record, RunFolder
 from kltest.finetune.evaluation import compare_gradients, evaluate, of_batch, of_ratios
 from kltest.finetune.models import Models, load
 from kltest.finetune.objective import Objective
+from kltest.finetune.plot import plot
 from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import check_prompts, draw, longest
 from kltest.finetune.settings import Settings
+from kltest.finetune.stopping import interruptible, located
 from kltest.finetune.tasks import Task, task_named
-from kltest.finetune.update import NotFiniteError, accumulate
+from kltest.finetune.trackers import tracker_of
+from kltest.finetune.update import NotFiniteError, UpdateInfo, accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.models import is_tiny, parameters_asked, save
 from kltest.language_models.scoring import score_in_parts
@@ -49,7 +51,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     """
     _set_threads(settings)
     processes = Processes.here(settings.device)
-    processes.share(settings.prompts, "prompts")
+    processes.share(settings.prompts // settings.minibatches, "prompts")
     task = task_named(settings.task, settings.keys)
     task.draw("held-out", 1, np.random.default_rng(0))  # refuses a task that could not be measured
     files = RunFolder(folder if processes.main else None, settings, again=again)
@@ -64,13 +66,16 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     training = Training(settings, task, models, objective, processes)
     training.restore(files, folder)
     label = f"{settings.resolved.kl}, β = {settings.beta:g}"
+    tracker = tracker_of(settings, folder) if processes.main else None
     shown = not quiet and processes.main and training.step <= settings.steps
     bar = Progress(label, settings.steps + 1, done=training.step) if shown else nullcontext()
     with bar as progress, interruptible() as interrupted:
         while training.step <= settings.steps:
             record, seconds = training.next(files)
             if processes.main:
-                files.add(record, {"step": record["step"], **seconds})
+                files.add(record, {"step": record["step"], **seconds}, training.samples())
+            if tracker:
+                tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
             stopping = bool(processes.largest(int(interrupted.is_set())))
             due = settings.checkpoint_every and training.step % settings.checkpoint_every == 0
             if due or stopping or training.step > settings.steps:
@@ -79,7 +84,10 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
                 progress.advance(_shown(record))
             if stopping:
                 raise KeyboardInterrupt
+    if tracker:
+        tracker.finish()
     if folder is not None and processes.main:
+        plot(files.records, folder / "run.svg")
         save(models.policy.model.to("cpu", models.dtype), models.policy.tokenizer, folder / "model")
     return files.records
 
@@ -140,34 +148,44 @@ class Training:
         """This step's rollouts from the present policy, with the reference's log-probs if the KL term reads them."""
         settings = self.settings
         sizes = (settings.prompts, settings.group_size)
-        batch = draw(self.models.policy, self.task, settings, "train", (self.step,), *sizes, self.processes)
+        policy = self.models.policy
+        batch = draw(policy, self.task, settings, "train", (self.step,), *sizes, self.processes)
+        if settings.truncated == "zero":
+            assert batch.reward is not None
+            batch = replace(batch, reward=batch.reward.where(batch.ended(policy.end), 0.0))
         if not self.objective.needs_reference:
             return batch
         size, temperature = settings.micro_batch, settings.temperature
         return replace(batch, ref_logp=score_in_parts(self.models.reference, batch, size, temperature=temperature))
 
     def _update(self, batch: Rollouts) -> Record:
-        """`inner_epochs` updates with one batch, whose sampler is the policy before the first of them."""
-        settings = self.settings
+        """`inner_epochs` times `minibatches` updates; the sampler is the policy before the first of them."""
+        settings, policy = self.settings, self.models.policy
         record: Record = {}
         # At the last inner epoch the gradient is measured with the sampler of this batch as well.
         measured = settings.inner_epochs > 1 and self._due(settings.gradient_every, ends=False)
-        sampler = self.models.policy.frozen() if measured else None
+        sampler = policy.frozen() if measured else None
+        if settings.minibatches > 1:  # the policy will have moved on when it meets the second one
+            old_logp = score_in_parts(policy, batch, settings.micro_batch, temperature=settings.temperature)
+            batch = self.batch = replace(batch, old_logp=old_logp)
+        norms: list[float] = []
         for epoch in range(settings.inner_epochs):
             if measured and epoch == settings.inner_epochs - 1:
                 with self._timed("measuring"):
                     of = self.models, self.task, settings, self.step, self.processes
                     record |= compare_gradients(*of, sampler)
-            self.optimiser.zero_grad(set_to_none=True)
-            most = longest(settings, self.task)
-            info = accumulate(self.objective, self.models, batch, self.processes, longest=most)
+            infos = []
+            for rows in batch.split(len(batch) // settings.minibatches):
+                self.optimiser.zero_grad(set_to_none=True)
+                most = longest(settings, self.task)
+                infos.append(accumulate(self.objective, self.models, batch.rows(rows), self.processes, longest=most))
+                norms.append(self._optimise(self.step * settings.updates + len(norms)))
+            info = UpdateInfo.joined(infos)
             if epoch == 0:
-                record |= of_batch(batch, info, self.models.policy.end)
-                batch = self.batch = replace(batch, old_logp=info.logp)
-            norm = self._optimise(self.step * settings.inner_epochs + epoch)
-            record |= {"gradient_norm": norm} if epoch == 0 else {"gradient_norm_last": norm}
-        if settings.inner_epochs > 1:
-            record |= of_ratios(info, self.objective.settings)
+                record |= {**of_batch(batch, info, policy.end, self.processes), "gradient_norm": norms[0]}
+                batch = self.batch = replace(batch, old_logp=info.logp if batch.old_logp is None else batch.old_logp)
+        if settings.updates > 1:
+            record |= {"gradient_norm_last": norms[-1], **of_ratios(info, self.objective.settings)}
         return record
 
     def _optimise(self, update: int) -> float:
@@ -180,9 +198,31 @@ class Training:
         if settings.max_norm and norm > settings.max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_norm, torch.tensor(norm))
         for group in self.optimiser.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, (update + 1) / max(settings.warmup, 1))
+            group["lr"] = settings.learning_rate * self._scheduled(update)
         self.optimiser.step()
         return norm
+
+    def _scheduled(self, update: int) -> float:
+        """The factor of the learning rate: a linear rise, then the schedule's decay towards 0 after the last update."""
+        settings = self.settings
+        rise = min(1.0, (update + 1) / max(settings.warmup, 1))
+        last = settings.steps * settings.updates
+        done = max(0, update - settings.warmup) / max(1, last - settings.warmup)
+        decay = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return rise * decay.get(settings.schedule, 1.0)
+
+    def samples(self) -> list[Record]:
+        """Return the first rollouts of the step as texts."""
+        if self.batch is None or not self.settings.samples:
+            return []
+        batch, decode = self.batch.rows(slice(self.settings.samples)), self.models.policy.decode
+        pairs = (batch.prompts, batch.prompt_mask), (batch.tokens, batch.mask)
+        prompts, completions = ([decode(ids[live].tolist()) for ids, live in zip(*pair, strict=True)] for pair in pairs)
+        assert batch.reward is not None
+        return [
+            {"step": self.step - 1, "prompt": prompt, "completion": completion, "reward": reward}
+            for prompt, completion, reward in zip(prompts, completions, batch.reward.tolist(), strict=True)
+        ]
 
     def state(self) -> dict[str, Any]:
         """Return the state that the rest of the run depends on; prompts and uniforms follow from the step."""
@@ -215,49 +255,6 @@ class Training:
         yield
         nested = sum(self._seconds.values()) - before
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started - nested
-
-
-@contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Let Ctrl-C ask for an end after the present step; a second one ends the run at once.
-
-    In threads other than the main one, which cannot catch signals, Ctrl-C is left as it is.
-    """
-    requested = threading.Event()
-
-    def request(*_: object) -> None:
-        if requested.is_set():
-            raise KeyboardInterrupt
-        requested.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield requested
-        return
-    before = signal.signal(signal.SIGINT, request)
-    try:
-        yield requested
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def located(step: int, doing: str, save: Callable[[], Path | None]) -> Iterator[None]:
-    """Raise KltestError with the step and the activity if a number is not finite, the KL term fails or memory runs out.
-
-    `save` writes the batch and the state for inspection, and returns the path.
-    """
-    try:
-        yield
-    except (NotFiniteError, TargetError) as error:
-        path = save()
-        where = f"; the batch and the state before it are in {path}" if path else ""
-        raise KltestError(f"step {step}, {doing}: {str(error).rstrip('.')}{where}") from error
-    except (MemoryError, RuntimeError) as error:
-        # torch.OutOfMemoryError is a RuntimeError.
-        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)):
-            raise
-        lower = {"measuring": "eval_prompts or micro_batch", "generation": "prompts, group_size or max_tokens"}
-        raise KltestError(f"step {step}, {doing}: out of memory; lower {lower.get(doing, 'micro_batch')}") from error
 
 
 def _set_threads(settings: Settings) -> None:

@@ -25,6 +25,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "normalise": (AUTO, NONE, "sequence", "tokens", "constant"),
     "ratio": (AUTO, NONE, "token", "sequence"),
     "optimiser": ("adam", "sgd"),
+    "schedule": ("constant", "linear", "cosine"),
+    "truncated": ("keep", "zero", "mask"),
     "dtype": (AUTO, "float32", "bfloat16", "float64"),
     "placement": (AUTO, *get_args(Placement)),
     "credit": (AUTO, *get_args(Credit)),
@@ -76,6 +78,12 @@ class Settings:
     inner_epochs: int = _setting(
         1, "updates with the rollouts of one step; at the last one the sampler is inner_epochs − 1 updates old", 1
     )
+    minibatches: int = _setting(
+        1, "equal parts of a step's prompts; each has an update of its own in every inner epoch, in the same order", 1
+    )
+    truncated: str = _setting(
+        "keep", "rollouts that max_tokens cuts off: rewarded as they are (keep), with 0, or without a gradient (mask)"
+    )
     kl: str = _setting(
         AUTO,
         "a KL term: a name of `kltest list`, module:function, FILE.py:function, or none; auto: "
@@ -92,6 +100,7 @@ class Settings:
     optimiser: str = _setting("adam", "adam (betas 0.9, 0.999, no weight decay), or sgd: the plain gradient")
     learning_rate: float = _setting(3e-4, "step size", 0.0)
     warmup: int = _setting(5, "updates over which the learning rate rises linearly", 0)
+    schedule: str = _setting("constant", "course of the learning rate after its rise; linear and cosine end at 0")
     max_norm: float = _setting(1.0, "gradients of a larger norm are scaled down to this one; 0: never", 0.0)
     micro_batch: int = _setting(0, "most rollouts in one forward pass: less memory, the same gradient; 0: all", 0)
     eval_every: int = _setting(20, "steps between evaluations; 0: only at the start and the end", 0)
@@ -103,6 +112,9 @@ class Settings:
         8, "independent parts of such a measurement; its interval comes from their differences", 3
     )
     gradient_batches: int = _setting(8, "batches of the run's size in each part", 1)
+    lora: int = _setting(0, "rank of adapters that are trained by peft instead of the weights; 0: none", 0)
+    samples: int = _setting(4, "rollouts of each step that are kept as texts in samples.jsonl", 0)
+    tracker: str = _setting(NONE, "also send metrics to tensorboard, wandb, trackio or another tracker of accelerate")
     checkpoint_every: int = _setting(25, "steps between checkpoints; 0: only at the end", 0)
     device: str = _setting(AUTO, "cpu, cuda, cuda:1, …; auto: a GPU if there is one")
     dtype: str = _setting(
@@ -125,6 +137,10 @@ class Settings:
             raise UsageError(
                 "group_size: a leave-one-out baseline needs 2 rollouts of a prompt; set group_size=2 or baseline=none"
             )
+        if self.prompts % self.minibatches:
+            raise UsageError(
+                f"minibatches: {self.prompts} prompts cannot be divided into {self.minibatches} equal parts"
+            )
         if self.chat and is_tiny(self.model):
             raise UsageError("chat: a tiny model has no chat template; set chat=false, or name another model")
         if self.clip > 0 and self.resolved.ratio == NONE:
@@ -133,7 +149,7 @@ class Settings:
     @property
     def resolved(self) -> Self:
         """These settings with every "auto" but the device's and the KL term's own replaced by its meaning."""
-        grpo, stale = self.algorithm == "grpo", self.inner_epochs > 1
+        grpo, stale = self.algorithm == "grpo", self.updates > 1
         gpu = self.device.startswith("cuda") or (self.device == AUTO and torch.cuda.is_available())
         chosen = {
             "dtype": "bfloat16" if gpu else "float32",
@@ -160,13 +176,18 @@ class Settings:
         return {**asdict(self), "kl_options": dict(self.kl_options)}
 
     @property
+    def updates(self) -> int:
+        """Updates in a step."""
+        return self.inner_epochs * self.minibatches
+
+    @property
     def rollouts(self) -> int:
         """Rollouts in a step."""
         return self.prompts * self.group_size
 
 
 # Settings that do not change the numbers.
-WITHOUT_EFFECT = ("threads", "checkpoint_every")
+WITHOUT_EFFECT = ("threads", "checkpoint_every", "samples", "tracker")
 
 
 def settings_of(values: Mapping[str, Any], where: str = "settings") -> Settings:

@@ -1,7 +1,9 @@
 """One gradient, accumulated in the parameters' `.grad`: score, differentiate at the log-probs, go backward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -32,6 +34,14 @@ class UpdateInfo:
     logp: Tensor
     logged: float | None
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the inputs of updates with as many rollouts each as one."""
+        names = vars(parts[0].fields)
+        fields = Fields(**{name: torch.cat([vars(part.fields)[name] for part in parts]) for name in names})
+        known = [part.logged for part in parts if part.logged is not None]
+        return cls(fields, torch.cat([part.logp for part in parts]), sum(known) / len(known) if known else None)
+
 
 def accumulate(
     objective: Objective,
@@ -57,6 +67,7 @@ def accumulate(
     once = len(parts) == 1 or objective.separable
     logp = rollouts.sampled_logp.clone()  # (B, T) of the sampled tokens; until a part is scored, the sampler's
     logged: list[tuple[float | None, int]] = []
+    whole = rollouts.ended(models.policy.end) | (objective.settings.truncated != "mask")
     for number, rows in enumerate(parts):
         part = rollouts.rows(rows)
         # 1. Log-probs of the part, or of all parts.
@@ -70,8 +81,10 @@ def accumulate(
             _check_finite(logp, rollouts.mask)
             joint = Fields.of(rollouts, logp).each(processes.joint)
             weights = objective.weights(joint, longest) if row_weights is None else row_weights  # (B,)
+            if objective.settings.truncated == "mask":
+                weights = weights.where(processes.joint(whole), 0.0)
             found = objective.gradient(joint, weights)
-            at_logp, own_weights = processes.own(found.logp), processes.own(weights)
+            at_logp, own_weights = processes.own(found.logp).where(whole[:, None], 0.0), processes.own(weights)
         # 3. Backward through the model: ∇ Σ g·log π with g constant.
         surrogate = (at_logp[rows] * scores.logp).sum()
         if scores.logits is not None:

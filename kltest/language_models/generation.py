@@ -51,6 +51,11 @@ class Rollouts:
         """(B,) number of tokens."""
         return self.mask.sum(dim=1)
 
+    def ended(self, end: Sequence[int]) -> Tensor:
+        """(B,) true where the last token is an end token."""
+        last = self.tokens.gather(1, self.lengths[:, None] - 1)[:, 0]
+        return torch.isin(last, torch.tensor(end, device=last.device))
+
     def rows(self, which: slice | Tensor) -> "Rollouts":
         """Return some of the rows."""
         present = self._present(*(one.name for one in fields(self)))

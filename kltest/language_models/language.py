@@ -27,6 +27,7 @@ class LanguageModel:
         compute_dtype: Dtype of forward passes if it is not that of the weights.
         compiled: The model as torch.compile returned it, for passes without a cache.
         chat: True to send a prompt as a user message through the tokenizer's chat template.
+        bare: True for a model without its adapters: the reference of a policy that shares its weights.
     """
 
     model: nn.Module
@@ -36,6 +37,7 @@ class LanguageModel:
     compute_dtype: torch.dtype | None = None
     compiled: Any = None
     chat: bool = False
+    bare: bool = False
 
     @classmethod
     def of(
@@ -99,11 +101,16 @@ class LanguageModel:
         leaves as they are, may share a matrix.
         """
         model = copy.deepcopy(self.model).requires_grad_(False)
+        self.cast(model)
+        return replace(self, model=model, compiled=None)
+
+    def cast(self, model: nn.Module) -> None:
+        """Change matrices without a gradient to `compute_dtype`."""
         shared = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
         for one in model.modules():
-            if self.compute_dtype and isinstance(one, nn.Linear) and id(one.weight) not in shared:
+            constant = isinstance(one, nn.Linear) and not one.weight.requires_grad and id(one.weight) not in shared
+            if self.compute_dtype and constant:
                 one.to(self.compute_dtype)
-        return replace(self, model=model, compiled=None)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the ids of a prompt.
@@ -153,8 +160,14 @@ class LanguageModel:
         # Old architectures take fewer options.
         accepted = _options_of(type(self.model).forward)
         model = self.model if self.compiled is None or cache is not None else self.compiled
-        with self.autocast():
-            answer = model(input_ids=ids, **{name: value for name, value in options.items() if name in accepted})
+        if self.bare:
+            self.model.disable_adapters()  # type: ignore[operator]
+        try:
+            with self.autocast():
+                answer = model(input_ids=ids, **{name: value for name, value in options.items() if name in accepted})
+        finally:
+            if self.bare:
+                self.model.enable_adapters()  # type: ignore[operator]
         return answer.logits[:, -keep:], getattr(answer, "past_key_values", None)
 
 

@@ -40,17 +40,20 @@ def needs_transformers() -> None:
 
 def pretrained(name: str) -> tuple[Any, Any]:
     """Return a model and its tokenizer from a folder or the hub; UsageError if they cannot be loaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    here = name.startswith((".", "/", "~")) or os.path.isdir(name) or not _answers(name)
+    here = name.startswith((".", "/", "~")) or os.path.isdir(name)
     try:
-        kinds = AutoModelForCausalLM, AutoTokenizer
-        model, tokenizer = (kind.from_pretrained(name, local_files_only=here) for kind in kinds)
-        return model, tokenizer
+        where = name if here or _answers(name) else snapshot_download(name, local_files_only=True)
+        return AutoModelForCausalLM.from_pretrained(where), AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError) as error:
         words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if name.startswith((".", "/", "~")) and not os.path.isdir(name):
             words = "there is no such folder"
+        elif isinstance(error, LocalEntryNotFoundError):
+            words = "the hub does not answer, and its cache has no such model"
         raise UsageError(
             f"model {name!r} cannot be loaded: {words}. Give tiny, tiny:SIZE, a folder with a model and its tokenizer, "
             "or the id of one on the hub"
@@ -58,7 +61,7 @@ def pretrained(name: str) -> tuple[Any, Any]:
 
 
 def _answers(name: str) -> bool:
-    """False if the hub does not answer within seconds; transformers would try again for minutes."""
+    """False if the hub does not answer within seconds; transformers would try again for a minute."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
