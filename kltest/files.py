@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
@@ -60,12 +60,12 @@ def write(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> Pa
     `content` may be a function that writes it to a file, for what is too large to be in memory twice.
     """
     data = content.encode() if isinstance(content, str) else content
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{escape(path.name)}.*"):
-        if left.suffix[1:].isdigit() and not _alive(int(left.suffix[1:])):
-            left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{escape(path.name)}.*"):
+            if left.suffix[1:].isdigit() and not _alive(int(left.suffix[1:])):
+                left.unlink(missing_ok=True)
         with temporary.open("wb") as file:
             data(file) if callable(data) else file.write(data)
             file.flush()
@@ -78,7 +78,8 @@ def write(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> Pa
             raise
         raise KltestError(f"cannot write {path}: {cause.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(NotADirectoryError):
+            temporary.unlink(missing_ok=True)
     return path
 
 

@@ -266,7 +266,7 @@ class Auditing:
             else None,
             facts=self._facts(),
             notes=notes,
-            versions={"kltest": __version__, "python": platform.python_version(), "torch": torch.__version__},
+            versions={"kltest": __version__, "python": platform.python_version(), "torch": str(torch.__version__)},
             seconds=time.monotonic() - self.began,
         )
 

@@ -6,6 +6,7 @@ The options come from `kltest.grading.options`.
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +63,14 @@ def command(
         ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line a target.")] = False,
+    cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Keep reports, and do not grade a target again whose code, options and packages have not changed.",
+            show_default=False,
+        ),
+    ] = None,
     allow_stale_excuses: Annotated[
         bool, typer.Option("--allow-stale-excuses", hidden=True, help="Deprecated: --allow-unexpected-passes.")
     ] = False,
@@ -90,7 +99,7 @@ def command(
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
-    return _run(jobs, where, old, told)
+    return _run(jobs, where, old, told, cached=configuration.cache if cache is None else cache)
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -128,20 +137,23 @@ def _nothing(configuration: Configuration) -> str:
     )
 
 
-def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, told: Mapping[str, bool]) -> int:
-    reports: list[Report] = []
+def _run(
+    jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, told: Mapping[str, bool], *, cached: bool
+) -> int:
+    found: dict[int, Report] = {}
     misused = interrupted = False
     try:
         with terminated_as_interrupted():
-            for report, kind in graded(jobs):
-                reports.append(report)
+            for number, report, kind in graded(jobs, cached=cached):
+                found[number] = report
                 misused |= kind == "usage"
     except KeyboardInterrupt:
         interrupted = True
+    reports = [report for _, report in sorted(found.items(), key=itemgetter(0))]
     if reports:
         write(reports, where, None if old is None else compare(*old, reports), **told)
     if interrupted:
-        missing = ", ".join(job.name for job in jobs[len(reports) :])
+        missing = ", ".join(job.name for number, job in enumerate(jobs) if number not in found)
         print(f"kltest: interrupted; {len(reports)} of {len(jobs)} graded, not graded: {missing}", file=sys.stderr)
         return INTERRUPTED
     worst = min((report.verdict for report in reports), key=WORST_FIRST.index)

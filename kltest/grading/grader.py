@@ -285,7 +285,7 @@ def unmeasured(options: Options, target: str, *, reduction: str = "mean", error:
         versions={
             "kltest": __version__,
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "numpy": np.__version__,
         },
         verdict="error",

@@ -126,13 +126,19 @@ class Child:
             step = step or Step("ended", message=self._ended(code, named, home, late=time.monotonic() > deadline))
         return step
 
-    def close(self) -> None:
+    def kill(self) -> None:
         """End the child and every process that it started: its process group outlives its leader."""
         if self._connection.closed:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
+
+    def close(self) -> None:
+        """End it, and read what it has printed."""
+        if self._connection.closed:
+            return
+        self.kill()
         self._process.join()
         self._read_output()
         while wait([self._stacks], 0) and (chunk := os.read(self._stacks.fileno(), 1 << 16)):

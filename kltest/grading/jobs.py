@@ -1,18 +1,22 @@
 """Jobs: one target with its options each, graded in a child process of its own."""
 
 import contextlib
+import os
 import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from kltest.adapters import named
-from kltest.errors import UsageError
+from kltest.errors import KltestError, UsageError
+from kltest.grading.cache import entry, find, imported, keep
 from kltest.grading.isolation import Child, Kind, Output, Step, note_bug
 from kltest.grading.options import DEFAULT_TIMEOUT, Options, checked
 from kltest.loss.names import named as named_loss
@@ -39,6 +43,11 @@ class Job:
     folder: str | None = None
 
     @property
+    def entry(self) -> Path:
+        """The file of the cache that has its report."""
+        return entry(self.name, self.target, sorted(self.given.items()), self.folder)
+
+    @property
     def timeout(self) -> float:
         """Seconds that finding the target may take, and then grading it."""
         return self.given.get("timeout", DEFAULT_TIMEOUT)
@@ -56,21 +65,57 @@ class Job:
         return settings or [cls(target, target, given, folder)]
 
 
-def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
-    """Yield a report for each job, in order. Raises UsageError before any grading if a target cannot be called.
+class Graded(NamedTuple):
+    """The report of the job of this number, and how grading ended: "usage" is a misuse that shows only in a call."""
 
-    A misuse that shows only when the target is called comes as a report, of the kind "usage".
+    number: int
+    report: Report
+    kind: Kind
+
+
+def graded(jobs: Sequence[Job], *, cached: bool = False) -> Iterator[Graded]:
+    """Yield the report of each job as it is finished; as many are graded at once as there are cores.
+
+    With `cached`, targets that have not changed since they were graded are not graded again.
+
+    Raises:
+        UsageError: A target cannot be called; nothing has been graded then.
     """
-    for job in jobs:
+    fresh: dict[int, Job] = {}
+    for number, job in enumerate(jobs):
+        if cached and (report := find(job.entry)):
+            print(f"kltest: {job.name} has not changed: its report is that of the cache", file=sys.stderr)
+            yield Graded(number, report, "value")
+        else:
+            fresh[number] = job
+    if fresh:
+        yield from _graded(fresh, cached=cached)
+
+
+def _graded(jobs: Mapping[int, Job], *, cached: bool) -> Iterator[Graded]:
+    for job in jobs.values():
         if job.folder is not None and job.folder not in sys.path:
             sys.path.append(job.folder)
         named_loss(job.target)  # refuses unknown names, missing files and modules before torch is imported
     # Imported before children are forked, so that each has torch already.
     import kltest.grading.grader  # noqa: F401
 
+    cores = len(os.sched_getaffinity(0))
+    running: dict[Future[Reached], tuple[int, Child]] = {}
+
+    def finished(least: int) -> Iterator[Graded]:
+        """Yield what has ended, waiting until fewer than `least` are left."""
+        while len(running) >= least:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                number, child = running.pop(future)
+                child.close()
+                reached = future.result()
+                yield Graded(number, _report(jobs[number], child, reached, cached), reached.step.kind)
+
     with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(cores))
         waiting: list[tuple[Child, Step]] = []
-        for job in jobs:
+        for job in jobs.values():
             child = stack.enter_context(Child(steps, job))
             step = child.step(job.timeout)
             if step.kind == "usage":
@@ -78,35 +123,55 @@ def graded(jobs: Sequence[Job]) -> Iterator[tuple[Report, Kind]]:
             waiting.append((child, step))
             if len(waiting) > WAITING:
                 child.close()
-        for number, (job, (child, step)) in enumerate(zip(jobs, waiting, strict=True), 1):
+        stack.callback(lambda: _stop({future: child for future, (_, child) in running.items()}))
+        for count, ((number, job), (child, step)) in enumerate(zip(jobs.items(), waiting, strict=True), 1):
             if len(jobs) > 1 and sys.stderr.isatty():
-                print(f"grading {job.name} ({number} of {len(jobs)})", file=sys.stderr)
-            if step.kind == "value" and number > WAITING:
-                child = stack.enter_context(Child(steps, job))
+                print(f"grading {job.name} ({count} of {len(jobs)})", file=sys.stderr)
+            if step.kind == "value" and count > WAITING:
+                child = Child(steps, job)
                 step = child.step(job.timeout)
-            reached = None
-            if step.kind == "value":
-                step, reached = _run(job, child, step.value)
-            child.close()
-            yield _report(job, step, child.output, reached), step.kind
+            running[pool.submit(_run, job, child, step)] = (number, child)
+            yield from finished(cores)
+        yield from finished(1)
 
 
-def _run(job: Job, child: Child, home: str) -> tuple[Step, Report | None]:
-    """Grade in the child; the report is that of the last row or check that it finished."""
-    reached, finished, deadline = None, False, time.monotonic() + job.timeout + TO_REPORT
-    while not finished:
+def _stop(running: "Mapping[Future[Reached], Child]") -> None:
+    """End children, then the threads that wait for them, before anything that these use is closed."""
+    for child in running.values():
+        child.kill()
+    wait(running)
+    for child in running.values():
+        child.close()
+
+
+class Reached(NamedTuple):
+    """The last step of a child, the last report before it, and the files it had imported if it came to its end."""
+
+    step: Step
+    report: Report | None = None
+    files: list[str] | None = None
+
+
+def _run(job: Job, child: Child, step: Step) -> Reached:
+    """Grade in the child that has resolved its target; the report is that of the last row or check that it finished."""
+    if step.kind != "value":
+        return Reached(step)
+    reached, home, deadline = Reached(step), step.value, time.monotonic() + job.timeout + TO_REPORT
+    while reached.files is None:
         step = child.step(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
         if step.kind != "value":
-            break
-        finished, reached = step.value
-    return step, reached
+            return reached._replace(step=step)
+        files, report = step.value
+        reached = Reached(step, report, files)
+    return reached
 
 
-def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
+def steps(job: Job) -> Iterator[str | tuple[list[str] | None, Report]]:
     """Resolve the target and fill its parameters in the child, then grade it there, row by row and check by check.
 
     Yields:
-        The file of the loss, then after each step whether it was the last, and the report as far as it has come.
+        The file of the loss, then after each step the report as far as it has come, with None until the last step,
+        and then with the files that were imported.
     """
     import torch
 
@@ -117,23 +182,30 @@ def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
 
     options = Options(**{"name": job.name, **job.given, "timeout": job.timeout})
     loss = resolved(job.target, options)
-    yield source_file(loss.function) or ""
+    yield (home := source_file(loss.function) or "")
     grading = Grading.of(job.name, options)
     for _ in grading.steps(loss):
-        yield grading.finished, grading.report()
+        yield imported(home) if grading.finished else None, grading.report()
 
 
-def _report(job: Job, step: Step, output: Output, reached: Report | None) -> Report:
+def _report(job: Job, child: Child, reached: Reached, cached: bool) -> Report:
     """Return the report of a child that came to its end, or of one that was ended: what it had reached stands."""
-    if step.kind == "value" and reached is not None:
-        return _with_output(reached, output)
+    step, report = reached.step, reached.report
+    if step.kind == "value" and report is not None:
+        report = _with_output(report, child.output)
+        if cached and reached.files is not None and report.verdict != "error" and not report.unfinished:
+            try:
+                keep(job.entry, reached.files, report)
+            except KltestError as error:
+                print(f"kltest: the report of {job.name} is not kept for --cache: {error}", file=sys.stderr)
+        return report
     message = f"{job.name} {step.message}" if step.kind == "ended" else step.message
     if step.kind == "crashed":
         message = note_bug(message, step.trace)
-    report = failed(job, message) if reached is None else replace(reached, verdict="error", error=message)
+    report = failed(job, message) if report is None else replace(report, verdict="error", error=message)
     if frame := re.search(r", in \S+ at (.+):(\d+)$", message):
         report = replace(report, source=(frame[1], int(frame[2])))
-    return _with_output(report, output)
+    return _with_output(report, child.output)
 
 
 def failed(job: Job, message: str) -> Report:

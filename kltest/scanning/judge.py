@@ -137,7 +137,7 @@ def grade(folder: str, source: str, place: str, declared: str, timeout: float) -
     def ask(expected: str) -> dict[str, Any]:
         given = {"expect": expected, **options(place), "sampler": "both", "timeout": timeout}
         job = Job(f"{NAME}", f"{file}:{NAME}", checked(given, lambda option: option.name))
-        report, kind = next(iter(graded([job])))
+        _, report, kind = next(iter(graded([job])))
         told = report.to_dict()
         kept = {name: told[name] for name in ("verdict", "gradients", "checks")}
         error = (told.get("error") or "").replace(f"{file}:{NAME}", "the term").replace(f"{file}:", "line ")

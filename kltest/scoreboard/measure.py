@@ -145,7 +145,7 @@ def _row(asked: argparse.Namespace, wanted: str, lost: str = "") -> Row:
     shown: dict[str, Any] = {"program": "", "program_of_adapter": False}
     try:
         try:
-            ((report, _),) = [(failed(job, f"{job.name}: {lost}"), "")] if lost else graded([job])
+            report = failed(job, f"{job.name}: {lost}") if lost else next(graded([job])).report
         except UsageError as error:
             report = failed(job, str(error))
         try:

@@ -26,6 +26,7 @@ from kltest.cli import grade as grade_command
 from kltest.cli.application import COMMANDS
 from kltest.estimators import registry
 from kltest.grading import jobs
+from kltest.grading.jobs import Graded
 from kltest.report import Report
 from kltest.truth import ATLAS
 
@@ -220,9 +221,10 @@ def test_the_worst_is_error_then_refuted_then_inconclusive(kinds, code, monkeypa
 
 
 def canned(verdicts):
-    def reports(jobs):
-        for job, verdict in zip(jobs, verdicts, strict=False):
-            yield Report(job.name, "reverse_kl", "loss", 0, {}, verdict, "per-row", "float64", error="x"), "value"
+    def reports(jobs, **options):
+        for number, (job, verdict) in enumerate(zip(jobs, verdicts, strict=False)):
+            report = Report(job.name, "reverse_kl", "loss", 0, {}, verdict, "per-row", "float64", error="x")
+            yield Graded(number, report, "value")
 
     return reports
 
@@ -464,7 +466,7 @@ def test_the_first_screen_is_short_and_the_rest_is_there_when_it_is_asked_for():
 
 
 def test_a_report_that_cannot_be_written_after_the_work_is_said_and_the_others_are_written(folder, monkeypatch):
-    def reports(jobs):
+    def reports(jobs, **options):
         (folder / "gone").rmdir()
         yield from canned(["confirmed"])(jobs)
 
@@ -477,7 +479,7 @@ def test_a_report_that_cannot_be_written_after_the_work_is_said_and_the_others_a
 
 
 def test_a_bug_of_kltest_says_so_and_keeps_the_traceback(monkeypatch):
-    def broken(jobs):
+    def broken(jobs, **options):
         raise ZeroDivisionError("planted")
         yield
 
@@ -508,7 +510,7 @@ def test_a_bug_of_kltest_in_the_child_says_so_and_spares_the_other_targets(monke
 
 
 def test_an_interrupted_run_keeps_what_is_finished(folder, monkeypatch):
-    def interrupted(jobs):
+    def interrupted(jobs, **options):
         yield from canned(["confirmed"])(jobs)
         raise KeyboardInterrupt
 
@@ -526,7 +528,14 @@ def test_a_signal_stops_the_children_and_keeps_what_is_finished(folder, number):
         "import os, time\ndef f(logp):\n    open('started', 'w').write(str(os.getpid()))\n    time.sleep(300)\n"
     )
     command = [sys.executable, "-m", "kltest.cli", "grade", "losses.py:truth", "slow.py:f", "--environment", "bandit"]
-    process = subprocess.Popen([*command, "--output", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # On one core, so that the first is finished before the second is begun.
+    one = {min(os.sched_getaffinity(0))} if hasattr(os, "sched_setaffinity") else set()
+    process = subprocess.Popen(
+        [*command, "--output", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=(lambda: os.sched_setaffinity(0, one)) if one else None,
+    )
     until = time.monotonic() + 60
     while not ((folder / "started").exists() and (folder / "started").read_text()):
         assert process.poll() is None, process.stderr.read()
@@ -670,7 +679,7 @@ TOKENS = st.one_of(st.sampled_from(WORDS.split()), st.text(max_size=8))
 @given(st.lists(TOKENS, max_size=8))
 def test_no_list_of_arguments_gives_a_traceback_or_an_unknown_exit_code(arguments):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grade_command, "graded", lambda jobs: canned(["confirmed"] * len(jobs))(jobs))
+        patch.setattr(grade_command, "graded", lambda jobs, **_: canned(["confirmed"] * len(jobs))(jobs))
         for name in ("reproduce", "run", "figures", "paper"):
             patch.setattr(f"kltest.reproduce.commands.{name}", lambda *_, **__: 0)
         result = call(*arguments)

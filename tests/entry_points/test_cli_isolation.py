@@ -130,6 +130,6 @@ def test_output_counts_all_lines_and_keeps_the_last():
 def test_more_targets_than_may_wait_are_all_graded_in_order():
     names = ["k2-loss-sequence", "k3-loss"] * (grade_jobs.WAITING // 2 + 1)
     jobs = [Job(name, name, {"environment": ("bandit",), "select": ("KL1",)}) for name in names]
-    found = [report for report, _ in grade_jobs.graded(jobs)]
+    found = [report for _, report, _ in sorted(grade_jobs.graded(jobs), key=lambda one: one.number)]
     assert [report.target for report in found] == names
     assert [report.verdict for report in found] == ["confirmed", "refuted"] * (len(names) // 2)

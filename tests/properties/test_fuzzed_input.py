@@ -13,6 +13,7 @@ from kltest.cli import app
 from kltest.cli import grade as grade_command
 from kltest.errors import UsageError
 from kltest.grading.configuration import Configuration, read
+from kltest.grading.jobs import Graded
 from kltest.grading.options import KEYS
 from kltest.grading.options import OPTIONS as TABLE
 from kltest.report import Report
@@ -31,9 +32,10 @@ FUZZ = settings(
 def folder(tmp_path, monkeypatch):
     """A folder to call kltest in, where every target is confirmed at once and no folder above has a say."""
 
-    def confirmed(jobs):
-        for job in jobs:
-            yield Report(job.name, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64"), "value"
+    def confirmed(jobs, **options):
+        for number, job in enumerate(jobs):
+            report = Report(job.name, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64")
+            yield Graded(number, report, "value")
 
     monkeypatch.setattr(grade_command, "graded", confirmed)
     monkeypatch.chdir(tmp_path)
