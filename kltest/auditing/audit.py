@@ -14,11 +14,11 @@ from torch import nn
 
 from kltest import __version__
 from kltest.auditing.models import PROMPTS, as_language
-from kltest.auditing.named import Part, parts_of
+from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import CutModel, Models, measure
 from kltest.auditing.report import Audit, Row
 from kltest.auditing.sketch import SIZE, Sketch
-from kltest.auditing.statistics import Sample, coefficient, cosine, distance, misfit, nearest, norm
+from kltest.auditing.statistics import Sample, angle, coefficient, distance, misfit, nearest, norm
 from kltest.auditing.units import drawn, of_batch
 from kltest.errors import UsageError
 from kltest.grading.grader import resolved
@@ -39,6 +39,8 @@ FIRST_LOOK = 16
 LEAST = 8
 # A prefix weight is hopeless if it leaves fewer effective rollouts than this share of all.
 EFFECTIVE = 0.1
+# A cosine that is printed as more than 1.
+SEEN = 1.0005
 # Log-probs of one policy in two programs differ by less than this if both compute in float32.
 SAME = 1e-4
 
@@ -145,6 +147,8 @@ class Auditing:
         self.each, self.units, self.rollouts = 1, 0, 0
         self.weights: dict[str, list[torch.Tensor]] = {"reference": [], "policy": [], "square": []}
         self.facts: dict[str, float] = {}
+        self.misfits: dict[float, float] = {}
+        self.controls = range(0)
         self.divisor, self.began = 1.0, time.monotonic()
 
     def over(self, source: Iterable[Rollouts], progress: Callable[[int], None] = lambda units: None) -> Audit:
@@ -179,6 +183,8 @@ class Auditing:
         for key, value in counts.items():
             self.facts[key] = self.facts.get(key, 0.0) + value
         self.facts["largest gap"] = max(self.facts.get("largest gap", 0.0), float(gap.max()))
+        for divisor, misfit_there in unit.misfits.items():
+            self.misfits[divisor] = self.misfits.get(divisor, 0.0) + misfit_there
         self.partial.append(unit.vectors)
         if len(self.partial) == self.each:
             self.blocks.append(torch.stack(self.partial).mean(0).numpy())
@@ -194,11 +200,14 @@ class Auditing:
         stale = self.models.sampler is not None or rollouts.old_logp is not None
         full = self.models.sampler is not None
         self.names = parts_of(stale=stale, full=full, rewarded=rollouts.reward is not None)
-        self.parts = list(dict.fromkeys(part for parts in self.names.values() for part in parts))
+        named = dict.fromkeys(part for parts in self.names.values() for part in parts)
+        controls = controls_of(stale=stale, full=full)
+        self.parts = [*named, *controls]
+        self.controls = range(2 + len(named), 2 + len(self.parts))
 
     def vector(self, combination: Mapping[str, float]) -> np.ndarray:
-        """Return a combination of named gradients as one of the sketched vectors (1 + parts,)."""
-        found = np.zeros(1 + len(self.parts))
+        """Return a combination of named gradients as one of the sketched vectors (2 + parts,)."""
+        found = np.zeros(2 + len(self.parts))
         for name, scale in combination.items():
             if name != "zero":
                 if name not in self.names:
@@ -206,14 +215,15 @@ class Auditing:
                         f"--expect {name}: it cannot be estimated on these rollouts, only {', '.join(self.names)}"
                     )
                 for part in self.names[name]:
-                    found[1 + self.parts.index(part)] += scale
+                    found[2 + self.parts.index(part)] += scale
         return found
 
     def report(self) -> Audit:
         """Return what can be said of the units so far."""
-        options, sample = self.options, Sample(np.stack(self.blocks))
+        options, sample = self.options, Sample(np.stack(self.blocks)).controlled(self.controls)
         rate = options.error_rate / (2 * self.looks)
-        own, truth = np.eye(1 + len(self.parts))[0], self.vector({"reverse_kl": 1.0})
+        raw, own = np.eye(2 + len(self.parts))[:2]
+        truth = self.vector({"reverse_kl": 1.0})
         declared = self.vector(options.expect)
         columns = {name: self.vector({name: 1.0}) for name in self.names}
         hopeless = self._hopeless()
@@ -225,7 +235,7 @@ class Auditing:
             follows = nearest(sample, own, {n: c for n, c in usable.items() if n not in ALONE}, each, options.margin)
         d, unit = own - declared, declared if declared.any() else truth
         named = np.stack([*usable.values(), unit])
-        away = distance(sample, d, unit, named, rate)
+        away = distance(sample, d, unit, named, self.controls, rate)
         row = self._row(sample, own, plain(options.expect), unit, each)
         verdict: Verdict = "confirmed" if away.high <= options.margin else "inconclusive"
         if away.low > options.margin:
@@ -240,7 +250,7 @@ class Auditing:
                     "tells if that factor is the same for all lengths and batches"
                 )
         square, error = sample.estimate(norm(d))
-        noise, size = (float(x @ sample.noise @ x) * self.each for x in (d, own))
+        noise, size = (float(x @ sample.noise @ x) * self.each for x in (raw - declared, raw))
         signal = float(own @ sample.products @ own)
         return Audit(
             target=self.name,
@@ -278,8 +288,8 @@ class Auditing:
         found = Row(name, sample.interval(coefficient(own, column), rate))
         if sample.interval(norm(own), rate).low <= 0:
             return replace(found, note="the loss's gradient is not told from zero: no direction")
-        angle = sample.interval(cosine(own, column), rate)
-        return replace(found, cosine=angle, note="above 1 by noise" if angle.value > 1 else "")
+        near = angle(sample, own, column, rate)
+        return replace(found, cosine=near, note="above 1 by noise" if near.value > SEEN else "")
 
     def _hopeless(self) -> dict[str, str]:
         """Reasons, by name, why a named gradient that needs weights of whole rollouts is not estimated."""
@@ -300,13 +310,14 @@ class Auditing:
         return math.ceil(more) if more > self.units else 2 * self.units
 
     def _facts(self) -> dict[str, float | None]:
-        facts = self.facts
-        stale = self.models.sampler is not None
+        facts, misfits = self.facts, self.misfits
+        best = min(misfits, key=misfits.__getitem__) if misfits else None
         return {
             "padded_share": math.sqrt(facts["padded"] / facts["all"]) if facts.get("all") else 0.0,
             "truncated": 1 - facts["ended"] / self.rollouts,
-            "mean_gap": None if stale else facts["gap"] / facts["tokens"],
-            "largest_gap": None if stale else facts["largest gap"],
+            "mean_gap": facts["gap"] / facts["tokens"] if misfits else None,
+            "largest_gap": facts["largest gap"] if misfits else None,
+            "temperature": best and best * self.models.temperature,
         }
 
 

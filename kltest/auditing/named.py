@@ -25,6 +25,7 @@ OWN: dict[str, Weight] = {
     "surprise": lambda p, r, m: -p,
     "to-sampler": lambda p, r, m: p - m,
     "from-sampler": lambda p, r, m: -torch.expm1(m - p),
+    "one": lambda p, r, m: torch.ones_like(p),
 }
 """Weight of a token's own score, by the log-probs of policy, reference and sampler."""
 COST: dict[str, Weight] = {
@@ -48,7 +49,7 @@ AT_SAMPLER, AT_ROLLOUTS, AT_REFERENCE = "sampler", "rollouts", "reference"
 
 @dataclass(frozen=True)
 class Part:
-    """`kind` is own, later, earlier, whole or last; `weight` names a function; `at` says who draws the prefixes."""
+    """`kind` is own, later, earlier, whole, last or control; `weight` names a function, `at` who draws the rest."""
 
     kind: str
     weight: str
@@ -120,6 +121,19 @@ def parts_of(*, stale: bool, full: bool, rewarded: bool) -> dict[str, tuple[Part
     return {name: found[name] for name in ATLAS if name in found}
 
 
+def controls_of(*, stale: bool, full: bool) -> list[Part]:
+    """Return parts whose expectation is zero: scores of sampled tokens less the mean over next tokens in closed form.
+
+    What a loss shares with them is noise. Those of past and future weigh a score with the log-ratios of other tokens.
+    """
+    found = [Part("control", weight) for weight in ("one", "u", "forward", "square", "past", "future")]
+    if stale:
+        found += [Part("control", weight, AT_SAMPLER) for weight in ("one", "u", "forward", "past")]
+    if stale and full:
+        found += [Part("control", weight, AT_ROLLOUTS) for weight in ("one", "u", "forward", "square")]
+    return found
+
+
 def _without_sampler(part: Part) -> bool:
     return "sampler" not in part.weight and (part.at == "" or part.kind == "own" or part.kind in ("whole", "last"))
 
@@ -165,6 +179,8 @@ class Tokens:
         nothing = torch.zeros_like(self.logp)
         if part.kind == "later":
             return self._later(part)
+        if part.kind == "control":
+            return self.own(part) * (1.0 if part.at == AT_ROLLOUTS else self.ratio) * self._known(part.weight), nothing
         sampled = COST.get(part.weight, OWN["u"])(self.logp, self.ref_logp, self.old_logp) * self.live
         if part.kind == "earlier":
             # Over next tokens in closed form: all of it is a weight under μ.
@@ -177,6 +193,17 @@ class Tokens:
             return whole * self.live, nothing
         reached = (self.logp - self.old_logp).sum(1, keepdim=True).exp()
         return reached * whole * self.live - self.through * others_mean(reached * whole), nothing
+
+    def _known(self, weight: str) -> Tensor:
+        """(B, T) weight of the score of a sampled token in a control."""
+        u = (self.logp - self.ref_logp) * self.live
+        if weight == "past":
+            return u.cumsum(1) - u
+        if weight == "future":
+            surprise = self.ratio * u - self._expected["u", ""]
+            weighted = self.before * surprise
+            return (weighted.flip(1).cumsum(1).flip(1) - weighted) / self.through.clamp(min=1e-30)
+        return OWN[weight](self.logp, self.ref_logp, self.old_logp)
 
     def _later(self, part: Part) -> tuple[Tensor, Tensor]:
         cost = self._expected[part.weight, "" if part.at == "" else AT_SAMPLER]
@@ -212,14 +239,17 @@ def gradient_at_logits(
             token stands for it.
     """
     drawn = tokens[:, span, None]
-    if part.kind == "own":
+    exact = torch.zeros_like(p)
+    if part.weight in OWN and part.kind in ("own", "control"):
         weight = OWN[part.weight](p, r, p if m is None else m)
         scale = at.own(part)[:, span, None]
         if part.at == AT_ROLLOUTS and m is None:
             return at_sampled(drawn, weight.gather(2, drawn) * scale, p)
-        return centred((p if part.at != AT_ROLLOUTS or m is None else m).exp() * weight * scale, p)
+        exact = centred((p if part.at != AT_ROLLOUTS or m is None else m).exp() * weight * scale, p)
+        if part.kind == "own":
+            return exact
     weights, under_sampler = (one[:, span, None] for one in at.sampled(part))
-    found = at_sampled(drawn, weights, p)
+    found = at_sampled(drawn, weights, p) - exact
     if bool(under_sampler.any()):
         assert m is not None or part.kind == "earlier"
         found += at_sampled(drawn, under_sampler, p) if m is None else centred(m.exp() * under_sampler, p)

@@ -22,6 +22,8 @@ from kltest.loss.calling import Loss
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import Rollout
 
+# Divisors of the log-probs at which those of a file are compared with the model's.
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
 # Logits in one chunk.
 CHUNK = 2**23
 
@@ -87,14 +89,16 @@ class Unit:
     """Measurements of one unit.
 
     Attributes:
-        vectors: (1 + parts, size) sketches of the loss's gradient and of the parts of named gradients.
+        vectors: (2 + parts, size) sketches: the loss's gradient, a row of zeros, and the parts of named gradients.
         tokens: What the tokens were.
         facts: Sums over rollouts, by name.
+        misfits: Σ(log-prob − sampler's)² by the divisor of the logits, if the sampler's come with the rollouts.
     """
 
     vectors: Tensor
     tokens: Tokens
     facts: dict[str, float] = field(default_factory=dict)
+    misfits: dict[float, float] = field(default_factory=dict)
 
 
 class Pass:
@@ -103,6 +107,7 @@ class Pass:
     def __init__(self, models: Models, rollouts: Rollouts, sketch: Sketch) -> None:
         self.models, self.rollouts, self.sketch = models, rollouts, sketch
         self.hidden = models.policy.features(rollouts)
+        self.misfits: dict[float, float] = {}
         with torch.no_grad():
             self.reference = models.reference.features(rollouts)
             self.sampler = None if models.sampler is None else models.sampler.features(rollouts)
@@ -136,6 +141,11 @@ class Pass:
             for name, table in (("p", p), ("r", r), ("m", m)):
                 if table is not None:
                     found.setdefault(name, []).append(table.gather(2, drawn)[..., 0])
+            if (kept := self.rollouts.old_logp) is not None:
+                for divisor in TEMPERATURES:
+                    at_divisor = (p / divisor).log_softmax(-1).gather(2, drawn)[..., 0]
+                    gap = (at_divisor - kept[:, span].to(p)).square().where(self.rollouts.mask[:, span], 0.0)
+                    self.misfits[divisor] = self.misfits.get(divisor, 0.0) + float(gap.sum())
             for weight, at in costs:
                 q = m if at == AT_SAMPLER and m is not None else p
                 expected = (q.exp() * COST[weight](p, r, q if m is None else m)).sum(-1)
@@ -189,19 +199,19 @@ def measure(
     """
     with torch.enable_grad():
         run = Pass(models, rollouts, sketch)
-        costs = {(part.weight, part.at and AT_SAMPLER) for part in parts if part.kind == "later"}
+        costs = {(part.weight, part.at and AT_SAMPLER) for part in parts if part.kind == "later"} | {("u", "")}
         tokens = run.numbers(costs)
-        vectors = torch.zeros(1 + len(parts), sketch.size, dtype=sketch.dtype, device=run.hidden.device)
+        vectors = torch.zeros(2 + len(parts), sketch.size, dtype=sketch.dtype, device=run.hidden.device)
         found, facts = _of_loss(loss, run, tokens)
         at_logits: dict[int, Any] = {}
         if found:
             at_logits[0] = lambda span, p, r, m: _from_leaves(found, rollouts.tokens, span, p) / divisor
-        for row, part in enumerate(parts, 1):
+        for row, part in enumerate(parts, 2):
             at_logits[row] = lambda span, p, r, m, part=part: (
                 gradient_at_logits(part, rollouts.tokens, span, tokens, p, r, m) / len(rollouts)
             )
         run.fold(at_logits, vectors)
-    return Unit(vectors.cpu(), tokens, facts)
+    return Unit(vectors.cpu(), tokens, facts, run.misfits)
 
 
 def as_fields(run: Pass, tokens: Tokens) -> Rollout:

@@ -1,6 +1,7 @@
 """The result of an audit as plain data: text, and JSON in the schema kltest.audit/1."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -118,6 +119,7 @@ class Audit:
             "",
             f"All intervals hold together at {level}. {self.units} prompts, {self.rollouts} rollouts, "
             f"{self.tokens:,} tokens, {self.parameters:,} weights, {self.seconds:.0f} s.",
+            *_of_rollouts(self.facts),
             *self.notes,
         ]
         return "\n".join(lines).rstrip() + "\n"
@@ -138,6 +140,19 @@ def _first_lines(audit: Audit) -> list[str]:
     noise = f"Signal to noise of these rollouts: {audit.signal_to_noise:.3g}"
     crossing = "" if audit.crossing is None else f"; bias overtakes noise at {max(audit.crossing, 1):,.0f} rollouts"
     return [*lines, f"{noise}{crossing}."]
+
+
+def _of_rollouts(facts: dict[str, float | None]) -> Iterator[str]:
+    """What was found in the rollouts, a sentence each."""
+    if share := facts["padded_share"]:
+        yield f"Padding is not masked: {100 * share:.2g} % of the gradient at log-probs is at padded positions."
+    if share := facts["truncated"]:
+        yield f"{100 * share:.0f} % of the rollouts have no end token."
+    if facts["mean_gap"] is not None:
+        yield (
+            f"The sampler's log-probs differ from the model's by {facts['mean_gap']:.2g} on average and "
+            f"{facts['largest_gap']:.2g} at most; a temperature of {facts['temperature']:g} fits them best."
+        )
 
 
 def words(follows: Combination | None) -> str:

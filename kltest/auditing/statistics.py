@@ -6,7 +6,7 @@ a mean over pairs their square is on average no smaller than the variance (Efron
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -16,8 +16,10 @@ import numpy as np
 from scipy.stats import t
 
 Statistic = Callable[[np.ndarray], np.ndarray]
-# A named gradient whose squared norm is within this many standard errors of zero has no direction.
-WEAK = 4.0
+# Directions of noise below this share of the largest are not fitted: their coefficients would be noise of their own.
+SHARED = 1e-3
+# Numbers of a sketch that is folded again.
+FOLDED = 4096
 
 
 class Interval(NamedTuple):
@@ -54,6 +56,28 @@ class Sample:
         """Every other block, from the first or from the second."""
         return Sample(self.vectors[which::2])
 
+    def controlled(self, controls: Sequence[int]) -> "Sample":
+        """Fill row 1 with row 0 less its share of the controls, whose expectation is zero.
+
+        The share is fitted on every other block and taken from the others, so that expectations stay as they are.
+        """
+        shares = [self.half(which).shares(controls) for which in (0, 1)]
+        for number, block in enumerate(self.vectors):
+            block[1] = block[0] - shares[1 - number % 2].astype(block.dtype) @ block[list(controls)]
+        return Sample(self.vectors)
+
+    def shares(self, controls: Sequence[int]) -> np.ndarray:
+        """(K,) coefficients of the controls in the least-squares fit of row 0's noise by that of all other rows."""
+        own, _ = self._products
+        noise = own.mean(0) - self.mean @ self.mean.T
+        scale = np.sqrt(np.maximum(np.diag(noise), 1e-300))
+        noise = noise / scale / scale[:, None]
+        rows = [row for row in range(2, len(noise)) if scale[row] > 1e-12 * scale.max()]
+        solved = np.zeros(len(noise))
+        solved[rows] = np.linalg.lstsq(noise[np.ix_(rows, rows)], noise[rows, 0], rcond=SHARED)[0]
+        found: np.ndarray = (solved * scale[0] / scale)[list(controls)]
+        return found
+
     @cached_property
     def mean(self) -> np.ndarray:
         """(Q, m) mean sketches."""
@@ -89,9 +113,32 @@ class Sample:
         found: np.ndarray = own.mean(0) - self.products
         return found
 
-    def interval(self, statistic: Statistic, rate: float) -> Interval:
-        """A statistic of the inner products (…, Q, Q) with its interval."""
+    @cached_property
+    def _folded(self) -> np.ndarray:
+        """(n, Q, k) the vectors folded again, enough for `pairs`."""
+        n, rows, size = self.vectors.shape
+        turns = -(-size // FOLDED)
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=turns)
+        found = np.zeros((n, rows, min(size, FOLDED)))
+        for turn, sign in enumerate(signs):
+            part = self.vectors[:, :, turn * FOLDED : (turn + 1) * FOLDED]
+            found[:, :, : part.shape[2]] += sign * part
+        return found
+
+    def pairs(self, d: np.ndarray) -> float:
+        """Standard error of the part of ‖E d‖² that is quadratic in noise, √(2·tr Cov(d)²/(n(n − 1))).
+
+        All error is in that part if E d is zero; the jackknife's is then small just when ‖E d‖² comes out small.
+        """
+        n, each = len(self), np.einsum("nqk,q->nk", self._folded, d)
+        products = (each - each.mean(0)) @ (each - each.mean(0)).T
+        squares = (products**2).sum() - (np.diag(products) ** 2).sum()
+        return math.sqrt(2 * squares) / (n * (n - 1))
+
+    def interval(self, statistic: Statistic, rate: float, more: float = 0.0) -> Interval:
+        """A statistic of the inner products (…, Q, Q) with its interval; `more` is a standard error to add."""
         value, error = self.estimate(statistic)
+        error = math.hypot(error, more)
         return Interval(value, value - reach(rate, len(self)) * error, value + reach(rate, len(self)) * error)
 
     def estimate(self, statistic: Statistic) -> tuple[float, float]:
@@ -143,6 +190,13 @@ def misfit(x: np.ndarray, columns: np.ndarray) -> Statistic:
     return share
 
 
+def angle(sample: Sample, x: np.ndarray, y: np.ndarray, rate: float) -> Interval:
+    """The cosine of E x and E y with its interval; near 1 it is 1 − ‖E rest‖²/2‖E x‖², with what y leaves of x."""
+    products = sample.products
+    rest = x - coefficient(x, y)(products) * y
+    return sample.interval(cosine(x, y), rate, sample.pairs(rest) / (2 * float(abs(norm(x)(products)))))
+
+
 @dataclass(frozen=True)
 class Distance:
     """Bounds on ‖E d‖ as a share of ‖E t‖, at one error rate together."""
@@ -152,7 +206,9 @@ class Distance:
     high: float
 
 
-def distance(sample: Sample, d: np.ndarray, unit: np.ndarray, named: np.ndarray, rate: float) -> Distance:
+def distance(
+    sample: Sample, d: np.ndarray, unit: np.ndarray, named: np.ndarray, controls: Sequence[int], rate: float
+) -> Distance:
     """Bound ‖E d‖/‖E unit‖ from both sides.
 
     From above by ‖E d‖², a mean over pairs: around a small ‖E d‖ it is no normal variable, but a weighted sum of χ²
@@ -163,14 +219,19 @@ def distance(sample: Sample, d: np.ndarray, unit: np.ndarray, named: np.ndarray,
     has less noise.
     """
     square, error = sample.estimate(norm(d))
+    error = math.hypot(error, sample.pairs(d))
     units = sample.interval(norm(unit), rate / 4)
     most = max(square + error * max(math.sqrt(2 * math.log(4 / rate)), reach(rate / 2, len(sample))), 0.0)
     lows = [0.0]
     for own, other in ((0, 1), (1, 0)):
         learn, test = sample.half(own), sample.half(other)
-        for direction in _directions(learn, d, named):
+        # Row 1 uses all blocks; made anew, nothing of the other half is in the direction.
+        raw = d.copy()
+        raw[0], raw[1] = d[1], 0.0
+        raw[list(controls)] -= d[1] * learn.shares(controls)
+        for direction in _directions(learn, raw, named):
             if (length := float(np.linalg.norm(direction))) > 0:
-                along = np.einsum("nqm,q,m->n", test.vectors, d, direction / length, optimize=True)
+                along = np.array([raw @ (block.astype(np.float64) @ direction) for block in test.vectors]) / length
                 margin = float(t.ppf(1 - rate / 16, len(test) - 1)) * along.std(ddof=1) / math.sqrt(len(test))
                 lows.append(float(along.mean() - margin))
     least, largest = math.sqrt(max(units.low, 0.0)), math.sqrt(max(units.high, 1e-300))
@@ -192,7 +253,8 @@ def _directions(learn: Sample, d: np.ndarray, named: np.ndarray) -> list[np.ndar
 class Combination:
     """A short combination near E x, with an interval for each coefficient.
 
-    `misfit` is ‖E x − fit‖/‖E x‖; `rivals` are other combinations of as many names that are not surely farther.
+    `misfit` is ‖E x − fit‖/‖E x‖. Unless that is surely within the margin, `rivals` are the other combinations of as
+    many names that are not surely farther.
     """
 
     terms: dict[str, Interval]
@@ -206,7 +268,7 @@ def nearest(
     """Return the combination of the fewest names that E x may be: one, or two if each alone is surely too far.
 
     Which of two combinations is nearer depends on ⟨E x, E y⟩ alone, not on the noisier ‖E x‖: they are compared with
-    each other. The nearest is returned, with those that cannot be told apart from it as `rivals`.
+    each other. The nearest is returned, and as `rivals` those that are not surely farther, unless it surely fits.
 
     Args:
         sample: The sketches.
@@ -218,13 +280,15 @@ def nearest(
     found = None
     for terms in (1, 2):
         fits = {one: np.stack([names[name] for name in one]) for one in combinations(names, terms)}
-        found = _nearest(sample, x, fits, rate / 2) or found
+        found = _nearest(sample, x, fits, rate / 2, margin) or found
         if found is None or found.misfit.low <= margin:
             return found
     return found
 
 
-def _nearest(sample: Sample, x: np.ndarray, fits: dict[tuple[str, ...], np.ndarray], rate: float) -> Combination | None:
+def _nearest(
+    sample: Sample, x: np.ndarray, fits: dict[tuple[str, ...], np.ndarray], rate: float, margin: float
+) -> Combination | None:
     """The nearest of several combinations, and those that are not surely farther; None if none is defined."""
     try:
         values = {one: sample.estimate(misfit(x, columns)) for one, columns in fits.items()}
@@ -244,9 +308,10 @@ def _nearest(sample: Sample, x: np.ndarray, fits: dict[tuple[str, ...], np.ndarr
         solved = fit(x, fits[best])
         return sample.interval(lambda products: solved(products)[..., k], parts)
 
-    square = sample.interval(misfit(x, fits[best]), parts)
+    rest = x - np.nan_to_num(fit(x, fits[best])(sample.products)) @ fits[best]
+    square = sample.interval(misfit(x, fits[best]), parts, sample.pairs(rest) / float(abs(norm(x)(sample.products))))
     return Combination(
         {name: term(k) for k, name in enumerate(best)},
         Interval(*(math.sqrt(max(number, 0.0)) for number in square)),
-        tuple(one for one in values if one != best and not farther(one)),
+        () if square.high <= margin**2 else tuple(one for one in values if one != best and not farther(one)),
     )

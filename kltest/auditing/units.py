@@ -1,8 +1,10 @@
 """Units of sampling: a prompt with its rollouts, drawn from a model or read from what a training run has kept."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,59 @@ def narrowed(rollouts: Rollouts) -> Rollouts:
     first = int(rollouts.prompt_mask.any(0).nonzero().min())
     rollouts = rollouts.resized(width)
     return replace(rollouts, prompts=rollouts.prompts[:, first:], prompt_mask=rollouts.prompt_mask[:, first:])
+
+
+def read(path: Path) -> list[Mapping[str, Any]]:
+    """Return the batches of a file: tensors by name, or a list of such, as torch.save writes them, or JSON lines.
+
+    Raises:
+        UsageError: The file cannot be read, or holds something else.
+    """
+    if not path.is_file():
+        raise UsageError(f"--rollouts {path}: there is no such file")
+    if path.suffix != ".jsonl":
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            words = str(error).splitlines()[0]
+            raise UsageError(
+                f"--rollouts {path} is neither JSON lines (.jsonl) nor tensors of torch: {words}"
+            ) from None
+        return found if isinstance(found, list) else [found]
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows.append({name: next((row[key] for key in keys if key in row), None) for name, keys in KEYS.items()})
+            if not all(rows[-1][name] for name in ("prompts", "tokens")):
+                raise KeyError
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(
+                f"--rollouts {path}: line {number} is no JSON object with prompt_ids and completion_ids, lists of ids"
+            ) from None
+    return [_stacked(rows, path)]
+
+
+def _stacked(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Any]:
+    """Lists of rows as padded tensors: prompts on the left, the rest on the right."""
+    if not rows:
+        raise UsageError(f"--rollouts {path} has no rollout")
+    given = {name for name in KEYS if rows[0][name] is not None} | {"mask", "prompt_mask"}
+    lists = {name: [row[name] for row in rows] for name in given}
+    lists["mask"] = [row["mask"] or [1] * len(row["tokens"]) for row in rows]
+    lists["prompt_mask"] = [row["prompt_mask"] or [1] * len(row["prompts"]) for row in rows]
+    found: dict[str, Any] = {}
+    for name, values in lists.items():
+        if any(value is None for value in values):
+            raise UsageError(f"--rollouts {path}: only some lines have {KEYS[name][0]}")
+        if name in ("group", "reward"):
+            names = {value: number for number, value in enumerate(dict.fromkeys(values))}
+            found[name] = torch.tensor([names[value] for value in values] if name == "group" else values)
+            continue
+        side = "left" if name.startswith("prompt") else "right"
+        sequences = [torch.tensor(value) for value in values]
+        found[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)
+    return found
 
 
 # Names under which trainers and files keep the fields of Rollouts.

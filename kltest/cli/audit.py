@@ -26,6 +26,10 @@ def command(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts, one a line, or JSON lines with `prompt`.")
     ] = None,
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Rollouts as a training run kept them: JSON lines, or tensors of torch."),
+    ] = None,
     units: Annotated[int, typer.Option(metavar="N", min=8, help="Most prompts to draw, each with its rollouts.")] = 256,
     group_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rollouts of a prompt.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest rollout, in tokens.")] = 16,
@@ -55,6 +59,7 @@ def command(
             raise UsageError(f"--output: there is no format {form!r}; choose from {', '.join(FORMATS)}")
     from kltest.auditing.audit import audit
     from kltest.auditing.models import DTYPES, load
+    from kltest.auditing.units import read
     from kltest.language_models.models import is_tiny
 
     if dtype not in DTYPES:
@@ -64,8 +69,11 @@ def command(
     if ref is None and not is_tiny(model):
         raise UsageError("--ref is missing: give the reference, the model that the KL is measured against")
     texts = _prompts(prompts) if prompts else []
-    if not texts and not is_tiny(model):
-        raise UsageError("--prompts is missing: give a file of prompts, one a line")
+    if not texts and rollouts is None and not is_tiny(model):
+        raise UsageError("--prompts is missing: give a file of prompts, one a line, or --rollouts")
+    if texts and rollouts is not None:
+        raise UsageError("--prompts and --rollouts exclude each other; give one of them")
+    batch = None if rollouts is None else read(rollouts)
     loading: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
     roles = {"model": model, "ref": ref or model, "sampler": sampler}
     found = {role: load(name, role, **loading) for role, name in roles.items() if name is not None}
@@ -73,6 +81,7 @@ def command(
         target,
         found["model"],
         found["ref"],
+        batch,
         sampler=found.get("sampler"),
         prompts=texts,
         units=units,
