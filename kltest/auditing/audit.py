@@ -113,7 +113,11 @@ def audit(
     policy, reference = as_language(model), as_language(ref)
     drawing = None if sampler is None else as_language(sampler)
     if batch is not None:
-        source: Iterable[Rollouts] = of_batch(batch, policy, group_size)
+        found = of_batch(batch, policy, group_size)
+        source: Iterable[Rollouts] = found
+        units = min(units, len(found))
+        if units < LEAST:
+            raise UsageError(f"{units} prompts with rollouts are too few for intervals; give at least {LEAST}")
     else:
         texts = list(prompts) or PROMPTS
         source = drawn(
@@ -162,8 +166,6 @@ class Auditing:
                     found = self.report()
                     if found.verdict != "inconclusive" and not (found.follows and found.follows.rivals):
                         return found
-        if self.units < LEAST:
-            raise UsageError(f"{self.units} prompts with rollouts are too few for intervals; give at least {LEAST}")
         return self.report()
 
     def add(self, rollouts: Rollouts) -> None:

@@ -109,13 +109,17 @@ class Audit:
 
     def to_text(self, terminal: Terminal = PLAIN) -> str:
         """Return the report for people."""
-        rows = [[row.name, _shown(row.coefficient), _shown(row.cosine), row.note] for row in self.named]
+        told = [row for row in self.named if row.coefficient is not None]
+        rows = [[row.name, _shown(row.coefficient), _shown(row.cosine), row.note] for row in told]
         heads = ("named gradient", "coefficient", "cosine", "")
+        others = {row.note: [one.name for one in self.named if one not in told and one.note == row.note]
+                  for row in self.named if row not in told}  # fmt: skip
         level = f"{100 * (1 - self.error_rate):g} %"
         lines = [
             *_first_lines(self),
             "",
-            table(heads, rows, right=heads[1:3], whole=heads[:3], terminal=terminal),
+            *([table(heads, rows, right=heads[1:3], whole=heads[:3], terminal=terminal)] if rows else []),
+            *(f"{note[0].upper()}{note[1:]}: {', '.join(names)}." for note, names in others.items()),
             "",
             f"All intervals hold together at {level}. {self.units} prompts, {self.rollouts} rollouts, "
             f"{self.tokens:,} tokens, {self.parameters:,} weights, {self.seconds:.0f} s.",

@@ -165,6 +165,15 @@ def _of_mapping(batch: Mapping[str, Any], language: LanguageModel, group_size: i
     ):
         if one is not None and tuple(one.shape) != shape:
             raise UsageError(f"{KEYS[name][0]} has shape {tuple(one.shape)}; the completions have {(rows, width)}")
+    if old is not None and not bool(old[mask].isfinite().all()):
+        raise UsageError(f"{KEYS['old_logp'][0]} are not finite at every token")
+    for name, ids, live in (("prompts", prompts, prompt_mask), ("tokens", tokens, mask)):
+        if not bool(live.any(1).all()):
+            raise UsageError(f"{KEYS[name][0]}: rollout {int((~live.any(1)).nonzero()[0])} has no token")
+        size = getattr(getattr(language.model, "config", None), "vocab_size", None)
+        if size is not None and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            wrong = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
+            raise UsageError(f"{KEYS[name][0]}: the id {wrong} is not in the model's vocabulary of {size}")
     if group is None:
         if rows % group_size:
             raise UsageError(f"{rows} rollouts do not divide into groups of {group_size}: give the group size")

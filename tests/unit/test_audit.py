@@ -1,9 +1,14 @@
 """Audits against the truth: estimators enumerated, sketches against whole gradients, intervals, and planted bugs."""
 
+import json
+from importlib.resources import files
+
+import jsonschema
 import numpy as np
 import pytest
 import torch
 from audited import every_pair, models, rollouts
+from typer.testing import CliRunner
 
 import kltest
 from kltest.auditing import passes
@@ -12,12 +17,15 @@ from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import CutModel, measure
 from kltest.auditing.sketch import Sketch
 from kltest.auditing.units import drawn
+from kltest.cli import app
 from kltest.environments import Instance, ragged, sequence
+from kltest.errors import UsageError
 from kltest.language_models.scoring import score
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.truth import gradient
 
+SCHEMA = json.loads((files("kltest.auditing") / "audit-1.schema.json").read_text(encoding="utf-8"))
 ENVIRONMENTS = {
     "fixed length": lambda: sequence(2, 3, reward=np.random.default_rng(1).standard_normal((7, 2))),
     "ragged": lambda: ragged(3, 2, reward=np.random.default_rng(1).standard_normal((ragged(3, 2).n_contexts, 3))),
@@ -135,3 +143,68 @@ def test_k3_is_named_the_forward_kl_and_full_next_token_kl_is_confirmed(tiny):
     right = kltest.audit("k2-loss", *tiny, prompts=["1+1="], units=32, max_new_tokens=3, expect="local_reverse_kl")
     assert right.verdict == "confirmed"
     assert right.exit_code == 0
+
+
+def kept(tiny, **changed):
+    """Rollouts as a training run keeps them: eight prompts, two rollouts each."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 15, (16, 5), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[::2, 3:] = 0
+    tokens[::2, 2] = tiny[0].end[0]
+    old = -torch.rand(16, 5, generator=generator)
+    made = {"prompt_ids": tokens[:, :2], "completion_ids": tokens, "completion_mask": mask, "rewards": torch.rand(16)}
+    return {name: one for name, one in {**made, "old_per_token_logps": old, **changed}.items() if one is not None}
+
+
+def leaking(logp, ref_logp):
+    return (0.5 * (logp - ref_logp) ** 2).sum(1)
+
+
+def test_a_batch_of_a_training_run_gives_json_that_holds_to_the_schema(tiny):
+    """It says where the padding leaks, how many rollouts have no end, and how far the sampler is from the model."""
+    found = kltest.audit(leaking, *tiny, kept(tiny), group_size=2, beta=None).to_dict()
+    jsonschema.validate(json.loads(json.dumps(found)), SCHEMA)
+    assert found["facts"]["padded_share"] > 0.1
+    assert found["facts"]["truncated"] == 0.5
+    assert found["facts"]["mean_gap"] > 0.1
+    clean = kltest.audit("k2-loss", *tiny, kept(tiny, old_per_token_logps=None), group_size=2)
+    assert clean.facts["padded_share"] == 0
+    assert clean.facts["mean_gap"] is None
+    assert clean.scalars()["signal_to_noise"] == clean.signal_to_noise
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"completion_ids": None}, "have no completion_ids"),
+        ({"old_per_token_logps": torch.zeros(16, 4)}, r"old_per_token_logps has shape \(16, 4\)"),
+        ({"completion_ids": torch.full((16, 5), 99)}, "id 99 .* vocabulary of 15"),
+        ({"completion_mask": torch.zeros(16, 5)}, "rollout 0 has no token"),
+        ({"old_per_token_logps": torch.full((16, 5), float("nan"))}, "not finite"),
+    ],
+)
+def test_a_batch_that_cannot_be_used_is_refused_in_words(tiny, changed, words):
+    with pytest.raises(UsageError, match=words):
+        kltest.audit("k3-loss", *tiny, kept(tiny, **changed), group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--model", "tiny", "--device", "nowhere"), "--device 'nowhere' cannot be used"),
+        (("--model", "/nowhere", "--prompts", "p.txt"), "--ref is missing"),
+        (("--model", "tiny", "--prompts", "none.txt"), "cannot be read"),
+        (("--model", "tiny", "--rollouts", "none.pt"), "there is no such file"),
+        (("--model", "tiny", "--rollouts", "p.jsonl"), "line 1 is no JSON object with prompt_ids"),
+        (("--model", "tiny", "--output", "xml"), "no format 'xml'"),
+        (("--model", "tiny", "--expect", "reverse"), "no named gradient 'reverse'"),
+    ],
+)
+def test_wrong_options_are_said_in_one_line(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n')
+    done = CliRunner().invoke(app, ["audit", "k3-loss", *options])
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
