@@ -3,8 +3,8 @@
 from functools import partial
 
 from kltest.adapters import Adapter, Setting
-from kltest.adapters.installed import called, part
 from kltest.adapters.standalone import program
+from kltest.adapters.tunix.calls import compiled
 
 COMMON = "tunix.rl.common"
 SOURCE = "https://github.com/google/tunix/blob/main/tunix/rl"
@@ -15,65 +15,6 @@ AGGREGATIONS = ("token-mean", "sequence-mean-token-scale", "seq-mean-token-sum",
 # Every shape of batch is compiled; groups of two keep that to a minute or two.
 # The padding cannot be NaN (KL502): it holds the model's own logits, which a forward pass computes.
 OPTIONS = {"sampler": "both", "group_size": 2, "timeout": 600, "ignore": "KL502"}
-PAD, END = -1, -2
-
-
-def table(logits):
-    """A model that returns these logits after a prompt of one token, whatever the tokens are."""
-    import jax.numpy as jnp
-    from flax import nnx
-
-    class Table(nnx.Module):
-        def __init__(self, logits):
-            self.logits = nnx.Param(logits)
-
-        def __call__(self, tokens, positions=None, cache=None, attention_mask=None):
-            logits = self.logits[...]
-            return jnp.concatenate([logits, jnp.zeros_like(logits[:, :1])], axis=1), cache
-
-    return Table(logits)
-
-
-def example(old_logp, ref_logp, mask, tokens, advantage):
-    """A training example after a prompt of one token."""
-    import jax.numpy as jnp
-
-    offered = {
-        "prompt_ids": jnp.zeros_like(tokens[:, :1]),
-        "prompt_mask": jnp.ones_like(mask[:, :1]),
-        "completion_ids": tokens,
-        "completion_mask": mask,
-        "advantages": advantage,
-        "ref_per_token_logps": ref_logp,
-        "old_per_token_logps": old_logp,
-    }
-    return called(part("tunix.rl.common", "TrainExample"), offered)
-
-
-def compiled(recipe, with_old, beta, settings):
-    """`grpo_loss_fn` as a function of arrays, compiled once for settings, as the trainer compiles it."""
-    import jax
-
-    known = compiled.__dict__.setdefault("known", {})
-    asked = recipe, with_old, beta, settings
-    if asked in known:
-        return known[asked]
-
-    whole = part("tunix.rl.algo_core", "grpo_loss_fn")
-    if recipe:
-        whole = part("kltest.adapters.tunix.recipes", "sequence_kl_loss_fn")
-    config = called(part("tunix.rl.grpo.grpo_learner", "GRPOConfig"), {}, {"beta": beta, **dict(settings)})
-    if not hasattr(config, "temperature"):
-        # The learner writes the rollout's temperature onto the configuration.
-        object.__setattr__(config, "temperature", 1.0)
-
-    def loss(logits, old_logp, ref_logp, mask, tokens, advantage):
-        batch = example(old_logp if with_old else None, ref_logp, mask, tokens, advantage)
-        offered = {"model": table(logits), "train_example": batch, "algo_config": config, "pad_id": PAD, "eos_id": END}
-        return called(whole, offered)
-
-    known[asked] = jax.jit(loss)
-    return known[asked]
 
 
 def grpo(logits, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=True, recipe=False, **settings):
