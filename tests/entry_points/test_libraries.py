@@ -20,9 +20,10 @@ import yaml
 from packaging.requirements import Requirement
 from processes import ran
 
-from kltest.adapters import NAMES, before, find, named
+from kltest.adapters import NAMES, before, find, named, tunix
 from kltest.cli.libraries import Request, libraries, listing, program
 from kltest.errors import UsageError
+from kltest.loss.state import places_of
 from kltest.scoreboard import history as releases_of
 from kltest.scoreboard import recorded, run
 from kltest.scoreboard.installation import NEEDED, exact_version, install
@@ -598,3 +599,8 @@ def test_every_library_is_graded_in_its_newest_release_on_schedule():
     (graded,) = [run.split() for run in runs if run.startswith("kltest libraries")]
     assert set(graded) - {"kltest", "libraries", "--diff"} == {f"{name}==newest" for name in NAMES}
     assert any(re.search(r"changes\.md \S*libraries\.md >> ", run) for run in runs)
+
+
+def test_what_tunix_has_compiled_is_not_reset_between_calls():
+    """Grading resets what a loss's module keeps from call to call; compiling a batch again takes a second each time."""
+    assert not [place.name for place in places_of(tunix.grpo, {}) if "compiled" in place.name]
