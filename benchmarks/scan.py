@@ -1,11 +1,12 @@
 """How well `kltest scan` finds and names the KL terms of public repositories, against labels made by hand.
 
-    python -m benchmarks.scan FOLDER --half used
+    python -m benchmarks.scan FOLDER --half used [--record]
 
 FOLDER holds a checkout of each repository of `tests/scan/repositories.csv` at its commit, in OWNER+NAME. A find is
 right if its lines meet those of a labelled term, or are one of its uses; a label is found if a find meets it.
 A name is right if the gradient that is followed with the sampler equal to the policy is the labelled one, up to a
-positive factor; "not run" and "unnamed" are honest.
+positive factor; "not run" and "unnamed" are honest. `--record` writes the counts of each repository to `scan.csv`, from which
+the documentation shows them.
 """
 
 import argparse
@@ -15,11 +16,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import date
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 LABELS = Path(__file__).parents[1] / "tests" / "scan"
+RECORD = Path(__file__).parent / "scan.csv"
 HONEST = frozenset({"not run", "unnamed", "failed", "inconclusive"})
 
 
@@ -110,28 +115,51 @@ def compare(repository: str, rows: Sequence[dict[str, Any]], finds: Sequence[dic
     return count
 
 
+def counts(count: Counter[str]) -> dict[str, int]:
+    """Return what is recorded of a repository, and shown."""
+    return {
+        "terms": count["label found"] + count["label missed"],
+        "found": count["label found"],
+        "finds": count["find right"] + count["find use"] + count["find wrong"],
+        "finds right": count["find right"] + count["find use"],
+        "variants": count["name right"] + count["name honest"] + count["name wrong"],
+        "named right": count["name right"],
+        "not run or unnamed": count["name honest"],
+        "named wrong": count["name wrong"],
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare each repository of a half with its labels, and print recall and precision."""
+    """Compare each repository of a half with its labels, and print what was found and named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--half", choices=("used", "held"), default="used")
     parser.add_argument("--find-only", action="store_true", help="Do not grade what is found.")
+    parser.add_argument("--record", action="store_true", help="Write the counts to scan.csv.")
     parser.add_argument("--only", default="", help="Repositories whose name contains this.")
     given = parser.parse_args(arguments)
-    total: Counter[str] = Counter()
+    counted = []
     for repository, rows in labels(given.half).items():
         if given.only not in repository:
             continue
         began = time.monotonic()
-        finds = list(scanned(given.folder, repository, grade=not given.find_only))
-        count = compare(repository, rows, finds)
-        print(f"{repository}: {dict(sorted(count.items()))} in {time.monotonic() - began:.0f} s")
-        total += count
-    found, wrong = total["find right"] + total["find use"], total["find wrong"]
-    named = total["name right"] + total["name honest"] + total["name wrong"]
-    print(f"found {total['label found']} of {total['label found'] + total['label missed']} labelled; "
-          f"{found} of {found + wrong} finds right; named right {total['name right']}, honest {total['name honest']}, "
-          f"wrong {total['name wrong']} of {named}")  # fmt: skip
+        count = compare(repository, rows, list(scanned(given.folder, repository, grade=not given.find_only)))
+        seconds = round(time.monotonic() - began)
+        counted.append(
+            {
+                "date": f"{date.today()}",
+                "half": given.half,
+                "repository": repository,
+                **counts(count),
+                "seconds": seconds,
+            }
+        )
+        print(", ".join(f"{name} {value}" for name, value in counted[-1].items()))
+    frame = pandas.DataFrame(counted)
+    print(frame[[*counts(Counter())]].sum().to_string())
+    if given.record:
+        kept = pandas.read_csv(RECORD) if RECORD.exists() else frame[:0]
+        pandas.concat([kept[~kept["repository"].isin(frame["repository"])], frame]).to_csv(RECORD, index=False)
     return 0
 
 

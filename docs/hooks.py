@@ -204,6 +204,29 @@ def benchmarks() -> list[dict[str, str]]:
     return rows
 
 
+def scan() -> list[dict[str, str]]:
+    """What `kltest scan` found and named, by the half of the labelled repositories that it was written with."""
+    import pandas
+
+    counted = pandas.read_csv(ROOT / "benchmarks" / "scan.csv")
+    shares = {
+        "terms found": ("found", "terms"),
+        "finds that are terms": ("finds right", "finds"),
+        "variants named right": ("named right", "variants"),
+        "not run or unnamed": ("not run or unnamed", "variants"),
+        "named wrong": ("named wrong", "variants"),
+    }
+    rows = []
+    for half, name in {"used": "looked at while it was written", "held": "not looked at"}.items():
+        own = counted[counted["half"] == half]
+        numbers = {what: f"{own[part].sum()} of {own[whole].sum()}" for what, (part, whole) in shares.items()}
+        dated = {"repositories": f"six, {name}", "measured": own["date"].max()}
+        rows.append(
+            {**dated, **numbers} if len(own) else {**dated, "measured": "not yet", **dict.fromkeys(shares, "–")}
+        )
+    return rows
+
+
 def libraries() -> list[dict[str, str]]:
     """What each library follows by default, and what to set for ∇KL(π‖ref) instead."""
     from kltest.scoreboard import recorded
@@ -283,6 +306,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         finetune_metrics,
         zoo,
         benchmarks,
+        scan,
         libraries,
     )
 }

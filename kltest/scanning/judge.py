@@ -23,6 +23,8 @@ NOT_ASKED = ("KL106", "KL201", "KL601")
 MOVING = ("KL203", "KL204", "KL207")
 """Checks of a size that moves with lengths, batches or widths."""
 ANOTHER = "The gradient is another one than a positive multiple of ∇KL(π‖ref) or of its next-token part."
+Report = dict[str, Any]
+"""Verdict, gradients and checks of a report, its error, and whether grading once more would only repeat it."""
 
 
 class Judge:
@@ -64,41 +66,39 @@ class Judge:
 
     def judged(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Fill in what is known of each row, and yield it as soon as it is; rows are taken while others are graded."""
-        asked: dict[str, Future[dict[str, Any]]] = {}
-        waiting: dict[Future[dict[str, Any]], tuple[str, list[Row]]] = {}
+        asked: dict[str, Future[Report]] = {}
+        waiting: dict[Future[Report], list[Row]] = {}
         for row in rows:
+            key = self._key(row)
             if row.why:
                 row.state = "not run"
                 yield row
-                continue
-            key = self.store.key("term", row.source, row.place, row.declared, self.timeout)
-            if not row.runs_more and (known := self.store.read(key)):
+            elif not row.runs_more and (known := self.store.read(key)):
                 yield filled(row, known)
-            elif key in asked:
-                waiting[asked[key]][1].append(row)
             else:
-                asked[key] = self.ready().submit(
-                    grade, self._folder.name, row.source, row.place, row.declared, self.timeout
-                )
-                waiting[asked[key]] = (key, [row])
-                self.asked += 1
-            yield from self._finished(waiting, 0)
+                if key not in asked:
+                    question = (row.source, row.place, row.declared, self.timeout)
+                    asked[key] = self.ready().submit(grade, self._folder.name, *question)
+                self.asked += asked[key] not in waiting
+                waiting.setdefault(asked[key], []).append(row)
+                yield from self._finished(waiting, 0)
         while waiting:
             yield from self._finished(waiting, None)
 
-    def _finished(
-        self, waiting: dict[Future[dict[str, Any]], tuple[str, list[Row]]], timeout: float | None
-    ) -> Iterator[Row]:
+    def _key(self, row: Row) -> str:
+        return self.store.key("term", row.source, row.place, row.declared, self.timeout)
+
+    def _finished(self, waiting: dict[Future[Report], list[Row]], timeout: float | None) -> Iterator[Row]:
         for future in wait(waiting, timeout, FIRST_COMPLETED).done:
-            key, rows = waiting.pop(future)
+            rows = waiting.pop(future)
             self.done += 1
             try:
                 report = future.result()
             except Exception as error:  # a worker that was killed: its term is told, the others go on
-                report = {"verdict": "error", "error": f"{type(error).__name__}: {error}"}
+                report = {"verdict": "error", "error": f"{type(error).__name__}: {error}", "lasts": False}
             # What the tree makes of a term that imports it may change with any of its files.
-            if report.pop("lasts", False) and not rows[0].runs_more:
-                self.store.write(key, report)
+            if report["lasts"] and not rows[0].runs_more:
+                self.store.write(self._key(rows[0]), report)
             yield from (filled(row, report) for row in rows)
 
 
@@ -123,18 +123,15 @@ def options(place: str) -> dict[str, str]:
     return {"placement": "reward" if place == "reward" else "loss"}
 
 
-def grade(folder: str, source: str, place: str, declared: str, timeout: float) -> dict[str, Any]:
-    """Grade one lifted function; a term that declares nothing and follows next-token parts is graded as such.
-
-    `lasts` is true of a report that grading once more would only repeat.
-    """
+def grade(folder: str, source: str, place: str, declared: str, timeout: float) -> Report:
+    """Grade one lifted function; a term that declares nothing and follows next-token parts is graded as such."""
     from kltest.grading.jobs import Job, graded
     from kltest.grading.options import checked
 
     file = Path(folder, f"term_{os.getpid()}.py")
     file.write_text(f"{imports(source)}\n{source}\n", encoding="utf-8")
 
-    def ask(expected: str) -> dict[str, Any]:
+    def ask(expected: str) -> Report:
         given = {"expect": expected, **options(place), "sampler": "both", "timeout": timeout}
         job = Job(f"{NAME}", f"{file}:{NAME}", checked(given, lambda option: option.name))
         _, report, kind = next(iter(graded([job])))
@@ -151,7 +148,7 @@ def grade(folder: str, source: str, place: str, declared: str, timeout: float) -
     return first
 
 
-def filled(row: Row, report: Mapping[str, Any]) -> Row:
+def filled(row: Row, report: Report) -> Row:
     """Write into a row what a report says of it: design's rule for terms that declare nothing."""
     if report["verdict"] == "error":
         row.state, row.why = "failed", str(report["error"])

@@ -36,7 +36,9 @@ class Leaves(Conditions):
             return is_mask(target) and not self._is_plain(value)
         called = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
         names = [getattr(node.func, "attr", getattr(node.func, "id", "")) for node in called]
-        given = {stated.quantity for node in ast.walk(value) if (stated := side(chain(node)))}
+        functions = [node.func for node in called]  # whose own names say what they give, not what they are given
+        said = [node for node in ast.walk(value) if node not in functions]
+        given = {stated.quantity for node in said if (stated := side(chain(node)))}
         if all(name in _KEEPS for name in names) and given:
             return False
         if _SUPPORT.intersection(identifiers(value)):

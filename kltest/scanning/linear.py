@@ -95,10 +95,12 @@ class _Walk:
             self._added(node.value, node.lineno, quiet)
 
     def _added(self, call: ast.expr, line: int, quiet: bool) -> None:
-        """A list that something is appended to is a sum."""
+        """Add what is appended to a list, which is a sum then, and what is differentiated."""
         match call:
             case ast.Call(ast.Attribute(ast.Name(name), "append"), [_]):
                 self.made.statements.append(Statement(name, ast.List(call.args, ast.Load()), line, quiet, ast.Add()))
+            case ast.Call(ast.Attribute(given, "backward")):
+                self.made.statements.append(Statement("_backward", given, line, quiet))
             case ast.Call(ast.Attribute(ast.Name(name), "extend"), [given]):
                 self.made.statements.append(Statement(name, given, line, quiet, ast.Add()))
 

@@ -13,7 +13,8 @@ from warm_python import started
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
-PAGE = (ROOT / "docs" / "guides" / "continuous-integration.md").read_text(encoding="utf-8")
+GUIDES = ROOT / "docs" / "guides"
+PAGE, SCAN = (GUIDES.joinpath(name).read_text(encoding="utf-8") for name in ("continuous-integration.md", "scan.md"))
 # A token's own log-ratio in place of its answer's, and the other direction's gradient: what a pull request may do.
 BREAKS = {"log_ratio.sum(dim=-1).square() / 2": "(-log_ratio).exp() - 1 + log_ratio"}
 # Mends the loss whose failure is excused.
@@ -136,6 +137,7 @@ class Runner:
                 GITHUB_ACTION_PATH="/the/action",
                 GITHUB_ACTIONS="true",
                 GITHUB_WORKSPACE=str(self.project),
+                RUNNER_TEMP=str(self.project.parent),
                 PATH=f"{self.path}{os.environ['PATH']}",
             )
             if done.returncode:
@@ -237,9 +239,23 @@ def test_the_action_takes_targets_and_options_a_line_each(action):
     assert "file=tiny_rl/losses.py" in done.stdout
 
 
+def test_the_action_scans_a_tree_and_leaves_a_file_for_code_scanning(project, action):
+    change(project, BREAKS)
+    done = action(install="none", scan="tiny_rl\n", options="--no-cache")
+    assert done.returncode == 1, done.stdout + done.stderr
+    path = project.parent / "kltest.sarif"
+    assert action.output() == f"sarif={path}\nexit-code=1\n"
+    results = json.loads(path.read_text())["runs"][0]["results"]
+    assert "KL102" in {result["ruleId"] for result in results}
+    (place,) = {result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in results}
+    assert f"::error file={place},line=" in done.stdout
+    assert "local_forward_kl" in action.summary()
+
+
 @pytest.mark.parametrize(
     ("given", "code"),
     [
+        ({"scan": "nowhere"}, 2),
         ({"targets": "k3-los"}, 2),
         ({"options": "reverse_kl"}, 2),
         ({"options": "--no-such-option"}, 2),
@@ -285,6 +301,19 @@ def workflows():
         assert True in flow, "YAML reads the key `on` as a boolean"
         assert flow["permissions"] == {"contents": "read"}
     return [job["steps"] for flow in whole for job in flow["jobs"].values()]
+
+
+def test_the_guide_of_the_scan_calls_the_action_and_the_hook_as_they_are():
+    flow, hook = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", SCAN, flags=re.DOTALL))
+    _, ours, upload = flow["jobs"]["scan"]["steps"]
+    assert ours["with"].keys() <= ACTION["inputs"].keys()
+    assert upload["with"] == {"sarif_file": f"${{{{ steps.{ours['id']}.outputs.sarif }}}}"}
+    assert "sarif" in ACTION["outputs"]
+    assert flow["permissions"]["security-events"] == "write"
+    (made,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    assert [each["id"] for each in hook["repos"][0]["hooks"]] == [made["id"]]
+    assert made["entry"].split() == ["kltest", "scan"]
+    assert not made["pass_filenames"]
 
 
 def test_the_page_calls_the_action_as_it_is():

@@ -6,6 +6,7 @@ Nothing is graded here: reports are those that a gradient is known to give.
 import json
 import os
 import subprocess
+from concurrent.futures import Future
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 
 from kltest.cli.application import app
 from kltest.scanning.judge import Judge, filled
+from kltest.scanning.rows import Row
+from kltest.scanning.search import Store
 from kltest.scanning.sources import Source, sources
 
 K2 = "def loss(logp, ref_logp):\n    return ((logp - ref_logp) ** 2 / 2).mean()\n"
@@ -355,7 +358,7 @@ def test_sarif_is_what_code_scanning_reads(tree, monkeypatch):
 
 
 def test_no_more_results_than_are_read(tree, monkeypatch):
-    monkeypatch.setattr("kltest.scanning.annotations.MOST_RESULTS", 2)
+    monkeypatch.setattr("kltest.render.sarif.MOST_RESULTS", 2)
     tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL204"], warnings=["KL502"])
     assert [each["level"] for each in sarif()] == ["error", "error"]
 
@@ -376,6 +379,38 @@ def test_a_term_of_a_notebook_is_annotated_on_its_line_of_the_file(tree):
     assert "a.ipynb:cell 2:3" in scan()[1]
     Path("a.ipynb").write_text(json.dumps({"cells": cells}))  # a file of one line
     assert places(sarif()) == [("a.ipynb", 1)]
+
+
+class Pool:
+    """Processes that answer at once."""
+
+    def __init__(self, *answers):
+        self.answers, self.questions = list(answers), 0
+
+    def submit(self, *_):
+        self.questions += 1
+        future = Future()
+        future.set_result(self.answers.pop(0))
+        return future
+
+
+def row(source="x", **more):
+    return Row("a.py", 1, 1, "a.py:1", "f", "loss", "", "", source, **more)
+
+
+def test_a_term_that_stands_twice_is_graded_once_and_a_lasting_report_is_kept(tmp_path, monkeypatch):
+    lasting, passing = ({**report(RIGHT), "lasts": lasts} for lasts in (True, False))
+    pool = Pool(lasting, passing)
+    monkeypatch.setattr(Judge, "ready", lambda self: pool)
+    with Judge(1, 60.0, Store(tmp_path)) as judge:
+        done = list(judge.judged([row(), row("y"), row("y"), row(why="no arithmetic")]))
+    assert sorted(each.status for each in done) == ["not run", "passed", "passed", "passed"]
+    assert (pool.questions, judge.asked, judge.done) == (2, 3, 3)
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    pool = Pool(passing)
+    with Judge(1, 60.0, Store(tmp_path)) as judge:
+        assert {each.status for each in judge.judged([row(), row("y")])} == {"passed"}
+    assert pool.questions == 1
 
 
 # Bad input.

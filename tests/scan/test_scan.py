@@ -103,6 +103,24 @@ class Loss:
     assert only.notes == ["self.scale keeps its default, 3.0"]
 
 
+def test_a_method_is_not_what_it_gives_and_a_term_ends_where_it_is_differentiated(tmp_path: Path) -> None:
+    text = """
+class Trainer:
+    def logps(self, model, ids):
+        return model(ids).logits.log_softmax(-1).gather(2, ids[..., None]).squeeze(-1)
+
+    def step(self, batch):
+        logps = self.logps(self.policy, batch["ids"])
+        with torch.no_grad():
+            ref_logps = self.logps(self.ref, batch["ids"])
+        loss = self.beta * ((logps - ref_logps).square() * batch["mask"]).sum(-1).mean()
+        loss.backward()
+        return {"loss": loss.item()}
+"""
+    (only,) = lift_one(tmp_path, text)
+    assert (only.refused, set(only.fields)) == ("", {"logp", "ref_logp", "beta", "mask"})
+
+
 def test_a_share_of_an_interpolation_is_no_coefficient(tmp_path: Path) -> None:
     text = """
 def jsd_loss(student_logits, teacher_logits, beta=0.5):
