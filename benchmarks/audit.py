@@ -1,6 +1,7 @@
 """Coverage and power of audits on the enumerated transformer, whose exact gradients are known.
 
-    python -m benchmarks.audit [--repetitions 200] [--units 128] > docs/audit.csv
+    python -m benchmarks.audit [--repetitions 200] [--units 128] > benchmarks/audit.csv
+    python -m benchmarks.audit --power > benchmarks/audit_power.csv
 
 All pairs of rollouts are measured once, as an audit measures them; repetitions then draw units from that list. A
 gradient at the logits stands for the one at all weights: it is multiplied by a square root of JJᵀ, with J the
@@ -22,13 +23,14 @@ from kltest.environments import Instance
 from kltest.estimators.spec import registry
 from kltest.files import as_csv
 from kltest.identify.instances import instances, network, seeds
-from kltest.loss.resolve import resolve
+from kltest.loss.resolve import bind, resolve
 from kltest.sweeps.progress import Progress
 from tests.audited import models, rollouts
 
 SEED = 0
 GROUP = 2
 BLOCKS = 64
+MARGIN = 0.05
 # Intervals of what is known without noise are as wide as rounding of ‖E d‖², whose root this is.
 ROUNDING = 1e-6
 
@@ -114,7 +116,7 @@ def coverage(found, repetitions, units, generator):
         named = np.stack([found.vector({name: 1.0}) for name in found.names])
         bound = distance(sample, own - truth, truth, named, found.controls, 0.01)
         bounds += bound.low <= away + ROUNDING and bound.high >= away - ROUNDING
-        verdicts.append("confirmed" if bound.high <= 0.05 else "refuted" if bound.low > 0.05 else "")
+        verdicts.append("confirmed" if bound.high <= MARGIN else "refuted" if bound.low > MARGIN else "")
     return {
         "coefficient": held[0] / repetitions,
         "coefficient_forward": held[1] / repetitions,
@@ -125,13 +127,51 @@ def coverage(found, repetitions, units, generator):
     }
 
 
+PLANTED = {
+    "right (k2 as a loss)": (lambda logp, ref_logp: 0.5 * (logp - ref_logp) ** 2, "local_reverse_kl"),
+    "coefficient 10 % too large": (lambda logp, ref_logp: 0.55 * (logp - ref_logp) ** 2, "local_reverse_kl"),
+    "coefficient 10 % too small": (lambda logp, ref_logp: 0.45 * (logp - ref_logp) ** 2, "local_reverse_kl"),
+    "forward instead of reverse": (lambda logp, ref_logp: (ref_logp - logp).exp() - 1 + logp, "local_reverse_kl"),
+    "first token left out": (lambda logp, ref_logp: 0.5 * (logp - ref_logp)[:, 1:].square().sum(1), "local_reverse_kl"),
+    "no credit for later tokens": (lambda logp, ref_logp: 0.5 * (logp - ref_logp) ** 2, "reverse_kl"),
+    "right (k1 as a reward to go)": ("k1-reward-to-go", "reverse_kl"),
+    "immediate credit": ("k1-reward-immediate", "reverse_kl"),
+}
+"""Losses by what was planted in them, and the gradient that they declare."""
+
+
+def power(found, repetitions, rate):
+    """How often each loss is confirmed and refuted, by the number of prompts of two rollouts."""
+    own = np.eye(found.vectors.shape[1])[1]
+    named = np.stack([found.vector({name: 1.0}) for name in found.names])
+    for what, (loss, expect) in PLANTED.items():
+        declared = found.vector({expect: 1.0})
+        found.vectors[:, 0] = found.of(resolve(loss) if isinstance(loss, str) else bind(loss))[:, 0]
+        exact = found.exact()
+        row = {"planted": what, "declared": expect}
+        row["distance"] = round(float(np.sqrt(max(norm(own - declared)(exact), 0) / norm(declared)(exact))), 3)
+        for units in (64, 256, 1024):
+            generator, verdicts = np.random.default_rng([SEED, units]), []
+            for _ in range(repetitions):
+                sample = found.drawn(units, generator)
+                bound = distance(sample, own - declared, declared, named, found.controls, rate)
+                verdicts.append("confirmed" if bound.high <= MARGIN else "refuted" if bound.low > MARGIN else "")
+            for word in ("confirmed", "refuted"):
+                row[f"{word}_{units}"] = verdicts.count(word) / repetitions
+        yield row
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--units", type=int, default=128)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--power", action="store_true")
     asked = parser.parse_args()
-    rows = []
+    if asked.power:
+        print(as_csv(list(power(population("current"), asked.repetitions, 0.01))), end="")
+        return
+    rows: list[dict[str, object]] = []
     for sampler in ("current", "stale"):
         found = population(sampler)
         names = [name for name in asked.only or registry() if name in registry()]

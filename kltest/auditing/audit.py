@@ -20,16 +20,19 @@ from kltest.auditing.report import Audit, Row
 from kltest.auditing.sketch import SIZE, Sketch
 from kltest.auditing.statistics import Sample, angle, coefficient, distance, misfit, nearest, norm
 from kltest.auditing.units import drawn, of_batch
-from kltest.errors import UsageError
+from kltest.errors import KltestError, UsageError
 from kltest.grading.grader import resolved
 from kltest.grading.options import Options
 from kltest.identify.identification import ALONE
+from kltest.identify.instances import instances
 from kltest.identify.uses import kl_part
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.loss.callables import name_of
 from kltest.loss.global_state import preserved
+from kltest.moments.reduction import probe
 from kltest.report import Verdict
+from kltest.rollout import Rollout
 from kltest.truth import plain
 
 UNITS = 256
@@ -146,7 +149,7 @@ class Auditing:
         self.looks = max(1, math.ceil(math.log2(max(units, FIRST_LOOK) / FIRST_LOOK)) + 1)
         self.names: dict[str, tuple[Part, ...]] = {}
         self.parts: list[Part] = []
-        self.blocks: list[np.ndarray] = []
+        self.blocks, self.filled = np.empty(0), 0
         self.partial: list[torch.Tensor] = []
         self.each, self.units, self.rollouts = 1, 0, 0
         self.weights: dict[str, list[torch.Tensor]] = {"reference": [], "policy": [], "square": []}
@@ -189,13 +192,13 @@ class Auditing:
             self.misfits[divisor] = self.misfits.get(divisor, 0.0) + misfit_there
         self.partial.append(unit.vectors)
         if len(self.partial) == self.each:
-            self.blocks.append(torch.stack(self.partial).mean(0).numpy())
-            self.partial = []
-        if len(self.blocks) > MOST_BLOCKS:
-            pairs = zip(self.blocks[:-1:2], self.blocks[1::2], strict=True)
-            rest = self.blocks[-1]
-            self.blocks = [(one + other) / 2 for one, other in pairs]
-            self.partial, self.each = [torch.from_numpy(rest)] * self.each, 2 * self.each
+            if self.filled == MOST_BLOCKS:
+                for half in range(MOST_BLOCKS // 2):
+                    self.blocks[half] = (self.blocks[2 * half] + self.blocks[2 * half + 1]) / 2
+                self.filled, self.each = MOST_BLOCKS // 2, 2 * self.each
+                return
+            self.blocks[self.filled] = torch.stack(self.partial).mean(0).numpy()
+            self.filled, self.partial = self.filled + 1, []
 
     def _begin(self, rollouts: Rollouts) -> None:
         """Learn from the first unit which named gradients there are, and if the loss sums over rollouts."""
@@ -206,6 +209,21 @@ class Auditing:
         controls = controls_of(stale=stale, full=full)
         self.parts = [*named, *controls]
         self.controls = range(2 + len(named), 2 + len(self.parts))
+        if self._sums():
+            self.divisor = float(len(rollouts))
+            self.loss.notes.append("It sums over rollouts: its gradient was divided by their number")
+        # Memory is taken when a block is written.
+        shape = (MOST_BLOCKS, 2 + len(self.parts), self.sketch.size)
+        self.blocks = np.empty(shape, np.float64 if self.sketch.dtype == torch.float64 else np.float32)
+
+    def _sums(self) -> bool:
+        """True if the loss is a sum over the rollouts of a batch, as it shows where `kltest grade` looks."""
+        base = Rollout.of(instances("sequence", self.options.seed)[0])
+        try:
+            with preserved():
+                return probe(self.loss, base, np.random.default_rng(0), few=True).reduction == "sum"
+        except KltestError:
+            return False
 
     def vector(self, combination: Mapping[str, float]) -> np.ndarray:
         """Return a combination of named gradients as one of the sketched vectors (2 + parts,)."""
@@ -222,7 +240,7 @@ class Auditing:
 
     def report(self) -> Audit:
         """Return what can be said of the units so far."""
-        options, sample = self.options, Sample(np.stack(self.blocks)).controlled(self.controls)
+        options, sample = self.options, Sample(self.blocks[: self.filled]).controlled(self.controls)
         rate = options.error_rate / (2 * self.looks)
         raw, own = np.eye(2 + len(self.parts))[:2]
         truth = self.vector({"reverse_kl": 1.0})

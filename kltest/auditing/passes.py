@@ -24,8 +24,8 @@ from kltest.rollout import Rollout
 
 # Divisors of the log-probs at which those of a file are compared with the model's.
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
-# Logits in one chunk.
-CHUNK = 2**23
+# Logits in one chunk on a CPU, and on an accelerator.
+CHUNK, LARGE = 2**23, 2**27
 
 
 class CutModel:
@@ -113,7 +113,8 @@ class Pass:
             self.sampler = None if models.sampler is None else models.sampler.features(rollouts)
             rows, width = rollouts.tokens.shape
             vocabulary = models.policy.logits(self.hidden[:1, :1]).shape[-1]
-        step = max(1, CHUNK // (rows * vocabulary))
+        most = CHUNK if self.hidden.device.type == "cpu" else LARGE
+        step = max(1, most // (rows * vocabulary))
         self.spans = [slice(first, min(first + step, width)) for first in range(0, width, step)]
 
     def log_probs(self, span: slice) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -214,7 +215,7 @@ def measure(
     return Unit(vectors.cpu(), tokens, facts, run.misfits)
 
 
-def as_fields(run: Pass, tokens: Tokens) -> Rollout:
+def as_fields(run: Pass, tokens: Tokens, *, unrewarded: bool) -> Rollout:
     """Return the rollouts of a unit as a loss sees them, on the CPU: what stands at padded positions is the model's."""
     rollouts, made = run.rollouts, {name: value.detach().cpu() for name, value in tokens.filled.items()}
 
@@ -232,15 +233,15 @@ def as_fields(run: Pass, tokens: Tokens) -> Rollout:
         "ref_logits": lambda: table(1),
         "old_logits": lambda: table(2),
     }
-    if rollouts.reward is not None:
-        reward = rollouts.reward.double().cpu()
+    if rollouts.reward is not None or unrewarded:
+        reward = torch.zeros(len(rollouts)) if rollouts.reward is None else rollouts.reward.double().cpu()
         fields |= {"reward": reward, "advantage": reward - reward.mean()}
     return Rollout(fields)
 
 
 def _of_loss(loss: Loss, run: Pass, tokens: Tokens) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Gradients of the loss at the log-probs that it used, and facts about them."""
-    rollout = as_fields(run, tokens)
+    rollout = as_fields(run, tokens, unrewarded=loss.unrewarded)
     objective = loss(rollout).objective
     found = {name: one.to(run.hidden.device) for name, one in leaf_gradients(loss, objective, rollout).items()}
     live = run.rollouts.mask
