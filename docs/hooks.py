@@ -286,6 +286,7 @@ def library_pages() -> dict[str, str]:
     from kltest.scoreboard.pages import files
 
     made = files(recorded.read()) | timeline.files()
+    made["libraries.md"] = f"---\nhide: [toc]\n---\n{made['libraries.md']}"  # its tables take the width
     return {f"libraries/{'index.md' if name == 'libraries.md' else name}": content for name, content in made.items()}
 
 
