@@ -5,8 +5,8 @@
 FOLDER holds a checkout of each repository of `tests/scan/repositories.csv` at its commit, in OWNER+NAME. A find is
 right if its lines meet those of a labelled term, or are one of its uses; a label is found if a find meets it.
 A name is right if the gradient that is followed with the sampler equal to the policy is the labelled one, up to a
-positive factor; "not run" and "unnamed" are honest. `--record` writes the counts of each repository to `scan.csv`, from which
-the documentation shows them.
+positive factor; "not run" and "unnamed" are honest. `--record` writes the counts of each repository to `scan.csv`, from
+which the documentation shows them.
 """
 
 import argparse
