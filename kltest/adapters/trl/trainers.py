@@ -30,7 +30,8 @@ def trainer_with(kind: str, beta: float, settings: dict[str, Any], recipe: str |
     Raises:
         UsageError: its configuration does not have a setting; argument and version are named.
     """
-    known = {field.name for field in dataclasses.fields(class_of(f"{kind}Config")) if field.init}
+    fields = dataclasses.fields(class_of(f"{kind}Config")) if settings else ()
+    known = {field.name for field in fields if field.init}
     for name in settings:
         if name not in known:
             raise UsageError(f"{kind}Config of TRL {version()} has no argument {name!r}, which this setting is about")
