@@ -78,6 +78,8 @@ class KLAuditCallback(TrainerCallback):
             raise UsageError(f"every={every}, units={units}: give at least 1 and {LEAST}")
         if absent := [name for name in (FORWARD, SCORE, LOSS, "beta") if not hasattr(trainer, name)]:
             raise UsageError(f"{self.options.name} has no {absent[0]}; call kltest.audit in its loop instead")
+        if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
+            raise UsageError("FSDP or DeepSpeed splits the weights over devices: they cannot be audited")
         self.trainer, self.every, self.units, self.names, self.sketch = trainer, every, units, names, sketch
         self.ref = getattr(trainer, "ref_model", None) if ref is None else ref
         if not trainer.beta or self.ref is None:
@@ -210,6 +212,8 @@ class KLAuditCallback(TrainerCallback):
 
     def _of_unit(self, logp: Tensor) -> Tensor:
         """A loss with the gradient that the trainer's loss has at the log-probs of the current unit."""
+        if logp.shape != self.weights.shape:
+            raise UsageError("these rollouts are not those of the unit")
         return (logp * self.weights.to(logp)).sum()
 
     def _scalars(self, audit: Audit, rows: int) -> dict[str, float]:
