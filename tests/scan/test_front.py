@@ -413,6 +413,26 @@ def test_a_term_that_stands_twice_is_graded_once_and_a_lasting_report_is_kept(tm
     assert pool.questions == 1
 
 
+def test_ctrl_c_shows_and_keeps_what_was_graded(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KLTEST_SCAN_CACHE", "kept")
+    for name, power in (("a.py", 2), ("b.py", 4)):
+        Path(name).write_text(K2.replace("** 2", f"** {power}"))
+    answers = [{**report(RIGHT), "lasts": True}] * 2
+    monkeypatch.setattr(Judge, "ready", lambda self: Pool(*answers))
+    with monkeypatch.context() as patched:
+        patched.setattr("kltest.cli.scan._tell", interrupt)
+        code, text = scan("--output", "json:scan.json")
+    assert (code, "interrupted; 0 of 1 variants found so far not graded; the rest is kept" in text) == (130, True)
+    assert [term["status"] for term in json.loads(Path("scan.json").read_text())["terms"]] == ["passed"]
+    assert len(list(Path("kept").glob("*.json"))) == 1
+    assert scan()[0] == 0
+    assert len(list(Path("kept").glob("*.json"))) == 3  # the other one, and what was searched
+
+
 # Bad input.
 
 

@@ -1,8 +1,6 @@
 """`kltest scan` as its users meet it: what is lifted, what it follows, comments, baselines, formats and exit codes."""
 
-import importlib
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -228,21 +226,6 @@ def test_what_imports_its_tree_runs_only_if_it_is_asked_for(tmp_path: Path, monk
     (term,) = json.loads(Path("scan.json").read_text())["terms"]
     assert term["gradients"]["current"].endswith("local_reverse_kl"), term
     assert (code, Path("mark").exists()) == (1, True)
-
-
-def test_ctrl_c_keeps_what_was_graded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell = importlib.import_module("kltest.cli.scan")
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tell, "_tell", interrupt)
-    code, text = scan("--jobs", "1", "--output", "json:scan.json")
-    terms = json.loads(Path("scan.json").read_text())["terms"]
-    graded = [term for term in terms if term["status"] != "not graded"]
-    kept = list(Path("cache").glob("*.json"))
-    assert (code, len(graded), len(kept)) == (130, 1, 2)  # the search, and what was graded
-    assert re.search(r"interrupted; \d of \d variants", text)
 
 
 def test_comments_declare_and_excuse(small: Path) -> None:
