@@ -3,7 +3,7 @@ that changes it, as a function of rollout fields."""
 
 import ast
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,17 @@ from kltest.scanning.follow import tree_of
 from kltest.scanning.imported import imported
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement, linear
-from kltest.scanning.slicing import ITSELF, End, NotLiftedError, cut_out, ends_of, relevant
+from kltest.scanning.slicing import (
+    ITSELF,
+    UNREACHED_END,
+    UNREACHED_TERM,
+    UNRETURNED,
+    End,
+    NotLiftedError,
+    cut_out,
+    ends_of,
+    relevant,
+)
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import names_in, says
 from kltest.scanning.terms import Term
@@ -25,6 +35,8 @@ from kltest.scanning.tree import Tree
 MOST_VARIANTS = 24
 MOST_TRIED = 200
 """Choices of a configuration that are tried for one end of a term."""
+UNREACHED = frozenset({"raises", UNREACHED_END, UNREACHED_TERM, UNRETURNED})
+"""Configurations in which there is no term, and so no variant of it."""
 NAME = "kl_term"
 
 
@@ -68,23 +80,27 @@ def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
 
 
 def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> Iterator[Lifted]:
-    """Yield the variants of a term up to one end, by every choice of the conditions that matter."""
-    open_choices: list[dict[str, Any]] = [{}]
+    """Yield the variants of a term up to one end: from each that is new, every choice it depends on is changed alone.
+
+    A choice that changes nothing leads nowhere, so that only those are combined that matter.
+    """
+    values: dict[str, Sequence[Any]] = {}
     found: dict[str, tuple[dict[str, Any], Lifted]] = {}
+    reached: set[Any] = set()
+    waiting: list[dict[str, Any]] = [{}]
     tried = 0
-    while open_choices and len(found) < MOST_VARIANTS and tried < MOST_TRIED:
+    while waiting and len(found) < MOST_VARIANTS and tried < MOST_TRIED:
         tried += 1
-        choice = open_choices.pop(0)
-        try:
-            variant = _cut(tree, facts, place, end, choice, run)
-        except Undecided as undecided:
-            open_choices[:0] = [{**choice, undecided.text: value} for value in undecided.values]
+        choice, variant = _completed(tree, facts, place, end, run, waiting.pop(0), values)
+        outcome = variant.source or (variant.refused, *choice)
+        if outcome in reached:
             continue
-        except NotLiftedError as error:
-            if str(error) == "raises":
-                continue
-            variant = Lifted(facts.term, _named(choice), place, refused=str(error))
-        found.setdefault(variant.source or variant.refused, (choice, variant))
+        reached.add(outcome)
+        if variant.refused not in UNREACHED:
+            found.setdefault(variant.source or variant.refused, (choice, variant))
+        waiting += [
+            {**choice, text: other} for text, taken in choice.items() for other in values[text] if other is not taken
+        ]
     choices = [choice for choice, _ in found.values()]
     for choice, variant in found.values():
         # What all variants have in common tells none of them.
@@ -92,6 +108,48 @@ def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> Iter
                    if len({repr(other.get(text, "")) for other in choices}) > 1}  # fmt: skip
         variant.variant = _named(telling)
         yield variant
+
+
+def _completed(
+    tree: Tree,
+    facts: Facts,
+    place: str,
+    end: End,
+    run: bool,
+    wanted: Mapping[str, Any],
+    values: dict[str, Sequence[Any]],
+) -> tuple[dict[str, Any], Lifted]:
+    """Return the variant for what is wanted of the choices, the first value of the others, and those it depends on.
+
+    `values` becomes what can be chosen.
+    """
+    choice = Asked(wanted)
+    while True:
+        try:
+            return choice.asked, _cut(tree, facts, place, end, choice, run)
+        except Undecided as undecided:
+            values[undecided.text] = undecided.values
+            choice = Asked({**choice, undecided.text: undecided.values[0]})
+        except NotLiftedError as error:
+            return choice.asked, Lifted(facts.term, _named(choice.asked), place, refused=str(error))
+
+
+class Asked(dict[str, Any]):
+    """Choices that remember which of them were asked for."""
+
+    def __init__(self, choices: Mapping[str, Any]) -> None:
+        super().__init__(choices)
+        self.asked: dict[str, Any] = {}
+
+    def __contains__(self, text: object) -> bool:
+        return self.get(str(text), self) is not self
+
+    def __getitem__(self, text: str) -> Any:
+        self.asked[text] = super().__getitem__(text)
+        return self.asked[text]
+
+    def get(self, text: str, default: Any = None) -> Any:
+        return self[text] if super().__contains__(text) else default
 
 
 def _named(choice: Mapping[str, Any]) -> str:

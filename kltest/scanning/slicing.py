@@ -16,6 +16,11 @@ RETURN, ITSELF = 0, -1
 """Lines of the ends that are no assignment: whichever return is reached, and the expression of the term itself."""
 
 
+UNRETURNED = "it is not returned in this configuration"
+UNREACHED_END = "the statement at which it arrives is not reached in this configuration"
+UNREACHED_TERM = "it is not reached in this configuration"
+
+
 class NotLiftedError(Exception):
     """A term cannot be lifted; the message says why."""
 
@@ -34,13 +39,27 @@ def ends_of(tree: Tree, term: Term, place: str) -> list[End]:
     wanted = {"loss": "loss", "reward": "reward", "helper": "return"}[place]
     arrivals = [a for a in followed.arrivals if a.flow.seed in term.seeds]
     names: dict[tuple[int, str], End] = {}
+    logged = {
+        node.lineno for node in ast.walk(term.function.node) if isinstance(node, ast.Assign) and _is_logged(node.value)
+    }
     chosen = [a for a in arrivals if a.kind == wanted and a.flow.form != "ratio"]
+    if wanted == "loss":
+        chosen = [arrival for arrival in chosen if arrival.line not in logged]
     returns = {n.lineno for n in ast.walk(term.function.node) if isinstance(n, ast.Return)}
     for arrival in chosen:
         line = RETURN if arrival.line in returns else arrival.line
         names[line, arrival.name] = End(line, arrival.name)
     ordered = sorted(names.values(), key=lambda end: end.line or 10**9, reverse=place == "loss")
     return [*ordered, End(ITSELF, "")]
+
+
+def _is_logged(value: ast.expr) -> bool:
+    """Return True for what is no tensor with a gradient any more, as `loss.detach()` is."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if value.func.attr in ("detach", "item", "tolist", "numpy"):
+            return True
+        value = value.func.value
+    return False
 
 
 def relevant(term: Term) -> set[str]:
@@ -134,7 +153,7 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
         before = _tainted(term, statements[:-1])[-1]
         value = _first_tainted(statements[-1].value, before, term)
         if not _is_tainted(value, before, term):
-            raise NotLiftedError("it is not returned in this configuration")
+            raise NotLiftedError(UNRETURNED)
         return len(statements) - 1, value
     if end.line >= 0:
         for number in range(len(statements) - 1, -1, -1):
@@ -143,7 +162,7 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
                 if statement.target is None:  # a return
                     return number, _first_tainted(statement.value, _tainted(term, statements[:number])[-1], term)
                 return number, statement.whole
-        raise NotLiftedError("the statement at which it arrives is not reached in this configuration")
+        raise NotLiftedError(UNREACHED_END)
     for number in range(len(statements) - 1, -1, -1):
         statement = statements[number]
         if term.holds(statement.value) and not statement.loop:
@@ -156,7 +175,7 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
             if term.whole and "sum(" not in ast.unparse(value):
                 value = ast.Call(ast.Attribute(value, "sum", ast.Load()), [ast.Constant(-1)], [])
             return last, value
-    raise NotLiftedError("it is not reached in this configuration")
+    raise NotLiftedError(UNREACHED_TERM)
 
 
 def _tainted(term: Term, statements: Sequence[Statement], before: Set[str] = frozenset()) -> list[set[str]]:
