@@ -168,3 +168,44 @@ def test_what_cannot_be_lifted_says_why(name: str, tmp_path: Path) -> None:
     assert found
     for variant in found:
         assert reason in variant.refused, variant.source
+
+
+MANY = """
+class Trainer:
+    def _compute_loss(self, model, inputs, logps):
+        per_token_logps, mask = logps, inputs["completion_mask"]
+        if self.kind == "token":
+            ratio = torch.exp(per_token_logps - inputs["old_per_token_logps"])
+        elif self.kind == "sequence":
+            ratio = torch.exp((per_token_logps - inputs["old_per_token_logps"]).sum(-1, keepdim=True))
+        else:
+            raise ValueError(self.kind)
+        log_ratio = inputs["ref_per_token_logps"] - per_token_logps
+        kl = torch.exp(log_ratio) - log_ratio - 1
+        if self.corrected:
+            kl = kl * ratio
+        loss = -(ratio * inputs["advantages"] * mask).sum()
+OTHERS
+        loss = loss + self.beta * (kl * mask).sum()
+        policy_loss = loss.detach()
+        self.metrics["loss"] = policy_loss.item()
+        return loss
+"""
+
+
+def test_a_choice_that_matters_is_found_among_many_that_do_not(tmp_path):
+    """Twelve conditions that change the rest of the loss would be 4,096 configurations; three are the term's."""
+    others = "\n".join(f"        if self.option_{n}:\n            loss = loss * self.scale_{n}" for n in range(12))
+    found = [each for each in variants(tmp_path, MANY.replace("OTHERS", others)) if not each.refused]
+    given = rollouts()
+    ratio = torch.exp(given["logp"] - given["old_logp"])
+    whole = torch.exp((given["logp"] - given["old_logp"]).sum(-1, keepdim=True))
+    wanted = {
+        "not corrected": k3(given),
+        "'token', corrected": k3(given) * ratio,
+        "'sequence', corrected": k3(given) * whole,
+    }
+    for name, each in ratios.items():
+        (one,) = [variant for variant in found if name in variant.variant]
+        torch.testing.assert_close(value_of(one), given["beta"] * (each * k3(given) * given["mask"]).sum())
+    assert len(found) == 3
