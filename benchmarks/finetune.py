@@ -35,6 +35,8 @@ WARM = 2
 USUAL = ("tiny:670k", "tiny:5M")
 PROMPTS, GROUP, TOKENS, BETA, RATE = 16, 4, 32, 0.05, 1e-7
 ROOT = Path(__file__).parents[1]
+# cpu, or cuda: benchmarks/gpu.md says what to run there.
+DEVICE = os.environ.get("KLTEST_DEVICE", "cpu")
 
 
 def main(sizes: dict[str, int] | None = None) -> list[Row]:
@@ -104,7 +106,7 @@ def _rows(model: str, steps: int) -> list[Row]:
         trainer.train()
     size = sum(one.numel() for one in ours.models.policy.model.parameters())
     millions = float(f"{size / 1e6:.2g}")
-    case = f"{millions:g}M parameters, 64 completions of up to 32 tokens, CPU, {torch.get_num_threads()} thread(s)"
+    case = f"{millions:g}M parameters, 64 completions of up to 32 tokens, {_machine()}"
     timed = list(zip(seconds, counts, strict=True))[WARM:]
     per_token = [(mine / own, theirs / other) for (theirs, mine, _), (other, own) in timed]
     rate = 1 / statistics.median(mine for mine, _ in per_token), 1 / statistics.median(other for _, other in per_token)
@@ -114,6 +116,10 @@ def _rows(model: str, steps: int) -> list[Row]:
         from_pairs("generation and update / TRL's GRPOTrainer", case, per_token, bound=BOUNDS[model], at_most=False),
         from_pairs("generation and update / forward and backward alone", case, above, bound=None),
     ]
+
+
+def _machine() -> str:
+    return f"CPU, {torch.get_num_threads()} thread(s)" if DEVICE == "cpu" else torch.cuda.get_device_name()
 
 
 class _Ours:
@@ -135,7 +141,7 @@ class _Ours:
         ends = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         torch.manual_seed(0)
         self.fresh = tiny_model(parameters_asked(model), len(self.tokenizer), *ends)
-        policy, reference = (copy.deepcopy(self.fresh).eval() for _ in range(2))
+        policy, reference = (copy.deepcopy(self.fresh).eval().to(DEVICE) for _ in range(2))
         reference.requires_grad_(False)
         self.models = Models(*(LanguageModel.of(one, self.tokenizer) for one in (policy, reference)))
         settings = Settings(
@@ -150,9 +156,9 @@ class _Ours:
             learning_rate=RATE,
             eval_every=0,
             gradient_every=0,
-            device="cpu",
+            device=DEVICE,
         )
-        processes = Processes.here("cpu")
+        processes = Processes.here(DEVICE)
         self.training = Training(settings, task, self.models, Objective(settings), processes)
         # At the very first step a run is measured.
         self.training.step = 1
@@ -174,6 +180,8 @@ class _Ours:
         ids = torch.cat([self.batch.prompts, self.batch.tokens], dim=1)
         started = time.perf_counter()
         self.models.policy.model(input_ids=ids, use_cache=False).logits.sum().backward()
+        if DEVICE != "cpu":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         self.models.policy.model.zero_grad(set_to_none=True)
         return seconds
@@ -194,7 +202,7 @@ def _trainer(ours: _Ours, reward: Any, steps: int, folder: str) -> Any:
         learning_rate=RATE,
         temperature=1.0,
         loss_type="grpo",
-        use_cpu=True,
+        use_cpu=DEVICE == "cpu",
         bf16=False,
         gradient_checkpointing=False,
         report_to="none",

@@ -52,8 +52,8 @@ class Settings:
     )
     task: str = _setting(
         "addition",
-        "addition[:DIGITS], countdown[:NUMBERS], jsonl:PATH, a data set hub:ID[,CONFIGURATION][:SPLIT], or a class or "
-        "function of yours that makes a task, FILE.py:NAME",
+        "addition[:DIGITS], countdown[:NUMBERS], jsonl:PATH, hub:ID or hub:ID,CONFIGURATION:SPLIT for a data set, or "
+        "FILE.py:NAME for a class or function of yours that makes a task",
     )
     keys: str = _setting("", "names of a file's or data set's keys, such as prompt=question,answer=solution")
     chat: bool = _setting(False, "send each prompt as a user message through the tokenizer's chat template")
