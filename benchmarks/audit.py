@@ -15,10 +15,11 @@ from itertools import product
 import numpy as np
 import torch
 
+from kltest.auditing.fits import distance
 from kltest.auditing.named import controls_of, parts_of
 from kltest.auditing.passes import measure
 from kltest.auditing.sketch import Sketch
-from kltest.auditing.statistics import Sample, angle, coefficient, cosine, distance, norm
+from kltest.auditing.statistics import Sample, angle, coefficient, cosine, norm
 from kltest.environments import Instance
 from kltest.estimators.spec import registry
 from kltest.files import as_csv

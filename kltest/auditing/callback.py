@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 
-from kltest.auditing.audit import FIRST_LOOK, LEAST, Auditing, _still
+from kltest.auditing.audit import _still
 from kltest.auditing.models import as_language
 from kltest.auditing.passes import CutModel, Models
 from kltest.auditing.report import Audit
+from kltest.auditing.run import FIRST_LOOK, LEAST, Auditing
 from kltest.auditing.sketch import SIZE
 from kltest.auditing.units import narrowed
 from kltest.errors import KltestError, UsageError

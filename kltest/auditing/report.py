@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kltest.auditing.statistics import Combination, Distance, Interval
+from kltest.auditing.fits import Combination, Distance
+from kltest.auditing.statistics import Interval
 from kltest.errors import KltestError
 from kltest.files import as_json, mapped
 from kltest.render.tables import PLAIN, Terminal, table

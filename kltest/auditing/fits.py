@@ -1,0 +1,131 @@
+"""How far a gradient is from the declared one, and the short combination of named gradients that is nearest."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from scipy.stats import t
+
+from kltest.auditing.statistics import Interval, Sample, fit, misfit, norm, reach
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Bounds on ‖E d‖ as a share of ‖E t‖, at one error rate together."""
+
+    value: float
+    low: float
+    high: float
+
+
+def distance(
+    sample: Sample, d: np.ndarray, unit: np.ndarray, named: np.ndarray, controls: Sequence[int], rate: float
+) -> Distance:
+    """Bound ‖E d‖/‖E unit‖ from both sides.
+
+    From above by ‖E d‖², a mean over pairs: around a small ‖E d‖ it is no normal variable, but a weighted sum of χ²
+    variables, whose lower tail is below exp(−s²/2) at s standard deviations (Laurent & Massart 2000, Lemma 1; Birgé
+    2001 off zero). From below by cross-fitting: a direction w from one half of the blocks, and Student's interval of
+    ⟨d, w⟩ over the other half, which is an ordinary mean; ‖E d‖ ≥ ⟨E d, w⟩ for any w of norm 1. Both halves serve in
+    turn, with two directions each: the mean of d, and the nearest combination of the `named` gradients (K, Q), which
+    has less noise.
+    """
+    square, error = sample.estimate(norm(d))
+    error = math.hypot(error, sample.pairs(d))
+    units = sample.interval(norm(unit), rate / 4)
+    most = max(square + error * max(math.sqrt(2 * math.log(4 / rate)), reach(rate / 2, len(sample))), 0.0)
+    lows = [0.0]
+    for own, other in ((0, 1), (1, 0)):
+        learn, test = sample.half(own), sample.half(other)
+        # Row 1 uses all blocks; made anew, nothing of the other half is in the direction.
+        raw = d.copy()
+        raw[0], raw[1] = d[1], 0.0
+        raw[list(controls)] -= d[1] * learn.shares(controls)
+        for direction in _directions(learn, raw, named):
+            if (length := float(np.linalg.norm(direction))) > 0:
+                along = np.array([raw @ (block.astype(np.float64) @ direction) for block in test.vectors]) / length
+                margin = float(t.ppf(1 - rate / 16, len(test) - 1)) * along.std(ddof=1) / math.sqrt(len(test))
+                lows.append(float(along.mean() - margin))
+    least, largest = math.sqrt(max(units.low, 0.0)), math.sqrt(max(units.high, 1e-300))
+    value = math.sqrt(max(square, 0.0) / max(units.value, 1e-300))
+    return Distance(value, max(lows) / largest, math.sqrt(most) / least if least else math.inf)
+
+
+def _directions(learn: Sample, d: np.ndarray, named: np.ndarray) -> list[np.ndarray]:
+    found = [d @ learn.mean]
+    scale = np.sqrt(np.maximum(np.einsum("kq,qp,kp->k", named, learn.products, named), 0.0))
+    kept = named[scale > 0] / scale[scale > 0, None]
+    if len(kept):
+        gram, right = kept @ learn.products @ kept.T, kept @ learn.products @ d
+        found.append(np.linalg.lstsq(gram, right, rcond=1e-3)[0] @ kept @ learn.mean)
+    return found
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A short combination near E x, with an interval for each coefficient.
+
+    `misfit` is ‖E x − fit‖/‖E x‖. Unless that is surely within the margin, `rivals` are the other combinations of as
+    many names that are not surely farther.
+    """
+
+    terms: dict[str, Interval]
+    misfit: Interval
+    rivals: tuple[tuple[str, ...], ...] = ()
+
+
+def nearest(
+    sample: Sample, x: np.ndarray, names: dict[str, np.ndarray], rate: float, margin: float
+) -> Combination | None:
+    """Return the combination of the fewest names that E x may be: one, or two if each alone is surely too far.
+
+    Which of two combinations is nearer depends on ⟨E x, E y⟩ alone, not on the noisier ‖E x‖: they are compared with
+    each other. The nearest is returned, and as `rivals` those that are not surely farther, unless it surely fits.
+
+    Args:
+        sample: The sketches.
+        x: (Q,) the gradient in question.
+        names: Named gradients (Q,) in the order of preference, none of them zero.
+        rate: Error rate of all that is said.
+        margin: A misfit surely beyond this share of ‖E x‖ is too far.
+    """
+    found = None
+    for terms in (1, 2):
+        fits = {one: np.stack([names[name] for name in one]) for one in combinations(names, terms)}
+        found = _nearest(sample, x, fits, rate / 2, margin) or found
+        if found is None or found.misfit.low <= margin:
+            return found
+    return found
+
+
+def _nearest(
+    sample: Sample, x: np.ndarray, fits: dict[tuple[str, ...], np.ndarray], rate: float, margin: float
+) -> Combination | None:
+    """The nearest of several combinations, and those that are not surely farther; None if none is defined."""
+    try:
+        values = {one: sample.estimate(misfit(x, columns)) for one, columns in fits.items()}
+    except np.linalg.LinAlgError:
+        return None
+    values = {one: value for one, value in values.items() if all(map(math.isfinite, value))}
+    if not values:
+        return None
+    best = min(values, key=lambda one: values[one][0])
+    each, parts = rate / (2 * len(values)), rate / (2 * (len(best) + 1))
+
+    def farther(one: tuple[str, ...]) -> bool:
+        own, other = misfit(x, fits[best]), misfit(x, fits[one])
+        return sample.interval(lambda products: other(products) - own(products), each).low > 0
+
+    def term(k: int) -> Interval:
+        solved = fit(x, fits[best])
+        return sample.interval(lambda products: solved(products)[..., k], parts)
+
+    rest = x - np.nan_to_num(fit(x, fits[best])(sample.products)) @ fits[best]
+    square = sample.interval(misfit(x, fits[best]), parts, sample.pairs(rest) / float(abs(norm(x)(sample.products))))
+    return Combination(
+        {name: term(k) for k, name in enumerate(best)},
+        Interval(*(math.sqrt(max(number, 0.0)) for number in square)),
+        () if square.high <= margin**2 else tuple(one for one in values if one != best and not farther(one)),
+    )
