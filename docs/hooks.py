@@ -151,7 +151,7 @@ def finetune_settings() -> list[dict[str, str]]:
         {
             "setting": f"`{one.name}`",
             "default": "`{}`" if one.name == "kl_options" else f"`{one.default}`",
-            "meaning": one.metadata["meaning"]
+            "meaning": one.metadata["meaning"].replace("[", r"\[")
             + (f" (one of {', '.join(f'`{each}`' for each in CHOICES[one.name])})" if one.name in CHOICES else ""),
         }
         for one in dataclasses.fields(Settings)
