@@ -51,7 +51,10 @@ class KLAuditCallback(TrainerCallback):
         expect: The gradient that is claimed, or a combination.
         names: Named gradients to log.
         ref: The reference; default the trainer's.
-        error_rate, margin, seed, sketch: As for `kltest.audit`.
+        error_rate: As for `kltest.audit`.
+        margin: Likewise.
+        seed: Likewise.
+        sketch: Likewise.
 
     Attributes:
         audits: The Audit of each step at which one ended.
