@@ -57,8 +57,7 @@ class KLAuditCallback(TrainerCallback):
         sketch: Likewise.
 
     Attributes:
-        audits: The Audit of each step at which one ended.
-        last: The latest.
+        audits: The Audit of each step at which one ended; `last` is the latest.
     """
 
     def __init__(
