@@ -60,7 +60,7 @@ def reward(completions, **others):
     return [float(text.count("t3")) for text in completions]
 
 
-def trained(trainer, audited=True, *, prompts=256, units=256, every=1, steps=2, batches=1, dropout=0.0, **settings):
+def trained(trainer, audited=True, *, prompts=64, units=64, every=1, steps=2, batches=1, dropout=0.0, **settings):
     """Return a trainer after a few steps on so many prompts each, and its callback if it is audited."""
     kind = GRPOConfig if issubclass(trainer, GRPOTrainer) else RLOOConfig
     quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True}
@@ -96,10 +96,10 @@ CASES = {
     "grpo/loss_type=luspo,use_bias_correction_kl=false": (GRPOTrainer, {**LUSPO, "use_bias_correction_kl": False}),
     "grpo/loss_type=luspo,use_bias_correction_kl=true,num_iterations=2": (
         GRPOTrainer,
-        {**LUSPO, "num_iterations": 2, "batches": 2, "units": 128, "steps": 4},
+        {**LUSPO, "num_iterations": 2, "batches": 2, "prompts": 256, "units": 128, "steps": 4},
     ),
     "grpo/defaults": (GRPOTrainer, {}),
-    "rloo/defaults": (RLOOTrainer, {"batches": 2}),
+    "rloo/defaults": (RLOOTrainer, {"batches": 2, "prompts": 256, "units": 256}),
     "planted k1": (WithK1, LUSPO),
 }
 
