@@ -216,12 +216,13 @@ class Training:
         if self.batch is None or not self.settings.samples:
             return []
         batch, decode = self.batch.rows(slice(self.settings.samples)), self.models.policy.decode
-        pairs = (batch.prompts, batch.prompt_mask), (batch.tokens, batch.mask)
+        parts = [one.cpu() for one in (batch.prompts, batch.prompt_mask, batch.tokens, batch.mask)]
+        pairs = parts[:2], parts[2:]
         prompts, completions = ([decode(ids[live].tolist()) for ids, live in zip(*pair, strict=True)] for pair in pairs)
         assert batch.reward is not None
         return [
             {"step": self.step - 1, "prompt": prompt, "completion": completion, "reward": reward}
-            for prompt, completion, reward in zip(prompts, completions, batch.reward.tolist(), strict=True)
+            for prompt, completion, reward in zip(prompts, completions, batch.reward.cpu().tolist(), strict=True)
         ]
 
     def state(self) -> dict[str, Any]:
