@@ -55,8 +55,13 @@ def used(find: dict[str, Any], row: dict[str, Any]) -> bool:
 
 
 def normal(name: str) -> str:
-    """Return the name of a gradient without a positive factor and without the part that says it moves with length."""
-    return re.sub(r"^[\d.e-]+\*", "", name.split(" (")[0].strip())
+    """Return the name of a gradient up to a positive factor, without the part that says it moves with length."""
+    text = name.split(" (")[0].strip()
+    parts = re.findall(r"([+-]?)(?:([\d.]+(?:e-?\d+)?)\*)?([a-z]\w*(?:@\w+)?)", text.replace(" ", ""))
+    if text in HONEST or not parts:
+        return text
+    first = float(parts[0][1] or 1)
+    return " ".join(f"{sign or '+'}{float(number or 1) / first:.3g}*{which}" for sign, number, which in parts)
 
 
 def scanned(folder: Path, repository: str, *, grade: bool) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import ast
 
+from kltest.scanning.callees import Function
 from kltest.scanning.expressions import REWARD, Expressions
 from kltest.scanning.flows import (
     ABSOLUTE,
@@ -18,8 +19,7 @@ from kltest.scanning.flows import (
     multiplied,
 )
 from kltest.scanning.sides import Side, says_kl, side, who_of
-from kltest.scanning.syntax import identifiers, says, words
-from kltest.scanning.tree import Function
+from kltest.scanning.syntax import chain, identifiers, says, words
 from kltest.scanning.vocabulary import WORDS
 
 _SAME = WORDS["same"]
@@ -45,10 +45,13 @@ class Calls(Expressions):
     def _of_Call(self, node: ast.Call) -> Value:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         receiver = NOTHING
-        if isinstance(node.func, ast.Attribute):
-            receiver = self.value(node.func.value)
-        elif isinstance(node.func, ast.Call):
+        if isinstance(node.func, ast.Call):
             name = getattr(node.func.func, "attr", getattr(node.func.func, "id", name))
+        elif isinstance(node.func, ast.Attribute):
+            receiver = self.value(node.func.value)
+        made = self.tree.constructed(node.func, self.function)
+        if made is not None and chain(made.func).endswith("KLDivLoss"):
+            name = "KLDivLoss"
         given = [self.value(each) for each in node.args] + [self.value(each.value) for each in node.keywords]
         everything = joined([receiver, *given])
         if name in _DROPS:
@@ -92,10 +95,14 @@ class Calls(Expressions):
 
     def _called(self, node: ast.Call, name: str, given: list[Value], everything: Value) -> Value:
         """Return what a call of a function of the tree gives, or of one that is not known."""
-        if name:
-            for callee in self.tree.called(name, self.function.source)[:3]:
-                if callee.node is not self.function.node and (value := self._through(node, callee, given)):
-                    return value
+        callees = [each for each in self.tree.callees(node.func, self.function) if each is not self.function]
+        if self.tree.looked_up(node.func, self.function):
+            found = [value for callee in callees if (value := self._through(node, callee, given))]
+            if found:
+                return joined(found)
+        for callee in callees[:3]:
+            if value := self._through(node, callee, given):
+                return value
         if stated := side(name):
             told = who_of(" ".join(words(name) + tuple(identifiers(node))))
             who = stated.who if stated.sure else next((s.who for s in sorted(everything.sides)), told or "")
@@ -110,14 +117,19 @@ class Calls(Expressions):
 
     def _through(self, node: ast.Call, callee: Function, given: list[Value]) -> Value | None:
         """Return what a call of a function of the tree gives for these arguments; None if nothing is known."""
-        followed = self.tree.followed(callee)
-        returned = followed.returned
-        if not returned.flows:
-            return None
-        parameters = [name for name in callee.parameters if name not in ("self", "cls")]
-        values = dict(zip(parameters, given[: len(node.args)], strict=False))
+        values = dict(zip(callee.parameters, given[: len(node.args)], strict=False))
         values |= {keyword.arg: value for keyword, value in zip(node.keywords, given[len(node.args) :], strict=True)
                    if keyword.arg}  # fmt: skip
+        returned = self.tree.followed(callee).returned
+        # Names that state no side, as in kl(a, b), are followed with the sides that they are given.
+        unnamed = tuple((name, v.sides) for name, v in values.items() if v.sides and not v.flows and side(name) is None)
+        inside = len({each.who for _, sides in unnamed for each in sides}) > 1 and all(
+            flow.seed.parameter or flow.seed.named for flow in returned.flows
+        )
+        if inside:
+            returned = self.tree.followed(callee, unnamed).returned
+        if not returned.flows:
+            return None
 
         def carried(result: Value) -> Value:
             flows: set[Flow] = set()
@@ -133,8 +145,9 @@ class Calls(Expressions):
                     flows.add(Flow(seed, flow.form))
                     if _SUPPORT.intersection(identifiers(node)):
                         continue
-                    if (callee, seed) not in self.found.calls:
-                        self.found.calls.append((callee, seed))
+                    where = self.found.shaped if inside else self.found.calls
+                    if (callee, seed) not in where:
+                        where.append((callee, seed))
                     if says_kl(callee.name):
                         self.found.kl_named.add(seed)
             return Value(frozenset(), frozenset(flows))

@@ -13,6 +13,10 @@ COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penal
 UNSET = object()
 
 
+class NotLiftedError(Exception):
+    """A term cannot be lifted; the message says why."""
+
+
 class Undecided(Exception):
     """A condition that matters has no value yet; `values` are those to be tried."""
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from kltest.scanning.callees import Function
 from kltest.scanning.flows import (
     FULL,
     LOG_RATIO,
@@ -23,7 +24,7 @@ from kltest.scanning.flows import (
 )
 from kltest.scanning.sides import METRICS, Side, is_preference, says_kl, side, who_of
 from kltest.scanning.syntax import chain, each_of, identifiers, says, words
-from kltest.scanning.tree import Arrival, Followed, Function, Tree
+from kltest.scanning.tree import Arrival, Followed, Tree
 
 LOSS = ("loss", "objective")
 REWARD = ("reward", "advantage", "return", "score", "adv")
@@ -176,7 +177,8 @@ class Expressions:
             return total
         # The same side shifted or scaled, as logits / temperature: still that side.
         sides = left.sides or right.sides
-        one_side = not (left.sides and right.sides) and isinstance(op, ast.Mult | ast.Div | ast.Add | ast.Sub)
+        one_side = not (left.sides and right.sides) or left.sides == right.sides
+        one_side = one_side and isinstance(op, ast.Mult | ast.Div | ast.Add | ast.Sub)
         return Value(sides if one_side else frozenset())
 
     def _meeting(self, node: ast.BinOp, left: Value, right: Value) -> Value | None:

@@ -1,11 +1,12 @@
 """What is looked up again and again in the function of a term, read off its syntax tree once."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from kltest.scanning.sides import is_mask, side
+from kltest.scanning.callees import Function
+from kltest.scanning.sides import REFERENCE, is_mask, side
 from kltest.scanning.syntax import FUNCTIONS, chain, names_in
 from kltest.scanning.terms import Term
 
@@ -67,6 +68,29 @@ class Facts:
                     yield first.id
 
     @cached_property
+    def of_reference(self) -> frozenset[str]:
+        """Names that are computed from a reference, and into which the term does not flow."""
+        read = self._computed(lambda value: any(_is_reference(node) for node in ast.walk(value)))
+        return read - self._computed(self.term.holds)
+
+    def _computed(self, begins: Callable[[ast.AST], bool]) -> frozenset[str]:
+        """Return the names computed from expressions for which `begins` holds, or from one another."""
+        assigned = [n for n in self.nodes if isinstance(n, ast.Assign | ast.AugAssign)]
+        bound = [(names_in(*(n.targets if isinstance(n, ast.Assign) else [n.target])), n.value) for n in assigned
+                 if not isinstance(n.value, ast.Dict)]  # fmt: skip
+        found = {name for targets, value in bound if begins(value) for name in targets}
+        while more := {name for targets, value in bound if names_in(value) & found for name in targets} - found:
+            found |= more
+        return frozenset(found)
+
+    @cached_property
+    def sampled(self) -> bool:
+        """True if both log-probs of sampled tokens and logits are handed in."""
+        return {"logp", "logits"} <= {
+            stated.quantity for name in self.term.function.parameters if (stated := side(name))
+        }
+
+    @cached_property
     def positions(self) -> frozenset[str]:
         """Names that the function computes as a position in a rollout: of int(…), x.item() and the like."""
         counts = ("int", "item", "argmax", "argmin", "index", "nonzero")
@@ -83,17 +107,7 @@ class Facts:
     @cached_property
     def defaults(self) -> dict[str, Any]:
         """Constant defaults of the function's parameters, and of `self.x` by the class and its constructor."""
-        found: dict[str, Any] = {}
-        if isinstance(self.term.function.node, FUNCTIONS):
-            _take(found, self.term.function.node.args, "")
-        for node in ast.walk(self.term.function.source.tree):
-            if isinstance(node, ast.ClassDef) and node.name == self.term.function.owner:
-                for method in node.body:
-                    if isinstance(method, FUNCTIONS) and method.name == "__init__":
-                        _take(found, method.args, "self.")
-                    elif isinstance(method, ast.AnnAssign) and isinstance(method.value, ast.Constant):
-                        found[f"self.{ast.unparse(method.target)}"] = method.value.value
-        return found
+        return defaults_of(self.term.function)
 
     def adds_up(self, node: ast.For) -> bool:
         """Return True for a loop over rollouts, or parts of them, in which the term is added up or listed."""
@@ -147,6 +161,26 @@ class Facts:
         if key not in self._holds:
             self._holds[key] = self.term.holds(*statements)
         return self._holds[key]
+
+
+def _is_reference(node: ast.AST) -> bool:
+    stated = side(chain(node)) if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) else None
+    return stated is not None and stated.who == REFERENCE
+
+
+def defaults_of(function: Function) -> dict[str, Any]:
+    """Return the constant defaults of a function's parameters, and of `self.x` by its class and the constructor."""
+    found: dict[str, Any] = {}
+    if isinstance(function.node, FUNCTIONS):
+        _take(found, function.node.args, "")
+    for node in ast.walk(function.source.tree) if function.owner else ():
+        if isinstance(node, ast.ClassDef) and node.name == function.owner:
+            for method in node.body:
+                if isinstance(method, FUNCTIONS) and method.name == "__init__":
+                    _take(found, method.args, "self.")
+                elif isinstance(method, ast.AnnAssign) and isinstance(method.value, ast.Constant):
+                    found[f"self.{ast.unparse(method.target)}"] = method.value.value
+    return found
 
 
 def _all(statements: list[ast.stmt]) -> Iterator[ast.AST]:

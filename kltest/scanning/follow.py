@@ -1,20 +1,21 @@
 """Following one function, statement by statement, without running it: what each name carries, and where it arrives."""
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from kltest.scanning.callees import Function
 from kltest.scanning.calls import Calls
 from kltest.scanning.expressions import LOSS, REWARD
 from kltest.scanning.flows import LOG_RATIO, NOTHING, Seed, Value, joined, seeded
-from kltest.scanning.sides import says_kl, side
+from kltest.scanning.sides import Side, says_kl, side
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import chain, says, says_no_gradient
-from kltest.scanning.tree import Followed, Function, Tree
+from kltest.scanning.tree import Followed, Given, Tree
 
 
-def follow(tree: Tree, function: Function) -> Followed:
+def follow(tree: Tree, function: Function, given: Given = ()) -> Followed:
     """Follow a function's statements in order, both branches of each condition, loops twice."""
-    return _Follower(tree, function).run()
+    return _Follower(tree, function).run(dict(given))
 
 
 def tree_of(sources: Sequence[Source]) -> Tree:
@@ -23,9 +24,11 @@ def tree_of(sources: Sequence[Source]) -> Tree:
 
 
 class _Follower(Calls):
-    def run(self) -> Followed:
+    def run(self, given: Mapping[str, frozenset[Side]]) -> Followed:
         for name in self.function.parameters:
-            if side(name) is None and name not in ("self", "cls"):
+            if name in given:
+                self.names[name] = Value(given[name])
+            elif side(name) is None:
                 seed = Seed(self.function.line, self.function.line, parameter=name)
                 self.names[name] = seeded(seed, LOG_RATIO)
         self._body(self.function.node.body)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kltest.scanning.arithmetic import MODULES, refusal
-from kltest.scanning.conditions import COEFFICIENT, UNSET, Conditions
-from kltest.scanning.facts import Facts
+from kltest.scanning.callees import Function
+from kltest.scanning.conditions import COEFFICIENT, UNSET, Conditions, Undecided
+from kltest.scanning.facts import Facts, defaults_of
 from kltest.scanning.sides import Side, is_mask, says_kl, side
-from kltest.scanning.syntax import FUNCTIONS, chain, each_of, identifiers, names_in, says, words
+from kltest.scanning.syntax import chain, each_of, identifiers, names_in, says, says_no_gradient, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
@@ -25,6 +26,7 @@ class Leaves(Conditions):
         self.fields: dict[str, None] = {}
         self.notes: list[str] = []
         self.looped: set[str] = set()
+        self.helping: dict[str, Function] = {}
         self.missing = ""
 
     # Leaves.
@@ -75,7 +77,7 @@ class Leaves(Conditions):
 
     def field(self, stated: Side) -> ast.expr:
         """Return the expression of a rollout's field for one side."""
-        whole = stated.quantity != "logp" or self.term.whole
+        whole = stated.quantity != "logp" or (self.term.whole and not self.facts.sampled)
         name = f"{stated.who}{'logits' if whole else 'logp'}"
         self.fields[name] = None
         if stated.quantity == "prob":
@@ -121,24 +123,64 @@ class Leaves(Conditions):
             return ast.Constant(2)
         return None
 
-    def helpers(self, function: ast.FunctionDef) -> list[ast.FunctionDef]:
+    def helper(self, called: ast.expr, context: Function) -> str:
+        """Return the name under which a function of the tree goes with the lifted one; the empty string if it is none.
+
+        Raises Undecided if a table says which, by a key that is not known.
+        """
+        root = chain(called).split(".")[0]
+        if root in MODULES or (isinstance(called, ast.Attribute) and (called.attr in _KEEPS or not root)):
+            return ""
+        if root in context.parameters and isinstance(called, ast.Name):
+            return ""  # a function that is handed in
+        found = self.tree.callees(called, context)
+        if looked_up := self.tree.looked_up(called, context):
+            key, table = looked_up
+            wanted = key.value if isinstance(key, ast.Constant) else self.choice.get(ast.unparse(key), UNSET)
+            if wanted is UNSET:
+                raise Undecided(ast.unparse(key), list(table))
+            found = self.tree.by_name.get(table.get(wanted, ""), [])[:1]
+        elif isinstance(called, ast.Attribute) and root not in ("self", "cls", *self.tree.bases):
+            found = [each for each in found if not each.is_method]
+        found = [each for each in found if isinstance(each.node, ast.FunctionDef)]
+        if not found:
+            return ""
+        function = found[0]
+        if function.source is not context.source and len({ast.dump(each.node) for each in found}) > 1:
+            self.missing = f"several functions of the tree are called {function.name}"
+        name = f"{function.owner}_{function.name}" if function.is_method else function.name
+        while self.helping.setdefault(name, function) is not function:
+            name += "_"
+        return name
+
+    def helpers(self) -> list[ast.FunctionDef]:
         """Return the functions of the tree that the lifted one calls, and those that they call."""
-        found: dict[str, ast.FunctionDef] = {}
-        waiting: list[ast.AST] = [function]
-        while waiting:
-            node = waiting.pop()
-            for call in ast.walk(node):
-                if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
-                    continue
-                name = call.func.id
-                if name in found or name in MODULES:
-                    continue
-                for candidate in self.tree.called(name, self.term.function.source):
-                    if isinstance(candidate.node, FUNCTIONS) and not candidate.owner:
-                        found[name] = _bare(candidate.node)
-                        waiting.append(found[name])
-                        break
-        return list(reversed(found.values()))
+        made: dict[str, ast.FunctionDef] = {}
+        while waiting := [name for name in self.helping if name not in made]:
+            for name in waiting:
+                made[name] = _bare(name, self.helping[name], self)
+        return list(reversed(made.values()))
+
+
+class _Helper(ast.NodeTransformer):
+    """Put the names of helpers, and the defaults of attributes, into a helper."""
+
+    def __init__(self, leaves: Leaves, function: Function) -> None:
+        self.leaves, self.function, self.defaults = leaves, function, defaults_of(function)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if name := self.leaves.helper(node.func, self.function):
+            node.func = ast.Name(name, ast.Load())
+        self.generic_visit(node)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        text = ast.unparse(node)
+        if text.startswith("self.") and isinstance(value := self.defaults.get(text), int | float | str):
+            self.leaves.notes.append(f"{text} keeps its default, {value!r}")
+            return ast.Constant(value)
+        self.generic_visit(node)
+        return node
 
 
 class _Replace(ast.NodeTransformer):
@@ -212,14 +254,14 @@ class _Replace(ast.NodeTransformer):
                 return self.visit(called.value)
             if called.attr in ("gather", "gather_for_metrics", "reduce") and says(chain(called.value), "accelerator"):
                 return self.visit(node.args[0])
-            root = chain(called.value)
-            known = [f for f in self.leaves.tree.by_name.get(called.attr, []) if not f.owner or root == "self"]
-            foreign = root.split(".")[0] in MODULES or called.attr in _KEEPS or side(root) or is_mask(root)
-            if known and root and not foreign:
-                node.func = ast.Name(called.attr, ast.Load())
-                node.args = [self.visit(each) for each in node.args]
-                node.keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in node.keywords]
-                return node
+        context = self.leaves.term.function
+        made = self.leaves.tree.constructed(called, context)
+        held = chain(called.value) if isinstance(called, ast.Attribute) else ""
+        if made is not None and chain(made.func).endswith("KLDivLoss"):
+            node.func = copy.deepcopy(made)
+        elif not (side(held) or is_mask(held)) and (name := self.leaves.helper(called, context)):
+            node.func = ast.Name(name, ast.Load())
+        elif isinstance(called, ast.Attribute):
             called.value = self.visit(called.value)  # and its method, which is no field, stays
         else:
             node.func = self.visit(called)
@@ -235,13 +277,18 @@ def _shifts(node: ast.expr) -> bool:
     return bool(slices) and len(slices) == len(parts) and any(s.lower or s.upper for s in slices)
 
 
-def _bare(node: Any) -> ast.FunctionDef:
-    """Return a function without decorators, annotations and docstring."""
-    made = copy.deepcopy(node)
-    made.decorator_list, made.returns = [], None
+def _bare(name: str, function: Function, leaves: Leaves) -> ast.FunctionDef:
+    """Return a function under a name, without self, decorators, annotations and docstring."""
+    made: Any = copy.deepcopy(function.node)
+    quiet = any(map(says_no_gradient, made.decorator_list))
+    made.name, made.decorator_list, made.returns = name, [], None
+    if made.args.args and made.args.args[0].arg in ("self", "cls"):
+        del made.args.args[0]
     for inner in ast.walk(made):
         if isinstance(inner, ast.arg):
             inner.annotation = None
-    if made.body and isinstance(made.body[0], ast.Expr) and isinstance(made.body[0].value, ast.Constant):
+    if isinstance(made.body[0], ast.Expr) and isinstance(made.body[0].value, ast.Constant):
         made.body = made.body[1:] or [ast.Pass()]
-    return made
+    if quiet:
+        made.body = [ast.With([ast.withitem(ast.parse("torch.no_grad()", mode="eval").body)], made.body)]
+    return _Helper(leaves, function).visit(made)  # type: ignore[no-any-return]

@@ -3,13 +3,14 @@ that changes it, as a function of rollout fields."""
 
 import ast
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kltest.scanning.arithmetic import refusal
-from kltest.scanning.conditions import Undecided
+from kltest.scanning.conditions import NotLiftedError, Undecided
 from kltest.scanning.facts import Facts
 from kltest.scanning.flows import LOG_RATIO, SHIFTED
 from kltest.scanning.follow import tree_of
@@ -18,11 +19,11 @@ from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement, linear
 from kltest.scanning.slicing import (
     ITSELF,
+    PART,
     UNREACHED_END,
     UNREACHED_TERM,
     UNRETURNED,
     End,
-    NotLiftedError,
     cut_out,
     ends_of,
     relevant,
@@ -72,6 +73,8 @@ def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
     for end in ends_of(tree, term, place):
         attempts = list(_explored(tree, facts, place, end, run))
         good = [attempt for attempt in attempts if not attempt.refused]
+        if any(attempt.refused.endswith(PART) for attempt in attempts):
+            return attempts  # a part of a sum over the vocabulary is no term
         if good and len(good) == len(attempts):
             return attempts
         if not best or len(good) > len([each for each in best if not each.refused]):
@@ -170,6 +173,8 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     Raises Undecided where a further choice matters, NotLiftedError where it cannot be lifted.
     """
     term, leaves = facts.term, Leaves(tree, facts, choice)
+    if "Function" in tree.bases.get(term.function.owner, ()):
+        raise NotLiftedError("its gradient is written by hand, in backward")
     code = linear(facts, end.line, leaves)
     if code.raises:
         raise NotLiftedError("raises")
@@ -177,7 +182,7 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if place == "reward":
         result = ast.UnaryOp(ast.USub(), result) if _is_reward(end) else result
     function, result = _function(kept, result, leaves)
-    helpers = leaves.helpers(function)
+    helpers = leaves.helpers()
     module = ast.Module(body=[*helpers, function], type_ignores=[])
     ast.fix_missing_locations(module)
     known = frozenset(helper.name for helper in helpers)
@@ -190,7 +195,7 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
         reason = "what was cut out of the function is not the term that it computes"
         return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes))
     fields = tuple(leaves.fields)
-    if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "batchmean")):
+    if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "kl_divergence")):
         source = source.replace(f"return {ast.unparse(result)}", f"return ({ast.unparse(result)}).sum(-1)")
     place = "advantage" if place == "reward" and says(end.name, "adv") else place
     source = f"{imported(tree, term.function.source, module)}{source}" if more else source
@@ -263,5 +268,5 @@ def _formula(kept: list[Statement], result: ast.expr) -> str:
     for code, symbol in (("ref_logp", "log ref"), ("old_logp", "log μ"), ("ref_logits", "log ref(·)"),
                          ("old_logits", "log μ(·)"), ("logits", "log π(·)"), ("logp", "log π"), ("beta", "β"),
                          (".float()", ""), ("torch.", ""), ("F.", ""), ("** 2", "²"), (" * ", "·")):  # fmt: skip
-        text = text.replace(code, symbol)
+        text = re.sub(rf"{re.escape(code)}(?!=[^=])", symbol, text)
     return text

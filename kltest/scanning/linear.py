@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass, field
 
-from kltest.scanning.conditions import Conditions
+from kltest.scanning.conditions import Conditions, NotLiftedError
 from kltest.scanning.facts import Facts
 from kltest.scanning.syntax import each_of, names_in, says_no_gradient
 
@@ -113,6 +113,8 @@ class _Walk:
             self.body(node.body, quiet=quiet)
             loop, self.made = tuple(self.made.statements), outer
             self.made.statements.append(Statement(None, node.iter, node.lineno, quiet, None, loop, node.target))
+        elif isinstance(node, ast.While) and not inside and self.facts.holds(node.body):
+            raise NotLiftedError("it is added up in a while loop")
         elif isinstance(node, ast.While) or inside or self.facts.holds(node.body):
             if isinstance(node, ast.For):
                 for name, value in each_of(node.target, node.iter).items():

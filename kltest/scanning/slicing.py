@@ -5,6 +5,8 @@ import copy
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
+from kltest.scanning.conditions import NotLiftedError
+from kltest.scanning.facts import Facts
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Linear, Statement
 from kltest.scanning.sides import side
@@ -14,15 +16,10 @@ from kltest.scanning.tree import Tree
 
 RETURN, ITSELF = 0, -1
 """Lines of the ends that are no assignment: whichever return is reached, and the expression of the term itself."""
-
-
 UNRETURNED = "it is not returned in this configuration"
 UNREACHED_END = "the statement at which it arrives is not reached in this configuration"
 UNREACHED_TERM = "it is not reached in this configuration"
-
-
-class NotLiftedError(Exception):
-    """A term cannot be lifted; the message says why."""
+PART = ", which reads the reference as well"
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def cut_out(term: Term, end: End, code: Linear, leaves: Leaves) -> tuple[list[St
     statements = code.statements
     last, result = _end_of(term, end, statements)
     tainted = _tainted(term, statements[: last + 1])
-    result = leaves.replace(_linear_part(copy.deepcopy(result), tainted[last], term))
+    result = leaves.replace(_linear_part(copy.deepcopy(result), tainted[last], leaves.facts))
     needed = names_in(result)
     kept = _needed(term, statements[: last + (end.line == ITSELF)], tainted, needed, leaves)
     return kept, result
@@ -117,7 +114,7 @@ def _needed(
         if target is None or target not in needed:
             continue
         if target in tainted[number + 1]:
-            value = _linear_part(copy.deepcopy(value), tainted[number], term)
+            value = _linear_part(copy.deepcopy(value), tainted[number], leaves.facts)
         elif target in added_up:  # what it is added to is none of the term's
             value = ast.List([], ast.Load()) if isinstance(value, ast.List) else ast.Constant(0.0)
         elif leaves.is_leaf(target, value):
@@ -172,7 +169,7 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
                 if statements[later].target == statement.target and statement.target is not None:
                     last = later
             value = statements[last].whole
-            if term.whole and "sum(" not in ast.unparse(value):
+            if term.whole and not any(f"{word}(" in ast.unparse(value) for word in ("sum", "kl_divergence")):
                 value = ast.Call(ast.Attribute(value, "sum", ast.Load()), [ast.Constant(-1)], [])
             return last, value
     raise NotLiftedError(UNREACHED_TERM)
@@ -206,16 +203,26 @@ def _is_tainted(node: ast.AST, tainted: set[str], term: Term) -> bool:
     return bool(names_in(node) & tainted) or term.holds(node)
 
 
-def _linear_part(node: ast.expr, tainted: set[str], term: Term) -> ast.expr:
-    """Return an expression without the summands that the term does not flow into, constants excepted."""
+def _linear_part(node: ast.expr, tainted: set[str], facts: Facts) -> ast.expr:
+    """Return an expression without the summands that the term does not flow into, constants excepted.
+
+    Raises NotLiftedError if such a summand reads the reference: it may be a part of the same divergence.
+    """
+    term = facts.term
+
+    def left_out(summand: ast.expr) -> None:
+        if term.whole and names_in(summand) & facts.of_reference:
+            raise NotLiftedError(f"it is added to {ast.unparse(summand)[:60]}{PART}")
 
     class Part(ast.NodeTransformer):
         def visit_BinOp(self, inner: ast.BinOp) -> ast.expr:
             if isinstance(inner.op, ast.Add | ast.Sub):
                 left, right = (_is_tainted(each, tainted, term) for each in (inner.left, inner.right))
                 if left and not right and not _is_constant(inner.right) and not _meets(inner, term):
+                    left_out(inner.right)
                     return self.visit(inner.left)
                 if right and not left and not _is_constant(inner.left) and not _meets(inner, term):
+                    left_out(inner.left)
                     kept = self.visit(inner.right)
                     return kept if isinstance(inner.op, ast.Add) else ast.UnaryOp(ast.USub(), kept)
             if _meets(inner, term):

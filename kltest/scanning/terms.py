@@ -4,11 +4,12 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kltest.scanning.callees import Function
 from kltest.scanning.flows import DIVERGENCE, FULL, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Seed
 from kltest.scanning.sides import METRICS, REFERENCE, says_kl
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import chain, names_in, says, words
-from kltest.scanning.tree import Arrival, Followed, Function, Tree
+from kltest.scanning.tree import Arrival, Followed, Tree
 
 LINEAR = (LOG_RATIO, SHIFTED)
 

@@ -256,10 +256,10 @@ def test_nothing_of_the_tree_is_executed_while_looking(tmp_path: Path) -> None:
 
 
 def test_our_own_estimators_are_found() -> None:
-    """All but those that weigh the score of a rollout by its worth beside its group, and parts of a distribution."""
+    """All but those that weigh the score of a rollout by its worth beside its group."""
     package = Path(__file__).parents[2] / "kltest" / "estimators"
     known = {term.function.name.replace("_", "-") for term in terms(tree_of(list(sources([package], []))))}
-    assert set(registry()) - known == {"group-mean", "leave-one-out", "top-k", "top-k-detached"}
+    assert set(registry()) - known == {"group-mean", "leave-one-out"}
 
 
 def test_what_is_found_does_not_depend_on_how_words_are_hashed() -> None:

@@ -31,6 +31,10 @@ def live(value: Callable[[Fields], torch.Tensor]) -> Callable[[Fields], torch.Te
     return lambda given: (value(given) * given["mask"]).sum()
 
 
+def forward_kl(given: Fields) -> torch.Tensor:
+    return (given["ref_logits"].exp() * (given["ref_logits"] - given["logits"])).sum()
+
+
 def row_means(value: Callable[[Fields], torch.Tensor]) -> Callable[[Fields], torch.Tensor]:
     return lambda given: ((value(given) * given["mask"]).sum(1) / given["mask"].sum(1)).mean()
 
@@ -123,6 +127,64 @@ def loss(logp, ref_logp, mask):
     total, count = parts(logp - ref_logp, mask)
     return total / count
 """, lambda given: live(gap)(given) / given["mask"].sum()),
+    "a method, inherited": ("""
+class Other:
+    def penalty(self, d):
+        return d.square()
+
+class Base:
+    def penalty(self, d):
+        return self.scale(d.abs())
+    @staticmethod
+    def scale(d):
+        return 2 * d
+
+class Loss(Base):
+    def compute_loss(self, logp, ref_logp, mask):
+        return (self.penalty(logp - ref_logp) * mask).sum()
+""", lambda given: 2 * live(gap)(given)),
+    "a lambda": ("""
+def loss(logp, ref_logp, mask):
+    k = lambda d: d.exp() - d - 1
+    return (k(ref_logp - logp) * mask).sum()
+""", live(k3)),
+    "a partial, whose names state no side": ("""
+import functools
+
+def distance(a, b, power):
+    return (a - b).abs() ** power
+kl_fn = functools.partial(distance, power=1)
+
+def loss(logp, ref_logp, mask):
+    return (kl_fn(logp, ref_logp) * mask).sum()
+""", live(gap)),
+    "modules and functions under other names": ("""
+import torch as th
+from torch.nn.functional import log_softmax as lsm
+
+def kd_loss(student_logits, teacher_logits):
+    gap = lsm(teacher_logits, -1) - lsm(student_logits, -1)
+    return th.sum(th.exp(lsm(teacher_logits, -1)) * gap)
+""", forward_kl),
+    "divergences of distributions": ("""
+from torch.distributions import Categorical, kl_divergence
+
+def loss(logits, ref_logits):
+    return kl_divergence(Categorical(logits=ref_logits), Categorical(logits=logits)).sum()
+""", forward_kl),
+    "a module that the constructor makes": ("""
+class Trainer:
+    def __init__(self):
+        self.kl = nn.KLDivLoss(reduction="sum", log_target=True)
+    def loss(self, student_logits, teacher_logits):
+        return self.kl(student_logits.log_softmax(-1), teacher_logits.log_softmax(-1))
+""", forward_kl),
+    "normalised by hand": ("""
+def kd_loss(student_logits, teacher_logits):
+    s = student_logits - student_logits.logsumexp(-1, keepdim=True)
+    t = teacher_logits - teacher_logits.logsumexp(-1, keepdim=True)
+    return (t.exp() * (t - s)).sum()
+""", forward_kl),
     "a reduction of a part": ("""
 def loss(logp, ref_logp, mask):
     k = (logp - ref_logp).abs() * mask[:, :]
@@ -138,7 +200,123 @@ def test_what_is_lifted_computes_what_the_function_does(name: str, tmp_path: Pat
     torch.testing.assert_close(value_of(only), expected(rollouts()))
 
 
+TABLES = {
+    "a table": """
+def k1(a, b):
+    return a - b
+
+KINDS = {"k1": k1, "k2": lambda a, b: (a - b) ** 2 / 2}
+""",
+    "a registry": """
+KINDS = {}
+
+def register(name):
+    def wrap(function):
+        KINDS[name] = function
+        return function
+    return wrap
+
+@register("k1")
+def plain(a, b):
+    return a - b
+
+@register("k2")
+def squared(a, b):
+    return (a - b) ** 2 / 2
+""",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_functions_makes_a_variant_of_each(name: str, tmp_path: Path) -> None:
+    loss = """
+def loss(logp, ref_logp, mask, kind):
+    return (KINDS[kind](logp, ref_logp) * mask).sum()
+"""
+    found = {variant.variant: value_of(variant) for variant in variants(tmp_path, TABLES[name] + loss)}
+    assert sorted(found) == ["kind='k1'", "kind='k2'"]
+    torch.testing.assert_close(found["kind='k2'"], live(k2)(rollouts()))
+    torch.testing.assert_close(found["kind='k1'"], live(lambda given: given["logp"] - given["ref_logp"])(rollouts()))
+
+
+def test_a_match_statement_makes_a_variant_of_each_case(tmp_path: Path) -> None:
+    text = """
+def kl_penalty(logp, ref_logp, kind):
+    d = logp - ref_logp
+    match kind:
+        case "k1" | "kl":
+            return d
+        case "k2":
+            return d.square() / 2
+        case _:
+            raise ValueError(kind)
+"""
+    found = {variant.variant: value_of(variant) for variant in variants(tmp_path, text)}
+    assert sorted(found) == ["kind='k1'", "kind='k2'"]
+    torch.testing.assert_close(found["kind='k2'"], k2(rollouts()))
+
+
+def test_a_helper_is_that_of_the_module_it_is_imported_from(tmp_path: Path) -> None:
+    text = """
+from .right import bend as form
+
+def loss(logp, ref_logp, mask):
+    return (form(logp - ref_logp) * mask).sum()
+"""
+    shape = "def bend(d):\n    return d.{}()\n"
+    # Another one of that name stands in a file before it.
+    more = {"package.__init__": "", "package.a": shape.format("square"), "package.right": shape.format("abs")}
+    found = variants(tmp_path, "", **more, **{"package.use": HEAD + text})
+    (only,) = found
+    torch.testing.assert_close(value_of(only), live(gap)(rollouts()))
+    starred = text.replace("from .right import bend as form", "from .b import *").replace("form(", "bend(")
+    (tmp_path / "package" / "use.py").write_text(HEAD + starred)
+    (only,) = variants(tmp_path, "")
+    assert "several functions" in only.refused
+
+
+def test_no_gradient_of_a_helper_is_kept(tmp_path: Path) -> None:
+    text = """
+@torch.no_grad()
+def bend(d):
+    return d.abs()
+
+def loss(logp, ref_logp, mask):
+    return (bend(logp - ref_logp) * mask).sum()
+"""
+    (only,) = variants(tmp_path, text)
+    assert "torch.no_grad()" in only.source
+
+
 REFUSED = {
+    "a part of a divergence": ("""
+def partial_kl(logits, ref_logits, logp, ref_logp, tokens, k=2):
+    log_head, top = logits.topk(k, dim=-1)
+    head = (log_head.exp() * (log_head - ref_logits.gather(-1, top))).sum(dim=-1)
+    tail = (logp - ref_logp).detach() * (logp - logp.detach()).exp()
+    return head + tail.where((top != tokens.unsqueeze(-1)).all(dim=-1), 0.0)
+""", "which reads the reference as well"),
+    "a gradient written by hand": ("""
+class Penalty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logp, ref_logp):
+        return (logp - ref_logp).square().sum()
+""", "by hand"),
+    "a function that is handed in": ("""
+def model(d):
+    return d.square()
+
+def loss(logp, ref_logp, model):
+    return model((logp - ref_logp).abs()).sum()
+""", "model("),
+    "a while loop": ("""
+def loss(logp, ref_logp):
+    i, total = 0, 0.0
+    while i < len(logp):
+        total = total + (logp[i] - ref_logp[i]).square().sum()
+        i += 1
+    return total / i
+""", "while"),
     "a loop that ends before all of it is known": ("""
 def loss(logp, ref_logp):
     kls = {}
