@@ -135,8 +135,9 @@ def _experiments(
 
 
 def _run(experiment: Experiment, folder: Path, request: Request, recorded: bool) -> Outcome:
-    quick = replace(request, scale="quick") if recorded and experiment.settings.recorded else request
-    return experiment.run(folder, quick)
+    if recorded and request.scale != "quick" and experiment.settings.recorded:
+        request = replace(request, scale="quick")
+    return experiment.run(folder, request)
 
 
 def _tell(name: str, failures: Sequence[Failure]) -> None:

@@ -1,84 +1,16 @@
-"""Runs of the language-model runner on a device that is not the CPU give the CPU's numbers."""
+"""The language-model runner on a device that is not the CPU: the tests of `finetune_device.py`."""
 
-import math
-from dataclasses import replace
+import sys
+from pathlib import Path
 
+import processes
 import pytest
-import torch
 
 pytest.importorskip("transformers")
-accelerator = pytest.importorskip("accelerator", exc_type=ImportError)
-
-from kltest.finetune.run import run  # noqa: E402
-from kltest.finetune.settings import Settings  # noqa: E402
-from kltest.language_models.generation import generate  # noqa: E402
-from kltest.language_models.language import LanguageModel  # noqa: E402
-from kltest.language_models.models import tiny_model  # noqa: E402
-
-pytestmark = pytest.mark.scheduled
-
-SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 3, "prompts": 4, "group_size": 2, "reference_steps": 200}
-MEASURED = {"eval_every": 2, "eval_prompts": 16, "gradient_every": 2, "gradient_chunks": 3, "gradient_batches": 1}
-CPU = Settings(**SIZES, **MEASURED, reference_reward=0.3, learning_rate=1e-3, kl="k3-loss", device="cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models_folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KLTEST_MODELS", str(tmp_path_factory.mktemp("models")))
-        yield
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"kl": "leave-one-out", "micro_batch": 3},
-        {"kl": "rao-blackwell", "inner_epochs": 2},
-        {"algorithm": "grpo", "inner_epochs": 2, "optimiser": "sgd"},
-        {"dtype": "float64", "temperature": 0.7},
-        {"dtype": "bfloat16"},
-    ],
-    ids=str,
-)
-def test_a_run_on_a_device_is_that_on_the_cpu(changes, tmp_path):
-    settings = replace(CPU, **changes)
-    expected = run(settings, quiet=True)
-    with accelerator.Accelerator():
-        found = run(replace(settings, device="fake"), tmp_path, quiet=True)
-        # A finished run is read again, onto the device.
-        assert run(replace(settings, device="fake"), tmp_path, quiet=True) == found
-    assert [record.keys() for record in found] == [record.keys() for record in expected]
-    assert all(math.isfinite(value) for record in found for value in record.values())
-    # The reference, whose matrices are in the lower dtype, is the policy to the last bit.
-    assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6)
-    # Sums in another order, over a few updates; in bfloat16 they lead to other tokens.
-    near = {"float64": 1e-6, "bfloat16": math.inf}.get(settings.dtype, 2e-3)
-    for one, other in zip(found, expected, strict=True):
-        for name in other.keys() - {"sampler_gap"}:
-            assert one[name] == pytest.approx(other[name], rel=near, abs=near), (other["step"], name)
-
-
-def test_a_token_waits_for_the_device_once_in_eight():
-    """What is read from the device, and how many operations a layer and token cost there."""
-    torch.manual_seed(0)
-    model = tiny_model(30_000, 20, 19, 0).eval()
-    with accelerator.Accelerator() as device:
-        policy = LanguageModel(model.to("fake"), None, (19,), 0)
-        counts = []
-        for tokens in (8, 16):
-            device.counts.clear()
-            generate(policy, [[3, 4]] * 2, torch.zeros(4, tokens))
-            launched = sum(count for name, count in device.counts.items() if name not in accelerator.VIEWS)
-            counts.append((device.counts["_local_scalar_dense"], launched))
-    assert counts[1][0] - counts[0][0] == 1
-    assert (counts[1][1] - counts[0][1]) / 8 < 50 * model.config.num_hidden_layers + 40
-
-
-def test_devices_are_not_mixed():
-    with accelerator.Accelerator():
-        one = torch.ones(2, device="fake")
-        assert one.device.type == "fake"
-        assert float((one + 1).sum()) == 4.0
-        with pytest.raises(RuntimeError, match="same device"):
-            one + torch.ones(2)
+@pytest.mark.scheduled
+def test_runs_on_a_device_give_the_numbers_of_the_cpu():
+    tests = Path(__file__).with_name("finetune_device.py")
+    done = processes.ran(sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", tests)
+    assert done.returncode == 0, done.stdout
