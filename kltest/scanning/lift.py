@@ -4,7 +4,7 @@ that changes it, as a function of rollout fields."""
 import ast
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,25 +67,32 @@ def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
 
 
 def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
-    """Try the ends of the term in order, the last one first; keep the first at which every variant can be lifted."""
+    """Try the ends of the term in order, the last one first; keep the first at which every variant can be lifted.
+
+    One that every configuration reaches goes before those of single branches, as of each way to average a loss.
+    """
     best: list[Lifted] = []
+    whole: list[Lifted] = []
     facts = Facts(term, relevant(term))
     for end in ends_of(tree, term, place):
-        attempts = list(_explored(tree, facts, place, end, run))
+        attempts, everywhere = _explored(tree, facts, place, end, run)
         good = [attempt for attempt in attempts if not attempt.refused]
         if any(attempt.refused.endswith(PART) for attempt in attempts):
             return attempts  # a part of a sum over the vocabulary is no term
         if good and len(good) == len(attempts):
-            return attempts
+            if everywhere:
+                return attempts
+            whole = whole or attempts
         if not best or len(good) > len([each for each in best if not each.refused]):
             best = attempts
-    return best or [Lifted(term, "", place, refused="no statement gives it a value that can be cut out")]
+    return whole or best or [Lifted(term, "", place, refused="no statement gives it a value that can be cut out")]
 
 
-def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> Iterator[Lifted]:
-    """Yield the variants of a term up to one end: from each that is new, every choice it depends on is changed alone.
+def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> tuple[list[Lifted], bool]:
+    """Return the variants of a term up to one end, and whether every configuration that was tried reaches it.
 
-    A choice that changes nothing leads nowhere, so that only those are combined that matter.
+    From each variant that is new, every choice it depends on is changed alone. A choice that changes nothing leads
+    nowhere, so that only those are combined that matter.
     """
     values: dict[str, Sequence[Any]] = {}
     found: dict[str, tuple[dict[str, Any], Lifted]] = {}
@@ -110,7 +117,7 @@ def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> Iter
         telling = {text: value for text, value in choice.items()
                    if len({repr(other.get(text, "")) for other in choices}) > 1}  # fmt: skip
         variant.variant = _named(telling)
-        yield variant
+    return [variant for _, variant in found.values()], all(outcome[0] != UNREACHED_END for outcome in reached)
 
 
 def _completed(
