@@ -5,11 +5,15 @@ import fcntl
 import io
 import json
 import os
+import platform
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from glob import escape
+from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,6 +56,25 @@ def cache_folder(variable: str, name: str) -> Path:
     """Return the folder that an environment variable names, else one of that name in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(variable) or Path(cache) / "kltest" / name)
+
+
+def contents(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each file below a folder with a digest of its content, in order; no caches, and nothing hidden by a dot."""
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and "__pycache__" not in parts and not any(part.startswith(".") for part in parts):
+            yield "/".join(parts), sha256(path.read_bytes()).hexdigest()
+
+
+@cache
+def installation() -> str:
+    """Return a digest of kltest's own files, of the version of every installed package, of Python and of the machine.
+
+    What was computed under one digest is not taken for a result under another.
+    """
+    versions = sorted((each.name, each.version) for each in metadata.distributions())
+    own = list(contents(Path(__file__).parent))
+    return sha256(repr((own, versions, sys.version, platform.machine())).encode()).hexdigest()
 
 
 def write(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> Path:

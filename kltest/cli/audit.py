@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from kltest.errors import UsageError
-from kltest.files import write
 
 FORMATS = ("text", "json")
 
@@ -53,10 +52,9 @@ def command(
         list[str] | None, typer.Option(metavar="FORMAT[:PATH]", help="text or json; repeatable [default: text].")
     ] = None,
 ) -> int:
-    where = [(form, path) for form, _, path in (given.partition(":") for given in output or ["text"])]
-    for form, _ in where:
-        if form not in FORMATS:
-            raise UsageError(f"--output: there is no format {form!r}; choose from {', '.join(FORMATS)}")
+    from kltest.cli.destinations import deliver, destinations
+
+    where = destinations(output or ["text"], FORMATS)
     from kltest.auditing.audit import audit
     from kltest.auditing.models import DTYPES, load
     from kltest.auditing.units import read
@@ -98,15 +96,7 @@ def command(
         models=roles,
         progress=_progress(units),
     )
-    from kltest.cli.destinations import terminal
-
-    for form, path in where:
-        aside = path not in ("", "-")
-        text = report.to_json() if form == "json" else report.to_text() if aside else report.to_text(terminal())
-        if not aside:
-            print(text, end="")
-        else:
-            write(Path(path), text)
+    deliver(where, lambda to, shown: report.to_json() if to.form == "json" else report.to_text(shown), verbose=False)
     return report.exit_code
 
 

@@ -7,18 +7,14 @@ Data files that a loss reads, and environment variables, are not seen.
 
 import os
 import pickle
-import platform
 import sys
 import sysconfig
 from collections.abc import Iterable
-from functools import cache
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import kltest
-from kltest.files import cache_folder, write
+from kltest.files import cache_folder, installation, write
 from kltest.report import Report
 
 OWN = Path(kltest.__file__).parent
@@ -36,14 +32,14 @@ def find(path: Path) -> Report | None:
     """Return the report in an entry; None if there is none, or anything that it depends on has changed."""
     try:
         depends, report = pickle.loads(path.read_bytes())  # the user's own folder, as __pycache__ is
-        return report if depends == (_installed(), _contents(depends[1])) else None
+        return report if depends == (installation(), _contents(depends[1])) else None
     except Exception:  # another version's, or half of one: as if there were none
         return None
 
 
 def keep(path: Path, files: Iterable[str], report: Report) -> None:
     """Write a report that came to its end into its entry."""
-    write(path, pickle.dumps(((_installed(), _contents(files)), report)))
+    write(path, pickle.dumps(((installation(), _contents(files)), report)))
 
 
 def imported(home: str) -> list[str]:
@@ -62,12 +58,3 @@ def imported(home: str) -> list[str]:
 
 def _contents(files: Iterable[str]) -> dict[str, str]:
     return {path: sha256(Path(path).read_bytes()).hexdigest() for path in files}
-
-
-@cache
-def _installed() -> tuple[Any, ...]:
-    own = sha256(
-        b"".join(path.read_bytes() for path in sorted(OWN.rglob("*")) if path.suffix in (".py", ".j2", ".toml"))
-    )
-    versions = sorted((each.name, each.version) for each in metadata.distributions())
-    return sys.version, platform.machine(), own.hexdigest(), tuple(versions)

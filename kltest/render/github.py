@@ -1,6 +1,5 @@
 """GitHub Actions annotations: `::error` for a failed check, `::warning` for a warning, `::notice` for the rest."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from kltest.render import PLAIN, Terminal
+from kltest.render.sarif import in_checkout
 from kltest.render.words import visible
 from kltest.report import Report
 
@@ -31,8 +31,7 @@ def _place(report: Report) -> Markup:
     """File and line of the loss, its path from the root of the checkout as GitHub wants it; "" if it lies elsewhere."""
     given = re.match(r"(.+\.py):\w", report.target)
     path, line = report.source or (given[1] if given else "", 0)
-    root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
-    if not path or not Path(path).resolve().is_relative_to(root):
+    if not path or Path(inside := in_checkout(path)).is_absolute():
         return Markup("")
-    file = _property(Path(path).resolve().relative_to(root).as_posix())
+    file = _property(inside)
     return Markup(f"file={file},line={line}," if line else f"file={file},")

@@ -5,13 +5,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import kltest
 from kltest.errors import KltestError
-from kltest.files import write
+from kltest.files import installation, write
 from kltest.scanning.declarations import comments
 from kltest.scanning.follow import tree_of
 from kltest.scanning.lift import Lifted, lifted
@@ -128,8 +126,8 @@ class Store:
         self.folder = folder
 
     def key(self, *content: Any) -> str:
-        """Return a key of the content, which is another one in another version of kltest."""
-        return hashlib.sha256(json.dumps([_version(), *content]).encode()).hexdigest()
+        """Return a key of the content, which is another one with another kltest or other packages."""
+        return hashlib.sha256(json.dumps([installation(), *content]).encode()).hexdigest()
 
     def read(self, key: str) -> dict[str, Any] | None:
         """Return what is kept; None if there is nothing that can be read."""
@@ -147,13 +145,3 @@ class Store:
                 write(self.folder / f"{key}.json", json.dumps(value))
             except (OSError, KltestError):
                 self.folder = None
-
-
-@cache
-def _version() -> list[tuple[str, int, int]]:
-    """Return what tells this kltest from a changed one, though it may have the same number."""
-    package = Path(kltest.__file__).parent
-    files = sorted(each for each in package.rglob("*.*") if each.suffix in (".py", ".toml"))
-    return [
-        (str(each.relative_to(package)), told.st_size, told.st_mtime_ns) for each in files for told in [each.stat()]
-    ]

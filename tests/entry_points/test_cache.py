@@ -59,7 +59,7 @@ def test_whatever_a_report_depends_on_is_a_change(folder, monkeypatch):
     (folder / "loss.py").write_text(LOSS + "\n# the same\n")
     assert not grade()[1]
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_installed", lambda: "another torch")
+        patch.setattr(cache, "installation", lambda: "another torch")
         assert not grade()[1]
     grade()
     for entry in (folder / "cache").iterdir():
