@@ -9,6 +9,7 @@ its output below Python's level, or ends the processes that it started.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import io
 import math
@@ -37,6 +38,8 @@ GRACE = 0.5
 TRACES = "KLTEST_TRACES"
 DUMP = b"(most recent call first):"
 FATAL = b"Fatal Python error"
+# Option of Linux's prctl: the signal that a process gets when the thread that forked it ends.
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class Child:
         self._stacks, stacking = context.Pipe(duplex=False)
         # A forked child that kept these would not notice the end of its parent.
         ours = (self._connection, self._printed, self._stacks) if sys.platform == "linux" else ()
-        self._process = context.Process(target=_serve, args=(function, arguments, theirs, printing, stacking, ours))
+        given = (function, arguments, theirs, printing, stacking, ours, os.getpid())
+        self._process = context.Process(target=_serve, args=given)
         self._process.start()
         for end in (theirs, printing, stacking):
             end.close()
@@ -193,9 +197,15 @@ def _serve(
     printing: Connection,
     stacking: Connection,
     ours: tuple[Connection, ...],
+    parent: int,
 ) -> None:
     """Run in the child: a step for every timeout received, until the parent closes the connection."""
     os.setsid()
+    if sys.platform == "linux":
+        # The kernel ends it with its parent, however that one ended: a second SIGTERM may interrupt its cleaning up.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
     for end in ours:
         end.close()
     with contextlib.suppress(OSError):

@@ -105,6 +105,31 @@ def test_leaving_the_block_ends_a_child_that_is_still_at_work(tmp_path):
     assert gone(pid) or (not time.sleep(1) and gone(pid))
 
 
+def holds_a_child(path):
+    child = Child(starts_another, path / "another")
+    child.step(60)
+    (path / "child").write_text(str(child._process.pid))
+    child.step(300)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with the one that forked it")
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
+    parent = multiprocessing.get_context("fork").Process(target=holds_a_child, args=(tmp_path,))
+    parent.start()
+    until = time.monotonic() + 60
+    while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    child = int((tmp_path / "child").read_text())
+    assert not gone(child)
+    parent.kill()
+    parent.join()
+    while not gone(child):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(int((tmp_path / "another").read_text()), 9)
+
+
 @pytest.mark.parametrize("count", [0, 3, 5000])
 def test_a_timeout_says_where_without_mixing_it_into_what_was_printed(count):
     for _ in range(5):
