@@ -64,9 +64,9 @@ def _persistent(vocabulary: int, length: int, steering: float, seed: int) -> Row
     }
 
 
-def _estimators(length: int, estimator: str) -> list[Row]:
+def _estimators(length: int, estimator: str, seed: int) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming over what it does to each token."""
-    instance = environments.persistent(settings.VOCABULARY, length, settings.STEERING, 0)
+    instance = environments.persistent(settings.VOCABULARY, length, settings.STEERING, seed)
     whole, local = (gradient(name, instance) for name in ("reverse_kl", "local_reverse_kl"))
     found = dynamic(resolve(estimator), instance).gradient
     return [

@@ -3,10 +3,10 @@
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
-PARTS: dict[str, tuple[str, ...]] = {
+PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "length": ("length", "steering", "seed"),
     "vocabulary": ("vocabulary", "steering", "seed"),
-    "estimators": ("length", "estimator"),
+    "estimators": {"length": "length", "estimator": "estimator", "seed": "draw"},
     "credit": ("steering", "seed"),
     "conditions": ("seed",),
     "root": ("estimator",),
@@ -28,8 +28,11 @@ SETTINGS = Settings(
         "vocabulary": (2, 4, 8, 16, 32, 64),
         "steering": (0.0, 0.5, 0.75, 0.9, 0.99),
         "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go"),
+        # Policies and references for which estimators are judged.
+        "draw": 0,
     },
     full={
+        "draw": tuple(range(10)),
         "length": (1, 2, 3, 5, 10, 20, 30, 50, 100, 300, 1000, 3000, 10_000),
         "vocabulary": (2, 3, 4, 8, 16, 32, 64, 128),
         "steering": (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999),
@@ -40,6 +43,7 @@ SETTINGS = Settings(
         "length": (1, 10_000),
         "vocabulary": (2, 200),
         "steering": (0.0, 0.999),
+        "draw": (0, 1000),
         "estimator": (
             *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
             *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),

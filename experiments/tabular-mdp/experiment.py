@@ -5,7 +5,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq
 
 from kltest.environments import Instance
 from kltest.environments.policies import table
@@ -16,7 +15,7 @@ from kltest.truth import gradient, gradient_again, value
 from ..arrays import cosine, norm
 from ..enumerated import value_again
 from ..jacobians import asymmetry, jacobian
-from . import environments, settings
+from . import ends, environments, settings
 from .settings import ENUMERATED
 
 Configuration = Mapping[str, Any]
@@ -55,9 +54,9 @@ def _dynamics(instance: Instance) -> float:
     return float(np.abs(with_dynamics - paths.along(instance.policy - instance.reference)).max())
 
 
-def _estimators(environment: str, estimator: str) -> list[Row]:
+def _estimators(environment: str, estimator: str, seed: int) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming and over all rollouts."""
-    instance = environments.instance(environment, ENUMERATED["horizon"], ENUMERATED["slip"], 0)
+    instance = environments.instance(environment, ENUMERATED["horizon"], ENUMERATED["slip"], seed)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
     loss = resolve(estimator)
     found, again = dynamic(loss, instance).gradient, exact(loss, instance).gradient
@@ -96,35 +95,24 @@ def _picture() -> list[Row]:
 
 
 def _length(beta: float, reference: float) -> list[Row]:
-    """Rest points of going on or stopping, under the token-level loss and under ∇KL(π‖ref), by a closed form.
+    """Rest points of going on or stopping, under the token-level loss and under ∇KL(π‖ref), in closed form.
 
-    A policy has one number here, so that the sign of what training follows says where every start ends: rest points
-    are changes of sign of the closed form, and dynamic programming is asked at each of them and on both of its sides.
+    A policy has one number here, so that the sign of what training follows says where every start ends: dynamic
+    programming is asked at each rest point and on both of its sides.
     """
     rows = []
-    for followed in ("local_reverse_kl", "reverse_kl"):
-        rests = _crossings(lambda logit, followed=followed: _pull(beta, reference, logit, followed))
-        between = [-SIDE, *((one + other) / 2 for one, other in pairwise(rests)), SIDE]
+    band = dict(zip(("band_from", "band_to"), ends.band(reference), strict=False))
+    for followed, solve in (("local_reverse_kl", ends.token_level), ("reverse_kl", ends.true)):
+        rests = solve(beta, reference)
+        between = [-ends.SIDE, *((one + other) / 2 for one, other in pairwise(rests)), ends.SIDE]
         asked = [(logit, *_pushes(beta, reference, logit, followed)) for logit in sorted([*rests, *between])]
         off = max(abs(push - formula) for _, push, formula in asked)
         for logit in rests:
             at = next(index for index, (asked_at, _, _) in enumerate(asked) if asked_at == logit)
             stable = asked[at - 1][1] > 0 > asked[at + 1][1]
             chance = float(1 / (1 + np.exp(-logit)))
-            rows.append({"followed": followed, "chance": chance, "stable": stable, "off_formula": off})
+            rows.append({"followed": followed, "chance": chance, "stable": stable, "off_formula": off, **band})
     return rows
-
-
-# Beyond this logit a policy is further from any of the references than any of the coefficients allows.
-SIDE = 60.0
-
-
-def _crossings(pull: Callable[[float], float]) -> list[float]:
-    """The logits at which it changes sign, smallest first."""
-    grid = np.linspace(-SIDE, SIDE, 2401)
-    signs = [pull(logit) > 0 for logit in grid]
-    changes = [index for index, (one, other) in enumerate(pairwise(signs)) if one != other]
-    return [float(brentq(pull, grid[index], grid[index + 1], xtol=1e-14, rtol=1e-15)) for index in changes]
 
 
 def _pull(beta: float, reference: float, logit: float, followed: str) -> float:

@@ -3,9 +3,9 @@
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
-PARTS: dict[str, tuple[str, ...]] = {
+PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "environments": ("environment", "horizon", "slip", "seed"),
-    "estimators": ("environment", "estimator"),
+    "estimators": {"environment": "environment", "estimator": "estimator", "seed": "draw"},
     "picture": (),
     "length": ("beta", "reference"),
     "rotation": ("beta", "seed"),
@@ -24,10 +24,13 @@ SETTINGS = Settings(
         "horizon": (1, 2, 4, 8, 16, 32, 64),
         "slip": (0.0, 0.25, 0.5, 0.75, 1.0),
         "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go", "k1-reward"),
+        # Policies and references for which estimators are judged.
+        "draw": 0,
         "beta": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0),
         "reference": (0.02, 0.1),
     },
     full={
+        "draw": tuple(range(10)),
         "horizon": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256),
         "slip": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
         "reference": (0.005, 0.02, 0.05, 0.1, 0.2),
@@ -41,6 +44,7 @@ SETTINGS = Settings(
             *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
             *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
         ),
+        "draw": (0, 1000),
         "beta": (0.2, 10.0),
         "reference": (0.001, 0.9),
     },

@@ -1,6 +1,7 @@
 """The experiment on decision processes: rest points by hand, environments by definition, wrong results called so."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from trial import Trial, look_up, plant
 from kltest.truth import gradient, value
 
 TRIAL = Trial("tabular-mdp")
-analysis, settings, environments = TRIAL.modules("analysis", "settings", "environments")
+analysis, settings, environments, ends = TRIAL.modules("analysis", "settings", "environments", "ends")
 GAMMA = settings.CONTINUES
 
 
@@ -58,6 +59,36 @@ def test_the_true_gradient_has_one_end_by_a_scan():
             kl = p * np.log(p / reference) + (1 - p) * np.log((1 - p) / (1 - reference))
             rising = np.diff((p - beta * kl) / (1 - GAMMA * p)) > 0
             assert int((rising[:-1] != rising[1:]).sum()) == 1
+
+
+@pytest.mark.parametrize("reference", [0.005, 0.02, 0.1, 0.3, 0.46])
+def test_the_band_of_two_ends_by_a_scan_and_by_dynamic_programming(reference):
+    """1/β at rest is (1 − γp)(logit p − logit ref), whose two turns are the band's ends; training counts as many ends.
+
+    A grid errs by its step squared, 1e-7, at a turn.
+    """
+    x = np.linspace(-6, 8, 100_001)
+    curve = (1 - GAMMA / (1 + np.exp(-x))) * (x - math.log(reference / (1 - reference)))
+    turns = np.flatnonzero(np.diff(np.sign(np.diff(curve)))) + 1
+    low, high = ends.band(reference)
+    assert sorted(1 / curve[turns]) == pytest.approx([low, high], rel=1e-7)
+    aside = 0.1 * (high / low - 1)
+    for edge, below, above in ((low, 1, 2), (high, 2, 1)):
+        for beta, stable in ((edge * (1 - aside), below), (edge * (1 + aside), above)):
+            rests = ends.token_level(beta, reference)
+            signs = []
+            for logit in (rests[0] - 1, *((one + other) / 2 for one, other in pairwise(rests)), rests[-1] + 1):
+                instance = environments.going_on(reference, logit)
+                push = gradient("expected_reward", instance) - beta * gradient("local_reverse_kl", instance)
+                signs.append(push[0, 1] > 0)
+            assert signs == [True, False] * stable
+
+
+def test_a_reference_that_goes_on_often_has_no_band():
+    """From logit ref = log(1/(1 − γ)) − 2(2 − γ)/γ on: where the folds meet, at p = 1/(2 − γ) and β = γ/(4(1 − γ))."""
+    cusp = 1 / (1 + math.exp(2 * (2 - GAMMA) / GAMMA - math.log(1 / (1 - GAMMA))))
+    assert ends.band(cusp * (1 + 1e-9)) == []
+    assert ends.band(cusp * (1 - 1e-9)) == pytest.approx([GAMMA / (4 * (1 - GAMMA))] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0.02, "lower"), (0.9, "upper")])
@@ -118,6 +149,8 @@ def test_the_policy_of_the_picture_is_the_reference_but_near_the_coin(rows):
         ("picture", "whole_size", 0.0, {"away": 5}),
         ("length", "stable", False, {"beta": 0.7}),
         ("length", "off_formula", 1e-6, {}),
+        ("length", "band_from", 0.55, {"followed": "local_reverse_kl"}),
+        ("length", "band_to", 0.95, {"followed": "local_reverse_kl"}),
         ("rotation", "turn", 0.0, {"followed": "local_reverse_kl"}),
         ("rotation", "turn", 0.1, {"followed": "reverse_kl"}),
         ("rotation", "off_rest", 1e-3, {}),
