@@ -42,8 +42,9 @@ def evaluate(models: Models, task: Task, settings: Settings, step: int, processe
         name = split.replace("-", "_")
         own = rollouts.reward, rollouts.lengths.double(), *kl_and_entropy(models, rollouts, settings)
         reward, length, kl, entropy = (processes.joint(one).cpu().numpy() for one in own)
-        interval = _wilson if 0 <= reward.min() <= reward.max() <= 1 else _student
-        found |= _with_interval(f"reward_{name}", *interval(reward))
+        found |= _with_interval(f"reward_{name}", *_mean(reward))
+        if rollouts.gold is not None:
+            found |= _with_interval(f"gold_{name}", *_mean(processes.joint(rollouts.gold).cpu().numpy()))
         found |= _with_interval("kl" if split == "held-out" else f"kl_{name}", *_student(kl))
         if split == "held-out":
             found["entropy"] = float(entropy.sum() / length.sum())
@@ -214,6 +215,10 @@ def _has(task: Task, split: str) -> bool:
 def _with_interval(name: str, *values: float) -> Record:
     """A value, and the lower and upper end of its interval."""
     return dict(zip((name, f"{name}_low", f"{name}_high"), map(float, values), strict=True))
+
+
+def _mean(values: np.ndarray) -> tuple[float, float, float]:
+    return (_wilson if 0 <= values.min() <= values.max() <= 1 else _student)(values)
 
 
 def _student(values: np.ndarray) -> tuple[float, float, float]:

@@ -25,7 +25,9 @@ METRICS: dict[str, str] = {
     "rounding, or a sampler that is not the policy.",
     "reward_held_out": "Mean reward of fresh rollouts, one for each of eval_prompts held-out prompts.",
     **_ends("reward_held_out", "(Wilson's, which holds for all rewards between 0 and 1; Student's t for others)"),
-    "reward_out_of_distribution": "The same on prompts longer than any trained on.",
+    "gold_held_out": "Mean of the task's gold score, which training does not see, on the same rollouts.",
+    **_ends("gold_held_out"),
+    "reward_out_of_distribution": "The reward on prompts longer than any trained on.",
     **_ends("reward_out_of_distribution"),
     "kl": "KL(π‖ref) in nats a rollout, on held-out prompts: the mean of Σ_t KL(π(·|s_t)‖ref(·|s_t)) over the same "
     "fresh rollouts (Rao–Blackwell), independent of the KL term that is trained with.",

@@ -5,6 +5,7 @@ kept in a cache.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,19 +149,26 @@ def _reward(language: LanguageModel, task: Task, generator: np.random.Generator)
     return float(rewards(language, task, problems, rollouts.tokens, rollouts.mask).mean())
 
 
-def rewards(language: LanguageModel, task: Task, problems: list[Problem], tokens: Tensor, mask: Tensor) -> Tensor:
-    """Return rewards (B,) in float64 of tokens (B, T), true in `mask`; a text without an end is rewarded as it is."""
+def rewards(
+    language: LanguageModel, task: Task, problems: list[Problem], tokens: Tensor, mask: Tensor, *, gold: bool = False
+) -> Tensor:
+    """Return rewards (B,) in float64 of tokens (B, T), true in `mask`; a text without an end is rewarded as it is.
+
+    With `gold` it is the score of that name instead.
+    """
+    what, score = ("gold score", task.gold) if gold else ("reward", task.reward)  # type: ignore[attr-defined]
     texts = [
         language.decode(row[live].tolist()) for row, live in zip(tokens.cpu().numpy(), mask.cpu().numpy(), strict=True)
     ]
-    return torch.tensor([_reward_of(task, *one) for one in zip(problems, texts, strict=True)], dtype=torch.float64)
+    found = [_scored(f"the {what} of task {task.name}", score, *one) for one in zip(problems, texts, strict=True)]
+    return torch.tensor(found, dtype=torch.float64)
 
 
-def _reward_of(task: Task, problem: Problem, text: str) -> float:
+def _scored(what: str, score: Callable[[Problem, str], float], problem: Problem, text: str) -> float:
     try:
-        found = float(task.reward(problem, text))
+        found = float(score(problem, text))
     except Exception as error:
-        raise failure(f"the reward of task {task.name}", error) from error
+        raise failure(what, error) from error
     if not math.isfinite(found):
-        raise TargetError(f"the reward of task {task.name} is {found} for {text!r} after {problem.prompt!r}")
+        raise TargetError(f"{what} is {found} for {text!r} after {problem.prompt!r}")
     return found

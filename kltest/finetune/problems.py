@@ -22,6 +22,9 @@ class Problem:
 class Task(Protocol):
     """Problems by split, and their rewards.
 
+    A task whose reward is a proxy may also have `gold(problem, completion)`, the score that is really meant: it is
+    measured on held-out problems and never trained on.
+
     Attributes:
         name: Unique among tasks and their options.
         characters: All characters of prompts and completions, for a tokenizer of one token a character.

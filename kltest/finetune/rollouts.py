@@ -5,6 +5,7 @@ the same prompts and uniforms; so do several processes and one, and a run that w
 """
 
 from dataclasses import replace
+from functools import partial
 from heapq import nlargest
 from typing import Literal, get_args
 
@@ -58,6 +59,8 @@ def draw(
     with sampler.autocast():  # Weights are cast once for the whole generation.
         rollouts = generate(sampler, encoded, uniforms[rows], temperature=settings.temperature)
     repeated = [one for one in problems for _ in range(group_size)]
-    reward = rewards(sampler, task, repeated, rollouts.tokens, rollouts.mask)
-    rollouts = replace(rollouts, reward=reward.to(sampler.device), group=rollouts.group + share.start)
+    scored = partial(rewards, sampler, task, repeated, rollouts.tokens, rollouts.mask)
+    rollouts = replace(rollouts, reward=scored().to(sampler.device), group=rollouts.group + share.start)
+    if purpose == "held-out" and hasattr(task, "gold"):
+        rollouts = replace(rollouts, gold=scored(gold=True).to(sampler.device))
     return rollouts.resized(processes.largest(rollouts.tokens.shape[1]))

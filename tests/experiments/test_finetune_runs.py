@@ -259,6 +259,35 @@ def test_kinds_of_runs(changes):
     assert ("gradient_norm_last" in history[0]) == (changes.get("inner_epochs", 1) > 1)
 
 
+PROXY = """
+from kltest.finetune.tasks import Addition
+
+
+class Proxy(Addition):
+    def gold(self, problem, completion):
+        return 2 * self.reward(problem, completion) + len(completion)
+
+
+def proxy():
+    return Proxy(1)
+"""
+
+
+def test_a_gold_score_is_measured_and_not_trained_on(tmp_path, finished):
+    """On the rollouts of the evaluation; a text is as long as its rollout but for the end token."""
+    (tmp_path / "own.py").write_text(PROXY)
+    gold = ("gold_held_out", "gold_held_out_low", "gold_held_out_high")
+    found = run(replace(SMALL, task=f"{tmp_path}/own.py:proxy"), tmp_path / "run", quiet=True)
+    for record in (one for one in found if "gold_held_out" in one):
+        low, high = (2 * record["reward_held_out"] + record["length_held_out"] - less for less in (1, 0))
+        assert low <= record["gold_held_out"] <= high
+        assert record["gold_held_out_low"] < record["gold_held_out"] < record["gold_held_out_high"]
+    assert of(found, "gold_held_out")[0] == [0, 3, 6]
+    without = [{name: value for name, value in record.items() if name not in gold} for record in found]
+    before = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert without == before
+
+
 def test_micro_batches_give_the_same_run(finished):
     """The first update's gradient, to float32."""
     whole, cut = (run(replace(SMALL, steps=1, micro_batch=size, max_norm=0.0), quiet=True) for size in (0, 3))
