@@ -54,7 +54,7 @@ def _frontier(axes: Axes, rows: DataFrame, title: str) -> None:
         mine = mine[mine["diverged"] == 0]
         axes.plot(mine["kl"], mine["gain"], **_style(name) | {"linestyle": "none", "markersize": 3.6})
     for name in SHOWN:
-        for row in records(select(rows, "sampled", estimator=name)):
+        for row in records(select(rows, "sampled", estimator=name, seed=0)):
             if row["beta"] <= 10:
                 wide, high = ([[row[x] - row[f"{x}_low"]], [row[f"{x}_high"] - row[x]]] for x in ("kl", "gain"))
                 style = {"color": look(name).colour, "linewidth": 0.7, "alpha": 0.75, "capsize": 1.2}

@@ -19,6 +19,7 @@ from kltest.training import Run, train
 
 from .ends import FRONTIER, best, distance, entropy, frontier, measured, predicted
 from .environments import problem
+from .limits import limit
 from .settings import BUDGET_BETA, CENTRED, COLLAPSED, FIXED_POINTS, OPTIMUM
 
 BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
@@ -35,6 +36,8 @@ def compute_batch(configurations: Sequence[Configuration]) -> list[list[Row]]:
     part = configurations[0]["part"]
     if part == "frontier":
         return [_frontier(one) for one in configurations]
+    if part == "limit":
+        return [[{**one, **row} for row in limit(one["environment"], one["seed"])] for one in configurations]
     together = {
         "exact": _exact,
         "sampled": _sampled,
@@ -130,9 +133,9 @@ def _frontier(one: Configuration) -> list[Row]:
     return [{**one, "beta": float(b), "kl": float(kl), "gain": float(reward - curve.floor)} for b, kl, reward in points]
 
 
-def _repeated(one: Configuration, seed: int, beta: float, rate: float, *name: object) -> list[Run]:
-    """The runs of a configuration, each with draws of its own."""
-    which, numbers = problem(one["environment"], seed), range(one["runs"])
+def _repeated(one: Configuration, beta: float, rate: float, *name: object, first: int = 0) -> list[Run]:
+    """The runs of a configuration, each with random numbers of its own."""
+    which, numbers = problem(one["environment"], one["seed"]), range(first, first + one["runs"])
     return [Run(which, _estimator(one), beta=beta, learning_rate=rate, seed=_seed(*name, n)) for n in numbers]
 
 
@@ -141,11 +144,11 @@ def _sampled(configurations: Sequence[Configuration]) -> list[Row]:
     first, runs = configurations[0], []
     for one in configurations:
         beta, rate = one["beta"], one["learning_rate"] / max(1.0, one["beta"])
-        runs += _repeated(one, 0, beta, rate, "sampled", one["environment"], beta)
+        runs += _repeated(one, beta, rate, "sampled", one["environment"], beta, first=one["seed"] * one["runs"])
     history = train(runs, steps=first["steps"], batch_size=first["batch_size"])
     rows = []
     for index, one in enumerate(configurations):
-        floor = frontier(one["environment"], 0).floor
+        floor = measured(one["environment"], one["seed"], problem(one["environment"], one["seed"]).reference)[1]
         ends = [_measured(history, index * one["runs"] + number, one) for number in range(one["runs"])]
         row = {**one, "collapsed": sum(end["collapsed"] for end in ends), "diverged": sum(e["diverged"] for e in ends)}
         for end in ends:
@@ -162,7 +165,7 @@ def _budget(configurations: Sequence[Configuration]) -> list[Row]:
     first, runs = configurations[0], []
     for one in configurations:
         about, rate = ("budget", one["environment"], one["batch_size"], one["seed"]), one["learning_rate"] / BUDGET_BETA
-        runs += _repeated(one, one["seed"], BUDGET_BETA, rate, *about)
+        runs += _repeated(one, BUDGET_BETA, rate, *about)
     steps = first["steps"]
     recorded = range(steps // 2, steps + 1, max(1, steps // 40))
     history = train(runs, steps=steps, batch_size=first["batch_size"], record=recorded)
@@ -242,21 +245,21 @@ def noise(environment: str, estimator: str, beta: float, batch: int, seed: int =
 
 def _fixed_points(configurations: Sequence[Configuration]) -> list[Row]:
     """Short sequences, exact ascent: how far from where theory says the end is."""
-    which, rows = problem("short", 0), []
-    names = [one["estimator"] for one in configurations]
-    history = train(
-        [Run(which, name, **_training(FIXED_POINTS)) for name in [*names, None]], steps=FIXED_POINTS["steps"]
-    )
-    for index, one in enumerate(configurations):
-        expected = history.logits[-1]
+    problems = [problem("short", one["seed"]) for one in configurations]
+    names = [one["estimator"] for one in configurations] + [None] * len(configurations)
+    runs = [Run(*which, **_training(FIXED_POINTS)) for which in zip(problems * 2, names, strict=True)]
+    ended = train(runs, steps=FIXED_POINTS["steps"])
+    rows = []
+    for index, (one, which) in enumerate(zip(configurations, problems, strict=True)):
+        expected = ended.logits[len(configurations) + index]
         if one["estimator"] != "k1-loss":
-            expected = predicted("short", one["estimator"], FIXED_POINTS["beta"], 0)
+            expected = predicted("short", one["estimator"], FIXED_POINTS["beta"], one["seed"])
         rows.append(
             {
                 **one,
-                "kl_to_predicted": distance("short", 0, history.logits[index], expected),
-                "moved": distance("short", 0, history.logits[index], which.start),
-                "kl_to_optimum": float(history.kl_to_optimum[-1, index]),
+                "kl_to_predicted": distance("short", one["seed"], ended.logits[index], expected),
+                "moved": distance("short", one["seed"], ended.logits[index], which.start),
+                "kl_to_optimum": float(ended.kl_to_optimum[-1, index]),
             }
         )
     return rows
@@ -264,7 +267,7 @@ def _fixed_points(configurations: Sequence[Configuration]) -> list[Row]:
 
 def _optimum(configurations: Sequence[Configuration]) -> list[Row]:
     """V = 5, L = 4: KL(π‖π*) at the end of exact ascent from the reference."""
-    runs = [Run(problem("long", 0), one["estimator"], **_training(OPTIMUM)) for one in configurations]
+    runs = [Run(problem("long", one["seed"]), one["estimator"], **_training(OPTIMUM)) for one in configurations]
     ends = train(runs, steps=OPTIMUM["steps"]).kl_to_optimum[-1]
     return [{**one, "kl_to_optimum": float(kl)} for one, kl in zip(configurations, ends, strict=True)]
 

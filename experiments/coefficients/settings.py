@@ -16,15 +16,17 @@ PARTS = {
         "learning_rate": "exact_rate",
     },
     # Sampled gradients, several runs of each configuration: what is left of that with noise?
-    "sampled": {name: name for name in ("environment", "estimator", "beta", *_OF_SAMPLING)},
+    "sampled": {**{name: name for name in ("environment", "estimator", "beta", *_OF_SAMPLING)}, "seed": "draw"},
     # Sampled gradients at several batch sizes, at one β: when does a biased estimator end nearer to π*?
     "budget": {
         **{name: name for name in ("environment", "estimator", "seed")},
         **{name: f"budget_{name}" for name in _OF_SAMPLING},
     },
     # Theory: the five fixed points on short sequences, and who reaches π* on long ones.
-    "fixed-points": {"estimator": "estimator"},
-    "optimum": {"estimator": "estimator"},
+    "fixed-points": {"estimator": "estimator", "seed": "draw"},
+    "optimum": {"estimator": "estimator", "seed": "draw"},
+    # The coefficient that k3 comes to as β → 0, in closed form.
+    "limit": {"environment": "environment", "seed": "seed"},
     # The optima of all coefficients, to be drawn.
     "frontier": {"environment": "environment"},
 }
@@ -57,8 +59,9 @@ BUDGET_BETA = 1.0
 IN_FIXED_POINTS = ("k1-loss", "k1-reward", "k2-loss-sequence", "k2-loss", "full-loss", "k3-loss", "k3-loss-sequence")
 IN_OPTIMUM = ("k1-reward", "k2-loss-sequence", "k3-loss-sequence", "k3-loss", "k1-loss")
 
-# Theory's two parts: β, updates and learning rate. The first is mild enough to come to rest.
-FIXED_POINTS: Mapping[str, Any] = {"beta": 1.0, "steps": 1500, "learning_rate": 4.0}
+# Theory's two parts: β, updates and learning rate. The first is mild enough to come to rest; at twice the rate k3 goes
+# round its rest point in one of ten draws, k3 of the sequence in three.
+FIXED_POINTS: Mapping[str, Any] = {"beta": 1.0, "steps": 1500, "learning_rate": 2.0}
 OPTIMUM: Mapping[str, Any] = {"beta": 0.5, "steps": 2000, "learning_rate": 12.0}
 
 # A run collapsed if it diverged, or if its rollouts keep less than this share of the entropy that those of π* have.
@@ -68,6 +71,8 @@ COLLAPSED = 0.1
 def applies(configuration: Mapping[str, Any]) -> bool:
     """Return True if a part takes a combination of settings."""
     part, estimator = configuration["part"], configuration.get("estimator")
+    if part == "limit":
+        return configuration["environment"] in ("bandit", "sequence")
     if part == "sampled":
         decade = log10(configuration["beta"])
         return abs(decade - round(decade)) < 1e-9  # whole decades of β are enough
@@ -89,6 +94,8 @@ SETTINGS = Settings(
         # Updates, and the learning rate in units of 1/β.
         "exact_steps": 510,
         "exact_rate": 2.0,
+        # Draws of the environment where it is not `seed` that says how many.
+        "draw": 0,
         # The learning rate is that for β ≤ 1, and falls as 1/β beyond.
         "batch_size": 16,
         "runs": 8,
@@ -102,7 +109,8 @@ SETTINGS = Settings(
     full={
         "beta": tuple(round(10 ** (exponent / 4), 6) for exponent in range(-4, 13)),
         "exact_steps": 9_000,
-        "runs": 64,
+        "draw": tuple(range(10)),
+        "runs": 32,
         "steps": 1000,
         "learning_rate": 0.1,
         "budget_batch_size": (2, 4, 8, 16, 32, 64, 128, 256),
@@ -115,6 +123,7 @@ SETTINGS = Settings(
         "beta": (0.001, 10_000.0),
         "exact_steps": (10, 10_000_000),
         "exact_rate": (1e-3, 4.0),
+        "draw": (0, 1000),
         "batch_size": (2, 4096),
         "runs": (1, 10_000),
         "steps": (1, 1_000_000),
