@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import FUNCTIONS, chain
+from kltest.scanning.syntax import FUNCTIONS, chain, names_in
 
 
 @dataclass(eq=False)
@@ -53,6 +53,16 @@ class Function:
                 found.setdefault(node.targets[0].id, []).append(node.value)
         return {name: values[0] for name, values in found.items()
                 if len(values) == 1 and isinstance(values[0], ast.Call | ast.Subscript | ast.Attribute)}  # fmt: skip
+
+    @cached_property
+    def readers(self) -> dict[str, list[ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr]]:
+        """Return the statements with a value by the names that their values read."""
+        found: dict[str, list[ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr]] = {}
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr) and node.value:
+                for name in names_in(node.value):
+                    found.setdefault(name, []).append(node)
+        return found
 
 
 class Callees:

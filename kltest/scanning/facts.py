@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from kltest.scanning.callees import Function
@@ -168,6 +168,7 @@ def _is_reference(node: ast.AST) -> bool:
     return stated is not None and stated.who == REFERENCE
 
 
+@lru_cache(maxsize=1000)
 def defaults_of(function: Function) -> dict[str, Any]:
     """Return the constant defaults of a function's parameters, and of `self.x` by its class and the constructor."""
     found: dict[str, Any] = {}

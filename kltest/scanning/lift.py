@@ -189,11 +189,11 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if place == "reward":
         result = ast.UnaryOp(ast.USub(), result) if _is_reward(end) else result
     function, result = _function(kept, result, leaves)
-    helpers = leaves.helpers()
+    more = refusal(function, frozenset(leaves.helping))
+    helpers = [] if more and not run else leaves.helpers()
     module = ast.Module(body=[*helpers, function], type_ignores=[])
     ast.fix_missing_locations(module)
-    known = frozenset(helper.name for helper in helpers)
-    more = refusal(module, known)
+    more = more or refusal(module, frozenset(leaves.helping))
     if reason := leaves.missing or (not run and more):
         runs_more = bool(more and not leaves.missing)
         return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes), runs_more=runs_more)

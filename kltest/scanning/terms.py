@@ -8,7 +8,7 @@ from kltest.scanning.callees import Function
 from kltest.scanning.flows import DIVERGENCE, FULL, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Seed
 from kltest.scanning.sides import METRICS, REFERENCE, says_kl
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import chain, names_in, says, words
+from kltest.scanning.syntax import chain, says, words
 from kltest.scanning.tree import Arrival, Followed, Tree
 
 LINEAR = (LOG_RATIO, SHIFTED)
@@ -181,21 +181,15 @@ def _is_kl(arrival: Arrival, followed: Followed, ratios: set[Seed], name: str = 
 
 def _ends_in_logs(function: Function, arrival: Arrival) -> bool:
     """Return True if what it is assigned to is a local name that goes into what is logged and nowhere else."""
-    return arrival.kind in ("loss", "reward") and _is_only_logged(function.node, arrival.name, set())
+    return arrival.kind in ("loss", "reward") and _is_only_logged(function, arrival.name, set())
 
 
-def _is_only_logged(node: ast.AST, name: str, seen: set[str]) -> bool:
+def _is_only_logged(function: Function, name: str, seen: set[str]) -> bool:
     """Return True if every statement of a function that reads a name only logs it, under another name perhaps."""
     if name in seen:
         return True
-    reads = False
-    for statement in ast.walk(node):
-        if not isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
-            continue
+    for statement in (reading := function.readers.get(name, [])):
         value = statement.value
-        if value is None or name not in names_in(value):
-            continue
-        reads = True
         if isinstance(statement, ast.Return):
             return False
         if isinstance(statement, ast.Expr):
@@ -207,8 +201,8 @@ def _is_only_logged(node: ast.AST, name: str, seen: set[str]) -> bool:
         for target in targets:
             told = chain(target)
             if isinstance(target, ast.Name):
-                if target.id != name and not _is_only_logged(node, target.id, {*seen, name}):
+                if target.id != name and not _is_only_logged(function, target.id, {*seen, name}):
                     return False
             elif not METRICS.intersection(words(told)):
                 return False
-    return reads
+    return bool(reading)
