@@ -43,7 +43,7 @@ claims.bound("k1 in the reward is unbiased at every length, near and far", SHAH,
 
 @claims.add(SHAH, "k1 in loss 1 exactly, the others clear of 0", f"clear: above {CLEAR:g} of the gradient")
 def _biased(rows: pd.DataFrame) -> Answer:
-    """k1 in the loss, k3 in the loss and k3 in the reward are biased at every length"""
+    """for the stated pair k1 in the loss, k3 in the loss and k3 in the reward are biased at every length"""
     bias = _cells(rows, "bias")
     wrong = [which for which in PUBLISHED if which != K1_REWARD]
     require(set(wrong) <= set(bias))
@@ -52,8 +52,8 @@ def _biased(rows: pd.DataFrame) -> Answer:
     return said, (bias[K1_LOSS] - 1).abs().max() < EXACT and bias[wrong].min(axis=None) > CLEAR
 
 
-claims.between("k3 in the reward has the largest bias of the four", SHAH,
-    "at every length and distance, for the stated pair", "an order", "in {total} of {count} lengths and distances",
+claims.between("for the stated pair k3 in the reward has the largest bias of the four", SHAH,
+    "at every length and distance", "an order", "in {total} of {count} lengths and distances",
     lambda rows: _cells(rows, "bias")[list(PUBLISHED)].idxmax(axis=1) == K3_REWARD, above=0.5)  # fmt: skip
 
 
@@ -66,14 +66,14 @@ def _std(rows: pd.DataFrame, least: float = -1.0, most: float = float("inf"), **
 
 @claims.add(SHAH, f"at every length, where KL ≤ {NEAR:g}", "an order")
 def _near(rows: pd.DataFrame) -> Answer:
-    """near the reference k1 in the loss is the noisiest of the four"""
+    """near the reference, for the stated pair, k1 in the loss is the noisiest of the four"""
     std = _std(rows, most=NEAR)[list(PUBLISHED)]
     hits, ratios = (std.idxmax(axis=1) == K1_LOSS).sum(), std[K1_LOSS] / std[K1_REWARD]
     said = f"the noisiest of four in {hits} of {len(std)}; {ratios.min():.1f} to {ratios.max():.1f} times k1 in reward"
     return said, hits == len(std)
 
 
-claims.between("away from it k1 in the loss is less noisy than k1 in the reward", THEORY,
+claims.between("away from it, for the stated pair, k1 in the loss is less noisy than k1 in the reward", THEORY,
     f"at every length, where KL ≥ {FAR:g}", "an order", "{low:.2f} to {high:.2f} times k1 in reward",
     lambda rows: _std(rows, least=FAR - 1e-9).pipe(lambda std: std[K1_LOSS] / std[K1_REWARD]), below=1)  # fmt: skip
 
@@ -81,7 +81,7 @@ claims.between("away from it k1 in the loss is less noisy than k1 in the reward"
 @claims.add(OWN, f"between {NEAR:g} and {FAR:g} nats for whole sequences, at every length",
     "the root of a difference of exact variances")  # fmt: skip
 def _equal(rows: pd.DataFrame) -> Answer:
-    """at which distance the two are equally noisy hardly depends on length"""
+    """at which distance the two are equally noisy hardly depends on length, for the stated pair"""
     at = need(rows, "order")["equal_at"]
     if at.isna().any():
         return "no such distance", False
@@ -118,7 +118,7 @@ claims.bound("k1 and k3 in both places are unbiased", TANG_MUNOS, "0", ROUNDING,
 @claims.add(OWN, f"less than half as many, at every length, where KL ≤ {NEAR:g}",
     "a ratio of exact variances of two unbiased gradients")  # fmt: skip
 def _both(rows: pd.DataFrame) -> Answer:
-    """near the reference k3 in both places needs fewer rollouts than k1 in the reward"""
+    """near the reference, for the stated pair, k3 in both places needs fewer rollouts than k1 in the reward"""
     near = _gain(rows, 0, NEAR)
     said = f"{near.min():.1f} to {near.max():.1f} times fewer rollouts"
     try:
@@ -135,8 +135,8 @@ def _gain(rows: pd.DataFrame, least: float, most: float, **wanted: object) -> pd
     return (std[K1_REWARD] / std[K3_BOTH]) ** 2
 
 
-def _share(rows: pd.DataFrame, column: str, least: float, most: float) -> Answer:
-    found = need(rows, "random")
+def _share(rows: pd.DataFrame, column: str, least: float, most: float, **wanted: object) -> Answer:
+    found = need(rows, "random", **wanted)
     hits, pairs = found[column].sum(), found["pairs"].sum()
     require(pairs >= FEW)
     return f"in {hits} of {pairs} random pairs", least < hits / pairs < most
@@ -152,6 +152,22 @@ def _most_biased(rows: pd.DataFrame) -> Answer:
 def _less_noisy(rows: pd.DataFrame) -> Answer:
     """k3 in both places beats k1 in the reward on random pairs too"""
     return _share(rows, "k3_both_less_noisy_than_k1_reward", 0.5, 1.0)
+
+
+@claims.add(OWN, f"for nearly all where KL ≤ {NEAR:g}", "95 %: shares, of independent draws")
+def _noisiest(rows: pd.DataFrame) -> Answer:
+    """near the reference k1 in the loss is the noisiest of the four on random pairs too"""
+    return _share(rows, "k1_loss_noisiest", 0.95, 1.01, kl=lambda x: x <= NEAR)
+
+
+@claims.add(OWN, f"for nearly all where KL ≥ {FAR:g}", "90 %: shares, of independent draws")
+def _less_far(rows: pd.DataFrame) -> Answer:
+    """away from it k1 in the loss is less noisy than k1 in the reward on random pairs too"""
+    return _share(rows, "k1_loss_less_noisy_than_k1_reward", 0.9, 1.01, kl=lambda x: x >= FAR)
+
+
+claims.bound("k1 in the reward, and k1 and k3 in both places, are unbiased on random pairs too",
+    f"{SHAH}; {TANG_MUNOS}", "0", ROUNDING, "bias_of_unbiased", EXACT, "random")  # fmt: skip
 
 
 def _sampled(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:

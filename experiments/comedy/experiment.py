@@ -1,5 +1,6 @@
 """Bias and variance of nine gradients by length, exact and sampled; where orders change; random pairs."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,18 @@ from kltest.truth import gradient, value
 from ..arrays import generator
 from ..rollouts import gradients
 from .pairs import at_distance, types, types_of
-from .settings import BRACKET, ENUMERATED, ESTIMATORS, EXACT, PLACEMENTS, PUBLISHED, RANDOM_LENGTH, SAMPLED, SHORTEST
+from .settings import (
+    BRACKET,
+    ENUMERATED,
+    ESTIMATORS,
+    EXACT,
+    PLACEMENTS,
+    PUBLISHED,
+    RANDOM_LENGTH,
+    SAMPLED,
+    SHORTEST,
+    UNBIASED,
+)
 
 Row = dict[str, Any]
 SAMPLES = ("sampled_bias", "sampled_bias_error", "sampled_std", "sampled_std_error", "z_mean", "z_std")
@@ -140,9 +152,8 @@ def _random(one: Mapping[str, Any]) -> list[Row]:
     """For how many random pairs the published orders hold; directions that never lead so far away are drawn again."""
     drawn = generator("random", one["kl"], one["seed"])
     paths = types(RANDOM_LENGTH)
-    counts = dict.fromkeys(
-        ("most_biased_is_k3_reward", "most_biased_is_k1_loss", "k3_both_less_noisy_than_k1_reward"), 0
-    )
+    counts: Counter[str] = Counter()
+    worst = 0.0
     pairs = 0
     while pairs < one["pairs"]:
         reference, direction = drawn.standard_normal((2, 3, 2))
@@ -157,8 +168,11 @@ def _random(one: Mapping[str, Any]) -> list[Row]:
         for which in NINE:
             mean, covariance = _moments(gradients(which[0], instance, paths, which[1], "return"), weights)
             bias[which], noise[which] = np.linalg.norm(mean - truth), np.trace(covariance)
-        most = max(PUBLISHED, key=bias.__getitem__)
+        most, noisiest = (max(PUBLISHED, key=of.__getitem__) for of in (bias, noise))
         counts["most_biased_is_k3_reward"] += most == ("k3-loss", "reward")
         counts["most_biased_is_k1_loss"] += most == ("k1-loss", "loss")
-        counts["k3_both_less_noisy_than_k1_reward"] += bool(noise["k3-loss", "both"] < noise["k1-loss", "reward"])
-    return [counts]
+        counts["k1_loss_noisiest"] += noisiest == ("k1-loss", "loss")
+        counts["k1_loss_less_noisy_than_k1_reward"] += noise["k1-loss", "loss"] < noise["k1-loss", "reward"]
+        counts["k3_both_less_noisy_than_k1_reward"] += noise["k3-loss", "both"] < noise["k1-loss", "reward"]
+        worst = max(worst, *(bias[which] / np.linalg.norm(truth) for which in UNBIASED))
+    return [{name: int(count) for name, count in counts.items()} | {"bias_of_unbiased": float(worst)}]

@@ -12,7 +12,8 @@ DIRECTION = (1.0, 2.0, 0.5)
 
 ESTIMATORS = ("k1-loss", "k2-loss", "k3-loss")
 PLACEMENTS = ("loss", "reward", "both")
-# Those that the source compares.
+# Those that have no bias, and those that the source compares.
+UNBIASED = (("k1-loss", "reward"), ("k1-loss", "both"), ("k3-loss", "both"))
 PUBLISHED = (("k1-loss", "loss"), ("k1-loss", "reward"), ("k3-loss", "loss"), ("k3-loss", "reward"))
 
 # Of one pair for all lengths, the KL is given at this length.
@@ -52,7 +53,7 @@ SETTINGS = Settings(
         "pairs": 100,
     },
     full={"kl": (0.0125, 0.05, 0.2, 0.8), "samples": 2000, "every": 1, "pairs": 500},
-    seeds={"quick": 1, "full": 5},
+    seeds={"quick": 1, "full": 2},
     allowed={
         "length": (2, 40),
         "kl": (1e-4, 1.0),

@@ -126,6 +126,9 @@ def test_every_claim_agrees(rows):
         ("order", "equal_at", 0.9, {"length": 20}),
         ("random", "most_biased_is_k3_reward", 0, {}),
         ("random", "k3_both_less_noisy_than_k1_reward", 1, {}),
+        ("random", "k1_loss_noisiest", 50, {"kl": 0.05}),
+        ("random", "k1_loss_less_noisy_than_k1_reward", 50, {"kl": 0.8}),
+        ("random", "bias_of_unbiased", 1e-6, {"kl": 0.8}),
     ],
 )
 def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
