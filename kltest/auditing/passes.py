@@ -247,8 +247,8 @@ def _of_loss(loss: Loss, run: Pass, tokens: Tokens) -> tuple[dict[str, Tensor], 
     live = run.rollouts.mask
     facts = {"padded": 0.0, "all": 0.0}
     for name, one in found.items():
-        if not bool(one.isfinite().all()):
-            row, step = (~one.isfinite()).nonzero()[0][:2].tolist()
+        if bool((wrong := ~one.isfinite()).any()):
+            row, step = wrong.nonzero()[0][:2].tolist()
             where = "" if live[row, step] else ", behind its end: the padding is not masked"
             raise TargetError(
                 f"the gradient of {loss.name} with respect to {name} is not finite at token {step} of a rollout{where}"

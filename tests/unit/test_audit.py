@@ -1,7 +1,7 @@
 """Audits against the truth: estimators enumerated, sketches against whole gradients, intervals, and planted bugs."""
 
 import json
-import weakref
+from dataclasses import replace
 from importlib.resources import files
 
 import jsonschema
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from audited import every_pair, models, rollouts
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import kltest
+from benchmarks.audit_memory import Alive, Size, counted, measured
 from kltest.auditing import passes
 from kltest.auditing.models import load
 from kltest.auditing.named import Part, controls_of, parts_of
@@ -219,26 +219,12 @@ def test_wrong_options_are_said_in_one_line(options, words, tmp_path, monkeypatc
     assert done.stderr.count("\n") == 1
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations made and nothing has freed yet, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for one in torch.utils._pytree.tree_leaves(found):
-            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage()) not in self.known:
-                self.known.add(storage)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.freed, storage.nbytes())
-        return found
-
-    def freed(self, size):
-        self.now -= size
+def test_memory_counted_from_shapes_is_what_the_allocator_hands_out():
+    """Within 1 %: operations have room of their own, which no shape tells. Planted: all logits in one chunk."""
+    size = Size(64, 1, 4000, tokens=16, prompt=4, logits=2**16)
+    counts = [counted(replace(size, logits=logits))[0] for logits in (2**16, 2**18)]
+    assert counts[0] == pytest.approx(measured(size), rel=0.01)
+    assert counts[1] > 1.05 * counts[0]
 
 
 def test_logits_of_all_positions_are_never_in_memory(monkeypatch):
@@ -252,7 +238,7 @@ def test_logits_of_all_positions_are_never_in_memory(monkeypatch):
 
     def peak(chunk):
         monkeypatch.setattr(passes, "CHUNK", chunk)
-        with LiveBytes() as live, sketch.listening():
+        with Alive() as live, sketch.listening():
             measure(resolve("k3-loss"), passes.Models(cut, cut), unit, parts, sketch)
         return live.peak
 
