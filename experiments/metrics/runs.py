@@ -75,11 +75,12 @@ def mutation(one: Mapping[str, Any]) -> list[Row]:
 
 def controller(one: Mapping[str, Any]) -> list[Row]:
     """A β that is adapted until a metric meets its target, where every round trains to π* of the β at hand."""
-    generator = np.random.default_rng(11)
+    generator = np.random.default_rng(11 + one["seed"])
     reward = (generator.random((1, 8)) < 0.5).astype(float)
     reference = generator.standard_normal((1, 8))
     environment = bandit(8)
     environment = replace(environment, reward=reward + one["offset"])
+    largest = float(np.logaddexp.reduce(reference[0]) - np.logaddexp.reduce(reference[0][reward[0] == reward.max()]))
     beta, rows = CONTROLLER["start"], []
     for round_ in range(CONTROLLER["rounds"] + 1):
         instance = Instance.of(environment, optimum(environment, reference, beta).policy, reference)
@@ -91,7 +92,7 @@ def controller(one: Mapping[str, Any]) -> list[Row]:
             "scaled": beta * kl,
         }[one["read"]]
         if round_ % CONTROLLER["every"] == 0:
-            rows.append({"round": round_, "controller_beta": beta, "kl": kl, "metric": read})
+            rows.append({"round": round_, "controller_beta": beta, "kl": kl, "metric": read, "largest_kl": largest})
         off = float(np.clip(read / CONTROLLER["target"] - 1, -CONTROLLER["clip"], CONTROLLER["clip"]))
         beta *= 1 + CONTROLLER["gain"] * off
     return rows

@@ -3,11 +3,11 @@
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
-PARTS: dict[str, tuple[str, ...]] = {
+PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "mutation": ("copied", "beta", "seed"),
-    "controller": ("read", "offset"),
+    "controller": {"read": "read", "offset": "offset", "seed": "draw"},
     "reweighted": ("staleness", "seed"),
-    "masked": ("group_size", "success"),
+    "masked": {"group_size": "group_size", "success": "success", "seed": "draw"},
     "padding": ("padded_length", "seed"),
     "logged": ("beta", "seed"),
 }
@@ -30,8 +30,11 @@ SETTINGS = Settings(
         # Probability of the right answer under the policy.
         "success": (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98),
         "padded_length": (4, 6, 8, 16, 32),
+        # Rewards and references of the controller's bandit, and references of groups.
+        "draw": 0,
     },
     full={
+        "draw": tuple(range(10)),
         "beta": (0.03, 0.1, 0.3, 0.5, 1.0),
         "offset": (-2.0, -1.0, 1.0, 2.0),
         "group_size": (1, 2, 3, 4, 8, 16),
@@ -45,6 +48,7 @@ SETTINGS = Settings(
         "group_size": (1, 16),
         "success": (0.001, 0.999),
         "padded_length": (4, 1000),
+        "draw": (0, 1000),
     },
 )
 
@@ -59,7 +63,7 @@ LOOKS = (1, 2, 3, 5, 8, 12, 18, 27, 40, 60, 90, 135, 200)
 # Ziegler et al. 2019, §2.2: β ← β·(1 + gain·clip(KL/target − 1, ±clip)). Here the policy is π* of β in each round.
 CONTROLLER = {"target": 0.2, "clip": 0.2, "gain": 0.1, "start": 0.5, "rounds": 400, "every": 10}
 
-# Groups: answers of which the first is right, with these log-probs under the reference up to normalisation.
+# Groups: answers of which the first is right, with these chances under the first reference; others are drawn.
 REFERENCE = (0.5, 0.25, 0.15, 0.1)
 
 # Padding that is not zero: a log-ratio of this at dead positions.

@@ -75,10 +75,12 @@ def masked(one: Mapping[str, Any]) -> list[Row]:
     In closed form Σ_v π_v·u_v·(1 − P(the other n − 1 earn what v earns)).
     """
     right, size = one["success"], one["group_size"]
-    wrong = np.array(REFERENCE[1:])
+    drawn = np.random.default_rng([one["seed"], 7]).dirichlet(np.ones(len(REFERENCE)))
+    reference = drawn if one["seed"] else np.array(REFERENCE)
+    wrong = reference[1:]
     policy = np.log([[right, *((1 - right) * wrong / wrong.sum())]])
     environment = bandit(4, reward=np.array([[1.0, 0.0, 0.0, 0.0]]))
-    instance = Instance.of(environment, policy, np.log([REFERENCE]))
+    instance = Instance.of(environment, policy, np.log([reference]))
     found = exact_batches(bind(masked_kl), instance, size=size, grouped=True).metric
     assert found is not None
     chances, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
@@ -88,6 +90,7 @@ def masked(one: Mapping[str, Any]) -> list[Row]:
         {
             "kl": value("kl", instance),
             "read": found.mean,
+            "reference_success": float(reference[0]),
             "closed_form_error": abs(found.mean - closed),
         }
     ]
