@@ -77,7 +77,7 @@ class Calls(Expressions):
         if name in _SAME:
             first = receiver if receiver.sides or receiver.flows else everything
             return Value(first.sides, everything.flows, receiver.items)
-        if receiver.flows:
+        if receiver.flows and not (side(name) and all(flow.seed.parameter for flow in receiver.flows)):
             return everything.flowing()  # a method of a tensor, though a function of the tree may have its name
         return self._called(node, name, given, everything)
 
@@ -103,10 +103,13 @@ class Calls(Expressions):
         for callee in callees[:3]:
             if value := self._through(node, callee, given):
                 return value
-        if stated := side(name):
-            told = who_of(" ".join(words(name) + tuple(identifiers(node))))
+        if stated := side(name) or self._gives(callees):
+            told = who_of(" ".join(_models(node) or [*words(name), *identifiers(node)]))
             who = stated.who if stated.sure else next((s.who for s in sorted(everything.sides)), told or "")
-            return Value(frozenset({Side(stated.quantity, who)}))
+            given_side = Side(stated.quantity, who)
+            if not everything.sides and all(flow.seed.parameter for flow in everything.flows):
+                self.found.fields[node.lineno, node.col_offset] = given_side
+            return Value(frozenset({given_side}))
         if says(name, *REWARD) and everything.flows:
             self._arrive(everything, "reward", name)
         if everything.flows:
@@ -114,6 +117,14 @@ class Calls(Expressions):
         if says_kl(name) and len({s.who for s in everything.sides}) > 1:
             return self._divergence(node, [everything], everything)
         return NOTHING
+
+    def _gives(self, callees: list[Function]) -> Side | None:
+        """Return the side that a function of the tree returns, whose it is being for its caller to say."""
+        for callee in callees[:1]:
+            returned = self.tree.followed(callee).returned
+            for each in sorted(returned.sides) if len({each.who for each in returned.sides}) == 1 else ():
+                return Side(each.quantity, each.who, sure=False)
+        return None
 
     def _through(self, node: ast.Call, callee: Function, given: list[Value]) -> Value | None:
         """Return what a call of a function of the tree gives for these arguments; None if nothing is known."""
@@ -154,6 +165,18 @@ class Calls(Expressions):
 
         total = carried(returned)
         return Value(total.sides, total.flows, tuple(map(carried, returned.items)))
+
+
+def _models(node: ast.Call) -> list[str]:
+    """Return the words of the arguments of a call, and of what it is a method of, that are called models."""
+    given = [*node.args, *(each.value for each in node.keywords), getattr(node.func, "value", None)]
+    named = [words(chain(each)) for each in given if each is not None]
+    return [
+        word
+        for each in named
+        if {"model", "models", "policy", "actor", "net", "network"}.intersection(each)
+        for word in each
+    ]
 
 
 def _second_is_two(node: ast.Call) -> bool:

@@ -18,7 +18,7 @@ class NotLiftedError(Exception):
 
 
 class Undecided(Exception):
-    """A condition that matters has no value yet; `values` are those to be tried."""
+    """A condition that matters has no value yet; `values` are those to be tried, an ellipsis for any other."""
 
     def __init__(self, text: str, values: Sequence[Any] = (True, False)) -> None:
         super().__init__(text)
@@ -66,6 +66,9 @@ class Conditions:
             if not there and name in self.facts.defaults and self.facts.defaults[name] is not None:
                 there = True
             return there == isinstance(op, ast.IsNot)
+        if isinstance(op, ast.In | ast.NotIn) and isinstance(left, ast.Constant) and isinstance(left.value, str):
+            field = side(left.value) or is_mask(left.value)
+            return isinstance(op, ast.In) if field else None
         try:
             other = ast.literal_eval(right)
         except (ValueError, TypeError):
@@ -106,13 +109,16 @@ class Conditions:
         return bool(names & self.facts.stored) or any(isinstance(inner, ast.Call) for inner in ast.walk(node))
 
     def _cases(self, text: str) -> list[Any]:
-        """Return the constants that the function compares an expression with, and its default if it is another."""
+        """Return the constants that the function compares an expression with, and its default if it is another, else
+        one that is none of them."""
         cases = list(self.facts.compared.get(text, ()))
         default = self.facts.defaults.get(text, None)
         if cases and default is not None and default not in cases:
             cases.append(default)
         elif cases and all(isinstance(case, int | float) for case in cases) and len(cases) > 1:
             cases.append(0.5 * (min(cases) + max(cases)))
+        elif cases and default is None:
+            cases.append(...)
         return list(dict.fromkeys(cases))
 
 

@@ -111,6 +111,8 @@ class Expressions:
         return self._stated(node.id)
 
     def _of_Attribute(self, node: ast.Attribute) -> Value:
+        if node.attr in ("dtype", "shape", "device", "ndim"):
+            return NOTHING
         name = chain(node)
         stated = self._stated(name)
         if stated.sides or stated.flows or not name:

@@ -2,7 +2,7 @@
 
 import ast
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kltest.scanning.arithmetic import MODULES, refusal
@@ -91,7 +91,7 @@ class Leaves(Conditions):
 
     def stands_for(self, name: str, text: str) -> ast.expr | None:
         """Return what stands for a name or a chain of attributes; None if nothing is known of it."""
-        if text in self.choice and self.choice[text] is not None:
+        if text in self.choice and self.choice[text] not in (None, ...):
             return ast.Constant(self.choice[text])
         if _SUPPORT.intersection(words(name)) and side(name):
             self.missing = f"{text} is a part of a distribution, not all of it"
@@ -105,6 +105,9 @@ class Leaves(Conditions):
             return ast.parse("torch.where(mask > 0, tokens, -100)", mode="eval").body
         if {"ids", "tokens", "actions", "responses"} & set(found):
             return self.use("tokens")
+        if "weights" in found and not says_kl(name):
+            self.notes.append(f"{text} is taken to be the mask")
+            return self.use("mask")
         default = self.facts.defaults.get(name, self.facts.defaults.get(text, UNSET))
         if says(name, *COEFFICIENT) and (says_kl(name) or default is UNSET or self.facts.multiplies(text)):
             self.notes.append(f"{text} is filled as the coefficient")
@@ -121,7 +124,22 @@ class Leaves(Conditions):
         if self.looped and says(name, "chunk", "micro", "minibatch", "size"):
             self.notes.append(f"{text} is taken to be 2")
             return ast.Constant(2)
-        return None
+        return self._count(found, text)
+
+    def _count(self, found: Sequence[str], text: str) -> ast.expr | None:
+        """Return what stands for a number that a loss is divided by, from the words of its name."""
+        counts = {"total", "num", "n", "count", "global", "number"}.intersection(found)
+        if {"accumulation", "processes", "world", "workers"}.intersection(found):
+            taken = "1"
+        elif {"length", "len"}.intersection(found) and {"max", "maximum"}.intersection(found):
+            taken = "8"
+        elif counts and {"length", "len", "items", "token", "tokens"}.intersection(found):
+            taken = "mask.sum()"
+            self.use("mask")
+        else:
+            return None
+        self.notes.append(f"{text} is taken to be {taken}")
+        return ast.parse(taken, mode="eval").body
 
     def helper(self, called: ast.expr, context: Function) -> str:
         """Return the name under which a function of the tree goes with the lifted one; the empty string if it is none.
@@ -255,6 +273,10 @@ class _Replace(ast.NodeTransformer):
             if called.attr in ("gather", "gather_for_metrics", "reduce") and says(chain(called.value), "accelerator"):
                 return self.visit(node.args[0])
         context = self.leaves.term.function
+        if given := self.leaves.tree.followed(context).fields.get(
+            (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
+        ):
+            return self.leaves.field(given)
         made = self.leaves.tree.constructed(called, context)
         held = chain(called.value) if isinstance(called, ast.Attribute) else ""
         if made is not None and chain(made.func).endswith("KLDivLoss"):
@@ -273,6 +295,7 @@ class _Replace(ast.NodeTransformer):
 def _shifts(node: ast.expr) -> bool:
     """Return True for slices that align predictions with tokens: [:, :-1], [:, 1:], [:, -n:]."""
     parts = node.elts if isinstance(node, ast.Tuple) else [node]
+    parts = [each for each in parts if not (isinstance(each, ast.Constant) and each.value is ...)]
     slices = [each for each in parts if isinstance(each, ast.Slice)]
     return bool(slices) and len(slices) == len(parts) and any(s.lower or s.upper for s in slices)
 

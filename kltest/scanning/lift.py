@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kltest.scanning.arithmetic import refusal
+from kltest.scanning.choices import Asked, agree, named, telling
 from kltest.scanning.conditions import NotLiftedError, Undecided
 from kltest.scanning.facts import Facts
 from kltest.scanning.flows import LOG_RATIO, SHIFTED
@@ -34,6 +35,8 @@ from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
 
 MOST_VARIANTS = 24
+MANY = 6
+"""More variants than these are not told if others, of an end nearer to the term, are fewer."""
 MOST_TRIED = 200
 """Choices of a configuration that are tried for one end of a term."""
 UNREACHED = frozenset({"raises", UNREACHED_END, UNREACHED_TERM, UNRETURNED})
@@ -45,8 +48,9 @@ NAME = "kl_term"
 class Lifted:
     """One variant of a term: its source, or why it was not lifted.
 
-    `variant` says which configuration it is; `fields` are the parameters of the function; `notes` what was guessed;
-    `runs_more` is true if it is, or would be, more than arithmetic.
+    `variant` says which configuration it is, by its `choice`, of which `alike` are other values that change nothing;
+    `fields` are the parameters of the function; `notes` what was guessed; `runs_more` is true if it is, or would be,
+    more than arithmetic; `same` is equal for variants that compute the same.
     """
 
     term: Term
@@ -58,6 +62,9 @@ class Lifted:
     fields: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     runs_more: bool = False
+    choice: Mapping[str, Any] = field(default_factory=dict)
+    alike: dict[str, list[Any]] = field(default_factory=dict)
+    same: str = ""
 
 
 def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
@@ -69,10 +76,13 @@ def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
 def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
     """Try the ends of the term in order, the last one first; keep the first at which every variant can be lifted.
 
-    One that every configuration reaches goes before those of single branches, as of each way to average a loss.
+    One that every configuration reaches goes before those of single branches, as of each way to average a loss. If it
+    has many variants, one nearer to the term may have fewer: what later becomes of the first of them is told then.
     """
     best: list[Lifted] = []
+    told: list[list[Lifted]] = []
     whole: list[Lifted] = []
+    later: list[Lifted] = []
     facts = Facts(term, relevant(term))
     for end in ends_of(tree, term, place):
         attempts, everywhere = _explored(tree, facts, place, end, run)
@@ -80,12 +90,19 @@ def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
         if any(attempt.refused.endswith(PART) for attempt in attempts):
             return attempts  # a part of a sum over the vocabulary is no term
         if good and len(good) == len(attempts):
-            if everywhere:
-                return attempts
             whole = whole or attempts
+            if everywhere:
+                told.append(attempts if len(attempts) > MANY else [*attempts, *_averaged(attempts, later)])
+                if len(attempts) <= MANY:
+                    break
         if not best or len(good) > len([each for each in best if not each.refused]):
             best = attempts
-    return whole or best or [Lifted(term, "", place, refused="no statement gives it a value that can be cut out")]
+        later += good
+    return (
+        min(told, key=len, default=whole)
+        or best
+        or [Lifted(term, "", place, refused="no statement gives it a value that can be cut out")]
+    )
 
 
 def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> tuple[list[Lifted], bool]:
@@ -95,29 +112,46 @@ def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> tupl
     nowhere, so that only those are combined that matter.
     """
     values: dict[str, Sequence[Any]] = {}
-    found: dict[str, tuple[dict[str, Any], Lifted]] = {}
+    found: dict[str, Lifted] = {}
     reached: set[Any] = set()
-    waiting: list[dict[str, Any]] = [{}]
+    waiting: list[tuple[dict[str, Any], str, Any]] = [({}, "", None)]
     tried = 0
     while waiting and len(found) < MOST_VARIANTS and tried < MOST_TRIED:
         tried += 1
-        choice, variant = _completed(tree, facts, place, end, run, waiting.pop(0), values)
-        outcome = variant.source or (variant.refused, *choice)
+        wanted, changed, before = waiting.pop(0)
+        choice, variant = _completed(tree, facts, place, end, run, wanted, values)
+        outcome = variant.same or (variant.refused, *choice)
+        if changed and outcome == before and outcome in found:
+            found[outcome].alike.setdefault(changed, []).append(wanted[changed])
         if outcome in reached:
             continue
         reached.add(outcome)
+        variant.choice = choice
         if variant.refused not in UNREACHED:
-            found.setdefault(variant.source or variant.refused, (choice, variant))
-        waiting += [
-            {**choice, text: other} for text, taken in choice.items() for other in values[text] if other is not taken
-        ]
-    choices = [choice for choice, _ in found.values()]
-    for choice, variant in found.values():
-        # What all variants have in common tells none of them.
-        telling = {text: value for text, value in choice.items()
-                   if len({repr(other.get(text, "")) for other in choices}) > 1}  # fmt: skip
-        variant.variant = _named(telling)
-    return [variant for _, variant in found.values()], all(outcome[0] != UNREACHED_END for outcome in reached)
+            found.setdefault(variant.same or variant.refused, variant)
+        waiting += [({**choice, text: other}, text, outcome)
+                    for text, taken in choice.items() for other in values[text] if other is not taken]  # fmt: skip
+    told = telling([variant.choice for variant in found.values()])
+    for variant in found.values():
+        variant.variant = named({text: value for text, value in variant.choice.items() if text in told})
+    return list(found.values()), all(outcome[0] != UNREACHED_END for outcome in reached)
+
+
+def _averaged(variants: Sequence[Lifted], later: Sequence[Lifted]) -> list[Lifted]:
+    """Return what becomes of the first of the variants of a term later, in single branches: one for each branch."""
+    first, chosen = variants[0], []  # type: ignore[var-annotated]
+    own = telling([each.choice for each in variants])
+    for each in later:
+        if each.same == first.same or not agree(each.choice, {text: first.choice.get(text) for text in own}):
+            continue
+        if not any(agree(each.choice, other.choice) or each.same == other.same for other in chosen):
+            chosen.append(each)
+    asked = set.intersection(*(set(each.choice) for each in chosen)) if chosen else set()
+    told = telling([each.choice for each in chosen])
+    told = (told & asked or told) | own
+    for each in chosen:
+        each.variant = named({text: value for text, value in each.choice.items() if text in told}, each.alike)
+    return chosen
 
 
 def _completed(
@@ -141,37 +175,7 @@ def _completed(
             values[undecided.text] = undecided.values
             choice = Asked({**choice, undecided.text: undecided.values[0]})
         except NotLiftedError as error:
-            return choice.asked, Lifted(facts.term, _named(choice.asked), place, refused=str(error))
-
-
-class Asked(dict[str, Any]):
-    """Choices that remember which of them were asked for."""
-
-    def __init__(self, choices: Mapping[str, Any]) -> None:
-        super().__init__(choices)
-        self.asked: dict[str, Any] = {}
-
-    def __contains__(self, text: object) -> bool:
-        return self.get(str(text), self) is not self
-
-    def __getitem__(self, text: str) -> Any:
-        self.asked[text] = super().__getitem__(text)
-        return self.asked[text]
-
-    def get(self, text: str, default: Any = None) -> Any:
-        return self[text] if super().__contains__(text) else default
-
-
-def _named(choice: Mapping[str, Any]) -> str:
-    def one(text: str, value: Any) -> str:
-        short = text.rsplit(".", 1)[-1] if text.replace(".", "").replace("_", "").isalnum() else text
-        if value is True:
-            return short
-        if value is False:
-            return f"not {short}"
-        return f"{short}={value!r}" if isinstance(value, str | int | float) else f"{short} otherwise"
-
-    return ", ".join(one(text, value) for text, value in choice.items() if value is not None)
+            return choice.asked, Lifted(facts.term, named(choice.asked), place, refused=str(error))
 
 
 def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, Any], run: bool) -> Lifted:
@@ -196,27 +200,29 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     more = more or refusal(module, frozenset(leaves.helping))
     if reason := leaves.missing or (not run and more):
         runs_more = bool(more and not leaves.missing)
-        return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes), runs_more=runs_more)
+        return Lifted(term, named(choice), place, refused=reason, notes=list(leaves.notes), runs_more=runs_more)
     source = ast.unparse(module)
-    if not _carries(source, term):
+    if not _carries(source, term.forms_of([statement.line for statement in kept])):
         reason = "what was cut out of the function is not the term that it computes"
-        return Lifted(term, _named(choice), place, refused=reason, notes=list(leaves.notes))
+        return Lifted(term, named(choice), place, refused=reason, notes=list(leaves.notes))
     fields = tuple(leaves.fields)
     if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "kl_divergence")):
         source = source.replace(f"return {ast.unparse(result)}", f"return ({ast.unparse(result)}).sum(-1)")
     place = "advantage" if place == "reward" and says(end.name, "adv") else place
     source = f"{imported(tree, term.function.source, module)}{source}" if more else source
     notes = list(leaves.notes)
-    return Lifted(term, _named(choice), place, source, _formula(kept, result), "", fields, notes, bool(more))
+    formula, complete = _formula(kept, result)
+    same = re.sub(r" / 1(\.0)?(?![\d.])", "", formula) if complete else source
+    return Lifted(term, named(choice), place, source, formula, "", fields, notes, bool(more), same=same)
 
 
-def _carries(source: str, term: Term) -> bool:
+def _carries(source: str, wanted: frozenset[str]) -> bool:
     """Return True if a lifted function makes of its log-probs one of the forms that were found in the tree."""
     text = f"{source}\n"
     tree = tree_of([Source(Path(), text, ast.parse(text))])
     forms = {flow.form for flow in tree.followed(tree.functions[-2]).returned.flows}
     linear = {LOG_RATIO, SHIFTED}
-    return bool(forms & term.forms or (forms & linear and term.forms & linear))
+    return bool(forms & wanted or (forms & linear and wanted & linear))
 
 
 def _is_reward(end: End) -> bool:
@@ -255,8 +261,8 @@ def _made(statement: Statement, leaves: Leaves, bound: set[str]) -> ast.stmt:
     return made
 
 
-def _formula(kept: list[Statement], result: ast.expr) -> str:
-    """Return the term in one line: what it ends in, with the names before it written out."""
+def _formula(kept: list[Statement], result: ast.expr) -> tuple[str, bool]:
+    """Return the term in one line, what it ends in with the names before it written out, and whether that is all."""
     known: dict[str, ast.expr] = {}
 
     class WrittenOut(ast.NodeTransformer):
@@ -271,9 +277,11 @@ def _formula(kept: list[Statement], result: ast.expr) -> str:
 
     for statement in kept:
         write_out(statement)
-    text = ast.unparse(ast.fix_missing_locations(WrittenOut().visit(copy.deepcopy(result))))
+    written = WrittenOut().visit(copy.deepcopy(result))
+    complete = not any(each.loop or each.quiet or str(each.target) not in known for each in kept)
+    text = ast.unparse(ast.fix_missing_locations(written))
     for code, symbol in (("ref_logp", "log ref"), ("old_logp", "log μ"), ("ref_logits", "log ref(·)"),
                          ("old_logits", "log μ(·)"), ("logits", "log π(·)"), ("logp", "log π"), ("beta", "β"),
                          (".float()", ""), ("torch.", ""), ("F.", ""), ("** 2", "²"), (" * ", "·")):  # fmt: skip
         text = re.sub(rf"{re.escape(code)}(?!=[^=])", symbol, text)
-    return text
+    return text, complete

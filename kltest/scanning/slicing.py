@@ -40,9 +40,10 @@ def ends_of(tree: Tree, term: Term, place: str) -> list[End]:
         node.lineno for node in ast.walk(term.function.node) if isinstance(node, ast.Assign) and _is_logged(node.value)
     }
     chosen = [a for a in arrivals if a.kind == wanted and a.flow.form != "ratio"]
+    returns = {n.lineno: n.value for n in ast.walk(term.function.node) if isinstance(n, ast.Return)}
     if wanted == "loss":
         chosen = [arrival for arrival in chosen if arrival.line not in logged]
-    returns = {n.lineno for n in ast.walk(term.function.node) if isinstance(n, ast.Return)}
+        chosen += [a for a in arrivals if a.kind == "return" and not isinstance(returns.get(a.line), ast.Tuple)]
     for arrival in chosen:
         line = RETURN if arrival.line in returns else arrival.line
         names[line, arrival.name] = End(line, arrival.name)
@@ -94,7 +95,7 @@ def cut_out(term: Term, end: End, code: Linear, leaves: Leaves) -> tuple[list[St
     tainted = _tainted(term, statements[: last + 1])
     result = leaves.replace(_linear_part(copy.deepcopy(result), tainted[last], leaves.facts))
     needed = names_in(result)
-    kept = _needed(term, statements[: last + (end.line == ITSELF)], tainted, needed, leaves)
+    kept = _needed(term, statements[:last], tainted, needed, leaves)
     return kept, result
 
 

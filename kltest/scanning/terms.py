@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kltest.scanning.callees import Function
-from kltest.scanning.flows import DIVERGENCE, FULL, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Seed
+from kltest.scanning.flows import DIVERGENCE, FULL, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Flow, Seed
 from kltest.scanning.sides import METRICS, REFERENCE, says_kl
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import chain, says, words
@@ -21,8 +21,18 @@ class Term:
     function: Function
     seeds: list[Seed]
     place: str
-    forms: frozenset[str]
+    flows: frozenset[Flow]
     shaped: list[Function]
+
+    @property
+    def forms(self) -> frozenset[str]:
+        """Return the forms in which its seeds arrive."""
+        return frozenset(flow.form for flow in self.flows)
+
+    def forms_of(self, lines: Iterable[int]) -> frozenset[str]:
+        """Return the forms in which those of its seeds arrive that stand on some lines; all forms if none does."""
+        seeds = [seed for seed in self.seeds if any(seed.first <= line <= seed.last for line in lines)]
+        return frozenset(flow.form for flow in self.flows if flow.seed in seeds) or self.forms
 
     @property
     def whole(self) -> bool:
@@ -88,7 +98,7 @@ class _Terms:
 
     def _inline(self, function: Function) -> Iterator[Term]:
         followed = self.tree.followed(function)
-        for seeds, arrivals in _clusters(followed.arrivals):
+        for seeds, arrivals in _clusters(function, followed.arrivals):
             ratios = {a.flow.seed for a in arrivals if a.flow.form == RATIO and a.kind in ("loss", "reward", "return")}
             own = [a for a in arrivals if _is_kl(a, followed, ratios) and not _ends_in_logs(function, a)]
             places = {self._place(a) for a in own} & {"loss", "reward"}
@@ -104,7 +114,7 @@ class _Terms:
             else:
                 seeds = [seed for seed in seeds if seed not in called]
             place = places.pop() if len(places) == 1 else "both"
-            yield Term(function, seeds, place, frozenset(a.flow.form for a in own), _shaped(followed, seeds))
+            yield Term(function, seeds, place, frozenset(a.flow for a in own), _shaped(followed, seeds))
 
     def _helper(self, function: Function) -> Term | None:
         followed = self.tree.followed(function)
@@ -112,8 +122,9 @@ class _Terms:
                and _is_kl(a, followed, set(), function.name)]  # fmt: skip
         called = {seed for _, seed in followed.calls}
         seeds = list(dict.fromkeys(a.flow.seed for a in own if a.flow.seed not in called))
-        forms = frozenset(a.flow.form for a in own)
-        return Term(function, seeds, "helper", forms, _shaped(followed, seeds)) if seeds else None
+        return (
+            Term(function, seeds, "helper", frozenset(a.flow for a in own), _shaped(followed, seeds)) if seeds else None
+        )
 
     def _reaches(self, callee: Function, seen: set[Function]) -> bool:
         """Return True if what a function returns reaches a loss or a reward, through its callers perhaps."""
@@ -138,29 +149,49 @@ def _shaped(followed: Followed, seeds: Sequence[Seed]) -> list[Function]:
     return list(dict.fromkeys(callee for callee, seed in followed.shaped if seed in seeds))
 
 
-def _clusters(arrivals: Iterable[Arrival]) -> list[tuple[list[Seed], list[Arrival]]]:
-    """Group arrivals by the seeds that meet in them: those of one k3 written out are one term."""
+def _clusters(function: Function, arrivals: Iterable[Arrival]) -> list[tuple[list[Seed], list[Arrival]]]:
+    """Group arrivals by the seeds that meet in them: those of one k3 written out, and those of alternative branches
+    that arrive at one place, are one term."""
     groups: list[tuple[list[Seed], list[Arrival]]] = []
     for arrival in arrivals:
         seed = arrival.flow.seed
         if seed.parameter or seed.named:
             continue
-        for seeds, members in groups:
-            if any(s is seed or _together(s, seed, members, arrival) for s in seeds):
-                members.append(arrival)
-                if seed not in seeds:
-                    seeds.append(seed)
-                break
-        else:
-            groups.append(([seed], [arrival]))
+        meeting = [
+            each for each in groups if any(s is seed or _together(function, s, seed, each[1], arrival) for s in each[0])
+        ]
+        seeds, members = meeting[0] if meeting else ([], [])
+        for other in meeting[1:]:
+            seeds += other[0]
+            members += other[1]
+            groups.remove(other)
+        if not meeting:
+            groups.append((seeds, members))
+        members.append(arrival)
+        if seed not in seeds:
+            seeds.append(seed)
     return groups
 
 
-def _together(one: Seed, other: Seed, members: Sequence[Arrival], arrival: Arrival) -> bool:
-    """Return True for two meetings of the same sides, near each other, that arrive at one place in one form."""
-    if one.who != other.who or abs(one.first - other.first) > (40 if arrival.flow.form == DIVERGENCE else 12):
+def _together(function: Function, one: Seed, other: Seed, members: Sequence[Arrival], arrival: Arrival) -> bool:
+    """Return True for two meetings of the same sides, near each other, that arrive at one place in one form, or in
+    alternative branches."""
+    apart = abs(one.first - other.first)
+    if one.who != other.who or apart > 40:
         return False
-    return any(a.flow.seed is one and (a.line, a.flow.form) == (arrival.line, arrival.flow.form) for a in members)
+    there = [a for a in members if a.flow.seed is one and a.line == arrival.line]
+    if any(a.flow.form == arrival.flow.form for a in there) and (apart <= 12 or arrival.flow.form == DIVERGENCE):
+        return True
+    return any(a.name == arrival.name for a in there) and _are_alternative(function.node, one.first, other.first)
+
+
+def _are_alternative(node: ast.AST, one: int, other: int) -> bool:
+    """Return True if two lines stand in different branches of one condition."""
+    first, last = sorted((one, other))
+    return any(
+        isinstance(inner, ast.If) and inner.orelse and inner.body[0].lineno <= first < inner.orelse[0].lineno <= last
+        and last <= (inner.end_lineno or 0) for inner in ast.walk(node)
+    )  # fmt: skip
 
 
 def _is_kl(arrival: Arrival, followed: Followed, ratios: set[Seed], name: str = "") -> bool:

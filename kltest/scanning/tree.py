@@ -25,7 +25,8 @@ class Arrival:
 class Followed:
     """What was found in one function.
 
-    `calls` are the functions of the tree that bring a seed, `shaped` those that make a divergence of a log-ratio.
+    `calls` are the functions of the tree that bring a seed, `shaped` those that make a divergence of a log-ratio;
+    `fields` are the sides that calls of models give, by line and column.
     """
 
     arrivals: list[Arrival] = field(default_factory=list)
@@ -33,6 +34,7 @@ class Followed:
     kl_named: set[Seed] = field(default_factory=set)
     calls: list[tuple[Function, Seed]] = field(default_factory=list)
     shaped: list[tuple[Function, Seed]] = field(default_factory=list)
+    fields: dict[tuple[int, int], Side] = field(default_factory=dict)
 
 
 Given = tuple[tuple[str, frozenset[Side]], ...]

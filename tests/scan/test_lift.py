@@ -185,6 +185,24 @@ def kd_loss(student_logits, teacher_logits):
     t = teacher_logits - teacher_logits.logsumexp(-1, keepdim=True)
     return (t.exp() * (t - s)).sum()
 """, forward_kl),
+    "changed under its own name, and divided by something unknown": ("""
+def loss(logp, ref_logp, weights):
+    kl = (logp - ref_logp).abs()
+    kl = kl * 2
+    loss = kl.sum() / weights.of_somebody()
+    return loss
+""", lambda given: 2 * gap(given)),
+    "what models give": ("""
+def scores_of(net, batch):
+    out = net(batch["input_ids"]).logits.log_softmax(-1)
+    return out.gather(-1, batch["labels"][..., None])[..., 0]
+
+def loss(policy_model, frozen, batch, labels_mask):
+    x = scores_of(policy_model, batch)
+    with torch.no_grad():
+        y = frozen.get_log_probs(batch)
+    return ((y - x).abs() * labels_mask[..., 1:]).sum()
+""", live(gap)),
     "a reduction of a part": ("""
 def loss(logp, ref_logp, mask):
     k = (logp - ref_logp).abs() * mask[:, :]
@@ -383,3 +401,41 @@ def test_a_choice_that_matters_is_found_among_many_that_do_not(tmp_path):
         (one,) = [variant for variant in found if name in variant.variant]
         torch.testing.assert_close(value_of(one), given["beta"] * (each * k3(given) * given["mask"]).sum())
     assert len(found) == 3
+
+
+def test_each_average_is_told_of_the_first_variant(tmp_path: Path) -> None:
+    """Three estimators times four averages are seven rows, and averages that are the same are one."""
+    found = variants(tmp_path, """
+class Trainer:
+    def compute_loss(self, logps, inputs):
+        ref_logps, mask = inputs["ref_logps"], inputs["completion_mask"]
+        if self.kind == "k3":
+            kl = torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
+        elif self.kind == "k2":
+            kl = (logps - ref_logps) ** 2 / 2
+        else:
+            kl = (logps - ref_logps).abs()
+        if self.average == "rows":
+            loss = ((kl * mask).sum(-1) / mask.sum(-1)).mean()
+            loss = loss / (self.accumulation_steps if self.training else 1.0)
+        elif self.average in ("tokens", "dapo"):
+            loss = (kl * mask).sum() / (inputs["num_items"] / self.accelerator.num_processes)
+        elif self.average == "constant":
+            loss = (kl * mask).sum() / (kl.size(0) * self.max_length)
+        else:
+            loss = unknown(kl, mask)
+        return self.beta * loss
+""")  # fmt: skip
+    given = rollouts()
+    expected = {
+        "kind='k3'": k3(given),
+        "kind='k2'": k2(given),
+        "kind otherwise": gap(given),
+        "kind='k3', average='rows'": row_means(k3)(given),
+        "kind='k3', average='tokens' or 'dapo'": live(k3)(given) / given["mask"].sum(),
+        "kind='k3', average='constant'": live(k3)(given) / (5 * 8),
+    }
+    assert {each.variant for each in found} == expected.keys()
+    for each in found:
+        scale = 0.7 if "average" in each.variant else 1.0
+        torch.testing.assert_close(value_of(each), scale * expected[each.variant])
