@@ -8,9 +8,10 @@ from typing import Any
 from kltest.scanning.arithmetic import MODULES, refusal
 from kltest.scanning.callees import Function
 from kltest.scanning.conditions import COEFFICIENT, UNSET, Conditions, Undecided
-from kltest.scanning.facts import Facts, defaults_of
+from kltest.scanning.facts import Facts
+from kltest.scanning.helpers import bare
 from kltest.scanning.sides import Side, is_mask, says_kl, side
-from kltest.scanning.syntax import chain, each_of, identifiers, names_in, says, says_no_gradient, words
+from kltest.scanning.syntax import chain, each_of, identifiers, names_in, says, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
@@ -176,29 +177,8 @@ class Leaves(Conditions):
         made: dict[str, ast.FunctionDef] = {}
         while waiting := [name for name in self.helping if name not in made]:
             for name in waiting:
-                made[name] = _bare(name, self.helping[name], self)
+                made[name] = bare(name, self.helping[name], self.helper, self.notes)
         return list(reversed(made.values()))
-
-
-class _Helper(ast.NodeTransformer):
-    """Put the names of helpers, and the defaults of attributes, into a helper."""
-
-    def __init__(self, leaves: Leaves, function: Function) -> None:
-        self.leaves, self.function, self.defaults = leaves, function, defaults_of(function)
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        if name := self.leaves.helper(node.func, self.function):
-            node.func = ast.Name(name, ast.Load())
-        self.generic_visit(node)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        text = ast.unparse(node)
-        if text.startswith("self.") and isinstance(value := self.defaults.get(text), int | float | str):
-            self.leaves.notes.append(f"{text} keeps its default, {value!r}")
-            return ast.Constant(value)
-        self.generic_visit(node)
-        return node
 
 
 class _Replace(ast.NodeTransformer):
@@ -298,20 +278,3 @@ def _shifts(node: ast.expr) -> bool:
     parts = [each for each in parts if not (isinstance(each, ast.Constant) and each.value is ...)]
     slices = [each for each in parts if isinstance(each, ast.Slice)]
     return bool(slices) and len(slices) == len(parts) and any(s.lower or s.upper for s in slices)
-
-
-def _bare(name: str, function: Function, leaves: Leaves) -> ast.FunctionDef:
-    """Return a function under a name, without self, decorators, annotations and docstring."""
-    made: Any = copy.deepcopy(function.node)
-    quiet = any(map(says_no_gradient, made.decorator_list))
-    made.name, made.decorator_list, made.returns = name, [], None
-    if made.args.args and made.args.args[0].arg in ("self", "cls"):
-        del made.args.args[0]
-    for inner in ast.walk(made):
-        if isinstance(inner, ast.arg):
-            inner.annotation = None
-    if isinstance(made.body[0], ast.Expr) and isinstance(made.body[0].value, ast.Constant):
-        made.body = made.body[1:] or [ast.Pass()]
-    if quiet:
-        made.body = [ast.With([ast.withitem(ast.parse("torch.no_grad()", mode="eval").body)], made.body)]
-    return _Helper(leaves, function).visit(made)  # type: ignore[no-any-return]
