@@ -18,13 +18,13 @@ import torch
 from kltest.auditing.fits import distance
 from kltest.auditing.named import controls_of, parts_of
 from kltest.auditing.passes import measure
-from kltest.auditing.sketch import Sketch
-from kltest.auditing.statistics import Sample, angle, coefficient, cosine, norm
 from kltest.environments import Instance
 from kltest.estimators.spec import registry
 from kltest.files import as_csv
 from kltest.identify.instances import instances, network, seeds
 from kltest.loss.resolve import bind, resolve
+from kltest.moments.blocks import Sample, angle, coefficient, cosine, norm
+from kltest.moments.sketch import Sketch
 from kltest.sweeps.progress import Progress
 from tests.audited import models, rollouts
 

@@ -10,12 +10,12 @@ from kltest.auditing.models import PROMPTS, as_language
 from kltest.auditing.passes import CutModel, Models
 from kltest.auditing.report import Audit
 from kltest.auditing.run import LEAST, UNITS, Auditing
-from kltest.auditing.sketch import SIZE
 from kltest.auditing.units import drawn, of_batch
 from kltest.errors import UsageError
 from kltest.grading.options import Options
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
+from kltest.moments.sketch import SIZE
 
 
 def audit(

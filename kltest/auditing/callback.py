@@ -23,12 +23,12 @@ from kltest.auditing.models import as_language
 from kltest.auditing.passes import CutModel, Models
 from kltest.auditing.report import Audit
 from kltest.auditing.run import FIRST_LOOK, LEAST, Auditing
-from kltest.auditing.sketch import SIZE
 from kltest.auditing.units import narrowed
 from kltest.errors import KltestError, UsageError
 from kltest.grading.options import Options
 from kltest.language_models.generation import Rollouts
 from kltest.loss.global_state import preserved
+from kltest.moments.sketch import SIZE
 
 LOGGED = ("reverse_kl", "local_reverse_kl", "local_forward_kl")
 FORWARD, SCORE, LOSS = "_get_per_token_logps_and_entropies", "_generate_and_score_completions", "compute_loss"

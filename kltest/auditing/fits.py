@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from scipy.stats import t
 
-from kltest.auditing.statistics import Interval, Sample, fit, misfit, norm, reach
+from kltest.moments.blocks import Interval, Sample, fit, misfit, norm, reach
 
 
 @dataclass(frozen=True)

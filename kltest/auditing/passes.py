@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kltest.auditing.named import AT_SAMPLER, COST, Part, Tokens, centred, gradient_at_logits
-from kltest.auditing.sketch import Sketch
 from kltest.errors import TargetError
 from kltest.language_models.generation import Rollouts, at_least_single
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import logits_of
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import leaf_gradients
+from kltest.moments.sketch import Sketch
 from kltest.rollout import Rollout
 
 # Divisors of the log-probs at which those of a file are compared with the model's.

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kltest.auditing.fits import Combination, Distance
-from kltest.auditing.statistics import Interval
 from kltest.errors import KltestError
 from kltest.files import as_json, mapped
+from kltest.moments.blocks import Interval
 from kltest.render.tables import PLAIN, Terminal, table
 from kltest.report import EXIT_CODES, RefutedError, Verdict
 from kltest.truth import ATLAS

@@ -16,8 +16,6 @@ from kltest.auditing.fits import distance, nearest
 from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import Models, measure
 from kltest.auditing.report import Audit, Row
-from kltest.auditing.sketch import SIZE, Sketch
-from kltest.auditing.statistics import Sample, angle, coefficient, misfit, norm
 from kltest.errors import KltestError, UsageError
 from kltest.grading.grader import resolved
 from kltest.grading.options import Options
@@ -27,7 +25,9 @@ from kltest.identify.uses import kl_part
 from kltest.language_models.generation import Rollouts
 from kltest.loss.callables import name_of
 from kltest.loss.global_state import preserved
+from kltest.moments.blocks import Sample, angle, coefficient, misfit, norm
 from kltest.moments.reduction import probe
+from kltest.moments.sketch import SIZE, Sketch
 from kltest.report import Verdict
 from kltest.rollout import Rollout
 from kltest.truth import plain

@@ -1,13 +1,13 @@
 """Measurements of a policy on fresh rollouts (rewards, KL(π‖ref), gradient of the KL term), and of a training batch."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
-from scipy.stats import norm, t
+from scipy.stats import norm as normal
+from scipy.stats import t
 from torch import Tensor
 
 from kltest.errors import UsageError
@@ -21,13 +21,15 @@ from kltest.finetune.update import UpdateInfo, accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import over_time, score, score_in_parts
+from kltest.moments.blocks import Sample, cosine, norm, reach
+from kltest.moments.sketch import Sketch
 
 LEVEL = 0.95
 Record = dict[str, float]
 # Most rollouts in one forward pass of an evaluation, and most log-probs of all their next tokens.
 ROWS, LOGITS = 256, 2**27
-# Numbers of gradients that are in float64 at a time.
-PIECE = 2**20
+# Numbers that are kept of each gradient; of a model with no more weights that is all of it.
+SKETCH = 2**20 - 1
 
 
 def evaluate(models: Models, task: Task, settings: Settings, step: int, processes: Processes) -> Record:
@@ -96,77 +98,46 @@ def compare_gradients(
         return {}
     plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}, "truncated": "keep"}
     truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
-    gradients = partial(_gradients, models, task, settings, processes)
+    sketch = Sketch(models.policy.model, SKETCH)
+    gradients = partial(_gradients, models, task, settings, processes, sketch)
     parts = []
     for chunk in range(settings.gradient_chunks):
         if sampler is None:
             parts.append(gradients((step, chunk), term, truth))
         else:
             parts.append([*gradients((step, chunk), term, sampler=sampler), *gradients((step, chunk), truth)])
-    vectors = [*(one for one, _ in parts), *(other for _, other in parts)]
-    products = np.zeros((len(vectors), len(vectors)))
-    for parameter in zip(*vectors, strict=True):
-        for piece in zip(*(one.split(PIECE) for one in parameter), strict=True):
-            rows = torch.stack(piece).double()
-            products += (rows @ rows.T).numpy()
     name = "kl_gradient" if sampler is None else "stale_gradient"
-    return compared(products, settings.gradient_batches, name)
+    return compared(Sample(torch.stack([torch.stack(part) for part in parts]).numpy()), settings.gradient_batches, name)
 
 
-def compared(products: np.ndarray, batches: int = 1, name: str = "kl_gradient") -> Record:
+def compared(sample: Sample, batches: int = 1, name: str = "kl_gradient") -> Record:
     """Return cosine, relative norm ("size") and noise of the term's gradient E against the true one, R.
 
-    ⟨E, R⟩, ⟨E, E⟩ and ⟨R, R⟩ are means over pairs of different chunks, which makes them unbiased. A square within twice
-    its jackknife error from zero has no direction: for the truth nothing is returned, for the term its size alone.
+    A square within twice its jackknife error from zero has no direction: for the truth nothing is returned, for the
+    term its size alone.
 
     Args:
-        products: (2K, 2K) inner products of K gradients of the term and K of the truth; chunk k of both may use the
-            same rollouts.
+        sample: In each chunk a gradient of the term and one of the truth, perhaps of the same rollouts.
         batches: Number of batches of which each gradient is the mean.
         name: Prefix of the metrics.
     """
-    chunks = len(products) // 2
-    # First rows and columns of the products term·truth, term·term and truth·truth.
-    corners = (0, chunks), (0, 0), (chunks, chunks)
-
-    def moments(kept: np.ndarray) -> np.ndarray:
-        blocks = (products[np.ix_(kept + row, kept + column)] for row, column in corners)
-        pairs = len(kept) * (len(kept) - 1)
-        return np.array([(block.sum() - np.trace(block)) / pairs for block in blocks])
-
-    squares, errors = _jackknife(moments, chunks)
-    if squares[2] <= 2 * errors[2]:
+    term, truth = np.eye(2)
+    (square, error), (true, true_error) = sample.estimate(norm(term)), sample.estimate(norm(truth))
+    if true <= 2 * true_error:
         return {}
     found: Record = {}
-    reach = float(t.ppf((1 + LEVEL) / 2, chunks - 1))
-    if squares[1] <= 2 * errors[1]:
-        size, high = (
-            math.sqrt(max(square, 0.0) / squares[2]) for square in (squares[1], squares[1] + reach * errors[1])
-        )
-        found |= _with_interval(f"{name}_size", size, 0.0, high)
+    if square <= 2 * error:
+        high = square + reach(1 - LEVEL, len(sample)) * error
+        size = (math.sqrt(max(one, 0.0) / true) for one in (square, 0.0, high))
+        found |= _with_interval(f"{name}_size", *size)
     else:
-        ratios: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-            "cosine": lambda pairs: pairs[0] / np.sqrt(pairs[1] * pairs[2]),
-            "size": lambda pairs: np.sqrt(pairs[1] / pairs[2]),
-        }
+        ratios = {"cosine": cosine(term, truth), "size": lambda pairs: np.sqrt(norm(term)(pairs) / norm(truth)(pairs))}
         for what, ratio in ratios.items():
-            value, error = map(float, _jackknife(moments, chunks, ratio))
-            if math.isfinite(value) and math.isfinite(error):
-                found |= _with_interval(f"{name}_{what}", value, value - reach * error, value + reach * error)
-    variance = (np.trace(products[:chunks, :chunks]) / chunks - squares[1]) * batches
-    found[f"{name}_noise"] = math.sqrt(max(variance, 0.0) / squares[2])
+            interval = sample.interval(ratio, 1 - LEVEL)
+            if all(map(math.isfinite, interval)):
+                found |= _with_interval(f"{name}_{what}", *interval)
+    found[f"{name}_noise"] = math.sqrt(max(float(term @ sample.noise @ term) * batches, 0.0) / true)
     return found
-
-
-@np.errstate(all="ignore")
-def _jackknife(
-    moments: Callable[[np.ndarray], np.ndarray], chunks: int, statistic: Callable[[np.ndarray], np.ndarray] = np.asarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """A statistic of the moments of all chunks and its standard error, by leaving out one chunk at a time."""
-    numbers = np.arange(chunks)
-    without = np.stack([statistic(moments(np.delete(numbers, one))) for one in numbers])
-    spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
-    return statistic(moments(numbers)), np.sqrt((chunks - 1) / chunks * spread)
 
 
 def _gradients(
@@ -174,14 +145,12 @@ def _gradients(
     task: Task,
     settings: Settings,
     processes: Processes,
+    sketch: Sketch,
     numbers: tuple[int, int],
     *objectives: Objective,
     sampler: LanguageModel | None = None,
-) -> list[list[Tensor]]:
-    """For each objective the mean gradient over batches of the run's size, the same fresh ones for all.
-
-    It is one flat tensor a parameter, on the CPU: an accelerator has no room for as many as are compared.
-    """
+) -> list[Tensor]:
+    """Sketches, one for each objective, of the mean gradient over batches of the run's size, the same for all."""
     batches = settings.gradient_batches
     sizes = (settings.prompts * batches, settings.group_size)
     rollouts = draw(sampler or models.policy, task, settings, "gradient", numbers, *sizes, processes)
@@ -191,15 +160,17 @@ def _gradients(
     old_logp = None if sampler is None else scored(sampler)
     rollouts = replace(rollouts, ref_logp=scored(models.reference), old_logp=old_logp)
     model = models.policy.model
-    parameters = [one for one in model.parameters() if one.requires_grad]
     found = []
     for objective in objectives:
         model.zero_grad(set_to_none=True)
         for rows in rollouts.split(own):
             accumulate(objective, models, rollouts.rows(rows), processes, longest=longest(settings, task))
-        processes.sum_gradients(parameters)
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-        found.append([gradient.reshape(-1).cpu() / batches for gradient in gradients])
+        processes.sum_gradients(sketch.weights)
+        vector = torch.zeros(sketch.size, dtype=sketch.dtype, device=models.policy.device)
+        for weight in sketch.weights:
+            if weight.grad is not None:
+                sketch.fold(weight, weight.grad, vector)
+        found.append(vector.cpu() / batches)
     model.zero_grad(set_to_none=True)
     return found
 
@@ -232,7 +203,7 @@ def _wilson(values: np.ndarray) -> tuple[float, float, float]:
 
     It covers these as well, since none of them varies more than a coin with the same mean.
     """
-    n, mean, z = len(values), values.mean(), norm.ppf((1 + LEVEL) / 2)
+    n, mean, z = len(values), values.mean(), normal.ppf((1 + LEVEL) / 2)
     middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     # If all fail or all succeed, an end is 0 or 1 up to rounding.

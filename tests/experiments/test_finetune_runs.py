@@ -33,6 +33,7 @@ from kltest.finetune.processes import Processes
 from kltest.finetune.run import run
 from kltest.finetune.tasks import task_named
 from kltest.language_models import generation
+from kltest.moments.blocks import Sample
 
 SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 6, "prompts": 4, "group_size": 2, "checkpoint_every": 2}
 MEASURED = {"eval_every": 3, "eval_prompts": 16, "gradient_every": 4, "gradient_chunks": 3, "gradient_batches": 1}
@@ -390,8 +391,7 @@ def test_cosine_and_size_are_of_the_expectations():
     covered = []
     for _ in range(200):
         parts = [mean + generator.standard_normal((8, 400)) * 0.05 for mean in (term, truth)]
-        joined = np.concatenate(parts)
-        found = compared(joined @ joined.T)
+        found = compared(Sample(np.stack(parts, axis=1)))
         wanted = {"cosine": math.cos(1.0), "size": 0.5}
         low, high = ({of: found[f"kl_gradient_{of}_{end}"] for of in wanted} for end in ("low", "high"))
         covered.append([low[of] <= mean <= high[of] for of, mean in wanted.items()])
@@ -404,12 +404,11 @@ def test_no_direction_where_there_is_no_gradient():
     generator = np.random.default_rng(1)
     noise, truth = generator.standard_normal((2, 8, 400)) * 0.05
     truth[:, 0] += 1
-    joined = np.concatenate([noise, truth])
-    found = compared(joined @ joined.T)
+    found = compared(Sample(np.stack([noise, truth], axis=1)))
     assert "kl_gradient_cosine" not in found
     assert found["kl_gradient_size_low"] == 0.0
     assert 0 <= found["kl_gradient_size"] <= found["kl_gradient_size_high"] < 0.5
-    assert compared(joined[::-1] @ joined[::-1].T) == {}
+    assert compared(Sample(np.stack([truth, noise], axis=1))) == {}
 
 
 def test_the_kl_that_is_measured_is_that_of_the_models(monkeypatch):

@@ -18,7 +18,6 @@ from kltest.auditing import passes
 from kltest.auditing.models import load
 from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import CutModel, measure
-from kltest.auditing.sketch import Sketch
 from kltest.auditing.units import drawn, of_batch
 from kltest.cli import app
 from kltest.environments import Instance, ragged, sequence
@@ -27,6 +26,7 @@ from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import score
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
+from kltest.moments.sketch import Sketch
 from kltest.truth import gradient
 
 SCHEMA = json.loads((files("kltest.auditing") / "audit-1.schema.json").read_text(encoding="utf-8"))

@@ -61,7 +61,7 @@ class Sketch:
         shift, row_signs, column_signs = self._hashes[weight]
         rows, columns = _shape(weight)
         gradient, place = gradient.detach().reshape(rows, columns), torch.arange(columns, device=gradient.device)
-        # What goes beyond the last place is brought round at the end: a remainder of each index costs more than the sum.
+        # What goes beyond the last place is brought round at the end: remainders of indices cost more than the sum.
         turns = 1 + -(-columns // self.size)
         spread = into.new_zeros(turns * self.size)
         for part in map(slice, range(0, rows, step := max(1, BLOCK // columns)), range(step, rows + step, step)):
