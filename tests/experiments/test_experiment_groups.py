@@ -77,6 +77,7 @@ def test_claims_agree_and_those_without_rows_are_not_run(rows):
         ("evaluation groups of one", "masking", {"lost": 0.9}),
         ("unmasked", "training", {"kl_to_optimum": 1e-3}),
         ("masked, it ends", "training", {"kl": 0.1}),
+        ("masked, it ends", "training", {"gap": 1e-6}),
         ("every fixed point", "training", {"right": 0.5}),
         ("with the rollout itself", "baselines", {"factor": 1.0}),
         ("without the rollout itself", "baselines", {"factor": 0.9}),
