@@ -81,7 +81,8 @@ def _masked_beside_right(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 @claims.add(f"{MASKS}; the numbers: this work",
-    "right more often than π*; KL(π‖ref) and J* − J = β·KL(π‖π*) > 0 of that end", f"{REACHED:g}; exact training, groups of four")  # fmt: skip
+    "right more often than π*; KL(π‖ref) and J* − J = β·KL(π‖π*) > 0 of that end",
+    f"{REACHED:g}; exact training, groups of four")  # fmt: skip
 def _elsewhere(rows: pd.DataFrame) -> Answer:
     """masked, it ends elsewhere: farther from the reference, at a lower objective"""
     pairs = _masked_beside_right(rows)
