@@ -49,7 +49,9 @@ class Conditions:
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             return self._compare(test)
         if isinstance(test, ast.Call) and getattr(test.func, "id", "") in ("isinstance", "hasattr"):
-            return False
+            # What is computed of probabilities is a tensor; nothing else is known to be there.
+            name = chain(test.args[0])
+            return chain(test.args[-1]).endswith("Tensor") and bool(side(name) or {name} & self.facts.stored)
         if isinstance(test, ast.Constant):
             return bool(test.value)
         if isinstance(test, ast.Name | ast.Attribute | ast.Subscript):

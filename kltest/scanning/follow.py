@@ -57,6 +57,10 @@ class _Follower(Calls):
         self._bind(node.target, self._operated(node.op, before, value), node.value)
 
     def _on_Return(self, node: ast.Return) -> None:
+        if isinstance(node.value, ast.IfExp):
+            for either in (node.value.body, node.value.orelse):
+                self._on_Return(ast.copy_location(ast.Return(either), node))
+            return
         if node.value is None:
             return
         parts = node.value.elts if isinstance(node.value, ast.Tuple) and node.value.elts else [node.value]

@@ -201,6 +201,8 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if reason := leaves.missing or (not run and more):
         runs_more = bool(more and not leaves.missing)
         return Lifted(term, named(choice), place, refused=reason, notes=list(leaves.notes), runs_more=runs_more)
+    if len({name.removesuffix("logits").removesuffix("logp") for name in leaves.fields if "log" in name}) < 2:
+        raise NotLiftedError("nothing says whose probabilities are which: both sides look like one")
     source = ast.unparse(module)
     if not _carries(source, term.forms_of([statement.line for statement in kept])):
         reason = "what was cut out of the function is not the term that it computes"

@@ -138,8 +138,10 @@ class _Walk:
         decided, over = self.conditions.decide(node.test), self.facts.branches(node)
         if over.first != over.other and _asks_for_none(node.test):
             decided = over.first  # what is optional is there, or is not, as the term needs it
+        elif not over.first and _only_raises(node.body) and _asks_for_none(node.test):
+            decided = False
         if decided is None:
-            if over.first != over.other and not over.together:
+            if over.first != over.other and not over.together and not self._returns_one_of_several(node):
                 decided = over.first
             elif not over.first and _only_raises(node.body):
                 decided = False
@@ -149,9 +151,15 @@ class _Walk:
                 raise self.conditions.undecided(node.test)
         self.body(node.body if decided else node.orelse, quiet=quiet)
 
+    def _returns_one_of_several(self, node: ast.If) -> bool:
+        """Return True for a branch that returns a form of the term of which another is made elsewhere."""
+        apart = [seed for seed in self.facts.term.seeds
+                 if seed.last < node.lineno or seed.first > (node.end_lineno or node.lineno)]  # fmt: skip
+        return bool(apart) and any(isinstance(inner, ast.Return) for inner in ast.walk(node))
+
 
 def _asks_for_none(test: ast.expr) -> bool:
-    return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot)
+    return any(isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Is | ast.IsNot) for n in ast.walk(test))
 
 
 def _only_raises(statements: list[ast.stmt]) -> bool:

@@ -169,6 +169,12 @@ def bco_loss(policy_logps, reference_logps, beta, delta):
     rewards = beta * (policy_logps - reference_logps)
     return -F.logsigmoid(rewards - delta).mean()
 """,
+    "a margin of a preference, told beside its loss": """
+def compute_loss(logprobs_w, logprobs_l, ref_logprobs_w, ref_logprobs_l, beta, more=False):
+    logits = beta * ((logprobs_w - ref_logprobs_w) - (logprobs_l - ref_logprobs_l))
+    loss = -F.logsigmoid(logits).mean()
+    return (loss, dict(logits=logits)) if more else loss
+""",
     "entropy": """
 def entropy_loss(logits, mask):
     logp = logits.log_softmax(-1)

@@ -115,6 +115,16 @@ def loss(self, loader, epochs):
 """, live(k3)),
 }  # fmt: skip
 NAMES = {
+    "a guard against what is not there": ("""
+def loss(model, ref_model, rolls, mask, beta):
+    if beta and ref_model is None:
+        raise ValueError("a reference is needed")
+    logps, ref_logps = get_logps(model, rolls), get_logps(ref_model, rolls)
+    total = torch.tensor(0.0)
+    if ref_model is not None and rolls is not None:
+        total = total + beta * ((logps - ref_logps).abs() * mask).sum()
+    return total
+""", lambda given: 0.7 * live(gap)(given)),
     "assigned within an expression": ("""
 def loss(logp, ref_logp, mask):
     return (((d := ref_logp - logp).exp() - d - 1) * mask).sum()
@@ -274,6 +284,28 @@ def kl_penalty(logp, ref_logp, kind):
     torch.testing.assert_close(found["kind='k2'"], k2(rollouts()))
 
 
+def test_each_return_of_an_estimator_is_a_variant(tmp_path: Path) -> None:
+    text = """
+def kl_penalty(logprob, ref_logprob, config, kind=None):
+    if kind is None:
+        kind = config.kind
+    if kind == "abs":
+        return (logprob - ref_logprob).abs()
+    if kind == "k3":
+        d = ref_logprob - logprob
+        if isinstance(d, torch.Tensor):
+            return torch.exp(d) - d - 1
+        raise ValueError(d)
+    if kind == "k2":
+        return 0.5 * (logprob - ref_logprob).square()
+    raise NotImplementedError
+"""
+    found = {variant.variant: value_of(variant) for variant in variants(tmp_path, text)}
+    assert sorted(found) == ["kind='abs'", "kind='k2'", "kind='k3'"]
+    for kind, value in (("abs", gap), ("k2", k2), ("k3", k3)):
+        torch.testing.assert_close(found[f"kind='{kind}'"], value(rollouts()))
+
+
 def test_a_helper_is_that_of_the_module_it_is_imported_from(tmp_path: Path) -> None:
     text = """
 from .right import bend as form
@@ -307,6 +339,10 @@ def loss(logp, ref_logp, mask):
 
 
 REFUSED = {
+    "two sides that look like one": ("""
+def kl_penalty(log_probs_mine, log_probs_theirs):
+    return (log_probs_mine - log_probs_theirs).abs()
+""", "whose probabilities"),
     "a part of a divergence": ("""
 def partial_kl(logits, ref_logits, logp, ref_logp, tokens, k=2):
     log_head, top = logits.topk(k, dim=-1)
