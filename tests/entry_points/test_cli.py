@@ -566,11 +566,11 @@ def test_list_shows_everything_there_is():
     assert environments["ragged"]["rollouts"] == 1 + 2 + 2**2 * 3
 
 
-@pytest.mark.parametrize("name", [*CHECKS, *ATLAS, *registry(), "kl102", "forward-kl-gradient", "K3_LOSS", "k3"])
-def test_explain_knows_every_name(name):
-    result = call("explain", name)
-    assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) >= 4
+def test_explain_knows_every_name():
+    for name in (*CHECKS, *ATLAS, *registry(), "kl102", "forward-kl-gradient", "K3_LOSS", "k3"):
+        result = call("explain", name)
+        assert result.exit_code == 0, name
+        assert len(result.stdout.splitlines()) >= 4, name
 
 
 def test_explain_gives_all_parts_of_a_check():

@@ -1,6 +1,6 @@
 """Real libraries, installed and measured by `kltest libraries`, are what is recorded of them.
 
-Three that need torch alone are installed without dependencies, in seconds, and measured by a few settings: one of each
+Some that need torch alone are installed without dependencies, in seconds, and measured by a setting or two: one of each
 way of calling a library, the cheapest. With `-m scheduled` every setting of every library is measured, in hours, and
 the programs of three reports are run.
 """
@@ -44,7 +44,7 @@ def measured(name, settings, folder):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [*[*FEW][:2], pytest.param("torchrl", marks=pytest.mark.scheduled)])
 def test_what_is_measured_is_what_is_recorded(name, tmp_path):
     measured(name, FEW[name], tmp_path)
 

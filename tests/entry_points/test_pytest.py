@@ -359,7 +359,7 @@ def test_the_configured_targets_are_items_when_asked_for(project, pytester):
     pytester.makefile(".toml", pyproject=textwrap.dedent(CONFIGURED))
     project('["k2-loss-sequence"], select="KL101"')
     assert "pyproject.toml" not in pytester.runpytest_inprocess("--collect-only", "-q").stdout.str()
-    for arguments in ([], ["."], ["test_kl.py"]):
+    for arguments in ([], ["test_kl.py"]):
         done = pytester.runpytest_inprocess("--kltest", "--strict-markers", "-W", "ignore", "-rf", *arguments)
         done.stdout.fnmatch_lines(
             [

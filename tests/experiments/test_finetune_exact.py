@@ -95,8 +95,7 @@ def case(environment, sampler):
 NAMES = [name for name, entry in registry().items() if not entry.spec.couples]
 
 
-@pytest.mark.parametrize("sampler", ["current", "stale"])
-@pytest.mark.parametrize("environment", ["sequence", "ragged"])
+@pytest.mark.parametrize(("environment", "sampler"), [("sequence", "current"), ("ragged", "stale")])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_expected_gradient_of_an_update_is_the_exact_one(name, environment, sampler):
     here = case(environment, sampler)

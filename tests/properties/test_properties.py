@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kltest.environments import Environment, Instance, bandit, mdp, ngram, ragged, sequence
@@ -15,8 +15,8 @@ from kltest.estimators import registry
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
-from kltest.moments import dynamic, enumeration, exact
-from kltest.truth import ATLAS, gradient, gradient_again
+from kltest.moments import exact
+from kltest.truth import ATLAS, gradient
 
 # Sums of the same few hundred terms in another order, in float64.
 EXACT = 1e-11
@@ -113,42 +113,6 @@ def test_new_names_for_actions_and_contexts_only_rename_the_gradient(instance, n
     # random policies have no ties.
     before, after = exact(resolve(name), instance, sampler), exact(resolve(name), other, sampler)
     same(moved(before.gradient), after.gradient, size(before))
-
-
-@PROPERTY
-@given(instances(), ESTIMATORS, SAMPLERS, st.integers(1, 10**6))
-def test_what_stands_at_padded_positions_changes_nothing(instance, name, sampler, padding):
-    loss = resolve(name)
-    before, after = exact(loss, instance, sampler), exact(loss, instance, sampler, padding=padding)
-    same(before.gradient, after.gradient, size(before))
-
-
-@PROPERTY
-@given(instances(), NAMES)
-def test_truth_by_two_routes(instance, name):
-    one, other = gradient(name, instance), gradient_again(name, instance)
-    same(one, other, float(np.linalg.norm(other)))
-
-
-@PROPERTY
-@given(instances(), st.sampled_from([n for n in ALONE if registry()[n].spec.per_token]), SAMPLERS)
-def test_dynamic_programming_is_enumeration(instance, name, sampler):
-    loss = resolve(name)
-    enumerated, programmed = exact(loss, instance, sampler), dynamic(loss, instance, sampler)
-    same(enumerated.gradient, programmed.gradient, size(enumerated))
-
-
-@PROPERTY
-@given(instances(), ESTIMATORS, SAMPLERS)
-def test_chunks_and_single_rollouts_give_one_answer(instance, name, sampler):
-    assume(len(instance.paths) > enumeration.POOL)
-    alone = exact(resolve(name), instance, sampler)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(enumeration, "ONE_BY_ONE", 0)
-        patch.setattr(enumeration, "CHUNK", 40)
-        chunked = exact(resolve(name), instance, sampler)
-    same(alone.gradient, chunked.gradient, size(alone))
-    assert chunked.variance == pytest.approx(alone.variance, rel=1e-9, abs=1e-12)
 
 
 @PROPERTY

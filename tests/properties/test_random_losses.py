@@ -12,7 +12,7 @@ from kltest.rollout import Rollout
 
 ENVIRONMENTS = ("bandit", "sequence", "ragged", "mdp")
 CREDITS = ("own", "return", "to-go", "rollout")
-SEEDS = range(120)
+SEEDS = range(48)
 # A loss that is unnamed is far from every name: the nearest of 16,000 combinations leaves more than this of it.
 FAR = 1e-3
 

@@ -114,11 +114,6 @@ def seventh_row_and_later_ignored(logp, ref_logp, mask):
     return rows[:6].sum() / len(rows)
 
 
-def half_weights_from_nine_rows(logp, ref_logp, mask):
-    rows = k2(logp, ref_logp, mask)
-    return rows.mean() / (2 if len(rows) > 8 else 1)
-
-
 def own_mean_subtracted_from_sixteen_rows(logp, ref_logp, mask):
     kl = live_sum(logp - ref_logp, mask).detach()
     baseline = kl.mean() if len(kl) >= 16 else 0.0
@@ -151,7 +146,6 @@ def in_chunks(logp, ref_logp, mask):
     ("loss", "size"),
     [
         (seventh_row_and_later_ignored, 7),
-        (half_weights_from_nine_rows, 9),
         (own_mean_subtracted_from_sixteen_rows, 16),
         (shortest_row_left_out, 5),
     ],
@@ -377,11 +371,10 @@ def test_a_loss_that_is_right_where_the_policy_is_sure_says_how_sure():
     assert "--expect" not in str(report)
 
 
-@pytest.mark.parametrize("guard", [1e-8, 1e-6])
-def test_a_small_constant_in_a_denominator_is_no_defect(guard):
+def test_a_small_constant_in_a_denominator_is_no_defect():
     def by_rows(logp, ref_logp, mask):
         log_ratio = ((logp - ref_logp) * mask).sum(-1)
-        return log_ratio.square().sum() / 2 / (len(log_ratio) + guard)
+        return log_ratio.square().sum() / 2 / (len(log_ratio) + 1e-6)
 
     report = kltest.grade(by_rows)
     assert (report.verdict, [check.code for check in report.errors]) == ("confirmed", [])

@@ -78,10 +78,11 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize("sampler", ["current", "stale"])
 @pytest.mark.parametrize(("loss", "plain", "call"), BY_HAND, ids=lambda item: getattr(item, "__name__", ""))
-@pytest.mark.parametrize(("kind", "size"), [("bandit", 4), ("ragged", 3), ("mdp", 2)])
-def test_moments_over_groups_are_those_of_every_ordered_tuple(kind, size, loss, plain, call, sampler):
+@pytest.mark.parametrize(
+    ("kind", "size", "sampler"), [("bandit", 4, "current"), ("ragged", 3, "stale"), ("mdp", 2, "stale")]
+)
+def test_moments_over_groups_are_those_of_every_ordered_tuple(kind, size, sampler, loss, plain, call):
     # Of the process with pairs only the smaller one: 4096 tuples would take a second.
     instance = instances(kind, 3, 4 if kind == "mdp" else size)[0]
     expected, second = moments_by_hand(plain, instance, size, sampler)
@@ -137,7 +138,7 @@ def test_a_loss_that_mixes_groups_is_called_on_each(loss):
     assert np.abs(found.gradient - expected).max() < EXACT
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6])
+@pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize(
     ("loss", "factor"), [(group_mean, lambda n: 1 - 1 / n), (leave_one_out, lambda n: 1.0)], ids=["mean", "others"]
 )
@@ -245,7 +246,7 @@ def test_an_estimator_of_groups_is_the_mean_over_the_groups_of_a_batch(name):
     assert np.abs(together - sum(apart) / 2).max() < EXACT
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("size", [2, 4, 5, 16])
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_environments_of_groups_are_small_tie_and_tell_rows_from_tokens(kind, size):
     for instance in instances(kind, 5, size):
@@ -275,7 +276,7 @@ def test_a_loss_that_reads_rewards_and_treats_rows_apart_stays_in_the_ordinary_e
 
 
 def test_the_size_of_a_group_is_what_was_asked_for():
-    for size in (2, 3, 8):
+    for size in (3, 8):
         rows = [row for row in grade("group-mean", group_size=size, select="KL101").gradients if row.batch > 1]
         assert [row.batch for row in rows] == [size] * 3
         for row in rows:
@@ -299,8 +300,8 @@ def test_a_sum_over_the_rows_of_a_group_is_divided_by_them_and_said_to_be():
     def added(logp, ref_logp, mask, group):
         return leave_one_out(logp, ref_logp, mask, group).sum()
 
-    for options in ({}, {"group_size": 2}):
-        report = grade(added, environment="bandit,sequence", **options)
+    for options in ({"environment": "bandit"}, {"environment": "sequence", "group_size": 2}):
+        report = grade(added, **options)
         assert report.verdict == "confirmed"
         assert any("added up" in note for note in report.notes)
     assert not any("added up" in note for note in grade("leave-one-out", select="KL101").notes)
@@ -316,7 +317,7 @@ def test_the_shape_in_which_a_group_is_returned_does_not_matter(form):
         tokens = torch.where(live, (cost - others)[:, None] * logp, 0.0)
         return {"scalar": tokens.sum(-1).mean(), "rows": tokens.sum(-1), "tokens": tokens}[form]
 
-    report = grade(loss)
+    report = grade(loss, environment="ragged")
     assert report.verdict == "confirmed"
 
 
@@ -419,19 +420,24 @@ def test_a_metric_that_reads_zero_in_evaluation_is_found_by_itself():
     assert not failed(report, "KL401")
 
 
-@pytest.mark.parametrize("beta", [1.0, 0.04, 10.0])
 @pytest.mark.parametrize(
-    ("scale", "strength"),
-    [(lambda b: b * b, "other"), (lambda b: min(b, 0.03), "other"), (lambda b: 0.3, "ignored"), (lambda b: b, "")],
+    ("scale", "wrong", "beta"),
+    [
+        (lambda b: b * b, True, 10.0),
+        (lambda b: min(b, 0.03), True, 0.04),
+        (lambda b: 0.3, True, 1.0),
+        (lambda b: b, False, 0.04),
+        (lambda b: b, False, 10.0),
+    ],
 )
-def test_a_coefficient_is_followed_at_any_value(scale, strength, beta):
+def test_a_coefficient_is_followed_at_any_value(scale, wrong, beta):
     def loss(logp, ref_logp, mask, kl_coef):
         return scale(kl_coef) * k2(logp, ref_logp, mask)
 
     report = grade(loss, beta=beta, environment="bandit")
     message = failed(report, "KL510")
-    assert bool(message) == bool(strength)
-    assert refuting(report) == ({"KL510"} if strength else set())
+    assert bool(message) == wrong
+    assert refuting(report) == ({"KL510"} if wrong else set())
 
 
 def test_an_ignored_coefficient_is_no_blocked_gradient_and_a_blocked_one_is():
@@ -447,14 +453,6 @@ def test_an_ignored_coefficient_is_no_blocked_gradient_and_a_blocked_one_is():
     assert refuting(grade(blocked, environment="bandit")) == {"KL509"}
 
 
-def test_a_wrong_gradient_with_a_wrong_coefficient_is_both():
-    def loss(logp, ref_logp, mask, beta):
-        delta = torch.where(mask.bool(), ref_logp - logp, 0.0).clamp(-20, 20)
-        return beta**2 * (delta.expm1() - delta)
-
-    assert {"KL102", "KL510"} <= refuting(grade(loss, beta=0.5, environment="bandit"))
-
-
 def test_without_a_coefficient_there_is_nothing_to_ignore():
     status = {check.code: check for check in grade("k2-loss-sequence", select="KL403,KL510").checks}
     for code in ("KL403", "KL510"):
@@ -462,12 +460,11 @@ def test_without_a_coefficient_there_is_nothing_to_ignore():
         assert "no coefficient" in status[code].message
 
 
-@pytest.mark.parametrize("environment", ["bandit", "sequence", "ragged"])
-def test_a_token_mean_depends_on_the_split_even_where_lengths_are_fixed(environment):
+def test_a_token_mean_depends_on_the_split_even_where_lengths_are_fixed():
     def token_mean(logp, ref_logp, mask):
         return torch.where(mask.bool(), logp - ref_logp, 0.0).square().sum() / 2 / mask.sum()
 
-    assert failed(grade(token_mean, environment=environment, select="KL206"), "KL206")
+    assert failed(grade(token_mean, environment="sequence", select="KL206"), "KL206")
 
 
 def test_the_change_by_a_split_is_that_of_the_parts():
@@ -561,11 +558,6 @@ def test_groups_are_enumerated_once_their_order_aside():
     assert len({tuple(rows) for rows, _ in found}) == len(found)
 
 
-def test_a_batch_is_of_two_unless_it_is_said():
-    loss = bind(lambda logp, ref_logp: ((logp - ref_logp).sum(-1) ** 2 - (logp - ref_logp).sum(-1).mean()).mean())
-    assert exact_batches(loss, Instance.draw(bandit(3), 0)).batch == 2
-
-
 def test_a_batch_of_one_does_not_tell_a_sum_from_a_mean():
     summed = bind(lambda logp, ref_logp: ((logp - ref_logp) ** 2).sum())
     assert [exact_batches(summed, Instance.draw(bandit(3), 0), size=size).added_up for size in (1, 2)] == [False, True]
@@ -585,18 +577,6 @@ def test_a_loss_for_batches_of_one_size_is_not_said_to_be_a_sum():
     assert exact_batches(bind(lambda logp, ref_logp: 3 * of_three(logp, ref_logp)), Instance.draw(bandit(3), 0), size=3)
 
 
-def test_a_sum_over_rows_has_the_noise_of_the_mean_once_it_is_divided():
-    def added(logp, ref_logp, mask, group):
-        return leave_one_out(logp, ref_logp, mask, group).sum()
-
-    def averaged(logp, ref_logp, mask, group):
-        return leave_one_out(logp, ref_logp, mask, group).mean()
-
-    sums, means = (grade(loss, select="KL101").gradients for loss in (added, averaged))
-    for one, other in zip(sums, means, strict=True):
-        assert one.relative_variance == pytest.approx(other.relative_variance, rel=1e-9)
-
-
 def test_blocks_of_rows_are_groups_though_no_reward_is_read():
     def block(size):
         def loss(logp, ref_logp, mask, num_generations=size):
@@ -608,5 +588,5 @@ def test_blocks_of_rows_are_groups_though_no_reward_is_read():
         return loss
 
     for size in (4, 8):
-        report = grade(block(size), environment="bandit,sequence", select="KL1,KL4")
+        report = grade(block(size), environment="bandit", select="KL1,KL4")
         assert (report.verdict, report.error) == ("confirmed", "")

@@ -1,9 +1,15 @@
 """Trainers without their constructors: `compute_loss(model, inputs)` of a Hugging Face trainer, graded on tables."""
 
+import numpy as np
 import pytest
 
 import kltest
 from kltest.adapters.installed import costly
+from kltest.identify.instances import instances
+from kltest.loss.calling import bind
+from kltest.loss.outcome import Call
+from kltest.moments import exact
+from kltest.truth import gradient
 
 pytest.importorskip("transformers")
 from transformers import Trainer
@@ -33,16 +39,15 @@ def distilled(logits, ref_logits, tokens, mask, late=False):
 costly(distilled)
 
 
-def followed(environment="sequence,ragged", **settings):
-    report = kltest.grade(distilled, environment=environment, sampler="current", arguments=settings, select="KL1")
-    return [row.identified for row in report.gradients]
-
-
 def test_a_trainers_loss_is_graded_through_its_forward_pass():
     """The next token's KL, summed over tokens, averaged over rollouts, of equal and of differing lengths."""
-    assert followed() == [{"local_reverse_kl": pytest.approx(1.0)}] * 2
+    report = kltest.grade(distilled, environment="sequence,ragged", sampler="current", select="KL1")
+    assert [row.identified for row in report.gradients] == [{"local_reverse_kl": pytest.approx(1.0)}] * 2
 
 
 def test_a_label_that_is_read_one_position_late_is_noticed():
     """The first of the T positions that predict a token is lost."""
-    assert {"local_reverse_kl": pytest.approx(1.0)} not in followed("sequence", late=True)
+    instance = instances("sequence", 0)[0]
+    found = [exact(bind(distilled, Call(arguments={"late": late})), instance).gradient for late in (False, True)]
+    away = [np.linalg.norm(each - gradient("local_reverse_kl", instance)) for each in found]
+    assert away[0] < 1e-9 < 1e-2 < away[1]

@@ -48,16 +48,15 @@ def agrees(loss, instance, sampler, *, variance=False, known=None):
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_dynamic_programming_equals_enumeration(name, sampler):
     known = None  # what the reduction is need not be found in every environment
-    for environment in ENVIRONMENTS:
+    for environment in list(ENVIRONMENTS)[:: 1 if sampler == "stale" else 3]:
         known = agrees(estimator(name), drawn(environment, 0), sampler, variance=name in PLACED_IN_LOSS, known=known)
 
 
-@pytest.mark.parametrize("sampler", ["current", "stale"])
 @pytest.mark.parametrize("credit", CREDITS)
 @pytest.mark.parametrize("placement", ["reward", "both"])
-@pytest.mark.parametrize("environment", ["ragged with prompts", "mdp", "ragged ngram"])
-def test_every_placement_and_credit(environment, placement, credit, sampler):
-    agrees(estimator("k3-ratio", placement=placement, credit=credit), drawn(environment), sampler)
+def test_every_placement_and_credit(placement, credit):
+    for environment in ("ragged with prompts", "mdp", "ragged ngram"):
+        agrees(estimator("k3-ratio", placement=placement, credit=credit), drawn(environment), "stale")
 
 
 PLACED_IN_LOSS = [
@@ -67,14 +66,13 @@ PLACED_IN_LOSS = [
 ]
 
 
-@pytest.mark.parametrize("sampler", ["current", "stale"])
 @pytest.mark.parametrize("name", PLACED_IN_LOSS)
 @pytest.mark.parametrize(
     "environment",
     [ragged(4, 5, prompts=np.array([0.3, 0.7])), sequence(3, 6), mdp(6, 3, 4, branches=2), ngram(3, 8, 3, end_token=0)],
     ids=lambda environment: environment.name,
 )
-def test_declared_estimators_are_not_called_on_every_rollout_and_come_out_the_same(environment, name, sampler):
+def test_declared_estimators_are_not_called_on_every_rollout_and_come_out_the_same(environment, name):
     instance = drawn(environment)
     entry, calls = find(name), []
 
@@ -84,7 +82,7 @@ def test_declared_estimators_are_not_called_on_every_rollout_and_come_out_the_sa
         return entry.function(**fields)
 
     declared, other = bind(counted, name=name, spec=entry.spec), bind(entry.function, name=name)
-    short, long = exact(declared, instance, sampler), exact(other, instance, sampler)
+    short, long = exact(declared, instance, "stale"), exact(other, instance, "stale")
     assert max(calls) < instance.paths.tokens.size
     assert np.abs(short.gradient - long.gradient).max() <= 1e-12 * np.sqrt(long.second_moment)
     assert short.second_moment == pytest.approx(long.second_moment, rel=1e-12)

@@ -88,9 +88,9 @@ def test_coefficients_are_those_of_least_squares():
 # Against the exact route
 
 
-# Rollouts that end include those that do not: those of equal length under a stale sampler are tried weekly.
+# Rollouts that end include those that do not: those of equal length are tried weekly.
 PLACES = [
-    pytest.param(*place, marks=[pytest.mark.scheduled] if place == ("sequence", "stale") else [])
+    pytest.param(*place, marks=[pytest.mark.scheduled] if place[0] == "sequence" else [])
     for place in product(ENVIRONMENTS, ("current", "stale"))
 ]
 
@@ -155,13 +155,13 @@ def test_pairing_saves_samples_and_changes_nothing_else():
 
 
 def test_false_alarms_of_whole_gradings_stay_below_a_loose_error_rate():
-    """A hundred gradings of a right loss with its noise left in, and as many of one that is off by the margin."""
+    """Fifty gradings of a right loss with its noise left in, and as many of one that is off by the margin."""
     instance = first("bandit")
     off_by_margin = bind(lambda logp, ref_logp, mask: 1.3 * squared(logp, ref_logp, mask), name="off")
     verdicts = {
         loss.name: [
             compared(loss, instance, margin=0.2999, error_rate=0.2, pair=False, seed=seed, samples=3000)[2]
-            for seed in range(100)
+            for seed in range(50)
         ]
         for loss in (bind(squared), off_by_margin)
     }
@@ -384,10 +384,10 @@ def test_the_command_line_takes_the_same_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text('[tool.kltest]\nmethod = "sampled"\nmargin = 0.2\nerror-rate = 1e-3\n')
     arguments = ["grade", "k2-loss-sequence", "--environment", "bandit", "--select", "KL101", "--output", "json"]
-    result = CliRunner().invoke(app, [*arguments, "--margin", "0.1", "--samples", "30000"])
+    result = CliRunner().invoke(app, [*arguments, "--margin", "0.3", "--samples", "3000"])
     (row,) = json.loads(result.stdout)["gradients"]
     assert result.exit_code == 0
-    assert (row["method"], row["margin"], row["error_rate"]) == ("sampled", 0.1, 1e-3)
+    assert (row["method"], row["margin"], row["error_rate"]) == ("sampled", 0.3, 1e-3)
     text = CliRunner().invoke(app, [*arguments[:-2], "--verbose"]).stdout
     assert "confirmed within 20% at error rate 0.001 (asymptotic)" in text
     for option, wrong in {"method": "guessed", "error-rate": "2", "margin": "0", "samples": "0", "bound": "0"}.items():

@@ -151,8 +151,11 @@ def notes(report):
     return " ".join(report.notes)
 
 
-@pytest.mark.parametrize("placement", [None, "reward", "shaped-reward"])
-@pytest.mark.parametrize("shape", RIGHT, ids=lambda shape: getattr(shape, "__name__", "Shaper"))
+@pytest.mark.parametrize(
+    ("shape", "placement"),
+    [*((shape, None) for shape in RIGHT), *((token_scores, place) for place in ("reward", "shaped-reward"))],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_right_ones_are_confirmed_however_placed(shape, placement):
     report = kltest.grade(shape, placement=placement, environment="sequence,ragged", ignore="KL5,KL8")
     assert report.verdict == "confirmed", report

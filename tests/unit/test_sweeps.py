@@ -143,10 +143,6 @@ def test_without_a_batching_every_configuration_is_alone():
     assert Batching().batches([{"a": 1}, {"a": 2}]) == [[{"a": 1}], [{"a": 2}]]
 
 
-def zeros(batch):
-    return [[{"b": 0}] for _ in batch]
-
-
 def unlucky(batch):
     if any(one["a"] == 3 for one in batch):
         raise ValueError("three")
@@ -211,7 +207,7 @@ def stored(path, **options):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A scheduler and two workers, as a person would start them."""
+    """A scheduler and a worker, as a person would start them."""
     folder = tmp_path_factory.mktemp("dask")
     dask = [sys.executable, "-m", "dask"]
     scheduler_file = folder / "scheduler.json"
@@ -224,11 +220,11 @@ def cluster(tmp_path_factory):
         time.sleep(0.1)
     address = json.loads(scheduler_file.read_text())["address"]
     options = ["--no-nanny", "--nthreads", "1", "--no-dashboard", "--local-directory", str(folder)]
-    workers = [subprocess.Popen([*dask, "worker", address, *options], stderr=subprocess.DEVNULL) for _ in range(2)]
+    worker = subprocess.Popen([*dask, "worker", address, *options], stderr=subprocess.DEVNULL)
     yield address
     spreading.connect(address).close()
     spreading.connect.cache_clear()
-    for process in (*workers, scheduler):
+    for process in (worker, scheduler):
         process.terminate()
         process.wait()
 

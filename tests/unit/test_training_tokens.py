@@ -12,7 +12,7 @@ from kltest.training.penalty import Penalty, TokenPenalty, penalty_of
 from kltest.training.problems import Runs
 
 loop = sys.modules["kltest.training.train"]
-ENVIRONMENTS = {"bandit": bandit(4), "sequence": sequence(3, 3), "ragged": ragged(3, 3), "mdp": mdp(4, 2, 3)}
+ENVIRONMENTS = {"sequence": sequence(3, 3), "ragged": ragged(3, 3), "mdp": mdp(4, 2, 3)}
 SETTINGS = {
     "exact": {"batch_size": None, "inner_steps": 2},
     "drawn": {"batch_size": 8, "inner_steps": 2},
@@ -39,10 +39,11 @@ def assert_same_end(monkeypatch, runs, settings):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
 @pytest.mark.parametrize("name", SHORT)
-def test_both_ways_end_at_the_same_logits(name, environment, settings, monkeypatch):
-    assert_same_end(monkeypatch, runs_of(name, environment), SETTINGS[settings])
+def test_both_ways_end_at_the_same_logits(name, settings, monkeypatch):
+    for environment in ("ragged", "mdp"):
+        assert_same_end(monkeypatch, runs_of(name, environment), SETTINGS[settings])
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("credit", ["return", "to-go", "immediate"])

@@ -208,18 +208,18 @@ def case(label, kind, changed):
         return Instance.of(environment, *logits), Definition(environment, *logits)
 
 
-@pytest.mark.parametrize("name", ATLAS)
 @pytest.mark.parametrize("kind", ["forty", "tiny"])
-@pytest.mark.parametrize("label", ["bandit", "sequence", "ragged", "mdp", "ngram"])
-def test_every_gradient_is_exact_with_extreme_policies(label, kind, name):
-    # e^±U of two tokens of 1e-300 is not a float64 (see the next test): one such token a rollout.
-    two = kind == "tiny" and name.startswith(OF_WHOLE_RATIOS) and label != "bandit"
-    instance, definition = case(label, kind, int("forward" not in name) if two else None)
-    with mpmath.workdps(DIGITS[kind]):
-        expected = definition.gradient(name)
-    found = gradient(name, instance)
-    # Relative to the largest entry, however small that is: 1e-17 where the policies are all but deterministic.
-    assert np.abs(found - expected).max() <= TOLERANCE[kind] * np.abs(expected).max()
+@pytest.mark.parametrize("label", ["sequence", "ragged", "mdp", "ngram"])
+def test_every_gradient_is_exact_with_extreme_policies(label, kind):
+    for name in ATLAS:
+        # e^±U of two tokens of 1e-300 is not a float64 (see the next test): one such token a rollout.
+        two = kind == "tiny" and name.startswith(OF_WHOLE_RATIOS)
+        instance, definition = case(label, kind, int("forward" not in name) if two else None)
+        with mpmath.workdps(DIGITS[kind]):
+            expected = definition.gradient(name)
+        found = gradient(name, instance)
+        # Relative to the largest entry, however small that is: 1e-17 where the policies are all but deterministic.
+        assert np.abs(found - expected).max() <= TOLERANCE[kind] * np.abs(expected).max(), name
 
 
 def test_what_float64_cannot_hold_is_refused_not_rounded():
@@ -235,7 +235,7 @@ def test_what_float64_cannot_hold_is_refused_not_rounded():
 
 
 @pytest.mark.parametrize("kind", ["forty", "tiny"])
-@pytest.mark.parametrize("label", ["bandit", "sequence", "ragged", "mdp", "ngram"])
+@pytest.mark.parametrize("label", ["sequence", "ragged", "mdp", "ngram"])
 def test_kl_is_exact_with_extreme_policies(label, kind):
     environment = environments()[label]
     generator = np.random.default_rng(4)
@@ -267,15 +267,15 @@ MUST_VANISH = [
 ]
 
 
-@pytest.mark.parametrize("name", MUST_VANISH)
-def test_equal_policies_leave_exactly_nothing(name):
-    for label in ("bandit", "sequence", "ragged", "mdp", "ngram"):
-        environment = environments()[label]
-        generator = np.random.default_rng(0)
-        policy, sampler = (3 * generator.standard_normal(environment.reward.shape) for _ in range(2))
-        assert not gradient(name, Instance.of(environment, policy, policy, sampler)).any(), label
-        if name in VALUES:
-            assert value(name, Instance.of(environment, policy, policy, sampler)) == 0.0, label
+@pytest.mark.parametrize("label", ["bandit", "sequence", "ragged", "mdp", "ngram"])
+def test_equal_policies_leave_exactly_nothing(label):
+    environment = environments()[label]
+    generator = np.random.default_rng(0)
+    policy, sampler = (3 * generator.standard_normal(environment.reward.shape) for _ in range(2))
+    instance = Instance.of(environment, policy, policy, sampler)
+    for name in MUST_VANISH:
+        assert not gradient(name, instance).any(), name
+        assert name not in VALUES or value(name, instance) == 0.0, name
 
 
 @pytest.mark.parametrize("name", ["from_sampler_kl", "to_sampler_kl"])
@@ -286,15 +286,14 @@ def test_an_equal_sampler_leaves_exactly_nothing(name):
     assert gradient(name, Instance.of(environment, policy, policy, reference)).any()
 
 
-@pytest.mark.parametrize("name", ATLAS)
-def test_one_token_leaves_nothing_to_choose(name):
+def test_one_token_leaves_nothing_to_choose():
     for environment in (bandit(1), ragged(1, 3), sequence(1, 4), ngram(1, 5, 2)):
         logits = np.random.default_rng(1).standard_normal((3, *environment.reward.shape)) * 40
-        assert not gradient(name, Instance.of(environment, *logits)).any(), environment.name
+        for name in ATLAS:
+            assert not gradient(name, Instance.of(environment, *logits)).any(), (name, environment.name)
 
 
-@pytest.mark.parametrize("name", ATLAS)
-def test_rollouts_that_all_end_at_once_are_a_bandit(name):
+def test_rollouts_that_all_end_at_once_are_a_bandit():
     """A ragged environment whose policies all but surely end at once has the bandit's gradient in its first context."""
     generator = np.random.default_rng(5)
     arms = bandit(3, reward=generator.standard_normal((1, 3)))
@@ -305,10 +304,11 @@ def test_rollouts_that_all_end_at_once_are_a_bandit(name):
         ends, np.ones((4, 3, 1)), np.repeat(arms.reward, 4, axis=0), 3, start=np.array([1.0, 0, 0, 0])
     )
     padded = np.concatenate([logits, generator.standard_normal((3, 3, 3))], axis=1)
-    found = gradient(name, Instance.of(environment, *padded))
-    # The same sums in another order.
-    np.testing.assert_allclose(found[:1], gradient(name, Instance.of(arms, *logits)), rtol=0, atol=1e-15)
-    assert not found[1:].any()
+    for name in ATLAS:
+        found = gradient(name, Instance.of(environment, *padded))
+        # The same sums in another order.
+        np.testing.assert_allclose(found[:1], gradient(name, Instance.of(arms, *logits)), rtol=0, atol=1e-15)
+        assert not found[1:].any(), name
 
 
 def test_log_probabilities_keep_their_digits_near_certainty():

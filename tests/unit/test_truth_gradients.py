@@ -49,7 +49,6 @@ ENVIRONMENTS = {
     "unigram": _paid(ngram, 3, 5, 1),
 }
 SHARED = [name for name, environment in ENVIRONMENTS.items() if not environment.tree]
-LONG = [name for name, environment in ENVIRONMENTS.items() if environment.horizon > 1]
 
 
 def _absorbing(environment):
@@ -153,13 +152,6 @@ def test_a_planted_bug_breaks_the_agreement(bug, monkeypatch):
     assert relative(gradient(name, instance), gradient_again(name, instance)) > 1e-3
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_the_whole_is_the_local_and_the_future(environment):
-    instance = draw(environment, 7)
-    parts = gradient("local_reverse_kl", instance) + gradient("future_reverse_kl", instance)
-    assert relative(parts, gradient("reverse_kl", instance)) < EXACT
-
-
 COINCIDE = {
     "reverse_kl": [
         "local_reverse_kl",
@@ -209,21 +201,6 @@ def test_the_atlas_tells_its_names_apart():
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     alike = np.abs(rows @ rows.T) - np.eye(len(rows))
     assert alike.max() < 1 - 1e-6
-
-
-def test_squared_log_ratio_of_an_unbiased_reward():
-    """E_π[½U²·G] = squared_log_ratio − reverse_kl: k2 of whole rollouts, detached, in the reward."""
-    instance = draw("raggeds", 3)
-    paths = instance.paths
-    total = paths.log_probability(instance.policy) - paths.log_probability(instance.reference)
-    weight = np.exp(paths.log_probability(instance.policy)) * 0.5 * total**2
-    expected = np.zeros_like(instance.policy)
-    for row, step in zip(*np.nonzero(paths.mask), strict=True):
-        context = paths.contexts[row, step]
-        expected[context] -= weight[row] * np.exp(instance.policy[context])
-        expected[context, paths.tokens[row, step]] += weight[row]
-    found = gradient("squared_log_ratio", instance) - gradient("reverse_kl", instance)
-    assert relative(found, expected) < EXACT
 
 
 # Central differences of a smooth function with step h: error h² from the third derivative, 1e-16/h from rounding.
@@ -283,19 +260,6 @@ def test_what_is_no_gradient_field_has_none(name):
         assert _asymmetry(name, environment) > 1e-2, environment
 
 
-@pytest.mark.parametrize("name", ["local_reverse_kl", "last_token_reverse_kl"])
-def test_one_token_makes_a_field_of_it(name):
-    assert _asymmetry(name, "bandits") < DIFFERENCED
-
-
-@pytest.mark.parametrize("name", ATLAS)
-def test_gradients_do_not_depend_on_a_constant_in_the_logits(name):
-    for seed in SEEDS:
-        found = gradient(name, draw("ngram-ragged", seed))
-        # Rows of a softmax gradient sum to zero, up to the rounding of their entries.
-        assert np.abs(found.sum(axis=1)).max() <= 1e-15 * (1 + np.abs(found).max())
-
-
 @pytest.mark.parametrize("environment", SHARED)
 def test_checkpoints_give_the_same_as_keeping_everything(environment, monkeypatch):
     instance = draw(environment, 0)
@@ -344,7 +308,7 @@ def test_work_grows_linearly_with_the_horizon(name, monkeypatch):
         return len(done)
 
     assert products(60) <= 4 * 60
-    assert products(200) - products(100) == products(300) - products(200)
+    assert products(60) - products(40) == products(80) - products(60)
 
 
 def test_every_atlas_row_is_described():
@@ -372,22 +336,6 @@ def test_a_fresh_sampler_makes_a_stale_name_a_combination_of_others(name):
         assert np.linalg.norm(gradient(name, fresh) - combine(row.on_policy, fresh)) < EXACT * scale, place
         if place[0] in ("sequence", "raggeds"):  # it is μ = π that makes them equal
             assert np.linalg.norm(gradient(name, instance) - combine(row.on_policy, instance)) > 1e-3 * scale, place
-
-
-def test_after_a_token_of_the_policy_earlier_costs_and_baselines_cancel():
-    """With the token's own ratio the whole return, the return to go and a return less its mean are one gradient."""
-    instance = draw("raggeds", 4)
-    paths, sampler = instance.paths, np.exp(instance.sampler)
-    along = lambda table: np.where(paths.mask, table[paths.contexts, paths.tokens], 0.0)  # noqa: E731
-    u, ratio = along(instance.policy - instance.reference), np.exp(along(instance.policy - instance.sampler))
-    chance = np.exp(paths.log_probability(instance.sampler))
-    whole = np.broadcast_to(u.sum(axis=1, keepdims=True), u.shape)
-    for weight in (u[:, ::-1].cumsum(axis=1)[:, ::-1], whole, whole - 0.7):
-        summed = np.zeros_like(sampler)
-        np.add.at(summed, (paths.contexts, paths.tokens), chance[:, None] * ratio * weight * paths.mask)
-        found = summed - np.exp(instance.policy) * summed.sum(axis=1, keepdims=True)
-        assert relative(found, gradient("reverse_kl@sampler", instance)) < EXACT
-    assert relative(gradient("reverse_kl@rollouts", instance), gradient("reverse_kl@sampler", instance)) > 1e-2
 
 
 @pytest.mark.parametrize("ask", [gradient, gradient_again, value, value_again])

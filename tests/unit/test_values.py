@@ -30,7 +30,6 @@ def message(report, code):
 P, Q = (0.8, 0.2), (0.5, 0.5)
 U = [math.log(p / q) for p, q in zip(P, Q, strict=True)]
 KL = sum(p * u for p, u in zip(P, U, strict=True))
-SPREAD = math.sqrt(sum(p * (u - KL) ** 2 for p, u in zip(P, U, strict=True)))
 
 NUMBERS = {
     "KL601": [KL, sum(p * u * u / 2 for p, u in zip(P, U, strict=True))],
@@ -113,7 +112,7 @@ def test_a_token_mean_of_k3_is_judged_by_what_it_tends_to_and_a_mean_of_means_ke
     assert codes(batch) == codes(each) == set()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_token_mean_is_seen_to_be_one_whatever_the_signs_of_its_rows(seed):
     """Halfway between k1 and k3, which is negative if the reference is a little likelier."""
 

@@ -1,7 +1,8 @@
 """Small losses by classes of what verdicts went wrong on: defects further out, and right losses that look wrong.
 
 Each row says what `kltest.grade` is to answer under default options: the verdict, codes of which one is to fail, and
-codes that would be false. One loss of each class is graded on every push, the others are scheduled.
+codes that would be false. One loss of each class is graded on every push, the others are scheduled, as is the corpus,
+which has more of every class.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import kltest
 
@@ -46,29 +46,8 @@ def soft_cap(logp, ref_logp, old_logp, mask, beta):
     return beta * (bounded * total(logp - ref_logp, mask).square() / 2).mean()
 
 
-def only_trusted_prefixes(logp, ref_logp, old_logp, mask):
-    """The prefix ratio, and tokens whose prefix has become eight times likelier are left out."""
-    ratio = torch.where(mask != 0, logp.detach() - old_logp, 0.0).cumsum(-1).exp()
-    kept = torch.where(ratio < 8, ratio, 0.0)
-    return total(kept * (logp - ref_logp).square() / 2, mask).mean()
-
-
-def floor_of_the_ratio(logp, ref_logp, old_logp, mask, kl_coef):
-    """A ratio of at least a tenth, so that no rollout is without weight."""
-    ratio = total(logp.detach() - old_logp, mask).exp().clamp(min=0.1)
-    return kl_coef * (ratio * total(logp - ref_logp, mask).square()).mean() / 2
-
-
-def cap_of_e_to_the_forty(logp, ref_logp, old_logp, mask, kl_coef):
-    log_ratio = total(logp.detach() - old_logp, mask).clamp(max=40.0)
-    return kl_coef * (log_ratio.exp() * total(logp - ref_logp, mask).square()).mean() / 2
-
-
 CAPS = [
     Case(soft_cap, "refuted", "306", "301 302 303 304 105"),
-    Case(only_trusted_prefixes, "refuted", "306 105", "301 302 303 304", LOCAL),
-    Case(floor_of_the_ratio, "refuted", "306", "301 302 303 304 105"),
-    Case(cap_of_e_to_the_forty, "confirmed"),
 ]
 
 # -------------------------------------------------------------------------------------------------------- couplings
@@ -81,21 +60,6 @@ def last_of_seven_forgotten(logp, ref_logp, mask):
     return kept.sum() / len(each)
 
 
-def hardest_rows(logp, ref_logp, mask, beta):
-    """Beyond sixteen rows, only the half with the largest log-ratios."""
-    each = total(logp - ref_logp, mask).square() / 2
-    if len(each) > 16:
-        each = each[total(logp - ref_logp, mask).detach().abs().topk(len(each) // 2).indices]
-    return beta * each.mean()
-
-
-def averaged_by_the_devices(logp, ref_logp, mask):
-    """Sums of four devices, divided by the rows of the first."""
-    each = total(logp - ref_logp, mask).square() / 2
-    parts = each.chunk(4)
-    return torch.stack([part.sum() for part in parts]).sum() / (len(parts[0]) * len(parts))
-
-
 def chunked_for_memory(logp, ref_logp, mask, beta):
     each = [total(*one).square().sum() / 2 for one in zip((logp - ref_logp).split(3), mask.split(3), strict=True)]
     return beta * torch.stack(each).sum() / len(logp)
@@ -103,8 +67,6 @@ def chunked_for_memory(logp, ref_logp, mask, beta):
 
 COUPLINGS = [
     Case(last_of_seven_forgotten, "refuted", "204 206 106", "402 105 203"),
-    Case(hardest_rows, "refuted", "204 206 105", "402 203"),
-    Case(averaged_by_the_devices, "refuted", "204 206 106", "402 105 203"),
     Case(chunked_for_memory, "confirmed"),
 ]
 
@@ -119,30 +81,8 @@ def reset_of_the_return(logp, ref_logp, mask):
     return total((cost @ same.to(cost.dtype).T) * logp, mask).mean()
 
 
-def free_thoughts(logp, ref_logp, mask, beta):
-    """Tokens 20 to 49 are thoughts, which are not penalised."""
-    place = torch.arange(logp.shape[1])
-    counted = (place < 20) | (place >= 50)
-    return beta * total((logp - ref_logp).square() / 2 * counted, mask).mean()
-
-
-def fading(logp, ref_logp, mask, kl_coef):
-    """The penalty fades linearly between tokens 4 and 100."""
-    weight = 1 - (torch.arange(logp.shape[1]) - 4).clamp(min=0) / 96
-    return kl_coef * total(weight * (logp - ref_logp).square() / 2, mask).mean()
-
-
-def window_of_a_thousand(logp, ref_logp, mask, kl_coef):
-    cost = torch.where(mask != 0, logp - ref_logp, 0.0).detach()
-    to_go = cost.flip(1).cumsum(1).flip(1)
-    return kl_coef * total((to_go - F.pad(to_go, (0, 1000))[:, 1000:]) * logp, mask).mean()
-
-
 LATE = [
     Case(reset_of_the_return, "refuted", "205 105 201", "203 204 301"),
-    Case(free_thoughts, "refuted", "105 205 201 504", "203 204 301", LOCAL),
-    Case(fading, "refuted", "105 205 201", "203 204 301", LOCAL),
-    Case(window_of_a_thousand, "confirmed"),
 ]
 
 # ------------------------------------------------------------------------------------------------------- precision
@@ -155,18 +95,6 @@ def reduced_in_half(logp, ref_logp, mask, beta):
     return beta * (summed.to(logp.dtype).square() / 2).mean()
 
 
-def stored_in_eighths(logp, ref_logp, mask):
-    """float32 log-probs of the reference were stored in steps of an eighth."""
-    stored = (ref_logp * 8).round() / 8 if ref_logp.dtype == torch.float32 else ref_logp
-    return total(logp - stored, mask).square().mean() / 2
-
-
-def narrow_weights(logits, ref_logits, mask):
-    """Probabilities of a float32 model are kept in bfloat16; log-ratios are not."""
-    p = logits.exp().bfloat16().to(logits.dtype) if logits.dtype == torch.float32 else logits.exp()
-    return total((p * (logits - ref_logits)).sum(-1) - (p - logits.exp()).sum(-1), mask).mean()
-
-
 def grouped_in_half(logp, ref_logp, rewards, mask, beta, num_generations=4):
     """A whole loss over groups whose penalty is taken in bfloat16 if the model is not in float64."""
     grouped = rewards.view(-1, num_generations)
@@ -176,16 +104,9 @@ def grouped_in_half(logp, ref_logp, rewards, mask, beta, num_generations=4):
     return (beta * penalty - advantages * total(logp, mask)).mean()
 
 
-def upcast_first(logp, ref_logp, mask, beta):
-    return beta * total(logp.double() - ref_logp.double(), mask).square().mean() / 2
-
-
 PRECISION = [
     Case(reduced_in_half, "confirmed", "508", "105 106 203 204"),
-    Case(stored_in_eighths, "refuted", "508", "105 106 203 204"),
-    Case(narrow_weights, "confirmed", "508", "105 106 203 204", LOCAL),
     Case(grouped_in_half, "confirmed", "508", "105 106 203 204", LOCAL, {"group_size": 4}),
-    Case(upcast_first, "confirmed", never="508 105 106"),
 ]
 
 # ----------------------------------------------------------------------------------- a batch in one log-ratio
@@ -197,23 +118,8 @@ def product_of_sums(logp, ref_logp, mask, beta):
     return beta * score * cost / len(logp)
 
 
-def concatenated(logp, ref_logp, mask):
-    """Packed rows are taken for one sequence."""
-    keep = mask != 0
-    return (logp[keep] - ref_logp[keep]).sum().square() / 2 / len(mask)
-
-
-def chi_of_the_batch(logp, ref_logp, rewards, mask, beta):
-    """Half the square of the batch's log-ratio beside a policy term."""
-    row = total(logp, mask)
-    whole = total(logp - ref_logp, mask).sum()
-    return beta * whole.square() / 2 / len(row) - (rewards * row).mean()
-
-
 ONE_RATIO = [
     Case(product_of_sums, "confirmed", "206", "204 105 106 402 510"),
-    Case(concatenated, "confirmed", "206", "204 105 106 402"),
-    Case(chi_of_the_batch, "confirmed", "206", "204 105 106 402 510"),
 ]
 
 # --------------------------------------------------------------------------------------------------------- padding
@@ -224,33 +130,8 @@ def zeroed_by_the_mask(logp, ref_logp, mask):
     return ((logp - ref_logp) * mask).square() / 2
 
 
-def share_of_the_columns(logp, ref_logp, mask, beta):
-    """Live tokens count as their share of all columns."""
-    return beta * (total((logp - ref_logp).square() / 2, mask) / mask.shape[1]).mean()
-
-
-def first_column_of_padding(logp, ref_logp, mask):
-    """The end token's successor is counted as well."""
-    wider = torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)
-    return (torch.where(wider != 0, logp - ref_logp, 0.0).square() / 2).sum(-1).mean()
-
-
-def illegal_only(logp, ref_logp, mask, beta):
-    """Multiplied by the mask: for finite numbers nothing leaks, however large."""
-    return beta * ((logp - ref_logp).square() / 2 * mask).sum(-1).mean()
-
-
-def wide_blocks(logp, ref_logp, mask):
-    """Divided by the number of started blocks of thirty-two columns."""
-    return total(logp - ref_logp, mask).square().mean() / 2 / -(-mask.shape[1] // 32)
-
-
 PADDING = [
     Case(zeroed_by_the_mask, "confirmed", "502", "501 105", LOCAL),
-    Case(share_of_the_columns, "refuted", "207", "203 204 501 106", LOCAL),
-    Case(first_column_of_padding, "refuted", "501", "204 207", LOCAL),
-    Case(illegal_only, "confirmed", "502", "501 105 106", LOCAL),
-    Case(wide_blocks, "refuted", "207", "203 204 501 106"),
 ]
 
 # ----------------------------------------------------------------------------------------------------- groups
@@ -266,24 +147,10 @@ def tokens_of_the_call(logp, ref_logp, rewards, mask, beta, G=4):
     return losses.sum() / mask.sum()
 
 
-def longest_of_the_group(logp, ref_logp, rewards, mask, beta, G=4):
-    """Divided by the longest response of the group."""
-    longest = mask.sum(-1).reshape(-1, G).amax(-1).repeat_interleave(G)
-    each = beta * total((logp - ref_logp).square() / 2, mask) - grouped(rewards, G) * total(logp, mask)
-    return (each / longest).mean()
-
-
 def own_length(logp, ref_logp, rewards, mask, beta, G=4):
     """Divided by its own length."""
     each = beta * total((logp - ref_logp).square() / 2, mask) - grouped(rewards, G) * total(logp, mask)
     return (each / mask.sum(-1)).mean()
-
-
-def constant_length(logp, ref_logp, rewards, mask, beta, G=4):
-    """Dr. GRPO: one constant divides both terms, and advantages are not divided."""
-    table = rewards.reshape(-1, G)
-    centred = (table - table.mean(-1, keepdim=True)).flatten()
-    return (total(beta * (logp - ref_logp).square() / 2 - centred[:, None] * logp, mask) / 256).mean()
 
 
 def one_row_short(logp, ref_logp, rewards, mask, beta, G=4):
@@ -293,23 +160,10 @@ def one_row_short(logp, ref_logp, rewards, mask, beta, G=4):
     return (each - grouped(rewards, G) * total(logp, mask)).mean()
 
 
-def sum_over_n_plus_one(logp, ref_logp, mask, beta):
-    return beta * (total(logp - ref_logp, mask).square() / 2).sum() / (len(logp) + 1)
-
-
-def mean_of_the_others_and_itself(logp, ref_logp, mask):
-    row, cost = total(logp, mask), total(logp - ref_logp, mask).detach()
-    return ((cost - cost.mean()) * row).mean() if len(row) > 1 else (cost * row).mean()
-
-
 GROUPS = [
     Case(tokens_of_the_call, "refuted", "204", "203 402 105", LOCAL, {"group_size": 4}),
-    Case(longest_of_the_group, "refuted", "204", "203 402", LOCAL, {"group_size": 4}),
     Case(own_length, "refuted", "203", "204 402 105", LOCAL, {"group_size": 4}),
-    Case(constant_length, "confirmed", never="106 203 204 402 105", expect=LOCAL, options={"group_size": 4}),
     Case(one_row_short, "refuted", "204 206 106", "402 203", options={"group_size": 4}),
-    Case(sum_over_n_plus_one, "refuted", "204 206 106", "402 203 105"),
-    Case(mean_of_the_others_and_itself, "refuted", "402", "203"),
 ]
 
 # ------------------------------------------------------------------------------------------- entropy in the reward
@@ -318,16 +172,6 @@ GROUPS = [
 def curiosity(rewards, logp, ref_logp, mask, kl_coef):
     """The reward of a row pays for surprising tokens."""
     return rewards - kl_coef * total(logp - ref_logp, mask) + 0.05 * total(-logp, mask)
-
-
-def maximum_entropy_return(rewards, logp, ref_logp, mask):
-    row = total(logp, mask)
-    return -((rewards - 0.2 * (row - total(ref_logp, mask)) - 0.05 * row).detach() * row).mean()
-
-
-def exact_entropy_paid(rewards, logits, logp, ref_logp, mask, beta):
-    entropy = total(-(logits.exp() * logits).sum(-1), mask)
-    return rewards + 0.1 * entropy - beta * total(logp - ref_logp, mask)
 
 
 def length_cost(scores, logp, ref_logp, mask, beta):
@@ -344,8 +188,6 @@ def length_cost_baked_in(scores, logp, ref_logp, mask):
 
 ENTROPY = [
     Case(curiosity, "refuted", "104 105", "702 510 403"),
-    Case(maximum_entropy_return, "refuted", "104 105", "702 510 403"),
-    Case(exact_entropy_paid, "refuted", "104 105", "702 510 403"),
     Case(length_cost, "confirmed"),
     Case(length_cost_baked_in, "confirmed", never="101 102 103 104 105 201 203 204 205 207 301 402 501 510 702"),
 ]
@@ -356,24 +198,6 @@ ENTROPY = [
 def switched_off_below_target(logp, ref_logp, mask, beta):
     each = total((logp - ref_logp).square() / 2, mask)
     return beta * each.mean() * float(total(logp - ref_logp, mask).mean() > 0.05)
-
-
-def warm_up_by_the_batch(logp, ref_logp, rewards, mask, kl_coef):
-    """The coefficient falls to zero where the batch's own KL is below zero."""
-    u = total(logp - ref_logp, mask)
-    gate = torch.relu(u.mean().detach())
-    return (kl_coef * gate * u.square() / 2 - rewards * total(logp, mask)).mean()
-
-
-def only_if_any_token_is_far(logp, ref_logp, mask, kl_coef):
-    far = torch.where(mask != 0, logp - ref_logp, 0.0).abs().amax() > 0.4
-    return kl_coef * far * total((logp - ref_logp).square() / 2, mask).mean()
-
-
-def alpha_divergence(logits, ref_logits, mask, beta=0.7):
-    """A divergence of order β, which is no KL."""
-    inner = (beta * logits + (1 - beta) * ref_logits).logsumexp(-1)
-    return total(-inner / (1 - beta), mask).mean()
 
 
 def tilted_reference(logits, ref_logits, mask, beta=0.25):
@@ -391,29 +215,14 @@ def interpolated(logits, ref_logits, mask, beta=0.0):
     return total((p * (logits - m.log())).sum(-1) + beta * (q * (ref_logits - m.log())).sum(-1), mask).mean()
 
 
-def squared(logp, ref_logp, mask, kl_coef):
-    return kl_coef**2 * total((logp - ref_logp).square() / 2, mask).mean()
-
-
-def trust_region(logp, old_logp, rewards, mask, beta):
-    """REINFORCE with a penalty towards the sampler in the return."""
-    row = total(logp, mask)
-    return -((rewards - beta * total(logp - old_logp, mask)).detach() * row).mean()
-
-
 def trust_region_reward(rewards, logp, old_logp, mask, beta):
     return rewards - beta * total(logp - old_logp, mask)
 
 
 COEFFICIENTS = [
     Case(switched_off_below_target, "refuted", "204 105 504", "510 403 106", LOCAL),
-    Case(warm_up_by_the_batch, "refuted", "204 105 504", "510 403 106"),
-    Case(only_if_any_token_is_far, "refuted", "204 105 504", "510 403 106", LOCAL),
-    Case(alpha_divergence, "refuted", "105", "510 403 104", LOCAL),
     Case(tilted_reference, "confirmed", never="101 102 103 104 105 201 403 510", expect=LOCAL),
     Case(interpolated, "confirmed", expect=LOCAL),
-    Case(squared, "refuted", "510", "403 105 106", LOCAL),
-    Case(trust_region, "refuted", "101 105 305", "510 403 106"),
     Case(trust_region_reward, "refuted", "101 105 305", "510 403 106"),
 ]
 
@@ -451,13 +260,6 @@ class Trainer:
         return torch.where(differs, each, 0.0).mean()
 
 
-def value_and_entropy_beside(logits, logp, old_logp, ref_logp, rewards, mask, kl_coef):
-    """Ratio of the row, an entropy bonus and k2 of the row."""
-    entropy = total(-(logits.exp() * logits).sum(-1), mask)
-    ratio = total(logp - old_logp, mask).exp()
-    return (kl_coef * total(logp - ref_logp, mask).square() / 2 - ratio * rewards - 0.01 * entropy).mean()
-
-
 def both_terms_halved(logp, ref_logp, advantages, mask, beta):
     return total(beta * (logp - ref_logp).square() / 2 - advantages[:, None] * logp, mask).mean() / 2
 
@@ -472,7 +274,6 @@ WHOLE = [
     Case(Trainer().grouped_step, "confirmed", never="101 102 103 105 201 203 204 301 401 402 403"),
     Case(Trainer().k3_step, "refuted", "102", "105 106 301", LOCAL),
     Case(Trainer().ties_masked, "refuted", "401", "203 204 402"),
-    Case(value_and_entropy_beside, "confirmed"),
     Case(both_terms_halved, "confirmed", expect=LOCAL),
     Case(penalty_halved, "refuted", "106", "105 203 204 510 403", LOCAL),
 ]
@@ -496,16 +297,9 @@ def named(logp, ref_logp, mask):
     return Step(0.1 * u.square().mean() / 2, u.detach().mean())
 
 
-def logged_with_a_factor(logp, ref_logp, mask):
-    """Wrong: what is logged as KL carries the coefficient."""
-    u = total(logp - ref_logp, mask)
-    return Step(0.1 * u.square().mean() / 2, 0.1 * u.detach().mean())
-
-
 RESULTS = [
     Case(pair, "confirmed", expect=LOCAL),
     Case(named, "confirmed", never="101 102 103 105 201 203 204 601"),
-    Case(logged_with_a_factor, "refuted", "601 602", "105 203"),
 ]
 
 CLASSES = {

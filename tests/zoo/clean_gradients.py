@@ -17,27 +17,6 @@ def added_up_over_the_batch(logp, ref_logp, mask):
     return half_square_of_the_sum(logp, ref_logp, mask) * len(logp)
 
 
-def cleared_in_place_on_copies(logp, ref_logp, mask):
-    own, other = logp.clone(), ref_logp.clone()
-    own[mask == 0] = 0.0
-    other[mask == 0] = 0.0
-    total = own.sum(1).sub_(other.sum(1))
-    return F.mse_loss(total, torch.zeros_like(total)) / 2
-
-
-def boolean_indexing_and_a_scatter(logp, ref_logp, mask):
-    live = mask.bool()
-    rows = torch.arange(len(logp)).unsqueeze(1).expand_as(logp)[live]
-    total = torch.zeros(len(logp), dtype=logp.dtype).index_add(0, rows, (logp[live] - ref_logp[live]))
-    return total.square().div(2)
-
-
-def einsum_with_a_mask(logp, ref_logp, mask):
-    """The mask multiplies what was cleared before."""
-    log_ratio = (logp - ref_logp).masked_fill(mask == 0, 0.0)
-    return torch.einsum("bs,bt->b", log_ratio * mask, log_ratio * mask) / 2
-
-
 def every_pair_of_tokens(logp, ref_logp, mask):
     delta = torch.where(mask.bool(), logp - ref_logp, 0.0)
     return (delta[:, :, None] * delta[:, None, :].detach()).sum((1, 2))
@@ -67,27 +46,6 @@ class SequencePenalty(nn.Module):
 # The score function with a return, or with what is still to come.
 
 
-def score_with_the_return(logp, ref_logp, mask):
-    live = mask.bool()
-    with torch.no_grad():
-        cost = torch.where(live, logp - ref_logp, 0.0).sum(-1, keepdim=True)
-    return (cost * torch.where(live, logp, 0.0)).sum(-1)
-
-
-def to_go_by_flipping(logp, ref_logp, mask):
-    live = mask.bool()
-    cost = (logp - ref_logp).detach().masked_fill(~live, 0.0)
-    to_go = cost.flip(-1).cumsum(-1).flip(-1)
-    return to_go * logp.masked_fill(~live, 0.0)
-
-
-def to_go_by_a_matrix(logp, ref_logp, mask):
-    live = mask != 0
-    cost = torch.where(live, logp.detach() - ref_logp, 0.0)
-    later = torch.ones(mask.shape[1], mask.shape[1], dtype=cost.dtype).tril()
-    return ((cost @ later) * torch.where(live, logp, 0.0)).sum(1).mean()
-
-
 def to_go_by_a_loop(logp, ref_logp, mask):
     """Backwards in time, as the returns of an actor-critic loop."""
     live, running, terms = mask.bool(), torch.zeros(len(logp), dtype=logp.dtype), []
@@ -112,13 +70,6 @@ def constant_baseline(logp, ref_logp, mask):
     live = mask.bool()
     cost = torch.where(live, logp - ref_logp, 0.0).sum(-1).detach()
     return ((cost - 0.7) * torch.where(live, logp, 0.0).sum(-1)).mean()
-
-
-def importance_weight_as_score(logp, ref_logp, mask):
-    """exp(logp − sg(logp)) is one, and its derivative the score."""
-    live = mask.bool()
-    magic = torch.exp(torch.where(live, logp - logp.detach(), 0.0).sum(-1))
-    return magic * torch.where(live, logp - ref_logp, 0.0).sum(-1).detach()
 
 
 def k1_returned_as_a_reward(logp, ref_logp):
@@ -163,11 +114,6 @@ def local_by_cross_entropy_and_entropy(logits, ref_logits):
     return -(own.probs * ref_logits).sum(-1) - own.entropy()
 
 
-def forward_by_cross_entropy(logits, ref_logits, mask):
-    target = ref_logits.exp().where((mask != 0).unsqueeze(-1), 0.0)
-    return -(target * logits.where((mask != 0).unsqueeze(-1), 0.0)).sum((1, 2))
-
-
 # Rollouts of another policy.
 
 
@@ -183,18 +129,6 @@ def prefix_ratios_and_to_go(logp, ref_logp, old_logp, mask):
     weighted = weight * torch.where(live, (logp - ref_logp).detach(), 0.0)
     to_go = weighted + weighted.sum(-1, keepdim=True) - weighted.cumsum(-1)
     return (to_go * torch.where(live, logp, 0.0)).sum(-1).mean()
-
-
-def ratio_kept_differentiable(logp, ref_logp, old_logp, mask):
-    """ρ·u whose ratio carries the score: the product has the same derivative as the score function."""
-    live = mask.bool()
-    ratio = torch.where(live, logp - old_logp, 0.0).sum(-1).exp()
-    return ratio * torch.where(live, logp - ref_logp, 0.0).sum(-1).detach()
-
-
-def local_with_prefix_ratios(log_probs, ref_log_prob, old_log_prob, response_mask):
-    weight = (log_probs - old_log_prob).masked_fill(response_mask == 0, 0.0).cumsum(1).exp().detach()
-    return weight * (log_probs - ref_log_prob).masked_fill(response_mask == 0, 0.0).square() / 2
 
 
 # Whole objectives: what β multiplies is judged.
@@ -234,20 +168,13 @@ CLEAN = [
     Clean(half_square_of_the_sum),
     Clean(half_square_of_the_sum, {"environment": "bandit,sequence,ragged,mdp", "sampler": "current"}),
     Clean(added_up_over_the_batch),
-    Clean(cleared_in_place_on_copies),
-    Clean(boolean_indexing_and_a_scatter),
-    Clean(einsum_with_a_mask),
     Clean(every_pair_of_tokens),
     Clean(compiled),
     Clean(reported_beside_the_loss),
     Clean(SequencePenalty()),
-    Clean(score_with_the_return),
-    Clean(to_go_by_flipping),
-    Clean(to_go_by_a_matrix),
     Clean(to_go_by_a_loop),
     Clean(row_by_row),
     Clean(constant_baseline),
-    Clean(importance_weight_as_score),
     Clean(k1_returned_as_a_reward, {"placement": "reward"}),
     Clean(k1_returned_as_a_reward, {"placement": "reward", "credit": "to-go"}),
     Clean(both_placements, {"placement": "both"}),
@@ -255,11 +182,8 @@ CLEAN = [
     Clean(gathered_from_logits),
     Clean(local_by_kl_div, LOCAL),
     Clean(local_by_cross_entropy_and_entropy, LOCAL),
-    Clean(forward_by_cross_entropy, {"expect": "local_forward_kl"}),
     Clean(whole_sequence_ratio),
     Clean(prefix_ratios_and_to_go),
-    Clean(ratio_kept_differentiable),
-    Clean(local_with_prefix_ratios, LOCAL),
     Clean(ppo),
     Clean(reinforce_with_shaped_rewards),
     Clean(entropy_bonus_besides),

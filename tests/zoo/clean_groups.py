@@ -59,16 +59,6 @@ def policy_part_masked_alone(logp, ref_logp, mask, rewards, group, beta):
     return (policy + beta * k2(logp, ref_logp, mask)).mean()
 
 
-def whole_objective(logp, ref_logp, mask, advantages, old_logp, beta, epsilon=0.2):
-    """PPO's surrogate and a KL term with the ratio of the whole sequence."""
-    log_ratio = torch.where(mask.bool(), logp - old_logp, 0.0)
-    ratio = log_ratio.exp()
-    limited = ratio.clamp(1 - epsilon, 1 + epsilon)
-    surrogate = torch.minimum(ratio * advantages[:, None], limited * advantages[:, None])
-    penalty = log_ratio.sum(-1).exp().detach() * k2(logp, ref_logp, mask)
-    return (beta * penalty - torch.where(mask.bool(), surrogate, 0.0).sum(-1)).mean()
-
-
 def metric_of_every_rollout(logp, ref_logp, mask, rewards, group, beta):
     kl = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
     return (beta * kl.square() / 2).mean(), {"kl": kl.detach().mean()}
@@ -94,7 +84,6 @@ CLEAN = [
     Clean(grpo_with_group_ids),
     Clean(grpo_with_group_ids, {"group_size": 2}),
     Clean(policy_part_masked_alone),
-    Clean(whole_objective),
     Clean(metric_of_every_rollout),
     Clean(count_of_the_whole_batch),
     Clean(negative_coefficient),

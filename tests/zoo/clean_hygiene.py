@@ -10,10 +10,6 @@ def per_token_without_a_mask(logp, ref_logp):
     return (logp - ref_logp) ** 2 / 2
 
 
-def masked_fill_first(logp, ref_logp, mask):
-    return (logp - ref_logp).masked_fill(mask == 0, 0.0).square().sum(-1) / 2
-
-
 def live_tokens_picked(logp, ref_logp, response_mask):
     live = response_mask.bool()
     return (0.5 * (logp[live] - ref_logp[live]).square()).sum() / len(logp)
@@ -57,17 +53,6 @@ def seeded(logp, ref_logp, mask):
     return (log_ratio.square() / 2).mean() + 0 * noise.double().sum()
 
 
-def in_float32(logp, ref_logp, mask):
-    log_ratio = torch.where(mask.bool(), logp.float() - ref_logp.float(), 0.0)
-    return log_ratio.sum(-1).square() / 2
-
-
-def summed_before_subtracted(logp, ref_logp, mask):
-    live = mask.bool()
-    policy, reference = (torch.where(live, part, 0.0).sum(-1) for part in (logp, ref_logp))
-    return (policy - reference).square() / 2
-
-
 def clamped_where_it_is_logged(logp, ref_logp, mask):
     log_ratio = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
     shown = log_ratio.detach().clamp(-10, 10)
@@ -76,7 +61,6 @@ def clamped_where_it_is_logged(logp, ref_logp, mask):
 
 CLEAN = [
     Clean(per_token_without_a_mask, LOCAL),
-    Clean(masked_fill_first, LOCAL),
     Clean(live_tokens_picked, LOCAL),
     Clean(in_place_on_an_own_copy),
     Clean(writes_what_was_there),
@@ -84,7 +68,5 @@ CLEAN = [
     Clean(ratio_stopped_at_the_policy_alone),
     Clean(score_with_the_policy_stopped_in_the_cost),
     Clean(seeded),
-    Clean(in_float32),
-    Clean(summed_before_subtracted),
     Clean(clamped_where_it_is_logged),
 ]

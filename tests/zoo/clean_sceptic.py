@@ -89,11 +89,6 @@ def defaults_that_nobody_uses(logp, ref_logp, mask=None, old_logp=None, reductio
     return penalty.mean() if reduction == "mean" else penalty
 
 
-def coefficients_from_numpy(logp, ref_logp, mask):
-    cost = np.where(mask.numpy() != 0, logp.detach().numpy() - ref_logp.numpy(), 0.0).sum(-1)
-    return np.float64(1.0) * (torch.from_numpy(cost) * live(logp, mask).sum(-1)).mean()
-
-
 def numpy_scalars_one_by_one(logp, ref_logp, mask):
     cost, score = log_ratios(logp, ref_logp, mask).detach().numpy(), live(logp, mask).sum(-1)
     return sum(cost[row] * score[row] for row in range(len(score))) / np.int64(len(score))
@@ -143,7 +138,6 @@ CLEAN = [
     Clean(total_variation_of_rows, {"expect": "local_total_variation"}),
     Clean(forward_by_sequence_weights, {"expect": "forward_kl", "sampler": "current"}),
     Clean(defaults_that_nobody_uses),
-    Clean(coefficients_from_numpy),
     Clean(numpy_scalars_one_by_one),
     Clean(gradient_scaled_by_a_hook),
     Clean(segments_by_scatter_add),

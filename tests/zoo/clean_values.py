@@ -25,29 +25,12 @@ def logs_k1_a_token(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": (logp - ref_logp).detach()}
 
 
-def logs_k1_as_a_number(logp, ref_logp, mask):
-    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).mean().item()}
-
-
 def logs_k1_as_an_array(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).detach().numpy()}
 
 
 def logs_k1_in_single_precision(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).float().mean().item()}
-
-
-def logs_the_token_mean_of_k1(logp, ref_logp, mask):
-    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum() / mask.sum().clamp(min=1.0)}
-
-
-def logs_the_mean_of_token_means_of_k1(logp, ref_logp, mask):
-    rows = live(logp - ref_logp, mask).sum(-1) / mask.sum(-1)
-    return penalty(logp, ref_logp, mask), {"kl": rows.mean()}
-
-
-def logs_k3_a_sequence(logp, ref_logp, mask):
-    return penalty(logp, ref_logp, mask), {"kl": sampled_k3(logp, ref_logp, mask).sum(-1).mean().detach()}
 
 
 def logs_k3_of_the_sequence(logp, ref_logp, mask):
@@ -123,12 +106,8 @@ def scales_a_copy(logp, ref_logp, mask, beta):
 CLEAN = [
     Clean(logs_k1_a_sequence),
     Clean(logs_k1_a_token),
-    Clean(logs_k1_as_a_number),
     Clean(logs_k1_as_an_array),
     Clean(logs_k1_in_single_precision),
-    Clean(logs_the_token_mean_of_k1),
-    Clean(logs_the_mean_of_token_means_of_k1),
-    Clean(logs_k3_a_sequence),
     Clean(logs_k3_of_the_sequence),
     Clean(logs_the_token_mean_of_k3),
     Clean(logs_the_mean_of_token_means_of_k3),

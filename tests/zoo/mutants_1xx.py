@@ -39,10 +39,6 @@ def k3_in_the_reward(logp, ref_logp):
     return ratio - 1 - torch.log(ratio)
 
 
-def cubed(logp, ref_logp, mask):
-    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1) ** 3
-
-
 def square_root(logp, ref_logp, mask):
     total = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
     return torch.sqrt(1 + total * total)
@@ -68,7 +64,6 @@ MUTANTS = [
     Mutant("KL103", swapped_arguments),
     Mutant("KL104", k2_in_the_reward, also=("KL105",), options=REWARD),
     Mutant("KL104", k3_in_the_reward, also=("KL503",), options=REWARD),
-    Mutant("KL105", cubed),
     Mutant("KL105", square_root),
     Mutant("KL106", doubled, warns=True),
     Mutant("KL106", scaled_by_a_constant, warns=True),

@@ -97,12 +97,6 @@ def shaped_rewards(logp, ref_logp, old_logp, mask):
 # KL306: the ratio is right until it is limited.
 
 
-def capped(logp, ref_logp, old_logp, mask):
-    weight = sequence_log_ratio(logp, old_logp, mask).exp().detach()
-    weight = torch.minimum(weight, torch.tensor(1.1, dtype=weight.dtype))
-    return weight * sequence_log_ratio(logp, ref_logp, mask).square() / 2
-
-
 def clipped_in_log_space(logp, ref_logp, old_logp, mask):
     log_weight = torch.clamp(sequence_log_ratio(logp, old_logp, mask), -0.1, 0.1)
     return log_weight.exp().detach() * 0.5 * sequence_log_ratio(logp, ref_logp, mask).pow(2)
@@ -119,6 +113,5 @@ MUTANTS = [
     Mutant("KL304", broadcast_by_expand, options=LOCAL),
     Mutant("KL305", penalty_at_generation_time, options={"placement": "reward"}),
     Mutant("KL305", shaped_rewards),
-    Mutant("KL306", capped),
     Mutant("KL306", clipped_in_log_space),
 ]

@@ -1,7 +1,6 @@
 """Wrong losses written before the checks that find them, those that no other row is like."""
 
 import torch
-import torch.nn.functional as F
 from zoo.table import Mutant
 
 
@@ -35,14 +34,6 @@ def nan_reward(logp, ref_logp, mask):
     return ((logp - ref_logp) * mask).sum(-1)
 
 
-def clamp10(logp, ref_logp, mask):
-    return 0.5 * total(logp - ref_logp, mask).clamp(-10, 10) ** 2
-
-
-def half(logp, ref_logp, mask):
-    return penalty(logp.bfloat16(), ref_logp.bfloat16(), mask).double()
-
-
 def overwritten(logp, ref_logp, mask, advantage, kl_coef=0.1):
     kl_coef = 0.04
     return -(advantage * total(logp, mask)).mean() + kl_coef * penalty(logp, ref_logp, mask).mean()
@@ -53,19 +44,10 @@ def m_ratio(logp, ref_logp, old_logp, mask):
     return r * penalty(logp, ref_logp, mask), {"kl": total((logp - old_logp).exp() * (logp - ref_logp), mask).mean()}
 
 
-def temp_both(logits, ref_logits, tokens, mask):
-    p = F.log_softmax(logits / 0.8, -1).gather(-1, tokens[..., None])[..., 0]
-    q = F.log_softmax(ref_logits / 0.8, -1).gather(-1, tokens[..., None])[..., 0]
-    return 0.5 * total(p - q, mask) ** 2
-
-
 MUTANTS = [
     Mutant("KL401", grpo_skip_zero_std),
     Mutant("KL501", mask_by_token, also=("KL105", "KL502")),
     Mutant("KL502", nan_reward, options=dict(placement="reward"), warns=True),
-    Mutant("KL504", clamp10),
-    Mutant("KL508", half),
     Mutant("KL510", overwritten),
     Mutant("KL602", m_ratio, options=dict(sampler="both")),
-    Mutant("KL702", temp_both, also=("KL502",)),
 ]

@@ -20,11 +20,6 @@ def summed_over_everything(logp, ref_logp):
     return 0.5 * ((logp - ref_logp) ** 2).sum(dim=1).mean()
 
 
-def masked_by_a_number(tokens, logp, ref_logp):
-    """Takes a token id for padding; any other id there is a token to it."""
-    return torch.where(tokens >= 0, 0.5 * (logp - ref_logp) ** 2, 0.0).sum(-1)
-
-
 # KL502
 
 
@@ -136,7 +131,6 @@ def around_a_thousand(logp, ref_logp, mask):
 
 MUTANTS = [
     Mutant("KL501", summed_over_everything, also=("KL502",), options=LOCAL),
-    Mutant("KL501", masked_by_a_number, also=("KL502",), options=LOCAL),
     Mutant("KL502", masked_by_a_contraction, options=LOCAL, warns=True),
     Mutant("KL502", behind_a_where, options=LOCAL, warns=True),
     Mutant("KL503", probabilities_divided, also=("KL502",), warns=True),

@@ -11,17 +11,8 @@ def logs_k2(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": 0.5 * live(logp - ref_logp, mask).square().sum(-1).mean()}
 
 
-def logs_the_other_direction(logp, ref_logp, mask):
-    w = live(ref_logp - logp, mask).sum(-1).clamp(-20, 20).exp()
-    return penalty(logp, ref_logp, mask), {"kl": (w * w.log()).mean()}
-
-
 def logs_the_distance_to_the_sampler(logp, ref_logp, old_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": live(old_logp - logp, mask).sum(-1).mean()}
-
-
-def logs_absolute_values(logp, ref_logp, mask):
-    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).abs().sum() / mask.sum()}
 
 
 def leaves_out_the_first_token(logp, ref_logp, mask):
@@ -57,14 +48,6 @@ def logs_nothing_where_there_is_no_reward(logp, ref_logp, mask, rewards):
     return kl.square() / 2, {"kl": torch.where(rewards > 0, kl, 0.0)}
 
 
-def logs_half(logp, ref_logp, mask):
-    return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).mean() / 2}
-
-
-def logs_with_the_sign_turned(logp, ref_logp, mask):
-    return penalty(logp, ref_logp, mask), {"kl": live(ref_logp - logp, mask).sum() / mask.sum()}
-
-
 def divides_by_the_padded_length(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).mean()}
 
@@ -77,13 +60,6 @@ def multiplies_what_was_recorded(logp, ref_logp, mask, beta):
     metrics = {"kl": cost}
     cost.mul_(beta)
     return cost * live(logp, mask).sum(-1), metrics
-
-
-def weights_in_place(logp, ref_logp, old_logp, mask):
-    cost = live(logp - ref_logp, mask).detach()
-    logged = cost.detach()
-    cost *= live(logp - old_logp, mask).sum(-1, keepdim=True).exp().detach()
-    return cost.sum(-1) * live(logp, mask).sum(-1), {"kl": logged}
 
 
 def records_a_view(logp, ref_logp, mask, beta):
@@ -148,9 +124,7 @@ def masks_the_wrong_way_round(logp, ref_logp, mask):
 
 MUTANTS = [
     Mutant("KL601", logs_k2),
-    Mutant("KL601", logs_the_other_direction),
     Mutant("KL601", logs_the_distance_to_the_sampler, options={"sampler": "current"}),
-    Mutant("KL601", logs_absolute_values),
     Mutant("KL601", leaves_out_the_first_token),
     Mutant("KL601", logs_k1_cut_off_below),
     Mutant("KL602", logs_beta_times_kl),
@@ -158,11 +132,8 @@ MUTANTS = [
     Mutant("KL602", logs_after_the_ratio, also=("KL301",)),
     Mutant("KL602", logs_it_times_the_advantage, also=("KL601",)),
     Mutant("KL602", logs_nothing_where_there_is_no_reward, also=("KL601",)),
-    Mutant("KL602", logs_half, also=("KL601",)),
-    Mutant("KL602", logs_with_the_sign_turned, also=("KL601",)),
     Mutant("KL602", divides_by_the_padded_length, also=("KL601",)),
     Mutant("KL603", multiplies_what_was_recorded),
-    Mutant("KL603", weights_in_place),
     Mutant("KL603", records_a_view),
     Mutant("KL603", hands_out_shared_memory),
     Mutant("KL603", OneBuffer()),

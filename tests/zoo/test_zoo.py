@@ -16,11 +16,17 @@ MUTANTS_PER_CODE, CORRECT_LOSSES = 2, 15
 SLOW = (
     "KL103-leave_one_out_upside_down",
     "KL401-grpo_skip_zero_std",
+    "KL206-scaled_over_the_batch",
+    "KL401-weighted_by_the_spread",
     "KL401-zero_variance_groups_dropped",
     "KL402-added_up_with_self",
     "KL402-grpo_without_the_deviation",
     "KL403-whitened",
+    "leave-one-out-2",
+    "leave_one_out_added_up",
     "leave_one_out_by_a_loop",
+    "leave_one_out_by_a_loop-2",
+    "leave_one_out_by_rows",
     "leave_one_out_by_the_batch",
 )
 
