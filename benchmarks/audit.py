@@ -18,12 +18,13 @@ import torch
 from kltest.auditing.fits import distance
 from kltest.auditing.named import controls_of, parts_of
 from kltest.auditing.passes import measure
-from kltest.environments import Instance
+from kltest.auditing.units import narrowed
+from kltest.environments import Instance, ragged
 from kltest.estimators.spec import registry
 from kltest.files import as_csv
 from kltest.identify.instances import instances, network, seeds
 from kltest.loss.resolve import bind, resolve
-from kltest.moments.blocks import Sample, angle, coefficient, cosine, norm
+from kltest.moments.blocks import HEAVY, Sample, angle, coefficient, cosine, norm
 from kltest.moments.sketch import Sketch
 from kltest.sweeps.progress import Progress
 from tests.audited import models, rollouts
@@ -61,7 +62,7 @@ class Population:
         found = []
         with self.sketch.listening():
             for pair in self.pairs:
-                unit = rollouts(self.instance, pair, self.sampler, given=False)
+                unit = narrowed(rollouts(self.instance, pair, self.sampler, given=False))
                 found.append(measure(loss, self.models, unit, list(parts), self.sketch).vectors * self.signs)
         return torch.stack(found).numpy() @ self.root
 
@@ -99,6 +100,12 @@ def population(sampler):
     return Population(instance, basis * np.sqrt(np.maximum(values, 0.0)), sampler)
 
 
+def padded():
+    """Rollouts of one to three tokens from a table, whose weights are its logits."""
+    instance = Instance.draw(ragged(3, 3), SEED)
+    return Population(instance, np.eye(instance.policy.size), "current")
+
+
 def coverage(found, repetitions, units, generator):
     """How often intervals at 95 %, one at a time, and bounds on the distance at 99 % miss the truth."""
     exact, own = found.exact(), np.eye(found.vectors.shape[1])[1]
@@ -107,13 +114,14 @@ def coverage(found, repetitions, units, generator):
         right = [float(one(exact)) for one in (coefficient(own, truth), coefficient(own, near), cosine(own, truth))]
         away = float(np.sqrt(max(norm(own - truth)(exact) / norm(truth)(exact), 0.0)))
     zero = norm(own)(exact) < 1e-20 * norm(truth)(exact)
-    held, bounds, verdicts = np.zeros(3), 0, []
+    held, bounds, heavy, verdicts = np.zeros(3), 0, 0, []
     for _ in range(repetitions):
         sample = found.drawn(units, generator)
         intervals = [sample.interval(coefficient(own, one), 0.05) for one in (truth, near)]
         for k, (one, number) in enumerate(zip([*intervals, angle(sample, own, truth, 0.05)], right, strict=True)):
             # Exact ones have an interval as wide as rounding.
             held[k] += one.low - ROUNDING <= number <= one.high + ROUNDING
+        heavy += sample.effective(coefficient(own, truth)) < HEAVY * len(sample)
         named = np.stack([found.vector({name: 1.0}) for name in found.names])
         bound = distance(sample, own - truth, truth, named, found.controls, 0.01)
         bounds += bound.low <= away + ROUNDING and bound.high >= away - ROUNDING
@@ -124,6 +132,7 @@ def coverage(found, repetitions, units, generator):
         "cosine": "" if zero else held[2] / repetitions,
         "distance": bounds / repetitions,
         "exact_distance": round(away, 4),
+        "heavy": heavy / repetitions,
         **{f"{word}": verdicts.count(word) / repetitions for word in ("confirmed", "refuted")},
     }
 
@@ -139,13 +148,17 @@ PLANTED = {
     "immediate credit": ("k1-reward-immediate", "reverse_kl"),
 }
 """Losses by what was planted in them, and the gradient that they declare."""
+PADDED = {
+    "right, some rollouts shorter": (lambda logp, ref_logp: 0.5 * (logp - ref_logp) ** 2, "local_reverse_kl"),
+    "padding not masked": (lambda logp, ref_logp: 0.5 * (logp - ref_logp).square().sum(1), "local_reverse_kl"),
+}
 
 
-def power(found, repetitions, rate):
+def power(found, planted, repetitions, rate):
     """How often each loss is confirmed and refuted, by the number of prompts of two rollouts."""
     own = np.eye(found.vectors.shape[1])[1]
     named = np.stack([found.vector({name: 1.0}) for name in found.names])
-    for what, (loss, expect) in PLANTED.items():
+    for what, (loss, expect) in planted.items():
         declared = found.vector({expect: 1.0})
         found.vectors[:, 0] = found.of(resolve(loss) if isinstance(loss, str) else bind(loss))[:, 0]
         exact = found.exact()
@@ -167,19 +180,22 @@ def main():
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--units", type=int, default=128)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--samplers", nargs="*", default=["current", "stale"])
     parser.add_argument("--power", action="store_true")
     asked = parser.parse_args()
     if asked.power:
-        print(as_csv(list(power(population("current"), asked.repetitions, 0.01))), end="")
+        pairs = ((population("current"), PLANTED), (padded(), PADDED))
+        print(as_csv([row for pair in pairs for row in power(*pair, asked.repetitions, 0.01)]), end="")
         return
     rows: list[dict[str, object]] = []
-    for sampler in ("current", "stale"):
+    numbers = {cell: number for number, cell in enumerate(product(("current", "stale"), registry()))}
+    for sampler in asked.samplers:
         found = population(sampler)
-        names = [name for name in asked.only or registry() if name in registry()]
+        names = [name for name in registry() if name in (asked.only or registry())]
         with Progress(f"audits, {sampler}", len(names), stream=sys.stderr) as progress:
             for name in names:
                 found.vectors[:, 0] = found.of(resolve(name))[:, 0]
-                generator = np.random.default_rng([SEED, len(rows)])
+                generator = np.random.default_rng([SEED, numbers[sampler, name]])
                 row = {"estimator": name, "sampler": sampler, "units": asked.units}
                 rows.append(row | coverage(found, asked.repetitions, asked.units, generator))
                 progress.advance(name)

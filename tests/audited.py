@@ -48,9 +48,8 @@ def rollouts(instance, rows, sampler="current", *, given=True):
     old = torch.from_numpy(paths.chosen(instance.sampler)) if sampler == "stale" and given else None
     prompts = torch.full((len(rows), 1), instance.environment.vocabulary)
     reward = torch.from_numpy(instance.environment.returns(paths))
-    return Rollouts(
-        prompts, prompts == prompts, tokens, mask, torch.zeros(mask.shape), torch.zeros(len(rows)).long(), reward, old
-    )
+    nothing, group = torch.zeros(mask.shape), torch.zeros(len(rows)).long()
+    return Rollouts(prompts, prompts == prompts, tokens, mask, nothing, group, reward, old_logp=old)
 
 
 def every_pair(instance, sampler):

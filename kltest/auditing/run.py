@@ -25,7 +25,7 @@ from kltest.identify.uses import kl_part
 from kltest.language_models.generation import Rollouts
 from kltest.loss.callables import name_of
 from kltest.loss.global_state import preserved
-from kltest.moments.blocks import Sample, angle, coefficient, misfit, norm
+from kltest.moments.blocks import HEAVY, Sample, angle, coefficient, misfit, norm
 from kltest.moments.reduction import probe
 from kltest.moments.sketch import SIZE, Sketch
 from kltest.report import Verdict
@@ -41,8 +41,9 @@ LEAST = 8
 EFFECTIVE = 0.1
 # A cosine that is printed as more than 1.
 SEEN = 1.0005
-# Log-probs of one policy in two programs differ by less than this if both compute in float32.
-SAME = 1e-4
+TOO_SHORT = "may be too short"
+# A narrower interval is one of rounding.
+ROUNDING = 1e-3
 
 
 class Auditing:
@@ -169,6 +170,11 @@ class Auditing:
         if away.low > options.margin:
             verdict = "refuted"
         notes = list(self.loss.notes)
+        if TOO_SHORT in row.note:
+            notes.append(f"The interval of the declared gradient {row.note}; draw more (--units)")
+        if unknown := [name for name in options.expect if name in hopeless]:
+            verdict = "inconclusive"
+            notes.append(f"Nothing can be said of the distance from {unknown[0]}: {hopeless[unknown[0]]}")
         if verdict == "refuted" and not self.loss.takes_beta and row.coefficient and row.coefficient.low > 0:
             share = sample.interval(misfit(own, unit[None]), rate)
             if share.high <= options.margin**2:
@@ -216,17 +222,24 @@ class Auditing:
         found = Row(name, sample.interval(coefficient(own, column), rate))
         if sample.interval(norm(own), rate).low <= 0:
             return replace(found, note="the loss's gradient is not told from zero: no direction")
-        near = angle(sample, own, column, rate)
-        return replace(found, cosine=near, note="above 1 by noise" if near.value > SEEN else "")
+        near, carry = angle(sample, own, column, rate), sample.effective(coefficient(own, column))
+        few = found.coefficient and found.coefficient.width > ROUNDING and carry < HEAVY * len(sample)
+        notes = ["above 1 by noise"] * (near.value > SEEN)
+        notes += [f"{TOO_SHORT}: {carry:.0f} of {len(sample)} blocks of prompts carry the noise"] * bool(few)
+        return replace(found, cosine=near, note="; ".join(notes))
 
     def _hopeless(self) -> dict[str, str]:
         """Reasons, by name, why a named gradient that needs weights of whole rollouts is not estimated."""
-        found = {}
-        for kind, name in (("reference", "forward_kl"), ("square", "chi_square")):
+        found: dict[str, str] = {}
+        names = {"reference": ["forward_kl"], "square": ["chi_square"]}
+        # Under a sampler, prefixes of the policy are weighted by its ratios.
+        names["policy"] = [name for name, parts in self.names.items() if any(part.at == "" for part in parts)]
+        for kind, weighted in names.items():
             weights = torch.cat(self.weights[kind]).double().softmax(0)
             effective = float(1 / (weights**2).sum())
             if effective < EFFECTIVE * self.rollouts:
-                found[name] = f"weights leave {effective:.0f} of {self.rollouts} rollouts: not estimated"
+                note = f"weights leave {effective:.0f} of {self.rollouts} rollouts: not estimated"
+                found |= {name: note for name in weighted if name not in found}
         return found
 
     def _needed(self, square: float, error: float, unit: float, rate: float, blocks: int) -> int | None:

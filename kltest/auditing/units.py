@@ -179,4 +179,4 @@ def _of_mapping(batch: Mapping[str, Any], language: LanguageModel, group_size: i
             raise UsageError(f"{rows} rollouts do not divide into groups of {group_size}: give the group size")
         group = torch.arange(rows) // group_size
     nothing = torch.zeros(rows, width)
-    return Rollouts(prompts, prompt_mask, tokens, mask, nothing, group, reward, old)
+    return Rollouts(prompts, prompt_mask, tokens, mask, nothing, group, reward, old_logp=old)

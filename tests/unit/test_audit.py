@@ -8,7 +8,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from audited import every_pair, models, rollouts
+from audited import every_pair, language, models, rollouts
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -26,6 +26,7 @@ from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import score
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
+from kltest.moments.blocks import Sample, norm
 from kltest.moments.sketch import Sketch
 from kltest.truth import gradient
 
@@ -180,6 +181,29 @@ def test_a_batch_of_a_training_run_gives_json_that_holds_to_the_schema(tiny):
     assert clean.facts["padded_share"] == 0
     assert clean.facts["mean_gap"] is None
     assert clean.scalars()["signal_to_noise"] == clean.signal_to_noise
+
+
+def test_intervals_that_hang_on_few_rollouts_say_so():
+    """Planted: a rollout that counts twenty times, and a ratio of e⁹; normal noise is that of a third of the blocks."""
+    noise = np.random.default_rng(0).standard_normal((300, 2, 40)) + 1
+    assert Sample(noise).effective(norm(np.array([1.0, 0.0]))) == pytest.approx(100, rel=0.3)
+    instance, draw = Instance.draw(sequence(2, 3), 0), np.random.default_rng(0).integers
+    tables = [language(instance.environment, one) for one in (instance.policy, instance.reference)]
+    pairs = [[7 if unit == 5 else draw(7), draw(7)] for unit in range(64)]
+
+    def audited(weight, shift):
+        def weighted(logp, ref_logp, tokens):
+            return 0.5 * (logp - ref_logp) ** 2 * torch.where((tokens == 1).all(1, keepdim=True), weight, 1.0)
+
+        units = [rollouts(instance, pair, "stale") for pair in pairs]
+        units[5].old_logp[0, 0] -= shift
+        return kltest.audit(weighted, *tables, units)
+
+    few, far, plain = (" ".join(audited(*planted).notes) for planted in ((20.0, 0.0), (1.0, 9.0), (1.0, 0.0)))
+    assert "may be too short: 1 of 64 blocks" in few
+    assert "distance from reverse_kl: weights leave 1 of 128 rollouts" in far
+    assert "too short" not in plain + far
+    assert "distance" not in plain + few
 
 
 @pytest.mark.parametrize(
