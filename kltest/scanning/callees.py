@@ -1,9 +1,12 @@
 """Which functions of the tree a call reaches: by name and import, class, constructor, table, decorator or partial."""
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import FUNCTIONS, chain, names_in
@@ -11,12 +14,16 @@ from kltest.scanning.syntax import FUNCTIONS, chain, names_in
 
 @dataclass(eq=False)
 class Function:
-    """A function of the tree; `owner` is the class that it stands in, of which it is a method or within one."""
+    """A function of the tree; `owner` is the class that it stands in, of which it is a method or within one.
+
+    `settings` are the constants of the tree: those of modules, and the defaults of options in classes of these.
+    """
 
     source: Source
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
     owner: str = ""
     is_method: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -80,8 +87,14 @@ class Callees:
             if function.name in ("forward", "__call__") and function.is_method:
                 self.by_name.setdefault(function.owner, []).append(function)
             self.by_name.setdefault(function.name, []).append(function)
+        settings: dict[str, Any] = {}
         for source in sources:
             self._read(source)
+            for name, value in _settings(source.tree):
+                settings[name] = value if settings.get(name, value) == value else None
+        settings = {name: value for name, value in settings.items() if value is not None}
+        for function in self.functions:
+            function.settings = settings
         for function in self.functions:
             self._read_decorators(function)
         for function in self.functions:
@@ -204,6 +217,20 @@ class Callees:
         same = [function for function in found if function.source is source]
         there = [function for function in found if module and f"/{module}." in f"/{function.source.path}."]
         return same or there or found
+
+
+def _settings(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the constants of a module, and the defaults of the fields of its classes of options."""
+    for node in tree.body:
+        options = isinstance(node, ast.ClassDef) and re.search("Config|Arg|Option|Param|Setting", node.name)
+        for each in node.body if isinstance(node, ast.ClassDef) and options else [node]:
+            match each:
+                case ast.AnnAssign(ast.Name(name), _, value) | ast.Assign([ast.Name(name)], value):
+                    given = {keyword.arg: keyword.value for keyword in getattr(value, "keywords", ())}
+                    value = given.get("default", value)  # of field(default=…)
+                    with suppress(ValueError, TypeError, SyntaxError):
+                        if (options or name.isupper()) and value is not None:
+                            yield name, ast.literal_eval(value)
 
 
 def _functions(source: Source) -> Iterator[Function]:

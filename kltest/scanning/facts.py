@@ -1,7 +1,7 @@
 """What is looked up again and again in the function of a term, read off its syntax tree once."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -72,6 +72,12 @@ class Facts:
         """Names that are computed from a reference, and into which the term does not flow."""
         read = self._computed(lambda value: any(_is_reference(node) for node in ast.walk(value)))
         return read - self._computed(self.term.holds)
+
+    @cached_property
+    def of_sides(self) -> frozenset[str]:
+        """Names of log-probs, and those that are computed from them."""
+        stated = frozenset(n.id for n in self.nodes if isinstance(n, ast.Name) and side(n.id))
+        return stated | self._computed(lambda value: any(side(chain(node)) for node in ast.walk(value)))
 
     def _computed(self, begins: Callable[[ast.AST], bool]) -> frozenset[str]:
         """Return the names computed from expressions for which `begins` holds, or from one another."""
@@ -179,6 +185,7 @@ def defaults_of(function: Function) -> dict[str, Any]:
             for method in node.body:
                 if isinstance(method, FUNCTIONS) and method.name == "__init__":
                     _take(found, method.args, "self.")
+                    _take_kept(found, method, function.settings)
                 elif isinstance(method, ast.AnnAssign) and isinstance(method.value, ast.Constant):
                     found[f"self.{ast.unparse(method.target)}"] = method.value.value
     return found
@@ -187,6 +194,28 @@ def defaults_of(function: Function) -> dict[str, Any]:
 def _all(statements: list[ast.stmt]) -> Iterator[ast.AST]:
     for statement in statements:
         yield from ast.walk(statement)
+
+
+def _take_kept(
+    found: dict[str, Any], constructor: ast.FunctionDef | ast.AsyncFunctionDef, settings: Mapping[str, Any]
+) -> None:
+    """Take what a constructor keeps in self: a constant, a parameter, or an option of a configuration."""
+    own: dict[str, Any] = {}
+    _take(own, constructor.args, "")
+    for node in ast.walk(constructor):
+        match node:
+            case ast.Assign([ast.Attribute(ast.Name("self")) as target], value):
+                match value:
+                    case ast.Name(name):
+                        given = own.get(name)
+                    case ast.Attribute(_, name):
+                        given = settings.get(name)
+                    case ast.Call(_, [*_, ast.Constant(str()), ast.Constant(given)]) | ast.Constant(given):
+                        pass
+                    case _:
+                        continue
+                if given is not None:
+                    found[ast.unparse(target)] = given
 
 
 def _take(found: dict[str, Any], given: ast.arguments, prefix: str) -> None:

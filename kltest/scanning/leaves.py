@@ -15,6 +15,9 @@ from kltest.scanning.syntax import chain, each_of, identifiers, names_in, says, 
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
+COUNTED = "mask.sum()"
+"""What stands for a number of tokens that is handed in."""
+_TOKENS = frozenset({"ids", "tokens", "actions", "responses", "labels", "targets"})
 _KEEPS, _SUPPORT = WORDS["keeps"], WORDS["support"]
 
 
@@ -50,7 +53,11 @@ class Leaves(Conditions):
         return not (given == {"logp"} and all(name in _KEEPS or name in self.tree.by_name for name in names))
 
     def _is_plain(self, value: ast.expr) -> bool:
-        return not refusal(ast.Expression(copy.deepcopy(value)), frozenset(names_in(value)))
+        """Return True for arithmetic on log-probs, masks and tokens alone, which a mask may be computed by."""
+        names = names_in(value)
+        known = {name for name in names if is_mask(name) or _TOKENS.intersection(words(name)) or name in MODULES}
+        rest = names - known - self.facts.of_sides - {"self"}
+        return not rest and not refusal(ast.Expression(copy.deepcopy(value)), frozenset(names))
 
     def replace(self, node: ast.expr) -> ast.expr:
         """Return an expression with rollout fields and values in place of what the function reads from elsewhere."""
@@ -99,23 +106,32 @@ class Leaves(Conditions):
         if stated := side(name):
             return self.field(stated)
         if is_mask(name):
-            return self.use("mask")
+            live = self.use("mask")
+            padding = {"pad", "padding", "invalid", "ignored"}.intersection(words(name)) and not self.facts.multiplies(
+                text
+            )
+            return ast.parse("mask == 0", mode="eval").body if padding else live
         found = words(name)
         if says(name, "label", "target") and not says(name, "coef"):
             self.fields.update(mask=None, tokens=None)
             return ast.parse("torch.where(mask > 0, tokens, -100)", mode="eval").body
-        if {"ids", "tokens", "actions", "responses"} & set(found):
+        if _TOKENS.intersection(found):
             return self.use("tokens")
         if "weights" in found and not says_kl(name):
             self.notes.append(f"{text} is taken to be the mask")
             return self.use("mask")
         default = self.facts.defaults.get(name, self.facts.defaults.get(text, UNSET))
+        if default is UNSET and (name.isupper() or says(name, "config", "cfg", "args", "options")):
+            default = self.term.function.settings.get(name.rsplit(".", 1)[-1], UNSET)
         if says(name, *COEFFICIENT) and (says_kl(name) or default is UNSET or self.facts.multiplies(text)):
             self.notes.append(f"{text} is filled as the coefficient")
             return self.use("beta")
         if default is not UNSET and (default is None or isinstance(default, int | float | str)):
             self.notes.append(f"{text} keeps its default, {default!r}")
             return ast.Constant(default)
+        if {"temperature", "temp"}.intersection(found):
+            self.notes.append(f"{text} is taken to be 1")
+            return ast.Constant(1.0)
         if "advantages" in found or "advantage" in found:
             return self.use("advantage")
         if {"rewards", "reward", "scores", "score"} & set(found):
@@ -135,7 +151,7 @@ class Leaves(Conditions):
         elif {"length", "len"}.intersection(found) and {"max", "maximum"}.intersection(found):
             taken = "8"
         elif counts and {"length", "len", "items", "token", "tokens"}.intersection(found):
-            taken = "mask.sum()"
+            taken = COUNTED
             self.use("mask")
         else:
             return None

@@ -100,9 +100,17 @@ def cut_out(term: Term, end: End, code: Linear, leaves: Leaves) -> tuple[list[St
 
 
 def _needed(
-    term: Term, statements: Sequence[Statement], tainted: list[set[str]], needed: set[str], leaves: Leaves
+    term: Term,
+    statements: Sequence[Statement],
+    tainted: list[set[str]],
+    needed: set[str],
+    leaves: Leaves,
+    counter: ast.expr | None = None,
 ) -> list[Statement]:
-    """Return those of the statements that bind what is needed; `needed` becomes what they need before the first."""
+    """Return those of the statements that bind what is needed; `needed` becomes what they need before the first.
+
+    `counter` is the number of the rollout in a loop over them.
+    """
     kept: list[Statement] = []
     added_up: set[str] = set()
     for number in reversed(range(len(statements))):
@@ -119,7 +127,10 @@ def _needed(
         elif target in added_up:  # what it is added to is none of the term's
             value = ast.List([], ast.Load()) if isinstance(value, ast.List) else ast.Constant(0.0)
         elif leaves.is_leaf(target, value):
-            continue
+            field = leaves.stands_for(target, target)
+            if not (counter and names_in(counter) & names_in(value)) or field is None:
+                continue
+            value = ast.Subscript(field, counter, ast.Load())
         value = leaves.replace(copy.deepcopy(value))
         if not statement.augmented:
             needed.discard(target)
@@ -136,7 +147,9 @@ def _needed_loop(term: Term, loop: Statement, before: set[str], needed: set[str]
     tainted = _tainted(term, loop.loop, _tainted(term, loop.loop, before)[-1])
     while True:  # what a round needs of the one before it is needed as well
         wanted = set(needed)
-        kept = _needed(term, loop.loop, tainted, wanted, leaves)
+        counted = isinstance(loop.over, ast.Name) and getattr(getattr(loop.value, "func", None), "id", "") == "range"
+        counter = ast.Name(loop.over.id, ast.Load()) if counted else None  # type: ignore[union-attr]
+        kept = _needed(term, loop.loop, tainted, wanted, leaves, counter)
         if wanted <= needed:
             break
         needed |= wanted

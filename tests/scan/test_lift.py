@@ -202,6 +202,40 @@ def loss(logp, ref_logp, weights):
     loss = kl.sum() / weights.of_somebody()
     return loss
 """, lambda given: 2 * gap(given)),
+    "options kept by a constructor, and a temperature without a default": ("""
+FLOOR = 0.0
+
+class KDConfig:
+    scale: float = field(default=3.0)
+
+class Distil:
+    def __init__(self, args, floor=0.0):
+        self.temp = args.temperature
+        self.scale = args.scale
+        self.shift = getattr(args, "shift", 0.0)
+        self.floor = floor
+    def kd_loss(self, logits, teacher_logits):
+        q = (logits / self.temp).log_softmax(-1)
+        p = torch.softmax(teacher_logits / self.temp, -1)
+        return self.scale * (p * (p.log() - q + self.shift + self.floor + FLOOR)).sum()
+""", lambda given: 3 * forward_kl(given)),
+    "a mask computed from tokens, its inverse, and lists of chunks": ("""
+def train(policy, data, args):
+    logprobs, ref_logprobs, responses = [], [], []
+    for i in range(0, len(data), args.chunk):
+        response = generate(policy, data[i : i + args.chunk])
+        responses.append(response)
+        logprobs.append(policy.logprob(response))
+        ref_logprobs.append(reference.logprob(response))
+    responses = torch.cat(responses, 0)
+    logprobs = torch.cat(logprobs, 0)
+    ref_logprobs = torch.cat(ref_logprobs, 0)
+    ends = (responses == args.eos).int().argmax(dim=1)
+    padding_mask = torch.arange(responses.shape[1]) > ends.unsqueeze(1)
+    kl = torch.masked_fill((logprobs - ref_logprobs).abs(), padding_mask, 0)
+    loss = kl.sum()
+    loss.backward()
+""", live(gap)),
     "what models give": ("""
 def scores_of(net, batch):
     out = net(batch["input_ids"]).logits.log_softmax(-1)
