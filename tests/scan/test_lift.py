@@ -203,21 +203,21 @@ def loss(logp, ref_logp, weights):
     return loss
 """, lambda given: 2 * gap(given)),
     "options kept by a constructor, and a temperature without a default": ("""
-FLOOR = 0.0
+FACTOR = 0.5
 
 class KDConfig:
     scale: float = field(default=3.0)
 
 class Distil:
-    def __init__(self, args, floor=0.0):
+    def __init__(self, args, floor=1.0):
         self.temp = args.temperature
         self.scale = args.scale
-        self.shift = getattr(args, "shift", 0.0)
+        self.factor = getattr(args, "factor", 2.0)
         self.floor = floor
     def kd_loss(self, logits, teacher_logits):
         q = (logits / self.temp).log_softmax(-1)
         p = torch.softmax(teacher_logits / self.temp, -1)
-        return self.scale * (p * (p.log() - q + self.shift + self.floor + FLOOR)).sum()
+        return self.scale * (p * (p.log() - q)).sum() * self.factor ** self.floor * FACTOR
 """, lambda given: 3 * forward_kl(given)),
     "a mask computed from tokens, its inverse, and lists of chunks": ("""
 def train(policy, data, args):
