@@ -13,10 +13,10 @@ def draw(rows: DataFrame) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 4.5), layout="constrained")
     (heads, drift, clamp), (back, precision, lengths) = figure.subplots(2, 3)
     _heads(heads, select(rows, "head"))
-    _drift(drift, select(rows, "drift", form="top-k").sort_values("k"))
+    _drift(drift, select(rows, "drift", form="top-k", likely_mass=0.8).sort_values("k"))
     _clamp(clamp, select(rows, "clamp", bound=10.0).sort_values("u"))
     _back(back, select(rows, "return"))
-    _precision(precision, select(rows, "precision"))
+    _precision(precision, select(rows, "precision", seed=0))
     _lengths(lengths, select(rows, "batch"))
     return figure
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import brentq
+from scipy.special import lambertw
 
 from kltest.reproduce.claims import OWN, Answer, Claims
 from kltest.reproduce.frames import known, need, ordered, records, require
@@ -81,11 +81,11 @@ claims.bound("with the head detached such training stays at the reference", OWN,
 
 
 def root_of_k3(value: float, sign: float) -> float:
-    """Return the log-ratio on one side of zero at which e^{−u} − 1 + u has this value."""
-    return brentq(lambda u: math.expm1(-u) + u - value, 0.0, sign * (value + 2), xtol=1e-15)
+    """Return the log-ratio u on one side of zero at which e^{−u} − 1 + u is v: 1 + v + W(−e^{−1 − v})."""
+    return float(1 + value + lambertw(-math.exp(-1 - value), 0 if sign > 0 else -1).real)
 
 
-@claims.add(VERL, "the roots of e^(−u) − 1 + u = bound, ±20 at most", "1e-9: bisection")
+@claims.add(VERL, "the roots of e^(−u) − 1 + u = bound, ±20 at most", "1e-9: bisection against Lambert's W")
 def _dead(rows: pd.DataFrame) -> Answer:
     """a clamped k3 has no gradient at u below −2.6 or above 11"""
     found = need(rows, "clamp", u=LOG_RATIOS[0])
@@ -105,7 +105,7 @@ claims.bound("where no token is in the dead zone it is k3", VERL, "∇KL(ref‖�
 @claims.add(f"{VERL}; {OWN}", "less than 10 % of k3's at a bound of 10: Σ over the living tokens of (π − ref)·g",
     SUMS)  # fmt: skip
 def _silenced(rows: pd.DataFrame) -> Answer:
-    """once the tokens that the policy has left are in it, hardly any of the pull remains"""
+    """once the tokens that the policy has left are in it, hardly any of the pull remains (16 tokens, chances 1/rank)"""
     found = need(rows, "lead", bound=10.0, dead_mass=lambda x: x > 0.5)
     left = found["pull"] / found["pull of k3-loss"]
     said = f"{left.min():.1e} … {left.max():.1e} of the pull left"
@@ -114,7 +114,7 @@ def _silenced(rows: pd.DataFrame) -> Answer:
 
 @claims.add(OWN, "more than ten times as many updates", "exact training, until KL(π‖ref) is below 0.01")
 def _way_back(rows: pd.DataFrame) -> Answer:
-    """a policy that has run ahead comes back many times later"""
+    """a policy that has run ahead comes back many times later (16 tokens, chances 1/rank)"""
     steps = need(rows, "return", step=0).set_index(["penalty", "start"])["returned"]
     start = steps.index.get_level_values("start").max()
     plain, clamped = (steps.get((name, start), 0) for name in ("k3-loss", "k3-clamped"))
@@ -140,7 +140,7 @@ def _large(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
 def _same_for_all(rows: pd.DataFrame) -> Answer:
     """no formula gives the digits back: k1, k2 and k3 are then equally wrong"""
     found = _large(rows, rounded="log-probs")
-    near = found[found["log_ratio"] <= 0.1].groupby(["kind", "vocabulary", "log_ratio"])["relative_error"]
+    near = found[found["log_ratio"] <= 0.1].groupby(["kind", "vocabulary", "log_ratio", "seed"])["relative_error"]
     errors = near.agg(["min", "max", "size"])
     three = known(errors[errors["size"] == 3])
     apart = (three["max"] / three["min"]).max()
@@ -151,7 +151,9 @@ def _same_for_all(rows: pd.DataFrame) -> Answer:
 def _sixteen(rows: pd.DataFrame) -> Answer:
     """float16 keeps eight times as much of a log-prob as bfloat16"""
     found = _large(rows, rounded="log-probs", estimator="k2-loss")
-    by = found[found["log_ratio"] >= 0.1].groupby(["kind", "log_ratio"])["relative_error"].last().unstack("kind")
+    by = (
+        found[found["log_ratio"] >= 0.1].groupby(["kind", "log_ratio", "seed"])["relative_error"].last().unstack("kind")
+    )
     require({"bfloat16", "float16"} <= set(by))
     ratios = known((by["bfloat16"] / by["float16"]).dropna())
     return f"{ratios.min():.2f} … {ratios.max():.2f}", ratios.between(7, 9, inclusive="neither").all()
@@ -166,14 +168,11 @@ claims.bound("a rounded log-ratio costs k1 in the reward and k2 half a unit in t
 @claims.add(OWN, "bfloat16, log-ratios of 3e-4: all of it", "more than 99 %")
 def _nothing_left(rows: pd.DataFrame) -> Answer:
     """and k3 everything near the reference: w rounds to 1, and 1 − w to nothing"""
-    lost = (
-        _large(rows, rounded="arithmetic", kind="bfloat16", log_ratio=3e-4)
-        .groupby("estimator")["relative_error"]
-        .last()
-    )
+    found = _large(rows, rounded="arithmetic", kind="bfloat16", log_ratio=3e-4)
+    lost = found.groupby(["estimator", "seed"])["relative_error"].last().groupby("estimator").agg(["min", "max"])
     require({"k2-loss", "k3-loss"} <= set(lost.index))
-    said = f"k3: {lost['k3-loss']:.3f} of the gradient lost; k2: {lost['k2-loss']:.4f}"
-    return said, lost["k3-loss"] > 0.99 and lost["k2-loss"] < HALF_UNIT
+    all_of_it, some = lost["min"]["k3-loss"], lost["max"]["k2-loss"]
+    return f"k3: {all_of_it:.3f} of the gradient lost; k2: {some:.4f}", all_of_it > 0.99 and some < HALF_UNIT
 
 
 claims.bound("float32 is enough everywhere here", OWN, "below 1 %", "log-ratios from 1e-4", "relative_error", 0.01,
@@ -238,7 +237,7 @@ claims.bound("at π* both keep the lengths that they have under the reference", 
 @numbers.add
 def _of_heads(rows: pd.DataFrame) -> Cited:
     yield from extremes("push at the reference", need(rows, "head", **AT_REFERENCE)["bias"])
-    yield from melted(need(rows, "drift", form="top-k"), ["mass", "mass_after"], ["k"])
+    yield from melted(need(rows, "drift", form="top-k", likely_mass=0.8), ["mass", "mass_after"], ["k"])
 
 
 @numbers.add
@@ -252,10 +251,11 @@ def _of_clamps(rows: pd.DataFrame) -> Cited:
 
 numbers.melt("return", {"returned": "updates"}, ["penalty", "start"], step=0)
 
-numbers.melt("precision", {"relative_error": "error"}, ["estimator", "kind", "rounded", "vocabulary", "log_ratio"])
+numbers.melt("precision", {"relative_error": "error"}, ["estimator", "kind", "rounded", "vocabulary", "log_ratio"],
+    seed=0)  # fmt: skip
 
 numbers.add(lambda rows: extremes("asymmetry", _asymmetries(rows)[1]))
 
 
 numbers.melt("optimum", {name: name for name in ("length_of_right", "reference_length_of_right")}, ["beta"],
-    penalty="length-normalised")  # fmt: skip
+    penalty="length-normalised", seed=0)  # fmt: skip

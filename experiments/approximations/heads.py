@@ -83,8 +83,8 @@ def drift(one: Mapping[str, Any]) -> list[Row]:
     For a fixed head the followed gradient is that of KL(π‖ref) + π(S), whose minimum is π ∝ ref·e^{−1{v ∈ S}}: the
     head's mass m becomes m/(m + (1 − m)·e), and the KL there −log((1 − m) + m/e) − π(S).
     """
-    likely, k = DRIFT["likely"], one["k"]
-    chances = np.where(np.arange(TOKENS) < likely, DRIFT["mass"] / likely, (1 - DRIFT["mass"]) / (TOKENS - likely))
+    likely, k, most = DRIFT["likely"], one["k"], one["likely_mass"]
+    chances = np.where(np.arange(TOKENS) < likely, most / likely, (1 - most) / (TOKENS - likely))
     reference = np.log(chances)[None]
     problem = Problem(bandit(TOKENS), reference, reference)
     runs = [Run(problem, form, beta=1.0, learning_rate=DRIFT["learning_rate"], options={"k": k}) for form in

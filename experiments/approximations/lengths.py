@@ -145,13 +145,14 @@ def ends(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
     Right is to end at once, and every answer that begins with the first token.
     """
     environment = _task()
-    reference = np.zeros_like(environment.reward)
-    problem = Problem(environment, reference, reference)
-    runs = [
-        Run(problem, penalty, beta=one["beta"], learning_rate=OPTIMUM["learning_rate"] / max(one["beta"], 1.0))
-        for one in configurations
-        for penalty in PENALTIES
-    ]
+    runs = []
+    for one in configurations:
+        # Even, the first time.
+        spread = 0.5 * np.random.default_rng([one["seed"], 31]).standard_normal(environment.reward.shape)
+        reference = spread if one["seed"] else np.zeros_like(spread)
+        for penalty in PENALTIES:
+            rate = OPTIMUM["learning_rate"] / max(one["beta"], 1.0)
+            runs.append(Run(Problem(environment, reference, reference), penalty, beta=one["beta"], learning_rate=rate))
     history = train(runs, steps=OPTIMUM["steps"], record=OPTIMUM["steps"])
     rows = []
     for index, run in enumerate(runs):

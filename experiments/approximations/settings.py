@@ -3,17 +3,20 @@
 from kltest.sweeps.settings import Settings
 
 # What each part varies; it takes no notice of the other settings.
-PARTS: dict[str, tuple[str, ...]] = {
+PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "head": ("form", "k", "sharpness", "distance", "seed"),
     "prefixes": ("form", "seed"),
-    "drift": ("k",),
+    "drift": ("k", "likely_mass"),
     "clamp": ("bound",),
     "lead": ("bound", "lead"),
     "return": ("penalty", "start"),
-    "precision": ("estimator", "kind", "rounded", "vocabulary", "log_ratio"),
+    "precision": {
+        **{name: name for name in ("estimator", "kind", "rounded", "vocabulary", "log_ratio")},
+        "seed": "draw",
+    },
     "batch": ("normalised", "batch_size", "seed"),
     "lengths": ("seed",),
-    "optimum": ("beta",),
+    "optimum": {"beta": "beta", "seed": "draw"},
 }
 
 SETTINGS = Settings(
@@ -46,8 +49,14 @@ SETTINGS = Settings(
         "normalised": ("token-mean", "whole-return"),
         "batch_size": (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
         "beta": (0.7, 1.0, 1.5, 2.0),
+        # Share of the eight likely tokens in drift.
+        "likely_mass": 0.8,
+        # Policies that are rounded, and references from which lengths are trained.
+        "draw": 0,
     },
     full={
+        "likely_mass": (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.97),
+        "draw": tuple(range(10)),
         "k": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
         "sharpness": (0.25, 0.5, 1.0, 1.5, 2.0),
         "distance": (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0),
@@ -68,6 +77,8 @@ SETTINGS = Settings(
         "log_ratio": (1e-6, 2.0),
         "batch_size": (1, 100_000),
         "beta": (0.2, 100.0),
+        "likely_mass": (0.5, 0.99),
+        "draw": (0, 1000),
     },
 )
 
@@ -75,9 +86,9 @@ SETTINGS = Settings(
 TOKENS = 32
 PREFIXES = {"vocabulary": 4, "length": 3, "k": 2}
 
-# Drift: no reward, from the reference. Chances by rank: eight likely tokens share this, the others what is left, so
+# Drift: no reward, from the reference. Eight likely tokens share half of the mass or more, the others what is left, so
 # that a head of eight stays the likeliest after it lost a factor e; heads of other sizes cut through equal chances.
-DRIFT = {"likely": 8, "mass": 0.8, "steps": 400, "learning_rate": 8.0}
+DRIFT = {"likely": 8, "steps": 400, "learning_rate": 8.0}
 
 # Clamps: a reference of so many tokens with chances 1/rank, of which one runs ahead: the likeliest.
 CLAMPED_TOKENS = 16

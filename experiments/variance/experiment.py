@@ -14,7 +14,7 @@ from ..arrays import generator
 from ..rollouts import gradients
 from . import bandit, freedom
 from .prefixes import Environments, Form, best_coefficient, bootstrapped, rao_blackwell, sampled
-from .settings import ENUMERATED, EXACT, MIXED, PUBLISHED, SURE, VOCABULARY
+from .settings import ENUMERATED, EXACT, PUBLISHED, SURE, VOCABULARY
 
 Row = dict[str, Any]
 # So many prefixes are worked on at a time.
@@ -233,7 +233,7 @@ SCORE = ("k1-loss", None, None)
 def _mixtures(one: Mapping[str, Any]) -> list[Row]:
     """Medians over environments of the least noisy linear combination of the registered estimators."""
     found: dict[str, list[float]] = {}
-    for number in range(int(MIXED["environments"])):
+    for number in range(one["mixed"]):
         drawn = generator("mixtures", one["length"], one["distance"], one["seed"], number)
         environments = Environments.draw(1, VOCABULARY, one["length"], one["distance"], drawn)
         instance = _instance(environments, 0)

@@ -27,8 +27,8 @@ PUBLISHED_RATE, MEDIAN_TOLERANCE = 5.0, 0.05
 MOST = 512
 # The ladder and the mixtures are of this vocabulary.
 VOCABULARY = 3
-# Mixtures are found by enumeration, up to this length and in so many environments.
-MIXED = {"length": 4, "environments": 8}
+# Mixtures are found by enumeration, up to this length.
+MIXED_LENGTH = 4
 # One environment of each cell of up to so many rollouts is enumerated as well, with the registered estimators.
 ENUMERATED = 30
 
@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "pair": ("reference", "samples"),
     "rates": ("vocabulary", "length", "distance", "spread", "environments", "seed"),
     "ladder": ("length", "distance", "compared", "seed"),
-    "mixtures": ("length", "distance", "seed"),
+    "mixtures": ("length", "distance", "mixed", "seed"),
     "freedom": (),
     "noise": ("lam",),
     "bandit": ("rule", "rate", "steps", "batch_size", "runs"),
@@ -47,7 +47,7 @@ def applies(one: Mapping[str, Any]) -> bool:
     """Random environments are small enough, and what is enumerated smaller still."""
     if one["part"] == "rates":
         return bool(one["vocabulary"] ** one["length"] <= MOST)
-    return bool(one["part"] != "mixtures" or one["length"] <= MIXED["length"])
+    return bool(one["part"] != "mixtures" or one["length"] <= MIXED_LENGTH)
 
 
 SETTINGS = Settings(
@@ -65,6 +65,8 @@ SETTINGS = Settings(
         "spread": (1.0, 4.0),
         "environments": 1000,
         "compared": 50,
+        # Environments in which mixtures are found.
+        "mixed": 8,
         "lam": (*(0.25 * step for step in range(-2, 19)),),
         # The control variate's coefficient: fixed, or the best for value or gradient at every update.
         "rule": RULES,
@@ -79,6 +81,7 @@ SETTINGS = Settings(
         "spread": (1.0, 2.0, 4.0, 8.0),
         "environments": 10_000,
         "compared": 500,
+        "mixed": 50,
         "rate": (1.0, 2.0, 5.0, 7.0, 10.0, 12.0, 15.0, 20.0),
         "runs": 256,
     },
@@ -92,6 +95,7 @@ SETTINGS = Settings(
         "spread": (0.01, 8.0),
         "environments": (10, 1_000_000),
         "compared": (10, 100_000),
+        "mixed": (1, 100_000),
         "lam": (-5.0, 5.0),
         "rate": (1e-3, 100.0),
         "steps": (1, 100_000),
