@@ -196,7 +196,11 @@ class Callees:
                     name = chain(made.func).rsplit(".", 1)[-1]
             elif holder and holder[-1] in self.bases:
                 return list(self._methods([holder[-1]], name, function.source))[:1]
-        return self.called(name, function.source)
+        # A bare name reaches no method, but a class by its `forward`.
+        bare = isinstance(called, ast.Name)
+        return [
+            each for each in self.called(name, function.source) if not (bare and each.is_method and each.name == name)
+        ]
 
     def _methods(self, owners: Iterable[str], name: str, source: Source) -> Iterator[Function]:
         """Yield the methods of that name, of the classes and those that they inherit from."""

@@ -3,7 +3,7 @@
 import ast
 
 from kltest.scanning.callees import Function
-from kltest.scanning.expressions import REWARD, Expressions
+from kltest.scanning.expressions import REWARD, Expressions, mixed
 from kltest.scanning.flows import (
     ABSOLUTE,
     DIVERGENCE,
@@ -54,6 +54,8 @@ class Calls(Expressions):
             name = "KLDivLoss"
         given = [self.value(each) for each in node.args] + [self.value(each.value) for each in node.keywords]
         everything = joined([receiver, *given])
+        if name == "logaddexp" and (mixture := mixed("logp", *(value.sides for value in given[:2]))):
+            return mixture
         if name in _DROPS:
             return NOTHING
         if name in _PREFERS:

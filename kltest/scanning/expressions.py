@@ -22,7 +22,7 @@ from kltest.scanning.flows import (
     multiplied,
     seeded,
 )
-from kltest.scanning.sides import METRICS, Side, is_preference, says_kl, side, who_of
+from kltest.scanning.sides import METRICS, MIXED, Side, is_preference, says_kl, side, who_of
 from kltest.scanning.syntax import chain, each_of, identifiers, says, words
 from kltest.scanning.tree import Arrival, Followed, Tree
 
@@ -177,6 +177,8 @@ class Expressions:
             total = Value(frozenset(), left.flows | right.flows)
         if total.flows:
             return total
+        if isinstance(op, ast.Add) and (mixture := mixed("prob", left.sides, right.sides)):
+            return mixture
         # The same side shifted or scaled, as logits / temperature: still that side.
         sides = left.sides or right.sides
         one_side = not (left.sides and right.sides) or left.sides == right.sides
@@ -249,8 +251,21 @@ class Expressions:
         for key, item in zip(node.keys, node.values, strict=True):
             value = self.value(item)
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                self._store(key.value, value)
+                if self._logs(self.statement):
+                    self._arrive(value, "logged", key.value)
+                else:
+                    self._store(key.value, value)
         return NOTHING
+
+    @staticmethod
+    def _logs(statement: ast.stmt | None) -> bool:
+        """Return True if a statement puts what it makes into something that is only logged."""
+        match statement:
+            case ast.Assign([target]) | ast.AnnAssign(target) | ast.AugAssign(target):
+                return bool(METRICS.intersection(words(chain(target))))
+            case ast.Expr(ast.Call(called)):
+                return bool(METRICS.intersection(words(chain(called))))
+        return False
 
     def _of_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> Value:
         before = dict(self.names)
@@ -264,6 +279,13 @@ class Expressions:
 
     def _of_Await(self, node: ast.Await) -> Value:
         return self.value(node.value)
+
+
+def mixed(quantity: str, *parts: frozenset[Side]) -> Value | None:
+    """Return a mixture of probabilities, or of their logs, if the parts are those of several sides."""
+    whose = [{each.who for each in sides if each.quantity == quantity} for sides in parts]
+    several = all(whose) and len(set().union(*whose)) > 1
+    return Value(frozenset({Side(quantity, MIXED)})) if several else None
 
 
 def _is_first_or_kl(number: int, target: ast.expr) -> bool:

@@ -9,7 +9,7 @@ from kltest.scanning.expressions import LOSS, REWARD
 from kltest.scanning.flows import LOG_RATIO, NOTHING, Seed, Value, joined, seeded
 from kltest.scanning.sides import Side, says_kl, side
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import chain, says, says_no_gradient
+from kltest.scanning.syntax import chain, is_logged, says, says_no_gradient
 from kltest.scanning.tree import Followed, Given, Tree
 
 
@@ -81,7 +81,7 @@ class _Follower(Calls):
             kind = "reward"
         for number, (part, value) in enumerate(zip(parts, values, strict=True)):
             named = chain(part) or chain(getattr(part, "func", part))
-            if _is_detached(part) and (number or len(parts) > 1):
+            if is_logged(part) and (number or len(parts) > 1):
                 continue
             # What is returned beside a loss is something logged.
             beside = "return" if kind == "return" or says_kl(named) else "logged"
@@ -142,7 +142,3 @@ class _Follower(Calls):
     def _on_Match(self, node: ast.Match) -> None:
         for case in node.cases:
             self._body(case.body)
-
-
-def _is_detached(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("detach", "item")

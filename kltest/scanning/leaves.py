@@ -22,7 +22,8 @@ _KEEPS, _SUPPORT = WORDS["keeps"], WORDS["support"]
 
 
 class Leaves(Conditions):
-    """What stands for the names of one variant; `fields` are the rollout fields used, `missing` what has no value."""
+    """What stands for the names of one variant; `fields` are the rollout fields used, `missing` what has no value,
+    `masks` the names of the one mask that all masks are here."""
 
     def __init__(self, tree: Tree, facts: Facts, choice: Mapping[str, Any]) -> None:
         self.tree, self.facts, self.choice = tree, facts, choice
@@ -30,6 +31,7 @@ class Leaves(Conditions):
         self.fields: dict[str, None] = {}
         self.notes: list[str] = []
         self.looped: set[str] = set()
+        self.masks = {"mask"}
         self.helping: dict[str, Function] = {}
         self.missing = ""
 
@@ -47,6 +49,9 @@ class Leaves(Conditions):
         given = {stated.quantity for node in said if (stated := side(chain(node)))}
         if all(name in _KEEPS for name in names) and given:
             return False
+        whose = {stated.who for node in said if (stated := side(chain(node)))}
+        if len(whose) > 1 and not isinstance(value, ast.IfExp):
+            return False  # a mixture of two sides
         if _SUPPORT.intersection(identifiers(value)):
             self.missing = f"{target} is a part of a distribution, not all of it"
         # What a helper of the tree adds up stays log-probs; what it makes of logits and tokens is a leaf.
@@ -73,6 +78,12 @@ class Leaves(Conditions):
                     return inner
                 found = leaves.stands_for(inner.id, inner.id)
                 return inner if found is None else found
+
+            def visit_BinOp(self, inner: ast.BinOp) -> ast.expr:
+                self.generic_visit(inner)
+                operands = (inner.left, inner.right)
+                same = all(isinstance(each, ast.Name) and each.id in leaves.masks for each in operands)
+                return inner.left if same and isinstance(inner.op, ast.Mult | ast.BitAnd) else inner
 
             def visit_Call(self, inner: ast.Call) -> ast.expr:
                 if not isinstance(inner.func, ast.Name):

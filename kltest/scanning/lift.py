@@ -253,6 +253,8 @@ def _made(statement: Statement, leaves: Leaves, bound: set[str]) -> ast.stmt:
         made = ast.For(statement.over, statement.value, [_made(each, leaves, bound) for each in statement.loop], [])
         return made
     bound.add(str(statement.target))
+    same = isinstance(statement.value, ast.Name) and statement.value.id in leaves.masks
+    (leaves.masks.add if same else leaves.masks.discard)(str(statement.target))
     target = ast.Name(str(statement.target), ast.Store())
     made = ast.Assign([target], statement.value)
     if statement.augmented is not None:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from kltest.scanning.syntax import words
 from kltest.scanning.vocabulary import WORDS
 
-POLICY, REFERENCE, SAMPLER = "", "ref_", "old_"
+POLICY, REFERENCE, SAMPLER, MIXED = "", "ref_", "old_", "mixed_"
 _WHO = {
     word: who
     for who, name in ((POLICY, "policy"), (REFERENCE, "reference"), (SAMPLER, "sampler"))
@@ -26,7 +26,8 @@ _MASK = frozenset({"mask", "masks"})
 
 @dataclass(frozen=True, order=True)
 class Side:
-    """`quantity` is logp, logits or prob; `who` the prefix of the rollout's field; `sure` if a word states who."""
+    """`quantity` is logp, logits or prob; `who` the prefix of the rollout's field, or MIXED for a mixture of
+    two; `sure` if a word states who."""
 
     quantity: str
     who: str

@@ -10,7 +10,7 @@ from kltest.scanning.facts import Facts
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Linear, Statement
 from kltest.scanning.sides import side
-from kltest.scanning.syntax import names_in
+from kltest.scanning.syntax import is_logged, names_in
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
 
@@ -19,12 +19,14 @@ RETURN, ITSELF = 0, -1
 UNRETURNED = "it is not returned in this configuration"
 UNREACHED_END = "the statement at which it arrives is not reached in this configuration"
 UNREACHED_TERM = "it is not reached in this configuration"
+DETACHED = "it is detached, and what was cut out is not what it is multiplied with"
 PART = ", which reads the reference as well"
 
 
 @dataclass(frozen=True)
 class End:
-    """Where a term ends: the line of a statement, and the name that it is assigned to; a return if it has no name."""
+    """Where a term ends: the line of a statement, and the name that it is assigned to; a return if it has no name, and
+    the place of the term if it is the expression of the term itself."""
 
     line: int
     name: str
@@ -37,7 +39,7 @@ def ends_of(tree: Tree, term: Term, place: str) -> list[End]:
     arrivals = [a for a in followed.arrivals if a.flow.seed in term.seeds]
     names: dict[tuple[int, str], End] = {}
     logged = {
-        node.lineno for node in ast.walk(term.function.node) if isinstance(node, ast.Assign) and _is_logged(node.value)
+        node.lineno for node in ast.walk(term.function.node) if isinstance(node, ast.Assign) and is_logged(node.value)
     }
     chosen = [a for a in arrivals if a.kind == wanted and a.flow.form != "ratio"]
     returns = {n.lineno: n.value for n in ast.walk(term.function.node) if isinstance(n, ast.Return)}
@@ -48,16 +50,7 @@ def ends_of(tree: Tree, term: Term, place: str) -> list[End]:
         line = RETURN if arrival.line in returns else arrival.line
         names[line, arrival.name] = End(line, arrival.name)
     ordered = sorted(names.values(), key=lambda end: end.line or 10**9, reverse=place == "loss")
-    return [*ordered, End(ITSELF, "")]
-
-
-def _is_logged(value: ast.expr) -> bool:
-    """Return True for what is no tensor with a gradient any more, as `loss.detach()` is."""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        if value.func.attr in ("detach", "item", "tolist", "numpy"):
-            return True
-        value = value.func.value
-    return False
+    return [*ordered, End(ITSELF, place)]
 
 
 def relevant(term: Term) -> set[str]:
@@ -183,6 +176,8 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
                 if statements[later].target == statement.target and statement.target is not None:
                     last = later
             value = statements[last].whole
+            if end.name == "loss" and (statements[last].quiet or is_logged(value)):
+                raise NotLiftedError(DETACHED)
             if term.whole and not any(f"{word}(" in ast.unparse(value) for word in ("sum", "kl_divergence")):
                 value = ast.Call(ast.Attribute(value, "sum", ast.Load()), [ast.Constant(-1)], [])
             return last, value

@@ -65,3 +65,12 @@ def each_of(target: ast.expr, iterated: ast.expr) -> dict[str, ast.expr]:
 def says_no_gradient(node: ast.expr) -> bool:
     """Return True for `torch.no_grad()` and `torch.inference_mode()`."""
     return any(part in ("no_grad", "inference_mode") for part in identifiers(node))
+
+
+def is_logged(value: ast.expr) -> bool:
+    """Return True for what is no tensor with a gradient any more, as `loss.detach()` is."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if value.func.attr in ("detach", "item", "tolist", "numpy", "stop_gradient"):
+            return True
+        value = value.func.value
+    return False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kltest.scanning.callees import Function
 from kltest.scanning.flows import DIVERGENCE, FULL, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Flow, Seed
-from kltest.scanning.sides import METRICS, REFERENCE, says_kl
+from kltest.scanning.sides import METRICS, MIXED, REFERENCE, is_preference, says_kl
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import chain, says, words
 from kltest.scanning.tree import Arrival, Followed, Tree
@@ -88,9 +88,11 @@ class _Terms:
         inside = {seed for term in found for seed in term.seeds}
         for function in self.tree.functions:
             helper = self._helper(function)
-            # One that is called nowhere is somebody's entry; else it is a term if it reaches a loss or a reward.
+            # One that is called nowhere is somebody's entry, unless it is a log-ratio to a sampler, which may be that
+            # of a clip; else it is a term if it reaches a loss or a reward.
             if helper and helper.seeds[0] not in inside and (
-                function not in self.callers or self._reaches(function, set())
+                self._reaches(function, set()) if function in self.callers
+                else helper.forms & KL_LIKE or any(REFERENCE in seed.who for seed in helper.seeds)
             ):  # fmt: skip
                 found.append(helper)
         order = {id(source): number for number, source in enumerate(self.tree.sources)}
@@ -102,7 +104,9 @@ class _Terms:
             ratios = {a.flow.seed for a in arrivals if a.flow.form == RATIO and a.kind in ("loss", "reward", "return")}
             own = [a for a in arrivals if _is_kl(a, followed, ratios) and not _ends_in_logs(function, a)]
             places = {self._place(a) for a in own} & {"loss", "reward"}
-            if places == {"reward"} and any(a.flow.form == OTHER and a.kind == "loss" for a in arrivals):
+            if places == {"reward"} and any(
+                is_preference(a.name) or (a.flow.form == OTHER and a.kind == "loss") for a in arrivals
+            ):
                 continue  # the implicit reward of a preference, which enters the loss through a sigmoid
             if not places:
                 continue
@@ -177,7 +181,7 @@ def _together(function: Function, one: Seed, other: Seed, members: Sequence[Arri
     """Return True for two meetings of the same sides, near each other, that arrive at one place in one form, or in
     alternative branches."""
     apart = abs(one.first - other.first)
-    if one.who != other.who or apart > 40:
+    if (one.who != other.who and MIXED not in one.who & other.who) or apart > 40:
         return False
     there = [a for a in members if a.flow.seed is one and a.line == arrival.line]
     if any(a.flow.form == arrival.flow.form for a in there) and (apart <= 12 or arrival.flow.form == DIVERGENCE):
@@ -203,7 +207,7 @@ def _is_kl(arrival: Arrival, followed: Followed, ratios: set[Seed], name: str = 
     named = says_kl(arrival.name) or says_kl(name) or flow.seed in followed.kl_named
     if says(arrival.name, "implicit"):
         return False
-    if REFERENCE not in flow.seed.who:
+    if not flow.seed.who & {REFERENCE, MIXED}:
         return named and (flow.form in KL_LIKE or (flow.form in LINEAR and flow.seed not in ratios))
     if flow.form in KL_LIKE:
         return True

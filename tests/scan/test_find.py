@@ -114,6 +114,14 @@ def mean(values):
 def loss(logp, ref_logp):
     return ((logp - ref_logp) ** 2).mean()
 """, "loss"),
+    "a method that is called like a built-in function": ("""
+class Half:
+    def float(self):
+        return self
+
+def loss(logp, ref_logp):
+    return ((logp - ref_logp) ** 2).mean() * float("1")
+""", "loss"),
     "to the sampler, called KL": ("""
 def loss(logp, old_logp, coef):
     kl = (old_logp - logp).mean()
@@ -179,6 +187,23 @@ def compute_loss(logprobs_w, logprobs_l, ref_logprobs_w, ref_logprobs_l, beta, m
 def entropy_loss(logits, mask):
     logp = logits.log_softmax(-1)
     return -((logp.exp() * logp).sum(-1) * mask).sum()
+""",
+    "rewards in a dictionary of metrics": """
+def step(logp, ref_logp, beta):
+    metrics = {"rewards": beta * (logp - ref_logp)}
+    stats.update({"advantage": (logp - ref_logp).mean().detach()})
+    return {"loss": -logp.mean(), **metrics}
+""",
+    "rewards of preferences that are chosen and rejected": """
+def bco_loss(policy_logps, reference_logps, beta, delta):
+    reward_gap = beta * (policy_logps - reference_logps)
+    chosen_rewards = reward_gap * chosen
+    return -F.logsigmoid(chosen_rewards - delta).mean()
+""",
+    "a log-ratio to the sampler that nobody here calls": """
+def sequence_kl(log_probs, old_log_probs, mask):
+    kl = ((old_log_probs - log_probs) * mask).sum() / mask.sum()
+    return kl.expand_as(log_probs)
 """,
     "a loss of values": """
 def value_loss(values, old_values, returns):

@@ -1,6 +1,8 @@
 """What is lifted out of a function computes what the function does; what cannot be is refused with its reason."""
 
+import math
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -247,6 +249,34 @@ def loss(policy_model, frozen, batch, labels_mask):
         y = frozen.get_log_probs(batch)
     return ((y - x).abs() * labels_mask[..., 1:]).sum()
 """, live(gap)),
+    "a mixture, called a target": ("""
+def loss(student_logps, teacher_logps, mask):
+    target_logps = torch.logaddexp(student_logps, teacher_logps) - 0.7
+    return ((student_logps - target_logps).abs() * mask).sum()
+""", live(lambda given: (given["logp"] - torch.logaddexp(given["logp"], given["ref_logp"]) + 0.7).abs())),
+    "a skewed divergence, written out": ("""
+def kd_loss(student_logits, teacher_logits):
+    p, q = F.softmax(teacher_logits, -1), F.softmax(student_logits, -1)
+    between = torch.log(0.1 * p + 0.9 * q)
+    return -(p * between).sum()
+""", lambda given: -(given["ref_logits"].exp()
+                     * (0.1 * given["ref_logits"].exp() + 0.9 * given["logits"].exp()).log()).sum()),
+    "the Jensen-Shannon divergence, written out": ("""
+def kd_loss(student_logits, teacher_logits):
+    p, q = F.softmax(teacher_logits, -1), F.softmax(student_logits, -1)
+    m = 0.5 * (p + q)
+    one = (p * (p.log() - m.log())).sum()
+    other = (q * (q.log() - m.log())).sum()
+    return 0.5 * one + 0.5 * other
+""", lambda given: 0.5 * sum(
+        (one * (one.log() - (one + other).log() + math.log(2))).sum()
+        for one, other in permutations((given["ref_logits"].exp(), given["logits"].exp())))),
+    "one mask under two names": ("""
+def loss(logp, ref_logp, inputs):
+    completion_mask = inputs["completion_mask"]
+    mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]
+    return ((logp - ref_logp).abs() * mask).sum()
+""", live(gap)),
     "a reduction of a part": ("""
 def loss(logp, ref_logp, mask):
     k = (logp - ref_logp).abs() * mask[:, :]
@@ -413,6 +443,12 @@ def loss(logp, ref_logp):
         kls[i] = d.exp() - d - 1
     return mean_of(kls)
 """, "not the term"),
+    "a weight without a gradient, of something that is not known": ("""
+def loss(student_logps, teacher_logps, model):
+    weight = (student_logps - teacher_logps).detach()
+    loss = model(weight).sum()
+    return loss
+""", "model(…) is not"),
     "one position of a rollout": ("""
 def apply(advantages, student_log_probs, teacher_log_probs, mask, coef):
     idx = int(mask.nonzero()[0].item())
