@@ -51,7 +51,8 @@ class Conditions:
         if isinstance(test, ast.Call) and getattr(test.func, "id", "") in ("isinstance", "hasattr"):
             # What is computed of probabilities is a tensor; nothing else is known to be there.
             name = chain(test.args[0])
-            return chain(test.args[-1]).endswith("Tensor") and bool(side(name) or {name} & self.facts.stored)
+            kind = chain(test.args[-1]).rsplit(".", 1)[-1]
+            return kind == "Tensor" and bool(side(name) or name in self.facts.stored)
         if isinstance(test, ast.Constant):
             return bool(test.value)
         if isinstance(test, ast.Name | ast.Attribute | ast.Subscript):

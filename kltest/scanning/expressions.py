@@ -220,7 +220,8 @@ class Expressions:
         key = id(node)
         if key not in self.seeds:
             line = self.statement.lineno if self.statement is not None else node.lineno
-            self.seeds[key] = Seed(min(line, node.lineno), node.end_lineno or node.lineno, pair, texts, guessed)
+            lines, quiet = (min(line, node.lineno), node.end_lineno or node.lineno), bool(self.without_gradient)
+            self.seeds[key] = Seed(*lines, pair, texts, guessed, quiet=quiet)
         return self.seeds[key]
 
     def _of_UnaryOp(self, node: ast.UnaryOp) -> Value:

@@ -21,7 +21,8 @@ KL_LIKE = frozenset({SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE})
 class Seed:
     """Where two sides meet: lines `first` to `last`, the `left` and the `right` side as written, and who they are.
 
-    `parameter` is set for what flows into a function through one of its parameters, `named` for what is only called KL.
+    `parameter` is set for what flows into a function through one of its parameters, `named` for what is only called KL,
+    `quiet` for what is made under torch.no_grad().
     """
 
     first: int
@@ -31,6 +32,7 @@ class Seed:
     guessed: bool = False
     parameter: str = ""
     named: str = ""
+    quiet: bool = False
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,10 @@ class _Terms:
                 is_preference(a.name) or (a.flow.form == OTHER and a.kind == "loss") for a in arrivals
             ):
                 continue  # the implicit reward of a preference, which enters the loss through a sigmoid
-            if not places:
+            if not places or (places == {"reward"} and self._is_preferred(function)):
                 continue
+            if all(seed.quiet for seed in seeds) and "reward" in places:
+                places = {"reward"}  # through the advantage, it comes to the loss as a number
             called = {seed: callee for callee, seed in followed.calls}
             if all(seed in called for seed in seeds):
                 together = {(seed.first, called[seed]) for seed in seeds}
@@ -129,6 +131,14 @@ class _Terms:
         return (
             Term(function, seeds, "helper", frozenset(a.flow for a in own), _shaped(followed, seeds)) if seeds else None
         )
+
+    def _is_preferred(self, function: Function) -> bool:
+        """Return True for a function whose callers weigh what it returns against a preference, or only call it KL."""
+        arrivals = [a for caller, seed in self.callers.get(function, ())
+                    for a in self.tree.followed(caller).arrivals
+                    if a.flow.seed is seed and a.kind != "logged"]  # fmt: skip
+        preferred = [a for a in arrivals if a.flow.form == OTHER or is_preference(a.name)]
+        return bool(preferred) and all(a in preferred or says_kl(a.name) for a in arrivals)
 
     def _reaches(self, callee: Function, seen: set[Function]) -> bool:
         """Return True if what a function returns reaches a loss or a reward, through its callers perhaps."""

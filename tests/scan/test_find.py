@@ -58,6 +58,17 @@ def make(scores, logprobs, ref_logprobs, kl_coef):
     rewards[:, -1] += scores
     return gae(rewards)
 """, "reward"),
+    "k1 in the reward, whose advantage comes to the loss as a number": ("""
+def train(policy, anchor, batch, coef):
+    with torch.no_grad():
+        logprobs, ref_logprobs = policy(batch), anchor(batch)
+        kl = logprobs - ref_logprobs
+        rewards = batch["rewards"] - coef * kl
+        advantages = rewards.flip(1).cumsum(1).flip(1)
+    loss = -(advantages * (policy(batch) - logprobs).exp()).mean()
+    loss.backward()
+    return (logprobs - ref_logprobs).sum(1).mean().item()
+""", "reward"),
     "k1 subtracted from the advantage": ("""
 def apply(args, advantages, student_log_probs, teacher_log_probs):
     for i in range(len(advantages)):
@@ -182,6 +193,17 @@ def compute_loss(logprobs_w, logprobs_l, ref_logprobs_w, ref_logprobs_l, beta, m
     logits = beta * ((logprobs_w - ref_logprobs_w) - (logprobs_l - ref_logprobs_l))
     loss = -F.logsigmoid(logits).mean()
     return (loss, dict(logits=logits)) if more else loss
+""",
+    "a reward that all callers put into a preference": """
+def sequence_rewards(policy_logps, reference_logps):
+    return (policy_logps - reference_logps).sum(-1)
+
+def dpo_loss(good, bad, ref_good, ref_bad, beta):
+    return -F.logsigmoid(beta * (sequence_rewards(good, ref_good) - sequence_rewards(bad, ref_bad))).mean()
+
+def kto_loss(chosen_logps, ref_chosen_logps, beta):
+    chosen_rewards = sequence_rewards(chosen_logps, ref_chosen_logps)
+    return 1 - F.sigmoid(beta * chosen_rewards)
 """,
     "entropy": """
 def entropy_loss(logits, mask):
