@@ -15,7 +15,7 @@ def draw(rows: DataFrame) -> Figure:
     _discount(panels[0, 2], select(rows, "credit"))
     _root(panels[1, 0], select(rows, "root"))
     _asymmetry(panels[1, 1], select(rows, "field"))
-    _circulation(panels[1, 2], select(rows, "circulation"))
+    _circulation(panels[1, 2], select(rows, "circulation", seed=0))
     figure.subplots_adjust(left=0.068, right=0.962, top=0.925, bottom=0.085, wspace=0.46, hspace=0.52)
     return figure
 

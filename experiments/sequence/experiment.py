@@ -159,14 +159,16 @@ def _field(length: int, steering: float, seed: int) -> list[Row]:
     return [{"asymmetry": asymmetry(jacobian("local_reverse_kl", instance))}]
 
 
-def _circulation() -> list[Row]:
+def _circulation(seed: int) -> list[Row]:
     """∮ of a field around a rectangle of two logits, by Gauss and Legendre's rule, exact here to rounding.
 
     Two binary tokens, a fair reference: x is the logit of the root's second token, y that of the second token after it.
     """
     environment, fair = sequence(2, 2), np.zeros((3, 2))
     nodes, weights = np.polynomial.legendre.leggauss(30)
-    (x0, x1), (y0, y1) = settings.CORNERS
+    drawn = environments.generator("corners", seed)
+    low, sides = drawn.uniform(-2, 0, 2), drawn.uniform(1, 3, 2)
+    (x0, x1), (y0, y1) = zip(low, low + sides, strict=True) if seed else settings.CORNERS
     corners = [(x0, y0), (x1, y0), (x1, y1), (x0, y1), (x0, y0)]
 
     def along(field: Callable[[Instance], np.ndarray]) -> list[float]:

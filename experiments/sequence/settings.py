@@ -11,7 +11,7 @@ PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "conditions": ("seed",),
     "root": ("estimator",),
     "field": ("length", "steering", "seed"),
-    "circulation": (),
+    "circulation": {"seed": "draw"},
     "ends": ("seed",),
 }
 
@@ -28,7 +28,7 @@ SETTINGS = Settings(
         "vocabulary": (2, 4, 8, 16, 32, 64),
         "steering": (0.0, 0.5, 0.75, 0.9, 0.99),
         "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go"),
-        # Policies and references for which estimators are judged.
+        # Policies and references for which estimators are judged, and rectangles.
         "draw": 0,
     },
     full={
@@ -70,7 +70,8 @@ PREFIXES = {"vocabulary": 3, "length": 4}
 CHANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
 DEPARTURES = (0.1, 0.3, 0.6)  # below log 2, the most that a coin can differ from a fair one
 
-# Circulation: corners of a rectangle of two logits, the root's and the one after its second token.
+# Circulation: corners of the first rectangle of two logits, the root's and the one after its second token; of others a
+# side is 1 to 3 long.
 CORNERS = ((-1.5, 1.0), (0.5, 2.5))
 
 # Ends: training from several starts in an environment of whole prefixes.

@@ -33,7 +33,7 @@ SETTINGS = Settings(
         "draw": tuple(range(10)),
         "horizon": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256),
         "slip": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
-        "reference": (0.005, 0.02, 0.05, 0.1, 0.2),
+        "reference": (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
     },
     seeds={"quick": 3, "full": 20},
     applies=lambda one: one["part"] != "rotation" or one["beta"] in ROTATION_BETAS,
