@@ -26,6 +26,7 @@ class Field:
 
     @property
     def aliases(self) -> tuple[str, ...]:
+        """Names of parameters that the field fills beside its own."""
         return tuple(self.names.split())
 
 
@@ -116,6 +117,7 @@ class Rollout:
         return getattr(self, name)
 
     def get(self, key: object, default: Any = None) -> Any:
+        """Return a field by any of its names, `default` if the batch does not have it."""
         try:
             return self[key]
         except NotGivenError:

@@ -139,6 +139,7 @@ def apart(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def norm(array: np.ndarray) -> float:
+    """Euclidean norm over all entries."""
     return float(np.linalg.norm(array))
 
 

@@ -56,6 +56,7 @@ class OfSome(Instance):
 
     @cached_property
     def paths(self) -> Paths:
+        """The rollouts that are enumerated."""
         return self.some
 
 

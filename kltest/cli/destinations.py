@@ -128,6 +128,7 @@ def _no_command(text: str) -> str:
 
 
 def terminal() -> Terminal:
+    """Return width and colours of standard output, plain text if it is no terminal."""
     if not sys.stdout.isatty():
         return PLAIN
     colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -64,10 +64,12 @@ class Shape(NamedTuple):
 
     @property
     def contexts(self) -> int:
+        """Number of contexts."""
         return sum(self._branches**depth for depth in range(self.length))
 
     @property
     def rollouts(self) -> int:
+        """Number of rollouts of one prompt."""
         return self.contexts * self.ends + self._branches**self.length
 
     @property
@@ -112,9 +114,11 @@ class Search:
 
     @property
     def limit(self) -> float:
+        """Relative bias above which an environment still fails."""
         return min(VISIBLE, self.row.relative_bias / 10)
 
     def smallest(self) -> CounterExample | None:
+        """Return the counter-example with its program, None if no environment that is tried fails."""
         loss, expect = self.findings.loss, self.findings.expect
         for shape, variant in product(self.shapes(), range(2)):
             environment = unrelated(shape, variant, rewarded=bool(loss.takes & GIVES_REWARDS))

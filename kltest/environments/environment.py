@@ -90,14 +90,17 @@ class Environment:
 
     @property
     def n_contexts(self) -> int:
+        """Number of contexts, C."""
         return self.successors.shape[0]
 
     @property
     def vocabulary(self) -> int:
+        """Number of tokens, V."""
         return self.successors.shape[1]
 
     @property
     def branches(self) -> int:
+        """Number of successors that are listed for a context and token, the end of the rollout included."""
         return self.successors.shape[2]
 
     @cached_property

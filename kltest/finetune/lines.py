@@ -78,12 +78,14 @@ class Lines:
         return cls.of(f"jsonl:{blake2b(content, digest_size=8).hexdigest()}", rows, keys)
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
+        """Draw problems of a split with replacement; UsageError if the file has none."""
         there: Sequence[Problem] = self._problems[split]
         if not there:
             raise UsageError(f'the task\'s file has no problem whose split is {split}: give some "split": "{split}"')
         return [there[int(index)] for index in generator.integers(len(there), size=count)]
 
     def reward(self, problem: Problem, completion: str) -> float:
+        """Return 1.0 if the marked answer, or else the last line, is the right one up to how numbers are written."""
         marked = FINAL.findall(completion)
         lines = completion.strip().splitlines() or [""]
         wanted = (FINAL.findall(problem.answer) or [problem.answer])[-1]

@@ -40,6 +40,7 @@ class Processes:
 
     @property
     def main(self) -> bool:
+        """True in the process that prints and writes."""
         return self.rank == 0
 
     def share(self, total: int, what: str) -> slice:

@@ -65,11 +65,13 @@ class Output:
     tail: bytes = b""
 
     def add(self, chunk: bytes) -> None:
+        """Append what was read; only its end is kept, all lines are counted."""
         self.newlines += chunk.count(b"\n")
         self.tail = (self.tail + chunk)[-TAIL:]
 
     @property
     def lines(self) -> int:
+        """Number of lines, one that is not finished included."""
         return self.newlines + bool(self.tail and not self.tail.endswith(b"\n"))
 
     def cut(self, mark: bytes) -> None:
@@ -79,6 +81,7 @@ class Output:
         self.tail = kept
 
     def last(self, count: int) -> list[str]:
+        """Return at most the last `count` lines that were kept."""
         return self.tail.decode("utf-8", "backslashreplace").splitlines()[-count:]
 
 

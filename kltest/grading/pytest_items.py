@@ -25,6 +25,7 @@ class Grading:
 
     @property
     def report(self) -> Report:
+        """The report, graded when it is first read; UsageError each time if there is none."""
         __tracebackhide__ = True
         from kltest.grading.grader import grade
 

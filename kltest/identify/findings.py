@@ -49,6 +49,7 @@ class Row(GradientRow):
 
     @property
     def wrong(self) -> bool:
+        """True if the row disagrees with what was declared, whether that was expected or not."""
         return self.agrees is False
 
 
@@ -91,6 +92,7 @@ class Observed:
 
     @property
     def coupled(self) -> bool:
+        """True if the loss couples rows in some environment."""
         return self.reduction == "coupled"
 
     @property
@@ -138,14 +140,17 @@ class Findings:
 
     @property
     def observed(self) -> Observed:
+        """What calls of the loss have shown of it."""
         return self.measure.observed
 
     @property
     def loss(self) -> "Loss":
+        """The loss that is graded."""
         return self.measure.loss
 
     @property
     def seed(self) -> int:
+        """The seed of instances and padding."""
         return self.measure.seed
 
     def once(self, experiment: "Callable[..., T]", *given: Any) -> T:

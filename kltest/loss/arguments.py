@@ -20,6 +20,7 @@ def field_asked(value: object) -> str | None:
 
 
 def fields_listed() -> str:
+    """Return the fields as they are written in an argument, for messages."""
     return ", ".join(f"@{name}" for name in FIELDS)
 
 

@@ -75,6 +75,7 @@ def inner_of(function: Any) -> Any:
 
 
 def without_partials(function: Any) -> Any:
+    """Return the function inside of partials."""
     while isinstance(function, partial):
         function = function.func
     return function

@@ -25,6 +25,7 @@ class InputForm:
 
     @property
     def mask(self) -> torch.dtype:
+        """The type of the mask."""
         return torch.bool if self.bool_mask else self.floats
 
     def may_fix(self, errors: Sequence[BaseException], accessed: Set[str]) -> bool:
@@ -81,6 +82,7 @@ class RolloutView(Rollout):
         return RolloutView(base, self.peek("beta"), self._form, always_copy=always, unrewarded=self._unrewarded)
 
     def peek(self, name: str) -> Any:
+        """Return a field as the loss would get it, without noting that it was read."""
         if name in ("beta", "rollout"):
             return self._built[name]
         if name not in self._fields:
@@ -91,6 +93,7 @@ class RolloutView(Rollout):
         return self._fields[name].tensor
 
     def built(self, name: str) -> Tensor | None:
+        """Return a leaf of the batch if it was built."""
         return self._base.built(name)
 
     def writes(self) -> dict[str, str]:

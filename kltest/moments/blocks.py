@@ -32,6 +32,7 @@ class Interval(NamedTuple):
 
     @property
     def width(self) -> float:
+        """Distance of the ends."""
         return self.high - self.low
 
     def holds(self, number: float) -> bool:

@@ -77,6 +77,7 @@ class EmpiricalBernstein:
 
     @property
     def sphere(self) -> Sphere:
+        """A sphere around the mean; those of all times hold it at once, but for the error rate."""
         if self.count == 0:
             return Sphere(np.zeros(1), np.array(np.inf))
         radius = (np.log(2 / self.error_rate) + self._penalty) / self._bets
@@ -145,6 +146,7 @@ class Asymptotic:
 
     @property
     def sphere(self) -> Sphere:
+        """A sphere around the mean, infinite before the start; all later ones hold it, but for the error rate."""
         if self.count == 0:
             return Sphere(np.zeros(1), np.array(np.inf))
         centre = self._origin + self._sum / self.count

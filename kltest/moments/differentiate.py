@@ -27,18 +27,22 @@ class RowGradients:
 
     @property
     def logp(self) -> np.ndarray | None:
+        """(B, T) gradient at the log-probs, None if the loss does not use them."""
         return self.by_leaf.get("logp")
 
     @property
     def logits(self) -> np.ndarray | None:
+        """(B, T, V) gradient at the logits, None if the loss does not use them."""
         return self.by_leaf.get("logits")
 
     @property
     def leaves(self) -> frozenset[str]:
+        """Names of the leaves that the loss used."""
         return frozenset(self.by_leaf)
 
     @property
     def parts(self) -> tuple[np.ndarray, ...]:
+        """The gradients, a leaf each."""
         return tuple(self.by_leaf.values())
 
     @property

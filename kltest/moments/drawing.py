@@ -61,10 +61,12 @@ class Drawing:
         return environment.sample(self.instance.behaviour(self.sampler), count * self.size, self.generator)
 
     def rollout(self, paths: Paths) -> Rollout:
+        """Fields of rollouts; advantages are centred within a batch if it has several rows."""
         centre: Centre = "batch" if self.size > 1 else "environment"
         return Rollout.of(self.instance, paths, sampler=self.sampler, padding=self.padding, centre=centre)
 
     def call(self, paths: Paths, factor: float = 1.0, rollout: Rollout | None = None) -> RowGradients:
+        """Call the loss on rollouts and differentiate `factor` times its objective."""
         live = paths.mask if paths.padded else None
         return differentiate(self.loss, rollout or self.rollout(paths), live, factor)
 
@@ -100,6 +102,7 @@ class Source:
         self.leaves: frozenset[str] = frozenset()
 
     def take(self, count: int) -> tuple[Paths, np.ndarray]:
+        """Draw `count` batches."""
         raise NotImplementedError
 
 

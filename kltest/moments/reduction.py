@@ -141,6 +141,7 @@ class Witness:
 
     @property
     def reduction(self) -> Reduction:
+        """The reduction that all batches so far agree with."""
         if not (self.mean or self.sum):
             return "coupled"
         if not self.mean:

@@ -79,6 +79,7 @@ class GradientRow:
 
     @property
     def refutes(self) -> bool:
+        """True if the row disagrees and no expected failure excuses it."""
         return self.agrees is False and not self.excused
 
 
@@ -147,6 +148,7 @@ class CheckResult:
 
     @property
     def refutes(self) -> bool:
+        """True if the check fails as an error that is not excused, or passes although it was expected to fail."""
         return self.passed_unexpectedly or (self.status == "fail" and not self.excused and not self.warns)
 
 

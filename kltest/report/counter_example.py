@@ -48,6 +48,7 @@ class CounterExample:
 
     @property
     def drawn_from_sampler(self) -> bool:
+        """True if rollouts are drawn from another policy than the graded one."""
         return any(place.sampler is not None for place in self.contexts)
 
     @property

@@ -51,6 +51,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
+        """The first cell of the row in the summary."""
         if self.found == LEFT_OUT:
             return "not asked for"
         return {True: "yes", False: "NO", None: "not run"}[self.agrees]

@@ -104,6 +104,7 @@ class Experiment:
 
     @property
     def settings(self) -> Settings:
+        """SETTINGS of its folder."""
         return self.checkout.load("experiments", self.name, "settings").SETTINGS
 
     def configurations(self, request: Request) -> list[Configuration]:

@@ -34,6 +34,7 @@ class Numbers:
     sources: list[Source] = field(default_factory=list)
 
     def add(self, source: Source) -> Source:
+        """Add a function that yields numbers of the rows; a decorator."""
         self.sources.append(source)
         return source
 

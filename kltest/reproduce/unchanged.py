@@ -29,6 +29,7 @@ class Unchanged:
             return False
 
     def record(self) -> None:
+        """Write down what the results were made of."""
         write(self.folder / RECORD, as_json(self._digest()))
 
     def _digest(self) -> str:

@@ -52,6 +52,7 @@ class Installed:
     scratch: Path
 
     def command(self, *arguments: str) -> list[str]:
+        """Return a command line of the interpreter."""
         return [str(self.python), *arguments]
 
     @property

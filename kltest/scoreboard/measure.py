@@ -40,6 +40,7 @@ PATIENCE = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Measure a library in this process; the answers are lines of JSON on standard output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
     parser.add_argument("--setting", action="append", default=[])

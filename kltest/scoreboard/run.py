@@ -115,6 +115,7 @@ def _changed(asked: Sequence[Asked], found: Mapping[Asked, list[Row]], request: 
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError for patterns that fit no setting."""
     missing = [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in names)]
     if missing:
         raise UsageError(

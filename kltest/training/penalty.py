@@ -211,6 +211,7 @@ class TokenPenalty(Penalty):
     """
 
     def gradient(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> PenaltyGradient:
+        """Return each token's weight in the gradient, and what is logged if `log`."""
         tables = {"logp": policy, "ref_logp": self.runs.log_reference, "old_logp": sampler}
         value, gradient = self._valued({name: torch.from_numpy(batch.chosen(tables[name])) for name in self.loss.takes})
         if self.loss.placement != "loss":

