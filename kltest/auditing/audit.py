@@ -1,6 +1,7 @@
 """`kltest.audit`: measure the gradient that a loss follows on a language model."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -101,23 +102,20 @@ def audit(
             temperature=temperature,
             seed=seed,
         )
-    with _still(policy, reference, drawing):
+    with still(policy, reference, drawing):
         third = None if drawing is None else CutModel(drawing)
         run = Auditing(loss, Models(CutModel(policy), CutModel(reference), third, temperature), options, sketch, units)
         return replace(run.over(source, progress), models=dict(models or {}))
 
 
-class _still:
+@contextmanager
+def still(*languages: LanguageModel | None) -> Iterator[None]:
     """Models in evaluation mode; they are put back into theirs at the end."""
-
-    def __init__(self, *languages: LanguageModel | None) -> None:
-        self.models = [one.model for one in languages if one is not None]
-
-    def __enter__(self) -> None:
-        self.modes = [(module, module.training) for model in self.models for module in model.modules()]
-        for model in self.models:
-            model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for module, mode in self.modes:
+    modes = {module: module.training for one in languages if one is not None for module in one.model.modules()}
+    try:
+        for module in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes.items():
             module.training = mode

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 
-from kltest.auditing.audit import _still
+from kltest.auditing.audit import still
 from kltest.auditing.models import as_language
 from kltest.auditing.passes import CutModel, Models
 from kltest.auditing.report import Audit
@@ -197,7 +197,7 @@ class KLAuditCallback(TrainerCallback):
         rollouts = Rollouts(**step, sampled_logp=torch.zeros_like(gradient))
         policy = as_language(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class)
         ref = as_language(self.ref, trainer.processing_class)
-        with _aside(trainer), _still(policy, ref):
+        with _aside(trainer), still(policy, ref):
             if self.audit is None:
                 models = Models(CutModel(policy), CutModel(ref), None, float(trainer.temperature))
                 self.audit = Auditing(self._of_unit, models, self.options, self.sketch, FIRST_LOOK)
@@ -226,8 +226,7 @@ class KLAuditCallback(TrainerCallback):
         for row in audit.named:
             for kind in ("cosine", "coefficient") if row.name in self.names else ():
                 if (one := getattr(row, kind)) is not None:
-                    ends = zip(("", "_low", "_high"), one, strict=True)
-                    found |= {f"{kind}_{row.name}{end}": value for end, value in ends}
+                    found |= one.named(f"{kind}_{row.name}")
         return found
 
     def _log(self, scalars: dict[str, float]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import combinations
 
 import numpy as np
@@ -11,18 +11,9 @@ from scipy.stats import t
 from kltest.moments.blocks import Interval, Sample, fit, misfit, norm, reach
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Bounds on ‖E d‖ as a share of ‖E t‖, at one error rate together."""
-
-    value: float
-    low: float
-    high: float
-
-
 def distance(
     sample: Sample, d: np.ndarray, unit: np.ndarray, named: np.ndarray, controls: Sequence[int], rate: float
-) -> Distance:
+) -> Interval:
     """Bound ‖E d‖/‖E unit‖ from both sides.
 
     From above by ‖E d‖², a mean over pairs: around a small ‖E d‖ it is no normal variable, but a weighted sum of χ²
@@ -50,7 +41,7 @@ def distance(
                 lows.append(float(along.mean() - margin))
     least, largest = math.sqrt(max(units.low, 0.0)), math.sqrt(max(units.high, 1e-300))
     value = math.sqrt(max(square, 0.0) / max(units.value, 1e-300))
-    return Distance(value, max(lows) / largest, math.sqrt(most) / least if least else math.inf)
+    return Interval(value, max(lows) / largest, math.sqrt(most) / least if least else math.inf)
 
 
 def _directions(learn: Sample, d: np.ndarray, named: np.ndarray) -> list[np.ndarray]:
@@ -126,6 +117,6 @@ def _nearest(
     square = sample.interval(misfit(x, fits[best]), parts, sample.pairs(rest) / float(abs(norm(x)(sample.products))))
     return Combination(
         {name: term(k) for k, name in enumerate(best)},
-        Interval(*(math.sqrt(max(number, 0.0)) for number in square)),
+        Interval(*(math.sqrt(max(number, 0.0)) for number in astuple(square))),
         () if square.high <= margin**2 else tuple(one for one in values if one != best and not farther(one)),
     )

@@ -32,12 +32,10 @@ class CutModel:
     """A language model that is cut before its last layer if its logits are that layer's output, else behind it."""
 
     def __init__(self, language: LanguageModel) -> None:
-        self.language, self.head = language, None
-        found = getattr(language.model, "get_output_embeddings", lambda: None)()
-        if found is not None:
-            self.head = found
-            if not self._is_last():
-                self.head = None
+        self.language = language
+        self.head = getattr(language.model, "get_output_embeddings", lambda: None)()
+        if self.head is not None and not self._is_last():
+            self.head = None
 
     @torch.no_grad()
     def _is_last(self) -> bool:
@@ -119,19 +117,14 @@ class Pass:
 
     def log_probs(self, span: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         """(B, t, V) next-token log-probs of policy, reference and sampler at some positions."""
-        models = self.models
-        pairs = (models.policy, self.hidden), (models.reference, self.reference), (models.sampler, self.sampler)
-        with torch.no_grad():
-            p, r, m = (
-                None if model is None or part is None else self._normal(model.logits(part[:, span]))
-                for model, part in pairs
-            )
-        assert p is not None
-        assert r is not None
-        return p, r, m
 
-    def _normal(self, logits: Tensor) -> Tensor:
-        return (logits / self.models.temperature).log_softmax(-1)
+        def of(model: CutModel, features: Tensor) -> Tensor:
+            return (model.logits(features[:, span]) / self.models.temperature).log_softmax(-1)
+
+        models = self.models
+        with torch.no_grad():
+            p, r = of(models.policy, self.hidden), of(models.reference, self.reference)
+            return p, r, None if self.sampler is None or models.sampler is None else of(models.sampler, self.sampler)
 
     def numbers(self, costs: set[tuple[str, str]]) -> Tokens:
         """Return the numbers of all tokens; `costs` are the weights of later tokens whose expectations are needed."""
@@ -155,10 +148,8 @@ class Pass:
         logp, ref_logp = joined.pop("p"), joined.pop("r")
         own, given = joined.pop("m", None), self.rollouts.old_logp
         old = own if given is None else given.to(logp)
-        mask, reward = self.rollouts.mask, self.rollouts.reward
-        reward = None if reward is None else reward.to(logp)
-        tokens = Tokens(mask, logp, ref_logp, logp if old is None else old, joined, reward)
-        return tokens
+        reward = None if self.rollouts.reward is None else self.rollouts.reward.to(logp)
+        return Tokens(self.rollouts.mask, logp, ref_logp, logp if old is None else old, joined, reward)
 
     def fold(self, at_logits: Mapping[int, Any], vectors: Tensor) -> None:
         """Pull gradients at the logits back and add their sketches to the rows of `vectors`.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kltest.auditing.fits import Combination, Distance
+from kltest.auditing.fits import Combination
 from kltest.errors import KltestError
 from kltest.files import as_json, mapped
 from kltest.moments.blocks import Interval
@@ -62,7 +62,7 @@ class Audit:
     named: list[Row]
     follows: Combination | None
     declared: Row
-    distance: Distance
+    distance: Interval
     sketch_error: float
     signal_to_noise: float
     crossing: float | None
@@ -80,16 +80,7 @@ class Audit:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; numbers that are not finite are None."""
         found = {"schema": SCHEMA, **asdict(self)}
-        if self.follows is not None:
-            terms = {name: one._asdict() for name, one in self.follows.terms.items()}
-            found["follows"] = {**asdict(self.follows), "terms": terms, "misfit": self.follows.misfit._asdict()}
-        for row, one in zip([*found["named"], found["declared"]], [*self.named, self.declared], strict=True):
-            row |= {
-                key: each and each._asdict() for key, each in (("coefficient", one.coefficient), ("cosine", one.cosine))
-            }
-        finite = mapped(found, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value)
-        assert isinstance(finite, dict)
-        return finite
+        return dict(mapped(found, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
 
     def to_json(self) -> str:
         """Return the JSON text."""
@@ -100,7 +91,7 @@ class Audit:
         found = {"distance": self.distance.value, "signal_to_noise": self.signal_to_noise}
         for name, one in (("cosine", self.declared.cosine), ("coefficient", self.declared.coefficient)):
             if one is not None:
-                found |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
+                found |= one.named(name)
         return found
 
     def raise_for_failure(self) -> None:

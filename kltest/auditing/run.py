@@ -3,6 +3,7 @@
 import math
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -62,10 +63,10 @@ class Auditing:
         self.partial: list[torch.Tensor] = []
         self.each, self.units, self.rollouts = 1, 0, 0
         self.weights: dict[str, list[torch.Tensor]] = {"reference": [], "policy": [], "square": []}
-        self.facts: dict[str, float] = {}
-        self.misfits: dict[float, float] = {}
+        self.facts: Counter[str] = Counter()
+        self.misfits: Counter[float] = Counter()
         self.controls = range(0)
-        self.divisor, self.began = 1.0, time.monotonic()
+        self.divisor, self.largest_gap, self.began = 1.0, 0.0, time.monotonic()
 
     def over(self, source: Iterable[Rollouts], progress: Callable[[int], None] = lambda units: None) -> Audit:
         """Add units until the verdict is clear or there are no more, and return the report."""
@@ -94,11 +95,9 @@ class Auditing:
         counts = {"tokens": float(at.live.sum()), "gap": float(gap.sum()), **unit.facts}
         ended = torch.isin(rollouts.tokens, torch.tensor(self.models.policy.language.end, device=gap.device))
         counts["ended"] = float((ended & rollouts.mask).any(1).sum())
-        for key, value in counts.items():
-            self.facts[key] = self.facts.get(key, 0.0) + value
-        self.facts["largest gap"] = max(self.facts.get("largest gap", 0.0), float(gap.max()))
-        for divisor, misfit_there in unit.misfits.items():
-            self.misfits[divisor] = self.misfits.get(divisor, 0.0) + misfit_there
+        self.facts.update(counts)
+        self.misfits.update(unit.misfits)
+        self.largest_gap = max(self.largest_gap, float(gap.max()))
         self.partial.append(unit.vectors)
         if len(self.partial) == self.each:
             if self.filled == MOST_BLOCKS:
@@ -257,6 +256,6 @@ class Auditing:
             "padded_share": math.sqrt(facts["padded"] / facts["all"]) if facts.get("all") else 0.0,
             "truncated": 1 - facts["ended"] / self.rollouts,
             "mean_gap": facts["gap"] / facts["tokens"] if misfits else None,
-            "largest_gap": facts["largest gap"] if misfits else None,
+            "largest_gap": self.largest_gap if misfits else None,
             "temperature": best and best * self.models.temperature,
         }

@@ -58,7 +58,9 @@ def command(
     from kltest.auditing.audit import audit
     from kltest.auditing.models import DTYPES, load
     from kltest.auditing.units import read
+    from kltest.grading.forms import arguments
     from kltest.language_models.models import is_tiny
+    from kltest.sweeps.progress import Progress
 
     if dtype not in DTYPES:
         raise UsageError(f"--dtype: there is no {dtype!r}; choose from {', '.join(DTYPES)}")
@@ -75,6 +77,7 @@ def command(
     loading: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
     roles = {"model": model, "ref": ref or model, "sampler": sampler}
     found = {role: load(name, role, **loading) for role, name in roles.items() if name is not None}
+    bar = Progress("audit", units)
     report = audit(
         target,
         found["model"],
@@ -86,7 +89,7 @@ def command(
         expect=expect,
         placement=placement,
         credit=credit,
-        arguments=_arguments(arg or []),
+        arguments=arguments(arg or [], "--arg"),
         error_rate=error_rate,
         margin=margin,
         seed=seed,
@@ -94,16 +97,10 @@ def command(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         models=roles,
-        progress=_progress(units),
+        progress=lambda _: bar.advance(),
     )
     deliver(where, lambda to, shown: report.to_json() if to.form == "json" else report.to_text(shown), verbose=False)
     return report.exit_code
-
-
-def _arguments(texts: list[str]) -> dict[str, Any]:
-    from kltest.grading.forms import arguments
-
-    return arguments(texts, "--arg")
 
 
 def _prompts(path: Path) -> list[str]:
@@ -125,10 +122,3 @@ def _prompts(path: Path) -> list[str]:
         if not isinstance(found[-1], str):
             raise UsageError(f"--prompts {path}: line {number} is no JSON object with a text `prompt`")
     return found
-
-
-def _progress(total: int) -> Any:
-    from kltest.sweeps.progress import Progress
-
-    bar = Progress("audit", total)
-    return lambda units: bar.advance()

@@ -21,7 +21,7 @@ from kltest.finetune.update import UpdateInfo, accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import over_time, score, score_in_parts
-from kltest.moments.blocks import Sample, cosine, norm, reach
+from kltest.moments.blocks import Interval, Sample, cosine, norm, reach
 from kltest.moments.sketch import Sketch
 
 LEVEL = 0.95
@@ -44,10 +44,10 @@ def evaluate(models: Models, task: Task, settings: Settings, step: int, processe
         name = split.replace("-", "_")
         own = rollouts.reward, rollouts.lengths.double(), *kl_and_entropy(models, rollouts, settings)
         reward, length, kl, entropy = (processes.joint(one).cpu().numpy() for one in own)
-        found |= _with_interval(f"reward_{name}", *_mean(reward))
+        found |= _mean(reward).named(f"reward_{name}")
         if rollouts.gold is not None:
-            found |= _with_interval(f"gold_{name}", *_mean(processes.joint(rollouts.gold).cpu().numpy()))
-        found |= _with_interval("kl" if split == "held-out" else f"kl_{name}", *_student(kl))
+            found |= _mean(processes.joint(rollouts.gold).cpu().numpy()).named(f"gold_{name}")
+        found |= _student(kl).named("kl" if split == "held-out" else f"kl_{name}")
         if split == "held-out":
             found["entropy"] = float(entropy.sum() / length.sum())
             found["length_held_out"] = float(length.mean())
@@ -129,13 +129,13 @@ def compared(sample: Sample, batches: int = 1, name: str = "kl_gradient") -> Rec
     if square <= 2 * error:
         high = square + reach(1 - LEVEL, len(sample)) * error
         size = (math.sqrt(max(one, 0.0) / true) for one in (square, 0.0, high))
-        found |= _with_interval(f"{name}_size", *size)
+        found |= Interval(*size).named(f"{name}_size")
     else:
         ratios = {"cosine": cosine(term, truth), "size": lambda pairs: np.sqrt(norm(term)(pairs) / norm(truth)(pairs))}
         for what, ratio in ratios.items():
             interval = sample.interval(ratio, 1 - LEVEL)
-            if all(map(math.isfinite, interval)):
-                found |= _with_interval(f"{name}_{what}", *interval)
+            if math.isfinite(interval.width):
+                found |= interval.named(f"{name}_{what}")
     found[f"{name}_noise"] = math.sqrt(max(float(term @ sample.noise @ term) * batches, 0.0) / true)
     return found
 
@@ -183,22 +183,17 @@ def _has(task: Task, split: str) -> bool:
     return True
 
 
-def _with_interval(name: str, *values: float) -> Record:
-    """A value, and the lower and upper end of its interval."""
-    return dict(zip((name, f"{name}_low", f"{name}_high"), map(float, values), strict=True))
-
-
-def _mean(values: np.ndarray) -> tuple[float, float, float]:
+def _mean(values: np.ndarray) -> Interval:
     return (_wilson if 0 <= values.min() <= values.max() <= 1 else _student)(values)
 
 
-def _student(values: np.ndarray) -> tuple[float, float, float]:
+def _student(values: np.ndarray) -> Interval:
     mean, error = values.mean(), values.std(ddof=1) / math.sqrt(len(values))
     reach = t.ppf((1 + LEVEL) / 2, len(values) - 1) * error
-    return mean, mean - reach, mean + reach
+    return Interval(mean, mean - reach, mean + reach)
 
 
-def _wilson(values: np.ndarray) -> tuple[float, float, float]:
+def _wilson(values: np.ndarray) -> Interval:
     """Wilson's interval by hand: scipy's is for counts, and rewards may be any numbers between 0 and 1.
 
     It covers these as well, since none of them varies more than a coin with the same mean.
@@ -207,7 +202,8 @@ def _wilson(values: np.ndarray) -> tuple[float, float, float]:
     middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     # If all fail or all succeed, an end is 0 or 1 up to rounding.
-    return mean, min(middle - reach, mean) if mean else 0.0, max(middle + reach, mean) if mean < 1 else 1.0
+    low, high = min(middle - reach, mean) if mean else 0.0, max(middle + reach, mean) if mean < 1 else 1.0
+    return Interval(mean, low, high)
 
 
 def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...], processes: Processes) -> Record:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import t
@@ -23,7 +22,8 @@ FOLDED = 4096
 HEAVY = 1 / 6
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True)
+class Interval:
     """An estimate with the ends of its interval."""
 
     value: float
@@ -35,9 +35,9 @@ class Interval(NamedTuple):
         """Distance of the ends."""
         return self.high - self.low
 
-    def holds(self, number: float) -> bool:
-        """True if a number lies in the interval."""
-        return self.low <= number <= self.high
+    def named(self, name: str) -> dict[str, float]:
+        """Return the numbers under a name, and under that with _low and _high behind it."""
+        return {name: float(self.value), f"{name}_low": float(self.low), f"{name}_high": float(self.high)}
 
 
 def reach(rate: float, blocks: int) -> float:
