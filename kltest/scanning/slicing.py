@@ -98,11 +98,11 @@ def _needed(
     tainted: list[set[str]],
     needed: set[str],
     leaves: Leaves,
-    counter: ast.expr | None = None,
+    part: tuple[ast.expr, Set[str]] | None = None,
 ) -> list[Statement]:
     """Return those of the statements that bind what is needed; `needed` becomes what they need before the first.
 
-    `counter` is the number of the rollout in a loop over them.
+    `part` is the index of the rollouts of a round in a loop over them, and the names that depend on it.
     """
     kept: list[Statement] = []
     added_up: set[str] = set()
@@ -121,9 +121,9 @@ def _needed(
             value = ast.List([], ast.Load()) if isinstance(value, ast.List) else ast.Constant(0.0)
         elif leaves.is_leaf(target, value):
             field = leaves.stands_for(target, target)
-            if not (counter and names_in(counter) & names_in(value)) or field is None:
+            if part is None or field is None or not names_in(value) & part[1]:
                 continue
-            value = ast.Subscript(field, counter, ast.Load())
+            value = ast.Subscript(field, part[0], ast.Load())
         value = leaves.replace(copy.deepcopy(value))
         if not statement.augmented:
             needed.discard(target)
@@ -140,9 +140,7 @@ def _needed_loop(term: Term, loop: Statement, before: set[str], needed: set[str]
     tainted = _tainted(term, loop.loop, _tainted(term, loop.loop, before)[-1])
     while True:  # what a round needs of the one before it is needed as well
         wanted = set(needed)
-        counted = isinstance(loop.over, ast.Name) and getattr(getattr(loop.value, "func", None), "id", "") == "range"
-        counter = ast.Name(loop.over.id, ast.Load()) if counted else None  # type: ignore[union-attr]
-        kept = _needed(term, loop.loop, tainted, wanted, leaves, counter)
+        kept = _needed(term, loop.loop, tainted, wanted, leaves, _part_of(loop))
         if wanted <= needed:
             break
         needed |= wanted
@@ -150,6 +148,23 @@ def _needed_loop(term: Term, loop: Statement, before: set[str], needed: set[str]
     needed -= names_in(loop.over) if loop.over else set()
     needed |= names_in(value)
     return replace(loop, value=value, loop=tuple(kept))
+
+
+def _part_of(loop: Statement) -> tuple[ast.expr, Set[str]] | None:
+    """Return the index of the rollouts of a round in a loop that counts them, one by one or in chunks, and the names
+    that depend on it; None for another loop."""
+    match loop.over, loop.value:
+        case ast.Name(name), ast.Call(ast.Name("range"), given):
+            index: ast.expr = ast.Name(name, ast.Load())
+            if len(given) == 3:
+                index = ast.Slice(index, ast.BinOp(index, ast.Add(), copy.deepcopy(given[2])))
+        case _:
+            return None
+    depending = {name}
+    for each in loop.loop:
+        if each.target and names_in(each.value) & depending:
+            depending.add(each.target)
+    return index, depending
 
 
 def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast.expr]:
