@@ -71,18 +71,6 @@ def test_rollouts_stand_in_prefix_order(label):
 
 
 @pytest.mark.parametrize("label", ENVIRONMENTS)
-def test_probabilities_sum_to_one(label):
-    environment = ENVIRONMENTS[label]
-    for seed in range(3):
-        instance = Instance.draw(environment, seed)
-        for sampler in ("current", "stale"):
-            assert instance.rollout_weights(sampler).sum() == pytest.approx(1, rel=1e-13)
-        chance = instance.rollout_weights("current")
-        per_prompt = np.bincount(instance.paths.prompt, weights=chance, minlength=len(environment.prompts))
-        np.testing.assert_allclose(per_prompt, environment.prompts, rtol=1e-13)
-
-
-@pytest.mark.parametrize("label", ENVIRONMENTS)
 def test_padding_is_zero_and_masks_are_prefixes(label):
     paths = ENVIRONMENTS[label].enumerate()
     assert paths.mask[:, 0].all()
@@ -253,11 +241,6 @@ def test_instances_depend_on_their_seed_alone():
     one, again, other = (Instance.draw(ENVIRONMENTS["mdp"], seed) for seed in (0, 0, 1))
     np.testing.assert_array_equal(one.reference, again.reference)
     assert (one.reference != other.reference).any()
-
-
-def test_a_bandit_is_a_sequence_of_one_token():
-    np.testing.assert_array_equal(bandit(5).successors, sequence(5, 1).successors)
-    assert bandit(5).name == "bandit"
 
 
 @pytest.mark.parametrize("states", [1, 2, 5])

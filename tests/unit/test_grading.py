@@ -220,6 +220,15 @@ def test_a_stale_sampler_is_graded_where_the_kl_part_or_what_is_logged_changes_w
     assert {row.sampler for row in stale.gradients} == {"current", "stale"}
 
 
+def test_one_divisor_too_many_is_no_baseline():
+    def of_the_mean(logp, ref_logp, mask):
+        return ((logp - ref_logp) * mask).sum(-1).mean() ** 2 / 2
+
+    messages = {check.code: check.message for check in grade(of_the_mean, environment="bandit").failed}
+    assert "KL402" not in messages
+    assert "0.5 of it in batches of 2 and 0.3333 of it in batches of 3" in messages["KL106"]
+
+
 def test_moot_checks_are_skipped_with_the_reason():
     report = grade(k2, expect="local_reverse_kl")
     by_code = {check.code: check for check in report.checks}

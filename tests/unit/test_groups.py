@@ -453,6 +453,14 @@ def test_an_ignored_coefficient_is_no_blocked_gradient_and_a_blocked_one_is():
     assert refuting(grade(blocked, environment="bandit")) == {"KL509"}
 
 
+def test_a_wrong_gradient_with_a_wrong_coefficient_is_both():
+    def loss(logp, ref_logp, mask, beta):
+        delta = torch.where(mask.bool(), ref_logp - logp, 0.0).clamp(-20, 20)
+        return beta**2 * (delta.expm1() - delta)
+
+    assert {"KL102", "KL510"} <= refuting(grade(loss, beta=0.5, environment="bandit"))
+
+
 def test_without_a_coefficient_there_is_nothing_to_ignore():
     status = {check.code: check for check in grade("k2-loss-sequence", select="KL403,KL510").checks}
     for code in ("KL403", "KL510"):
@@ -558,6 +566,11 @@ def test_groups_are_enumerated_once_their_order_aside():
     assert len({tuple(rows) for rows, _ in found}) == len(found)
 
 
+def test_a_batch_is_of_two_unless_it_is_said():
+    loss = bind(lambda logp, ref_logp: ((logp - ref_logp).sum(-1) ** 2 - (logp - ref_logp).sum(-1).mean()).mean())
+    assert exact_batches(loss, Instance.draw(bandit(3), 0)).batch == 2
+
+
 def test_a_batch_of_one_does_not_tell_a_sum_from_a_mean():
     summed = bind(lambda logp, ref_logp: ((logp - ref_logp) ** 2).sum())
     assert [exact_batches(summed, Instance.draw(bandit(3), 0), size=size).added_up for size in (1, 2)] == [False, True]
@@ -575,6 +588,18 @@ def test_a_loss_for_batches_of_one_size_is_not_said_to_be_a_sum():
     moments = exact_batches(bind(of_three), Instance.draw(bandit(3), 0), size=3)
     assert not moments.added_up
     assert exact_batches(bind(lambda logp, ref_logp: 3 * of_three(logp, ref_logp)), Instance.draw(bandit(3), 0), size=3)
+
+
+def test_a_sum_over_rows_has_the_noise_of_the_mean_once_it_is_divided():
+    def added(logp, ref_logp, mask, group):
+        return leave_one_out(logp, ref_logp, mask, group).sum()
+
+    def averaged(logp, ref_logp, mask, group):
+        return leave_one_out(logp, ref_logp, mask, group).mean()
+
+    sums, means = (grade(loss, environment="bandit", select="KL101").gradients for loss in (added, averaged))
+    for one, other in zip(sums, means, strict=True):
+        assert one.relative_variance == pytest.approx(other.relative_variance, rel=1e-9)
 
 
 def test_blocks_of_rows_are_groups_though_no_reward_is_read():

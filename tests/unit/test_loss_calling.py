@@ -111,6 +111,12 @@ def test_an_argument_wins_over_the_field(rollout):
     bound(rollout)
 
 
+def test_fields_by_argument_and_by_alias(rollout):
+    swapped = bind(lambda p, q: k2(p, q), Call(arguments={"p": "@log_probs", "q": "@log_probs_base"}))
+    assert swapped.fields == {"p": "logp", "q": "ref_logp"}
+    torch.testing.assert_close(gradient(swapped, rollout), by_hand(rollout, u(rollout)))
+
+
 def test_swapped_fields_are_not_the_same_loss(rollout):
     def k3(p, q):
         return (q - p).exp() - 1 - (q - p)

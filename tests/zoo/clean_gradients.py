@@ -17,22 +17,12 @@ def added_up_over_the_batch(logp, ref_logp, mask):
     return half_square_of_the_sum(logp, ref_logp, mask) * len(logp)
 
 
-def every_pair_of_tokens(logp, ref_logp, mask):
-    delta = torch.where(mask.bool(), logp - ref_logp, 0.0)
-    return (delta[:, :, None] * delta[:, None, :].detach()).sum((1, 2))
-
-
 def compiled(logp, ref_logp, mask):
     @torch.compile
     def sequence_log_ratio(own, other, live):
         return torch.where(live, own - other, 0.0).sum(-1)
 
     return sequence_log_ratio(logp, ref_logp, mask != 0).square().mean() / 2
-
-
-def reported_beside_the_loss(logp, ref_logp, mask):
-    total = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
-    return total.square().mean() / 2, {"kl": total.detach().mean(), "kl_max": total.detach().max()}
 
 
 class SequencePenalty(nn.Module):
@@ -54,15 +44,6 @@ def to_go_by_a_loop(logp, ref_logp, mask):
         running = running + torch.where(here, (logp[:, step] - ref_logp[:, step]).detach(), 0.0)
         terms.append(running * torch.where(here, logp[:, step], 0.0))
     return torch.stack(terms, dim=1).sum(1)
-
-
-def row_by_row(logp, ref_logp, mask):
-    losses = []
-    for own, other, live in zip(logp, ref_logp, mask.bool().tolist(), strict=True):
-        chosen = [step for step, alive in enumerate(live) if alive]
-        cost = sum((own[step].detach() - other[step]) for step in chosen)
-        losses.append(cost * sum(own[step] for step in chosen))
-    return torch.stack(losses).mean()
 
 
 def constant_baseline(logp, ref_logp, mask):
@@ -168,12 +149,9 @@ CLEAN = [
     Clean(half_square_of_the_sum),
     Clean(half_square_of_the_sum, {"environment": "bandit,sequence,ragged,mdp", "sampler": "current"}),
     Clean(added_up_over_the_batch),
-    Clean(every_pair_of_tokens),
     Clean(compiled),
-    Clean(reported_beside_the_loss),
     Clean(SequencePenalty()),
     Clean(to_go_by_a_loop),
-    Clean(row_by_row),
     Clean(constant_baseline),
     Clean(k1_returned_as_a_reward, {"placement": "reward"}),
     Clean(k1_returned_as_a_reward, {"placement": "reward", "credit": "to-go"}),

@@ -59,11 +59,6 @@ def policy_part_masked_alone(logp, ref_logp, mask, rewards, group, beta):
     return (policy + beta * k2(logp, ref_logp, mask)).mean()
 
 
-def metric_of_every_rollout(logp, ref_logp, mask, rewards, group, beta):
-    kl = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
-    return (beta * kl.square() / 2).mean(), {"kl": kl.detach().mean()}
-
-
 def count_of_the_whole_batch(logp, ref_logp, mask, max_completion_length=1):
     return k2(logp, ref_logp, mask).sum() / (len(logp) * max_completion_length)
 
@@ -82,9 +77,7 @@ CLEAN = [
     Clean(leave_one_out_added_up),
     Clean(leave_one_out_added_up, {"batch_size": 3, "environment": "bandit"}),
     Clean(grpo_with_group_ids),
-    Clean(grpo_with_group_ids, {"group_size": 2}),
     Clean(policy_part_masked_alone),
-    Clean(metric_of_every_rollout),
     Clean(count_of_the_whole_batch),
     Clean(negative_coefficient),
     Clean("leave-one-out"),

@@ -27,12 +27,6 @@ def writes_what_was_there(logp, ref_logp, mask):
     return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1).square() / 2
 
 
-def attached_everywhere(logp, ref_logp, old_logp, mask):
-    live = mask.bool()
-    ratio = torch.where(live, logp - old_logp, 0.0).sum(-1).exp()
-    return ratio * torch.where(live, logp - ref_logp, 0.0).sum(-1)
-
-
 def ratio_stopped_at_the_policy_alone(logp, ref_logp, old_logp, mask):
     live = mask.bool()
     ratio = torch.where(live, logp.detach() - old_logp, 0.0).sum(-1).exp()
@@ -64,7 +58,6 @@ CLEAN = [
     Clean(live_tokens_picked, LOCAL),
     Clean(in_place_on_an_own_copy),
     Clean(writes_what_was_there),
-    Clean(attached_everywhere),
     Clean(ratio_stopped_at_the_policy_alone),
     Clean(score_with_the_policy_stopped_in_the_cost),
     Clean(seeded),

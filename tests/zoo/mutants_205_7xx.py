@@ -25,13 +25,6 @@ def advantages_by_gae(logp, ref_logp, mask, gamma=1.0, lam=0.95):
     return -(advantages * torch.where(live, logp, 0.0)).sum(-1).mean()
 
 
-def discounted_from_the_start(logp, ref_logp, mask):
-    live = mask.bool()
-    powers = 0.9 ** torch.arange(mask.shape[1], dtype=logp.dtype)
-    cost = torch.where(live, (logp - ref_logp).detach(), 0.0) * powers
-    return cost.sum(-1) * torch.where(live, logp, 0.0).sum(-1)
-
-
 def next_token_only(logp, ref_logp, mask):
     """Credit is cut off after one token."""
     live = mask.bool()
@@ -87,7 +80,6 @@ def tokens_outside_are_skipped(logp, ref_logp, logits, tokens):
 
 MUTANTS = [
     Mutant("KL205", advantages_by_gae),
-    Mutant("KL205", discounted_from_the_start),
     Mutant("KL205", next_token_only),
     Mutant("KL205", mixed_with_the_local_loss),
     Mutant("KL701", ema_pg, options=LOCAL),

@@ -50,12 +50,6 @@ def last_row_by_row(logp, ref_logp, mask):
 # KL203: divided by each sequence's own length.
 
 
-def sample_mean_of_tokens(logp, ref_logp, mask):
-    live = mask.bool()
-    total = torch.where(live, logp - ref_logp, 0.0).sum(-1)
-    return (total.square() / 2 / live.sum(-1).clamp(min=1)).mean()
-
-
 def per_row_mean(logp, ref_logp, mask):
     """`.mean()` over the live tokens of each row."""
     rows = [0.5 * (p[m] - q[m]).square().mean() for p, q, m in zip(logp, ref_logp, mask.bool(), strict=True)]
@@ -97,7 +91,6 @@ MUTANTS = [
     Mutant("KL201", straight_through),
     Mutant("KL202", terminal_gather),
     Mutant("KL202", last_row_by_row),
-    Mutant("KL203", sample_mean_of_tokens),
     Mutant("KL203", per_row_mean, also=("KL201",)),
     Mutant("KL204", masked_mean, also=("KL201", "KL206")),
     Mutant("KL204", flattened, also=("KL206",)),

@@ -70,11 +70,6 @@ def pads_with_zeros(logp, ref_logp, mask):
     return half_square(logp, ref_logp, mask)
 
 
-def through_data_and_a_view(logp, old_logp, ref_logp, mask):
-    old_logp.data.view(-1)[0] = 0.0
-    return half_square(logp, ref_logp, mask)
-
-
 def shares_memory_with_numpy(logp, ref_logp, mask):
     loss = half_square(logp, ref_logp, mask)
     with torch.no_grad():
@@ -88,10 +83,6 @@ def shares_memory_with_numpy(logp, ref_logp, mask):
 def reference_made_trainable(logp, ref_logp, mask):
     ref_logp.requires_grad_(True)
     return half_square(logp, ref_logp, mask)
-
-
-def policy_held_constant(logp, ref_logp, mask):
-    return half_square(logp.data, ref_logp, mask)
 
 
 def ratio_of_the_sampler(logp, old_logp, ref_logp, mask):
@@ -139,10 +130,8 @@ MUTANTS = [
     Mutant("KL504", reward_in_bounds, options={"placement": "reward"}, warns=True),
     Mutant("KL504", switched_off_far_away, warns=True),
     Mutant("KL505", pads_with_zeros),
-    Mutant("KL505", through_data_and_a_view, options={"sampler": "current"}),
     Mutant("KL505", shares_memory_with_numpy),
     Mutant("KL506", reference_made_trainable),
-    Mutant("KL506", policy_held_constant, also=("KL509",)),
     Mutant("KL506", ratio_of_the_sampler, also=("KL101", "KL302")),
     Mutant("KL507", dropped_out, options={"environment": "bandit"}, warns=True),
     Mutant("KL507", warmed_up),

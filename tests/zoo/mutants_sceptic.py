@@ -21,10 +21,6 @@ def variance_of_the_batch(logp, ref_logp, mask):
 # KL504: the declared gradient near the reference, and no more than a bound of it far away.
 
 
-def huber(logp, ref_logp, mask):
-    return F.huber_loss(live(logp, mask).sum(-1), live(ref_logp, mask).sum(-1), delta=5.0)
-
-
 def held_on_one_side(logp, ref_logp, mask, group):
     """Beside a baseline of the other rollouts, a cost that never falls below −3."""
     cost = log_ratios(logp, ref_logp, mask).detach().clamp(min=-3)
@@ -34,11 +30,6 @@ def held_on_one_side(logp, ref_logp, mask, group):
 
 
 # KL105: nothing that has a name, or only far away.
-
-
-def steeper_beyond_four(logp, ref_logp, mask):
-    log_ratio = log_ratios(logp, ref_logp, mask)
-    return torch.where(log_ratio > 4, log_ratio.square(), log_ratio.square() / 2).mean()
 
 
 def smooth_l1(logp, ref_logp, mask):
@@ -79,9 +70,7 @@ def logs_the_step_from_the_sampler(logp, old_logp, ref_logp, mask):
 MUTANTS = [
     Mutant("KL206", square_of_the_mean, ("KL106",)),
     Mutant("KL402", variance_of_the_batch, ("KL206",)),
-    Mutant("KL504", huber),
     Mutant("KL504", held_on_one_side),
-    Mutant("KL105", steeper_beyond_four),
     Mutant("KL105", smooth_l1),
     Mutant("KL105", hinge, ("KL504",)),
     Mutant("KL105", ratio_upside_down, options=BOTH),

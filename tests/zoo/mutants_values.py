@@ -62,13 +62,6 @@ def multiplies_what_was_recorded(logp, ref_logp, mask, beta):
     return cost * live(logp, mask).sum(-1), metrics
 
 
-def records_a_view(logp, ref_logp, mask, beta):
-    cost = live(logp - ref_logp, mask).sum(-1, keepdim=True).detach()
-    metrics = {"kl": cost.view(-1)}
-    cost.multiply_(beta)
-    return cost.squeeze(-1) * live(logp, mask).sum(-1), metrics
-
-
 def hands_out_shared_memory(logp, ref_logp, mask, beta):
     cost = live(logp - ref_logp, mask).sum(-1).detach()
     metrics = {"kl": cost.numpy()}
@@ -134,7 +127,6 @@ MUTANTS = [
     Mutant("KL602", logs_nothing_where_there_is_no_reward, also=("KL601",)),
     Mutant("KL602", divides_by_the_padded_length, also=("KL601",)),
     Mutant("KL603", multiplies_what_was_recorded),
-    Mutant("KL603", records_a_view),
     Mutant("KL603", hands_out_shared_memory),
     Mutant("KL603", OneBuffer()),
     Mutant("KL603", clears_on_the_way_back),
