@@ -118,7 +118,7 @@ SETTINGS = Settings(
         "budget_steps": 8000,
         "budget_learning_rate": 0.25,
     },
-    seeds={"quick": 3, "full": 20},
+    seeds={"quick": 3, "full": 10},
     allowed={
         "beta": (0.001, 10_000.0),
         "exact_steps": (10, 10_000_000),

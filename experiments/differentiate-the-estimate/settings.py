@@ -27,7 +27,7 @@ SETTINGS = Settings(
         "pairs": 100,
     },
     full={"estimator": FOLLOWED + MORE, "vocabulary": (2, 3, 4, 8, 32, 128, 512), "pairs": 200},
-    seeds={"quick": 1, "full": 5},
+    seeds={"quick": 1, "full": 2},
     allowed={"estimator": FOLLOWED + MORE, "vocabulary": (2, 2048), "path": PATHS, "pairs": (2, 1000)},
     applies=lambda one: one["path"] == "random" or one["estimator"] in EVERYWHERE,
 )
