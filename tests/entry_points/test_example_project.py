@@ -304,7 +304,7 @@ def workflows():
 
 
 def test_the_guide_of_the_scan_calls_the_action_and_the_hook_as_they_are():
-    flow, hook = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", SCAN, flags=re.DOTALL))
+    flow, hook, _ = SCAN_BLOCKS
     _, ours, upload = flow["jobs"]["scan"]["steps"]
     assert ours["with"].keys() <= ACTION["inputs"].keys()
     assert upload["with"] == {"sarif_file": f"${{{{ steps.{ours['id']}.outputs.sarif }}}}"}
@@ -314,6 +314,13 @@ def test_the_guide_of_the_scan_calls_the_action_and_the_hook_as_they_are():
     assert [each["id"] for each in hook["repos"][0]["hooks"]] == [made["id"]]
     assert made["entry"].split() == ["kltest", "scan"]
     assert not made["pass_filenames"]
+
+
+def test_the_workflow_without_the_action_annotates_and_writes_the_summary(project, tmp_path):
+    *_, flow = SCAN_BLOCKS
+    (steps,) = [job["steps"] for job in flow["jobs"].values()]
+    assert walked(steps, project, tmp_path, lambda given: None) == [1]
+    assert "KL terms in" in (tmp_path / "summary").read_text()
 
 
 def test_the_page_calls_the_action_as_it_is():
