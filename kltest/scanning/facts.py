@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kltest.scanning.callees import Function
 from kltest.scanning.sides import REFERENCE, is_mask, side
-from kltest.scanning.syntax import FUNCTIONS, chain, names_in
+from kltest.scanning.syntax import FUNCTIONS, chain, names_in, words
 from kltest.scanning.terms import Term
 
 
@@ -146,6 +146,23 @@ class Facts:
                 if any(ast.unparse(each) == text for each in given):
                     return False
         return used
+
+    def is_of_padding(self, name: str, text: str) -> bool:
+        """Return True for a mask that is called one of padding and is used as one: many such are of live tokens."""
+        if not {"pad", "padding", "invalid", "ignored"}.intersection(words(name)):
+            return False
+        filled: list[ast.expr] = []
+        turned: list[ast.expr] = []
+        for node in self.nodes:  # what a call fills comes before what is in its arguments
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith("masked_fill"):
+                filled += node.args
+            elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert) and node not in filled:
+                turned.append(node.operand)
+            elif (
+                isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and ast.unparse(node.left) in ("1", "1.0")
+            ):
+                turned.append(node.right)
+        return text in map(ast.unparse, [*turned, *filled])
 
     def branches(self, node: ast.If) -> Branches:
         """Return what a condition decides over."""

@@ -11,7 +11,7 @@ from kltest.scanning.conditions import COEFFICIENT, UNSET, Conditions, Undecided
 from kltest.scanning.facts import Facts
 from kltest.scanning.helpers import bare
 from kltest.scanning.sides import Side, is_mask, says_kl, side
-from kltest.scanning.syntax import chain, each_of, identifiers, names_in, says, words
+from kltest.scanning.syntax import chain, each_of, identifiers, names_in, says, shifts, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
@@ -117,11 +117,8 @@ class Leaves(Conditions):
         if stated := side(name):
             return self.field(stated)
         if is_mask(name):
-            live = self.use("mask")
-            padding = {"pad", "padding", "invalid", "ignored"}.intersection(words(name)) and not self.facts.multiplies(
-                text
-            )
-            return ast.parse("mask == 0", mode="eval").body if padding else live
+            self.fields["mask"] = None
+            return ast.parse("mask == 0" if self.facts.is_of_padding(name, text) else "mask", mode="eval").body
         found = words(name)
         if says(name, "label", "target") and not says(name, "coef"):
             self.fields.update(mask=None, tokens=None)
@@ -254,7 +251,7 @@ class _Replace(ast.NodeTransformer):
             self.leaves.missing = f"{ast.unparse(node)} is a part of a rollout, not all of it"
         if isinstance(node.slice, ast.Name) and node.slice.id in self.leaves.facts.counters:
             return self.visit(node.value)
-        if _shifts(node.slice):
+        if shifts(node.slice):
             return self.visit(node.value)
         self.generic_visit(node)
         return node
@@ -297,11 +294,3 @@ class _Replace(ast.NodeTransformer):
         node.args = [self.visit(each) for each in node.args]
         node.keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in node.keywords]
         return node
-
-
-def _shifts(node: ast.expr) -> bool:
-    """Return True for slices that align predictions with tokens: [:, :-1], [:, 1:], [:, -n:]."""
-    parts = node.elts if isinstance(node, ast.Tuple) else [node]
-    parts = [each for each in parts if not (isinstance(each, ast.Constant) and each.value is ...)]
-    slices = [each for each in parts if isinstance(each, ast.Slice)]
-    return bool(slices) and len(slices) == len(parts) and any(s.lower or s.upper for s in slices)

@@ -74,3 +74,11 @@ def is_logged(value: ast.expr) -> bool:
             return True
         value = value.func.value
     return False
+
+
+def shifts(node: ast.expr) -> bool:
+    """Return True for slices that align predictions with tokens: [:, :-1], [:, 1:], [:, -n:]."""
+    parts = node.elts if isinstance(node, ast.Tuple) else [node]
+    parts = [each for each in parts if not (isinstance(each, ast.Constant) and each.value is ...)]
+    slices = [each for each in parts if isinstance(each, ast.Slice)]
+    return bool(slices) and len(slices) == len(parts) and any(s.lower or s.upper for s in slices)

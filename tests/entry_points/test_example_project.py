@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 GUIDES = ROOT / "docs" / "guides"
 PAGE, SCAN = (GUIDES.joinpath(name).read_text(encoding="utf-8") for name in ("continuous-integration.md", "scan.md"))
+SCAN_BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", SCAN, flags=re.DOTALL)]
 # A token's own log-ratio in place of its answer's, and the other direction's gradient: what a pull request may do.
 BREAKS = {"log_ratio.sum(dim=-1).square() / 2": "(-log_ratio).exp() - 1 + log_ratio"}
 # Mends the loss whose failure is excused.

@@ -271,6 +271,13 @@ def kd_loss(student_logits, teacher_logits):
 """, lambda given: 0.5 * sum(
         (one * (one.log() - (one + other).log() + math.log(2))).sum()
         for one, other in permutations((given["ref_logits"].exp(), given["logits"].exp())))),
+    "live tokens, called a mask of padding": ("""
+def mean(values, mask):
+    return (values * mask).sum() / mask.sum()
+
+def loss(logp, ref_logp, padding_masks):
+    return mean((logp - ref_logp).abs(), padding_masks)
+""", lambda given: live(gap)(given) / given["mask"].sum()),
     "one mask under two names": ("""
 def loss(logp, ref_logp, inputs):
     completion_mask = inputs["completion_mask"]
