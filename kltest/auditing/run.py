@@ -205,7 +205,7 @@ class Auditing:
             signal_to_noise=signal * self.units / size if size > 0 else math.inf,
             crossing=noise / square * self.rollouts / self.units if away.low > 0 else None,
             needed=self._needed(square, error, float(unit @ sample.products @ unit), rate, len(sample))
-            if verdict == "inconclusive"
+            if verdict == "inconclusive" and not unknown
             else None,
             facts=self._facts(),
             notes=notes,

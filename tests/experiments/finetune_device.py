@@ -11,6 +11,8 @@ import accelerator
 import pytest
 import torch
 
+from kltest.auditing.audit import audit
+from kltest.auditing.models import load
 from kltest.finetune.run import run
 from kltest.finetune.settings import Settings
 from kltest.language_models.generation import generate
@@ -57,6 +59,23 @@ def test_a_run_on_a_device_is_that_on_the_cpu(changes, tmp_path):
     for one, other in zip(found, expected, strict=True):
         for name in other.keys() - {"sampler_gap"}:
             assert one[name] == pytest.approx(other[name], rel=near, abs=near), (other["step"], name)
+
+
+def test_an_audit_on_a_device_is_that_on_the_cpu():
+    """With a sampler of its own, so that every estimator is at work."""
+
+    def audited(device):
+        roles = ("model", "ref", "sampler")
+        policy, ref, sampler = (load("tiny:20k", role, seed=0, dtype="float64", device=device) for role in roles)
+        prompts = {"prompts": ["1+2=", "3"], "units": 8, "max_new_tokens": 3, "group_size": 2}
+        found = audit("k3-ratio", policy, ref, sampler=sampler, **prompts)
+        return found.distance.value, found.distance.low, found.signal_to_noise, found.tokens
+
+    expected = audited("cpu")
+    with accelerator.Accelerator():
+        found = audited("fake")
+    # Sums in another order, in float64.
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_token_waits_for_the_device_once_in_eight():
