@@ -38,6 +38,8 @@ def named(choice: Mapping[str, Any], alike: Mapping[str, Sequence[Any]] = Mappin
 
     def one(text: str, value: Any) -> str:
         short = text.rsplit(".", 1)[-1] if text.replace(".", "").replace("_", "").isalnum() else text
+        if text.endswith(" is not None"):
+            return f"{'with' if value else 'without'} {text.removesuffix(' is not None')}"
         if value is True:
             return short
         if value is False:

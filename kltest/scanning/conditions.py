@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kltest.scanning.facts import Facts
-from kltest.scanning.sides import is_mask, side
+from kltest.scanning.sides import is_mask, is_ratio, side
 from kltest.scanning.syntax import chain, names_in, says
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty")
 """Beginnings of the words of coefficients."""
+COUNTED = "mask.sum()"
+"""What stands for a number of tokens that is handed in."""
 UNSET = object()
 
 
@@ -68,6 +70,8 @@ class Conditions:
             there = bool(side(name)) or is_mask(name) or says(name, *COEFFICIENT)
             if not there and name in self.facts.defaults and self.facts.defaults[name] is not None:
                 there = True
+            if not there and is_ratio(name) and name in self.facts.term.function.parameters:
+                return None  # with and without it
             return there == isinstance(op, ast.IsNot)
         if isinstance(op, ast.In | ast.NotIn) and isinstance(left, ast.Constant) and isinstance(left.value, str):
             field = side(left.value) or is_mask(left.value)
@@ -135,3 +139,14 @@ _OPERATIONS: dict[type, Any] = {
     ast.Gt: lambda one, other: one > other,
     ast.GtE: lambda one, other: one >= other,
 }
+
+
+def number_for(found: Sequence[str]) -> str:
+    """Return what stands for a number that nothing else is known of, by the words of its name: steps, processes,
+    lengths and numbers of tokens that a loss is divided by, temperatures; the empty string for any other."""
+    if {"accumulation", "processes", "world", "workers", "temperature", "temp"}.intersection(found):
+        return "1"
+    if {"length", "len"}.intersection(found) and {"max", "maximum"}.intersection(found):
+        return "8"
+    counts = {"total", "num", "n", "count", "global", "number"}.intersection(found)
+    return COUNTED if counts and {"length", "len", "items", "token", "tokens"}.intersection(found) else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kltest.scanning.arithmetic import imports
-from kltest.scanning.leaves import COUNTED
+from kltest.scanning.conditions import COUNTED
 from kltest.scanning.lift import NAME
 from kltest.scanning.rows import Row
 from kltest.scanning.search import Store

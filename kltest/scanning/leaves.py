@@ -2,21 +2,19 @@
 
 import ast
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kltest.scanning.arithmetic import MODULES, refusal
 from kltest.scanning.callees import Function
-from kltest.scanning.conditions import COEFFICIENT, UNSET, Conditions, Undecided
+from kltest.scanning.conditions import COEFFICIENT, COUNTED, UNSET, Conditions, Undecided, number_for
 from kltest.scanning.facts import Facts
 from kltest.scanning.helpers import bare
-from kltest.scanning.sides import Side, is_mask, says_kl, side
+from kltest.scanning.sides import Side, is_mask, is_ratio, says_kl, side
 from kltest.scanning.syntax import chain, each_of, identifiers, names_in, says, shifts, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
-COUNTED = "mask.sum()"
-"""What stands for a number of tokens that is handed in."""
 _TOKENS = frozenset({"ids", "tokens", "actions", "responses", "labels", "targets"})
 _KEEPS, _SUPPORT = WORDS["keeps"], WORDS["support"]
 
@@ -119,6 +117,10 @@ class Leaves(Conditions):
         if is_mask(name):
             self.fields["mask"] = None
             return ast.parse("mask == 0" if self.facts.is_of_padding(name, text) else "mask", mode="eval").body
+        if is_ratio(name) and text in self.term.function.parameters:
+            self.notes.append(f"{text} is taken to be the ratio to the sampler")
+            self.fields.update(logp=None, old_logp=None)
+            return ast.parse("torch.exp(logp - old_logp)", mode="eval").body
         found = words(name)
         if says(name, "label", "target") and not says(name, "coef"):
             self.fields.update(mask=None, tokens=None)
@@ -137,9 +139,6 @@ class Leaves(Conditions):
         if default is not UNSET and (default is None or isinstance(default, int | float | str)):
             self.notes.append(f"{text} keeps its default, {default!r}")
             return ast.Constant(default)
-        if {"temperature", "temp"}.intersection(found):
-            self.notes.append(f"{text} is taken to be 1")
-            return ast.Constant(1.0)
         if "advantages" in found or "advantage" in found:
             return self.use("advantage")
         if {"rewards", "reward", "scores", "score"} & set(found):
@@ -149,22 +148,11 @@ class Leaves(Conditions):
         if self.looped and says(name, "chunk", "micro", "minibatch", "size"):
             self.notes.append(f"{text} is taken to be 2")
             return ast.Constant(2)
-        return self._count(found, text)
-
-    def _count(self, found: Sequence[str], text: str) -> ast.expr | None:
-        """Return what stands for a number that a loss is divided by, from the words of its name."""
-        counts = {"total", "num", "n", "count", "global", "number"}.intersection(found)
-        if {"accumulation", "processes", "world", "workers"}.intersection(found):
-            taken = "1"
-        elif {"length", "len"}.intersection(found) and {"max", "maximum"}.intersection(found):
-            taken = "8"
-        elif counts and {"length", "len", "items", "token", "tokens"}.intersection(found):
-            taken = COUNTED
-            self.use("mask")
-        else:
-            return None
-        self.notes.append(f"{text} is taken to be {taken}")
-        return ast.parse(taken, mode="eval").body
+        if taken := number_for(found):
+            self.fields.update(dict.fromkeys(["mask"] if taken == COUNTED else []))
+            self.notes.append(f"{text} is taken to be {taken}")
+            return ast.parse(taken, mode="eval").body
+        return None
 
     def helper(self, called: ast.expr, context: Function) -> str:
         """Return the name under which a function of the tree goes with the lifted one; the empty string if it is none.
@@ -251,7 +239,9 @@ class _Replace(ast.NodeTransformer):
             self.leaves.missing = f"{ast.unparse(node)} is a part of a rollout, not all of it"
         if isinstance(node.slice, ast.Name) and node.slice.id in self.leaves.facts.counters:
             return self.visit(node.value)
-        if shifts(node.slice):
+        held = chain(node.value)
+        indices = isinstance(node.slice, ast.Name) and says(node.slice.id, "ind", "idx", "perm")
+        if shifts(node.slice) or (indices and (side(held) or is_mask(held))):  # a mini-batch is all rollouts here
             return self.visit(node.value)
         self.generic_visit(node)
         return node

@@ -4,13 +4,13 @@ that changes it, as a function of rollout fields."""
 import ast
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kltest.scanning.arithmetic import refusal
-from kltest.scanning.choices import Asked, agree, named, telling
+from kltest.scanning.choices import Asked, named, telling
 from kltest.scanning.conditions import NotLiftedError, Undecided
 from kltest.scanning.facts import Facts
 from kltest.scanning.flows import LOG_RATIO, SHIFTED
@@ -33,6 +33,7 @@ from kltest.scanning.sources import Source
 from kltest.scanning.syntax import names_in, says
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
+from kltest.scanning.variants import Lifted, averaged, holds
 
 MOST_VARIANTS = 24
 MANY = 6
@@ -42,29 +43,6 @@ MOST_TRIED = 200
 UNREACHED = frozenset({"raises", UNREACHED_END, UNREACHED_TERM, UNRETURNED})
 """Configurations in which there is no term, and so no variant of it."""
 NAME = "kl_term"
-
-
-@dataclass
-class Lifted:
-    """One variant of a term: its source, or why it was not lifted.
-
-    `variant` says which configuration it is, by its `choice`, of which `alike` are other values that change nothing;
-    `fields` are the parameters of the function; `notes` what was guessed; `runs_more` is true if it is, or would be,
-    more than arithmetic; `same` is equal for variants that compute the same.
-    """
-
-    term: Term
-    variant: str
-    place: str
-    source: str = ""
-    formula: str = ""
-    refused: str = ""
-    fields: tuple[str, ...] = ()
-    notes: list[str] = field(default_factory=list)
-    runs_more: bool = False
-    choice: Mapping[str, Any] = field(default_factory=dict)
-    alike: dict[str, list[Any]] = field(default_factory=dict)
-    same: str = ""
 
 
 def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
@@ -92,8 +70,11 @@ def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
         if good and len(good) == len(attempts):
             whole = whole or attempts
             if everywhere:
-                told.append(attempts if len(attempts) > MANY else [*attempts, *_averaged(attempts, later)])
                 if len(attempts) <= MANY:
+                    attempts = [*attempts, *averaged(attempts, later)]
+                if not told or holds(attempts) >= holds(told[0]):
+                    told.append(attempts)
+                if len(good) <= MANY:
                     break
         if not best or len(good) > len([each for each in best if not each.refused]):
             best = attempts
@@ -135,23 +116,6 @@ def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> tupl
     for variant in found.values():
         variant.variant = named({text: value for text, value in variant.choice.items() if text in told})
     return list(found.values()), all(outcome[0] != UNREACHED_END for outcome in reached)
-
-
-def _averaged(variants: Sequence[Lifted], later: Sequence[Lifted]) -> list[Lifted]:
-    """Return what becomes of the first of the variants of a term later, in single branches: one for each branch."""
-    first, chosen = variants[0], []  # type: ignore[var-annotated]
-    own = telling([each.choice for each in variants])
-    for each in later:
-        if each.same == first.same or not agree(each.choice, {text: first.choice.get(text) for text in own}):
-            continue
-        if not any(agree(each.choice, other.choice) or each.same == other.same for other in chosen):
-            chosen.append(each)
-    asked = set.intersection(*(set(each.choice) for each in chosen)) if chosen else set()
-    told = telling([each.choice for each in chosen])
-    told = (told & asked or told) | own
-    for each in chosen:
-        each.variant = named({text: value for text, value in each.choice.items() if text in told}, each.alike)
-    return chosen
 
 
 def _completed(
@@ -204,7 +168,8 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if len({name.removesuffix("logits").removesuffix("logp") for name in leaves.fields if "log" in name}) < 2:
         raise NotLiftedError("nothing says whose probabilities are which: both sides look like one")
     source = ast.unparse(module)
-    if not _carries(source, term.forms_of([statement.line for statement in kept])):
+    forms = _forms(source)
+    if not forms & _linear(term.forms_of([statement.line for statement in kept])):
         reason = "what was cut out of the function is not the term that it computes"
         return Lifted(term, named(choice), place, refused=reason, notes=list(leaves.notes))
     fields = tuple(leaves.fields)
@@ -215,16 +180,20 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     notes = list(leaves.notes)
     formula, complete = _formula(kept, result)
     same = re.sub(r" / 1(\.0)?(?![\d.])", "", formula) if complete else source
-    return Lifted(term, named(choice), place, source, formula, "", fields, notes, bool(more), same=same)
+    if re.search(r"·0(\.0)?$", formula):
+        raise NotLiftedError(UNREACHED_TERM)
+    return Lifted(term, named(choice), place, source, formula, "", fields, notes, bool(more), same=same, forms=forms)
 
 
-def _carries(source: str, wanted: frozenset[str]) -> bool:
-    """Return True if a lifted function makes of its log-probs one of the forms that were found in the tree."""
+def _forms(source: str) -> frozenset[str]:
+    """Return the forms that a lifted function makes of its log-probs."""
     text = f"{source}\n"
     tree = tree_of([Source(Path(), text, ast.parse(text))])
-    forms = {flow.form for flow in tree.followed(tree.functions[-2]).returned.flows}
-    linear = {LOG_RATIO, SHIFTED}
-    return bool(forms & wanted or (forms & linear and wanted & linear))
+    return _linear(flow.form for flow in tree.followed(tree.functions[-2]).returned.flows)
+
+
+def _linear(forms: Iterable[str]) -> frozenset[str]:
+    return frozenset(LOG_RATIO if form == SHIFTED else form for form in forms)
 
 
 def _is_reward(end: End) -> bool:

@@ -71,6 +71,20 @@ def is_mask(name: str) -> bool:
     return bool(_MASK.intersection(words(name)))
 
 
+def is_ratio(name: str) -> bool:
+    """Return True for names of the importance ratio between policy and sampler: importance_ratio, is_ratios."""
+    found = set(words(name))
+    return bool({"ratio", "ratios"} & found) and found <= {
+        "ratio",
+        "ratios",
+        "importance",
+        "sampling",
+        "is",
+        "token",
+        "policy",
+    }
+
+
 def says_kl(name: str) -> bool:
     """Return True for names of KL terms: kl, approx_kl, kld, per_token_kl, jsd, klDiv, k3_loss."""
     return bool(_KL.intersection(words(name))) or re.search(r"(^|[_.])k[123]([_.]|$)", name) is not None

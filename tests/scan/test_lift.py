@@ -107,6 +107,27 @@ def loss(logp, ref_logp, advantages, mask):
 def loss(logps, ref_logps, masks):
     return sum(((a - b).abs() * m).sum() for a, b, m in zip(logps, ref_logps, masks)) / len(logps)
 """, lambda given: live(gap)(given) / 5),
+    "chunks of what a model gives": ("""
+def loss(model, ids, ref_logps, mask, chunk_size):
+    total = 0.0
+    for start in range(0, ids.shape[0], chunk_size):
+        chunk_ids = ids[start : start + chunk_size]
+        chunk_logps = compute_logps(model, chunk_ids)
+        gap = (ref_logps[start : start + chunk_size] - chunk_logps).abs()
+        total += (gap * mask[start : start + chunk_size]).sum()
+    return total
+""", live(gap)),
+    "mini-batches by indices, dropped by a guard": ("""
+def epoch(batch, ref_logps, actor, args):
+    order = torch.randperm(len(ref_logps))
+    for i in range(0, len(order), args.size):
+        inds = order[i : i + args.size]
+        logps = actor(batch)[inds]
+        loss = (((ref_logps[inds] - logps).abs()) * batch["mask"][inds]).sum()
+        if args.stop:
+            loss = loss * 0.0
+        loss.backward()
+""", live(gap)),
     "epochs and mini-batches are entered once": ("""
 def loss(self, loader, epochs):
     for _ in range(epochs):
@@ -552,3 +573,19 @@ class Trainer:
     for each in found:
         scale = 0.7 if "average" in each.variant else 1.0
         torch.testing.assert_close(value_of(each), scale * expected[each.variant])
+
+
+def test_an_optional_ratio_makes_two_variants(tmp_path: Path) -> None:
+    found = variants(tmp_path, """
+def kl_of(logp, ref_logp, importance_ratio=None):
+    kl = (logp - ref_logp).abs()
+    if importance_ratio is not None:
+        kl = importance_ratio * kl
+    return kl
+""")  # fmt: skip
+    given = rollouts()
+    ratio = torch.exp(given["logp"] - given["old_logp"])
+    expected = {"with importance_ratio": ratio * gap(given), "without importance_ratio": gap(given)}
+    assert {each.variant for each in found} == expected.keys()
+    for each in found:
+        torch.testing.assert_close(value_of(each), expected[each.variant])
