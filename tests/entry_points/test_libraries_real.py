@@ -1,8 +1,8 @@
 """Real libraries, installed and measured by `kltest libraries`, are what is recorded of them.
 
-Some that need torch alone are installed without dependencies, in seconds, and measured by a setting or two: one of each
-way of calling a library, the cheapest. With `-m scheduled` every setting of every library is measured, in hours, and
-the programs of three reports are run.
+Two that need torch alone are installed without dependencies, in seconds, and measured by a setting of each: a whole
+loss and a lifted function. With `-m scheduled` every setting of every library is measured, in hours, and the programs
+of three reports are run.
 """
 
 import json
@@ -22,7 +22,6 @@ from kltest.scoreboard.upstream import upstream
 FEW = {
     "liger": ("ppo_loss_fn/loss_type=dapo",),  # a whole loss, of groups, with a clipped ratio
     "openrlhf": ("compute_approx_kl/k3",),  # a function, lifted; its program loads it with placeholders
-    "torchrl": ("kl_in_reward/KLComputation", "loss/SequenceKLGRPOLoss"),  # in the reward; a recipe that is a subclass
 }
 
 
@@ -44,7 +43,7 @@ def measured(name, settings, folder):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", [*[*FEW][:2], pytest.param("torchrl", marks=pytest.mark.scheduled)])
+@pytest.mark.parametrize("name", FEW)
 def test_what_is_measured_is_what_is_recorded(name, tmp_path):
     measured(name, FEW[name], tmp_path)
 
