@@ -60,7 +60,8 @@ class Auditing:
         self.names: dict[str, tuple[Part, ...]] = {}
         self.parts: list[Part] = []
         self.blocks, self.filled = np.empty(0), 0
-        self.partial: list[torch.Tensor] = []
+        # The sum of the units of a block that is not full.
+        self.partial, self.within = torch.zeros(()), 0
         self.each, self.units, self.rollouts = 1, 0, 0
         self.weights: dict[str, list[torch.Tensor]] = {"reference": [], "policy": [], "square": []}
         self.facts: Counter[str] = Counter()
@@ -98,15 +99,15 @@ class Auditing:
         self.facts.update(counts)
         self.misfits.update(unit.misfits)
         self.largest_gap = max(self.largest_gap, float(gap.max()))
-        self.partial.append(unit.vectors)
-        if len(self.partial) == self.each:
+        self.partial, self.within = self.partial + unit.vectors, self.within + 1
+        if self.within == self.each:
             if self.filled == MOST_BLOCKS:
                 for half in range(MOST_BLOCKS // 2):
                     self.blocks[half] = (self.blocks[2 * half] + self.blocks[2 * half + 1]) / 2
                 self.filled, self.each = MOST_BLOCKS // 2, 2 * self.each
                 return
-            self.blocks[self.filled] = torch.stack(self.partial).mean(0).numpy()
-            self.filled, self.partial = self.filled + 1, []
+            self.blocks[self.filled] = (self.partial / self.each).numpy()
+            self.filled, self.partial, self.within = self.filled + 1, torch.zeros(()), 0
 
     def _begin(self, rollouts: Rollouts) -> None:
         """Learn from the first unit which named gradients there are, and if the loss sums over rollouts."""
