@@ -145,7 +145,7 @@ SIZE = "V = 5, L = 4, β = .5"
 def _reached(rows: pd.DataFrame, names: tuple[str, ...], worst: str, holds: Callable[[float], bool]) -> Answer:
     by = _all_of(need(rows, "optimum"), names)["kl_to_optimum"].groupby(level=0, sort=False)
     said = ", ".join(f"{one:.1e}" for one in by.agg(worst))
-    return f"{said}; {by.size().min()} draws of the environment", all(map(holds, by.agg(worst)))
+    return f"{said}; draws of the environment: {by.size().min()}", all(map(holds, by.agg(worst)))
 
 
 claims.add("theory", "KL(π‖π*) < 1e-6", "1e-6: theory's own", claim=f"{SIZE}: {', '.join(RIGHT)} reach π*")(
