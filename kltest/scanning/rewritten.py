@@ -33,7 +33,7 @@ def rewrite(source: Source) -> None:
         or (isinstance(n, ast.Call) and "partial" in (getattr(n.func, "attr", ""), getattr(n.func, "id", "")))
         for n in nodes
     ):
-        _Rewrite(names, functions).visit(source.tree)
+        _Rewrite(names, functions, dict(_kept_partials(nodes))).visit(source.tree)
         ast.fix_missing_locations(source.tree)
 
 
@@ -54,9 +54,28 @@ def _aliases(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
                     yield name, meant
 
 
+def _kept_partials(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
+    """Yield what is kept in self and is a partial."""
+    for node in nodes:
+        match node:
+            case ast.Assign([ast.Attribute(ast.Name("self"), name)], ast.Call(called, [_, *_]) as call):
+                if chain(called).rsplit(".", 1)[-1] == "partial":
+                    yield name, call
+
+
 class _Rewrite(ast.NodeTransformer):
-    def __init__(self, names: dict[str, str], functions: dict[str, ast.FunctionDef]) -> None:
-        self.names, self.functions = names, functions
+    def __init__(self, names: dict[str, str], functions: dict[str, ast.FunctionDef], kept: dict[str, ast.Call]) -> None:
+        self.names, self.functions, self.kept = names, functions, kept
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node.func:
+            case ast.Attribute(ast.Name("self"), name) if name in self.kept:
+                first, *given = copy.deepcopy(self.kept[name].args)
+                named = {each.arg for each in node.keywords}
+                kept = [copy.deepcopy(each) for each in self.kept[name].keywords if each.arg not in named]
+                return ast.copy_location(ast.Call(first, [*given, *node.args], [*node.keywords, *kept]), node)
+        return node
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         meant = self.names.get(node.id)

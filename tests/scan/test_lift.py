@@ -191,6 +191,18 @@ kl_fn = functools.partial(distance, power=1)
 def loss(logp, ref_logp, mask):
     return (kl_fn(logp, ref_logp) * mask).sum()
 """, live(gap)),
+    "a partial that a constructor keeps": ("""
+from functools import partial
+
+def distance(a, b, power, scale=1):
+    return scale * (a - b).abs() ** power
+
+class Trainer:
+    def __init__(self):
+        self.kl_fn = partial(distance, power=1, scale=3)
+    def compute_loss(self, logp, ref_logp, mask):
+        return (self.kl_fn(logp, ref_logp, scale=2) * mask).sum()
+""", lambda given: 2 * live(gap)(given)),
     "modules and functions under other names": ("""
 import torch as th
 from torch.nn.functional import log_softmax as lsm
