@@ -515,6 +515,8 @@ def weighted(limit):
     [
         lambda rho: rho.clamp(max=1.0),
         lambda rho: torch.clip(rho, 1 - 3e-4, 1 + 4e-4),
+        lambda rho: torch.minimum(rho, torch.ones_like(rho)),
+        lambda rho: torch.min(rho, torch.tensor(1.1, dtype=rho.dtype)),
         lambda rho: torch.where(rho > 1.1, 1.1, rho),
     ],
 )
