@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from kltest.scanning.arithmetic import MODULES
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import chain
+from kltest.scanning.unpacked import MADE, unpack
 
 _SHORT = {module: name for name, module in reversed(MODULES.items())}
 _FOREIGN = re.compile(r"^(torch|jax|numpy|math)(\.|$)")
@@ -18,9 +19,10 @@ _SIDES = re.compile(r"log_?p|logit|softmax|prob|kl", re.I)
 
 def rewrite(source: Source) -> None:
     """Write a file's aliases, match statements, lambdas and partials out, if it speaks of probabilities at all."""
-    if not (_SIDES.search(source.text) and _MARKS.search(source.text)):
+    if not _SIDES.search(source.text) or not (_MARKS.search(source.text) or MADE.search(source.text)):
         return
     nodes = list(ast.walk(source.tree))
+    unpack(nodes, source.text, _SIDES)
     names = dict(_aliases(nodes))
     assigned = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     assigned |= {n.arg for n in nodes if isinstance(n, ast.arg)}

@@ -311,6 +311,24 @@ def mean(values, mask):
 def loss(logp, ref_logp, padding_masks):
     return mean((logp - ref_logp).abs(), padding_masks)
 """, lambda given: live(gap)(given) / given["mask"].sum()),
+    "parts that are kept in a dictionary": ("""
+def loss(logp, ref_logp, mask):
+    parts = {"policy": -logp}
+    parts["kl"] = (logp - ref_logp).abs()
+    parts["kl"] *= 3
+    total_loss = ((parts["policy"] + parts["kl"]) * mask).sum()
+    log(parts)
+    return total_loss
+""", lambda given: 3 * live(gap)(given)),
+    "parts that are fields of an object": ("""
+class Parts(NamedTuple):
+    policy: torch.Tensor
+    kl: torch.Tensor
+
+def loss(logp, ref_logp, mask):
+    parts = Parts(policy=-logp, kl=(logp - ref_logp).abs())
+    return ((parts.policy + 0.5 * parts.kl) * mask).sum()
+""", lambda given: 0.5 * live(gap)(given)),
     "one mask under two names": ("""
 def loss(logp, ref_logp, inputs):
     completion_mask = inputs["completion_mask"]
@@ -454,6 +472,12 @@ def partial_kl(logits, ref_logits, logp, ref_logp, tokens, k=2):
     tail = (logp - ref_logp).detach() * (logp - logp.detach()).exp()
     return head + tail.where((top != tokens.unsqueeze(-1)).all(dim=-1), 0.0)
 """, "which reads the reference as well"),
+    "parts that a function may change": ("""
+def loss(logp, ref_logp, mask):
+    parts = {"kl": (logp - ref_logp).abs()}
+    scale_each(parts)
+    return (parts["kl"] * mask).sum()
+""", "no arithmetic"),
     "a gradient written by hand": ("""
 class Penalty(torch.autograd.Function):
     @staticmethod
