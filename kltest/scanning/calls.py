@@ -61,7 +61,8 @@ class Calls(Expressions):
         if name in _PREFERS:
             return everything.flowing().formed(every=OTHER)
         whose = {s.who for value in given for s in value.sides}
-        if name in _DIVERGENCES or (name in _DISTANCES and len(whose) > 1):
+        logits = name != "cross_entropy" and {s.quantity for value in given for s in value.sides} == {"logits"}
+        if name in _DIVERGENCES or (name in _DISTANCES and len(whose) > 1 and not logits):
             return self._divergence(node, given, everything)
         if name in _TURNS:
             quantity, forms = _TURNS[name]

@@ -54,7 +54,8 @@ class Conditions:
             # What is computed of probabilities is a tensor; nothing else is known to be there.
             name = chain(test.args[0])
             kind = chain(test.args[-1]).rsplit(".", 1)[-1]
-            return kind == "Tensor" and bool(side(name) or name in self.facts.stored)
+            computed = name in self.facts.stored and name not in self.facts.term.function.parameters
+            return kind == "Tensor" and bool(side(name) or computed)
         if isinstance(test, ast.Constant):
             return bool(test.value)
         if isinstance(test, ast.Name | ast.Attribute | ast.Subscript):

@@ -75,7 +75,7 @@ class Expressions:
             self._arrive(value, "logged", name)
         elif says(name, *LOSS):
             self._arrive(value, "loss", name)
-        elif says(name, *REWARD) and not says_kl(re.split(r"[._]", name)[-1]):
+        elif says(name, *REWARD) and ("with" in words(name) or not says_kl(re.split(r"[._]", name)[-1])):
             self._arrive(value, "reward", name)
         elif stored:
             self._arrive(value, "stored", name.rsplit(".", 1)[-1])

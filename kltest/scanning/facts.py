@@ -147,6 +147,11 @@ class Facts:
                     return False
         return used
 
+    def shares(self, text: str) -> bool:
+        """Return True for the share of an interpolation, of which the rest is taken of something else."""
+        rest = (f"1 - {text}", f"1.0 - {text}")
+        return any(isinstance(node, ast.BinOp) and ast.unparse(node) in rest for node in self.nodes)
+
     def is_of_padding(self, name: str, text: str) -> bool:
         """Return True for a mask that is called one of padding and is used as one: many such are of live tokens."""
         if not {"pad", "padding", "invalid", "ignored"}.intersection(words(name)):

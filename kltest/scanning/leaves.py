@@ -133,6 +133,9 @@ class Leaves(Conditions):
         default = self.facts.defaults.get(name, self.facts.defaults.get(text, UNSET))
         if default is UNSET and (name.isupper() or says(name, "config", "cfg", "args", "options")):
             default = self.term.function.settings.get(name.rsplit(".", 1)[-1], UNSET)
+        if default is UNSET and self.facts.shares(text):
+            self.notes.append(f"{text} is taken to be 0.5")
+            return ast.Constant(0.5)
         if says(name, *COEFFICIENT) and (says_kl(name) or default is UNSET or self.facts.multiplies(text)):
             self.notes.append(f"{text} is filled as the coefficient")
             return self.use("beta")

@@ -48,7 +48,8 @@ NAME = "kl_term"
 def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
     """Return the variants of a term, each lifted or with the reason why not; with `run` what is no arithmetic, too."""
     places = ["loss", "reward"] if term.place == "both" else [term.place]
-    return [variant for place in places for variant in _variants(tree, term, place, run)]
+    found = [variant for place in places for variant in _variants(tree, term, place, run)]
+    return [replace(variant, place="reward") for variant in found] if term.rewarded else found
 
 
 def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:

@@ -14,7 +14,9 @@ _WHO = {
     for word in WORDS[name]
 }
 _PREFERENCE = WORDS["preference"]
-_LOGP = re.compile(r"log ?probs?|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*")
+_LOGP = re.compile(
+    r"log ?probs?|\bl ?probs?\b|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*"
+)
 _LOGITS = re.compile(r"\blogits?\b")
 _PROB = re.compile(r"\bprobs?\b|\bprobabilit\w*")
 _NOT = WORDS["not_sides"]

@@ -16,13 +16,17 @@ LINEAR = (LOG_RATIO, SHIFTED)
 
 @dataclass
 class Term:
-    """A KL term as found: its function, its seeds, and its place: loss, reward, both or helper."""
+    """A KL term as found: its function, its seeds, and its place: loss, reward, both or helper.
+
+    `rewarded` is true for a helper that all callers put into a reward.
+    """
 
     function: Function
     seeds: list[Seed]
     place: str
     flows: frozenset[Flow]
     shaped: list[Function]
+    rewarded: bool = False
 
     @property
     def forms(self) -> frozenset[str]:
@@ -88,12 +92,14 @@ class _Terms:
         inside = {seed for term in found for seed in term.seeds}
         for function in self.tree.functions:
             helper = self._helper(function)
+            reached = self._reached(function, set()) if helper else set()
             # One that is called nowhere is somebody's entry, unless it is a log-ratio to a sampler, which may be that
             # of a clip; else it is a term if it reaches a loss or a reward.
             if helper and helper.seeds[0] not in inside and (
-                self._reaches(function, set()) if function in self.callers
+                reached if function in self.callers
                 else helper.forms & KL_LIKE or any(REFERENCE in seed.who for seed in helper.seeds)
             ):  # fmt: skip
+                helper.rewarded = reached == {"reward"}
                 found.append(helper)
         order = {id(source): number for number, source in enumerate(self.tree.sources)}
         return sorted(found, key=lambda term: (order[id(term.function.source)], term.first))
@@ -140,20 +146,23 @@ class _Terms:
         preferred = [a for a in arrivals if a.flow.form == OTHER or is_preference(a.name)]
         return bool(preferred) and all(a in preferred or says_kl(a.name) for a in arrivals)
 
-    def _reaches(self, callee: Function, seen: set[Function]) -> bool:
-        """Return True if what a function returns reaches a loss or a reward, through its callers perhaps."""
+    def _reached(self, callee: Function, seen: set[Function]) -> set[str]:
+        """Return where what a function returns arrives, loss, reward or entry, through its callers perhaps."""
         seen.add(callee)
+        places: set[str] = set()
         for function, seed in self.callers.get(callee, ()):
             arrivals = [arrival for arrival in self.tree.followed(function).arrivals if arrival.flow.seed is seed]
             other = [arrival for arrival in arrivals if arrival.flow.form != RATIO]
             if REFERENCE not in seed.who and len(other) < len(arrivals):
                 continue
-            if any(self._place(arrival) in ("loss", "reward") for arrival in other):
-                return True
-            returned = any(arrival.kind == "return" for arrival in other)
-            if returned and function not in seen and self._reaches(function, seen):
-                return True
-        return False
+            here = {self._place(arrival) for arrival in other} & {"loss", "reward"}
+            returned = [arrival.flow.form for arrival in other if arrival.kind == "return"]
+            places |= here
+            if KL_LIKE.intersection(returned) and function not in self.callers and not here:
+                places.add("entry")  # somebody's
+            elif returned and function not in seen:
+                places |= self._reached(function, seen)
+        return places
 
     def _place(self, arrival: Arrival) -> str:
         return self.read.get(arrival.name, "logged") if arrival.kind == "stored" else arrival.kind

@@ -8,6 +8,7 @@ from kltest.scanning.flows import NOTHING, Flow, Seed, Value
 from kltest.scanning.rewritten import rewrite
 from kltest.scanning.sides import Side
 from kltest.scanning.sources import Source
+from kltest.scanning.twins import name_twins
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Tree(Callees):
     def __init__(self, sources: Sequence[Source], follow: Callable[["Tree", Function, Given], Followed]) -> None:
         for source in sources:
             rewrite(source)
+        name_twins(sources)
         super().__init__(sources)
         self._follow = follow
         self.sources = sources

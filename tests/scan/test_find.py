@@ -69,6 +69,13 @@ def train(policy, anchor, batch, coef):
     loss.backward()
     return (logprobs - ref_logprobs).sum(1).mean().item()
 """, "reward"),
+    "a helper of what nobody calls": ("""
+def forward_kl(logits, teacher_logits):
+    return -(F.softmax(teacher_logits, -1) * F.log_softmax(logits, -1)).sum(-1).mean()
+
+def halved(logits, teacher_logits):
+    return 0.5 * forward_kl(logits, teacher_logits)
+""", "helper"),
     "k1 subtracted from the advantage": ("""
 def apply(args, advantages, student_log_probs, teacher_log_probs):
     for i in range(len(advantages)):
@@ -204,6 +211,10 @@ def dpo_loss(good, bad, ref_good, ref_bad, beta):
 def kto_loss(chosen_logps, ref_chosen_logps, beta):
     chosen_rewards = sequence_rewards(chosen_logps, ref_chosen_logps)
     return 1 - F.sigmoid(beta * chosen_rewards)
+""",
+    "a distance of logits": """
+def kd_mse_loss(logits_S, logits_T):
+    return F.mse_loss(logits_S / 2, logits_T / 2)
 """,
     "entropy": """
 def entropy_loss(logits, mask):

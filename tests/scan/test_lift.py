@@ -138,6 +138,36 @@ def loss(self, loader, epochs):
 """, live(k3)),
 }  # fmt: skip
 NAMES = {
+    "a share of a mixture": ("""
+def skewed_kl_loss(self, logits, teacher_logits):
+    p, q = torch.softmax(teacher_logits, -1), torch.softmax(logits, -1)
+    mixed_logprobs = torch.log(self.args.skew_lambda * p + (1 - self.args.skew_lambda) * q)
+    return (p * (torch.log_softmax(teacher_logits, -1) - mixed_logprobs)).sum()
+""", lambda given: (given["ref_logits"].exp() * (given["ref_logits"] - torch.log(
+        (given["ref_logits"].exp() + given["logits"].exp()) / 2))).sum()),
+    "a temperature that may be a tensor": ("""
+def kd_loss(logits, teacher_logits, temperature=1):
+    if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
+        temperature = temperature.unsqueeze(-1)
+    return -(F.softmax(teacher_logits / temperature, -1) * F.log_softmax(logits / temperature, -1)).sum()
+""", lambda given: -(given["ref_logits"].exp() * given["logits"]).sum()),
+    "a cross-entropy of s and t": ("""
+def kd_ce_loss(logits_S, logits_T):
+    beta_logits_T, beta_logits_S = logits_T / 1.0, logits_S / 1.0
+    p_T = F.softmax(beta_logits_T, dim=-1)
+    return -(p_T * F.log_softmax(beta_logits_S, dim=-1)).sum()
+""", lambda given: -(given["ref_logits"].exp() * given["logits"]).sum()),
+    "a target beside logits": ("""
+def dense_kl_loss(logits, target_logits):
+    mine, theirs = torch.log_softmax(logits, -1), torch.log_softmax(target_logits, -1)
+    return F.kl_div(input=mine, target=theirs, reduction="none", log_target=True).sum()
+""", forward_kl),
+    "lprobs": ("""
+def reverse_kl_loss(logits, teacher_logits):
+    probs, lprobs = torch.softmax(logits, -1), torch.log_softmax(logits, -1)
+    teacher_lprobs = torch.log_softmax(teacher_logits, -1)
+    return (probs * (lprobs - teacher_lprobs)).sum()
+""", lambda given: (given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum()),
     "a guard against what is not there": ("""
 def loss(model, ref_model, rolls, mask, beta):
     if beta and ref_model is None:
@@ -404,6 +434,43 @@ def kl_penalty(logp, ref_logp, kind):
     found = {variant.variant: value_of(variant) for variant in variants(tmp_path, text)}
     assert sorted(found) == ["kind='k1'", "kind='k2'"]
     torch.testing.assert_close(found["kind='k2'"], k2(rollouts()))
+
+
+@pytest.mark.parametrize(
+    ("names", "call", "place", "fields"),
+    [
+        ("a b", 'log_probs_a=batch["logprobs"], log_probs_b=batch["init_logprobs"]', "reward", "logp ref_logp"),
+        ("1 2", 'batch["init_logprobs"], batch["logprobs"]', "reward", "ref_logp logp"),
+        ("1 2", 'batch["old_logprobs"], batch["logprobs"]', "reward", "old_logp logp"),
+        ("a b", "", "helper", "logp ref_logp"),
+        ("s t", "", "helper", "logp ref_logp"),
+    ],
+)
+def test_twins_of_names_are_whose_their_callers_say(
+    names: str, call: str, place: str, fields: str, tmp_path: Path
+) -> None:
+    one, other = (f"log_probs_{mark}" for mark in names.split())
+    text = f"def kl_penalty({one}, {other}):\n    return ({one} - {other}).abs()\n"
+    if call:
+        text += (
+            f"def collect(batch):\n    rewards_with_kl = batch.rewards - kl_penalty({call})\n    return rewards_with_kl"
+        )
+    (only,) = variants(tmp_path, text)
+    assert (only.place, only.fields) == (place, tuple(fields.split()))
+
+
+def test_twins_that_callers_give_both_ways_are_left(tmp_path: Path) -> None:
+    text = """
+def kl_of(logits_1, logits_2):
+    return (logits_1.softmax(-1) * (logits_1.log_softmax(-1) - logits_2.log_softmax(-1))).sum()
+
+def loss(logits, teacher_logits):
+    return kl_of(logits, teacher_logits) + 2 * kl_of(teacher_logits, logits)
+"""
+    (only,) = variants(tmp_path, text)
+    given = rollouts()
+    back = (given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum()
+    torch.testing.assert_close(value_of(only), back + 2 * forward_kl(given))
 
 
 def test_each_return_of_an_estimator_is_a_variant(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Whose names are that differ in a mark alone, as `log_probs_a` and `log_probs_b`: by their callers, or by the mark."""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+
+from kltest.scanning.sides import POLICY, REFERENCE, says_kl, side, who_of
+from kltest.scanning.sources import Source
+from kltest.scanning.syntax import FUNCTIONS, chain, identifiers, says, words
+
+_MARK = re.compile(r"^([st])_(?=\w)|_?([12ST])$|_([abst])$|^(target)_")
+_SECOND = {"1": "2", "a": "b", "s": "t", "S": "T", "": "target"}
+_ANYONE = ("1", "a")
+"""Marks that state nobody: only of parameters, of what is called a divergence or an entropy."""
+_TWIN = re.compile(r"([Ll]og_?p|[Ll]ogit|[Pp]rob)\w*?(_?[12ST]|_[abst])\b|\b(target|[st])_\w*(log_?p|logit|prob)")
+"""What a file has that names one of two so."""
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name_twins(sources: Sequence[Source]) -> None:
+    """Put `ref_` or `old_` before that one of two names that is not the policy's, in its function and its calls."""
+    functions = [(node, pair) for source in sources if _TWIN.search(source.text)
+                 for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS) for pair in _twins(node)]  # fmt: skip
+    calls: dict[str, list[ast.Call]] = {node.name: [] for node, _ in functions}
+    for source in sources:
+        if any(name in source.text for name in calls):
+            for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+                calls.get(chain(call.func).rsplit(".", 1)[-1], []).append(call)
+    found: list[tuple[FunctionNode, tuple[str, str], set[tuple[str, str]]]] = []
+    for function, (first, second) in functions:
+        given = _parameters(function)
+        told = {pair for call in calls[function.name] if (pair := _told(call, given, first, second))}
+        found.append((function, (first, second), told or {(POLICY, REFERENCE)}))
+    for function, names, told in found:
+        if len(told) == 1:
+            whose = {name: who for name, who in zip(names, told.pop(), strict=True) if who != POLICY}
+            _rename([function, *calls[function.name]], whose)
+
+
+def _parameters(function: FunctionNode) -> list[str]:
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return names[names[:1] in (["self"], ["cls"]) :]
+
+
+def _twins(function: FunctionNode) -> Iterator[tuple[str, str]]:
+    """Yield pairs of names of a function that state one quantity and nobody, and differ in their mark."""
+    given = _parameters(function)
+    stored = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    marked: dict[str, tuple[str, str]] = {}
+    for name in dict.fromkeys([*given, *stored]):
+        if (stated := side(name)) and not stated.sure:
+            found = _MARK.search(name)
+            mark = next(filter(None, found.groups()), "") if found else ""
+            marked[name] = (f"{stated.quantity} {_MARK.sub('', name)}", mark)
+    divergence = says_kl(function.name) or says(function.name, "entropy", "xent", "cross", "div")
+    for one, other in combinations(marked, 2):
+        (stem, mark), (same, second) = marked[one], marked[other]
+        if stem == same and _SECOND.get(second) == mark:
+            one, other, mark, second = other, one, second, mark
+        anyone = divergence and one in given and other in given
+        if stem == same and _SECOND.get(mark) == second and (mark not in _ANYONE or anyone):
+            yield one, other
+
+
+def _told(call: ast.Call, given: Sequence[str], first: str, second: str) -> tuple[str, str] | None:
+    """Return whose two arguments of a call are, None if they do not tell."""
+    written = dict(zip(given, call.args, strict=False)) | {each.arg: each.value for each in call.keywords if each.arg}
+    one, other = (_who(written[name]) if name in written else None for name in (first, second))
+    if (one or POLICY) == (other or POLICY):
+        return None
+    return (one or POLICY, other or POLICY)
+
+
+def _who(node: ast.expr) -> str | None:
+    return who_of(" ".join([*words(chain(node)), *identifiers(node)]))
+
+
+def _rename(nodes: Iterable[ast.AST], whose: dict[str, str]) -> None:
+    for node in nodes:
+        inside = ast.walk(node) if isinstance(node, FUNCTIONS) else node.keywords  # type: ignore[attr-defined]
+        for inner in inside:
+            if isinstance(inner, ast.Name):
+                inner.id = f"{whose.get(inner.id, '')}{inner.id}"
+            elif isinstance(inner, ast.arg) or (isinstance(inner, ast.keyword) and not isinstance(node, FUNCTIONS)):
+                inner.arg = f"{whose.get(inner.arg or '', '')}{inner.arg}" if inner.arg else None  # type: ignore[assignment]
