@@ -13,7 +13,10 @@ from kltest.scanning.unpacked import MADE, unpack
 
 _SHORT = {module: name for name, module in reversed(MODULES.items())}
 _FOREIGN = re.compile(r"^(torch|jax|numpy|math)(\.|$)")
-_MARKS = re.compile(r"^\s*(from|import) (torch|jax|numpy|math)\b.* (import|as) |^\s*match |lambda|partial\(", re.M)
+_MARKS = re.compile(
+    r"^\s*(from|import) (torch|jax|numpy|math)\b.* (import|as) |^\s*match |lambda|partial\(|rel_entr|xlogy", re.M
+)
+_WRITTEN_OUT = frozenset({"rel_entr", "xlogy"})
 _SIDES = re.compile(r"log_?p|logit|softmax|prob|kl", re.I)
 
 
@@ -32,7 +35,9 @@ def rewrite(source: Source) -> None:
         (isinstance(n, ast.Name) and n.id in names)
         or isinstance(n, ast.Match)
         or (isinstance(n, ast.Assign) and isinstance(n.value, ast.Lambda | ast.Dict))
-        or (isinstance(n, ast.Call) and "partial" in (getattr(n.func, "attr", ""), getattr(n.func, "id", "")))
+        or (
+            isinstance(n, ast.Call) and getattr(n.func, "attr", getattr(n.func, "id", "")) in {"partial", *_WRITTEN_OUT}
+        )
         for n in nodes
     ):
         _Rewrite(names, functions, dict(_kept_partials(nodes))).visit(source.tree)
@@ -77,7 +82,13 @@ class _Rewrite(ast.NodeTransformer):
                 named = {each.arg for each in node.keywords}
                 kept = [copy.deepcopy(each) for each in self.kept[name].keywords if each.arg not in named]
                 return ast.copy_location(ast.Call(first, [*given, *node.args], [*node.keywords, *kept]), node)
-        return node
+        called = chain(node.func).rsplit(".", 1)[-1]
+        if called not in _WRITTEN_OUT or len(node.args) != 2 or called in self.functions:
+            return node
+        p, q = node.args  # rel_entr(p, q) is p · (log p − log q), and xlogy(p, q) is p · log q
+        logs = [ast.Call(ast.Attribute(copy.deepcopy(each), "log", ast.Load()), [], []) for each in (p, q)]
+        other = ast.BinOp(logs[0], ast.Sub(), logs[1]) if called == "rel_entr" else logs[1]
+        return _placed(ast.BinOp(p, ast.Mult(), other), node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         meant = self.names.get(node.id)

@@ -341,6 +341,17 @@ def mean(values, mask):
 def loss(logp, ref_logp, padding_masks):
     return mean((logp - ref_logp).abs(), padding_masks)
 """, lambda given: live(gap)(given) / given["mask"].sum()),
+    "a relative entropy by its name": ("""
+from scipy.special import rel_entr
+
+def kd_loss(student_logits, teacher_logits):
+    p, q = student_logits.softmax(-1), teacher_logits.softmax(-1)
+    return rel_entr(q, p).sum()
+""", forward_kl),
+    "a cross-entropy by its name": ("""
+def kd_loss(student_logits, teacher_logits):
+    return -torch.special.xlogy(teacher_logits.softmax(-1), student_logits.softmax(-1)).sum()
+""", lambda given: -(given["ref_logits"].exp() * given["logits"]).sum()),
     "parts that are kept in a dictionary": ("""
 def loss(logp, ref_logp, mask):
     parts = {"policy": -logp}
