@@ -66,7 +66,7 @@ def test_a_head_is_found_with_its_size(loss):
     assert f"only the 2 likeliest actions under the {by}" in found["KL701"]
 
 
-@pytest.mark.parametrize(("loss", "k"), zip(HEADS, (20, 200, 20, 200), strict=True))
+@pytest.mark.parametrize(("loss", "k"), list(zip(HEADS, (20, 200, 20, 200), strict=True)))
 def test_a_head_larger_than_the_usual_environments_is_found(loss, k):
     """With so few actions as there are the sum is complete and the gradient right; with more than k it is not."""
     found = failing(loss, arguments={"k": k}, environment="bandit")

@@ -154,7 +154,7 @@ def notes(report):
 @pytest.mark.parametrize(
     ("shape", "placement"),
     [*((shape, None) for shape in RIGHT), *((token_scores, place) for place in ("reward", "shaped-reward"))],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else type(value).__name__),
 )
 def test_right_ones_are_confirmed_however_placed(shape, placement):
     report = kltest.grade(shape, placement=placement, environment="sequence,ragged", ignore="KL5,KL8")
