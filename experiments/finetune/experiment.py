@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from kltest.finetune.run import run
+from kltest.finetune.settings import Settings, settings_of
 
-from .optimum import chances_of, optimal
-from .settings import BETA_OF_GRADIENTS, OPTIMUM, RUN, SAME, VARIANTS
-from .spread import interval
+from .settings import EVALUATIONS, RUN, SAME, VARIANTS
 
 # What rows depend on beside what those of every experiment do.
 ROOMS = ("finetune", "language_models")
 LIBRARIES = ("transformers", "tokenizers")
-COMMITTED = Path(__file__).parent / "sweep.csv"
+HERE = Path(__file__).parent
+COMMITTED = HERE / "sweep.csv"
 # Metrics of the runner that rows keep: what claims, tables, figures and the paper read.
-KEPT = (
-    *("reward_held_out", "reward_held_out_low", "reward_held_out_high", "kl", "kl_low", "kl_high"),
-    *("kl_out_of_distribution", "kl_gradient_noise", "kl_gradient_cosine", "kl_gradient_size", "kl_gradient_size_low"),
-    *("stale_gradient_cosine", "stale_gradient_size", "stale_gradient_size_low"),
-)
-FIGURES = 7
-"""Significant figures that rows keep: float32 has no more."""
+KEPT = ("reward_held_out", "gold_held_out", "kl", "kl_low", "kl_high", "length_held_out", "entropy")
+FIGURES = 6
+"""Significant figures that rows keep: float32 has hardly more."""
 
 Row = dict[str, Any]
 
@@ -46,56 +42,21 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
     one = {name: value for name, value in configuration.items() if not name.startswith("_")}
     if one["part"] == "committed":
         return committed()
-    if one["variant"] == OPTIMUM:
-        return optimum(one)
-
-    settings, rows = settings_of(one), []
+    settings, rows = settings_for(one), []
     for record in run(settings, None, quiet=True):
-        if "kl" not in record and "kl_gradient_size" not in record:
-            continue
-        found = _rounded({name: record[name] for name in KEPT if name in record})
-        rows.append({**one, "update": record["step"] * settings.inner_epochs, **found})
+        if "kl" in record:
+            found = {name: float(f"{record[name]:.{FIGURES}g}") for name in KEPT}
+            rows.append({**one, "update": record["step"] * settings.inner_epochs, **found})
     return rows
 
 
-def optimum(one: Mapping[str, Any]) -> list[Row]:
-    """The reference and π* as the first and the last row of a run; intervals are over prompts."""
-    names = ("seed", "model", "task", "reference_reward", "eval_prompts", "device", "dtype")
-    chances = chances_of(*(one[name] for name in names))
-    reward, kl = optimal(chances, one["beta"])
-    rows = []
-    for update, found in ((0, {"reward_held_out": chances}), (one["updates"], {"reward_held_out": reward, "kl": kl})):
-        intervals = {
-            f"{name}{end}": value
-            for name, values in found.items()
-            for end, value in zip(("", "_low", "_high"), vars(interval(list(values))).values(), strict=True)
-        }
-        rows.append({**one, "update": update, **_rounded(intervals)})
-    return rows
-
-
-def _rounded(found: Mapping[str, float]) -> Row:
-    return {name: float(f"{value:.{FIGURES}g}") for name, value in found.items()}
-
-
-def settings_of(one: Mapping[str, Any]) -> Any:
-    """The runner's settings: measured at the start, half-way and at the end, gradients every quarter."""
-    from kltest.finetune.settings import settings_of
-
+def settings_for(one: Mapping[str, Any]) -> Settings:
+    """The runner's settings of a configuration."""
     variant = VARIANTS[one["variant"]]
     steps = one["updates"] // variant.get("inner_epochs", 1)
-    given = ("seed", "beta", *(name for name in SAME if name != "updates"))
-    measured = variant["kl"] != "none" and one["beta"] == BETA_OF_GRADIENTS
-    return settings_of(
-        {
-            **RUN,
-            **{name: one[name] for name in given},
-            "steps": steps,
-            "eval_every": max(1, steps // 2),
-            "gradient_every": max(1, steps // 4) if measured else 0,
-            **variant,
-        }
-    )
+    given = {name: one[name] for name in ("seed", "beta", *(name for name in SAME if name != "updates"))}
+    measured = {"steps": steps, "eval_every": max(1, steps // EVALUATIONS)}
+    return settings_of({**RUN, "task": f"{HERE / 'task.py'}:Lines", **given, **measured, **variant})
 
 
 def committed() -> list[Row]:
@@ -105,7 +66,12 @@ def committed() -> list[Row]:
     with COMMITTED.open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     found = [{name: _value(text) for name, text in line.items() if text} for line in lines]
-    return [{"part": "committed", **SAME, **row} for row in found]
+    # A line a run, with a list for what changes along it.
+    return [
+        {"part": "committed", **SAME, **line, **dict(zip(("update", *KEPT), each, strict=True))}
+        for line in found
+        for each in zip(*(line[name] for name in ("update", *KEPT)), strict=True)
+    ]
 
 
 def _value(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""A language model under five KL terms: what is swept, what each run is, and which sweep is kept beside this file."""
+"""A language model under KL terms and a reward that can be over-optimised: what is varied, and what is committed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,47 +10,40 @@ from kltest.sweeps.settings import Settings
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"kl": "none"},
     "k1-reward": {"kl": "k1-reward"},
-    # An eighth of the learning rate below.
-    "slow:k1-reward": {"kl": "k1-reward", "learning_rate": 5e-5},
     # A baseline on the penalty as well as on the reward.
     "leave-one-out": {"kl": "leave-one-out"},
     "k2-loss": {"kl": "k2-loss"},
     "k3-loss": {"kl": "k3-loss"},
     "k1-loss": {"kl": "k1-loss"},
-    "stale:none": {"kl": "none", "inner_epochs": 4},
-    "stale:k2-loss": {"kl": "k2-loss", "inner_epochs": 4},
-    "stale:k3-ratio": {"kl": "k3-ratio", "inner_epochs": 4},
-    # No run: π*, from the reference's chances of a reward.
-    "optimum": {},
+    **{
+        f"stale:{kl}": {"kl": kl, "inner_epochs": 4}
+        for kl in ("k1-reward-to-go-prefix-ratio", "k1-reward-sequence-ratio", "k2-loss", "k3-ratio")
+    },
 }
-OPTIMUM = "optimum"
-# With smaller coefficients π* depends on how rare the rarest rewards are, which no sample tells. What is
-# noise shows where there is least to gain.
-LEAST_BETA = {OPTIMUM: 0.3, "slow:k1-reward": 1.0, "leave-one-out": 1.0}
-BETAS = (0.03, 0.1, 0.3, 1.0)
-# The coefficient at which gradients are measured along the run; each measurement takes a good part of a run's time.
-BETA_OF_GRADIENTS = 0.1
+BETAS = (0.1, 0.2)
+SEEDS = 16
+# The coefficient of which claims are made, and the only one with a stale sampler.
+BETA = 0.1
 
 # What holds for every run beside the settings below; all else is the runner's default.
 RUN: Mapping[str, Any] = {
-    "max_norm": 1.0,
-    "warmup": 5,
+    # No reference earns this: all take as many steps.
+    "reference_reward": 1.0,
+    "gradient_every": 0,
     "checkpoint_every": 0,
-    "gradient_chunks": 8,
-    "gradient_batches": 4,
     "threads": 1,
 }
+# How often a run is measured, its start not counted.
+EVALUATIONS = 8
 
 # Settings that are the same in all runs of a sweep: those of the committed one, which holds no column of them.
 SAME: Mapping[str, Any] = {
     "model": "tiny:0.2M",
-    "task": "addition:2",
-    # Held-out reward at which the reference of a tiny model stops learning.
-    "reference_reward": 0.3,
-    "updates": 64,
+    "reference_steps": 600,
+    "updates": 96,
     "prompts": 16,
     "group_size": 4,
-    "learning_rate": 4e-4,
+    "learning_rate": 5e-4,
     "eval_prompts": 256,
     "device": "cpu",
     "dtype": "float32",
@@ -62,40 +55,36 @@ PARTS = {
     "committed": (),
 }
 # Of the committed sweep. To renew it: `kltest run finetune --scale full`, then copy results/finetune/sweep.csv here.
-COMMITTED: Mapping[str, str] = {
-    "date": "2026-11-21",
-    "revision": "06df276",
-    "torch": "2.13.0",
-    "transformers": "5.23.0",
-}
+COMMITTED: Mapping[str, str] = {}
 
 
 def applies(configuration: Mapping[str, Any]) -> bool:
-    """Without a KL term there is no coefficient, and with one there is."""
+    """Without a KL term there is no coefficient, and with one there is; a stale sampler is tried at one of them."""
     if configuration["part"] != "run":
         return True
     variant, beta = configuration["variant"], configuration["beta"]
-    return variant.endswith("none") == (beta == 0) and beta >= LEAST_BETA.get(variant, 0.0)
+    if variant == "none":
+        return bool(beta == 0)
+    return beta == BETA if variant.startswith("stale:") else beta > 0
 
 
 SETTINGS = Settings(
-    title="A language model fine-tuned under five KL terms",
-    tags=("sampled", "training", "gradient", "off-policy", "language model"),
+    title="A language model under KL terms, and a reward that can be over-optimised",
+    tags=("sampled", "training", "off-policy", "language model"),
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "variant": ("none", "k1-reward", "k1-loss", "stale:k3-ratio", OPTIMUM),
-        "beta": (0.0, 0.3),
+        "variant": ("none", "k1-reward", "k2-loss"),
+        "beta": (0.0, 0.1),
         **SAME,
     },
     full={"variant": tuple(VARIANTS), "beta": (0.0, *BETAS)},
-    seeds={"quick": 1, "full": 5},
+    seeds={"quick": 1, "full": SEEDS},
     allowed={
         "variant": tuple(VARIANTS),
         "beta": (0.0, 100.0),
         "model": ("tiny:0.2M", "tiny:1M", "tiny:5M", "tiny:20M", "tiny:100M"),
-        "task": ("addition:1", "addition:2", "addition:3", "addition:4", "countdown"),
-        "reference_reward": (0.0, 1.0),
+        "reference_steps": (1, 100_000),
         "updates": (16, 1_000_000),
         "prompts": (1, 4096),
         "group_size": (2, 4096),

@@ -1,7 +1,7 @@
-"""Intervals over seeds: of means, and of ratios paired by seed."""
+"""Intervals over seeds: of means, and of geometric means."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,3 @@ def interval(values: Sequence[float], level: float = LEVEL) -> Interval:
 def geometric(values: Sequence[float], level: float = LEVEL) -> Interval:
     """Of the geometric mean of positive values: what is skewed, as KLs are, is near normal in its logarithm."""
     return interval([math.log(value) for value in values], level).mapped(math.exp)
-
-
-def paired(ones: Mapping[int, float], others: Mapping[int, float], level: float = LEVEL) -> Interval | None:
-    """Of the geometric mean of ones/others over the seeds that both have; None where these are fewer than two."""
-    common = sorted(ones.keys() & others.keys())
-    if len(common) < 2 or min(min(ones[seed], others[seed]) for seed in common) <= 0:
-        return None
-    return geometric([ones[seed] / others[seed] for seed in common], level)

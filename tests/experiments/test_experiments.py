@@ -19,7 +19,7 @@ every = pytest.mark.parametrize("name", EXPERIMENTS)
 
 
 # Runs of a few updates: where rows come from does not depend on how many there are.
-SHORT = {"finetune": ("updates=16", "prompts=2", "group_size=2", "eval_prompts=8", "reference_reward=0")}
+SHORT = {"finetune": ("updates=16", "prompts=2", "group_size=2", "eval_prompts=8", "reference_steps=1")}
 
 
 def configurations(name: str, scale: str = "quick", changes: tuple[str, ...] = ()) -> list[dict]:
