@@ -26,6 +26,8 @@ WORDS = {
 }
 # What others are compared with: fresh, and with a stale sampler.
 BEST = ("k1-reward", "stale:k1-reward-to-go-prefix-ratio")
+# Its objective is lower by whole units.
+OFF_SCALE = "k1-loss"
 FRESH = [variant for variant in WORDS if not variant.startswith("stale:")]
 NATS = [0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
 
@@ -33,12 +35,13 @@ NATS = [0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
 def draw(rows: DataFrame) -> Figure:
     rows = select(rows, "committed")
     figure = Figure(figsize=(PAGE_WIDTH, 5.0), layout="constrained")
-    (gold, reward), (lost, ends) = figure.subplots(2, 2)
+    above, below = figure.subfigures(2, 1)
+    (gold, reward), (lost, ends) = above.subplots(1, 2), below.subplots(1, 2)
     beta = min((one for one in rows["beta"].unique() if one), default=0.0)
     alike = rows[rows["beta"].isin((0.0, beta))]
     _along(gold, alike, "gold_held_out", f"a  What is meant, β = {beta:g}", "gold score, held-out")
     _along(reward, alike, "reward_held_out", f"b  What is rewarded, β = {beta:g}", "reward, held-out")
-    gold.legend(frameon=False, fontsize=6.2)
+    reward.legend(frameon=False, fontsize=6.2, loc="upper left")
     last = rows[rows["update"] == rows["update"].max()]
     _lost(lost, last.assign(objective=last["reward_held_out"] - last["beta"] * last["kl"]))
     _ends(ends, last)
@@ -64,12 +67,12 @@ def _along(axes: Axes, rows: DataFrame, name: str, title: str, what: str) -> Non
 
 
 def _lost(axes: Axes, last: DataFrame) -> None:
-    tidy(axes, title="c  What is lost against $k_1$ in the reward", x="objective E[reward] − β·KL(π‖ref), difference")
+    tidy(axes, title="c  Lost against $k_1$ in the reward", x="E[reward] − β·KL(π‖ref), difference")
     lines = [
         (variant, beta)
         for variant in WORDS
         for beta in sorted(select(last, variant=variant)["beta"].unique())
-        if beta and variant not in BEST
+        if beta and variant not in (*BEST, OFF_SCALE)
     ]
     for row, (variant, beta) in enumerate(lines):
         best = BEST[variant.startswith("stale:")]
@@ -83,7 +86,7 @@ def _lost(axes: Axes, last: DataFrame) -> None:
 
 
 def _ends(axes: Axes, last: DataFrame) -> None:
-    tidy(axes, title="d  Every run at its end: a mark a seed", x="KL(π‖ref), nats", y="gold score, held-out")
+    tidy(axes, title="d  Every run at its end", x="KL(π‖ref), nats", y="gold score, held-out")
     axes.set_xscale("log")
     _nats(axes.xaxis)
     for variant in FRESH:
