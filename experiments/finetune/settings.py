@@ -55,7 +55,13 @@ PARTS = {
     "committed": (),
 }
 # Of the committed sweep. To renew it: `kltest run finetune --scale full`, then copy results/finetune/sweep.csv here.
-COMMITTED: Mapping[str, str] = {}
+COMMITTED: Mapping[str, str] = {
+    "date": "2026-11-23",
+    "revision": "97734d8",
+    "python": "3.11.7",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+}
 
 
 def applies(configuration: Mapping[str, Any]) -> bool:
