@@ -193,7 +193,8 @@ def _now(rows: pd.DataFrame) -> Answer:
 def tables(rows: Rows) -> dict[str, list[Row]]:
     """Runs made now as sweep.csv keeps them, a line a run; what the committed ones ended with, by variant and β."""
     made, usual = [], {"part": "run", **SAME}
-    for _, own in select(rows, "run").groupby(KEY, sort=False):
+    now = select(rows, "run")
+    for _, own in now.groupby(KEY, sort=False) if len(now) else ():
         every = records(own)
         line = {name: it for name, it in every[0].items() if usual.get(name) != it and name not in MEASURED}
         made.append({**line, **{name: [row[name] for row in every] for name in ("update", *MEASURED)}})
