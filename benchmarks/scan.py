@@ -1,12 +1,14 @@
 """How well `kltest scan` finds and names the KL terms of public repositories, against labels made by hand.
 
-    python -m benchmarks.scan FOLDER --half used [--record]
+    python -m benchmarks.scan FOLDER [--half used|held|later] [--record]
 
 FOLDER holds a checkout of each repository of `tests/scan/repositories.csv` at its commit, in OWNER+NAME. A find is
-right if its lines meet those of a labelled term, or are one of its uses; a label is found if a find meets it.
+right if its lines meet those of a labelled term, or are one of its uses; a label is found if a find meets it. Labels that
+are unsure may be found and need not be.
 A name is right if the gradient that is followed with the sampler equal to the policy is the labelled one, up to a
 positive factor; "not run" and "unnamed" are honest. `--record` writes the counts of each repository to `scan.csv`, from
-which the documentation shows them.
+which the documentation shows them. Its rows `first` are those of `later`, as the scan of revision 320d790 saw them: the
+labels were made before that, and the scan was changed for them after it.
 """
 
 import argparse
@@ -111,7 +113,7 @@ def compare(repository: str, rows: Sequence[dict[str, Any]], finds: Sequence[dic
             if kind != "right":
                 place = f"{find['file']}:{find['first']} {result.place} [{result.variant}]"
                 print(f"  name {kind}: {place} {told} {result.why[:90]}; labelled {sorted(known)}")
-    places = {(row["file"], row["first"]): row for row in rows}
+    places = {(row["file"], row["first"]): row for row in rows if row["certainty"] != "unsure"}
     for (file, first), row in places.items():
         met = any(meets(find, row) for find in finds)
         count["label found" if met else "label missed"] += 1
@@ -138,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare each repository of a half with its labels, and print what was found and named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--half", choices=("used", "held"), default="used")
+    parser.add_argument("--half", choices=("used", "held", "later"), default="used")
     parser.add_argument("--find-only", action="store_true", help="Do not grade what is found.")
     parser.add_argument("--record", action="store_true", help="Write the counts to scan.csv.")
     parser.add_argument("--only", default="", help="Repositories whose name contains this.")
@@ -164,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(frame[[*counts(Counter())]].sum().to_string())
     if given.record:
         kept = pandas.read_csv(RECORD) if RECORD.exists() else frame[:0]
-        pandas.concat([kept[~kept["repository"].isin(frame["repository"])], frame]).to_csv(RECORD, index=False)
+        again = (kept["half"] == given.half) & kept["repository"].isin(frame["repository"])
+        pandas.concat([kept[~again], frame]).to_csv(RECORD, index=False)
     return 0
 
 
