@@ -3,12 +3,11 @@
     python -m benchmarks.scan FOLDER [--half used|held|later] [--record]
 
 FOLDER holds a checkout of each repository of `tests/scan/repositories.csv` at its commit, in OWNER+NAME. A find is
-right if its lines meet those of a labelled term, or are one of its uses; a label is found if a find meets it. Labels that
-are unsure may be found and need not be.
-A name is right if the gradient that is followed with the sampler equal to the policy is the labelled one, up to a
-positive factor; "not run" and "unnamed" are honest. `--record` writes the counts of each repository to `scan.csv`, from
-which the documentation shows them. Its rows `first` are those of `later`, as the scan of revision 320d790 saw them: the
-labels were made before that, and the scan was changed for them after it.
+right if its lines meet those of a labelled term, or are one of its uses; a label is found if a find meets it. Labels
+that are unsure may be found and need not be. A name is right if the gradient that is followed with the sampler equal to
+the policy is the labelled one, up to a positive factor; "not run" and "unnamed" are honest. `--record` writes the
+counts of each repository to `scan.csv`, from which the documentation shows them. Its rows `first` are those of `later`,
+as the scan of revision 320d790 saw them: the labels were made before that, and the scan was changed for them after it.
 """
 
 import argparse
