@@ -225,6 +225,8 @@ def scan() -> list[dict[str, str]]:
     }
     for half, name in names.items():
         own = counted[counted["half"] == half]
+        if half in ("first", "later") and own.empty:
+            continue
         numbers = {what: f"{own[part].sum()} of {own[whole].sum()}" for what, (part, whole) in shares.items()}
         dated = {"repositories": name, "measured": own["date"].max()}
         rows.append(
