@@ -51,7 +51,7 @@ def test_an_unchanged_target_is_not_graded_again_and_its_report_is_the_same(monk
 def test_whatever_a_report_depends_on_is_a_change(folder, monkeypatch):
     grade()
     assert not grade("--seed", "1")[1]
-    (folder / "parts.py").write_text("def half():\n    return 1.0\n")
+    (folder / "parts.py").write_text("def half():\n    return 2 / 2\n")
     again, cached = grade()
     assert not cached, "a helper that the loss imports has changed"
     assert json.loads(again)["gradients"][0]["identified"] == {"reverse_kl": pytest.approx(2.0)}
