@@ -172,19 +172,10 @@ def audited(size, units, limit=4 * 2**30):
                 save(policy, tiny_tokenizer("0123456789+="), Path(folder, name))
         prompts = Path(folder, "prompts")
         prompts.write_text("\n".join(f"{one}+{one}=" for one in range(10)))
-        command = [
-            "audit",
-            "k3-loss",
-            "--model",
-            f"{folder}/policy",
-            "--ref",
-            f"{folder}/reference",
-            "--output",
-            "json",
-        ]
-        command += ["--prompts", str(prompts), "--units", str(units), "--group-size", str(size.rollouts)]
+        command = f"audit k3-loss --model {folder}/policy --ref {folder}/reference --prompts {prompts} --output json"
+        command += f" --units {units} --group-size {size.rollouts}"
         done = subprocess.run(
-            [sys.executable, "-m", "kltest", *command],
+            [sys.executable, "-m", "kltest", *command.split()],
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
             capture_output=True,
             text=True,

@@ -1,6 +1,6 @@
 """A language model under each KL term: gold score and reward along training, and what is lost against $k_1$ in reward.
 
-Reads finetune/finetune.json among the results, of which the committed sweep alone.
+Reads the committed sweep in finetune/finetune.json among the results.
 """
 
 from typing import Any
@@ -79,8 +79,7 @@ def _lost(axes: Axes, last: DataFrame) -> None:
         ours, theirs = (select(last, variant=one, beta=beta).set_index("seed")["objective"] for one in (variant, best))
         mean, reach = _interval(ours - theirs)
         axes.errorbar(mean, -row, xerr=reach, **{**_style(variant), "linestyle": ""}, elinewidth=0.8, capsize=1.5)
-    stale = lambda variant: ", stale" if variant.startswith("stale:") else ""  # noqa: E731
-    names = [f"{WORDS[variant]}{stale(variant)}, β = {beta:g}" for variant, beta in lines]
+    names = [f"{WORDS[variant]}{', stale' * variant.startswith('stale:')}, β = {beta:g}" for variant, beta in lines]
     axes.set_yticks([-row for row in range(len(lines))], names, fontsize=6.2)
     axes.axvline(0, color=INK, linewidth=0.6)
 

@@ -18,8 +18,9 @@ from kltest.reproduce.claims import OWN, Answer, Claim, Claims
 from kltest.reproduce.frames import Row, Rows, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Cited, Numbers, number
 
-from .settings import BETA, BETAS, COMMITTED, PARTS, SAME, SEEDS, VARIANTS
+from .settings import BETA, BETAS, COMMITTED, METRICS, PARTS, PILOT_DEVIATION, SAME, SEEDS, VARIANTS
 from .spread import Interval, geometric, interval
+from .task import EXAMPLES
 
 TANG_MUNOS = "Tang & Munos 2025"
 THEORY = "the atlas, exact"
@@ -32,7 +33,6 @@ KL_FACTOR = 2.0
 # A run made elsewhere may round differently, and then goes its own way: as far as another seed would, this often.
 ELSEWHERE = 0.99
 KEY = ["variant", "beta", "seed"]
-MEASURED = ("reward_held_out", "gold_held_out", "kl", "kl_low", "kl_high", "length_held_out", "entropy")
 OVER_SEEDS = f"95 % intervals over {SEEDS} seeds, Student's t"
 PAIRED = f"{OVER_SEEDS}, paired by seed"
 
@@ -90,9 +90,12 @@ def _name(variant: str, beta: float) -> str:
     return f"{variant}, β {beta:g}"
 
 
-# Findings: of the rows of one part. Level of each where several are asked at once.
 def _of_several(count: int) -> float:
+    """The level of each interval with which `count` of them hold at once, 19 times in 20 (Bonferroni)."""
     return 1 - 0.05 / count
+
+
+# Findings: each is asked of the rows of one part.
 
 
 @findings.add(OWN, "reward up, gold score below the reference's", PAIRED)
@@ -196,8 +199,8 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
     now = select(rows, "run")
     for _, own in now.groupby(KEY, sort=False) if len(now) else ():
         every = records(own)
-        line = {name: it for name, it in every[0].items() if usual.get(name) != it and name not in MEASURED}
-        made.append({**line, **{name: [row[name] for row in every] for name in ("update", *MEASURED)}})
+        line = {name: it for name, it in every[0].items() if usual.get(name) != it and name not in METRICS}
+        made.append({**line, **{name: [row[name] for row in every] for name in ("update", *METRICS)}})
     at_ends = []
     if len(select(rows, "committed")):
         sweep = Sweep(rows, "committed")
@@ -223,7 +226,12 @@ def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     for name, value in COMMITTED.items():
         yield number(name, value)
     yield number("runs", len(ended))
-    yield number("seeds", ended["seed"].nunique())
+    seeds = ended["seed"].nunique()
+    yield number("seeds", seeds)
+    yield number("labelled completions", EXAMPLES)
+    # Told four times in five by one of two intervals: the quantiles of both, times the standard error of the mean.
+    quantiles = t.ppf([(1 + _of_several(len(LOCAL))) / 2, 0.8], seeds - 1)
+    yield number("difference told", quantiles.sum() * PILOT_DEVIATION / math.sqrt(seeds))
     yield from _with_bounds("gold of the reference", _interval(sweep.at("none", 0.0, "gold_before")))
     for (variant, beta), own in ended.groupby(["variant", "beta"], sort=False):
         where = {"variant": variant, "beta": beta}

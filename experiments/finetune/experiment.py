@@ -11,15 +11,13 @@ from typing import Any
 from kltest.finetune.run import run
 from kltest.finetune.settings import Settings, settings_of
 
-from .settings import EVALUATIONS, RUN, SAME, VARIANTS
+from .settings import EVALUATIONS, METRICS, RUN, SAME, VARIANTS
 
 # What rows depend on beside what those of every experiment do.
 ROOMS = ("finetune", "language_models")
 LIBRARIES = ("transformers", "tokenizers")
 HERE = Path(__file__).parent
 COMMITTED = HERE / "sweep.csv"
-# Metrics of the runner that rows keep: what claims, tables, figures and the paper read.
-KEPT = ("reward_held_out", "gold_held_out", "kl", "kl_low", "kl_high", "length_held_out", "entropy")
 FIGURES = 6
 """Significant figures that rows keep: float32 has hardly more."""
 
@@ -45,7 +43,7 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
     settings, rows = settings_for(one), []
     for record in run(settings, None, quiet=True):
         if "kl" in record:
-            found = {name: float(f"{record[name]:.{FIGURES}g}") for name in KEPT}
+            found = {name: float(f"{record[name]:.{FIGURES}g}") for name in METRICS}
             rows.append({**one, "update": record["step"] * settings.inner_epochs, **found})
     return rows
 
@@ -68,9 +66,9 @@ def committed() -> list[Row]:
     found = [{name: _value(text) for name, text in line.items() if text} for line in lines]
     # A line a run, with a list for what changes along it.
     return [
-        {"part": "committed", **SAME, **line, **dict(zip(("update", *KEPT), each, strict=True))}
+        {"part": "committed", **SAME, **line, **dict(zip(("update", *METRICS), each, strict=True))}
         for line in found
-        for each in zip(*(line[name] for name in ("update", *KEPT)), strict=True)
+        for each in zip(*(line[name] for name in ("update", *METRICS)), strict=True)
     ]
 
 

@@ -29,9 +29,9 @@ class Rollouts:
         sampled_logp: (B, T) the sampler's log-probs as generation computed them, in nats.
         group: (B,) the number of the prompt.
         reward: (B,) float64, once known.
-        gold: (B,) float64, a score that training does not see, if the task has one and it is known.
         old_logp: (B, T) the sampler's log-probs by a forward pass, once known.
         ref_logp: (B, T) the reference's log-probs, once known.
+        gold: (B,) float64, a score that training does not see, if the task has one and it is known.
     """
 
     prompts: Tensor
@@ -41,9 +41,9 @@ class Rollouts:
     sampled_logp: Tensor
     group: Tensor
     reward: Tensor | None = None
-    gold: Tensor | None = None
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    gold: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -23,9 +23,9 @@ from kltest.reproduce.frames import frame
 # What would differ from one drawing to the next, by format; random names are ruled out by the style's hash salt.
 DATES: dict[str, tuple[str, ...]] = {"pdf": ("CreationDate", "ModDate"), "svg": ("Date",), "png": ()}
 # How the text cites a number: #n("atlas", "bias", estimator: "k3-loss", digits: 2), the experiment first, then the
-# quantity, then the columns that single it out; what says how to print it is no column.
+# quantity, then the columns that single it out; what says how to print it is no column. #interval cites its bounds too.
 CITATION = re.compile(
-    r'#?\b(?:n|power)\(\s*"([\w-]+)"\s*,\s*"([^"]+)"((?:\s*,\s*[\w-]+:\s*(?:"[^"]*"|[^\s",()]+))*),?\s*\)'
+    r'#?\b(n|power|interval)\(\s*"([\w-]+)"\s*,\s*"([^"]+)"((?:\s*,\s*[\w-]+:\s*(?:"[^"]*"|[^\s",()]+))*),?\s*\)'
 )
 COLUMN = re.compile(r'([\w-]+):\s*("[^"]*"|[^\s",()]+)')
 FORMAT = ("digits", "figures", "percent")
@@ -82,6 +82,7 @@ def typeset(checkout: Checkout, output: Path) -> Path:
         root = Path(folder)
         shutil.copytree(checkout.root / "paper", root, dirs_exist_ok=True)
         _stage(output, root / "data")
+        _stage(checkout.root, root / "data", "benchmarks/results.csv")
         try:
             pdf = typst.compile(
                 str(root / "paper.typ"), root=folder, format="pdf", ignore_system_fonts=True, timestamp=TIMESTAMP
@@ -98,10 +99,12 @@ def written(checkout: Checkout) -> str:
 
 def cited(text: str) -> set[Cited]:
     """The numbers that the text cites: the experiment, and the columns of its table that single one out."""
-    return {
-        (experiment, _key({"quantity": quantity} | {name: json.loads(value) for name, value in COLUMN.findall(rest)}))
-        for experiment, quantity, rest in CITATION.findall(text)
-    }
+    found = set()
+    for function, experiment, quantity, rest in CITATION.findall(text):
+        columns = {"quantity": quantity} | {name: json.loads(value) for name, value in COLUMN.findall(rest)}
+        for bound in ({}, *({"bound": end} for end in ("low", "high") if function == "interval")):
+            found.add((experiment, _key(columns | bound)))
+    return found
 
 
 def uncovered(text: str, output: Path) -> list[str]:
@@ -121,10 +124,13 @@ def _key(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return (("quantity", found.pop("quantity")), *sorted(found.items()))
 
 
-def _stage(output: Path, data: Path) -> None:
-    """Results beside the text, since Typst reads nothing outside its root."""
-    for pattern in ("*/numbers.json", "*/settings.json", "*/*.csv", "figures/*.svg"):
-        for path in output.glob(pattern):
-            target = data / path.relative_to(output)
+RESULTS = ("*/numbers.json", "*/settings.json", "*/*.csv", "figures/*.svg")
+
+
+def _stage(folder: Path, data: Path, *patterns: str) -> None:
+    """What the text reads beside it, since Typst reads nothing outside its root; results if no patterns are given."""
+    for pattern in patterns or RESULTS:
+        for path in folder.glob(pattern):
+            target = data / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)

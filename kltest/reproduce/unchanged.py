@@ -1,7 +1,7 @@
 """Whether everything is as it was when the main job last ended, so that nothing has to be made again.
 
 One digest is taken of all that results depend on (kltest's own files, those of experiments, figures and the paper, the
-libraries, what was asked for) and of every file in the folder of results.
+libraries, measured speeds, what was asked for) and of every file in the folder of results.
 """
 
 import json
@@ -18,7 +18,7 @@ class Unchanged:
     """What a folder of results was made of; `asked` is what was asked for."""
 
     def __init__(self, checkout: Checkout, folder: Path, asked: object) -> None:
-        self.roots = [checkout.root / name for name in ("experiments", "figures", "paper")]
+        self.roots = [checkout.root / name for name in ("experiments", "figures", "paper", "benchmarks")]
         self.folder, self.asked = folder, asked
 
     def holds(self) -> bool:
