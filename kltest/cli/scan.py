@@ -34,6 +34,9 @@ def command(
     run: Annotated[
         bool, typer.Option("--run", help="Run terms that are more than arithmetic, too; they import the tree.")
     ] = False,
+    logged: Annotated[
+        bool, typer.Option("--logged", help="Terms that are only logged, too: is the number a KL?")
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 4 if a term was not run, not named or not decided.")
     ] = False,
@@ -81,6 +84,7 @@ def command(
                 rules=rules,
                 changed=changed,
                 run=run,
+                logged=logged,
                 told=lambda row, done, total: _tell(progress, f"{row.spot}: {row.follows[0]} {row.remarks}", total),
             )
         except Interrupted as error:

@@ -19,13 +19,13 @@ from kltest.scanning.flows import (
     multiplied,
 )
 from kltest.scanning.sides import Side, says_kl, side, who_of
-from kltest.scanning.syntax import chain, identifiers, says, words
+from kltest.scanning.syntax import NUMBERS, chain, identifiers, says, words
 from kltest.scanning.vocabulary import WORDS
 
 _SAME = WORDS["same"]
 """Calls that leave what they are given what it is."""
 _PREFERS = frozenset({"logsigmoid", "sigmoid", "relu", "softplus", "binary_cross_entropy_with_logits", "log_sigmoid"})
-_DROPS = frozenset({"item", "tolist", "zeros_like", "ones_like", "append_metric", "print", "len", "shape", "isnan"})
+_DROPS = frozenset({"zeros_like", "ones_like", "append_metric", "print", "len", "shape", "isnan"})
 _TURNS: dict[str, tuple[str, dict[str, str]]] = {
     **dict.fromkeys(("exp", "exp_", "expm1", "exp2"), ("prob", {"log_ratio": RATIO})),
     **dict.fromkeys(("log", "log_"), ("logp", {"ratio": LOG_RATIO})),
@@ -56,7 +56,9 @@ class Calls(Expressions):
         everything = joined([receiver, *given])
         if name == "logaddexp" and (mixture := mixed("logp", *(value.sides for value in given[:2]))):
             return mixture
-        if name in _DROPS:
+        if name in NUMBERS:
+            self._arrive(everything, "logged", self.key or self._told())
+        if name in _DROPS or name in NUMBERS:
             return NOTHING
         if name in _PREFERS:
             return everything.flowing().formed(every=OTHER)

@@ -41,6 +41,7 @@ class Expressions:
         self.seeds: dict[int, Seed] = {}
         self.without_gradient = 0
         self.statement: ast.stmt | None = None
+        self.key = ""
 
     # Binding and arriving.
 
@@ -83,6 +84,15 @@ class Expressions:
     def _arrive(self, value: Value, kind: str, name: str) -> None:
         for flow in sorted(value.flows, key=Flow.order):
             self.found.arrivals.append(Arrival(flow, kind, self._line(), name, bool(self.without_gradient)))
+
+    def _told(self) -> str:
+        """Return what the statement at hand says of what it makes: its target, or what it calls, with which words."""
+        match self.statement:
+            case ast.Assign([target]) | ast.AnnAssign(target) | ast.AugAssign(target):
+                return chain(target)
+            case ast.Expr(ast.Call(called, given)):
+                return " ".join([chain(called), *(str(each.value) for each in given if isinstance(each, ast.Constant))])
+        return ""
 
     def _line(self) -> int:
         return self.statement.lineno if self.statement is not None else self.function.line
@@ -250,23 +260,15 @@ class Expressions:
 
     def _of_Dict(self, node: ast.Dict) -> Value:
         for key, item in zip(node.keys, node.values, strict=True):
+            before = self.key
+            self.key = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
             value = self.value(item)
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                if self._logs(self.statement):
-                    self._arrive(value, "logged", key.value)
-                else:
-                    self._store(key.value, value)
+            if self.key and METRICS.intersection(words(self._told())):
+                self._arrive(value, "logged", self.key)
+            elif self.key:
+                self._store(self.key, value)
+            self.key = before
         return NOTHING
-
-    @staticmethod
-    def _logs(statement: ast.stmt | None) -> bool:
-        """Return True if a statement puts what it makes into something that is only logged."""
-        match statement:
-            case ast.Assign([target]) | ast.AnnAssign(target) | ast.AugAssign(target):
-                return bool(METRICS.intersection(words(chain(target))))
-            case ast.Expr(ast.Call(called)):
-                return bool(METRICS.intersection(words(chain(called))))
-        return False
 
     def _of_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> Value:
         before = dict(self.names)

@@ -101,7 +101,7 @@ class _Follower(Calls):
             if isinstance(call.func.value, ast.Name):
                 self.names[holder] = self.names.get(holder, NOTHING) | given
         elif value.flows:
-            self._arrive(value, "logged", method)
+            self._arrive(value, "logged", self._told())
 
     def _on_If(self, node: ast.If) -> None:
         before = dict(self.names)

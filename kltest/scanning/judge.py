@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kltest.render.words import VALUES
 from kltest.scanning.arithmetic import imports
 from kltest.scanning.conditions import COUNTED
 from kltest.scanning.lift import NAME
@@ -138,17 +139,18 @@ def grade(folder: str, source: str, place: str, declared: str, timeout: float) -
         job = Job(f"{NAME}", f"{file}:{NAME}", checked(given, lambda option: option.name))
         _, report, kind = next(iter(graded([job])))
         told = report.to_dict()
-        kept = {name: told[name] for name in ("verdict", "gradients", "checks")}
+        kept = {name: told[name] for name in ("verdict", "gradients", "checks", "value")}
         error = (told.get("error") or "").replace(f"{file}:{NAME}", "the term").replace(f"{file}:", "line ")
         kept["error"] = " ".join(error.split())
         return {**kept, "lasts": kind in ("value", "usage", "failed") or "(--timeout)" in kept["error"]}
 
     if "import jax" in text:  # compiled once for each shape, it is graded several times as fast
         file.write_text(f"{text}\nimport jax\n{NAME} = jax.jit({NAME})\n", encoding="utf-8")
-    first = ask(declared or "reverse_kl")
+    wanted = "zero" if place == "logged" else declared or "reverse_kl"
+    first = ask(wanted)
     if first["verdict"] == "error" and "import jax" in text:  # it may ask for values, as float(x) does
         file.write_text(text, encoding="utf-8")
-        first = ask(declared or "reverse_kl")
+        first = ask(wanted)
     names = {name for row in first["gradients"] for name in row["identified"] or {}}
     if not declared and "local_reverse_kl" in names and names <= {"reverse_kl", "local_reverse_kl"}:
         return ask("local_reverse_kl")
@@ -164,12 +166,20 @@ def filled(row: Row, report: Report) -> Row:
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     if any(note.endswith(COUNTED) for note in row.notes):  # the number is of the whole batch, however that is cut
         failed = [check for check in failed if check["code"] != "KL206"]
+    if row.place == "logged":
+        failed = [check for check in failed if check["code"].startswith("KL6")]
     codes = [check["code"] for check in failed if check["level"] == "error"]
     moving = [code for code in codes if code in MOVING]
     samplers = dict.fromkeys(each["sampler"] for each in graded)
     gradients = {name: _followed([each for each in graded if each["sampler"] == name], moving) for name in samplers}
     row.warnings = [check["code"] for check in failed if check["level"] == "warning"]
     row.messages = {check["code"]: check["message"] for check in failed}
+    if row.place == "logged":
+        named = {VALUES[each["matches"]]: None for each in report["value"] if each["sampler"] == "current"}
+        asked = [check["status"] for check in report["checks"] if check["code"] == "KL601"]
+        row.state = "finding" if codes else "passed" if asked == ["pass"] else "inconclusive"
+        row.logs, row.found = f"logs {list(named)[-1]}" if named else "", codes
+        return row
     if row.declared:
         row.state = {"confirmed": "passed", "refuted": "finding"}.get(report["verdict"], "inconclusive")
     elif row.halved and all("zero" in (each["identified"] or {}) for each in graded):

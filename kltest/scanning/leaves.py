@@ -11,7 +11,7 @@ from kltest.scanning.conditions import COEFFICIENT, COUNTED, UNSET, Conditions, 
 from kltest.scanning.facts import Facts
 from kltest.scanning.helpers import bare
 from kltest.scanning.sides import Side, is_mask, is_ratio, says_kl, side
-from kltest.scanning.syntax import chain, each_of, identifiers, names_in, says, shifts, words
+from kltest.scanning.syntax import NUMBERS, chain, each_of, identifiers, names_in, says, shifts, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
@@ -266,6 +266,8 @@ class _Replace(ast.NodeTransformer):
                 if (found := self.leaves.stands_for(name, ast.unparse(node))) is not None:
                     return found
             if called.attr in ("to", "cpu", "cuda", "numpy", "type", "type_as") and chain(called.value) not in MODULES:
+                return self.visit(called.value)
+            if called.attr in NUMBERS and self.leaves.term.place == "logged":
                 return self.visit(called.value)
             if called.attr in ("gather", "gather_for_metrics", "reduce") and says(chain(called.value), "accelerator"):
                 return self.visit(node.args[0])

@@ -176,6 +176,9 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     fields = tuple(leaves.fields)
     if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "kl_divergence")):
         source = source.replace(f"return {ast.unparse(result)}", f"return ({ast.unparse(result)}).sum(-1)")
+    if place == "logged":
+        value, whose = ast.unparse(result), min(name for name in fields if "log" in name)
+        source = source.replace(f"return {value}", f"return (0 * {whose}.sum(), {{'kl': {value}}})")
     place = "advantage" if place == "reward" and says(end.name, "adv") else place
     source = f"{imported(tree, term.function.source, module)}{source}" if more else source
     notes = list(leaves.notes)

@@ -97,6 +97,9 @@ class _Walk:
     def _added(self, call: ast.expr, line: int, quiet: bool) -> None:
         """Add what is appended to a list, which is a sum then, and what is differentiated."""
         match call:
+            case ast.Call(_, given, named) if self.facts.term.place == "logged" and line == self.end:
+                told: list[ast.expr] = [*given, *(each.value for each in named)]
+                self.made.statements.append(Statement(f"_told_{line}", ast.Tuple(told, ast.Load()), line, quiet))
             case ast.Call(ast.Attribute(ast.Name(name), "append"), [_]):
                 self.made.statements.append(Statement(name, ast.List(call.args, ast.Load()), line, quiet, ast.Add()))
             case ast.Call(ast.Attribute(given, "backward")):

@@ -15,6 +15,7 @@ _SHOWN = ("file", "line", "last", "function", "place", "variant", "formula", "gu
 class Row:
     """One variant of one term: where it stands, what it is, what it follows and what is wrong with it.
 
+    `logs` says which KL a term is that is only logged.
     `state` is passed, finding, unnamed, inconclusive, failed, not run, or not graded until it is known; `why` says why
     it was not run or failed. `gradients` are the names followed by sampler, `found` the errors and `warnings` the
     warnings that apply. `runs_more` is true of more than
@@ -44,6 +45,7 @@ class Row:
     known: bool = False
     state: str = "not graded"
     gradients: Mapping[str, str] = field(default_factory=dict)
+    logs: str = ""
     found: Sequence[str] = ()
     warnings: Sequence[str] = ()
     messages: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class Row:
     @property
     def follows(self) -> tuple[str, str]:
         """Return what is followed on-policy and off-policy, or the status."""
-        return self.gradients.get("current", self.status), self.gradients.get("stale", "")
+        return self.gradients.get("current", self.logs or self.status), self.gradients.get("stale", "")
 
     @property
     def remarks(self) -> str:

@@ -29,6 +29,7 @@ def scan(
     rules: Rules | None = None,
     changed: Mapping[str, Sequence[range]] | None = None,
     run: bool = False,
+    logged: bool = False,
     told: Callable[[Row, int, int], None] = lambda row, done, total: None,
 ) -> Scan:
     """Find every KL term in source files, lift each into a function of rollout fields, and grade it.
@@ -46,6 +47,7 @@ def scan(
         rules: what a configuration says of files.
         changed: changed lines by the real path of their file; only terms that depend on one of them are graded.
         run: grade what is more than arithmetic, too: it runs in its child process as it is, and imports the tree.
+        logged: list what is only logged as well, and ask whether it is a KL.
         told: called with a row as soon as it is graded, how many are, and of how many that are known so far.
 
     Returns:
@@ -59,7 +61,7 @@ def scan(
     left_out: list[str] = []
     files = list(contents([Path(path) for path in paths], left_out, rules.excludes))
     store = Store(cache)
-    search = Search(files, store, run=run)
+    search = Search(files, store, run=run, logged=logged)
     found = Scan([], files=len(files))
     known = frozenset(baseline)
 

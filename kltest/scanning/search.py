@@ -24,19 +24,22 @@ from kltest.scanning.tree import Tree
 class Search:
     """The terms of some files. Iterating lifts them one by one; `left` terms of them are not lifted yet.
 
-    `loose` are comments that stand on no term, with their places. With `run` what is more than arithmetic is lifted.
+    `loose` are comments that stand on no term, with their places. With `run` what is more than arithmetic is lifted,
+    and with `logged` what is only logged.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, bytes]], store: "Store", *, run: bool = False) -> None:
+    def __init__(
+        self, files: Sequence[tuple[Path, bytes]], store: "Store", *, run: bool = False, logged: bool = False
+    ) -> None:
         root = Path.cwd()
         digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
-        self._store, self._key = store, store.key("search", str(root), digests, run)
+        self._store, self._key = store, store.key("search", str(root), digests, run, logged)
         self.known = store.read(self._key)
         self.left, self.lines, self.left_out, self.loose = 0, 0, [], []  # type: ignore[var-annotated]
         if self.known:
             self.lines, self.left_out, self.loose = (self.known[name] for name in ("lines", "left_out", "loose"))
             return
-        self._files, self._root, self._run = files, root, run
+        self._files, self._root, self._run, self._logged = files, root, run, logged
 
     def __iter__(self) -> Iterator[Row]:
         if self.known:
@@ -47,7 +50,7 @@ class Search:
         with _uncollected():
             sources = list(parsed(self._files, self.left_out))
             tree = tree_of(sources)
-            found = terms(tree)
+            found = terms(tree, logged=self._logged)
         self.lines = sum(source.text.count("\n") for source in sources)
         said = {id(source): list(comments(source)) for source in sources}
         rows, used = [], set()

@@ -9,7 +9,7 @@ from kltest.scanning.conditions import NotLiftedError
 from kltest.scanning.facts import Facts
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Linear, Statement
-from kltest.scanning.sides import side
+from kltest.scanning.sides import says_kl, side
 from kltest.scanning.syntax import is_logged, names_in
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
@@ -35,21 +35,21 @@ class End:
 def ends_of(tree: Tree, term: Term, place: str) -> list[End]:
     """Return the possible ends: for a loss its last assignment, then earlier ones; the KL itself last."""
     followed = tree.followed(term.function)
-    wanted = {"loss": "loss", "reward": "reward", "helper": "return"}[place]
+    wanted = {"loss": {"loss"}, "reward": {"reward"}, "helper": {"return"}, "logged": {"logged", "stored"}}[place]
     arrivals = [a for a in followed.arrivals if a.flow.seed in term.seeds]
     names: dict[tuple[int, str], End] = {}
     logged = {
         node.lineno for node in ast.walk(term.function.node) if isinstance(node, ast.Assign) and is_logged(node.value)
     }
-    chosen = [a for a in arrivals if a.kind == wanted and a.flow.form != "ratio"]
+    chosen = [a for a in arrivals if a.kind in wanted and a.flow.form != "ratio"]
     returns = {n.lineno: n.value for n in ast.walk(term.function.node) if isinstance(n, ast.Return)}
-    if wanted == "loss":
+    if place == "loss":
         chosen = [arrival for arrival in chosen if arrival.line not in logged]
         chosen += [a for a in arrivals if a.kind == "return" and not isinstance(returns.get(a.line), ast.Tuple)]
     for arrival in chosen:
         line = RETURN if arrival.line in returns else arrival.line
         names[line, arrival.name] = End(line, arrival.name)
-    ordered = sorted(names.values(), key=lambda end: end.line or 10**9, reverse=place == "loss")
+    ordered = sorted(names.values(), key=lambda end: end.line or 10**9, reverse=place in ("loss", "logged"))
     return [*ordered, End(ITSELF, place)]
 
 
@@ -178,8 +178,8 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
         for number in range(len(statements) - 1, -1, -1):
             statement = statements[number]
             if statement.line == end.line:
-                if statement.target is None:  # a return
-                    return number, _first_tainted(statement.value, _tainted(term, statements[:number])[-1], term)
+                if statement.target is None or term.place == "logged":  # a return, or a call that logs
+                    return number, _first_tainted(statement.whole, _tainted(term, statements[:number])[-1], term)
                 return number, statement.whole
         raise NotLiftedError(UNREACHED_END)
     for number in range(len(statements) - 1, -1, -1):
@@ -217,10 +217,17 @@ def _tainted(term: Term, statements: Sequence[Statement], before: Set[str] = fro
 
 
 def _first_tainted(node: ast.expr, tainted: set[str], term: Term) -> ast.expr:
-    """Return the first item of a returned tuple that the term flows into; the whole if it is no tuple."""
-    if not isinstance(node, ast.Tuple):
-        return node
-    return next((item for item in node.elts if _is_tainted(item, tainted, term)), node.elts[0])
+    """Return the first item of a tuple, or of a dict that is logged, that the term flows into; else the whole."""
+    items = node.elts if isinstance(node, ast.Tuple) else []
+    if term.place == "logged" and isinstance(node, ast.Dict):
+        named = [value for key, value in zip(node.keys, node.values, strict=True) if says_kl(_text(key))]
+        items = named or node.values
+    found = next((item for item in items if _is_tainted(item, tainted, term)), None)
+    return (items[0] if items else node) if found is None else _first_tainted(found, tainted, term)
+
+
+def _text(key: ast.expr | None) -> str:
+    return str(key.value) if isinstance(key, ast.Constant) else ""
 
 
 def _is_tainted(node: ast.AST, tainted: set[str], term: Term) -> bool:

@@ -5,6 +5,8 @@ import re
 from functools import lru_cache
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NUMBERS = frozenset({"item", "tolist"})
+"""Methods that make numbers of a tensor, which are only logged."""
 
 
 @lru_cache(maxsize=100_000)

@@ -16,7 +16,7 @@ LINEAR = (LOG_RATIO, SHIFTED)
 
 @dataclass
 class Term:
-    """A KL term as found: its function, its seeds, and its place: loss, reward, both or helper.
+    """A KL term as found: its function, its seeds, and its place: loss, reward, both, helper or logged.
 
     `rewarded` is true for a helper that all callers put into a reward.
     """
@@ -64,17 +64,17 @@ class Term:
         return any(seed.first <= first and last <= seed.last for seed in self.seeds for first, last in spans)
 
 
-def terms(tree: Tree) -> list[Term]:
-    """Return the KL terms of a tree, in the order of files and lines."""
-    return _Terms(tree).all()
+def terms(tree: Tree, *, logged: bool = False) -> list[Term]:
+    """Return the KL terms of a tree, in the order of files and lines; with `logged` those that are only logged, too."""
+    return _Terms(tree, logged).all()
 
 
 class _Terms:
     """Finds terms; `read` are the names of stored KL terms that some function puts into a loss or a reward, with that
     place, `callers` the calls of each function."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree, logged: bool) -> None:
+        self.tree, self.logged = tree, logged
         self.read: dict[str, str] = {}
         self.callers: dict[Function, list[tuple[Function, Seed]]] = {}
         for function in tree.functions:
@@ -114,6 +114,8 @@ class _Terms:
                 is_preference(a.name) or (a.flow.form == OTHER and a.kind == "loss") for a in arrivals
             ):
                 continue  # the implicit reward of a preference, which enters the loss through a sigmoid
+            if self.logged and not places and self._is_logged(function, arrivals):
+                yield Term(function, seeds, "logged", frozenset(a.flow for a in arrivals), _shaped(followed, seeds))
             if not places or (places == {"reward"} and self._is_preferred(function)):
                 continue
             if all(seed.quiet for seed in seeds) and "reward" in places:
@@ -127,6 +129,13 @@ class _Terms:
                 seeds = [seed for seed in seeds if seed not in called]
             place = places.pop() if len(places) == 1 else "both"
             yield Term(function, seeds, place, frozenset(a.flow for a in own), _shaped(followed, seeds))
+
+    def _is_logged(self, function: Function, arrivals: Sequence[Arrival]) -> bool:
+        """Return True for what is called a KL to the reference, is logged, and arrives nowhere else."""
+        named = self.tree.followed(function).kl_named
+        return all(REFERENCE in a.flow.seed.who for a in arrivals) and any(
+            says_kl(a.name) or a.flow.seed in named for a in arrivals
+        ) and all(self._place(a) == "logged" or _ends_in_logs(function, a) for a in arrivals)  # fmt: skip
 
     def _helper(self, function: Function) -> Term | None:
         followed = self.tree.followed(function)

@@ -59,8 +59,8 @@ def scan(*arguments):
     return done.exit_code, done.output
 
 
-def rows():
-    return json.loads(scan("--output", "json")[1])["terms"]
+def rows(*arguments):
+    return json.loads(scan("--output", "json", *arguments)[1])["terms"]
 
 
 def git(*arguments, at="."):
@@ -102,6 +102,25 @@ def test_the_exit_code_is_what_the_terms_follow(tree, name):
     Path("code.py").write_text(text)
     assert scan()[0] == code
     assert scan("--strict")[0] == strict
+
+
+def test_what_is_only_logged_is_listed_if_asked_for_and_held_to_its_value_alone(tree):
+    Path("code.py").write_text(
+        f"{K2}\n\ndef step(logp, ref_logp, stats):\n    stats['kl'] = (logp - ref_logp).mean().item()\n"
+    )
+    value, passed = [{"sampler": "current", "matches": "kl"}], [{"code": "KL601", "status": "pass", "level": "error"}]
+    tree["report"] = {**report(ZERO, ["KL101", "KL509"]), "value": value}
+    tree["report"]["checks"] += passed
+    assert scan()[1].count("code.py:6") == 0
+    code, text = scan("--logged")
+    assert (code, "logs KL(π‖ref)" in text) == (1, True), "the other term is a finding"
+    assert {row["place"]: (row["status"], row["errors"]) for row in rows("--logged")} == {
+        "loss": ("finding", ["KL101", "KL509"]), "logged": ("passed", [])
+    }  # fmt: skip
+    tree["report"] = {**report(ZERO, ["KL101", "KL604"]), "value": [{"sampler": "current", "matches": None}]}
+    assert rows("--logged")[1]["errors"] == ["KL604"]
+    tree["report"] = {**report(ZERO), "value": []}  # nobody could compare it
+    assert rows("--logged")[1]["status"] == "inconclusive"
 
 
 def test_comments_on_a_term_or_above_it_declare_and_excuse(tree):

@@ -54,13 +54,13 @@ def rollouts() -> Fields:
     return {**whole, **sampled, "tokens": tokens, "mask": mask, "beta": torch.tensor(0.7), "reward": torch.randn(5)}
 
 
-def variants(folder: Path, text: str, **more: str) -> list[Lifted]:
+def variants(folder: Path, text: str, *, logged: bool = False, **more: str) -> list[Lifted]:
     for name, other in {"code": HEAD + text, **more}.items():
         file = folder / f"{name.replace('.', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(other)
     tree = tree_of(list(sources([folder], [])))
-    return [variant for term in terms(tree) for variant in lifted(tree, term)]
+    return [variant for term in terms(tree, logged=logged) for variant in lifted(tree, term)]
 
 
 def value_of(variant: Lifted) -> torch.Tensor:
@@ -703,3 +703,43 @@ def kl_of(logp, ref_logp, importance_ratio=None):
     assert {each.variant for each in found} == expected.keys()
     for each in found:
         torch.testing.assert_close(value_of(each), expected[each.variant])
+
+
+KL, K2 = "live(logp - ref_logp, mask).mean()", "live((logp - ref_logp).square() / 2, mask).mean()"
+LOGGED = {
+    "an item of a metric": (f"metrics['kl'] = {KL}.item()", KL),
+    "a call that logs": (f"mean_kl = {KL}.item()\n    self.log('train/kl', mean_kl, bar=True)", KL),
+    "under a key that says KL": (f"wandb.log({{'loss': loss.item(), 'kl': float({KL})}})", KL),
+    "appended": (f"self.stats['kl'].append(self.accelerator.gather({K2}).tolist())", K2),
+    "under another name, of what is called KL": (
+        "kl = live(logp - ref_logp, mask)\n    self.log('gap', kl.mean())",
+        KL,
+    ),
+    "beside the loss": (f"return loss, {{'loss': loss, 'kl': {KL}}}", KL),
+    "to the sampler": (f"metrics['approx_kl'] = {KL}.item()".replace("ref_", "old_"), ""),
+    "called no KL": (f"metrics['gap'] = {KL}.item()", ""),
+    "of a preference": (f"metrics['kl'] = {KL}.item()".replace("ref_logp", "chosen_logps"), ""),
+    "in the loss as well": (f"kl = {KL}\n    metrics['kl'] = kl.item()\n    loss = loss + kl", ""),
+}
+"""Statements that log, and the value that they log; the empty string if that is no KL to the reference alone."""
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_what_is_only_logged_is_lifted_if_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    text, value = LOGGED[name]
+    text = f"""
+def live(value, mask):
+    return (value * mask).sum(-1)
+
+def step(self, logp, ref_logp, old_logp, mask, advantages, metrics):
+    loss = -(advantages * logp * mask).sum()
+    {text}
+    return loss
+"""
+    assert "logged" not in [each.place for each in variants(tmp_path, text)]
+    found = [each for each in variants(tmp_path, text, logged=True) if each.place == "logged"]
+    assert len(found) == bool(value), found
+    for each in found:
+        given = {**rollouts(), "live": lambda value, mask: (value * mask).sum(-1)}
+        logged = torch.as_tensor(value_of(each)[1]["kl"])
+        torch.testing.assert_close(logged, eval(value, given).to(logged))
