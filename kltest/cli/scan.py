@@ -85,7 +85,7 @@ def command(
                 changed=changed,
                 run=run,
                 logged=logged,
-                told=lambda row, done, total: _tell(progress, f"{row.spot}: {row.follows[0]} {row.remarks}", total),
+                told=lambda row, done, total: _tell(progress, f"{row.spot}: {row.follows[0]}", total),
             )
         except Interrupted as error:
             found, interrupted = error.scan, True

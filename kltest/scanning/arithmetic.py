@@ -34,8 +34,8 @@ _CLASSES = frozenset({"ValueError", "TypeError", "NotImplementedError", "Runtime
                       "None", "True", "False"})  # fmt: skip
 
 
-def refusal(tree: ast.AST, known: frozenset[str] = frozenset()) -> str:
-    """Return why code is more than arithmetic, naming what was met; the empty string if it is none.
+def refusal(tree: ast.AST, known: frozenset[str] = frozenset()) -> tuple[str, int]:
+    """Return why code is more than arithmetic, naming what was met, and in which line; the empty string if it is none.
 
     Args:
         tree: the syntax tree of functions, statements or an expression.
@@ -46,8 +46,8 @@ def refusal(tree: ast.AST, known: frozenset[str] = frozenset()) -> str:
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if reason := _refused(node, bound, known | functions):
-            return reason
-    return ""
+            return reason, getattr(node, "lineno", 0)
+    return "", 0
 
 
 def _refused(node: ast.AST, bound: set[str], known: frozenset[str] | set[str]) -> str:
@@ -59,13 +59,13 @@ def _refused(node: ast.AST, bound: set[str], known: frozenset[str] | set[str]) -
         if node.id.startswith("__"):
             return f"{node.id} is not allowed"
         if node.id not in bound and node.id not in known | _BUILTINS | _CLASSES | set(MODULES):
-            return f"{node.id} has no value here"
+            return f"nothing of a rollout stands for {node.id}"
         if node.id in set(MODULES) | _BUILTINS and not isinstance(node.ctx, ast.Load):
             return f"{node.id} is given another meaning"
     if isinstance(node, ast.arg) and node.arg in MODULES:
         return f"{node.arg} is given another meaning"
     if isinstance(node, ast.Attribute) and node.attr not in _FUNCTIONS | _ATTRIBUTES:
-        return f"the attribute {ast.unparse(node)[:60]} is not arithmetic that is known"
+        return f"{ast.unparse(node)[:60]} is not arithmetic that is known"
     if isinstance(node, ast.Call):
         called = node.func
         plain = isinstance(called, ast.Name) and called.id in known | _BUILTINS | _CLASSES

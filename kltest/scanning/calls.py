@@ -94,7 +94,12 @@ class Calls(Expressions):
     def _divergence(self, node: ast.Call, given: list[Value], everything: Value) -> Value:
         whose = frozenset(s.who for value in given for s in value.sides)
         if len(whose) > 1 or (given and any(value.sides for value in given)):
-            seed = self._seed(node, whose if len(whose) > 1 else frozenset({"", "ref_"}), ("", ""), len(whose) < 2)
+            seed = self._seed(
+                node,
+                whose if len(whose) > 1 else frozenset({"", "ref_"}),
+                ("", ""),
+                "" if len(whose) > 1 else "its arguments",
+            )
             return Value(frozenset(), frozenset({Flow(seed, DIVERGENCE)}) | everything.flows)
         return everything.flowing().formed(every=DIVERGENCE)
 

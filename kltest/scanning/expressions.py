@@ -22,7 +22,7 @@ from kltest.scanning.flows import (
     multiplied,
     seeded,
 )
-from kltest.scanning.sides import METRICS, MIXED, Side, is_preference, says_kl, side, who_of
+from kltest.scanning.sides import METRICS, MIXED, WHOSE, Side, is_preference, says_kl, side, who_of
 from kltest.scanning.syntax import chain, each_of, identifiers, says, words
 from kltest.scanning.tree import Arrival, Followed, Tree
 
@@ -204,14 +204,15 @@ class Expressions:
             return None
         pair = frozenset(s.who for s in one | other)
         texts = (ast.unparse(node.left), ast.unparse(node.right))
-        guessed = not all(s.sure for s in one | other)
+        guess = ", ".join(f"{text[:60]} is the {WHOSE[s.who]}" for text, sides in zip(texts, (one, other), strict=True)
+                          for s in sorted(sides) if not s.sure)  # fmt: skip
         if len(pair) < 2:
             named = says_kl(self.function.name) or says_kl(self.function.owner)
             both = isinstance(node.left, ast.Name) and isinstance(node.right, ast.Name)
-            if not (named and both and guessed and texts[0] != texts[1]):
+            if not (named and both and guess and texts[0] != texts[1]):
                 return None
-            pair, guessed = frozenset({"", "ref_"}), True
-        seed = self._seed(node, pair, texts, guessed)
+            pair, guess = frozenset({"", "ref_"}), f"{texts[0]} is the policy, {texts[1]} is the reference"
+        seed = self._seed(node, pair, texts, guess)
         return seeded(seed, LOG_RATIO if quantity == "logp" else RATIO)
 
     def _weighted(self, node: ast.expr, left: Value, right: Value) -> Value | None:
@@ -224,14 +225,12 @@ class Expressions:
                 return seeded(seed, FULL)
         return None
 
-    def _seed(
-        self, node: ast.expr, pair: frozenset[str], texts: tuple[str, str] = ("", ""), guessed: bool = False
-    ) -> Seed:
+    def _seed(self, node: ast.expr, pair: frozenset[str], texts: tuple[str, str] = ("", ""), guess: str = "") -> Seed:
         key = id(node)
         if key not in self.seeds:
             line = self.statement.lineno if self.statement is not None else node.lineno
             lines, quiet = (min(line, node.lineno), node.end_lineno or node.lineno), bool(self.without_gradient)
-            self.seeds[key] = Seed(*lines, pair, texts, guessed, quiet=quiet)
+            self.seeds[key] = Seed(*lines, pair, texts, guess, quiet=quiet)
         return self.seeds[key]
 
     def _of_UnaryOp(self, node: ast.UnaryOp) -> Value:

@@ -29,7 +29,7 @@ class Seed:
     last: int
     who: frozenset[str] = frozenset()
     texts: tuple[str, str] = ("", "")
-    guessed: bool = False
+    guess: str = ""
     parameter: str = ""
     named: str = ""
     quiet: bool = False

@@ -60,7 +60,7 @@ class Leaves(Conditions):
         names = names_in(value)
         known = {name for name in names if is_mask(name) or _TOKENS.intersection(words(name)) or name in MODULES}
         rest = names - known - self.facts.of_sides - {"self"}
-        return not rest and not refusal(ast.Expression(copy.deepcopy(value)), frozenset(names))
+        return not rest and not refusal(ast.Expression(copy.deepcopy(value)), frozenset(names))[0]
 
     def replace(self, node: ast.expr) -> ast.expr:
         """Return an expression with rollout fields and values in place of what the function reads from elsewhere."""

@@ -2,7 +2,6 @@
 that changes it, as a function of rollout fields."""
 
 import ast
-import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from kltest.scanning.conditions import NotLiftedError, Undecided
 from kltest.scanning.facts import Facts
 from kltest.scanning.flows import LOG_RATIO, SHIFTED
 from kltest.scanning.follow import tree_of
+from kltest.scanning.formulas import formula
 from kltest.scanning.imported import imported
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement, linear
@@ -83,7 +83,14 @@ def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
     return (
         min(told, key=len, default=whole)
         or best
-        or [Lifted(term, "", place, refused="no statement gives it a value that can be cut out")]
+        or [
+            Lifted(
+                term,
+                "",
+                place,
+                refused="in each configuration that was tried the function leaves it out, or ends or raises before it",
+            )
+        ]
     )
 
 
@@ -158,20 +165,24 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if place == "reward":
         result = ast.UnaryOp(ast.USub(), result) if _is_reward(end) else result
     function, result = _function(kept, result, leaves)
-    more = refusal(function, frozenset(leaves.helping))
+    more, line = refusal(ast.fix_missing_locations(function), frozenset(leaves.helping))
     helpers = [] if more and not run else leaves.helpers()
     module = ast.Module(body=[*helpers, function], type_ignores=[])
     ast.fix_missing_locations(module)
-    more = more or refusal(module, frozenset(leaves.helping))
+    more = more or refusal(module, frozenset(leaves.helping))[0]
     if reason := leaves.missing or (not run and more):
         runs_more = bool(more and not leaves.missing)
-        return Lifted(term, named(choice), place, refused=reason, notes=list(leaves.notes), runs_more=runs_more)
+        at = 0 if leaves.missing else line
+        return Lifted(term, named(choice), place, refused=reason, notes=leaves.notes, runs_more=runs_more, at=at)
     if len({name.removesuffix("logits").removesuffix("logp") for name in leaves.fields if "log" in name}) < 2:
-        raise NotLiftedError("nothing says whose probabilities are which: both sides look like one")
+        raise NotLiftedError(
+            "both sides look like one: nothing says whose probabilities are which, as the name ref_logp would"
+        )
     source = ast.unparse(module)
-    forms = _forms(source)
-    if not forms & _linear(term.forms_of([statement.line for statement in kept])):
-        reason = "what was cut out of the function is not the term that it computes"
+    forms, wanted = _forms(source), _linear(term.forms_of([statement.line for statement in kept]))
+    if not forms & wanted:
+        made = " and ".join(sorted(forms)) or "a part without a log-ratio"
+        reason = f"the function computes {' or '.join(sorted(wanted))}, and only {made} could be cut out"
         return Lifted(term, named(choice), place, refused=reason, notes=list(leaves.notes))
     fields = tuple(leaves.fields)
     if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "kl_divergence")):
@@ -182,11 +193,11 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     place = "advantage" if place == "reward" and says(end.name, "adv") else place
     source = f"{imported(tree, term.function.source, module)}{source}" if more else source
     notes = list(leaves.notes)
-    formula, complete = _formula(kept, result)
-    same = re.sub(r" / 1(\.0)?(?![\d.])", "", formula) if complete else source
-    if re.search(r"·0(\.0)?$", formula):
+    written, complete = formula(kept, result)
+    same = re.sub(r" / 1(\.0)?(?![\d.])", "", written) if complete else source
+    if re.search(r"·0(\.0)?$", written):
         raise NotLiftedError(UNREACHED_TERM)
-    return Lifted(term, named(choice), place, source, formula, "", fields, notes, bool(more), same=same, forms=forms)
+    return Lifted(term, named(choice), place, source, written, "", fields, notes, bool(more), same=same, forms=forms)
 
 
 def _forms(source: str) -> frozenset[str]:
@@ -218,7 +229,7 @@ def _function(kept: list[Statement], result: ast.expr, leaves: Leaves) -> tuple[
 def _made(statement: Statement, leaves: Leaves, bound: set[str]) -> ast.stmt:
     """Return a statement as code, with names filled that are not `bound`; the one that it binds is added to them."""
     if statement.augmented is not None and statement.target not in bound:
-        raise NotLiftedError(f"{statement.target} has no value here")
+        raise NotLiftedError(f"nothing of a rollout stands for {statement.target}")
     statement.value = leaves.fill(statement.value, bound)
     made: ast.stmt
     if statement.over is not None:
@@ -229,36 +240,10 @@ def _made(statement: Statement, leaves: Leaves, bound: set[str]) -> ast.stmt:
     same = isinstance(statement.value, ast.Name) and statement.value.id in leaves.masks
     (leaves.masks.add if same else leaves.masks.discard)(str(statement.target))
     target = ast.Name(str(statement.target), ast.Store())
-    made = ast.Assign([target], statement.value)
+    made = ast.Assign([target], statement.value, lineno=statement.line)
     if statement.augmented is not None:
         made = ast.AugAssign(target, statement.augmented, statement.value)
     if statement.quiet:
         call = ast.parse("torch.no_grad()", mode="eval").body
         made = ast.With([ast.withitem(call)], [made])
     return made
-
-
-def _formula(kept: list[Statement], result: ast.expr) -> tuple[str, bool]:
-    """Return the term in one line, what it ends in with the names before it written out, and whether that is all."""
-    known: dict[str, ast.expr] = {}
-
-    class WrittenOut(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.expr:
-            return copy.deepcopy(known.get(node.id, node))
-
-    def write_out(statement: Statement) -> None:
-        for inner in statement.loop:  # of a sum over rollouts, what is added
-            write_out(replace(inner, augmented=None))
-        if not statement.loop and len(ast.unparse(statement.value)) < 400:
-            known[str(statement.target)] = WrittenOut().visit(copy.deepcopy(statement.whole))
-
-    for statement in kept:
-        write_out(statement)
-    written = WrittenOut().visit(copy.deepcopy(result))
-    complete = not any(each.loop or each.quiet or str(each.target) not in known for each in kept)
-    text = ast.unparse(ast.fix_missing_locations(written))
-    for code, symbol in (("ref_logp", "log ref"), ("old_logp", "log μ"), ("ref_logits", "log ref(·)"),
-                         ("old_logits", "log μ(·)"), ("logits", "log π(·)"), ("logp", "log π"), ("beta", "β"),
-                         (".float()", ""), ("torch.", ""), ("F.", ""), ("** 2", "²"), (" * ", "·")):  # fmt: skip
-        text = re.sub(rf"{re.escape(code)}(?!=[^=])", symbol, text)
-    return text, complete

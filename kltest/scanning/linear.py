@@ -102,8 +102,8 @@ class _Walk:
                 self.made.statements.append(Statement(f"_told_{line}", ast.Tuple(told, ast.Load()), line, quiet))
             case ast.Call(ast.Attribute(ast.Name(name), "append"), [_]):
                 self.made.statements.append(Statement(name, ast.List(call.args, ast.Load()), line, quiet, ast.Add()))
-            case ast.Call(ast.Attribute(given, "backward")):
-                self.made.statements.append(Statement("_backward", given, line, quiet))
+            case ast.Call(ast.Attribute(_, "backward"), [given, *_]) | ast.Call(ast.Attribute(given, "backward")):
+                self.made.statements.append(Statement("_backward", given, line, quiet))  # of accelerator.backward(loss)
             case ast.Call(ast.Attribute(ast.Name(name), "extend"), [given]):
                 self.made.statements.append(Statement(name, given, line, quiet, ast.Add()))
 

@@ -12,6 +12,7 @@ from kltest.scanning.annotations import github, sarif
 from kltest.scanning.rows import Row, Scan
 
 STYLES = {"finding": "red", "passed": "green"}
+BY_HAND = "What is not run can be graded by hand: as a function of log-probs, by `kltest grade FILE.py:FUNCTION`."
 
 
 def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
@@ -37,6 +38,8 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
             )
     for why, spots in reasons.items():
         lines += ["", *wrap(visible(why), terminal, indent="    "), *(f"  {spot}" for spot in spots)]
+    if any(row.status == "not run" for row in scan.rows):
+        lines += ["", *wrap(BY_HAND, terminal)]
     if more := sum(row.runs_more and row.status == "not run" for row in scan.rows):
         lines += ["", f"{more} not run for being more than arithmetic; --run imports the tree and runs them."]
     for kind, said in (("not read", scan.left_out), ("note", scan.notes)):
@@ -72,8 +75,9 @@ def _table(scan: Scan, terminal: Terminal) -> Iterator[str]:
 def summary(scan: Scan) -> str:
     """Return one line: how many terms of how many files, and what became of them."""
     told = ", ".join(f"{number} {status}" for status, number in Counter(row.status for row in scan.rows).items())
-    terms = len({(row.file, row.spot) for row in scan.rows})
-    return f"{terms} KL terms in {scan.files} files ({scan.lines:,} lines); variants: {told or 'none'}"
+    terms, files = len({(row.file, row.spot) for row in scan.rows}), scan.files
+    counted = f"{terms or 'no'} KL term{'s' * (terms > 1)} in {files} file{'s' * (files != 1)} ({scan.lines:,} lines)"
+    return f"{counted}; variants: {told}" if told else counted
 
 
 def markdown(scan: Scan) -> str:

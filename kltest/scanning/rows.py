@@ -34,7 +34,7 @@ class Row:
     source: str = ""
     why: str = ""
     notes: Sequence[str] = ()
-    guessed: bool = False
+    guess: str = ""
     halved: bool = False
     runs_more: bool = False
     comments: Sequence[tuple[str, str]] = ()
@@ -49,6 +49,11 @@ class Row:
     found: Sequence[str] = ()
     warnings: Sequence[str] = ()
     messages: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def guessed(self) -> bool:
+        """Return True if it is a guess whose log-probs are which."""
+        return bool(self.guess)
 
     @property
     def codes(self) -> list[str]:
@@ -85,7 +90,7 @@ class Row:
         told += [f"{code} ignored: {why}" for code, why in self.ignored.items()]
         told += [f"declared: {self.declared}"] if self.declared else []
         told += ["in the baseline"] if self.status == "known" else []
-        return ", ".join([*told, *(["sides guessed"] if self.guessed else [])]) or "–"
+        return ", ".join([*told, *([f"guessed: {self.guess}"] if self.guess else [])]) or "–"
 
     @property
     def sentence(self) -> str:

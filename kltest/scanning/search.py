@@ -71,6 +71,7 @@ class Search:
         source = term.function.source
         written = " ".join(" ".join(source.text.splitlines()[term.first - 1 : term.last]).split())
         place = source.place
+        where = f", in line {place(variant.at).rpartition(':')[2]}" if variant.at > 1 else ""
         return Row(
             file=relative(source.path, self._root),
             line=source.line(term.first),
@@ -81,9 +82,9 @@ class Search:
             variant=variant.variant,
             formula=variant.formula or written[:160],
             source=variant.source,
-            why=variant.refused,
+            why=f"{variant.refused}{where}",
             notes=list(variant.notes),
-            guessed=any(seed.guessed for seed in term.seeds),
+            guess="; ".join(dict.fromkeys(seed.guess for seed in term.seeds if seed.guess)),
             runs_more=variant.runs_more,
             halved=term.place == "both" and variant.place == "loss",
             comments=[(place(line), words) for line, words in said],

@@ -8,11 +8,8 @@ from kltest.scanning.syntax import words
 from kltest.scanning.vocabulary import WORDS
 
 POLICY, REFERENCE, SAMPLER, MIXED = "", "ref_", "old_", "mixed_"
-_WHO = {
-    word: who
-    for who, name in ((POLICY, "policy"), (REFERENCE, "reference"), (SAMPLER, "sampler"))
-    for word in WORDS[name]
-}
+WHOSE = {POLICY: "policy", REFERENCE: "reference", SAMPLER: "sampler", MIXED: "mixture"}
+_WHO = {word: who for who, name in WHOSE.items() for word in WORDS.get(name, ())}
 _PREFERENCE = WORDS["preference"]
 _LOGP = re.compile(
     r"log ?probs?|\bl ?probs?\b|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*"

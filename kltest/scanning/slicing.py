@@ -19,8 +19,8 @@ RETURN, ITSELF = 0, -1
 UNRETURNED = "it is not returned in this configuration"
 UNREACHED_END = "the statement at which it arrives is not reached in this configuration"
 UNREACHED_TERM = "it is not reached in this configuration"
-DETACHED = "it is detached, and what was cut out is not what it is multiplied with"
-PART = ", which reads the reference as well"
+DETACHED = "it is detached, and what it is multiplied with could not be cut out"
+PART = ", which reads the reference as well: both may be parts of one divergence"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ class Lifted:
 
     `variant` says which configuration it is, by its `choice`, of which `alike` are other values that change nothing;
     `fields` are the parameters of the function; `notes` what was guessed; `runs_more` is true if it is, or would be,
-    more than arithmetic; `same` is equal for variants that compute the same.
+    more than arithmetic; `same` is equal for variants that compute the same; `at` is the line
+    of what is no arithmetic.
     """
 
     term: Term
@@ -33,6 +34,7 @@ class Lifted:
     alike: dict[str, list[Any]] = field(default_factory=dict)
     same: str = ""
     forms: frozenset[str] = frozenset()
+    at: int = 0
 
 
 def holds(variants: Sequence[Lifted]) -> set[str]:

@@ -584,7 +584,7 @@ def loss(logp, ref_logp):
         d = ref_logp[i] - logp[i]
         kls[i] = d.exp() - d - 1
     return mean_of(kls)
-""", "not the term"),
+""", "computes k3, and only log-ratio could be cut out"),
     "a weight without a gradient, of something that is not known": ("""
 def loss(student_logps, teacher_logps, model):
     weight = (student_logps - teacher_logps).detach()
