@@ -115,7 +115,7 @@ SETTINGS = Settings(
         "learning_rate": 0.1,
         "budget_batch_size": (2, 4, 8, 16, 32, 64, 128, 256),
         "budget_runs": 80,
-        "budget_steps": 8000,
+        "budget_steps": 4000,
         "budget_learning_rate": 0.25,
     },
     seeds={"quick": 3, "full": 10},
