@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -207,7 +208,7 @@ def stored(path, **options):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A scheduler and a worker, as a person would start them."""
+    """A scheduler and two workers, as a person would start them: the address, and the workers."""
     folder = tmp_path_factory.mktemp("dask")
     dask = [sys.executable, "-m", "dask"]
     scheduler_file = folder / "scheduler.json"
@@ -220,11 +221,12 @@ def cluster(tmp_path_factory):
         time.sleep(0.1)
     address = json.loads(scheduler_file.read_text())["address"]
     options = ["--no-nanny", "--nthreads", "1", "--no-dashboard", "--local-directory", str(folder)]
-    worker = subprocess.Popen([*dask, "worker", address, *options], stderr=subprocess.DEVNULL)
-    yield address
+    workers = [subprocess.Popen([*dask, "worker", address, *options], stderr=subprocess.DEVNULL) for _ in range(2)]
+    spreading.connect(address).wait_for_workers(2, timeout=60)
+    yield address, workers
     spreading.connect(address).close()
     spreading.connect.cache_clear()
-    for process in (worker, scheduler):
+    for process in (*workers, scheduler):
         process.terminate()
         process.wait()
 
@@ -233,7 +235,33 @@ def test_results_are_identical_here_in_processes_and_on_a_cluster(tmp_path, clus
     here = stored(tmp_path / "here.jsonl", workers=1)
     assert len(here) == 12
     assert stored(tmp_path / "processes.jsonl", workers=2) == here
-    assert stored(tmp_path / "cluster.jsonl", cluster=cluster) == here
+    assert stored(tmp_path / "cluster.jsonl", cluster=cluster[0]) == here
+
+
+def slow_sums(batch):
+    time.sleep(0.5)
+    return sums(batch)
+
+
+def test_a_worker_that_is_killed_changes_no_result(tmp_path, cluster):
+    address, workers = cluster
+
+    class Killing(Store):
+        """A store that, with the first results, kills the worker that is at work on others."""
+
+        def add(self, results):
+            super().add(results)
+            if workers[0].poll() is None:
+                assert all(client.processing().values()), "both workers have work"
+                workers[0].kill()
+                workers[0].wait()
+
+    client = spreading.connect(address)
+    with Killing(tmp_path / "killed.jsonl", "1") as store:
+        assert run(slow_sums, CONFIGURATIONS, store, label="x", batching=Batching(("a",), 3), cluster=address) == []
+    assert workers[0].returncode == -signal.SIGKILL
+    assert len(client.scheduler_info()["workers"]) == 1
+    assert sorted((tmp_path / "killed.jsonl").read_bytes().splitlines()) == stored(tmp_path / "here.jsonl", workers=1)
 
 
 def test_a_task_that_a_cluster_cannot_read_is_said_and_others_go_on(tmp_path, monkeypatch, cluster):
@@ -243,9 +271,9 @@ def test_a_task_that_a_cluster_cannot_read_is_said_and_others_go_on(tmp_path, mo
 
     started = time.monotonic()
     with pytest.raises(KltestError, match=r"--cluster .*a task cannot be run there \(.*\)\. Scheduler and workers"):
-        list(spread(module_of_this_process.work, [[1]], cluster=cluster))
+        list(spread(module_of_this_process.work, [[1]], cluster=cluster[0]))
     assert time.monotonic() - started < 30
-    assert sorted(spread(len, [[1], [1, 2]], cluster=cluster)) == [1, 2]
+    assert sorted(spread(len, [[1], [1, 2]], cluster=cluster[0])) == [1, 2]
 
 
 def test_a_cluster_that_does_not_answer_is_a_usage_error(monkeypatch):
