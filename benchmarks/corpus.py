@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kltest
-from benchmarks.measure import Row, save
 
 FOLDER = Path(__file__).parents[1] / "tests" / "corpus"
 KINDS = {"right": "right confirmed", "wrong": "wrong refuted", "warning": "warnings"}
-# As labelled before anything was done about them, of all: (as labelled, graded).
-FIRST = {"right": (6, 85), "wrong": (12, 83), "warning": (0, 15)}
 
 
 class Graded(NamedTuple):
@@ -68,25 +65,16 @@ def graded(case: Any) -> Graded:
     return Graded(report.verdict, failed, "; ".join(problems))
 
 
-def main() -> list[Row]:
+def main() -> None:
+    """Print the losses that are not graded as labelled, and the counts."""
     found: dict[str, list[bool]] = {name: [] for name in KINDS}
     for case in cases():
         result = graded(case)
         found[kind(case)].append(not result.why_not)
         if result.why_not:
             print(f"{kind(case):8}{case.target.partition(':')[2]}: {result}", flush=True)
-    rows = []
     for name, words in KINDS.items():
-        right, count = sum(found[name]), len(found[name])
-        print(f"{words} {right} of {count}")
-        rows += [_row(words, "at first", *FIRST[name]), _row(words, "now", right, count)]
-    save("corpus", rows)
-    return rows
-
-
-def _row(claim: str, case: str, right: int, count: int) -> Row:
-    share = right / count
-    return Row(claim, case, share, share, share, None if case == "at first" else 1.0, False, right, count)
+        print(f"{words} {sum(found[name])} of {len(found[name])}")
 
 
 if __name__ == "__main__":

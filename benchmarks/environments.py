@@ -1,4 +1,9 @@
-"""The environments of the promises, with rollouts enumerated, and a loss with its fields built."""
+"""What scripts share: environments with their rollouts, a loss with its fields built, the memory of a call."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -6,6 +11,7 @@ from kltest.environments import Instance, ngram, ragged, sequence
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
+from kltest.moments.enumeration import CHUNK
 from kltest.rollout import LEAVES, Rollout
 
 FIXED = {"V=8, T=6": sequence(8, 6), "V=2, T=16": sequence(2, 16)}
@@ -44,3 +50,37 @@ def forward_backward(taken: Loss, rollout: Rollout):
     """The loss's own work: one call, one backward pass."""
     leaves = [rollout.peek(name) for name in LEAVES if name in taken.takes]
     return torch.autograd.grad(taken(rollout).objective, leaves)
+
+
+def least(taken: Loss, rollout: Rollout, weights: torch.Tensor) -> None:
+    """What exact moments of any function cannot leave out, whatever the environment.
+
+    Each field of the loss is written once, the loss is called and differentiated, in parts that stay in the processor's
+    cache, and the gradient and its square are weighted and added up over the rows.
+    """
+    size = CHUNK // rollout.peek("mask").shape[1]
+    fields = {name: rollout.peek(name).detach() for name in {*taken.takes, "mask"}}
+    for first in range(0, len(weights), size):
+        part = Rollout({name: field[first : first + size].clone() for name, field in fields.items()})
+        for gradient in forward_backward(taken, part):
+            weights[first : first + size] @ gradient
+            weights[first : first + size] @ gradient.square()
+
+
+def in_own_process(measured: Callable[..., float], *arguments: Any) -> float:
+    """What a function returns in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measured, arguments)
+
+
+def peak(run: Callable[[], object]) -> float:
+    """Bytes by which the process grows at most in a call, by Linux's account."""
+
+    def resident(which: str) -> int:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * int(next(line for line in status.splitlines() if line.startswith(which)).split()[1])
+
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here
+    run()
+    return resident("VmHWM") - before

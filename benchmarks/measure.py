@@ -1,21 +1,20 @@
-"""Timing two things side by side, and the row that a benchmark leaves behind."""
+"""Timing two things side by side, beside the least that ours could take, and the row that this leaves behind."""
 
-import statistics
+import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import pandas
-
-RESULTS = Path(__file__).parent / "results.csv"
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Row:
-    """`ratio` is the median over rounds of ours/theirs, `low` … `high` its range; `bound` is what was promised.
+    """Ratio of two things that were timed in turn: the fastest round of ours over the fastest of theirs, or inverse.
 
-    `at_most` says on which side of the bound the ratio must lie. Seconds are medians, for orientation only.
+    Attributes:
+        low, high: Range of the rounds' own ratios.
+        bound: The aim, None without one; `at_most` says on which side of it the ratio must lie.
+        floor: The ratio if ours took no longer than what cannot be left out, None where nothing is known of that.
+        ours, theirs: Seconds of the CPU in the fastest rounds, for orientation only.
     """
 
     claim: str
@@ -25,22 +24,38 @@ class Row:
     high: float
     bound: float | None
     at_most: bool
+    floor: float | None
     ours: float
     theirs: float
 
     @property
     def met(self) -> bool | None:
-        """Return True if the median keeps the promise; None if none was made."""
+        """True if the aim is met; None without one."""
         if self.bound is None:
             return None
         return self.ratio <= self.bound if self.at_most else self.ratio >= self.bound
 
+    @property
+    def share(self) -> float | None:
+        """How much of what is possible is reached: 1 at the floor; None without one."""
+        return None if self.floor is None else 1 / self.worse(self.floor)
 
-def seconds(run: Callable[[], object]) -> float:
+    def worse(self, than: float) -> float:
+        """How many times worse this ratio is than another."""
+        return self.ratio / than if self.at_most else than / self.ratio
+
+
+def cpu() -> float:
+    """Seconds that this process and its children computed, those alone that have ended; a busy machine adds few."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def seconds(run: Callable[[], object], clock: Callable[[], float] = cpu) -> float:
     """Return the seconds of one call."""
-    start = time.perf_counter()
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def compare(
@@ -51,58 +66,56 @@ def compare(
     *,
     bound: float | None,
     at_most: bool = True,
+    floor: Callable[[], object] | float | None = None,
     rounds: int = 11,
     scale: float = 1.0,
+    clock: Callable[[], float] = cpu,
 ) -> Row:
-    """Time both in turn, after one warm-up, and take the ratio ours/(scale·theirs) in each round.
+    """Time both in turn, after one warm-up; the ratio is ours/(scale·theirs), or the inverse if not `at_most`.
 
-    With `at_most` false the ratio is (scale·theirs)/ours: how many times faster.
+    A `floor` that can be called is timed beside them, in place of ours.
     """
-    ours(), theirs()
-    pairs = [(seconds(ours), scale * seconds(theirs)) for _ in range(rounds)]
-    return from_pairs(claim, case, pairs, bound=bound, at_most=at_most)
+    least = floor if callable(floor) else None
+    for run in (ours, theirs, *([least] if least else [])):
+        run()
+    timed = [
+        (seconds(ours, clock), scale * seconds(theirs, clock), seconds(least, clock) if least else 0.0)
+        for _ in range(rounds)
+    ]
+    if least:
+        quickest, others = (min(column) for column in list(zip(*timed, strict=True))[:0:-1])
+        floor = quickest / others if at_most else others / quickest
+    return from_pairs(claim, case, [pair[:2] for pair in timed], bound=bound, at_most=at_most, floor=floor)
 
 
 def from_pairs(
-    claim: str, case: str, pairs: Sequence[tuple[float, float]], *, bound: float | None, at_most: bool = True
+    claim: str,
+    case: str,
+    pairs: Sequence[tuple[float, float]],
+    *,
+    bound: float | None,
+    at_most: bool = True,
+    floor: float | None = None,
+    of: Callable[..., float] = min,
 ) -> Row:
-    """The row of what was timed in turn, (ours, theirs) a round."""
+    """The row of what was timed in turn, (ours, theirs) a round; `of` the rounds the fastest count, or the median."""
     ratios = [mine / other if at_most else other / mine for mine, other in pairs]
-    return Row(
-        claim,
-        case,
-        statistics.median(ratios),
-        min(ratios),
-        max(ratios),
-        bound,
-        at_most,
-        statistics.median(mine for mine, _ in pairs),
-        statistics.median(other for _, other in pairs),
-    )
+    ours, theirs = (of(column) for column in zip(*pairs, strict=True))
+    ratio = ours / theirs if at_most else theirs / ours
+    return Row(claim, case, ratio, min(ratios), max(ratios), bound, at_most, floor, ours, theirs)
 
 
-def save(name: str, rows: list[Row], *, beside: bool = False) -> None:
-    """Print the rows and put them into results.csv for the benchmark's old ones; `beside`: for the same cases only."""
-    new = pandas.DataFrame([{"benchmark": name, **asdict(row)} for row in rows])
-    if RESULTS.exists():
-        old = pandas.read_csv(RESULTS)
-        replaced = old["benchmark"] == name
-        if beside:
-            replaced &= old.set_index(["claim", "case"]).index.isin(new.set_index(["claim", "case"]).index)
-        new = pandas.concat([old[~replaced], new]).sort_values("benchmark", kind="stable")
-    new.to_csv(RESULTS, index=False, float_format="%.4g")
-    print(table(rows), flush=True)
-
-
-def table(rows: list[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """The rows in Markdown."""
-    lines = ["| claim | case | ratio (min – max) | promised | met |", "|---|---|---|---|---|"]
+    lines = ["| claim | case | ratio (rounds) | aim | met | floor | reached |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        promised = "–" if row.bound is None else f"{'≤' if row.at_most else '≥'} {row.bound:g}"
+        aim = "–" if row.bound is None else f"{'≤' if row.at_most else '≥'} {row.bound:g}"
         met = {None: "–", True: "yes", False: "no"}[row.met]
+        floor = "–" if row.floor is None else _short(row.floor)
+        reached = "–" if row.share is None else f"{row.share:.0%}"
         times = "" if row.at_most else " times faster"
         numbers = f"{_short(row.ratio)}{times} ({_short(row.low)} – {_short(row.high)})"
-        lines.append(f"| {row.claim} | {row.case} | {numbers} | {promised} | {met} |")
+        lines.append(f"| {row.claim} | {row.case} | {numbers} | {aim} | {met} | {floor} | {reached} |")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ processes, which are there already, with the store and the progress.
 """
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import Row, compare, save
+from benchmarks.measure import Row, compare
 from kltest.environments import Environment, bandit, sequence
 from kltest.sweeps.run import Batching, Configuration
 from kltest.sweeps.run import run as sweep
 from kltest.sweeps.store import Store
 from kltest.training import Problem, Run, train
+from kltest.training.sources import AHEAD
 
 RUNS, BATCH, BETA, RATE = 1_000, 16, 0.1, 0.5
 # One at a time, a part of the runs stands for all: their number is what the time is proportional to.
@@ -62,9 +64,7 @@ CASES = (
 
 
 def main() -> list[Row]:
-    rows = [*map(_together, CASES), *map(_swept, CASES)]
-    save("training", rows)
-    return rows
+    return [*map(_together, CASES), *map(_swept, CASES)]
 
 
 @cache
@@ -80,7 +80,7 @@ def _together(case: Case) -> Row:
     def together() -> np.ndarray:
         return train(runs, steps=case.steps, batch_size=BATCH, optima=False).logits
 
-    return _compared(case, f"{RUNS:,} {case.kind} runs together", together, case.steps, ALONE)
+    return _compared(case, f"{RUNS:,} {case.kind} runs together", together, case.steps, ALONE, processes=1)
 
 
 def _swept(case: Case) -> Row:
@@ -97,10 +97,10 @@ def _swept(case: Case) -> Row:
             return np.array([store.result(one)[0]["logits"] for one in configurations])
 
     words = f"{RUNS:,} {case.kind} runs as a sweep in two processes"
-    return _compared(case, words, swept, steps, max(2, ALONE // LONGER))
+    return _compared(case, words, swept, steps, max(2, ALONE // LONGER), processes=2)
 
 
-def _compared(case: Case, what: str, ours: Callable[[], np.ndarray], steps: int, alone: int) -> Row:
+def _compared(case: Case, what: str, ours: Callable[[], np.ndarray], steps: int, alone: int, *, processes: int) -> Row:
     """Compare with so many of the runs one at a time; both must end at the same logits."""
 
     def one_at_a_time() -> np.ndarray:
@@ -115,9 +115,34 @@ def _compared(case: Case, what: str, ours: Callable[[], np.ndarray], steps: int,
         one_at_a_time,
         bound=case.bound,
         at_most=False,
+        floor=lambda: least(case, RUNS // processes, steps),
         rounds=5,
         scale=RUNS / alone,
+        clock=time.perf_counter,
     )
+
+
+def least(case: Case, runs: int, steps: int) -> None:
+    """What no way of training runs together leaves out, on one core and with nothing done to the results.
+
+    The uniforms of each run's own stream, an exponential of each logit, V − 1 comparisons a token, and for sequences
+    one look-up and one sum by cell a token.
+    """
+    tokens, logits = BATCH * case.length, np.zeros((case.environment.n_contexts * case.size, runs))
+    cells = np.random.default_rng(0).integers(len(logits), size=(tokens, 1)) * runs + np.arange(runs)
+    generators = [np.random.default_rng(seed) for seed in range(runs)]
+    ahead = max(1, AHEAD // (runs * tokens))
+    drawn = np.empty((runs, ahead * tokens))
+    for step in range(steps):
+        if step % ahead == 0:
+            for generator, own in zip(generators, drawn, strict=True):
+                generator.random(out=own)
+        np.exp(logits)
+        uniforms = drawn.reshape(tokens, -1)[:, :runs]
+        for _ in range(case.size - 1):
+            np.greater_equal(uniforms, logits[0])
+        if case.length > 1:
+            np.bincount(cells.reshape(-1), logits.reshape(-1).take(cells).reshape(-1), logits.size)
 
 
 def trained(batch: Sequence[Configuration]) -> list[list[dict]]:
@@ -174,7 +199,3 @@ def train_sequence(run: Run, steps: int, batch: int) -> np.ndarray:
         # (batch·x − Σx)/(batch − 1) is x less the mean of the others.
         logits += rate * (table - chances * table.sum(axis=1, keepdims=True))
     return logits
-
-
-if __name__ == "__main__":
-    main()

@@ -216,6 +216,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple | deque):
+        if set(map(type, one)) == {int}:  # as the 625 words of random's generator
+            return bool(one == other)
         return len(one) == len(other) and all(map(same, one, other))
     if hasattr(one, "__dict__") and not isinstance(one, FunctionType | type):
         return same(vars(one), vars(other))

@@ -11,7 +11,7 @@ import numpy as np
 
 from kltest.environments import END, Environment
 
-# Bytes of forward states; beyond that they are recomputed from √T checkpoints while time runs backwards.
+# Bytes of forward states; beyond that they are recomputed from checkpoints while time runs backwards.
 MEMORY = 2**28
 
 
@@ -61,19 +61,21 @@ def ending(environment: Environment) -> np.ndarray:
 def backwards(step: Callable[[np.ndarray], np.ndarray], first: np.ndarray, count: int) -> Iterator[np.ndarray]:
     """Yield the `count` states first, step(first), step(step(first)), … in reverse order.
 
-    All are kept if they fit into MEMORY; else every √count-th is kept and the others are computed a second time.
+    All are kept if they fit into MEMORY; else every √count-th, or as many as fit, and each part between two is yielded
+    in the same way, so that memory does not grow with `count`.
     """
-    stride = 1 if count * first.nbytes <= MEMORY else isqrt(count - 1) + 1
+    room = max(MEMORY // first.nbytes, 2)
+    stride = 1 if count <= room else max(isqrt(count - 1) + 1, -(-count // room))
     kept, state = [first], first
     for index in range(1, count):
         state = step(state)
         if index % stride == 0:
             kept.append(state)
+    if stride == 1:
+        yield from reversed(kept)
+        return
     for segment in range(len(kept) - 1, -1, -1):
-        states = [kept.pop()]
-        while len(states) < min(stride, count - segment * stride):
-            states.append(step(states[-1]))
-        yield from reversed(states)
+        yield from backwards(step, kept.pop(), min(stride, count - segment * stride))
 
 
 def from_signal(signal: np.ndarray, log_probs: np.ndarray) -> np.ndarray:

@@ -269,19 +269,34 @@ def test_checkpoints_give_the_same_as_keeping_everything(environment, monkeypatc
     assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True))
 
 
-@pytest.mark.parametrize("memory", [0, 2**40])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9, 10, 17, 100])
-def test_time_runs_backwards_over_every_state_once(count, memory, monkeypatch):
-    monkeypatch.setattr(recursions, "MEMORY", memory)
-    calls = []
+class Counted:
+    """A state that knows its time step; `alive` of them are kept by somebody, `most` at once."""
+
+    nbytes, alive, most = 8, 0, 0
+
+    def __init__(self, step):
+        self.step = step
+        Counted.alive += 1
+        Counted.most = max(Counted.most, Counted.alive)
+
+    def __del__(self):
+        Counted.alive -= 1
+
+
+# The room for states, and how many times each may be computed: more often only where fewer than √count fit.
+@pytest.mark.parametrize(("room", "times"), [(2, 10), (32, 2), (2**40, 1)])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9, 10, 17, 100, 1000])
+def test_time_runs_backwards_over_every_state_once(count, room, times, monkeypatch):
+    monkeypatch.setattr(recursions, "MEMORY", room * Counted.nbytes)
+    Counted.most, calls = 0, []
 
     def step(state):
         calls.append(1)
-        return state + 1
+        return Counted(state.step + 1)
 
-    assert [int(state[0]) for state in recursions.backwards(step, np.zeros(1), count)] == list(range(count))[::-1]
-    # Twice the work at most is the price of √T memory.
-    assert len(calls) <= (count - 1) * (1 if memory else 2)
+    assert [state.step for state in recursions.backwards(step, Counted(0), count)] == list(range(count))[::-1]
+    assert len(calls) <= (count - 1) * times
+    assert Counted.most <= room * max(times, 1) + 2, "memory does not grow with the number of steps"
 
 
 ENUMERATED = {
