@@ -41,16 +41,15 @@ def refusal(tree: ast.AST, known: frozenset[str] = frozenset()) -> tuple[str, in
         tree: the syntax tree of functions, statements or an expression.
         known: names of lifted functions that it may call.
     """
-    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for node in ast.walk(tree):
-        if reason := _refused(node, bound, known | functions):
-            return reason, getattr(node, "lineno", 0)
-    return "", 0
+    nodes = list(ast.walk(tree))
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    known |= _BUILTINS | _CLASSES | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    refused = ((reason, getattr(node, "lineno", 0)) for node in nodes if (reason := _refused(node, bound, known)))
+    return next(refused, ("", 0))
 
 
-def _refused(node: ast.AST, bound: set[str], known: frozenset[str] | set[str]) -> str:
+def _refused(node: ast.AST, bound: set[str], known: frozenset[str]) -> str:
     if not isinstance(node, _NODES):
         return f"{type(node).__name__.lower()} is no arithmetic"
     if isinstance(node, ast.FunctionDef) and node.decorator_list:
@@ -58,17 +57,17 @@ def _refused(node: ast.AST, bound: set[str], known: frozenset[str] | set[str]) -
     if isinstance(node, ast.Name):
         if node.id.startswith("__"):
             return f"{node.id} is not allowed"
-        if node.id not in bound and node.id not in known | _BUILTINS | _CLASSES | set(MODULES):
+        if not (node.id in bound or node.id in known or node.id in MODULES):
             return f"nothing of a rollout stands for {node.id}"
-        if node.id in set(MODULES) | _BUILTINS and not isinstance(node.ctx, ast.Load):
+        if (node.id in MODULES or node.id in _BUILTINS) and not isinstance(node.ctx, ast.Load):
             return f"{node.id} is given another meaning"
     if isinstance(node, ast.arg) and node.arg in MODULES:
         return f"{node.arg} is given another meaning"
-    if isinstance(node, ast.Attribute) and node.attr not in _FUNCTIONS | _ATTRIBUTES:
+    if isinstance(node, ast.Attribute) and not (node.attr in _FUNCTIONS or node.attr in _ATTRIBUTES):
         return f"{ast.unparse(node)[:60]} is not arithmetic that is known"
     if isinstance(node, ast.Call):
         called = node.func
-        plain = isinstance(called, ast.Name) and called.id in known | _BUILTINS | _CLASSES
+        plain = isinstance(called, ast.Name) and called.id in known
         if isinstance(called, ast.Call) and isinstance(called.func, ast.Attribute) and called.func.attr == "KLDivLoss":
             return ""
         if not plain and not (isinstance(called, ast.Attribute) and called.attr in _FUNCTIONS):

@@ -1,16 +1,19 @@
 """Choices of a configuration: values of expressions by their texts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Asked(dict[str, Any]):
-    """Choices that remember which of them were asked for."""
+    """Choices that remember which of them were `asked` for, and which texts they have no choice for (`missed`)."""
 
     def __init__(self, choices: Mapping[str, Any]) -> None:
         super().__init__(choices)
         self.asked: dict[str, Any] = {}
+        self.missed: set[str] = set()
 
     def __contains__(self, text: object) -> bool:
         return self.get(str(text), self) is not self
@@ -20,7 +23,43 @@ class Asked(dict[str, Any]):
         return self.asked[text]
 
     def get(self, text: str, default: Any = None) -> Any:
-        return self[text] if super().__contains__(text) else default
+        if super().__contains__(text):
+            return self[text]
+        self.missed.add(text)
+        return default
+
+    def agree(self, asked: Mapping[str, Any], missed: Set[str]) -> bool:
+        """Return True for the same choices where others were asked, and none where they missed one."""
+        return missed.isdisjoint(self) and all(
+            dict.get(self, text, Asked) == value and type(dict.get(self, text)) is type(value)
+            for text, value in asked.items()
+        )
+
+
+class Remembered(Generic[Result]):
+    """Results by a key and by what was read of the choices to make them; an exception is a result, too."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, list[tuple[dict[str, Any], set[str], Result | Exception]]] = {}
+
+    def get(self, key: Hashable, choices: Asked, make: Callable[[], Result]) -> Result:
+        """Return what was made for the key and such choices, made now if it never was."""
+        made = self._made.setdefault(key, [])
+        known = next((each for each in made if choices.agree(*each[:2])), None)
+        if known is None:
+            before, choices.asked, choices.missed = choices.asked, {}, set()
+            result: Result | Exception
+            try:
+                result = make()
+            except Exception as error:
+                result = error
+            known = (choices.asked, choices.missed, result)
+            made.append(known)
+            choices.asked = before
+        choices.asked |= known[0]
+        if isinstance(known[2], Exception):
+            raise known[2]
+        return known[2]
 
 
 def telling(choices: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kltest.scanning.facts import Facts
 from kltest.scanning.sides import is_mask, is_ratio, side
-from kltest.scanning.syntax import chain, names_in, says
+from kltest.scanning.syntax import chain, names_in, says, text
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty")
 """Beginnings of the words of coefficients."""
@@ -36,9 +36,8 @@ class Conditions:
 
     def decide(self, test: ast.expr) -> bool | None:
         """Return what a condition gives for the choices made; None if it is not known."""
-        text = ast.unparse(test)
-        if text in self.choice:
-            return bool(self.choice[text])
+        if text(test) in self.choice:
+            return bool(self.choice[text(test)])
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.decide(test.operand)
             return None if inner is None else not inner
@@ -66,7 +65,7 @@ class Conditions:
 
     def _compare(self, test: ast.Compare) -> bool | None:
         left, op, right = test.left, test.ops[0], test.comparators[0]
-        name, text = chain(left), ast.unparse(left)
+        name = chain(left)
         if isinstance(op, ast.Is | ast.IsNot) and isinstance(right, ast.Constant) and right.value is None:
             there = bool(side(name)) or is_mask(name) or says(name, *COEFFICIENT)
             if not there and name in self.facts.defaults and self.facts.defaults[name] is not None:
@@ -81,9 +80,9 @@ class Conditions:
             other = ast.literal_eval(right)
         except (ValueError, TypeError):
             return None
-        value = self.choice.get(text, UNSET)
+        value = self.choice.get(text(left), UNSET)
         if value is UNSET and isinstance(other, int | float):
-            if says(name, *COEFFICIENT) and len(self._cases(text)) < 2:
+            if says(name, *COEFFICIENT) and len(self._cases(text(left))) < 2:
                 value = 1.0
             elif self._is_computed(left):
                 value = 1.0 + abs(other)  # a number of tokens, or the like: guards against none of them are not taken
@@ -98,17 +97,17 @@ class Conditions:
         """Return the choice on which a condition depends, with the values that the function compares it with."""
         for inner in ast.walk(test):
             if isinstance(inner, ast.Compare) and len(inner.ops) == 1:
-                text = ast.unparse(inner.left)
-                cases = self._cases(text)
-                if cases and text not in self.choice and not self._is_computed(inner.left):
-                    return Undecided(text, cases)
+                option = text(inner.left)
+                cases = self._cases(option)
+                if cases and option not in self.choice and not self._is_computed(inner.left):
+                    return Undecided(option, cases)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.undecided(test.operand)
         if isinstance(test, ast.BoolOp):
             for part in test.values:
                 if self.decide(part) is None:
                     return self.undecided(part)
-        return Undecided(ast.unparse(test))
+        return Undecided(text(test))
 
     def _is_computed(self, node: ast.expr) -> bool:
         """Return True for what the function computes itself: no option."""
@@ -116,11 +115,11 @@ class Conditions:
         names = names_in(node) - set(self.facts.term.function.parameters)
         return bool(names & self.facts.stored) or any(isinstance(inner, ast.Call) for inner in ast.walk(node))
 
-    def _cases(self, text: str) -> list[Any]:
+    def _cases(self, option: str) -> list[Any]:
         """Return the constants that the function compares an expression with, and its default if it is another, else
         one that is none of them."""
-        cases = list(self.facts.compared.get(text, ()))
-        default = self.facts.defaults.get(text, None)
+        cases = list(self.facts.compared.get(option, ()))
+        default = self.facts.defaults.get(option)
         if cases and default is not None and default not in cases:
             cases.append(default)
         elif cases and all(isinstance(case, int | float) for case in cases) and len(cases) > 1:

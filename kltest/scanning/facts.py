@@ -27,7 +27,7 @@ class Facts:
     def __init__(self, term: Term, relevant: set[str]) -> None:
         self.term, self.relevant = term, relevant
         self._branches: dict[int, Branches] = {}
-        self._holds: dict[int, bool] = {}
+        self._holds: dict[tuple[ast.AST, ...], bool] = {}
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
@@ -123,7 +123,7 @@ class Facts:
         else:
             parts = [n for n in ast.walk(node.iter) if side(chain(n)) or is_mask(chain(n))]
             variables |= names_in(*parts)
-        if not variables & names_in(*parts) or not self.holds(node.body):
+        if not variables & names_in(*parts) or not self.holds(*node.body):
             return False
         added = [n.target for n in body if isinstance(n, ast.AugAssign)]
         listed = [n.func.value for n in body if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
@@ -131,26 +131,21 @@ class Facts:
         again = [n.targets[0] for n in body if isinstance(n, ast.Assign) and names_in(n.targets[0]) & names_in(n.value)]
         return bool(names_in(*added, *listed, *again) & self.relevant)
 
-    def multiplies(self, text: str) -> bool:
-        """Return True for a factor that is nothing else: no share of an interpolation, no argument of a call."""
-        used = False
+    @cached_property
+    def factors(self) -> set[str]:
+        """What is multiplied with and nothing else: no share of an interpolation, no argument of a call."""
+        found: dict[bool, set[str]] = {True: set(), False: set()}
         for node in self.nodes:
             if isinstance(node, ast.BinOp):
-                sides = [ast.unparse(node.left), ast.unparse(node.right)]
-                if isinstance(node.op, ast.Mult):
-                    used |= text in sides
-                elif text in sides:
-                    return False
+                found[isinstance(node.op, ast.Mult)] |= {ast.unparse(node.left), ast.unparse(node.right)}
             elif isinstance(node, ast.Call):
-                given = [*node.args, *(each.value for each in node.keywords)]
-                if any(ast.unparse(each) == text for each in given):
-                    return False
-        return used
+                found[False].update(map(ast.unparse, (*node.args, *(each.value for each in node.keywords))))
+        return found[True] - found[False]
 
-    def shares(self, text: str) -> bool:
-        """Return True for the share of an interpolation, of which the rest is taken of something else."""
-        rest = (f"1 - {text}", f"1.0 - {text}")
-        return any(isinstance(node, ast.BinOp) and ast.unparse(node) in rest for node in self.nodes)
+    @cached_property
+    def rests(self) -> set[str]:
+        """What is left of 1 of shares of interpolations, the rest of which is taken of something else: `1 - share`."""
+        return {ast.unparse(n) for n in self.nodes if isinstance(n, ast.BinOp) and isinstance(n.left, ast.Constant)}
 
     def is_of_padding(self, name: str, text: str) -> bool:
         """Return True for a mask that is called one of padding and is used as one: many such are of live tokens."""
@@ -176,19 +171,18 @@ class Facts:
                      for part in (node.body, node.orelse)]  # fmt: skip
             leaves = any(isinstance(n, ast.Return | ast.Raise) for n in _all([*node.body, *node.orelse]))
             self._branches[id(node)] = Branches(
-                self.holds(node.body),
-                self.holds(node.orelse),
+                self.holds(*node.body),
+                self.holds(*node.orelse),
                 bool(bound[0] & bound[1] & self.relevant),
                 leaves or bool((bound[0] | bound[1]) & self.relevant),
             )
         return self._branches[id(node)]
 
-    def holds(self, statements: list[ast.stmt]) -> bool:
-        """Return True if a seed of the term stands in these statements."""
-        key = id(statements)
-        if key not in self._holds:
-            self._holds[key] = self.term.holds(*statements)
-        return self._holds[key]
+    def holds(self, *nodes: ast.AST) -> bool:
+        """Return True if a seed of the term stands in one of these nodes, which nobody changes."""
+        if nodes not in self._holds:
+            self._holds[nodes] = self.term.holds(*nodes)
+        return self._holds[nodes]
 
 
 def _is_reference(node: ast.AST) -> bool:

@@ -1,13 +1,12 @@
 """Functions of the tree that go with a lifted term, as they are written into its source."""
 
 import ast
-import copy
 from collections.abc import Callable
 from typing import Any
 
 from kltest.scanning.callees import Function
 from kltest.scanning.facts import defaults_of
-from kltest.scanning.syntax import says_no_gradient
+from kltest.scanning.syntax import copied, says_no_gradient
 
 Called = Callable[[ast.expr, Function], str]
 
@@ -38,7 +37,7 @@ def bare(name: str, function: Function, helper: Called, notes: list[str]) -> ast
 
     `helper` gives the name under which a function that it calls goes with it; what is guessed is added to `notes`.
     """
-    made: Any = copy.deepcopy(function.node)
+    made: Any = copied(function.node)
     quiet = any(map(says_no_gradient, made.decorator_list))
     made.name, made.decorator_list, made.returns = name, [], None
     if made.args.args and made.args.args[0].arg in ("self", "cls"):

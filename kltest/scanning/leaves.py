@@ -1,7 +1,6 @@
 """Leaves of a lifted term: the rollout field or the value that stands for a name, and the helpers that go with it."""
 
 import ast
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from kltest.scanning.conditions import COEFFICIENT, COUNTED, UNSET, Conditions, 
 from kltest.scanning.facts import Facts
 from kltest.scanning.helpers import bare
 from kltest.scanning.sides import Side, is_mask, is_ratio, says_kl, side
-from kltest.scanning.syntax import NUMBERS, chain, each_of, identifiers, names_in, says, shifts, words
+from kltest.scanning.syntax import NUMBERS, chain, copied, each_of, identifiers, names_in, says, shifts, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
@@ -60,7 +59,7 @@ class Leaves(Conditions):
         names = names_in(value)
         known = {name for name in names if is_mask(name) or _TOKENS.intersection(words(name)) or name in MODULES}
         rest = names - known - self.facts.of_sides - {"self"}
-        return not rest and not refusal(ast.Expression(copy.deepcopy(value)), frozenset(names))[0]
+        return not rest and not refusal(ast.Expression(copied(value)), frozenset(names))[0]
 
     def replace(self, node: ast.expr) -> ast.expr:
         """Return an expression with rollout fields and values in place of what the function reads from elsewhere."""
@@ -133,10 +132,10 @@ class Leaves(Conditions):
         default = self.facts.defaults.get(name, self.facts.defaults.get(text, UNSET))
         if default is UNSET and (name.isupper() or says(name, "config", "cfg", "args", "options")):
             default = self.term.function.settings.get(name.rsplit(".", 1)[-1], UNSET)
-        if default is UNSET and self.facts.shares(text):
+        if default is UNSET and self.facts.rests & {f"1 - {text}", f"1.0 - {text}"}:
             self.notes.append(f"{text} is taken to be 0.5")
             return ast.Constant(0.5)
-        if says(name, *COEFFICIENT) and (says_kl(name) or default is UNSET or self.facts.multiplies(text)):
+        if says(name, *COEFFICIENT) and (says_kl(name) or default is UNSET or text in self.facts.factors):
             self.notes.append(f"{text} is filled as the coefficient")
             return self.use("beta")
         if default is not UNSET and (default is None or isinstance(default, int | float | str)):
@@ -227,7 +226,7 @@ class _Replace(ast.NodeTransformer):
 
         class Meant(ast.NodeTransformer):
             def visit_Name(self, inner: ast.Name) -> ast.expr:
-                return copy.deepcopy(meant.get(inner.id, inner))
+                return copied(meant.get(inner.id, inner))
 
         return self.visit(Meant().visit(node.elt)) if meant else node
 
@@ -279,7 +278,7 @@ class _Replace(ast.NodeTransformer):
         made = self.leaves.tree.constructed(called, context)
         held = chain(called.value) if isinstance(called, ast.Attribute) else ""
         if made is not None and chain(made.func).endswith("KLDivLoss"):
-            node.func = copy.deepcopy(made)
+            node.func = copied(made)
         elif not (side(held) or is_mask(held)) and (name := self.leaves.helper(called, context)):
             node.func = ast.Name(name, ast.Load())
         elif isinstance(called, ast.Attribute):

@@ -5,11 +5,12 @@ import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from kltest.scanning.arithmetic import refusal
-from kltest.scanning.choices import Asked, named, telling
+from kltest.scanning.choices import Asked, Remembered, named, telling
 from kltest.scanning.conditions import NotLiftedError, Undecided
 from kltest.scanning.facts import Facts
 from kltest.scanning.flows import LOG_RATIO, SHIFTED
@@ -25,7 +26,7 @@ from kltest.scanning.slicing import (
     UNREACHED_TERM,
     UNRETURNED,
     End,
-    cut_out,
+    Slice,
     ends_of,
     relevant,
 )
@@ -43,6 +44,8 @@ MOST_TRIED = 200
 UNREACHED = frozenset({"raises", UNREACHED_END, UNREACHED_TERM, UNRETURNED})
 """Configurations in which there is no term, and so no variant of it."""
 NAME = "kl_term"
+Cuts = Remembered[Lifted]
+"""What is cut out for one end of a term, by the slice and by the choices that are read for it."""
 
 
 def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
@@ -101,6 +104,7 @@ def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> tupl
     nowhere, so that only those are combined that matter.
     """
     values: dict[str, Sequence[Any]] = {}
+    cuts: Cuts = Remembered()
     found: dict[str, Lifted] = {}
     reached: set[Any] = set()
     waiting: list[tuple[dict[str, Any], str, Any]] = [({}, "", None)]
@@ -108,7 +112,7 @@ def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> tupl
     while waiting and len(found) < MOST_VARIANTS and tried < MOST_TRIED:
         tried += 1
         wanted, changed, before = waiting.pop(0)
-        choice, variant = _completed(tree, facts, place, end, run, wanted, values)
+        choice, variant = _completed(tree, facts, place, end, run, wanted, values, cuts)
         outcome = variant.same or (variant.refused, *choice)
         if changed and outcome == before and outcome in found:
             found[outcome].alike.setdefault(changed, []).append(wanted[changed])
@@ -134,6 +138,7 @@ def _completed(
     run: bool,
     wanted: Mapping[str, Any],
     values: dict[str, Sequence[Any]],
+    cuts: Cuts,
 ) -> tuple[dict[str, Any], Lifted]:
     """Return the variant for what is wanted of the choices, the first value of the others, and those it depends on.
 
@@ -142,26 +147,34 @@ def _completed(
     choice = Asked(wanted)
     while True:
         try:
-            return choice.asked, _cut(tree, facts, place, end, choice, run)
+            return choice.asked, _cut(tree, facts, place, end, choice, run, cuts)
         except Undecided as undecided:
             values[undecided.text] = undecided.values
             choice = Asked({**choice, undecided.text: undecided.values[0]})
         except NotLiftedError as error:
-            return choice.asked, Lifted(facts.term, named(choice.asked), place, refused=str(error))
+            return choice.asked, Lifted(facts.term, "", place, refused=str(error))
 
 
-def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, Any], run: bool) -> Lifted:
+def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Asked, run: bool, cuts: Cuts) -> Lifted:
     """Return the variant of a term for one choice of the configuration.
 
     Raises Undecided where a further choice matters, NotLiftedError where it cannot be lifted.
     """
-    term, leaves = facts.term, Leaves(tree, facts, choice)
-    if "Function" in tree.bases.get(term.function.owner, ()):
+    leaves = Leaves(tree, facts, choice)
+    if "Function" in tree.bases.get(facts.term.function.owner, ()):
         raise NotLiftedError("its gradient is written by hand, in backward")
     code = linear(facts, end.line, leaves)
     if code.raises:
         raise NotLiftedError("raises")
-    kept, result = cut_out(term, end, code, leaves)
+    found = Slice(facts, end, code.statements)
+    key = (frozenset(leaves.looped), found.decisive())
+    return replace(cuts.get(key, choice, lambda: _written(found, leaves, place, end, run)), alike={})
+
+
+def _written(found: Slice, leaves: Leaves, place: str, end: End, run: bool) -> Lifted:
+    """Return the variant of a term that is cut out of a slice; raises as `_cut` does."""
+    tree, term = leaves.tree, leaves.term
+    kept, result = found.cut_out(leaves)
     if place == "reward":
         result = ast.UnaryOp(ast.USub(), result) if _is_reward(end) else result
     function, result = _function(kept, result, leaves)
@@ -173,7 +186,7 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if reason := leaves.missing or (not run and more):
         runs_more = bool(more and not leaves.missing)
         at = 0 if leaves.missing else line
-        return Lifted(term, named(choice), place, refused=reason, notes=leaves.notes, runs_more=runs_more, at=at)
+        return Lifted(term, "", place, refused=reason, notes=leaves.notes, runs_more=runs_more, at=at)
     if len({name.removesuffix("logits").removesuffix("logp") for name in leaves.fields if "log" in name}) < 2:
         raise NotLiftedError(
             "both sides look like one: nothing says whose probabilities are which, as the name ref_logp would"
@@ -183,7 +196,7 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     if not forms & wanted:
         made = " and ".join(sorted(forms)) or "a part without a log-ratio"
         reason = f"the function computes {' or '.join(sorted(wanted))}, and only {made} could be cut out"
-        return Lifted(term, named(choice), place, refused=reason, notes=list(leaves.notes))
+        return Lifted(term, "", place, refused=reason, notes=list(leaves.notes))
     fields = tuple(leaves.fields)
     if term.whole and not any(f"{word}(" in source for word in ("sum", "mean", "kl_divergence")):
         source = source.replace(f"return {ast.unparse(result)}", f"return ({ast.unparse(result)}).sum(-1)")
@@ -197,9 +210,10 @@ def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Mapping[str, An
     same = re.sub(r" / 1(\.0)?(?![\d.])", "", written) if complete else source
     if re.search(r"·0(\.0)?$", written):
         raise NotLiftedError(UNREACHED_TERM)
-    return Lifted(term, named(choice), place, source, written, "", fields, notes, bool(more), same=same, forms=forms)
+    return Lifted(term, "", place, source, written, "", fields, notes, bool(more), same=same, forms=forms)
 
 
+@lru_cache(maxsize=1000)
 def _forms(source: str) -> frozenset[str]:
     """Return the forms that a lifted function makes of its log-probs."""
     text = f"{source}\n"

@@ -1,14 +1,16 @@
 """The statements of a function as one straight line, for one choice of its configuration."""
 
 import ast
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 from kltest.scanning.conditions import Conditions, NotLiftedError
 from kltest.scanning.facts import Facts
-from kltest.scanning.syntax import each_of, names_in, says_no_gradient
+from kltest.scanning.syntax import each_of, mentioned, names_in, says_no_gradient
 
 
-@dataclass
+@dataclass(eq=False)
 class Statement:
     """One assignment, `target = value`; a return has no target. `quiet`: under torch.no_grad().
 
@@ -23,11 +25,26 @@ class Statement:
     loop: "tuple[Statement, ...]" = ()
     over: ast.expr | None = None
 
-    @property
-    def binds(self) -> set[str]:
-        """Return the names that it gives a value."""
+    @cached_property
+    def binds(self) -> frozenset[str]:
+        """Names that it gives a value."""
         own = {self.target} if self.target else set()
-        return own.union(names_in(self.over) if self.over else (), *(each.binds for each in self.loop))
+        return frozenset(own.union(names_in(self.over) if self.over else (), *(each.binds for each in self.loop)))
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names that its value reads."""
+        return frozenset(names_in(self.value))
+
+    @cached_property
+    def mentions(self) -> frozenset[str]:
+        """Names and attributes that it mentions, the name that it gives a value aside."""
+        return mentioned(self.value).union(*(each.mentions for each in self.loop))
+
+    @cached_property
+    def identity(self) -> Hashable:
+        """The same for the same statement, in a loop of the same statements."""
+        return (self.value, *(each.identity for each in self.loop)) if self.loop else self
 
     @property
     def whole(self) -> ast.expr:
@@ -67,20 +84,7 @@ class _Walk:
             self.one(statement, quiet)
 
     def one(self, node: ast.stmt, quiet: bool) -> None:
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
-            for inner in ast.walk(node.value):
-                if isinstance(inner, ast.NamedExpr):
-                    self.made.statements.append(Statement(inner.target.id, inner.value, node.lineno, quiet))
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            self._assign(node.targets[0], node.value, node, quiet)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            self._assign(node.target, node.value, node, quiet)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            self.made.statements.append(Statement(node.target.id, node.value, node.lineno, quiet, node.op))
-        elif isinstance(node, ast.Return) and node.value is not None:
-            self.made.statements.append(Statement(None, node.value, node.lineno, quiet))
-            self.made.returned = True
-        elif isinstance(node, ast.Raise):
+        if isinstance(node, ast.Raise):
             self.made.raises = True
         elif isinstance(node, ast.With | ast.AsyncWith):
             silent = any(says_no_gradient(item.context_expr) for item in node.items)
@@ -91,21 +95,10 @@ class _Walk:
             self.body([*node.body, *node.orelse, *node.finalbody], quiet=quiet)
         elif isinstance(node, ast.For | ast.While):
             self._loop(node, quiet)
-        elif isinstance(node, ast.Expr):
-            self._added(node.value, node.lineno, quiet)
-
-    def _added(self, call: ast.expr, line: int, quiet: bool) -> None:
-        """Add what is appended to a list, which is a sum then, and what is differentiated."""
-        match call:
-            case ast.Call(_, given, named) if self.facts.term.place == "logged" and line == self.end:
-                told: list[ast.expr] = [*given, *(each.value for each in named)]
-                self.made.statements.append(Statement(f"_told_{line}", ast.Tuple(told, ast.Load()), line, quiet))
-            case ast.Call(ast.Attribute(ast.Name(name), "append"), [_]):
-                self.made.statements.append(Statement(name, ast.List(call.args, ast.Load()), line, quiet, ast.Add()))
-            case ast.Call(ast.Attribute(_, "backward"), [given, *_]) | ast.Call(ast.Attribute(given, "backward")):
-                self.made.statements.append(Statement("_backward", given, line, quiet))  # of accelerator.backward(loss)
-            case ast.Call(ast.Attribute(ast.Name(name), "extend"), [given]):
-                self.made.statements.append(Statement(name, given, line, quiet, ast.Add()))
+        else:
+            told = self.facts.term.place == "logged" and node.lineno == self.end
+            self.made.statements += _plain(node, quiet, told)
+            self.made.returned = isinstance(node, ast.Return) and node.value is not None
 
     def _loop(self, node: ast.For | ast.While, quiet: bool) -> None:
         """Enter a loop once, all rollouts in one tensor, unless it adds up over them what is read after it."""
@@ -116,26 +109,11 @@ class _Walk:
             self.body(node.body, quiet=quiet)
             loop, self.made = tuple(self.made.statements), outer
             self.made.statements.append(Statement(None, node.iter, node.lineno, quiet, None, loop, node.target))
-        elif isinstance(node, ast.While) and not inside and self.facts.holds(node.body):
+        elif isinstance(node, ast.While) and not inside and self.facts.holds(*node.body):
             raise NotLiftedError("it is added up in a while loop")
-        elif isinstance(node, ast.While) or inside or self.facts.holds(node.body):
-            if isinstance(node, ast.For):
-                for name, value in each_of(node.target, node.iter).items():
-                    self.made.statements.append(Statement(name, value, node.lineno, quiet))
+        elif isinstance(node, ast.While) or inside or self.facts.holds(*node.body):
+            self.made.statements += _plain(node, quiet)
             self.body(node.body, quiet=quiet)
-
-    def _assign(self, target: ast.expr, value: ast.expr, node: ast.stmt, quiet: bool) -> None:
-        if isinstance(target, ast.Name):
-            self.made.statements.append(Statement(target.id, value, node.lineno, quiet))
-        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for one, given in zip(target.elts, value.elts, strict=True):
-                self._assign(one, given, node, quiet)
-        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Call):
-            for number, one in enumerate(target.elts):
-                self._assign(one, ast.Subscript(value, ast.Constant(number), ast.Load()), node, quiet)
-        elif isinstance(target, ast.Subscript | ast.Attribute):
-            # x[i] = …: an end of a term; nothing reads it back under a name.
-            self.made.statements.append(Statement(f"_stored_{node.lineno}", value, node.lineno, quiet))
 
     def _condition(self, node: ast.If, quiet: bool) -> None:
         decided, over = self.conditions.decide(node.test), self.facts.branches(node)
@@ -159,6 +137,57 @@ class _Walk:
         apart = [seed for seed in self.facts.term.seeds
                  if seed.last < node.lineno or seed.first > (node.end_lineno or node.lineno)]  # fmt: skip
         return bool(apart) and any(isinstance(inner, ast.Return) for inner in ast.walk(node))
+
+
+@lru_cache(maxsize=10_000)
+def _plain(node: ast.stmt, quiet: bool, told: bool = False) -> list[Statement]:
+    """Return the assignments of a statement without a body, and of a loop that is entered once those of its variables.
+
+    What is appended to a list is added to it, which is a sum then; what is differentiated has a name, and what a call
+    is given if it is the one that logs the term (`told`).
+    """
+    made: list[Statement] = []
+
+    def assign(target: ast.expr, value: ast.expr) -> None:
+        match target, value:
+            case ast.Name(name), _:
+                made.append(Statement(name, value, node.lineno, quiet))
+            case ast.Tuple(targets), ast.Tuple(values) if len(targets) == len(values):
+                for one, given in zip(targets, values, strict=True):
+                    assign(one, given)
+            case ast.Tuple(targets), ast.Call():
+                for number, one in enumerate(targets):
+                    assign(one, ast.Subscript(value, ast.Constant(number), ast.Load()))
+            case ast.Subscript() | ast.Attribute(), _:
+                # x[i] = …: an end of a term; nothing reads it back under a name.
+                made.append(Statement(f"_stored_{node.lineno}", value, node.lineno, quiet))
+
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
+        for inner in ast.walk(node.value):
+            if isinstance(inner, ast.NamedExpr):
+                assign(inner.target, inner.value)
+    match node:
+        case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
+            assign(target, value)
+        case ast.AugAssign(ast.Name(name), op, value):
+            made.append(Statement(name, value, node.lineno, quiet, op))
+        case ast.Return(ast.expr() as value):
+            made.append(Statement(None, value, node.lineno, quiet))
+        case ast.Expr(ast.Call(_, given, named)) if told:
+            values: list[ast.expr] = [*given, *(each.value for each in named)]
+            made.append(Statement(f"_told_{node.lineno}", ast.Tuple(values, ast.Load()), node.lineno, quiet))
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [_] as given)):
+            made.append(Statement(name, ast.List(given, ast.Load()), node.lineno, quiet, ast.Add()))
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "extend"), [given])):
+            made.append(Statement(name, given, node.lineno, quiet, ast.Add()))
+        case ast.Expr(
+            ast.Call(ast.Attribute(_, "backward"), [given, *_]) | ast.Call(ast.Attribute(given, "backward"))
+        ):  # of accelerator.backward(loss), what it is given
+            made.append(Statement("_backward", given, node.lineno, quiet))
+        case ast.For(target, iterated):
+            for name, value in each_of(target, iterated).items():
+                made.append(Statement(name, value, node.lineno, quiet))
+    return made
 
 
 def _asks_for_none(test: ast.expr) -> bool:

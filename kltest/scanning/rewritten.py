@@ -2,13 +2,12 @@
 written out, so that nothing after has to know them."""
 
 import ast
-import copy
 import re
 from collections.abc import Iterable, Iterator
 
 from kltest.scanning.arithmetic import MODULES
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import chain
+from kltest.scanning.syntax import chain, copied
 from kltest.scanning.unpacked import MADE, unpack
 
 _SHORT = {module: name for name, module in reversed(MODULES.items())}
@@ -78,15 +77,15 @@ class _Rewrite(ast.NodeTransformer):
         self.generic_visit(node)
         match node.func:
             case ast.Attribute(ast.Name("self"), name) if name in self.kept:
-                first, *given = copy.deepcopy(self.kept[name].args)
+                first, *given = copied(self.kept[name].args)
                 named = {each.arg for each in node.keywords}
-                kept = [copy.deepcopy(each) for each in self.kept[name].keywords if each.arg not in named]
+                kept = [copied(each) for each in self.kept[name].keywords if each.arg not in named]
                 return ast.copy_location(ast.Call(first, [*given, *node.args], [*node.keywords, *kept]), node)
         called = chain(node.func).rsplit(".", 1)[-1]
         if called not in _WRITTEN_OUT or len(node.args) != 2 or called in self.functions:
             return node
         p, q = node.args  # rel_entr(p, q) is p · (log p − log q), and xlogy(p, q) is p · log q
-        logs = [ast.Call(ast.Attribute(copy.deepcopy(each), "log", ast.Load()), [], []) for each in (p, q)]
+        logs = [ast.Call(ast.Attribute(copied(each), "log", ast.Load()), [], []) for each in (p, q)]
         other = ast.BinOp(logs[0], ast.Sub(), logs[1]) if called == "rel_entr" else logs[1]
         return _placed(ast.BinOp(p, ast.Mult(), other), node)
 
@@ -130,7 +129,7 @@ class _Rewrite(ast.NodeTransformer):
             return node
         given = {each.arg for each in call.keywords}
         free = [each for each in function.args.args[len(call.args) - 1 :] if each.arg not in given]
-        parameters = copy.deepcopy(function.args)
+        parameters = copied(function.args)
         parameters.args, parameters.defaults = [ast.arg(each.arg) for each in free], []
         values = [*call.args[1:], *(ast.Name(each.arg, ast.Load()) for each in free)]
         if [each.arg for each in function.args.args[: len(values)]][len(call.args) - 1 :] != [e.arg for e in free]:

@@ -1,18 +1,21 @@
 """The backward slice of a term: the statements that it needs, up to where it ends."""
 
 import ast
-import copy
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from kltest.scanning.conditions import NotLiftedError
 from kltest.scanning.facts import Facts
 from kltest.scanning.leaves import Leaves
-from kltest.scanning.linear import Linear, Statement
-from kltest.scanning.sides import says_kl, side
-from kltest.scanning.syntax import is_logged, names_in
+from kltest.scanning.linear import Statement
+from kltest.scanning.sides import MIXED, POLICY, REFERENCE, SAMPLER, is_mask, says_kl, side
+from kltest.scanning.syntax import copied, is_logged, mentioned, names_in
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
+from kltest.scanning.variants import REDUCED
 
 RETURN, ITSELF = 0, -1
 """Lines of the ends that are no assignment: whichever return is reached, and the expression of the term itself."""
@@ -21,6 +24,8 @@ UNREACHED_END = "the statement at which it arrives is not reached in this config
 UNREACHED_TERM = "it is not reached in this configuration"
 DETACHED = "it is detached, and what it is multiplied with could not be cut out"
 PART = ", which reads the reference as well: both may be parts of one divergence"
+_FIELDS = REDUCED | {f"{who}{what}" for who in (POLICY, REFERENCE, SAMPLER, MIXED) for what in ("logp", "logits")}
+"""Names of fields that may stand in what is cut out, and be names of the function as well."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +86,58 @@ def relevant(term: Term) -> set[str]:
     return found
 
 
-def cut_out(term: Term, end: End, code: Linear, leaves: Leaves) -> tuple[list[Statement], ast.expr]:
-    """Return the statements that the term needs, in order, and the expression that it ends in."""
-    statements = code.statements
-    last, result = _end_of(term, end, statements)
-    tainted = _tainted(term, statements[: last + 1])
-    result = leaves.replace(_linear_part(copy.deepcopy(result), tainted[last], leaves.facts))
-    needed = names_in(result)
-    kept = _needed(term, statements[:last], tainted, needed, leaves)
-    return kept, result
+class Slice:
+    """Where a term ends in the statements of one configuration: `last` of them, those `before` it, what the term has
+    flowed into (`tainted`) before each of these and the last, and the expression, `result`, that it ends in.
+
+    Raises NotLiftedError if the term does not arrive there.
+    """
+
+    def __init__(self, facts: Facts, end: End, statements: Sequence[Statement]) -> None:
+        tainted = _tainted(facts, statements)
+        number, result = _end_of(facts, end, statements, tainted)
+        self.facts, self.last, self.before, self.tainted = facts, statements[number], statements[:number], tainted
+        self.result = _linear_part(copied(result), tainted[number], facts)
+
+    def decisive(self) -> tuple[Any, ...]:
+        """Return what is equal for slices of which the same is cut out: each statement that may be needed, with those
+        of the names it mentions that the term has flowed into."""
+        number = len(self.before)
+        found: list[Any] = [(self.last, self.tainted[number] & self.last.mentions)]
+        needed = _FIELDS | mentioned(self.result)
+        while number:
+            number -= 1
+            statement, before, after = self.before[number], self.tainted[number], self.tainted[number + 1]
+            if not statement.binds & needed:
+                continue
+            flowing = before & (statement.mentions | statement.binds)
+            found.append((statement.identity, flowing))
+            mentions = statement.mentions
+            if statement.target in after:
+                mentions = _linear_mentions(self.facts, statement, flowing)
+            target = statement.target or ""
+            stays = statement.augmented and target in before
+            if not stays and (target in after or not (side(target) or is_mask(target))):
+                needed -= {target} - _FIELDS
+            needed |= mentions
+        return tuple(found)
+
+    def cut_out(self, leaves: Leaves) -> tuple[list[Statement], ast.expr]:
+        """Return the statements that the term needs, in order, and the expression that it ends in."""
+        result = leaves.replace(self.result)
+        return _needed(self.before, self.tainted, names_in(result), leaves), result
+
+
+@lru_cache(maxsize=10_000)
+def _linear_mentions(facts: Facts, statement: Statement, tainted: frozenset[str]) -> frozenset[str]:
+    with suppress(NotLiftedError):
+        return mentioned(_linear_part(copied(statement.value), tainted, facts))
+    return statement.mentions
 
 
 def _needed(
-    term: Term,
     statements: Sequence[Statement],
-    tainted: list[set[str]],
+    tainted: Sequence[Set[str]],
     needed: set[str],
     leaves: Leaves,
     part: tuple[ast.expr, Set[str]] | None = None,
@@ -111,12 +153,12 @@ def _needed(
         target, value = statement.target, statement.value
         if statement.loop and statement.binds & needed:
             added_up |= statement.binds & needed
-            kept.append(_needed_loop(term, statement, tainted[number], needed, leaves))
+            kept.append(_needed_loop(statement, tainted[number], needed, leaves))
             continue
         if target is None or target not in needed:
             continue
         if target in tainted[number + 1]:
-            value = _linear_part(copy.deepcopy(value), tainted[number], leaves.facts)
+            value = _linear_part(copied(value), tainted[number], leaves.facts)
         elif target in added_up:  # what it is added to is none of the term's
             value = ast.List([], ast.Load()) if isinstance(value, ast.List) else ast.Constant(0.0)
         elif leaves.is_leaf(target, value):
@@ -124,7 +166,7 @@ def _needed(
             if part is None or field is None or not names_in(value) & part[1]:
                 continue
             value = ast.Subscript(field, part[0], ast.Load())
-        value = leaves.replace(copy.deepcopy(value))
+        value = leaves.replace(copied(value))
         if not statement.augmented:
             needed.discard(target)
         elif target not in tainted[number]:
@@ -136,15 +178,15 @@ def _needed(
     return kept
 
 
-def _needed_loop(term: Term, loop: Statement, before: set[str], needed: set[str], leaves: Leaves) -> Statement:
-    tainted = _tainted(term, loop.loop, _tainted(term, loop.loop, before)[-1])
+def _needed_loop(loop: Statement, before: Set[str], needed: set[str], leaves: Leaves) -> Statement:
+    tainted = _tainted(leaves.facts, loop.loop, _tainted(leaves.facts, loop.loop, before)[-1])
     while True:  # what a round needs of the one before it is needed as well
         wanted = set(needed)
-        kept = _needed(term, loop.loop, tainted, wanted, leaves, _part_of(loop))
+        kept = _needed(loop.loop, tainted, wanted, leaves, _part_of(loop))
         if wanted <= needed:
             break
         needed |= wanted
-    value = leaves.replace(copy.deepcopy(loop.value))
+    value = leaves.replace(copied(loop.value))
     needed -= names_in(loop.over) if loop.over else set()
     needed |= names_in(value)
     return replace(loop, value=value, loop=tuple(kept))
@@ -157,7 +199,7 @@ def _part_of(loop: Statement) -> tuple[ast.expr, Set[str]] | None:
         case ast.Name(name), ast.Call(ast.Name("range"), given):
             index: ast.expr = ast.Name(name, ast.Load())
             if len(given) == 3:
-                index = ast.Slice(index, ast.BinOp(index, ast.Add(), copy.deepcopy(given[2])))
+                index = ast.Slice(index, ast.BinOp(index, ast.Add(), copied(given[2])))
         case _:
             return None
     depending = {name}
@@ -167,11 +209,13 @@ def _part_of(loop: Statement) -> tuple[ast.expr, Set[str]] | None:
     return index, depending
 
 
-def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast.expr]:
+def _end_of(
+    facts: Facts, end: End, statements: Sequence[Statement], tainted: Sequence[Set[str]]
+) -> tuple[int, ast.expr]:
+    term = facts.term
     if end.line == RETURN and statements and statements[-1].target is None:
-        before = _tainted(term, statements[:-1])[-1]
-        value = _first_tainted(statements[-1].value, before, term)
-        if not _is_tainted(value, before, term):
+        value = _first_tainted(statements[-1].value, tainted[-2], term)
+        if not _is_tainted(value, tainted[-2], term):
             raise NotLiftedError(UNRETURNED)
         return len(statements) - 1, value
     if end.line >= 0:
@@ -179,12 +223,12 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
             statement = statements[number]
             if statement.line == end.line:
                 if statement.target is None or term.place == "logged":  # a return, or a call that logs
-                    return number, _first_tainted(statement.whole, _tainted(term, statements[:number])[-1], term)
+                    return number, _first_tainted(statement.whole, tainted[number], term)
                 return number, statement.whole
         raise NotLiftedError(UNREACHED_END)
     for number in range(len(statements) - 1, -1, -1):
         statement = statements[number]
-        if term.holds(statement.value) and not statement.loop:
+        if facts.holds(statement.value) and not statement.loop:
             last = number
             # Go on as long as what is assigned keeps its name: kl = …; kl = kl.clamp(…).
             for later in range(number + 1, len(statements)):
@@ -199,24 +243,23 @@ def _end_of(term: Term, end: End, statements: list[Statement]) -> tuple[int, ast
     raise NotLiftedError(UNREACHED_TERM)
 
 
-def _tainted(term: Term, statements: Sequence[Statement], before: Set[str] = frozenset()) -> list[set[str]]:
+def _tainted(facts: Facts, statements: Sequence[Statement], before: Set[str] = frozenset()) -> list[frozenset[str]]:
     """Return the names that the term's seeds flow into, before each statement and after the last."""
-    known = set(before)
+    known = frozenset(before)
     found = [known]
     for statement in statements:
-        known = set(known)
         if statement.loop:
-            known = _tainted(term, statement.loop, _tainted(term, statement.loop, known)[-1])[-1]
+            known = _tainted(facts, statement.loop, _tainted(facts, statement.loop, known)[-1])[-1]
         if statement.target is not None:
-            if _is_tainted(statement.value, known, term):
-                known.add(statement.target)
+            if statement.reads & known or facts.holds(statement.value):
+                known |= {statement.target}
             elif not statement.augmented:
-                known.discard(statement.target)
+                known -= {statement.target}
         found.append(known)
     return found
 
 
-def _first_tainted(node: ast.expr, tainted: set[str], term: Term) -> ast.expr:
+def _first_tainted(node: ast.expr, tainted: Set[str], term: Term) -> ast.expr:
     """Return the first item of a tuple, or of a dict that is logged, that the term flows into; else the whole."""
     items = node.elts if isinstance(node, ast.Tuple) else []
     if term.place == "logged" and isinstance(node, ast.Dict):
@@ -230,11 +273,11 @@ def _text(key: ast.expr | None) -> str:
     return str(key.value) if isinstance(key, ast.Constant) else ""
 
 
-def _is_tainted(node: ast.AST, tainted: set[str], term: Term) -> bool:
+def _is_tainted(node: ast.AST, tainted: Set[str], term: Term) -> bool:
     return bool(names_in(node) & tainted) or term.holds(node)
 
 
-def _linear_part(node: ast.expr, tainted: set[str], facts: Facts) -> ast.expr:
+def _linear_part(node: ast.expr, tainted: Set[str], facts: Facts) -> ast.expr:
     """Return an expression without the summands that the term does not flow into, constants excepted.
 
     Raises NotLiftedError if such a summand reads the reference: it may be a part of the same divergence.

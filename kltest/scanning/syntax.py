@@ -3,10 +3,24 @@
 import ast
 import re
 from functools import lru_cache
+from typing import Any
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 NUMBERS = frozenset({"item", "tolist"})
 """Methods that make numbers of a tensor, which are only logged."""
+text = lru_cache(maxsize=100_000)(ast.unparse)
+"""The code of a node that nobody changes."""
+
+
+def copied(node: Any) -> Any:
+    """Return a copy of a syntax tree, or of a list of them, some ten times as fast as `copy.deepcopy`."""
+    if isinstance(node, list):
+        return [copied(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return node
+    made = node.__class__.__new__(node.__class__)
+    made.__dict__.update((name, copied(value)) for name, value in node.__dict__.items())
+    return made
 
 
 @lru_cache(maxsize=100_000)
@@ -24,6 +38,15 @@ def says(name: str, *which: str) -> bool:
 def names_in(*nodes: ast.AST) -> set[str]:
     """Return the names that syntax trees hold."""
     return {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def mentioned(node: ast.AST) -> frozenset[str]:
+    """Return the names and attributes that a syntax tree mentions."""
+    return frozenset(
+        getattr(inner, "attr", getattr(inner, "id", ""))
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name | ast.Attribute)
+    )
 
 
 def chain(node: ast.AST) -> str:
