@@ -3,9 +3,9 @@
     python -m benchmarks.scoreboard_terms FOLDER
 
 FOLDER holds the checkouts of `tests/scan/repositories.csv`, each in OWNER+NAME. `scoreboard_terms.csv` says which term
-of the tree a setting grades (`file`, `function`, `variant`), and `why` none, or another one with stale rollouts; the
-other columns are written here. Gradients are compared up to a positive factor: a scan grades the term alone, a setting
-what the loss divides it by as well.
+of the tree a setting grades (`file`, `function`, `place`, `variant`), and `why` none, or another one with stale
+rollouts; the other columns are written here. Gradients are compared up to a positive factor: a scan grades the term
+alone, a setting what the loss divides it by as well.
 """
 
 import csv
@@ -62,8 +62,8 @@ def result(row: dict[str, str]) -> str:
 
 def compared(row: dict[str, str], terms: list[dict[str, Any]], setting: dict[str, Any]) -> dict[str, str]:
     """Fill in what the scan and the scoreboard say of a setting."""
-    wanted = row["function"], row["variant"]
-    known = [each for each in terms if (each["function"], each["variant"]) == wanted and row["file"] in each["file"]]
+    names = ("function", "place", "variant")
+    known = [each for each in terms if row["file"] in each["file"] and all(each[name] == row[name] for name in names)]
     found = known[0] if known else {"line": "", "gradients": {}}
     for sampler in SAMPLERS:
         row[f"graded_{sampler}"] = graded(setting, sampler)

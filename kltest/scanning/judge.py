@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -213,6 +214,5 @@ def _followed(rows: Sequence[Mapping[str, Any]], moving: Sequence[str]) -> str:
     parts: list[str] = []
     for name, number in last.items():
         size = 1.0 if suffix and number > 0 and len(last) == 1 else number
-        plain = {1.0: name, -1.0: f"-{name}"}
-        parts.append(plain.get(round(size, 6), f"{size:.4g}*{name}"))
+        parts.append(re.sub(r"^(-?)1\*", r"\1", f"{size:.4g}*{name}"))
     return " + ".join(parts).replace("+ -", "- ") + suffix

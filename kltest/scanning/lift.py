@@ -49,10 +49,16 @@ Cuts = Remembered[Lifted]
 
 
 def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
-    """Return the variants of a term, each lifted or with the reason why not; with `run` what is no arithmetic, too."""
+    """Return the variants of a term, each lifted or with the reason why not; with `run` what is no arithmetic, too.
+
+    A helper that some callers put into a loss and others into a reward is graded as both.
+    """
     places = ["loss", "reward"] if term.place == "both" else [term.place]
     found = [variant for place in places for variant in _variants(tree, term, place, run)]
-    return [replace(variant, place="reward") for variant in found] if term.rewarded else found
+    rewarded = [replace(variant, place="reward") for variant in found]
+    if term.reached == {"reward"}:
+        return rewarded
+    return [*found, *(each for each in rewarded if term.reached >= {"loss", "reward"} and not each.refused)]
 
 
 def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:

@@ -18,7 +18,7 @@ LINEAR = (LOG_RATIO, SHIFTED)
 class Term:
     """A KL term as found: its function, its seeds, and its place: loss, reward, both, helper or logged.
 
-    `rewarded` is true for a helper that all callers put into a reward.
+    `reached` is where the callers of a helper put it: loss, reward, entry.
     """
 
     function: Function
@@ -26,7 +26,7 @@ class Term:
     place: str
     flows: frozenset[Flow]
     shaped: list[Function]
-    rewarded: bool = False
+    reached: frozenset[str] = frozenset()
 
     @property
     def forms(self) -> frozenset[str]:
@@ -99,7 +99,7 @@ class _Terms:
                 reached if function in self.callers
                 else helper.forms & KL_LIKE or any(REFERENCE in seed.who for seed in helper.seeds)
             ):  # fmt: skip
-                helper.rewarded = reached == {"reward"}
+                helper.reached = frozenset(reached)
                 found.append(helper)
         order = {id(source): number for number, source in enumerate(self.tree.sources)}
         return sorted(found, key=lambda term: (order[id(term.function.source)], term.first))

@@ -78,7 +78,11 @@ def lift_one(folder: Path, text: str) -> list[Lifted]:
 def test_every_configuration_that_changes_a_helper_is_a_variant(small: Path) -> None:
     helper = [variant for variant in variants(small) if variant.place == "helper"]
     assert [variant.variant for variant in helper] == ["kind='k1'", "kind='k2'"]
-    assert [variant.formula for variant in helper] == ["log π - log ref", "(log π - log ref) ² / 2"]
+    assert [variant.formula for variant in helper] == ["log π - log ref", "(log π - log ref)² / 2"]
+    rewarded = [variant.variant for variant in variants(small) if variant.place == "reward"]
+    assert rewarded == ["kind='k1'", "kind='k2'"]
+    (small / "trainer.py").write_text(SMALL.replace("rewards = scores - kl_coef * kl", "rewards = scores"))
+    assert {variant.place for variant in variants(small)} == {"helper", "loss"}
 
 
 def test_a_term_of_a_method_is_lifted_to_the_loss_with_its_helpers(small: Path) -> None:
@@ -167,6 +171,8 @@ def test_the_command_names_gradients_and_exits_1(small: Path) -> None:
         "current": "local_reverse_kl",
         "stale": "local_reverse_kl@rollouts",
     }
+    # One method puts the helper's value into its loss, another one into rewards: it is graded as both.
+    assert told["reward", "kind='k1'"]["gradients"]["current"] == "reverse_kl"
     (loss,) = [term for term in found["terms"] if term["place"] == "loss"]
     assert loss["gradients"]["current"].startswith("local_forward_kl (its size moves")
     assert "KL102" in loss["errors"]
