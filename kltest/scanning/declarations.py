@@ -16,6 +16,7 @@ from kltest.grading.forms import combination
 from kltest.scanning.sources import Source
 
 _COMMENT = re.compile(r"#\s*kltest:\s*(.*?)\s*$")
+_OF = re.compile(r"\[([^\]]*)\]\s*")
 _EXPECT = re.compile(r"expect\s*=\s*(\S+)")
 _IGNORE = re.compile(r"ignore\s*\[([^\]]*)\]\s*(.*)")
 Said = tuple[str, dict[str, str]]
@@ -115,6 +116,7 @@ def said(words: str, place: str) -> Said:
     Raises UsageError with its place for an unknown word, gradient or code, and for an excuse without a reason.
     """
     where = f"{place}: # kltest: {words}"
+    words = _OF.sub("", words, count=1) if _OF.match(words) else words
     if match := _EXPECT.match(words):
         combination(match[1], where)
         return match[1], {}
@@ -124,6 +126,13 @@ def said(words: str, place: str) -> Said:
             _check_excuse(code, match[2], where)
         return "", dict.fromkeys(codes, match[2])
     raise UsageError(f"{where} says nothing that kltest knows; write expect=NAME or ignore[CODE] and a reason")
+
+
+def speaks_of(words: str, variant: str, place: str) -> bool:
+    """Return True unless a comment begins with another configuration or place than these, as `[k3]` or `[reward]`."""
+    match = _OF.match(words)
+    known = {place, *variant.split(", "), *re.findall(r"'([^']*)'", variant)}
+    return match is None or match[1] == variant or {word.strip() for word in match[1].split(",")} <= known
 
 
 def key(term: Mapping[str, Any]) -> Key:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kltest.scanning.declarations import Key, Rules, said
+from kltest.scanning.declarations import Key, Rules, said, speaks_of
 from kltest.scanning.judge import TIMEOUT, Judge
 from kltest.scanning.rows import Row, Scan
 from kltest.scanning.search import Search, Store
@@ -99,6 +99,8 @@ def _declare(row: Row, rules: Rules, expect: str | None) -> None:
     declared, ignored = rules.of(row.file)
     for place, words in row.comments:
         name, codes = said(words, place)
+        if not speaks_of(words, row.variant, row.place):
+            continue
         declared, ignored = name or declared, {**ignored, **codes}
     row.declared, row.ignored = declared or expect or "", ignored
 
@@ -114,11 +116,15 @@ def _loose(search: Search, found: Scan) -> Iterator[str]:
         said(words, place)
         yield f"{place}: # kltest: {words} stands on no KL term"
     failed: dict[tuple[str, str], set[str]] = {}
+    idle = dict.fromkeys((place, words) for row in found.rows for place, words in row.comments)
     for row in found.rows:
-        for comment in row.comments:
-            failed.setdefault(tuple(comment), set()).update(row.found)  # type: ignore[arg-type]
-            if row.state not in ("passed", "finding"):
-                failed[tuple(comment)] |= row.ignored.keys()  # type: ignore[index]
+        for place, words in row.comments:
+            if speaks_of(words, row.variant, row.place):
+                idle.pop((place, words), None)
+                ended = row.state in ("passed", "finding")
+                failed.setdefault((place, words), set()).update(row.found if ended else [*row.found, *row.ignored])
+    for place, words in idle:
+        yield f"{place}: # kltest: {words} names no configuration of the term there, and no place of it"
     for (place, words), codes in failed.items():
         for code in said(words, place)[1].keys() - codes:
             yield f"{place}: {code} is excused, and does not fail"

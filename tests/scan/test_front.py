@@ -141,6 +141,42 @@ def test_comments_on_a_term_or_above_it_declare_and_excuse(tree):
     assert "code.py:2: KL506 is excused, and does not fail" in scan()[1]
 
 
+TWO = """def kl(logp, ref_logp, kind):
+    d = logp - ref_logp  # kltest: COMMENT
+    if kind == "k2":
+        return d ** 2 / 2
+    return d.abs()
+"""
+
+
+@pytest.mark.parametrize(
+    ("comment", "declared"),
+    [
+        ("expect=zero", ["zero", "zero"]),
+        ("[k2] expect=zero", ["zero", None]),
+        ("[kind='k2'] expect=zero", ["zero", None]),
+        ("[helper, kind otherwise]expect=zero", [None, "zero"]),
+        ("[k] expect=zero", [None, None]),
+        ("[reward] expect=zero", [None, None]),
+    ],
+)
+def test_a_comment_may_speak_of_one_configuration_of_a_term(tree, comment, declared):
+    Path("code.py").write_text(TWO.replace("COMMENT", comment))
+    assert [(row["variant"], row["declared"]) for row in rows()] == [
+        ("kind='k2'", declared[0]), ("kind otherwise", declared[1])
+    ]  # fmt: skip
+    told = f"code.py:2: # kltest: {comment} names no configuration" in scan()[1]
+    assert told == (declared == [None, None])
+
+
+def test_an_excuse_for_one_configuration_leaves_the_others(tree):
+    tree["report"] = report(RIGHT, ["KL301"])
+    Path("code.py").write_text(TWO.replace("COMMENT", "[k2] ignore[KL301] samples are fresh"))
+    assert [row["errors"] for row in rows()] == [[], ["KL301"]]
+    Path("code.py").write_text(TWO.replace("COMMENT", "[k2] ignore[KL102] why"))
+    assert "code.py:2: KL102 is excused, and does not fail" in scan()[1]
+
+
 @pytest.mark.parametrize(
     ("comment", "said"),
     [
