@@ -229,10 +229,10 @@ def scan() -> list[dict[str, str]]:
     }
     rows = []
     names = {
-        "used": "six, looked at while it was written",
-        "first": "nineteen others, at first sight",
-        "later": "these, after it was changed for them",
-        "held": "six, not looked at",
+        "used": "six that the scan was written with",
+        "first": "nineteen new ones, before any change for them",
+        "later": "the same nineteen, after changes for them",
+        "held": "six kept for the finished scan",
     }
     for half, name in names.items():
         own = counted[counted["half"] == half]

@@ -98,7 +98,7 @@ class Calls(Expressions):
                 node,
                 whose if len(whose) > 1 else frozenset({"", "ref_"}),
                 ("", ""),
-                "" if len(whose) > 1 else "its arguments",
+                "" if len(whose) > 1 else f"the other side of {ast.unparse(node.func)}",
             )
             return Value(frozenset(), frozenset({Flow(seed, DIVERGENCE)}) | everything.flows)
         return everything.flowing().formed(every=DIVERGENCE)

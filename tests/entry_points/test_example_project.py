@@ -321,7 +321,7 @@ def test_the_workflow_without_the_action_annotates_and_writes_the_summary(projec
     *_, flow = SCAN_BLOCKS
     (steps,) = [job["steps"] for job in flow["jobs"].values()]
     assert walked(steps, project, tmp_path, lambda given: None) == [1]
-    assert "KL terms in" in (tmp_path / "summary").read_text()
+    assert "KL term" in (tmp_path / "summary").read_text()
 
 
 def test_the_page_calls_the_action_as_it_is():
