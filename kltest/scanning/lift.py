@@ -12,6 +12,7 @@ from typing import Any
 from kltest.scanning.arithmetic import refusal
 from kltest.scanning.choices import Asked, Remembered, named, telling
 from kltest.scanning.conditions import NotLiftedError, Undecided
+from kltest.scanning.ends import ITSELF, End, ends_of, relevant
 from kltest.scanning.facts import Facts
 from kltest.scanning.flows import LOG_RATIO, SHIFTED
 from kltest.scanning.follow import tree_of
@@ -19,17 +20,7 @@ from kltest.scanning.formulas import formula
 from kltest.scanning.imported import imported
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement, linear
-from kltest.scanning.slicing import (
-    ITSELF,
-    PART,
-    UNREACHED_END,
-    UNREACHED_TERM,
-    UNRETURNED,
-    End,
-    Slice,
-    ends_of,
-    relevant,
-)
+from kltest.scanning.slicing import PART, UNREACHED_END, UNREACHED_TERM, UNRETURNED, Slice
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import names_in, says
 from kltest.scanning.terms import Term
