@@ -1,4 +1,4 @@
-"""What a scan says to code hosts, on the lines of the terms: annotations of GitHub Actions, and SARIF 2.1.0."""
+"""The report of a scan for code hosts, on the lines of the terms: annotations of GitHub Actions, and SARIF 2.1.0."""
 
 from kltest.render.github import DATA, PROPERTY
 from kltest.render.sarif import Found, document, in_checkout

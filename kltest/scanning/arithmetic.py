@@ -1,4 +1,4 @@
-"""What lifted code may consist of: arithmetic on tensors, by a whitelist on the syntax tree.
+"""Arithmetic on tensors, of which alone lifted code may consist, by a whitelist on the syntax tree.
 
 Names with an underscore in front, attributes of modules beyond the listed functions, imports, strings that are executed
 and anything that reaches a file, the network or the system are on no list, so they are refused.

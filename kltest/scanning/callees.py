@@ -1,4 +1,4 @@
-"""Which functions of the tree a call reaches: by name and import, class, constructor, table, decorator or partial."""
+"""Functions of the tree that a call reaches: by name and import, class, constructor, table, decorator or partial."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import FUNCTIONS, chain, names_in
+from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, names_in, parameters
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class Function:
     """
 
     source: Source
-    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+    node: FunctionNode | ast.Module
     owner: str = ""
     is_method: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -42,18 +42,14 @@ class Function:
         """Return `Class.method`."""
         return f"{self.owner}.{self.name}" if self.owner else self.name
 
-    @property
+    @cached_property
     def parameters(self) -> list[str]:
-        """Return the names of the parameters, without self."""
-        if isinstance(self.node, ast.Module):
-            return []
-        given = self.node.args
-        names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-        return [name for name in names if name not in ("self", "cls")]
+        """Names of the parameters, without self."""
+        return [] if isinstance(self.node, ast.Module) else parameters(self.node)
 
     @cached_property
     def bound(self) -> dict[str, ast.expr]:
-        """What names are assigned in it once, as far as it could be a function."""
+        """Values that names are assigned once in it, as far as they could be functions."""
         found: dict[str, list[ast.expr]] = {}
         for node in ast.walk(self.node):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

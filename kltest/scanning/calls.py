@@ -1,4 +1,4 @@
-"""What a call carries: of a function that is known by name, of one of the tree, or of one that is not known."""
+"""Evaluation of calls: of a function that is known by name, of one of the tree, or of one that is not known."""
 
 import ast
 

@@ -11,7 +11,7 @@ from kltest.scanning.syntax import chain, names_in, says, text
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty")
 """Beginnings of the words of coefficients."""
 COUNTED = "mask.sum()"
-"""What stands for a number of tokens that is handed in."""
+"""Stands for a number of tokens that is handed in."""
 UNSET = object()
 
 

@@ -1,4 +1,4 @@
-"""What the owners of a tree say of its terms: comments, `[tool.kltest.scan]`, and baselines of known findings."""
+"""Statements of the owners of a tree on its terms: comments, `[tool.kltest.scan]`, and baselines of known findings."""
 
 import io
 import json
@@ -27,7 +27,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """What `[tool.kltest.scan]` says, by patterns of files relative to its `folder`."""
+    """The table `[tool.kltest.scan]`, by patterns of files relative to its `folder`."""
 
     folder: Path = field(default_factory=Path.cwd)
     expect: Mapping[str, str] = field(default_factory=dict)

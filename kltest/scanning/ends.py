@@ -14,7 +14,7 @@ RETURN, ITSELF = 0, -1
 
 @dataclass(frozen=True)
 class End:
-    """Where a term ends: the line of a statement, and the name that it is assigned to; a return if it has no name, and
+    """The end of a term: the line of a statement, and the name that it is assigned to; a return if it has no name, and
     the place of the term if it is the expression of the term itself."""
 
     line: int

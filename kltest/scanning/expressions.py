@@ -1,4 +1,4 @@
-"""What an expression carries: sides, and log-ratios in their forms."""
+"""Evaluation of expressions: the sides that they carry, and log-ratios in their forms."""
 
 import ast
 import re

@@ -1,18 +1,18 @@
-"""What is looked up again and again in the function of a term, read off its syntax tree once."""
+"""Facts of the function of a term that are looked up again and again, read off its syntax tree once."""
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from kltest.scanning.callees import Function
 from kltest.scanning.sides import REFERENCE, is_mask, side
-from kltest.scanning.syntax import FUNCTIONS, chain, names_in, words
+from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, names_in, words
 from kltest.scanning.terms import Term
 
 
 class Branches(NamedTuple):
-    """What a condition decides over: seeds in its first and other branch, a name that matters and that both bind
+    """Consequences of a condition: seeds in its first and other branch, a name that matters and that both bind
     (`together`), any name that matters or a way out of the function (`decides`)."""
 
     first: bool
@@ -26,8 +26,8 @@ class Facts:
 
     def __init__(self, term: Term, relevant: set[str]) -> None:
         self.term, self.relevant = term, relevant
-        self._branches: dict[int, Branches] = {}
-        self._holds: dict[tuple[ast.AST, ...], bool] = {}
+        # Of nodes that nobody changes.
+        self.adds_up, self.branches, self.holds = cache(self._adds_up), cache(self._branches), cache(self.term.holds)
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
@@ -115,7 +115,7 @@ class Facts:
         """Constant defaults of the function's parameters, and of `self.x` by the class and its constructor."""
         return defaults_of(self.term.function)
 
-    def adds_up(self, node: ast.For) -> bool:
+    def _adds_up(self, node: ast.For) -> bool:
         """Return True for a loop over rollouts, or parts of them, in which the term is added up or listed."""
         variables, body = names_in(node.target), list(_all(node.body))
         if isinstance(node.iter, ast.Call) and getattr(node.iter.func, "id", "") == "range":
@@ -133,7 +133,7 @@ class Facts:
 
     @cached_property
     def factors(self) -> set[str]:
-        """What is multiplied with and nothing else: no share of an interpolation, no argument of a call."""
+        """Texts that are factors and nothing else: no share of an interpolation, no argument of a call."""
         found: dict[bool, set[str]] = {True: set(), False: set()}
         for node in self.nodes:
             if isinstance(node, ast.BinOp):
@@ -144,7 +144,7 @@ class Facts:
 
     @cached_property
     def rests(self) -> set[str]:
-        """What is left of 1 of shares of interpolations, the rest of which is taken of something else: `1 - share`."""
+        """Texts that may be the rest of an interpolation, `1 - share`."""
         return {ast.unparse(n) for n in self.nodes if isinstance(n, ast.BinOp) and isinstance(n.left, ast.Constant)}
 
     def is_of_padding(self, name: str, text: str) -> bool:
@@ -164,25 +164,17 @@ class Facts:
                 turned.append(node.right)
         return text in map(ast.unparse, [*turned, *filled])
 
-    def branches(self, node: ast.If) -> Branches:
+    def _branches(self, node: ast.If) -> Branches:
         """Return what a condition decides over."""
-        if id(node) not in self._branches:
-            bound = [{n.id for n in _all(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-                     for part in (node.body, node.orelse)]  # fmt: skip
-            leaves = any(isinstance(n, ast.Return | ast.Raise) for n in _all([*node.body, *node.orelse]))
-            self._branches[id(node)] = Branches(
-                self.holds(*node.body),
-                self.holds(*node.orelse),
-                bool(bound[0] & bound[1] & self.relevant),
-                leaves or bool((bound[0] | bound[1]) & self.relevant),
-            )
-        return self._branches[id(node)]
-
-    def holds(self, *nodes: ast.AST) -> bool:
-        """Return True if a seed of the term stands in one of these nodes, which nobody changes."""
-        if nodes not in self._holds:
-            self._holds[nodes] = self.term.holds(*nodes)
-        return self._holds[nodes]
+        bound = [{n.id for n in _all(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+                 for part in (node.body, node.orelse)]  # fmt: skip
+        leaves = any(isinstance(n, ast.Return | ast.Raise) for n in _all([*node.body, *node.orelse]))
+        return Branches(
+            self.holds(*node.body),
+            self.holds(*node.orelse),
+            bool(bound[0] & bound[1] & self.relevant),
+            leaves or bool((bound[0] | bound[1]) & self.relevant),
+        )
 
 
 def _is_reference(node: ast.AST) -> bool:
@@ -212,9 +204,7 @@ def _all(statements: list[ast.stmt]) -> Iterator[ast.AST]:
         yield from ast.walk(statement)
 
 
-def _take_kept(
-    found: dict[str, Any], constructor: ast.FunctionDef | ast.AsyncFunctionDef, settings: Mapping[str, Any]
-) -> None:
+def _take_kept(found: dict[str, Any], constructor: FunctionNode, settings: Mapping[str, Any]) -> None:
     """Take what a constructor keeps in self: a constant, a parameter, or an option of a configuration."""
     own: dict[str, Any] = {}
     _take(own, constructor.args, "")

@@ -1,4 +1,4 @@
-"""What an expression carries: the sides that it is made of, and the log-ratios that flow into it, in which form.
+"""The value of an expression: the sides that it is made of, and the log-ratios that flow into it, in which form.
 
 A *seed* is a place where the log-probs of two sides meet. Its *form* changes on its way: the log-ratio itself, its
 exponential (an importance ratio), its square, k3, …; what decides whether it is a KL term is the form that arrives.
@@ -19,7 +19,7 @@ KL_LIKE = frozenset({SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE})
 
 @dataclass(eq=False)
 class Seed:
-    """Where two sides meet: lines `first` to `last`, the `left` and the `right` side as written, and who they are.
+    """A meeting of two sides: lines `first` to `last`, the `left` and the `right` side as written, and who they are.
 
     `parameter` is set for what flows into a function through one of its parameters, `named` for what is only called KL,
     `quiet` for what is made under torch.no_grad().
@@ -50,7 +50,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Value:
-    """What an expression carries."""
+    """The sides and the flows that an expression carries."""
 
     sides: frozenset[Side] = frozenset()
     flows: frozenset[Flow] = frozenset()

@@ -1,4 +1,4 @@
-"""What a lifted term that is more than arithmetic imports of the tree that it comes from."""
+"""Imports of a lifted term that is more than arithmetic from the tree that it comes from."""
 
 import ast
 import builtins

@@ -19,7 +19,7 @@ _KEEPS, _SUPPORT = WORDS["keeps"], WORDS["support"]
 
 
 class Leaves(Conditions):
-    """What stands for the names of one variant; `fields` are the rollout fields used, `missing` what has no value,
+    """Replacements for the names of one variant; `fields` are the rollout fields used, `missing` what has no value,
     `masks` the names of the one mask that all masks are here."""
 
     def __init__(self, tree: Tree, facts: Facts, choice: Mapping[str, Any]) -> None:

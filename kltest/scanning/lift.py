@@ -36,7 +36,7 @@ UNREACHED = frozenset({"raises", UNREACHED_END, UNREACHED_TERM, UNRETURNED})
 """Configurations in which there is no term, and so no variant of it."""
 NAME = "kl_term"
 Cuts = Remembered[Lifted]
-"""What is cut out for one end of a term, by the slice and by the choices that are read for it."""
+"""Variants for one end of a term, by the slice and by the choices that are read for it."""
 
 
 def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:

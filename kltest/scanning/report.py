@@ -1,4 +1,4 @@
-"""What a scan says to people, as text and Markdown, and the table of all formats."""
+"""The report of a scan for people, as text and Markdown, and the table of all formats."""
 
 import textwrap
 from collections import Counter

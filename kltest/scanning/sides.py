@@ -1,4 +1,4 @@
-"""Whose probabilities a name states: those of the policy, of a reference or of a sampler, and in which quantity."""
+"""Sides that names state: probabilities of the policy, of a reference or of a sampler, and in which quantity."""
 
 import re
 from dataclasses import dataclass

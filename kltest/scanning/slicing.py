@@ -27,7 +27,7 @@ _FIELDS = REDUCED | {f"{who}{what}" for who in (POLICY, REFERENCE, SAMPLER, MIXE
 
 
 class Slice:
-    """Where a term ends in the statements of one configuration: `last` of them, those `before` it, what the term has
+    """A term up to its end in the statements of one configuration: `last` of them, those `before` it, what the term has
     flowed into (`tainted`) before each of these and the last, and the expression, `result`, that it ends in.
 
     Raises NotLiftedError if the term does not arrive there.

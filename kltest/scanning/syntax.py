@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 NUMBERS = frozenset({"item", "tolist"})
 """Methods that make numbers of a tensor, which are only logged."""
 text = lru_cache(maxsize=100_000)(ast.unparse)
@@ -38,6 +39,13 @@ def says(name: str, *which: str) -> bool:
 def names_in(*nodes: ast.AST) -> set[str]:
     """Return the names that syntax trees hold."""
     return {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def parameters(function: FunctionNode) -> list[str]:
+    """Return the names of a function's parameters, without self."""
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return names[names[:1] in (["self"], ["cls"]) :]
 
 
 def mentioned(node: ast.AST) -> frozenset[str]:

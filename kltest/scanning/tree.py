@@ -13,7 +13,7 @@ from kltest.scanning.twins import name_twins
 
 @dataclass(frozen=True)
 class Arrival:
-    """Where a flow arrives: `kind` is loss, reward, return, stored or logged; `name` what it is assigned to."""
+    """A flow at its end: `kind` is loss, reward, return, stored or logged; `name` what it is assigned to."""
 
     flow: Flow
     kind: str
@@ -24,7 +24,7 @@ class Arrival:
 
 @dataclass
 class Followed:
-    """What was found in one function.
+    """Findings in one function.
 
     `calls` are the functions of the tree that bring a seed, `shaped` those that make a divergence of a log-ratio;
     `fields` are the sides that calls of models give, by line and column.

@@ -1,4 +1,4 @@
-"""Whose names are that differ in a mark alone, as `log_probs_a` and `log_probs_b`: by their callers, or by the mark."""
+"""Names that differ in a mark alone, as `log_probs_a` and `log_probs_b`: callers, or the mark, say whose they are."""
 
 import ast
 import re
@@ -7,15 +7,14 @@ from itertools import combinations
 
 from kltest.scanning.sides import POLICY, REFERENCE, says_kl, side, who_of
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import FUNCTIONS, chain, identifiers, says, words
+from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, identifiers, parameters, says, words
 
 _MARK = re.compile(r"^([st])_(?=\w)|_?([12ST])$|_([abst])$|^(target)_")
 _SECOND = {"1": "2", "a": "b", "s": "t", "S": "T", "": "target"}
 _ANYONE = ("1", "a")
 """Marks that state nobody: only of parameters, of what is called a divergence or an entropy."""
 _TWIN = re.compile(r"([Ll]og_?p|[Ll]ogit|[Pp]rob)\w*?(_?[12ST]|_[abst])\b|\b(target|[st])_\w*(log_?p|logit|prob)")
-"""What a file has that names one of two so."""
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+"""Text of a file that names one of two so."""
 
 
 def name_twins(sources: Sequence[Source]) -> None:
@@ -29,7 +28,7 @@ def name_twins(sources: Sequence[Source]) -> None:
                 calls.get(chain(call.func).rsplit(".", 1)[-1], []).append(call)
     found: list[tuple[FunctionNode, tuple[str, str], set[tuple[str, str]]]] = []
     for function, (first, second) in functions:
-        given = _parameters(function)
+        given = parameters(function)
         told = {pair for call in calls[function.name] if (pair := _told(call, given, first, second))}
         found.append((function, (first, second), told or {(POLICY, REFERENCE)}))
     for function, names, told in found:
@@ -38,15 +37,9 @@ def name_twins(sources: Sequence[Source]) -> None:
             _rename([function, *calls[function.name]], whose)
 
 
-def _parameters(function: FunctionNode) -> list[str]:
-    given = function.args
-    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return names[names[:1] in (["self"], ["cls"]) :]
-
-
 def _twins(function: FunctionNode) -> Iterator[tuple[str, str]]:
     """Yield pairs of names of a function that state one quantity and nobody, and differ in their mark."""
-    given = _parameters(function)
+    given = parameters(function)
     stored = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     marked: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys([*given, *stored]):

@@ -1,14 +1,14 @@
-"""What a function keeps in a dictionary of its own, or in an object made of named values, under names of its own."""
+"""Items of a function's own dictionaries, and of objects made of named values, under names of their own."""
 
 import ast
 import re
 from collections import Counter
 from collections.abc import Iterable
 
-from kltest.scanning.syntax import FUNCTIONS, chain
+from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain
 
 MADE = re.compile(r"\w = (\{|dict\(|([\w.]+\.)?[A-Z]\w*\()")
-"""What keeps something may begin with this."""
+"""The beginning of an assignment that may make such a dictionary or object."""
 
 
 def unpack(nodes: Iterable[ast.AST], text: str, about: re.Pattern[str]) -> None:
@@ -24,7 +24,7 @@ def unpack(nodes: Iterable[ast.AST], text: str, about: re.Pattern[str]) -> None:
             ast.fix_missing_locations(node)
 
 
-def _kept(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[tuple[str, str]]:
+def _kept(function: FunctionNode) -> set[tuple[str, str]]:
     """Return the names and keys that a function both keeps and reads."""
     inner = list(ast.walk(function))
     bound = Counter(n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
