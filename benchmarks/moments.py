@@ -32,6 +32,7 @@ def main() -> list[Row]:
                             partial(forward_backward, taken, rollout),
                             bound=bound,
                             floor=floor,
+                            rounds=7,
                         )
                     )
     rows += [_memory(case, declared) for case in FIXED for declared in (True, False)]
