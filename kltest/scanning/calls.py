@@ -79,6 +79,11 @@ class Calls(Expressions):
             pair = (receiver, given[0]) if receiver.sides else tuple(given[:2])
             if len(pair) == 2 and (met := self._meeting_of(node, *pair)):
                 return met
+        if (
+            name in ("sum", "mean") and not everything.flows
+        ):  # of a rollout, or of the vocabulary: none is known of that
+            first = receiver if receiver.sides else given[0] if given else NOTHING
+            return Value(first.sides if {each.quantity for each in first.sides} == {"logp"} else frozenset())
         if name in _SAME:
             first = receiver if receiver.sides or receiver.flows else everything
             return Value(first.sides, everything.flows, receiver.items)

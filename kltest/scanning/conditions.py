@@ -6,12 +6,14 @@ from typing import Any
 
 from kltest.scanning.facts import Facts
 from kltest.scanning.sides import is_mask, is_ratio, side
-from kltest.scanning.syntax import chain, names_in, says, text
+from kltest.scanning.syntax import chain, identifiers, names_in, says, text
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty")
 """Beginnings of the words of coefficients."""
 COUNTED = "mask.sum()"
 """Stands for a number of tokens that is handed in."""
+UNMASKED = "no mask is known here: numbers at padded positions are in it unless its caller leaves them out"
+"""Said of a term whose function has nothing to do with masks; it is no finding."""
 UNSET = object()
 
 
@@ -55,6 +57,8 @@ class Conditions:
             kind = chain(test.args[-1]).rsplit(".", 1)[-1]
             computed = name in self.facts.stored and name not in self.facts.term.function.parameters
             return kind == "Tensor" and bool(side(name) or computed)
+        if isinstance(test, ast.Call) and (counted := _of_data(test)) is not None:
+            return counted
         if isinstance(test, ast.Constant):
             return bool(test.value)
         if isinstance(test, ast.Name | ast.Attribute | ast.Subscript):
@@ -67,7 +71,7 @@ class Conditions:
         left, op, right = test.left, test.ops[0], test.comparators[0]
         name = chain(left)
         if isinstance(op, ast.Is | ast.IsNot) and isinstance(right, ast.Constant) and right.value is None:
-            there = bool(side(name)) or is_mask(name) or says(name, *COEFFICIENT)
+            there = bool(side(name)) or is_mask(name) or says(name, *COEFFICIENT, "label")
             if not there and name in self.facts.defaults and self.facts.defaults[name] is not None:
                 there = True
             if not there and is_ratio(name) and name in self.facts.term.function.parameters:
@@ -127,6 +131,40 @@ class Conditions:
         elif cases and default is None:
             cases.append(...)
         return list(dict.fromkeys(cases))
+
+
+def _of_data(test: ast.Call) -> bool | None:
+    """Return what a batch says of itself: some of its tokens are live, and its numbers are finite."""
+    said, inside = chain(test.func).rsplit(".", 1)[-1] or getattr(test.func, "attr", ""), set(identifiers(test))
+    if said in ("isnan", "isinf") or (said == "any" and inside & {"isnan", "isinf", "isfinite"}):
+        return False
+    if said == "isfinite" or (said == "all" and "isfinite" in inside):
+        return True
+    counted = said in ("len", "numel") or (said in ("any", "sum", "count_nonzero") and bool(inside & _LIVE))
+    return True if counted else None
+
+
+_LIVE = frozenset({"mask", "masks", "valid", "live", "keep", "kept", "nonempty"})
+
+
+def is_nothing(*nodes: ast.stmt | ast.expr) -> bool:
+    """Return True for what stands in for a term that is left out: zeros, something times zero, what assigns them."""
+    zeros = {"zeros", "zeros_like", "new_zeros"}
+    for node in nodes:
+        match node:
+            case ast.Constant(0) | ast.Pass() | ast.Return(None):
+                continue
+            case ast.Assign(_, value) | ast.Return(ast.Tuple([value, *_]) | value) if value and is_nothing(value):
+                continue
+            case ast.UnaryOp(_, value) if is_nothing(value):
+                continue
+            case ast.BinOp(one, ast.Mult(), other) if is_nothing(one) or is_nothing(other):
+                continue
+            case ast.Call(called, given) if name := chain(called).rsplit(".", 1)[-1] or getattr(called, "attr", ""):
+                if name in zeros or (name in ("tensor", "new_tensor", "array", "asarray") and is_nothing(*given[:1])):
+                    continue
+        return False
+    return bool(nodes)
 
 
 _OPERATIONS: dict[type, Any] = {

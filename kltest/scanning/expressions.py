@@ -29,6 +29,7 @@ from kltest.scanning.tree import Arrival, Followed, Tree
 LOSS = ("loss", "objective")
 REWARD = ("reward", "advantage", "return", "score", "adv")
 """Beginnings of the words of what is a loss, and of what is a reward."""
+_NORMALISES = frozenset({"logsumexp", "logaddexp", "max", "amax", "log", "lse", "norm", "float", "tensor", "sum"})
 
 
 class Expressions:
@@ -193,6 +194,10 @@ class Expressions:
         sides = left.sides or right.sides
         one_side = not (left.sides and right.sides) or left.sides == right.sides
         one_side = one_side and isinstance(op, ast.Mult | ast.Div | ast.Add | ast.Sub)
+        whose = {each.quantity for each in sides}
+        if isinstance(op, ast.Sub) and node and left.sides != right.sides and whose == {"logp"}:
+            other = node.right if left.sides else node.left  # if it does not normalise them, they are none after it
+            one_side &= not isinstance(other, ast.Call) or bool(_NORMALISES.intersection(identifiers(other)))
         return Value(sides if one_side else frozenset())
 
     def _meeting(self, node: ast.BinOp, left: Value, right: Value) -> Value | None:

@@ -2,10 +2,13 @@
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from kltest.scanning.arithmetic import MODULES
 from kltest.scanning.callees import Function
+from kltest.scanning.flows import Seed
 from kltest.scanning.sides import REFERENCE, is_mask, side
 from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, names_in, words
 from kltest.scanning.terms import Term
@@ -33,6 +36,12 @@ class Facts:
     def nodes(self) -> list[ast.AST]:
         """All nodes of the function."""
         return list(ast.walk(self.term.function.node))
+
+    @cached_property
+    def alone(self) -> "list[tuple[Seed, Facts]]":
+        """The facts for each seed of a term that has several."""
+        seeds = self.term.seeds if len(self.term.seeds) > 1 else []
+        return [(seed, Facts(replace(self.term, seeds=[seed]), self.relevant)) for seed in seeds]
 
     @cached_property
     def stored(self) -> frozenset[str]:
@@ -163,6 +172,41 @@ class Facts:
             ):
                 turned.append(node.right)
         return text in map(ast.unparse, [*turned, *filled])
+
+    def has_tokens(self, text: str) -> bool:
+        """Return True if an expression, or what is computed of it, is masked or summed up over tokens."""
+        found = self._computed(lambda value: text in map(ast.unparse, ast.walk(value)))
+
+        def reads(node: ast.expr) -> bool:
+            return bool(names_in(node) & found) or text in map(ast.unparse, ast.walk(node))
+
+        for node in self.nodes:
+            match node:
+                case ast.BinOp(one, ast.Mult(), other):
+                    if any(is_mask(chain(a)) and reads(b) for a, b in ((one, other), (other, one))):
+                        return True
+                case ast.Call(ast.Attribute(value, "sum" | "mean"), given, keywords):
+                    operands = [value, *given] if chain(value) not in MODULES else given
+                    if operands and reads(operands[0]) and (len(operands) > 1 or keywords):
+                        return True
+        return False
+
+    @cached_property
+    def sees_masks(self) -> bool:
+        """True if the function names a mask, or labels to be ignored."""
+        said = [n.arg for n in self.nodes if isinstance(n, ast.arg | ast.keyword) and n.arg]
+        said += [chain(n) for n in self.nodes if isinstance(n, ast.Name | ast.Attribute | ast.Subscript)]
+        ignored = ("ignore_index", "pad_token_id")
+        return any(is_mask(name) or name.endswith(ignored) for name in said) or any(
+            isinstance(n, ast.Constant) and n.value == 100 for n in self.nodes
+        )
+
+    def is_of_rows(self, text: str) -> bool:
+        """Return True for a mask that is put beside those of tokens, one number for each rollout."""
+        beside = {f"{text}{way}" for way in (".unsqueeze(1)", "[:, None]", ".view(-1, 1)", ".reshape(-1, 1)")}
+        if not self.term.whole:  # of these, it may also be that of tokens beside the vocabulary
+            beside |= {f"{text}{way}" for way in (".unsqueeze(-1)", ".unsqueeze(dim=-1)", "[..., None]")}
+        return any(ast.unparse(n) in beside for n in self.nodes if isinstance(n, ast.Call | ast.Subscript))
 
     def _branches(self, node: ast.If) -> Branches:
         """Return what a condition decides over."""

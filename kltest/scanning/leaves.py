@@ -6,23 +6,26 @@ from typing import Any
 
 from kltest.scanning.arithmetic import MODULES, refusal
 from kltest.scanning.callees import Function
-from kltest.scanning.conditions import COEFFICIENT, COUNTED, UNSET, Conditions, Undecided, number_for
+from kltest.scanning.conditions import COEFFICIENT, COUNTED, UNSET, Conditions, Undecided, is_nothing, number_for
 from kltest.scanning.facts import Facts
 from kltest.scanning.helpers import bare
 from kltest.scanning.sides import Side, is_mask, is_ratio, says_kl, side
+from kltest.scanning.summed import Summed
 from kltest.scanning.syntax import NUMBERS, chain, copied, each_of, identifiers, names_in, says, shifts, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
 _TOKENS = frozenset({"ids", "tokens", "actions", "responses", "labels", "targets"})
 _KEEPS, _SUPPORT = WORDS["keeps"], WORDS["support"]
+SHARE = " is a part of a distribution, not all of it: renormalised or not, its gradient is that of no KL of all tokens"
 
 
-class Leaves(Conditions):
+class Leaves(Conditions, Summed):
     """Replacements for the names of one variant; `fields` are the rollout fields used, `missing` what has no value,
     `masks` the names of the one mask that all masks are here."""
 
-    def __init__(self, tree: Tree, facts: Facts, choice: Mapping[str, Any]) -> None:
+    def __init__(self, tree: Tree, facts: Facts, choice: Mapping[str, Any], rollouts: str = "") -> None:
+        super().__init__(rollouts)
         self.tree, self.facts, self.choice = tree, facts, choice
         self.term = facts.term
         self.fields: dict[str, None] = {}
@@ -44,13 +47,15 @@ class Leaves(Conditions):
         functions = [node.func for node in called]  # whose own names say what they give, not what they are given
         said = [node for node in ast.walk(value) if node not in functions]
         given = {stated.quantity for node in said if (stated := side(chain(node)))}
+        if given & {"logits", "logp"} and "log" in names:
+            return True  # what is called so has another meaning here
         if all(name in _KEEPS for name in names) and given:
             return False
         whose = {stated.who for node in said if (stated := side(chain(node)))}
         if len(whose) > 1 and not isinstance(value, ast.IfExp):
             return False  # a mixture of two sides
         if _SUPPORT.intersection(identifiers(value)):
-            self.missing = f"{target} is a part of a distribution, not all of it"
+            self.missing = f"{target}{SHARE}"
         # What a helper of the tree adds up stays log-probs; what it makes of logits and tokens is a leaf.
         return not (given == {"logp"} and all(name in _KEEPS or name in self.tree.by_name for name in names))
 
@@ -72,9 +77,8 @@ class Leaves(Conditions):
         class Fill(ast.NodeTransformer):
             def visit_Name(self, inner: ast.Name) -> ast.expr:
                 if inner.id in bound or inner.id in leaves.fields or inner.id in MODULES:
-                    return inner
-                found = leaves.stands_for(inner.id, inner.id)
-                return inner if found is None else found
+                    return leaves.of_rollouts(inner.id) or inner
+                return leaves.stands_for(inner.id, inner.id) or inner
 
             def visit_BinOp(self, inner: ast.BinOp) -> ast.expr:
                 self.generic_visit(inner)
@@ -91,14 +95,15 @@ class Leaves(Conditions):
 
         return Fill().visit(node)
 
-    def field(self, stated: Side) -> ast.expr:
-        """Return the expression of a rollout's field for one side."""
+    def field(self, stated: Side, node: ast.expr | None = None) -> ast.expr:
+        """Return the expression of a rollout's field for one side; `node` is what the function has for it."""
         whole = stated.quantity != "logp" or (self.term.whole and not self.facts.sampled)
         name = f"{stated.who}{'logits' if whole else 'logp'}"
         self.fields[name] = None
+        reduced = None if whole or node is None else self.reduced(name, node)
         if stated.quantity == "prob":
             return ast.parse(f"{name}.exp()", mode="eval").body
-        return ast.Name(name, ast.Load())
+        return reduced or ast.Name(name, ast.Load())
 
     def use(self, name: str) -> ast.expr:
         """Return the name of a rollout's field, and note that it is used."""
@@ -110,11 +115,13 @@ class Leaves(Conditions):
         if text in self.choice and self.choice[text] not in (None, ...):
             return ast.Constant(self.choice[text])
         if _SUPPORT.intersection(words(name)) and side(name):
-            self.missing = f"{text} is a part of a distribution, not all of it"
+            self.missing = f"{text}{SHARE}"
         if stated := side(name):
-            return self.field(stated)
+            return self.field(stated, None if text in self.facts.stored else ast.parse(text, mode="eval").body)
         if is_mask(name):
             self.fields["mask"] = None
+            if self.facts.is_of_rows(text):  # all rollouts of a batch are in it
+                return ast.parse("(mask.sum(-1) > 0).float()", mode="eval").body
             return ast.parse("mask == 0" if self.facts.is_of_padding(name, text) else "mask", mode="eval").body
         if is_ratio(name) and text in self.term.function.parameters:
             self.notes.append(f"{text} is taken to be the ratio to the sampler")
@@ -253,6 +260,8 @@ class _Replace(ast.NodeTransformer):
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         decided = self.leaves.decide(node.test)
+        if decided is None and is_nothing(node.body) != is_nothing(node.orelse):
+            decided = is_nothing(node.orelse)
         if decided is None:
             raise self.leaves.undecided(node.test)
         return self.visit(node.body if decided else node.orelse)
@@ -274,7 +283,7 @@ class _Replace(ast.NodeTransformer):
         if given := self.leaves.tree.followed(context).fields.get(
             (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
         ):
-            return self.leaves.field(given)
+            return self.leaves.field(given, node)
         made = self.leaves.tree.constructed(called, context)
         held = chain(called.value) if isinstance(called, ast.Attribute) else ""
         if made is not None and chain(made.func).endswith("KLDivLoss"):

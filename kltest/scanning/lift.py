@@ -11,7 +11,7 @@ from typing import Any
 
 from kltest.scanning.arithmetic import refusal
 from kltest.scanning.choices import Asked, Remembered, named, telling
-from kltest.scanning.conditions import NotLiftedError, Undecided
+from kltest.scanning.conditions import UNMASKED, NotLiftedError, Undecided
 from kltest.scanning.ends import ITSELF, End, ends_of, relevant
 from kltest.scanning.facts import Facts
 from kltest.scanning.flows import LOG_RATIO, SHIFTED
@@ -20,9 +20,10 @@ from kltest.scanning.formulas import formula
 from kltest.scanning.imported import imported
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement, linear
-from kltest.scanning.slicing import PART, UNREACHED_END, UNREACHED_TERM, UNRETURNED, Slice
+from kltest.scanning.slicing import UNREACHED_END, UNREACHED_TERM, UNRETURNED, Slice
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import names_in, says
+from kltest.scanning.tainted import PART
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
 from kltest.scanning.variants import Lifted, averaged, holds
@@ -175,6 +176,10 @@ def _written(found: Slice, leaves: Leaves, place: str, end: End, run: bool) -> L
     if place == "reward":
         result = ast.UnaryOp(ast.USub(), result) if _is_reward(end) else result
     function, result = _function(kept, result, leaves)
+    if len(leaves.hows) == 1 and leaves.unclear and not leaves.rollouts:
+        again = Leaves(tree, leaves.facts, leaves.choice, *leaves.hows)
+        again.looped = leaves.looped
+        return _written(found, again, place, end, run)
     more, line = refusal(ast.fix_missing_locations(function), frozenset(leaves.helping))
     helpers = [] if more and not run else leaves.helpers()
     module = ast.Module(body=[*helpers, function], type_ignores=[])
@@ -202,7 +207,7 @@ def _written(found: Slice, leaves: Leaves, place: str, end: End, run: bool) -> L
         source = source.replace(f"return {value}", f"return (0 * {whose}.sum(), {{'kl': {value}}})")
     place = "advantage" if place == "reward" and says(end.name, "adv") else place
     source = f"{imported(tree, term.function.source, module)}{source}" if more else source
-    notes = list(leaves.notes)
+    notes = [*leaves.notes, *([] if "mask" in fields or leaves.facts.sees_masks else [UNMASKED])]
     written, complete = formula(kept, result)
     same = re.sub(r" / 1(\.0)?(?![\d.])", "", written) if complete else source
     if re.search(r"·0(\.0)?$", written):

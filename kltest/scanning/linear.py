@@ -5,7 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from kltest.scanning.conditions import Conditions, NotLiftedError
+from kltest.scanning.conditions import Conditions, NotLiftedError, is_nothing
 from kltest.scanning.facts import Facts
 from kltest.scanning.syntax import each_of, mentioned, names_in, says_no_gradient
 
@@ -45,6 +45,11 @@ class Statement:
     def identity(self) -> Hashable:
         """The same for the same statement, in a loop of the same statements."""
         return (self.value, *(each.identity for each in self.loop)) if self.loop else self
+
+    @property
+    def lines(self) -> list[int]:
+        """Return its line, and those of the statements of a loop."""
+        return [self.line, *(line for each in self.loop for line in each.lines)]
 
     @property
     def whole(self) -> ast.expr:
@@ -121,6 +126,8 @@ class _Walk:
             decided = over.first  # what is optional is there, or is not, as the term needs it
         elif not over.first and _only_raises(node.body) and _asks_for_none(node.test):
             decided = False
+        elif decided is None and is_nothing(*node.body) != is_nothing(*node.orelse):
+            decided = is_nothing(*node.orelse)
         if decided is None:
             if over.first != over.other and not over.together and not self._returns_one_of_several(node):
                 decided = over.first

@@ -37,7 +37,7 @@ class Side:
 def side(name: str) -> Side | None:
     """Return what a name states, None unless it names log-probs, logits or probabilities."""
     found = words(name)
-    if not found or _NOT.intersection(found) or _PREFERENCE.intersection(found):
+    if name.endswith("log1p") or not found or _NOT.intersection(found) or _PREFERENCE.intersection(found):
         return None
     text = " ".join(found)
     # Words that run together: oldlogprobs, reflogits, pilogps.

@@ -13,7 +13,8 @@ from kltest.scanning.facts import Facts
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement
 from kltest.scanning.sides import MIXED, POLICY, REFERENCE, SAMPLER, is_mask, says_kl, side
-from kltest.scanning.syntax import copied, is_logged, mentioned, names_in
+from kltest.scanning.syntax import chain, copied, is_logged, mentioned, names_in
+from kltest.scanning.tainted import alone, is_tainted, linear_part, meeting_of_all, tainted_by
 from kltest.scanning.terms import Term
 from kltest.scanning.variants import REDUCED
 
@@ -21,7 +22,6 @@ UNRETURNED = "it is not returned in this configuration"
 UNREACHED_END = "the statement at which it arrives is not reached in this configuration"
 UNREACHED_TERM = "it is not reached in this configuration"
 DETACHED = "it is detached, and what it is multiplied with could not be cut out"
-PART = ", which reads the reference as well: both may be parts of one divergence"
 _FIELDS = REDUCED | {f"{who}{what}" for who in (POLICY, REFERENCE, SAMPLER, MIXED) for what in ("logp", "logits")}
 """Names of fields that may stand in what is cut out, and be names of the function as well."""
 
@@ -34,10 +34,13 @@ class Slice:
     """
 
     def __init__(self, facts: Facts, end: End, statements: Sequence[Statement]) -> None:
-        tainted = _tainted(facts, statements)
+        tainted = tainted_by(facts, statements)
         number, result = _end_of(facts, end, statements, tainted)
+        for seed, flowing, own in alone(facts, statements):
+            if not is_tainted(statements[number].whole, flowing[number], own):
+                raise NotLiftedError(f"only a part of it could be cut out, without what line {seed.first} adds")
         self.facts, self.last, self.before, self.tainted = facts, statements[number], statements[:number], tainted
-        self.result = _linear_part(copied(result), tainted[number], facts)
+        self.result = linear_part(copied(result), tainted[number], facts)
 
     def decisive(self) -> tuple[Any, ...]:
         """Return what is equal for slices of which the same is cut out: each statement that may be needed, with those
@@ -64,14 +67,14 @@ class Slice:
 
     def cut_out(self, leaves: Leaves) -> tuple[list[Statement], ast.expr]:
         """Return the statements that the term needs, in order, and the expression that it ends in."""
-        result = leaves.replace(self.result)
+        result = leaves.replace(copied(self.result))
         return _needed(self.before, self.tainted, names_in(result), leaves), result
 
 
 @lru_cache(maxsize=10_000)
 def _linear_mentions(facts: Facts, statement: Statement, tainted: frozenset[str]) -> frozenset[str]:
     with suppress(NotLiftedError):
-        return mentioned(_linear_part(copied(statement.value), tainted, facts))
+        return mentioned(linear_part(copied(statement.value), tainted, facts))
     return statement.mentions
 
 
@@ -98,11 +101,15 @@ def _needed(
         if target is None or target not in needed:
             continue
         if target in tainted[number + 1]:
-            value = _linear_part(copied(value), tainted[number], leaves.facts)
+            value = linear_part(copied(value), tainted[number], leaves.facts)
         elif target in added_up:  # what it is added to is none of the term's
             value = ast.List([], ast.Load()) if isinstance(value, ast.List) else ast.Constant(0.0)
         elif leaves.is_leaf(target, value):
             field = leaves.stands_for(target, target)
+            if isinstance(field, ast.Name) and (reduced := leaves.reduced(field.id, value, target)) is not None:
+                kept.append(replace(statement, value=reduced))
+                needed.discard(target)
+                continue
             if part is None or field is None or not names_in(value) & part[1]:
                 continue
             value = ast.Subscript(field, part[0], ast.Load())
@@ -119,7 +126,7 @@ def _needed(
 
 
 def _needed_loop(loop: Statement, before: Set[str], needed: set[str], leaves: Leaves) -> Statement:
-    tainted = _tainted(leaves.facts, loop.loop, _tainted(leaves.facts, loop.loop, before)[-1])
+    tainted = tainted_by(leaves.facts, loop.loop, tainted_by(leaves.facts, loop.loop, before)[-1])
     while True:  # what a round needs of the one before it is needed as well
         wanted = set(needed)
         kept = _needed(loop.loop, tainted, wanted, leaves, _part_of(loop))
@@ -155,7 +162,7 @@ def _end_of(
     term = facts.term
     if end.line == RETURN and statements and statements[-1].target is None:
         value = _first_tainted(statements[-1].value, tainted[-2], term)
-        if not _is_tainted(value, tainted[-2], term):
+        if not is_tainted(value, tainted[-2], term):
             raise NotLiftedError(UNRETURNED)
         return len(statements) - 1, value
     if end.line >= 0:
@@ -169,10 +176,13 @@ def _end_of(
     for number in range(len(statements) - 1, -1, -1):
         statement = statements[number]
         if facts.holds(statement.value) and not statement.loop:
-            last = number
-            # Go on as long as what is assigned keeps its name: kl = …; kl = kl.clamp(…).
-            for later in range(number + 1, len(statements)):
+            last = meeting_of_all(facts, statements, number)
+            statement = statements[last]
+            # Go on as long as what is assigned keeps its name: kl = …; kl = kl.clamp(…), and its tokens: not kl[mask].
+            for later in range(last + 1, len(statements)):
                 if statements[later].target == statement.target and statement.target is not None:
+                    if isinstance(value := statements[later].value, ast.Subscript) and is_mask(chain(value.slice)):
+                        break
                     last = later
             value = statements[last].whole
             if end.name == "loss" and (statements[last].quiet or is_logged(value)):
@@ -183,74 +193,15 @@ def _end_of(
     raise NotLiftedError(UNREACHED_TERM)
 
 
-def _tainted(facts: Facts, statements: Sequence[Statement], before: Set[str] = frozenset()) -> list[frozenset[str]]:
-    """Return the names that the term's seeds flow into, before each statement and after the last."""
-    known = frozenset(before)
-    found = [known]
-    for statement in statements:
-        if statement.loop:
-            known = _tainted(facts, statement.loop, _tainted(facts, statement.loop, known)[-1])[-1]
-        if statement.target is not None:
-            if statement.reads & known or facts.holds(statement.value):
-                known |= {statement.target}
-            elif not statement.augmented:
-                known -= {statement.target}
-        found.append(known)
-    return found
-
-
 def _first_tainted(node: ast.expr, tainted: Set[str], term: Term) -> ast.expr:
     """Return the first item of a tuple, or of a dict that is logged, that the term flows into; else the whole."""
     items = node.elts if isinstance(node, ast.Tuple) else []
     if term.place == "logged" and isinstance(node, ast.Dict):
         named = [value for key, value in zip(node.keys, node.values, strict=True) if says_kl(_text(key))]
         items = named or node.values
-    found = next((item for item in items if _is_tainted(item, tainted, term)), None)
+    found = next((item for item in items if is_tainted(item, tainted, term)), None)
     return (items[0] if items else node) if found is None else _first_tainted(found, tainted, term)
 
 
 def _text(key: ast.expr | None) -> str:
     return str(key.value) if isinstance(key, ast.Constant) else ""
-
-
-def _is_tainted(node: ast.AST, tainted: Set[str], term: Term) -> bool:
-    return bool(names_in(node) & tainted) or term.holds(node)
-
-
-def _linear_part(node: ast.expr, tainted: Set[str], facts: Facts) -> ast.expr:
-    """Return an expression without the summands that the term does not flow into, constants excepted.
-
-    Raises NotLiftedError if such a summand reads the reference: it may be a part of the same divergence.
-    """
-    term = facts.term
-
-    def left_out(summand: ast.expr) -> None:
-        if term.whole and names_in(summand) & facts.of_reference:
-            raise NotLiftedError(f"it is added to {ast.unparse(summand)[:60]}{PART}")
-
-    class Part(ast.NodeTransformer):
-        def visit_BinOp(self, inner: ast.BinOp) -> ast.expr:
-            if isinstance(inner.op, ast.Add | ast.Sub):
-                left, right = (_is_tainted(each, tainted, term) for each in (inner.left, inner.right))
-                if left and not right and not _is_constant(inner.right) and not _meets(inner, term):
-                    left_out(inner.right)
-                    return self.visit(inner.left)
-                if right and not left and not _is_constant(inner.left) and not _meets(inner, term):
-                    left_out(inner.left)
-                    kept = self.visit(inner.right)
-                    return kept if isinstance(inner.op, ast.Add) else ast.UnaryOp(ast.USub(), kept)
-            if _meets(inner, term):
-                return inner
-            self.generic_visit(inner)
-            return inner
-
-    return Part().visit(node)
-
-
-def _meets(node: ast.BinOp, term: Term) -> bool:
-    return any((node.lineno, node.end_lineno) == (s.first, s.last) or (ast.unparse(node.left) == s.texts[0]
-               and ast.unparse(node.right) == s.texts[1]) for s in term.seeds if hasattr(node, "lineno"))  # fmt: skip
-
-
-def _is_constant(node: ast.expr) -> bool:
-    return not any(isinstance(inner, ast.Name | ast.Attribute | ast.Call) for inner in ast.walk(node))

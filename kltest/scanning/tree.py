@@ -9,6 +9,7 @@ from kltest.scanning.rewritten import rewrite
 from kltest.scanning.sides import Side
 from kltest.scanning.sources import Source
 from kltest.scanning.twins import name_twins
+from kltest.scanning.units import Units
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Tree(Callees):
         super().__init__(sources)
         self._follow = follow
         self.sources = sources
+        self.units = Units(self)
         self._followed: dict[tuple[Function, Given], Followed] = {}
         self._open: set[Function] = set()
 

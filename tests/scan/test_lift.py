@@ -384,9 +384,130 @@ def loss(logp, ref_logp, mask):
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *NAMES])
+def of_rollouts(value: Callable[..., torch.Tensor], *, mean: bool = False) -> Callable[[Fields], torch.Tensor]:
+    """A formula of the sums, or means, of a rollout's log-probs over its live tokens."""
+
+    def taken(given: Fields) -> torch.Tensor:
+        count = given["mask"].sum(1) if mean else 1
+        return value(*((given[f"{who}logp"] * given["mask"]).sum(1) / count for who in ("", "ref_", "old_")))
+
+    return taken
+
+
+ADDED_UP = """
+def seq(model, ids, start, average=False):
+    logp = torch.log_softmax(model(ids), -1)[:-1].gather(1, ids[1:, None]).squeeze(-1)[start:]
+    return logp.mean() if average else logp.sum()
+
+"""
+ROLLOUTS = {
+    "a stack of sums": (ADDED_UP + """
+def loss(model, ref_model, rolls):
+    logps = torch.stack([seq(model, *each) for each in rolls])
+    ref_logps = torch.stack([seq(ref_model, *each) for each in rolls])
+    return ((logps - ref_logps) ** 2).mean()
+""", of_rollouts(lambda new, ref, old: ((new - ref) ** 2).mean())),
+    "listed in a loop, with a second result": ("""
+def seq(model, ids, more=False):
+    logp = model(ids).log_softmax(-1).gather(1, ids[:, None])
+    total = torch.sum(logp)
+    if not more:
+        return total
+    return total, -logp.mean()
+
+def loss(model, ref_model, rolls, old_logps):
+    new_logps, ref_logps = [], []
+    for ids in rolls:
+        new_logp, entropy = seq(model, ids, more=True)
+        new_logps.append(new_logp)
+        ref_logps.append(seq(ref_model, ids))
+    new_logps = torch.stack(new_logps)
+    ref_logps = torch.stack(ref_logps).detach()
+    return (torch.exp(new_logps - old_logps) * (new_logps - ref_logps)).mean()
+
+def train(model, ref_model, rolls, mask, token_logps):
+    loss(model, ref_model, rolls, (token_logps * mask).sum(-1)).backward()
+""", of_rollouts(lambda new, ref, old: ((new - old).exp() * (new - ref)).mean())),
+    "a helper's callers hand in sums": ("""
+def k3(logp, ref_logp):
+    return (ref_logp - logp).exp() - (ref_logp - logp) - 1
+
+def get_logps(logits, labels, mask, average=False):
+    each = torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2)
+    if average:
+        return (each * mask).sum(-1) / mask.sum(-1)
+    return (each * mask).sum(-1)
+
+def train(model, ref_model, ids, labels, mask):
+    loss = k3(get_logps(model(ids), labels, mask), get_logps(ref_model(ids), labels, mask)).mean()
+    loss.backward()
+""", of_rollouts(lambda new, ref, old: (ref - new).exp() - (ref - new) - 1)),
+    "means": (ADDED_UP + """
+def loss(model, ref_model, rolls):
+    logps = torch.stack([seq(model, *each, average=True) for each in rolls])
+    ref_logps = torch.stack([-ref_model(each, labels=each).loss for each in rolls])
+    return (logps - ref_logps).abs().mean()
+""", of_rollouts(lambda new, ref, old: (new - ref).abs().mean(), mean=True)),
+    "a sum over tokens in its own statement": ("""
+def loss(model, ids, ref_logps):
+    logps = model(ids).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1).sum(-1)
+    return (logps - ref_logps.sum(-1)).abs().mean()
+""", lambda given: ((given["logp"] * given["mask"]).sum(1) - given["ref_logp"].sum(1)).abs().mean()),
+    "a mask of rows beside that of tokens": ("""
+def loss(self, batch, logps, ref_logps):
+    rows_mask = batch.get("distillation_mask")
+    if rows_mask is None:
+        mask = batch["completion_mask"]
+    else:
+        mask = batch["completion_mask"] * rows_mask.unsqueeze(1)
+    return ((logps - ref_logps).abs() * mask).sum() / mask.sum()
+""", lambda given: live(gap)(given) / given["mask"].sum()),
+    "labels that are there, though they need not be": ("""
+def loss(logits, teacher_logits, labels=None):
+    kl = F.kl_div(logits.log_softmax(-1), teacher_logits.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    if labels is not None:
+        kl = kl[labels != -100]
+    return kl.sum()
+""", live(lambda given: (given["ref_logits"].exp() * (given["ref_logits"] - given["logits"])).sum(-1))),
+    "called that of a sequence": ("""
+def loss(seq_logps, ref_seq_logps):
+    return (seq_logps - ref_seq_logps).abs().mean()
+""", of_rollouts(lambda new, ref, old: (new - ref).abs().mean())),
+    "called that of a sequence, and masked": ("""
+def loss(seq_logps, ref_seq_logps, mask):
+    kl = (seq_logps - ref_seq_logps).abs()
+    return (kl * mask).sum()
+""", live(gap)),
+    "one-hot tokens are added up over the vocabulary": ("""
+def loss(model, ids, ref_logps, mask, vocabulary):
+    logps = (model(ids).log_softmax(-1) * F.one_hot(ids, vocabulary)).sum(-1)
+    return ((logps - ref_logps).abs() * mask).sum()
+""", live(gap)),
+    "prefixes": ("""
+def loss(per_token_logps, ref_per_token_logps, mask):
+    logps, ref_logps = (per_token_logps * mask).cumsum(-1), (ref_per_token_logps * mask).cumsum(-1)
+    return ((logps - ref_logps).abs() * mask).sum()
+""", lambda given: (((given["logp"] - given["ref_logp"]) * given["mask"]).cumsum(1).abs() * given["mask"]).sum()),
+}  # fmt: skip
+EMPTY = {
+    "an empty batch": "    return kl.mean() if mask.any() else kl.sum() * 0.0",
+    "a number of tokens": "    total = count(mask)\n    return kl.mean() if total else torch.tensor(0.0)",
+    "a return before": "    if not mask.any():\n        return logp.sum() * 0.0\n    return kl.mean()",
+    "numbers that are not finite": "    kl = kl.mean()\n    if not torch.isfinite(kl):\n        kl *= 2\n    return kl",
+    "zeros": "    if fits(mask):\n        kl = kl.mean()\n    else:\n        kl = torch.zeros_like(kl)\n    return kl",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_batch_of_which_nothing_is_left_is_no_configuration(name: str, tmp_path: Path) -> None:
+    text = f"def loss(logp, ref_logp, mask):\n    kl = (logp - ref_logp).abs() * mask\n{EMPTY[name]}\n"
+    (only,) = variants(tmp_path, text)
+    torch.testing.assert_close(value_of(only), live(gap)(rollouts()) / 20)
+
+
+@pytest.mark.parametrize("name", [*LOOPS, *NAMES, *ROLLOUTS])
 def test_what_is_lifted_computes_what_the_function_does(name: str, tmp_path: Path) -> None:
-    text, expected = {**LOOPS, **NAMES}[name]
+    text, expected = {**LOOPS, **NAMES, **ROLLOUTS}[name]
     (only,) = variants(tmp_path, text)
     torch.testing.assert_close(value_of(only), expected(rollouts()))
 
@@ -550,6 +671,34 @@ def partial_kl(logits, ref_logits, logp, ref_logp, tokens, k=2):
     tail = (logp - ref_logp).detach() * (logp - logp.detach()).exp()
     return head + tail.where((top != tokens.unsqueeze(-1)).all(dim=-1), 0.0)
 """, "which reads the reference as well"),
+    "what is left of a distribution": ("""
+def partial_kl(logits, top_logps, top_probs, ids):
+    top_log_probs = logits.log_softmax(-1).gather(-1, ids)
+    kl = (top_probs * (top_logps - top_log_probs)).sum(-1)
+    log_teacher_rest, log_student_rest = torch.log1p(-top_probs.sum(-1)), torch.log1p(-top_log_probs.exp().sum(-1))
+    rest_kl = log_teacher_rest.exp() * (log_teacher_rest - log_student_rest)
+    kl += rest_kl
+    return kl.sum()
+""", "part of a distribution"),
+    "one of two summands": ("""
+def loss(self, logits, teacher_logits, mask):
+    probs, teacher_probs = logits.softmax(-1), teacher_logits.softmax(-1)
+    forward = (teacher_probs * (teacher_probs.log() - probs.log())).sum(-1)
+    backward = (probs * (probs.log() - teacher_probs.log())).sum(-1)
+    loss = some_average(forward + backward, mask)
+    return loss
+""", "no"),
+    "log-probs of tokens or of rollouts, as the configuration says": ("""
+def logps_of(logits, ids, whole):
+    each = logits.log_softmax(-1).gather(-1, ids)
+    if whole:
+        return each.sum(-1)
+    return each
+
+def loss(self, model, ref_model, ids):
+    logps, ref_logps = logps_of(model(ids), ids, self.whole), logps_of(ref_model(ids), ids, self.whole)
+    return (logps - ref_logps).abs().mean()
+""", "whole rollouts"),
     "parts that a function may change": ("""
 def loss(logp, ref_logp, mask):
     parts = {"kl": (logp - ref_logp).abs()}

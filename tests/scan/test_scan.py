@@ -8,9 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kltest.cli.application import app
+from kltest.scanning.conditions import UNMASKED
 from kltest.scanning.follow import tree_of
+from kltest.scanning.judge import filled
 from kltest.scanning.lift import Lifted, lifted
-from kltest.scanning.sources import sources
+from kltest.scanning.search import Search, Store
+from kltest.scanning.sources import contents, sources
 from kltest.scanning.terms import terms
 
 SMALL = """import torch
@@ -105,7 +108,7 @@ class Loss:
 """
     (only,) = lift_one(tmp_path, text)
     assert "3.0" in only.source
-    assert only.notes == ["self.scale keeps its default, 3.0"]
+    assert only.notes == ["self.scale keeps its default, 3.0", UNMASKED]
 
 
 def test_a_method_is_not_what_it_gives_and_a_term_ends_where_it_is_differentiated(tmp_path: Path) -> None:
@@ -235,6 +238,25 @@ def test_what_imports_its_tree_runs_only_if_it_is_asked_for(tmp_path: Path, monk
     (term,) = json.loads(Path("scan.json").read_text())["terms"]
     assert term["gradients"]["current"].endswith("local_reverse_kl"), term
     assert (code, Path("mark").exists()) == (1, True)
+
+
+MASKS = {
+    "of which nothing is known": ("def kd(logits, teacher_logits):\n", False),
+    "seen but not applied": ("def kd(logits, teacher_logits, attention_mask):\n", True),
+}
+
+
+@pytest.mark.parametrize("masks", MASKS)
+def test_padding_is_held_against_nobody_whose_caller_may_leave_it_out(masks: str, tmp_path: Path) -> None:
+    head, told = MASKS[masks]
+    body = "    return F.kl_div(logits.log_softmax(-1), teacher_logits.softmax(-1), reduction='batchmean')\n"
+    (tmp_path / "code.py").write_text(f"import torch.nn.functional as F\n\n{head}{body}")
+    (only,) = Search(list(contents([tmp_path], [])), Store(None))
+    assert any("no mask is known" in note for note in only.notes) != told
+    row = {"environment": "sequence", "sampler": "current", "identified": {"local_reverse_kl": 1.0}}
+    check = {"code": "KL501", "status": "fail", "level": "error", "message": ""}
+    report = {"verdict": "refuted", "gradients": [row], "checks": [check]}
+    assert filled(only, report).status == ("finding" if told else "passed")
 
 
 def test_comments_declare_and_excuse(small: Path) -> None:
