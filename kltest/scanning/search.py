@@ -48,9 +48,12 @@ class Search:
                 yield Row(**row)
             return
         with _uncollected():
-            sources = list(parsed(self._files, self.left_out))
-            tree = tree_of(sources)
-            found = terms(tree, logged=self._logged)
+            yield from self._searched()
+
+    def _searched(self) -> Iterator[Row]:
+        sources = list(parsed(self._files, self.left_out))
+        tree = tree_of(sources)
+        found = terms(tree, logged=self._logged)
         self.lines = sum(source.text.count("\n") for source in sources)
         said = {id(source): list(comments(source)) for source in sources}
         rows, used = [], set()
