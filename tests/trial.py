@@ -1,8 +1,8 @@
 """An experiment tried with a few of its settings: its modules, rows computed here, and what it says of them."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,7 @@ import pytest
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claims
 from kltest.reproduce.experiment import Experiment, Request, compute_all
-from kltest.reproduce.frames import records
+from kltest.reproduce.frames import Missing, records
 from kltest.sweeps.settings import Configuration
 
 CHECKOUT = Checkout(Path(__file__).parent.parent)
@@ -87,6 +87,45 @@ class Trial:
                 asked = [question for question in claims.questions if words in question[0]]
                 patch.setitem(vars(claims), "questions", asked)
             yield
+
+
+def irrefutable(analysis: ModuleType, rows: pd.DataFrame, settings: Iterable[str]) -> list[str]:
+    """Return the claims that no planted change of one measured column makes disagree."""
+    left = {sentence: judge for sentence, *_, judge in analysis.claims.questions}
+    for planted in _planted(rows, {*settings, "part", "kind"}):
+        for sentence, judge in list(left.items()):
+            # A judge may choke on nonsense, and that is no disagreement.
+            with suppress(Missing, ArithmeticError, ValueError, LookupError, TypeError, AttributeError):
+                if not judge(planted)[1]:
+                    del left[sentence]
+    return list(left)
+
+
+# A planted change of a column's values: all alike, each otherwise, or in another order.
+FLIPS: tuple[Callable[[list, int], Any], ...] = (
+    lambda old, place: not old[place],
+    lambda old, place: bool(place % 2),
+    lambda old, place: old[-1 - place],
+)
+CHANGES: tuple[Callable[[list, int], Any], ...] = (
+    lambda old, place: old[place] + 1,
+    lambda old, place: -old[place],
+    lambda old, place: old[place] * (1 + place % 7),
+    lambda old, place: old[place] / (1 + place % 5),
+    lambda old, place: old[-1 - place],
+    lambda old, place: 0.0,
+)
+
+
+def _planted(rows: pd.DataFrame, settings: set[str]) -> Iterator[pd.DataFrame]:
+    for name in (name for name in rows if name not in settings):
+        numbers = rows[name].map(lambda one: isinstance(one, int | float) and one == one)
+        old = rows.loc[numbers, name].tolist()
+        truths = all(isinstance(one, bool) for one in old)
+        for change in FLIPS if truths else CHANGES:
+            planted, new = rows.copy(), [change(old, place) for place in range(len(old))]
+            planted.loc[numbers, name] = pd.Series(new, rows.index[numbers], dtype=object)
+            yield planted
 
 
 def plant(rows: Sequence[dict[str, Any]], part: str, column: str, value: Any, where: Any) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import OWN, Answer, Claims
+from kltest.reproduce.bounds import Bound, above, at_least, below, near
+from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, frame, known, mean, need
 from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 
@@ -17,7 +18,7 @@ ORDER = ("part", "estimator", "group_size", "success", "push", "batch_size", "be
 SETTLED, REACHED = 1e-9, 1e-7
 MASKS = "TRL #5588 and #5640"
 
-LIMIT = f"{EXACT:g}"
+SUMS = "sums over all groups in float64"
 
 claims = Claims("groups")
 numbers = Numbers()
@@ -56,20 +57,23 @@ def predicted(row: Row) -> float | None:
     return (low + high) / 2
 
 
-ENDED = {"batch_size": 0, "gradient_norm": lambda x: x < SETTLED}
+ENDED = {"batch_size": 0, "gradient_norm": below(SETTLED)}
 
+# Coefficients at which all sampled runs have the time to settle.
+SETTLES = at_least(0.5)
 DRAWN = {"part": "training", "batch_size": lambda x: x > 0}
 
-claims.between("masking tied groups loses E[1{tied}·KL term] of the gradient", MASKS,
-    "the closed form, in every group size and difficulty", f"{LIMIT}: sums over all groups",
-    "largest difference {high:.1e} of the gradient", "closed_form_error", "masking", below=EXACT)  # fmt: skip
+claims.column("masking tied groups loses `E[1{{tied}}·KL term]` of the gradient, in every group size and difficulty",
+    MASKS,
+    SUMS, "closed_form_error", near(0, EXACT), "masking")  # fmt: skip
 
-claims.between("in evaluation groups of one sample the whole KL term is masked", MASKS, "all of it lost", LIMIT,
-    "{low:.6f} … {high:.6f} of it", "lost", "masking", group_size=1, above=1 - EXACT, below=1 + EXACT)  # fmt: skip
+claims.column("in evaluation groups of {group_size} sample the whole KL term is masked", MASKS, SUMS, "lost",
+    near(1, EXACT), "masking", group_size=1)  # fmt: skip
 
-claims.between("unmasked, the penalty ends at the optimum of the regularised objective", "theory",
-    f"KL(π‖π*) below {REACHED:g}", f"runs whose gradient is below {SETTLED:g}", "at most {high:.1e}", "kl_to_optimum",
-    "training", **ENDED, estimator=("k2-loss-sequence", "leave-one-out"), below=REACHED)  # fmt: skip
+claims.column("unmasked, the penalty ends at the optimum of the regularised objective: KL(π‖π*) below {bound} where "
+    "the "
+    "gradient is below {gradient_norm}", "theory", "what is left at such a gradient", "kl_to_optimum", below(REACHED),
+    "training", **ENDED, estimator=("k2-loss-sequence", "leave-one-out"))  # fmt: skip
 
 
 def _masked_beside_right(rows: pd.DataFrame) -> pd.DataFrame:
@@ -80,18 +84,22 @@ def _masked_beside_right(rows: pd.DataFrame) -> pd.DataFrame:
     return known(masked.merge(right, on=["success", "beta"], suffixes=("", "_right")))
 
 
-@claims.add(f"{MASKS}; the numbers: this work",
-    "right more often than π*; KL(π‖ref) and J* − J = β·KL(π‖π*) > 0 of that end",
-    f"{REACHED:g}; exact training, groups of four")  # fmt: skip
-def _elsewhere(rows: pd.DataFrame) -> Answer:
-    """masked, it ends elsewhere: farther from the reference, at a lower objective"""
+@claims.measure(f"{MASKS}; the numbers: this work", "exact training, groups of four, as far as it has settled",
+    times_the_kl=above(1), more_often_right=above(0), lost=above(0),
+    kl_off_closed_form=near(0, REACHED), lost_off_closed_form=near(0, REACHED))  # fmt: skip
+def _elsewhere(rows: pd.DataFrame) -> Measured:
+    """masked, it ends elsewhere: right more often than π*, farther from the reference, at a lower objective"""
     pairs = _masked_beside_right(rows)
     kl, gap, ends, best = (pairs[name].astype(float) for name in ("kl", "gap", "predicted", "predicted_right"))
     away, lost = _kl(ends, pairs["success"].astype(float)), pairs["beta"] * _kl(ends, best)
-    times = kl / pairs["kl_right"]
-    said = f"KL(π‖ref) {times.min():.2f} to {times.max():.2f} times as large, J* − J {gap.min():.1e} to {gap.max():.1e}"
-    off = max((kl - away).abs().max(), (gap - lost).abs().max())
-    return f"{said}; references: {pairs['success'].nunique()}", (ends > best).all() and lost.min() > 0 and off < REACHED
+    return {
+        "times_the_kl": kl / pairs["kl_right"],
+        "more_often_right": ends - best,
+        "lost": lost,
+        "kl_off_closed_form": kl - away,
+        "lost_off_closed_form": gap - lost,
+        "references": pairs["success"].nunique(),
+    }
 
 
 def _kl(chance: pd.Series, other: pd.Series) -> pd.Series:
@@ -99,26 +107,20 @@ def _kl(chance: pd.Series, other: pd.Series) -> pd.Series:
     return chance * np.log(chance / other) + (1 - chance) * np.log((1 - chance) / (1 - other))
 
 
-claims.between("every fixed point is the predicted one (π*, π* at (1 − 1/n)β, and that of the mask)", OWN,
-    "P(right) as predicted", f"{REACHED:g}", "largest difference {high:.1e} in {count} runs",
-    lambda ends: (ends["right"] - ends["predicted"].astype(float)).abs(), "training", **ENDED,
-    below=REACHED)  # fmt: skip
+claims.column("every fixed point is the predicted one (π*, `π* at (1 − 1/n)β`, and that of the mask)", OWN,
+    "P(right) where the gradient has settled", "right - predicted", near(0, REACHED), "training", **ENDED)  # fmt: skip
 
 
-def _baseline(rows: pd.DataFrame, name: str) -> Answer:
-    found = need(rows, "baselines", estimator=name)
-    factor = 1 - 1 / found["group_size"] if name == "group-mean" else 1.0
-    off = max((found["factor"] - factor).abs().max(), found["rest"].max())
-    return f"largest difference {off:.1e}", off < EXACT
-
-
-for _name, _words, _expected in (
-    ("group-mean", "with the rollout itself shortens the gradient", "(1 − 1/n)·∇KL"),
-    ("leave-one-out", "without the rollout itself does not", "∇KL"),
+for _name, _shortened, _words in (
+    ("group-mean", 1, "with the rollout itself shortens the gradient to `(1 − 1/n)·∇KL`"),
+    ("leave-one-out", 0, "without the rollout itself gives ∇KL"),
 ):
-    claims.add("theory; Ahmadian et al. 2024", _expected, LIMIT, claim=f"a baseline of the group's mean {_words}")(
-        lambda rows, name=_name: _baseline(rows, name)
-    )
+
+    @claims.measure("theory; Ahmadian et al. 2024", SUMS, claim=f"a baseline of the group's mean {_words}",
+        factor_off=near(0, EXACT), rest=near(0, EXACT), estimator=_name, shortened=_shortened)  # fmt: skip
+    def _baseline(rows: pd.DataFrame, estimator: str, shortened: int) -> Measured:
+        found = need(rows, "baselines", estimator=estimator)
+        return {"factor_off": found["factor"] - (1 - shortened / found["group_size"]), "rest": found["rest"]}
 
 
 def _push(rows: pd.DataFrame, kind: str) -> pd.Series:
@@ -126,56 +128,60 @@ def _push(rows: pd.DataFrame, kind: str) -> pd.Series:
     return need(rows, "std").groupby("push")[kind].mean()
 
 
-@claims.add("theory", "equal from 0.01 to 1, while the plain push grows a hundredfold",
-    "5 %: β·std(u) against ε at β = 0.01")  # fmt: skip
-def _cancels(rows: pd.DataFrame) -> Answer:
-    """in tied groups std-normalisation cancels β: the push is the same for every β well above ε = 1e-4"""
-    large = _push(rows, "normalised").loc[1e-2:]
+@claims.measure("theory", "β·std(u) against ε at the smallest of these β", smallest_over_largest=above(0.95),
+    push=at_least(1e-2))  # fmt: skip
+def _cancels(rows: pd.DataFrame, push: Bound) -> Measured:
+    """in tied groups std-normalisation cancels β: for β from {push} on, well above `ε = 1e-4`, the smallest push is
+    more than {smallest_over_largest} of the largest"""
+    large = _push(rows, "normalised")[lambda size: push(size.index)]
     known(large[1:])
-    least = large.min() / large.max()
-    return f"{least:.3f} from the smallest to the largest", least > 0.95
+    return {"smallest_over_largest": large.min() / large.max()}
 
 
-@claims.add("theory", "proportional to β below 1e-5", "15 %: β·std(u) against ε at β = 1e-5")
-def _fades(rows: pd.DataFrame) -> Answer:
-    """and fades like the plain one once β is of the order of ε"""
-    small = _push(rows, "normalised").loc[:1e-5]
+@claims.measure("theory", "β·std(u) against ε at the larger of these β", growth_over_that_of_β=Bound(0.85, 1,
+    closed=True),
+    push=below(1.1e-5))  # fmt: skip
+def _fades(rows: pd.DataFrame, push: Bound) -> Measured:
+    """and fades like the plain one below ε: for β below {push} it grows {growth_over_that_of_β} times as much as β"""
+    small = _push(rows, "normalised")[lambda size: push(size.index)]
     known(small[1:])
-    ratio, times = small.iloc[1] / small.iloc[0], small.index[1] / small.index[0]
-    return f"ratio {ratio:.2f} where β has {times:.0f} times the size", 0.85 < ratio / times <= 1.0
+    return {"growth_over_that_of_β": small.iloc[1] / small.iloc[0] / (small.index[1] / small.index[0])}
 
 
-@claims.add("theory", "plain push / β constant", "1e-9")
-def _proportional(rows: pd.DataFrame) -> Answer:
+@claims.measure("theory", "float64", spread_of_the_push_over_β=near(0, 1e-9))
+def _proportional(rows: pd.DataFrame) -> Measured:
     """without normalisation the push is proportional to β"""
     plain = _push(rows, "plain")
     ratio = plain / plain.index
-    return f"{ratio.min():.4g} … {ratio.max():.4g}", ratio.max() / ratio.min() - 1 < 1e-9
+    return {"spread_of_the_push_over_β": ratio.max() / ratio.min() - 1}
 
 
-claims.between("the exact expectation over groups is that of a second, plain enumeration", OWN, "equal", LIMIT,
-    "largest difference {high:.1e}", "by_hand_error", "std", below=EXACT)  # fmt: skip
+claims.column("the exact expectation over groups is that of a second, plain enumeration", OWN, SUMS, "by_hand_error",
+    near(0, EXACT), "std")  # fmt: skip
 
 # Below β = 0.3 π* is all but certain, and there is nothing left to blow up.
-claims.between("with the KL in a std-normalised reward even exact training at a constant step does not settle: near π* "
-    "all regularised rewards are equal, and the division blows up what is left", OWN,
-    "gradient norm above 0.001 after all steps, β ≥ 0.3", "settled runs are below 1e-9", "{low:.2g} … {high:.2g}",
-    "gradient_norm", "training", batch_size=0, estimator="group-std", beta=lambda x: x >= 0.3,
-    above=1e-3)  # fmt: skip
+claims.column("with the KL in a std-normalised reward even exact training at a constant step does not settle for β "
+    "from "
+    "{beta} on: its gradient stays above {bound}, since near π* all regularised rewards are equal, and the division "
+    "blows "
+    "up what is left", OWN, "a million times that of settled runs", "gradient_norm", above(1e-3), "training",
+    batch_size=0,
+    estimator="group-std", beta=at_least(0.3))  # fmt: skip
 
 
-def _gap(rows: pd.DataFrame, name: str) -> float:
+def _gap(rows: pd.DataFrame, name: str, beta: Bound = SETTLES) -> float:
     drawn = need(rows, **DRAWN, estimator=name)
-    return mean(drawn.loc[drawn["beta"] >= 0.5, "gap"].clip(lower=0.0))
+    return mean(drawn.loc[beta(drawn["beta"]), "gap"].clip(lower=0.0))
 
 
-@claims.add(OWN, "J* − J a thousand times smaller", "β from 0.5, where all runs have the time to settle")
-def _noise(rows: pd.DataFrame) -> Answer:
-    """sampled, k1 in the reward with a leave-one-out baseline has no noise left at π*, since R − β·u is the same for
-    all rollouts there; k2 in the loss keeps its noise
+@claims.measure(OWN, "β at which all runs have the time to settle", share_of_the_loss=below(1e-3), beta=SETTLES)
+def _noise(rows: pd.DataFrame, beta: Bound) -> Measured:
+    """sampled, for β from {beta} on, k1 in the reward with a leave-one-out baseline has no noise left at π*, since R −
+    β·u is the same for all rollouts there: it loses less than {share_of_the_loss} of what k2 in the loss loses to its
+    noise
     """
-    without, noisy = (_gap(rows, name) for name in ("leave-one-out", "k2-loss-sequence"))
-    return f"{without:.1e} against {noisy:.1e} (means over runs and seeds)", without < 1e-3 * noisy
+    without, noisy = (_gap(rows, name, beta) for name in ("leave-one-out", "k2-loss-sequence"))
+    return {"share_of_the_loss": without / noisy, "lost": without, "lost_to_noise": noisy}
 
 
 numbers.melt("masking", {"lost": "lost", "ties": "tied"}, ["group_size", "success"], means=True)

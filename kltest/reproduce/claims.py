@@ -1,35 +1,43 @@
-'''Claims of an experiment: a sentence, what is expected, what was found, and the verdict.
+'''Claims of an experiment: a sentence, the inequalities that are its test, what was measured, and the verdict.
 
-An analysis has `claims = Claims(NAME)` and a function for each claim, in the order of the summary. Its docstring is the
-claim; the decorator has the source, what is expected and the tolerance::
+An analysis has `claims = Claims(NAME)` and a function for each claim, in the order of the summary. It measures; the
+decorator has the source, the reason of the tolerance, and a bound for each quantity that is measured. The docstring is
+the sentence; its numbers are slots for these bounds and for the function's further arguments::
 
-    @claims.add("theory", "about 1/T of the gradient", "1.1/T: tokens differ in context")
-    def _last(rows):
-        """the last token alone"""
-        long = need(rows, "length")
-        most = (long["last"] * long["length"]).max()
-        return f"at most {most:.2f}/T", most < 1.1
+    @claims.measure("theory", "tokens differ in context", times=below(1.1), length=at_least(100))
+    def _last(rows, length):
+        """for T from {length} on the last token alone has at most {times}/T of the gradient"""
+        long = need(rows, "length", length=length)
+        return {"times": long["last"] * long["length"]}
 
-It returns what was found, in words, and whether that is as expected. `need` raises Missing if rows are not there: the
-claim was then not run. If all that is claimed is that a column stays below a limit, or between two, `bound` and
-`between` say so in one call::
+So a sentence and its test have the same numbers, and the bounds alone decide if a claim agrees. A formula stands in
+backquotes; any other number that is written out is refused. What is returned beside the quantities with bounds is
+reported and not judged. `need` raises Missing if rows are not there: the claim was then not run. If all that is
+measured is an expression of columns, one call says so; `{bound}` is its slot::
 
-    claims.bound("two routes agree", "theory", "equal", "1e-9: float64", "off_again", 1e-9, "length")
-    claims.between("k1 and k3 agree", OWN, "1", "10 %", "{low:.2f} to {high:.2f}", "ratio", above=0.9, below=1.1)
+    claims.column("for T from {length} on the last token alone has at most {bound}/T of the gradient", "theory",
+        "tokens differ in context", "last * length", below(1.1), "length", length=at_least(100))
 '''
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from kltest.reproduce.frames import Missing, Rows, frame, known, need
+from kltest.reproduce.bounds import Bound, figure
+from kltest.reproduce.frames import Missing, Rows, frame, known, need, require
 
 LEFT_OUT = "left out by --only"
 Answer = tuple[str, Any]
 Judge = Callable[..., Answer]
+Measured = Mapping[str, Any]
 # A column, or what is worked out from a frame.
 Column = str | Callable[[pd.DataFrame], pd.Series]
 # The source of a claim that nobody has made before.
@@ -63,6 +71,50 @@ class Claims:
 
     experiment: str
     questions: list[tuple[str, str, str | Callable[[pd.DataFrame], str], str, Judge]] = field(default_factory=list)
+
+    def measure(self, source: str, why: str, *, claim: str = "", **given: Any) -> Callable[[Any], Any]:
+        """Decorate the function that measures what a claim bounds; the claim is its docstring unless given.
+
+        Args:
+            source: who said it first.
+            why: the reason of the tolerance.
+            claim: the sentence, with slots for what is given.
+            **given: for each parameter of the function beside the rows its value (a Bound selects rows), and for each
+                quantity that is judged its Bound.
+
+        Raises:
+            ValueError: nothing is judged, or the sentence has a number that is not given.
+        """
+
+        def added(measured: Callable[..., Measured]) -> Callable[..., Measured]:
+            names = inspect.signature(measured).parameters
+            scope = {name: one for name, one in given.items() if name in names}
+            bounds = {name: one for name, one in given.items() if name not in names}
+            self._ask(claim or measured.__doc__ or "", source, why, bounds, scope, partial(measured, **scope), given)
+            return measured
+
+        return added
+
+    def column(self, claim: str, source: str, why: str, of: str, bound: Bound, part: Any = None, **where: Any) -> None:
+        """Claim that an expression of columns is within a bound, in each of the rows of a part that are asked for."""
+
+        def measured(rows: pd.DataFrame) -> Measured:
+            found = need(rows, part, **where)
+            draws = {"draws": found["seed"].nunique()} if "seed" in found else {}
+            return {of: known(found.eval(of, engine="python").dropna()), **draws}
+
+        self._ask(claim, source, why, {of: bound}, where, measured, {"bound": bound, **where})
+
+    def _ask(
+        self, sentence: str, source: str, why: str, bounds: Mapping[str, Bound], where: Mapping[str, Any],
+        measured: Callable[..., Measured], slots: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        def judge(rows: pd.DataFrame, *which: Any) -> Answer:
+            found = {name: _values(one) for name, one in measured(rows, *which).items()}
+            said = (f"{_label(name)}: {_shown(values, bounds.get(name))}" for name, values in found.items())
+            return "; ".join(said), all(np.all(bound(found[name])) for name, bound in bounds.items())
+
+        self.questions.append((written(sentence, **slots), source, inequality(bounds, where), why, judge))
 
     def add(
         self, source: str, expected: str | Callable[[pd.DataFrame], str], tolerance: str = "", *, claim: str = ""
@@ -122,6 +174,62 @@ class Claims:
             wanted = expected if isinstance(expected, str) else expected(whole)
             found.append(Claim(self.experiment, claim + suffix, source, wanted, said, agrees, tolerance))
         return found
+
+
+# A number that is no part of a name (k1, float32) and no power.
+NUMBER = re.compile(
+    r"(?<![\w−-])[\d.]*\d|%|\b(half|twice|(a|one|two) (third|quarter|fifth|tenth)s?|(ten|hundred|thousand)\w*)\b"
+)
+FORMULA = re.compile(r"`[^`]*[^\d\s.,%`][^`]*`")
+
+
+def written(sentence: str, **given: Any) -> str:
+    """Return a claim's sentence with what is given in its slots; ValueError if it has other numbers."""
+    literal = "".join(text for text, *_ in string.Formatter().parse(sentence))
+    if other := NUMBER.search(FORMULA.sub("", literal)):
+        raise ValueError(f"{other[0]!r} is no bound of the claim {sentence!r}")
+    words = {name: ", ".join(map(str, one)) if isinstance(one, tuple) else one for name, one in given.items()}
+    return " ".join(sentence.format(**words).replace("`", "").split())
+
+
+def inequality(bounds: Mapping[str, Bound], scope: Mapping[str, Any]) -> str:
+    """Return what is tested, and where; ValueError if nothing is."""
+    if not bounds or not all(isinstance(bound, Bound) for bound in bounds.values()):
+        raise ValueError(f"each quantity needs a bound, a claim at least one: {dict(bounds)}")
+    words = (
+        one.of(_label(name)) if isinstance(one, Bound) else f"{_label(name)} {_scope(one)}"
+        for name, one in scope.items()
+    )
+    where = "; ".join(words)
+    return "; ".join(bound.of(_label(name)) for name, bound in bounds.items()) + (f" (where {where})" if where else "")
+
+
+def _scope(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ") if name.isidentifier() else name
+
+
+def _values(found: Any) -> np.ndarray:
+    """Return what was measured as numbers, truths or words; Missing if there are none."""
+    values = np.ravel(np.asarray(found))
+    require(len(values))
+    return values if values.dtype.kind in "biU" else values.astype(float)
+
+
+def _shown(values: np.ndarray, bound: Bound | None) -> str:
+    if values.dtype.kind == "U":
+        return ", ".join(values)
+    if values.dtype.kind == "b":
+        return f"{values.sum()} of {len(values)}"
+    low, high = (figure(one, "," if values.dtype.kind == "i" else ".3g") for one in (values.min(), values.max()))
+    if len(values) == 1:
+        return high
+    if bound is not None and bound.near == 0:
+        return f"at most {figure(abs(values).max(), '.1e')}, of {len(values)}"
+    return f"{low} to {high}, of {len(values)}"
 
 
 def score(claims: Sequence[Claim]) -> float | None:

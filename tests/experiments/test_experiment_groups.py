@@ -74,7 +74,7 @@ def test_claims_agree_and_those_without_rows_are_not_run(rows):
     ("words", "part", "change"),
     [
         ("masking tied groups loses", "masking", {"closed_form_error": 1e-6}),
-        ("evaluation groups of one", "masking", {"lost": 0.9}),
+        ("in evaluation groups", "masking", {"lost": 0.9}),
         ("unmasked", "training", {"kl_to_optimum": 1e-3}),
         ("masked, it ends", "training", {"kl": 0.1}),
         ("masked, it ends", "training", {"gap": 1e-6}),

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import random
 import re
@@ -18,6 +19,7 @@ from trial import look_up
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_markdown, held, write
 from kltest.reproduce import Request, figures, paper, reproduce, run
+from kltest.reproduce.bounds import EVERY, above, at_least, at_most, below, exactly, near, within
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, Claims
 from kltest.reproduce.commands import summary
@@ -758,6 +760,56 @@ def test_what_is_claimed_between_two_limits_agrees_strictly_between_them(of, lim
     claims = Claims("e")
     claims.between("it", "source", "expected", "", "{low:g} to {high:g}: {total:.0f} of {count}", of, "a", **limits)
     assert [(one.found, one.agrees) for one in claims(ROWS)] == [(said, agrees)]
+
+
+def test_a_measured_claim_writes_the_bounds_that_it_tests():
+    claims = Claims("e")
+
+    @claims.measure("source", "why", most=below(1), n=at_most(1))
+    def judge(rows, n):
+        """up to {n} it is below {most}"""
+        return {"most": need(rows, "a", n=n)["x"], "rows_seen": 1}
+
+    claims.column("`x/2` is {bound}", "source", "why", "x / 2", near(0.5, 0.26), "a", n=2)
+    claims.column("and above", "source", "why", "x", above(0.5), "a")
+    claims.column("not there", "source", "why", "x", above(0.5), "c")
+    assert [(one.claim, one.expected, one.found, one.agrees, one.tolerance) for one in claims(ROWS)] == [
+        ("up to 1 it is below 1", "most < 1 (where n ≤ 1)", "most: 0.5; rows seen: 1", True, "why"),
+        ("x/2 is 0.5", "|x / 2 − 0.5| < 0.26 (where n 2)", "x / 2: 0.75", True, "why"),
+        ("and above", "x > 0.5", "x: 0.5 to 1.5, of 2", False, "why"),
+        ("not there", "x > 0.5", "not run", None, "why"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "sentence", ["it is below 2", "it is 5% of it", "up to half", "`1.35` at most", "at .9", "a hundred"]
+)
+def test_a_claim_whose_sentence_has_a_number_of_its_own_is_refused(sentence):
+    with pytest.raises(ValueError, match="no bound of the claim"):
+        Claims("e").column(sentence, "source", "why", "x", below(2))
+
+
+def test_names_and_formulas_may_have_digits_and_a_claim_needs_a_bound():
+    Claims("e").column("k3 in float32, D₂ and `(1 − 1/n)·∇KL`: below {bound:.0%}", "source", "why", "x", below(2))
+    with pytest.raises(ValueError, match="at least one"):
+        Claims("e").measure("source", "why")(lambda rows: {"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("bound", "inside", "outside", "words"),
+    [
+        (within(1, 1.35), (1.01, 1.34), (0.9, 1, 1.35, math.nan), "1 < x < 1.35"),
+        (below(1e-9), (-1, 0), (1e-9, math.nan), "x < 1e−9"),
+        (at_least(2), (2, 3), (1.9, math.nan), "x ≥ 2"),
+        (near(0, 1e-3), (-9e-4, 0), (1e-3, -1e-3, math.nan), "|x| < 0.001"),
+        (near(1, 0.02), (0.981, 1.019), (0.97, 1.021, math.nan), "|x − 1| < 0.02"),
+        (exactly(3), (3,), (2, 4, math.nan), "x = 3"),
+        (EVERY, (True,), (False,), "x: in every case"),
+    ],
+)
+def test_a_bound_tests_what_it_writes(bound, inside, outside, words):
+    assert [bool(bound(one)) for one in (*inside, *outside)] == [True] * len(inside) + [False] * len(outside)
+    assert bound.of("x") == words
 
 
 def test_single_numbers_of_columns_by_name_or_by_a_function():
