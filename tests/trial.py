@@ -110,8 +110,8 @@ FLIPS: tuple[Callable[[list, int], Any], ...] = (
 CHANGES: tuple[Callable[[list, int], Any], ...] = (
     lambda old, place: old[place] + 1,
     lambda old, place: -old[place],
-    lambda old, place: old[place] * (1 + place % 7),
-    lambda old, place: old[place] / (1 + place % 5),
+    lambda old, place: old[place] * 10 ** (place % 7),
+    lambda old, place: old[place] / 10 ** (place % 5),
     lambda old, place: old[-1 - place],
     lambda old, place: 0.0,
 )

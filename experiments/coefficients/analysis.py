@@ -2,19 +2,20 @@
 
 import math
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import OWN, Answer, Claims
+from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near, within
+from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, require, select
 from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 
 from .ends import EXACT, LOCAL
-from .settings import CENTRED, PARTS
+from .settings import CENTRED, OPTIMUM, PARTS
 
 ENVIRONMENTS = ("bandit", "sequence", "mdp")
 WRONG_IN_LOSS = (*LOCAL, "k3-loss", "k3-loss-sequence")
@@ -29,14 +30,10 @@ SETTLED, CERTAIN = 0.01, 3.0
 ON_FRONTIER, SAME = 5e-3, 0.02
 # A penalty that at the largest β of all leaves the policy where the optimum of a β ten times smaller would be.
 LOOSE = 0.1
-# KL(π‖π*), nats, of a run that is on its way to π* and no longer lost.
-NEAR = 0.1
-# Foreseen distances that differ by 30 % are told apart.
-CLEAR = math.log(1.3)
 NOISY = ("k1-reward", "k1-both", "rao-blackwell")
 # A biased estimator, and an unbiased one that is noisier.
 PAIRS = (("k2-loss", "rao-blackwell"), ("k2-loss", "k1-both"), ("k3-loss", "k1-both"))
-ON_TARGET = f"{SAME:.0%} in β'"
+SETTLING = "as far as training has settled"
 
 claims = Claims("coefficients")
 numbers = Numbers()
@@ -63,9 +60,9 @@ def _short(value: Any) -> Any:
 
 # Hold of one estimator on the policy in one environment: the coefficients β' of optima as far from the reference.
 # `factor` is the geometric mean of β'/β over the ends that have settled, `spread` the factor that one standard
-# deviation is, `low` and `high` the extremes, `last` that at the largest β; `by_reward` is the geometric mean of β'/β
-# for the optima with the same reward instead. `kind` says what it comes to.
-Held = namedtuple("Held", "kind factor spread low high last", defaults=[None] * 5)
+# deviation is, `low` and `high` the extremes, `last` that at the largest β, `shortfall` the largest share of the reward
+# that is missing. `kind` says what it comes to.
+Held = namedtuple("Held", "kind factor spread low high last shortfall", defaults=[math.nan] * 6)
 KINDS = {
     "asked": "as asked",
     "scaled": "at another coefficient",
@@ -103,6 +100,7 @@ def held(rows: Rows, environment: str, estimator: str) -> Held | None:
         "low": factors.min(),
         "high": factors.max(),
         "last": last,
+        "shortfall": shortfall,
     }
     if diverged.any() or last < LOOSE:
         return Held("loose", **found)
@@ -122,13 +120,16 @@ def settled(rows: pd.DataFrame) -> pd.Series:
 
 for _words, _names in (
     ("the true gradient ends at π*", ("k1-reward", "k2-loss-sequence")),
-    ("token k2 and the exact next-token KL end at ref·exp(Q_R/β)", ("k2-loss", "full-loss")),
-    ("token k3 ends at β·ref/(β + V_R − Q_R)", ("k3-loss",)),
-    ("sequence k3 ends at ref/(1 − (R − E R)/β)", ("k3-loss-sequence",)),
+    ("token k2 and the exact next-token KL end at `ref·exp(Q_R/β)`", ("k2-loss", "full-loss")),
+    ("token k3 ends at `β·ref/(β + V_R − Q_R)`", ("k3-loss",)),
+    ("sequence k3 ends at `ref/(1 − (R − E R)/β)`", ("k3-loss-sequence",)),
     ("k1 in the loss ends where no penalty does", ("k1-loss",)),
 ):
-    claims.between(_words, "theory", "KL(π‖predicted) < 1e-8", "1e-8: ascent converges linearly, and has", "{high:.1e}",
-        lambda found, names=_names: _all_of(found, names)["kl_to_predicted"], "fixed-points", below=1e-8)  # fmt: skip
+
+    @claims.measure("theory", "nats: ascent converges linearly, and has", claim=_words, kl_to_it=below(1e-8),
+        estimators=_names)  # fmt: skip
+    def _ends_there(rows: pd.DataFrame, estimators: tuple[str, ...]) -> Measured:
+        return {"kl_to_it": _all_of(need(rows, "fixed-points"), estimators)["kl_to_predicted"]}
 
 
 def _all_of(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
@@ -137,31 +138,33 @@ def _all_of(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
     return rows.set_index("estimator").loc[list(names)]
 
 
-RIGHT, WRONG = ("k1-reward", "k2-loss-sequence"), ("k3-loss", "k3-loss-sequence", "k1-loss")
+for _words, _bound, _why, _names in (
+    ("reach π*: KL(π‖π*) below {kl_to_optimum}", below(1e-6), "nats left after the steps made",
+     ("k1-reward", "k2-loss-sequence")),
+    ("do not: KL(π‖π*) above {kl_to_optimum}", above(1e-3), "1000 times further than what reaches it",
+     ("k3-loss", "k3-loss-sequence", "k1-loss")),
+):  # fmt: skip
 
-SIZE = "V = 5, L = 4, β = .5"
-
-
-def _reached(rows: pd.DataFrame, names: tuple[str, ...], worst: str, holds: Callable[[float], bool]) -> Answer:
-    by = _all_of(need(rows, "optimum"), names)["kl_to_optimum"].groupby(level=0, sort=False)
-    said = ", ".join(f"{one:.1e}" for one in by.agg(worst))
-    return f"{said}; draws of the environment: {by.size().min()}", all(map(holds, by.agg(worst)))
-
-
-claims.add("theory", "KL(π‖π*) < 1e-6", "1e-6: theory's own", claim=f"{SIZE}: {', '.join(RIGHT)} reach π*")(
-    lambda rows: _reached(rows, RIGHT, "max", lambda kl: kl < 1e-6))  # fmt: skip
-claims.add("theory", "KL(π‖π*) > 1e-3", "1e-3: a thousand times further than what reaches it",
-    claim=f"{SIZE}: {', '.join(WRONG)} do not reach π*")(
-    lambda rows: _reached(rows, WRONG, "min", lambda kl: kl > 1e-3))  # fmt: skip
+    @claims.measure("theory", _why, claim=f"`V = 5, L = 4, β = {OPTIMUM['beta']:g}`: {{estimators}} {_words}",
+        kl_to_optimum=_bound, estimators=_names)  # fmt: skip
+    def _reached(rows: pd.DataFrame, estimators: tuple[str, ...]) -> Measured:
+        found = _all_of(need(rows, "optimum"), estimators)
+        return {"kl_to_optimum": found["kl_to_optimum"], "draws": found["seed"].nunique()}
 
 
-@claims.add("theory", "KL(π‖predicted) < 1 % of KL(predicted‖ref)", "1 %: rare contexts are slow")
-def _ends_as_predicted(rows: pd.DataFrame) -> Answer:
-    """exact training ends at the predicted fixed point, in every environment, for every β from 3 on"""
-    ends = known(need(rows, "exact", beta=lambda x: x >= CERTAIN).dropna(subset=["kl_to_predicted"]))
+@claims.measure("theory", "rare contexts are slow", share=below(0.01), beta=at_least(CERTAIN))
+def _ends_as_predicted(rows: pd.DataFrame, beta: Bound) -> Measured:
+    """exact training ends at the predicted fixed point, in every environment, for every β from {beta} on: KL(π‖it) is
+    below {share:.0%} of KL(it‖ref)"""
+    ends = known(need(rows, "exact", beta=beta).dropna(subset=["kl_to_predicted"]))
     share = ends["kl_to_predicted"] / ends["predicted_kl"]
     worst = ends.loc[share.idxmax()]
-    return f"{share.max():.1e} at most, {worst['estimator']} in {worst['environment']}", share.max() < 0.01
+    return {"share": share, "the_worst": f"{worst['estimator']} in {worst['environment']}", "draws": _draws(ends)}
+
+
+def _draws(rows: pd.DataFrame) -> int:
+    """How many environments there are."""
+    return len(rows.drop_duplicates(["environment", "seed"]))
 
 
 # The coefficient at which each holds the policy.
@@ -173,120 +176,146 @@ def _kinds(rows: pd.DataFrame, names: Iterable[str], environments: Iterable[str]
     return {which: one for which, one in found.items() if one is not None}
 
 
-def _all_are(found: dict[tuple[str, str], Held], kind: str) -> Answer:
-    different = dict.fromkeys(KINDS[one.kind] for one in found.values())
-    return "; ".join(different) + f" ({len(found)} cells)", all(one.kind == kind for one in found.values())
+def _ratios(found: Iterable[Held]) -> list[float]:
+    """β'/β at its extremes."""
+    return [one for each in found for one in (each.low, each.high)]
 
 
-ASKED = [name for name in EXACT if name != CENTRED]
+for _words, _names, _where in (
+    (", ".join(name for name in EXACT if name != CENTRED) + " regularise as asked",
+     [name for name in EXACT if name != CENTRED], ENVIRONMENTS),
+    ("on one step every loss whose weight is u does so", [*LOCAL, "last-token", "length-normalised"], ["bandit"]),
+):  # fmt: skip
+
+    @claims.measure("theory", f"{SETTLING}; where β is below {CERTAIN:g} only what has settled counts",
+        claim=f"{_words}, for every environment and β: on the frontier, less than {{shortfall:.1%}} of the reward "
+        "missing, within {coefficient_over_β:±.0%} of β' = β", as_asked=EVERY, coefficient_over_β=near(1, SAME),
+        shortfall=below(ON_FRONTIER), estimators=_names, environments=_where)  # fmt: skip
+    def _as_asked(rows: pd.DataFrame, estimators: list[str], environments: Sequence[str]) -> Measured:
+        found = _kinds(rows, estimators, environments).values()
+        return {
+            "as_asked": [one.kind == "asked" for one in found],
+            "coefficient_over_β": _ratios(found),
+            "shortfall": [one.shortfall for one in found],
+            "draws": _draws(need(rows, "exact", environment=tuple(environments))),
+        }
 
 
-@claims.add("theory", "on the frontier, at β' = β",
-    f"{SAME:.0%} in β', {ON_FRONTIER:.1%} of the reward: as far as training has settled",
-    claim=f"{', '.join(ASKED)} regularise as asked in every environment")  # fmt: skip
-def _as_asked(rows: pd.DataFrame) -> Answer:
-    return _all_are(_kinds(rows, ASKED, ENVIRONMENTS), "asked")
-
-
-@claims.add("theory", "on the frontier, at β' = β", ON_TARGET)
-def _on_one_step(rows: pd.DataFrame) -> Answer:
-    """on one step every loss whose weight is u does so"""
-    return _all_are(_kinds(rows, [*LOCAL, "last-token", "length-normalised"], ["bandit"]), "asked")
-
-
-@claims.add("theory", "β'/β = 1/3", f"{SAME:.0%}: as far as training has settled")
-def _by_length(rows: pd.DataFrame) -> Answer:
-    """a penalty divided by the length T = 3 is on the frontier, at a third of the coefficient"""
+@claims.measure("theory", SETTLING, three_times_the_coefficient_over_β=near(1, SAME), shortfall=below(ON_FRONTIER))
+def _by_length(rows: pd.DataFrame) -> Measured:
+    """a penalty divided by the length `T = 3` is on the frontier, within {three_times_the_coefficient_over_β:±.0%} of
+    `β/3`"""
     found = _kinds(rows, ["length-normalised"], ENVIRONMENTS[1:]).values()
-    thirds = all(one.kind == "scaled" and one.factor and abs(3 * one.factor - 1) < SAME for one in found)
-    return ", ".join("none" if one.factor is None else f"{one.factor:.4f}" for one in found), thirds
+    return {
+        "three_times_the_coefficient_over_β": 3 * np.array(_ratios(found)),
+        "shortfall": [one.shortfall for one in found],
+    }
 
 
-@claims.add("Tang & Munos 2025; theory", "the same end as without a penalty",
-    "1e-6 of the KL: the same gradient, added up in another order")  # fmt: skip
-def _not_at_all(rows: pd.DataFrame) -> Answer:
-    """k1 in the loss regularises not at all"""
-    return _all_are(_kinds(rows, ["k1-loss"], ENVIRONMENTS), "none")
+@claims.measure("Tang & Munos 2025; theory", "the same gradient, added up in another order",
+    kl_apart=at_most(1e-6), gain_apart=at_most(1e-6))  # fmt: skip
+def _not_at_all(rows: pd.DataFrame) -> Measured:
+    """k1 in the loss regularises not at all: training ends where it does without a penalty"""
+    _kinds(rows, ["k1-loss"], ENVIRONMENTS)
+    mine, free = (need(rows, "exact", estimator=name) for name in ("k1-loss", "none"))
+    pairs = known(mine.merge(free, on=["environment", "beta", "seed"], suffixes=("", "_free")))
+    return {
+        "kl_apart": (pairs["kl"] / pairs["kl_free"] - 1).abs(),
+        "gain_apart": (pairs["gain"] - pairs["gain_free"]).abs(),
+        "draws": _draws(pairs),
+    }
 
 
-@claims.add(OWN, "β'/β changes with β", f"more than {SAME:.0%} of change")
-def _drift(rows: pd.DataFrame) -> Answer:
-    """token k2, the exact next-token KL, token and sequence k3 have no one coefficient on sequences"""
+@claims.measure(OWN, "as far as training has settled a coefficient is known to this", change=above(SAME))
+def _drift(rows: pd.DataFrame) -> Measured:
+    """token k2, the exact next-token KL, token and sequence k3 have no one coefficient on sequences: with β and the
+    environment β'/β changes by more than {change:.0%}"""
     found = _kinds(rows, WRONG_IN_LOSS, ENVIRONMENTS[1:])
     cells = {name: one for (name, environment), one in found.items() if environment == "mdp"}
-    said = ", ".join(f"{n} {one.low:.2f}–{one.high:.2f}" if one.low is not None else n for n, one in cells.items())
-    return said, all(one.kind == "drifts" for one in found.values())
+    return {
+        "change": [one.high / one.low - 1 for one in found.values()],
+        "in_the_MDP": [f"{name} {one.low:.2f} to {one.high:.2f}" for name, one in cells.items()],
+    }
 
 
-@claims.add(OWN, "β'/β → 1", "2 %: of the order of reward/β at the largest β, and as far as training has settled")
-def _in_the_end(rows: pd.DataFrame) -> Answer:
-    """but all of them come to regularise as asked as β grows"""
+@claims.measure(OWN, "of the order of reward/β, and as far as training has settled", coefficient_over_β=near(1, SAME))
+def _in_the_end(rows: pd.DataFrame) -> Measured:
+    """but all of them regularise as asked at the largest β, within {coefficient_over_β:±.0%}"""
     found = _kinds(rows, WRONG_IN_LOSS, ENVIRONMENTS[1:])
-    off = max(abs((one.last or 0.0) - 1) for one in found.values())
-    return f"{off:.1e} from 1 at the largest β", off < 2 * SAME
+    return {"coefficient_over_β": [one.last for one in found.values()], "β": need(rows, "exact")["beta"].max()}
 
 
-@claims.add(OWN, "β'/β > 1.5 at one end, < 0.95 in between", "the whole range of β and of environments")
-def _hyperbolic(rows: pd.DataFrame) -> Answer:
-    """k3 in the loss, on the bandit, holds too tight below β = .3 and too loose around β = 3"""
-    (one,) = _kinds(rows, ["k3-loss"], ["bandit"]).values()
-    if one.low is None or one.high is None:
-        return one.kind, False
-    return f"{one.low:.2f} to {one.high:.2f}", one.high > 1.5 and one.low < 0.95
+@claims.measure(OWN, "a tenth of what was found", highest=above(1.5), low_β=above(1), highest_at_3=below(0.95),
+    least=at_most(0.3), loose=within(2.9, 3.1))  # fmt: skip
+def _hyperbolic(rows: pd.DataFrame, least: Bound, loose: Bound) -> Measured:
+    """k3 in the loss, on the bandit, holds too tight in every draw for β up to {least}, β'/β reaching more than
+    {highest}, and too loose in every draw at `β = 3`, below {highest_at_3}"""
+    _kinds(rows, (), ())
+    found = need(rows, "exact", estimator="k3-loss", environment="bandit").dropna(subset=["coefficient_by_kl"])
+    ratio = found["coefficient_by_kl"] / found["beta"]
+    low = known(ratio[least(found["beta"])])
+    return {"highest": low.max(), "low_β": low, "highest_at_3": known(ratio[loose(found["beta"])]).max()}
 
 
-claims.between("as β → 0 β'/β of k3 in the loss grows without bound, like Δ/(β·log(1/β)), Δ the gap between the two "
-    "best arms, or rollouts", OWN, "1 times it", "2 % at β = 1e-256: terms of the order of 1/log(1/β) are left",
-    "{low:.3f} to {high:.3f} times it, of {count} bandits and trees of tokens",
-    lambda found: found["coefficient_by_kl"] / found["law"], "limit", beta=lambda x: x < 1e-250,
-    above=0.98, below=1.02)  # fmt: skip
+claims.column("as `β → 0` β'/β of k3 in the loss grows without bound: for β below {beta} it is within {bound:±.0%} of "
+    "`Δ/(β·log(1/β))`, Δ the gap between the best and the next arm, or rollout", OWN,
+    "terms of the order of 1/log(1/β) are left", "coefficient_by_kl / law", near(1, 0.02), "limit",
+    beta=below(1e-250))  # fmt: skip
 
 
 # Collapse.
-@claims.add(OWN, f"β'/β < {LOOSE:g} at the largest β, or divergence", "a tenth of what was asked; π* is at 1")
-def _loose(rows: pd.DataFrame) -> Answer:
-    """k2 and k3 in the reward, and the last token's k2 on sequences, hold the policy at no coefficient"""
-    cells = [(name, environment) for name in ("k2-reward", "k3-reward", "last-token") for environment in ENVIRONMENTS]
-    cells.remove(("last-token", "bandit"))
+@claims.measure(OWN, "a tenth of what was asked; π* is at 1", coefficient_over_β_or_0_diverged=below(LOOSE))
+def _loose(rows: pd.DataFrame) -> Measured:
+    """k2 and k3 in the reward, and the last token's k2 on sequences, hold the policy at no coefficient: at the largest
+    β β'/β is below {coefficient_over_β_or_0_diverged}, or training diverges"""
     _kinds(rows, (), ())
-    found = [one for name, environment in cells if (one := held(rows, environment, name)) is not None]
-    require(found)
-    return "; ".join(dict.fromkeys(KINDS[one.kind] for one in found)), all(one.kind == "loose" for one in found)
+    last = {}
+    for name, environment in product(("k2-reward", "k3-reward", "last-token"), ENVIRONMENTS):
+        mine = select(rows, "exact", estimator=name, environment=environment)
+        if len(mine) and (name, environment) != ("last-token", "bandit"):
+            diverged, found = mine["diverged"].astype(bool).any(), held(rows, environment, name)
+            last[name, environment] = 0.0 if diverged or found is None or found.last != found.last else found.last
+    return {"coefficient_over_β_or_0_diverged": list(last.values())}
 
 
-claims.between("k3 in the reward collapses: exact training drives an answer to probability 0, at every β up to 3", OWN,
-    "every run", "none: its push is β·ref however rare the answer", "{total} of {count} runs", "collapsed", "exact",
-    estimator="k3-reward", beta=lambda x: x <= 3, above=0.5)  # fmt: skip
+claims.column("k3 in the reward collapses under exact gradients, at every β up to {beta}", OWN,
+    "its push is β·ref however rare the answer", "collapsed", EVERY, "exact", estimator="k3-reward",
+    beta=at_most(3))  # fmt: skip
 
 
-@claims.add(OWN, "no run", f"less than a tenth of the entropy of π* and {NEAR:g} nats from it, or divergence")
-def _never_collapses(rows: pd.DataFrame) -> Answer:
-    """what follows ∇KL, the local gradient or forward KL never collapses under exact gradients"""
+@claims.measure(OWN, "a run this near π* is on its way, and π* itself is almost sure there", diverged=exactly(0),
+    collapsed_farther=exactly(0), nats=0.1)  # fmt: skip
+def _never_collapses(rows: pd.DataFrame, nats: float) -> Measured:
+    """what follows ∇KL, the local gradient or forward KL never diverges under exact gradients, and what has collapsed
+    is within {nats} nats of π*"""
     found = need(rows, "exact")
     others = ("k1-loss", "k2-reward", "k3-reward", "last-token", "none", "length-normalised")
     found = known(found[~found["estimator"].isin(others)])
-    # Where π* is almost sure itself, a run that is nearly there may have less entropy.
-    near = found.get("kl_to_optimum", pd.Series(np.inf, index=found.index)) < NEAR
-    lost = found["collapsed"].astype(bool) & (found["diverged"].astype(bool) | ~near)
-    return f"{lost.sum()} of {len(found)} runs", not lost.any()
+    collapsed = found["collapsed"].astype(bool)
+    farther = found.get("kl_to_optimum", pd.Series(np.inf, index=found.index)) >= nats
+    return {
+        "diverged": int(found["diverged"].sum()),
+        "collapsed_farther": int((collapsed & farther).sum()),
+        "collapsed": int(collapsed.sum()),
+        "runs": len(found),
+    }
 
 
-@claims.add(OWN, "KL(π‖ref) at the largest β over a hundred times that without a penalty",
-    "two orders of magnitude")  # fmt: skip
-def _worse_than_nothing(rows: pd.DataFrame) -> Answer:
-    """sampled, k1 in the loss is worse than nothing: β times its noise carries the policy away"""
-    found = need(rows, "sampled")
-    most = found["beta"].max()
-    free, noisy = (need(found, beta=most, estimator=name)["kl"].to_numpy() for name in ("none", "k1-loss"))
-    require(most >= 1000 and len(free) == len(noisy))
-    times = (noisy / free).min()
-    return f"{times:.0f} times or more, by the medians in each of {len(noisy)} environments", times > 100
+@claims.measure(OWN, "two orders of magnitude", times=above(100), beta=at_least(1000))
+def _worse_than_nothing(rows: pd.DataFrame, beta: Bound) -> Measured:
+    """sampled, k1 in the loss is worse than nothing: at the largest β, {beta} or more, its noise carries the policy
+    more than {times} times as far in KL as no penalty does"""
+    found = need(rows, "sampled", beta=beta)
+    found = found[found["beta"] == found["beta"].max()]
+    free, noisy = (need(found, estimator=name)["kl"].to_numpy() for name in ("none", "k1-loss"))
+    require(len(free) == len(noisy))
+    return {"times": noisy / free}
 
 
 # Noise.
-def _budget(rows: pd.DataFrame, names: tuple[str, ...], least: int) -> pd.DataFrame:
-    """Runs in batches of this size or more, with KL(π‖π*) as foreseen."""
-    found = need(rows, "budget", estimator=names, batch_size=lambda x: x >= least)
+def _budget(rows: pd.DataFrame, names: tuple[str, ...], batch_size: Bound) -> pd.DataFrame:
+    """Runs in batches of these sizes, with KL(π‖π*) as foreseen."""
+    found = need(rows, "budget", estimator=names, batch_size=batch_size)
     return found.assign(foreseen=foreseen(found))
 
 
@@ -295,44 +324,61 @@ def foreseen(row: Any) -> Any:
     return row["predicted_bias"] + row["learning_rate"] * row["noise"] / (4 * row["batch_size"])
 
 
-def _beside(rows: pd.DataFrame, one: str, other: str, least: int = 0) -> pd.DataFrame:
+ANY = at_least(0)
+
+
+def _beside(rows: pd.DataFrame, one: str, other: str, batch_size: Bound = ANY) -> pd.DataFrame:
     """Ratio of the distances from π* of the other and the one, by draw and batch size; found and foreseen."""
     where, what = ["seed", "batch_size"], ["kl_to_optimum", "foreseen"]
-    mine, others = (_budget(rows, (name,), least).set_index(where)[what] for name in (one, other))
+    mine, others = (_budget(rows, (name,), batch_size).set_index(where)[what] for name in (one, other))
     return known((others / mine).dropna().reindex(mine.index.intersection(others.index)))
 
 
-def _excess(rows: pd.DataFrame) -> pd.Series:
-    found = _budget(rows, NOISY, 16)
+BY_FORMULA = at_least(16)
+
+
+def _excess(rows: pd.DataFrame, batch_size: Bound = BY_FORMULA) -> pd.Series:
+    found = _budget(rows, NOISY, batch_size)
     return found["kl_to_optimum"] / found["foreseen"]
 
 
-claims.between("where noisy training settles is known: KL(π‖π*) = η·tr Cov/(4βB), of the whole update at π*", OWN,
-    "found/predicted between 1 and 1.35 for B ≥ 16",
-    "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of sampling",
-    "{low:.2f} to {high:.2f}", _excess, above=0.9, below=1.35)  # fmt: skip
+@claims.measure(OWN, "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of "
+    "sampling",
+    found_over_foreseen=within(0.9, 1.35), batch_size=BY_FORMULA)  # fmt: skip
+def _noise_formula(rows: pd.DataFrame, batch_size: Bound) -> Measured:
+    """where noisy training settles is known: for B from {batch_size} on it is {found_over_foreseen} times
+    `KL(π‖π*) = η·tr Cov/(4βB)`, Cov of the whole update at π*"""
+    return {"found_over_foreseen": _excess(rows, batch_size), "draws": need(rows, "budget")["seed"].nunique()}
 
 
-@claims.add(OWN, "the noise at π* is 0, and KL(π‖π*) < 2e-4 at a constant learning rate",
-    "at π* R − β·Σu is the same for every rollout of tokens; 2e-4 is what rare contexts still lack")  # fmt: skip
-def _no_noise(rows: pd.DataFrame) -> Answer:
-    """with reward and KL both less the others' mean the noise at π* is zero: training ends at π* itself"""
-    found = _budget(rows, (CENTRED,), 8)
-    noise, end = found["noise"].max(), found["at_end"].max()
-    return f"{noise:.0e}, and {end:.0e}", noise < 1e-20 and end < 2e-4
+@claims.measure(OWN, "rounding squared; what rare contexts still lack", noise=below(1e-20), kl_at_end=below(2e-4),
+    batch_size=at_least(8))  # fmt: skip
+def _no_noise(rows: pd.DataFrame, batch_size: Bound) -> Measured:
+    """with reward and KL both less the others' mean the noise at π* is zero, since R − β·Σu is the same there for every
+    rollout of tokens: for B from {batch_size} on training at a constant learning rate ends at KL(π‖π*) below
+    {kl_at_end}"""
+    found = _budget(rows, (CENTRED,), batch_size)
+    return {"noise": found["noise"], "kl_at_end": found["at_end"], "draws": found["seed"].nunique()}
 
 
-claims.between(
-    "Rao–Blackwellised KL ends further from π* than k1 in the reward: what cancels the reward's noise is gone", OWN,
-    "further, at every batch size", "none; standard errors are a few percent",
-    "{low:.1f} to {high:.1f} times as far",
-    lambda rows: _beside(rows, "k1-reward", "rao-blackwell")["kl_to_optimum"], above=1)  # fmt: skip
+for _words, _other, _sizes in (
+    ("the Rao–Blackwellised KL ends further from π* than k1 in the reward, at every batch size and in every draw: what "
+     "cancels the reward's noise is gone", "rao-blackwell", ANY),
+    ("token k2 ends further from π* than k1 in the reward, for batches of {batch_size} and more and in every draw",
+     "k2-loss", at_least(4)),
+):  # fmt: skip
+
+    @claims.measure(OWN, "an order; standard errors are a few percent", claim=_words, times_as_far=above(1),
+    other=_other,
+        batch_size=_sizes)  # fmt: skip
+    def _further(rows: pd.DataFrame, other: str, batch_size: Bound) -> Measured:
+        return {"times_as_far": _beside(rows, "k1-reward", other, batch_size)["kl_to_optimum"]}
 
 
-@claims.add(OWN, "who is nearer is as fixed points and noise formula say, wherever they differ by 30 %",
-    "30 %: the formula is of first order in η")  # fmt: skip
-def _nearer(rows: pd.DataFrame) -> Answer:
-    """biased estimators end nearer to π* than unbiased ones where batches are small, and only there"""
+@claims.measure(OWN, "the formula is of first order in η", as_foreseen=EVERY, times=1.3)
+def _nearer(rows: pd.DataFrame, times: float) -> Measured:
+    """biased estimators end nearer to π* than unbiased ones where batches are small, and only there: who is nearer is
+    as fixed points and noise formula say, wherever these differ by a factor of {times}"""
     pairs = []
     for names in PAIRS:
         try:
@@ -340,15 +386,9 @@ def _nearer(rows: pd.DataFrame) -> Answer:
         except Missing:
             continue
     found = pd.concat(pairs) if pairs else pd.DataFrame({"foreseen": [], "kl_to_optimum": []})
-    clear = found[np.log(found["foreseen"]).abs() > CLEAR] > 1
+    clear = found[np.log(found["foreseen"]).abs() > math.log(times)] > 1
     require(clear["foreseen"].nunique() >= 2)
-    hits = (clear["kl_to_optimum"] == clear["foreseen"]).sum()
-    return f"{hits} of {len(clear)} pairs of ends", hits == len(clear)
-
-
-claims.between("token k2 never ends nearer than k1 in the reward, for batches of 4 and more", OWN,
-    "further, at every batch size", "none; standard errors are a few percent", "{low:.1f} to {high:.1f} times as far",
-    lambda rows: _beside(rows, "k1-reward", "k2-loss", 4)["kl_to_optimum"], above=1)  # fmt: skip
+    return {"as_foreseen": clear["kl_to_optimum"] == clear["foreseen"]}
 
 
 def crossing(rows: Rows, biased: str, unbiased: str, seed: int = 0) -> tuple[float, float] | None:
@@ -388,7 +428,7 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
 
 
 def _cell(found: Held) -> str:
-    if found.kind in ("none", "loose") or found.factor is None:
+    if found.kind in ("none", "loose") or found.factor != found.factor:
         return "none" if found.kind == "loose" else "no penalty"
     if found.kind in ("asked", "scaled"):
         return f"{found.factor:.2f}"
@@ -405,7 +445,7 @@ def _of_exact_training(rows: pd.DataFrame) -> Cited:
         yield number("runs", len(mine), estimator=name)
         for environment in ENVIRONMENTS:
             found = held(rows, environment, name)
-            if found is not None and found.factor is not None:
+            if found is not None and found.factor == found.factor:
                 for what in ("low", "high"):
                     yield number(what, getattr(found, what), estimator=name, environment=environment)
 

@@ -4,8 +4,9 @@ import math
 
 import pandas as pd
 
-from kltest.reproduce.claims import OWN, Answer, Claims
-from kltest.reproduce.frames import known, need, ordered, require
+from kltest.reproduce.bounds import EVERY, Bound, above, at_least, below, exactly, near
+from kltest.reproduce.claims import OWN, Claims, Measured
+from kltest.reproduce.frames import need, ordered, require
 from kltest.reproduce.numbers import Cited, Numbers, number
 
 from .settings import EXACT, PARTS
@@ -26,64 +27,57 @@ numbers = Numbers()
 tidy = ordered(PARTS)
 
 
-@claims.add("theory", "0", f"{EXACT:g}: sums of thousands of rollouts in float64")
-def _routes(rows: pd.DataFrame) -> Answer:
-    """dynamics cancel in the log-ratio of trajectories, and two routes agree"""
-    found = known(need(rows, "environments").dropna(subset=["off_again"]))
-    off, dynamics = found["off_again"].max(), found["off_dynamics"].max()
-    said = f"{len(found)} environments: gradients off by {off:.0e}; log-ratios with dynamics off by {dynamics:.0e}"
-    return said, max(off, dynamics) < EXACT
+SUMS = "sums of thousands of rollouts in float64"
+EMPTY = "rounding stays far below; a part that is there may be small, but not as small as this"
+
+for _words, _column in (
+    ("dynamics cancel in the log-ratio of trajectories", "off_dynamics"),
+    ("two routes to the gradients agree", "off_again"),
+):
+    claims.column(_words, "theory", SUMS, _column, near(0, EXACT), "environments")
+
+for _words, _names, _column in (
+    ("a token-level loss follows the local gradient `Σ_t E ∇KL_t`, states held fixed, under stochastic dynamics too",
+     LOCAL, "off_local"),
+    ("k1 in the reward with credit for later steps follows ∇KL(π‖ref)", RIGHT, "bias"),
+):  # fmt: skip
+
+    @claims.measure(TANG_MUNOS, SUMS, claim=_words, off=near(0, EXACT), off_by_enumeration=near(0, EXACT),
+        estimators=_names, column=_column)  # fmt: skip
+    def _followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
+        found = need(rows, "estimators", estimator=estimators)
+        return {"off": found[column], "off_by_enumeration": found[["off_again", "off_value"]]}
 
 
-def _followed(rows: pd.DataFrame, names: tuple[str, ...], column: str) -> Answer:
-    found = need(rows, "estimators", estimator=names)
-    off, again = found[column].max(), found[["off_again", "off_value"]].max(axis=None)
-    said = f"{', '.join(found['estimator'].unique())}: off by {off:.0e}; by enumeration {again:.0e}"
-    return said, max(off, again) < EXACT
-
-
-@claims.add(TANG_MUNOS, "Σ_t E ∇KL_t, states held fixed", f"{EXACT:g}: float64")
-def _local(rows: pd.DataFrame) -> Answer:
-    """a token-level loss follows the local gradient, under stochastic dynamics too"""
-    return _followed(rows, LOCAL, "off_local")
-
-
-@claims.add(TANG_MUNOS, "∇KL(π‖ref)", f"{EXACT:g}: float64")
-def _right(rows: pd.DataFrame) -> Answer:
-    """k1 in the reward with credit for later steps follows ∇KL(π‖ref)"""
-    return _followed(rows, RIGHT, "bias")
-
-
-@claims.add(TANG_MUNOS, "0 for one step only", f"zero: {EXACT:g}; not zero: above {VISIBLE:g}")
-def _one_step(rows: pd.DataFrame) -> Answer:
-    """the part of the state distribution is missed for more than one step"""
+@claims.measure(TANG_MUNOS, EMPTY, missed_in_one_step=near(0, EXACT), missed_in_more=above(VISIBLE), slip=below(1))
+def _one_step(rows: pd.DataFrame, slip: Bound) -> Measured:
+    """the part of the state distribution is missed for more than one step, unless actions decide nothing"""
     found = need(rows, "environments")
-    one = need(found, horizon=1)["missed"].max()
-    several = need(found, horizon=lambda x: x > 1, slip=lambda x: x < 1)["missed"]
-    said = f"one step {one:.0e}; more {several.min():.2g} to {several.max():.2f}"
-    return said, one < EXACT and several.min() > VISIBLE
+    one, several = need(found, horizon=1), need(found, horizon=above(1), slip=slip)
+    return {"missed_in_one_step": one["missed"], "missed_in_more": several["missed"]}
 
 
-@claims.add(OWN, "falling means; 0 at slip 1, the Jacobian's asymmetry too",
-    f"{EXACT:g} at slip 1; the order of the means")  # fmt: skip
-def _slip(rows: pd.DataFrame) -> Answer:
-    """what is missed falls as actions slip, and is nothing where they decide nothing"""
-    found = need(rows, "environments", horizon=lambda x: x > 1)
+@claims.measure(OWN, "an order of means; rounding", fall=above(0), missed_at_1=near(0, EXACT),
+    asymmetry_at_1=near(0, EXACT))  # fmt: skip
+def _slip(rows: pd.DataFrame) -> Measured:
+    """the mean of what is missed falls as actions slip; where they decide nothing (`slip = 1`) nothing is missed, and
+    the token-level loss is a gradient"""
+    found = need(rows, "environments", horizon=above(1))
     means = found.groupby("slip")["missed"].mean()
-    none = need(found, slip=1.0)[["missed", "asymmetry"]].max(axis=None)
-    require(len(means) >= 2)
-    text = ", ".join(f"{one:.2f}" for one in means)
-    said = f"means {text} at slip {', '.join(f'{one:g}' for one in means.index)}; at 1 at most {none:.0e}"
-    return said, means.is_monotonic_decreasing and means.is_unique and none < EXACT
+    none = need(found, slip=1.0)
+    return {
+        "fall": -means.diff().dropna(),
+        "missed_at_1": none["missed"],
+        "asymmetry_at_1": none["asymmetry"],
+        "means": [f"{share:.2f} at {slip:g}" for slip, share in means.items()],
+    }
 
 
-@claims.add(OWN, "local 0, ∇KL not, in every cell where π = ref", "1e-14 and 1e-6 of a unit of logit")
-def _picture(rows: pd.DataFrame) -> Answer:
-    """on a grid the token-level loss acts only where the policy differs from the reference"""
-    cells = need(rows, "picture", kl=lambda x: x < EXACT)
-    blind, steered = cells["local_size"].max(), (cells["whole_size"] > 1e-6).sum()
-    said = f"{len(cells)} cells where π = ref: local at most {blind:.0e}; ∇KL acts in {steered}"
-    return said, blind < 1e-14 and steered == len(cells)
+@claims.measure(OWN, "rounding, and a millionth of a unit of logit", local=near(0, 1e-14), whole=above(1e-6))
+def _picture(rows: pd.DataFrame) -> Measured:
+    """on a grid the token-level loss does not act in cells where π = ref, ∇KL(π‖ref) acts in every one of them"""
+    cells = need(rows, "picture", kl=below(EXACT))
+    return {"local": cells["local_size"], "whole": cells["whole_size"]}
 
 
 def _ends(rows: pd.DataFrame, followed: str) -> pd.Series:
@@ -101,31 +95,34 @@ def _many_betas(rows: pd.DataFrame) -> pd.Series:
     return local
 
 
-@claims.add(OWN, "two stable rest points for some β; one for ∇KL",
-    f"rest points in closed form; recursion to {EXACT:g}")  # fmt: skip
-def _several_ends(rows: pd.DataFrame) -> Answer:
-    """where a state recurs, training with a token-level loss may have two ends"""
+@claims.measure(OWN, "counted at every β tried; the recursion in float64", settings_with_two_ends=above(0),
+    ends_of_the_local=EVERY, ends_of_the_whole=exactly(1), off_formula=near(0, EXACT))  # fmt: skip
+def _several_ends(rows: pd.DataFrame) -> Measured:
+    """where a state recurs, training with a token-level loss has one stable end or two, by β; ∇KL(π‖ref) always one"""
     local, whole = _many_betas(rows), _ends(rows, "reverse_kl").map(len)
     two = local[local.map(len) == 2]
-    apart = max((high - low for low, high in two), default=0.0)
-    off = need(rows, "length")["off_formula"].max()
-    said = f"two ends for {len(two)} of {len(local)} settings, up to {apart:.2f} apart; ∇KL always one; "
-    ends = len(two) > 0 and local.map(len).isin((1, 2)).all() and (whole == 1).all()
-    return f"{said}recursion off the closed form by {off:.0e}", ends and off < EXACT
+    return {
+        "settings_with_two_ends": len(two),
+        "ends_of_the_local": local.map(len).isin((1, 2)),
+        "ends_of_the_whole": whole,
+        "off_formula": need(rows, "length")["off_formula"],
+        "apart": two.map(lambda ends: ends[1] - ends[0]) if len(two) else 0.0,
+    }
 
 
-@claims.add(OWN, "two ends for the β between two folds, one for all others and for ∇KL",
-    "folds in closed form; as counted at every β tried")  # fmt: skip
-def _hysteresis(rows: pd.DataFrame) -> Answer:
-    """lowering β and raising it again does not lead back"""
+@claims.measure(OWN, "folds in closed form; counted at every β tried", two_ends_just_between_the_folds=EVERY,
+    β_between_the_folds=above(0))  # fmt: skip
+def _hysteresis(rows: pd.DataFrame) -> Measured:
+    """lowering β and raising it again does not lead back: a token-level loss has two ends at the β between two folds,
+    one at all others"""
     counts, bands = _many_betas(rows).map(len), _bands(rows)
-    if not bands:
-        return "no such band", False
-    text = "; ".join(f"ref {reference:g}: β from {low:.3f} to {high:.3f}" for reference, (low, high) in bands.items())
     nowhere = (math.inf, -math.inf)
     inside = [low < beta < high for reference, beta in counts.index for low, high in [bands.get(reference, nowhere)]]
-    whole = _ends(rows, "reverse_kl").map(len)
-    return text, ((counts == 2) == inside).all() and any(inside) and (whole == 1).all()
+    return {
+        "two_ends_just_between_the_folds": (counts == 2) == inside,
+        "β_between_the_folds": sum(inside),
+        "bands": [f"ref {at:g}: β from {low:.3f} to {high:.3f}" for at, (low, high) in bands.items()] or "none",
+    }
 
 
 def _bands(rows: pd.DataFrame) -> dict[float, tuple[float, float]]:
@@ -136,17 +133,23 @@ def _bands(rows: pd.DataFrame) -> dict[float, tuple[float, float]]:
     return {reference: tuple(edge) for reference, edge in edges.iterrows()}
 
 
-@claims.add(OWN, "complex eigenvalues in some random processes; never for ∇KL",
-    f"complex: above {TURNS:g} of the real part; real: below 1e-7")  # fmt: skip
-def _spirals(rows: pd.DataFrame) -> Answer:
-    """where states recur, training with a token-level loss may spiral into its rest point"""
+@claims.measure(OWN, "eigenvalues of symmetric matrices come out below 1e-7 of their size; rest points to rounding",
+    imaginary_over_real=above(TURNS), the_same_of_the_whole=below(1e-7), off_rest=near(0, EXACT),
+    processes=at_least(30))  # fmt: skip
+def _spirals(rows: pd.DataFrame, processes: Bound) -> Measured:
+    """where states recur, the rest point of a token-level loss may have complex eigenvalues: in some random process
+    their imaginary part is above {imaginary_over_real} of the real one; never for ∇KL(π‖ref)"""
     found = need(rows, "rotation")
     turn = found.groupby("followed")["turn"]
-    local, whole = turn.get_group("local_reverse_kl"), turn.get_group("reverse_kl").max()
-    require(len(local) >= 30)
-    turning, rest = (local > TURNS).sum(), found["off_rest"].max()
-    said = f"{turning} of {len(local)} spiral, imaginary/real up to {local.max():.2f}; ∇KL: {whole:.0e}"
-    return f"{said}; at rest to {rest:.0e}", turning > 0 and whole < 1e-7 and rest < EXACT
+    local, whole = (turn.get_group(followed) for followed in ("local_reverse_kl", "reverse_kl"))
+    require(processes(len(local)))
+    return {
+        "imaginary_over_real": local.max(),
+        "the_same_of_the_whole": whole,
+        "off_rest": found["off_rest"],
+        "processes_above": int((local > TURNS).sum()),
+        "of": len(local),
+    }
 
 
 numbers.melt("environments", ["missed"], ["environment", "horizon", "slip"], means=True)

@@ -23,7 +23,9 @@ class Bound:
         return (self.low < values) & (values < self.high)
 
     def __format__(self, spec: str) -> str:
-        """Write its numbers, as in a sentence."""
+        """Write its numbers, as in a sentence; with ± before the format that which it may be off by."""
+        if spec.startswith("±"):
+            return figure(self.high, spec[1:] or ".6g")
         limits = [self.near] if self.near is not None else [one for one in (self.low, self.high) if math.isfinite(one)]
         return " to ".join(figure(one, spec or ".6g") for one in dict.fromkeys(limits))
 
@@ -35,7 +37,7 @@ class Bound:
                 if self.near
                 else f"|{name}| < {figure(self.high)}"
             )
-        if self == EVERY:
+        if self is EVERY:
             return f"{name}: in every case"
         if self.low == self.high:
             return f"{name} = {figure(self.low)}"
@@ -87,4 +89,4 @@ EVERY = Bound(True, True, closed=True)
 
 def figure(value: float, spec: str = ".6g") -> str:
     """Write a number, with a minus and without the zeros of its exponent."""
-    return re.sub(r"e([+-])0*", r"e\1", format(value, spec)).replace("e+", "e").replace("-", "−")
+    return re.sub(r"e([+-])0(?=\d)", r"e\1", format(value, spec)).replace("e+", "e").replace("-", "−")

@@ -228,7 +228,7 @@ def _shown(values: np.ndarray, bound: Bound | None) -> str:
     if len(values) == 1:
         return high
     if bound is not None and bound.near == 0:
-        return f"at most {figure(abs(values).max(), '.1e')}, of {len(values)}"
+        return f"at most {figure(abs(values).max(), '.2g')}, of {len(values)}"
     return f"{low} to {high}, of {len(values)}"
 
 

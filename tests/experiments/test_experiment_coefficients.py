@@ -213,13 +213,13 @@ def made_up_rows():
 
 PLANTED = {
     # What is planted, and the words of the claim that it must refute.
-    "regularise as asked in every environment": lambda row: (
+    "regularise as asked, for every environment": lambda row: (
         row["estimator"] == "rao-blackwell" and row["environment"] == "mdp"
     ),
     "every loss whose weight is u": lambda row: row["estimator"] == "full-loss" and row["environment"] == "bandit",
     "divided by the length": lambda row: row["estimator"] == "length-normalised" and row["environment"] == "sequence",
     "k1 in the loss regularises not at all": lambda row: row["estimator"] == "k1-loss" and row["environment"] == "mdp",
-    "come to regularise as asked": lambda row: row["estimator"] == "k3-loss" and row["environment"] == "mdp",
+    "regularise as asked at the largest": lambda row: row["estimator"] == "k3-loss" and row["environment"] == "mdp",
 }
 
 
@@ -247,7 +247,9 @@ def test_a_collapse_refutes_that_there_are_none():
     rows = made_up_rows()
     rows[[row["estimator"] for row in rows].index("k1-reward")]["collapsed"] = True
     refuted = [claim for claim, agrees in TRIAL.verdicts(rows).items() if agrees is False]
-    assert refuted == ["what follows ∇KL, the local gradient or forward KL never collapses under exact gradients"]
+    assert [claim.partition(" never ")[0] for claim in refuted] == [
+        "what follows ∇KL, the local gradient or forward KL"
+    ]
 
 
 def settles(estimator, batch, bias, noise, found=1.0):

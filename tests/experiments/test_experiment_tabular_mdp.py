@@ -162,9 +162,9 @@ def test_a_wrong_result_is_called_wrong(rows, part, column, value, where):
 
 def test_where_there_are_no_two_ends_both_claims_of_them_disagree(rows):
     one = [row for row in rows if row["part"] != "length" or row["chance"] < 0.5 or row["followed"] == "reverse_kl"]
-    found = TRIAL.verdicts(one)
-    assert found["where a state recurs, training with a token-level loss may have two ends"] is False
-    assert found["lowering β and raising it again does not lead back"] is False
+    found = TRIAL.verdicts(one).items()
+    for words in ("where a state recurs", "lowering β and raising it again does not lead back"):
+        assert [agrees for claim, agrees in found if claim.startswith(words)] == [False]
 
 
 def test_claims_without_their_rows_are_not_run():
