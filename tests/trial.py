@@ -1,9 +1,9 @@
 """An experiment tried with a few of its settings: its modules, rows computed here, and what it says of them."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,19 +89,26 @@ class Trial:
             yield
 
 
-def irrefutable(analysis: ModuleType, rows: pd.DataFrame, settings: Iterable[str]) -> list[str]:
-    """Return the claims that no planted change of one measured column makes disagree."""
+def irrefutable(
+    analysis: ModuleType, rows: pd.DataFrame, settings: dict[str, Any], copied: Mapping[str, str]
+) -> list[str]:
+    """Return the claims that no planted change of one measured column, or copy of another, makes disagree."""
     left = {sentence: judge for sentence, *_, judge in analysis.claims.questions}
-    for planted in _planted(rows, {*settings, "part", "kind"}):
+    # A setting of words shares its name at most with what is measured in another part.
+    kept = {name for name, value in settings.items() if "'" not in str(value)} | {"seed"}
+    copies = (rows.assign(**{name: rows[other]}) for name, other in copied.items() if name in rows)
+    for planted in chain(copies, _planted(rows, [name for name in rows if name not in kept])):
         for sentence, judge in list(left.items()):
             # A judge may choke on nonsense, and that is no disagreement.
             with suppress(Missing, ArithmeticError, ValueError, LookupError, TypeError, AttributeError):
                 if not judge(planted)[1]:
                     del left[sentence]
+        if not left:
+            break
     return list(left)
 
 
-# A planted change of a column's values: all alike, each otherwise, or in another order.
+# A planted change of a column's values: all alike (0.2 is what controllers steer to), each otherwise, in another order.
 FLIPS: tuple[Callable[[list, int], Any], ...] = (
     lambda old, place: not old[place],
     lambda old, place: bool(place % 2),
@@ -114,15 +121,15 @@ CHANGES: tuple[Callable[[list, int], Any], ...] = (
     lambda old, place: old[place] / 10 ** (place % 5),
     lambda old, place: old[-1 - place],
     lambda old, place: 0.0,
+    lambda old, place: 0.2,
 )
 
 
-def _planted(rows: pd.DataFrame, settings: set[str]) -> Iterator[pd.DataFrame]:
-    for name in (name for name in rows if name not in settings):
+def _planted(rows: pd.DataFrame, columns: Sequence[str]) -> Iterator[pd.DataFrame]:
+    for name in columns:
         numbers = rows[name].map(lambda one: isinstance(one, int | float) and one == one)
         old = rows.loc[numbers, name].tolist()
-        truths = all(isinstance(one, bool) for one in old)
-        for change in FLIPS if truths else CHANGES:
+        for change in FLIPS if all(isinstance(one, bool) for one in old) else CHANGES:
             planted, new = rows.copy(), [change(old, place) for place in range(len(old))]
             planted.loc[numbers, name] = pd.Series(new, rows.index[numbers], dtype=object)
             yield planted

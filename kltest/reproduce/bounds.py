@@ -20,7 +20,7 @@ class Bound:
             return abs(values - self.near) < self.high
         if self.closed:
             return (self.low <= values) & (values <= self.high)
-        return (self.low < values) & (values < self.high)
+        return (values > self.low) & ((values < self.high) | (values == math.inf) & math.isinf(self.high))
 
     def __format__(self, spec: str) -> str:
         """Write its numbers, as in a sentence; with ± before the format that which it may be off by."""

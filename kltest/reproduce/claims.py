@@ -178,7 +178,7 @@ class Claims:
 
 # A number that is no part of a name (k1, float32) and no power.
 NUMBER = re.compile(
-    r"(?<![\w−-])[\d.]*\d|%|\b(half|twice|(a|one|two) (third|quarter|fifth|tenth)s?|(ten|hundred|thousand)\w*)\b"
+    r"(?<![\w−-])[\d.]*\d|%|\b(half|twice|(a|one|two) (third|quarter|fifth|tenth)s?|ten|twenty|(hundred|thousand)\w*)\b"
 )
 FORMULA = re.compile(r"`[^`]*[^\d\s.,%`][^`]*`")
 
@@ -205,6 +205,8 @@ def inequality(bounds: Mapping[str, Bound], scope: Mapping[str, Any]) -> str:
 
 
 def _scope(value: Any) -> str:
+    if isinstance(value, float):
+        return figure(value)
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
