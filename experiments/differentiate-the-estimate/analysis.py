@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import OWN, Answer, Claims
-from kltest.reproduce.frames import Missing, Row, frame, known, need, records, require, select
+from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near
+from kltest.reproduce.claims import OWN, Claims, Measured
+from kltest.reproduce.frames import Missing, Row, frame, known, need, require, select
 from kltest.reproduce.numbers import Numbers
 
 from .settings import EXAMPLES
@@ -53,20 +54,23 @@ KL, HALF_SQUARE = float(POLICY @ U), float(POLICY @ U**2) / 2
 TRUTH = POLICY * (U - KL)
 
 
-@claims.add(f"{TANG}; theory", ", ".join(f"{value:.5f}" for value in BINARY.values()), "1e-10")
-def _binary(rows: pd.DataFrame) -> Answer:
-    """P = (0.8, 0.2), Q = (0.5, 0.5): d/dp of k1, k2, k3 in loss, of k1, k3 in reward; the truth is log 4"""
+@claims.measure(f"{TANG}; theory", "formulas, in float64", off=near(0, EXACT), truth_off=near(0, EXACT))
+def _binary(rows: pd.DataFrame) -> Measured:
+    """`P = (0.8, 0.2), Q = (0.5, 0.5)`: d/dp of k1 in the loss is zero, of k2 `log 4`, the truth, of k3 `(p − ½)/(p(1
+    − p))`; of k1 in the reward `log 4`, of k3 there the difference"""
     found = _example(rows, "binary", *BINARY)
-    derivatives = [row["derivative"] for row in found]
-    right = abs(found[0]["truth"][0] / (P * (1 - P)) - math.log(4)) < EXACT
-    return ", ".join(f"{one:.5f}" for one in derivatives), right and _near(derivatives, list(BINARY.values()))
+    return {
+        "off": np.array([row["derivative"] for row in found]) - list(BINARY.values()),
+        "truth_off": found[0]["truth"][0] / (P * (1 - P)) - math.log(4),
+        "derivatives": [f"{row['derivative']:.5f}" for row in found],
+    }
 
 
-@claims.add("theory", f"{KL:.4f}, {HALF_SQUARE:.4f}, {KL:.4f}", "1e-10")
-def _four_values(rows: pd.DataFrame) -> Answer:
-    """π = (.4, .3, .2, .1), ref = (.1, .2, .3, .4): the values that k1, k2 and k3 average to"""
+@claims.measure("theory", "formulas, in float64", off=near(0, EXACT))
+def _four_values(rows: pd.DataFrame) -> Measured:
+    """`π = (.4, .3, .2, .1), ref = (.1, .2, .3, .4)`: k1 and k3 average to the KL, k2 to `E[u²]/2`"""
     logged = [row["logged"] for row in _example(rows, "four actions", "k1-loss", "k2-loss", "k3-loss")]
-    return ", ".join(f"{one:.4f}" for one in logged), _near(logged, [KL, HALF_SQUARE, KL])
+    return {"off": np.array(logged) - [KL, HALF_SQUARE, KL], "values": [f"{one:.4f}" for one in logged]}
 
 
 def _vector(values: Iterable[float]) -> str:
@@ -78,47 +82,49 @@ def _shown(value: float, digits: int) -> str:
     return "0" if abs(value) < EXACT else f"{value:.{digits}f}".replace("-", "−")
 
 
-@claims.add("theory", _vector(TRUTH), "1e-10")
-def _four_truth(rows: pd.DataFrame) -> Answer:
-    """the same policies: the gradient of KL(π‖ref), and of k2 in loss"""
+@claims.measure("theory", "formulas, in float64", truth_off=near(0, EXACT), k2_in_loss_off=near(0, EXACT))
+def _four_truth(rows: pd.DataFrame) -> Measured:
+    """the same policies: the gradient of KL(π‖ref), and of k2 in loss, is `π(u − KL)`"""
     (row,) = _example(rows, "four actions", "k2-loss")
-    return _vector(row["gradient"]), _near(row["truth"], TRUTH) and _near(row["gradient"], TRUTH)
+    off = {name: np.array(row[column]) - TRUTH for name, column in (("truth", "truth"), ("k2_in_loss", "gradient"))}
+    return {**{f"{name}_off": each for name, each in off.items()}, "gradient": _vector(row["gradient"])}
 
 
-@claims.add("theory", f"{_vector(POLICY - REFERENCE)}, one sign turned", "1e-10")
-def _four_k3(rows: pd.DataFrame) -> Answer:
-    """the same policies: k3 in loss has another sign at the second action"""
+@claims.measure("theory", "formulas, in float64", off=near(0, EXACT), turned=exactly(1), second_action=above(0),
+    second_action_of_the_truth=below(0))  # fmt: skip
+def _four_k3(rows: pd.DataFrame) -> Measured:
+    """the same policies: k3 in loss follows π − ref, and has another sign at the second action alone"""
     (row,) = _example(rows, "four actions", "k3-loss")
-    turned = row["flipped"] == 1 and row["gradient"][1] > 0 > row["truth"][1]
-    return f"{_vector(row['gradient'])}, {row['flipped']} turned", turned and _near(row["gradient"], POLICY - REFERENCE)
+    return {
+        "off": np.array(row["gradient"]) - (POLICY - REFERENCE),
+        "turned": int(row["flipped"]),
+        "second_action": row["gradient"][1],
+        "second_action_of_the_truth": row["truth"][1],
+        "gradient": _vector(row["gradient"]),
+    }
 
 
-def _described(rows: pd.DataFrame) -> tuple[set[str], int]:
-    """The estimators that are said to follow ∇KL(π‖ref), and how many there are."""
-    four = records(select(rows, "examples", example="four actions"))
-    return {row["estimator"] for row in four if row["named"] == {"reverse_kl": 1.0}}, len(four)
-
-
-@claims.add("the descriptions of the estimators",
-    lambda rows: "{} of {}".format(*(len(one) if isinstance(one, set) else one for one in _described(rows))),
-    "1e-10")  # fmt: skip
-def _unbiased(rows: pd.DataFrame) -> Answer:
-    """of all registered estimators of one step these are unbiased"""
+@claims.measure("the descriptions of the estimators", "in float64", unbiased_as_described=EVERY, biased=above(0))
+def _unbiased(rows: pd.DataFrame) -> Measured:
+    """of all registered estimators of one step those are unbiased that are said to follow ∇KL(π‖ref)"""
     four = need(rows, "examples", example="four actions")
-    found, (expected, _) = set(four[four["relative_error"] < EXACT]["estimator"]), _described(rows)
-    others = f", not those: {', '.join(sorted(found ^ expected))}" if found ^ expected else ""
-    return f"{len(found)} of {len(four)}{others}", found == expected and len(four) > len(found)
+    unbiased = four["relative_error"] < EXACT
+    agrees = unbiased == four["named"].map(lambda named: named == {"reverse_kl": 1.0})
+    return {
+        "unbiased_as_described": agrees,
+        "biased": int((~unbiased).sum()),
+        "unbiased": int(unbiased.sum()),
+        "not_as_described": list(four[~agrees]["estimator"]) or "none",
+    }
 
 
 # --- distance --------------------------------------------------------------------------------------------------------
-claims.between("k2 in loss is right at every distance", f"{TANG}; Liu et al. 2025", "no bias",
-    "1e-9: near the reference gradients are a thousandth of what they are sums of",
-    "{count} distances, paths and vocabularies, the worst relative error {high:.0e}", "relative_error_high", "distance",
-    estimator="k2-loss", below=1e-9)  # fmt: skip
+claims.column("k2 in loss is right at every distance", f"{TANG}; Liu et al. 2025",
+    "near the reference gradients are a thousandth of what they are sums of", "relative_error_high", near(0, 1e-9),
+    "distance", estimator="k2-loss")  # fmt: skip
 
-claims.between("k1 in loss has no gradient at any distance", TANG, "0", "1e-9 of the truth",
-    "{count} distances and vocabularies, the largest {high:.0e}", "size_high", "distance", estimator="k1-loss",
-    below=1e-9)  # fmt: skip
+claims.column("k1 in loss has no gradient at any distance", TANG, "of the truth, as for k2", "size_high", near(0, 1e-9),
+    "distance", estimator="k1-loss")  # fmt: skip
 
 
 def _slopes(rows: pd.DataFrame, estimator: str, quantity: str) -> dict[int, float]:
@@ -134,125 +140,123 @@ def _slopes(rows: pd.DataFrame, estimator: str, quantity: str) -> dict[int, floa
     return slopes
 
 
-def _as_steep(slopes: dict[int, float], expected: float) -> Answer:
-    said = ", ".join(f"{slope:.3f} (V = {size})" for size, slope in slopes.items())
-    return said, all(abs(slope - expected) < 0.05 for slope in slopes.values())
+SECOND_ORDER = "medians of KL up to 0.001, where the second order tells already"
 
 
-@claims.add("theory", "slope 1 against √KL", "0.05: medians of KL up to 0.001, where the second order tells already")
-def _linear(rows: pd.DataFrame) -> Answer:
-    """k3 in loss: the relative error falls linearly with the distance from the reference"""
-    return _as_steep(_slopes(rows, "k3-loss", "relative_error"), 1)
+@claims.measure("theory", SECOND_ORDER, slope=near(1, 0.05))
+def _linear(rows: pd.DataFrame) -> Measured:
+    """k3 in loss: near the reference the relative error falls linearly with the distance √KL"""
+    slopes = _slopes(rows, "k3-loss", "relative_error")
+    return {"slope": list(slopes.values()), "V": list(slopes)}
 
 
 # 1 − w = u − u²/2 + …: what k3 adds to the truth is −E[g u²/2], which is also what k2 in the reward follows.
-claims.between("k3 in loss: near the reference the error is that of the next order, E[g u²/2]", OWN, "the same size",
-    "1 % up to KL 1e-5: the third order is √KL of the second", "{count} distances, the worst off by {high:.1%}",
-    lambda found: (found["relative_error"] / found["second_order"] - 1).abs(), "distance", estimator="k3-loss",
-    path="random", kl=lambda x: x <= 1e-5, below=0.01)  # fmt: skip
+claims.column("k3 in loss: up to a KL of {kl} the error is that of the next order, `E[g u²/2]`, within {bound:±.0%}",
+    OWN,
+    "the third order is √KL of the second", "relative_error / second_order", near(1, 0.01), "distance",
+    estimator="k3-loss", path="random", kl=at_most(1e-5))  # fmt: skip
 
 
-@claims.add(f"{TANG}; Shah et al. 2025; theory", "size equal to the error of k3 in loss, slope 1 against √KL",
-    "1e-6: rows keep eight figures; 0.05 for slopes")  # fmt: skip
-def _same_rate(rows: pd.DataFrame) -> Answer:
-    """k3 in reward: the gradient vanishes at the same rate, and is that error"""
+@claims.measure(f"{TANG}; Shah et al. 2025; theory", f"rows keep eight figures; {SECOND_ORDER}",
+    size_over_error_of_k3_in_loss=near(1, ROUNDED), slope=near(1, 0.05))  # fmt: skip
+def _same_rate(rows: pd.DataFrame) -> Measured:
+    """k3 in reward: the gradient vanishes as linearly with √KL, and is that error of k3 in loss at every distance"""
     reward, loss = (need(rows, "distance", estimator=name) for name in ("k3-reward", "k3-loss"))
     both = known(reward.merge(loss, on=PLACE, suffixes=("", "_loss")))
-    gap = (both["size"] / both["relative_error_loss"] - 1).abs()
-    said, steep = _as_steep(_slopes(rows, "k3-reward", "size"), 1)
-    return f"{len(gap)} distances, the worst off by {gap.max():.0e}; {said}", gap.max() < ROUNDED and steep
+    return {
+        "size_over_error_of_k3_in_loss": both["size"] / both["relative_error_loss"],
+        "slope": list(_slopes(rows, "k3-reward", "size").values()),
+    }
 
 
 # --- signs and sizes -------------------------------------------------------------------------------------------------
-@claims.add(OWN, "no action otherwise", "actions whose pull is below 1e-6 of the gradient are not counted")
-def _turned(rows: pd.DataFrame) -> Answer:
-    """k3 in loss pulls an action the wrong way exactly where 0 < u < KL"""
+@claims.measure(OWN, "actions whose pull is below 1e-6 of the gradient are not counted", otherwise=exactly(0),
+    distances_with_some=at_least(1))  # fmt: skip
+def _turned(rows: pd.DataFrame) -> Measured:
+    """k3 in loss pulls an action the wrong way exactly where `0 < u < KL`"""
     # The truth is π(u − KL), k3 in the loss π(1 − w), whose sign is that of u.
-    found = need(rows, "distance", estimator="k3-loss", path=("random", "sharpened"))
-    found = found[found["vocabulary"] > 2]
-    off, turned = int(found["flips_off"].sum()), found["flipped"] > 0
+    found = need(rows, "distance", estimator="k3-loss", path=("random", "sharpened"), vocabulary=above(2))
+    off, turned = int(found["flips_off"].sum()), int((found["flipped"] > 0).sum())
     # Few policies of few actions may have no such action at all.
-    require(turned.any() or off)
-    said = f"{off} otherwise; some turned at {turned.sum()} of {len(found)} distances, paths and vocabularies"
-    return said, off == 0
+    require(turned or off)
+    return {"otherwise": off, "distances_with_some": turned, "of": len(found)}
 
 
-claims.between("with two actions k3 in loss never pulls the wrong way: KL is an average of two u of opposite sign",
-    OWN, "never", "", "{high:.0%} of pairs at worst, {count} distances and paths", "any_flipped", "distance",
-    estimator="k3-loss", vocabulary=2, below=1e-300)  # fmt: skip
+claims.column("with two actions k3 in loss never pulls the wrong way: KL is an average of two u of opposite sign", OWN,
+    "shares of pairs", "any_flipped", exactly(0), "distance", estimator="k3-loss", vocabulary=2)  # fmt: skip
 
 
-@claims.add(OWN, "0.28 √KL", "a fifth: some hundred actions, log-ratios of unequal spread")
-def _how_often(rows: pd.DataFrame) -> Answer:
-    """k3 in loss pulls a share of about √(KL/4π) of all actions the wrong way, for random log-ratios"""
+@claims.measure(OWN, "some hundred actions, log-ratios of unequal spread", share_over_formula=near(1, 0.2),
+    vocabulary=at_least(100), kl=(0.001, 0.00316, 0.01))  # fmt: skip
+def _how_often(rows: pd.DataFrame, vocabulary: Bound, kl: tuple[float, ...]) -> Measured:
+    """for random log-ratios of {vocabulary} actions or more, at a KL of {kl}, k3 in loss pulls a share within
+    {share_over_formula:±.0%} of `√(KL/4π)` of all actions the wrong way"""
     # u of N(·, 2 KL): the density at 0 is 1/√(4π KL), the window KL.
-    enough = {"vocabulary": lambda x: x >= 100, "pairs": lambda x: x >= ENOUGH}
-    found = need(rows, "distance", estimator="k3-loss", path="random", kl=(0.001, 0.00316, 0.01), **enough)
-    ratio = found["flipped"] / (found["kl"] / (4 * math.pi)) ** 0.5
-    said = ", ".join(f"{row['flipped']:.4f} at KL {row['kl']:g}" for row in records(found))
-    return said, (ratio - 1).abs().max() < 0.2
+    found = need(rows, "distance", estimator="k3-loss", path="random", kl=kl, vocabulary=vocabulary,
+                 pairs=at_least(ENOUGH))  # fmt: skip
+    return {"share_over_formula": found["flipped"] / (found["kl"] / (4 * math.pi)) ** 0.5, "share": found["flipped"]}
 
 
-@claims.add(OWN, "half of the actions, cosine about 0", "0.05 and 0.2: medians and means of a hundred pairs")
-def _coin(rows: pd.DataFrame) -> Answer:
-    """k3 in reward pulls half of the actions the wrong way near the reference: its direction is that of a coin"""
+@claims.measure(OWN, "medians and means of a hundred pairs", share=near(0.5, 0.05), cosine=near(0, 0.2),
+    vocabulary=at_least(32), kl=at_most(NEAR))  # fmt: skip
+def _coin(rows: pd.DataFrame, vocabulary: Bound, kl: Bound) -> Measured:
+    """k3 in reward, with {vocabulary} actions or more and a KL up to {kl}, pulls {share} of the actions the wrong way,
+    but for {share:±}, at a cosine within {cosine:±} of zero: its direction is that of a coin"""
     # An even function of u against an odd one.
-    found = need(rows, "distance", estimator="k3-reward", path="random")
-    found = known(found[(found["vocabulary"] >= 32) & (found["kl"] <= NEAR) & (found["pairs"] >= ENOUGH)])
-    said = ", ".join(
-        f"{row['flipped']:.3f} and {row['cosine']:.2f} (V = {row['vocabulary']})"
-        for row in records(select(found, kl=1e-4))
-    )
-    return said, (found["flipped"] - 0.5).abs().max() < 0.05 and found["cosine"].abs().max() < 0.2
+    found = need(rows, "distance", estimator="k3-reward", path="random", vocabulary=vocabulary, kl=kl,
+                 pairs=at_least(ENOUGH))  # fmt: skip
+    return {"share": found["flipped"], "cosine": found["cosine"]}
 
 
-def _one_action(rows: pd.DataFrame, path: str, strongest: str) -> tuple[str, pd.DataFrame]:
-    """All other actions keep their proportions, so that one direction is left; an action goes from r to b ≤ ½.
+# All other actions keep their proportions, so that one direction is left; an action goes from r to b ≤ ½.
+# ‖π − ref‖/‖π(u − KL)‖ = (b − r)/(b(1 − b)(logit b − logit r)) = x(1 − x)/(b(1 − b)) for some x between.
+for _path, _words, _strongest, _size in (
+    (
+        "taken up",
+        "unlikely action taken up: k3 in loss pulls back in the right direction, too weakly",
+        "size_high",
+        below(1),
+    ),
+    (
+        "dropped",
+        "likely action dropped: k3 in loss pulls back in the right direction, too strongly",
+        "size_low",
+        above(1),
+    ),
+):
 
-    ‖π − ref‖/‖π(u − KL)‖ = (b − r)/(b(1 − b)(logit b − logit r)) = x(1 − x)/(b(1 − b)) for some x between.
-    """
-    near = {"vocabulary": lambda x: x >= 32, "kl": lambda x: x <= 1}
-    found = need(rows, "distance", estimator="k3-loss", path=path, **near)
-    row = found.loc[getattr(found["size"], strongest)()]
-    cosine = 1 - found["cosine_low"].min()
-    return f"cosine 1 to {cosine:.0e}; size {row['size']:.2f} at KL {row['kl']:g}, V = {row['vocabulary']}", found
-
-
-@claims.add(OWN, "cosine 1, size below 1", "1e-6 for the cosine; nine of ten pairs for the size")
-def _taken_up(rows: pd.DataFrame) -> Answer:
-    """one unlikely action taken up: k3 in loss pulls back in the right direction, too weakly"""
-    said, found = _one_action(rows, "taken up", "idxmin")
-    return said, found["cosine_low"].min() > 1 - ROUNDED and found["size_high"].max() < 1
-
-
-@claims.add(OWN, "cosine 1, size above 1", "1e-6 for the cosine; nine of ten pairs for the size")
-def _dropped(rows: pd.DataFrame) -> Answer:
-    """one likely action dropped: k3 in loss pulls back in the right direction, too strongly"""
-    said, found = _one_action(rows, "dropped", "idxmax")
-    return said, found["cosine_low"].min() > 1 - ROUNDED and found["size_low"].min() > 1
+    @claims.measure(OWN, "of the nine of ten pairs in the middle", claim=f"one {_words}, {{vocabulary}} actions or "
+    "more and KL "
+        "up to {kl}", cosine=near(1, ROUNDED), size=_size, path=_path, strongest=_strongest, vocabulary=at_least(32),
+        kl=at_most(1))  # fmt: skip
+    def _one_action(rows: pd.DataFrame, path: str, strongest: str, vocabulary: Bound, kl: Bound) -> Measured:
+        found = need(rows, "distance", estimator="k3-loss", path=path, vocabulary=vocabulary, kl=kl)
+        return {"cosine": found["cosine_low"], "size": found[strongest]}
 
 
 # k3 in the reward is the truth less k3 in the loss, and there is one direction: 1 − size of it is left.
-claims.between("one likely action dropped: k3 in reward pushes straight away from the reference, at every distance",
-    OWN, "cosine −1", "1e-6", "{high:.6f} at most, {count} distances and vocabularies", "cosine_high", "distance",
-    estimator="k3-reward", path="dropped", vocabulary=lambda x: x >= 32, below=-1 + ROUNDED)  # fmt: skip
+claims.column("one likely action dropped: k3 in reward pushes straight away from the reference, at every distance", OWN,
+    "rows keep eight figures; at most one pair in ten is above", "cosine_high", near(-1, ROUNDED), "distance",
+    estimator="k3-reward", path="dropped", vocabulary=at_least(32))  # fmt: skip
 
 
-@claims.add(OWN, "log(p/(1 − p)) − (p − ½)/(p(1 − p)), of the other sign than the truth", "rows keep eight figures")
-def _repels_binary(rows: pd.DataFrame) -> Answer:
-    """two actions, ref = (½, ½): k3 in reward pushes away from the reference wherever the policy is"""
+@claims.measure(OWN, "rows keep eight figures", derivative_times_truth=below(0), off_formula=near(0, 1e-7))
+def _repels_binary(rows: pd.DataFrame) -> Measured:
+    """two actions, `ref = (½, ½)`: k3 in reward pushes away from the reference wherever the policy is, by
+    `log(p/(1 − p)) − (p − ½)/(p(1 − p))`"""
     found = need(rows, "binary", estimator="k3-reward", probability=lambda x: x != 0.5)
     p, derivative = found["probability"], found["derivative"]
     width = p * (1 - p)
-    away = (derivative * found["true_derivative"] < 0).sum()
-    exact = (derivative - np.log(p / (1 - p)) + (p - 0.5) / width).abs() < 1e-7 * (1 + 1 / width)
-    return f"of the other sign at {away} of {len(found)} probabilities", away == len(found) and exact.all()
+    return {
+        "derivative_times_truth": derivative * found["true_derivative"],
+        "off_formula": (derivative - np.log(p / (1 - p)) + (p - 0.5) / width) / (1 + 1 / width),
+    }
 
 
-@claims.add(OWN, "slope −1 against √KL", "0.05, as above")
-def _abs(rows: pd.DataFrame) -> Answer:
-    """the absolute value pulls as strongly however near the reference: relative to the truth 1/√KL"""
-    return _as_steep(_slopes(rows, "abs-loss", "size"), -1)
+@claims.measure(OWN, SECOND_ORDER, slope=near(-1, 0.05))
+def _abs(rows: pd.DataFrame) -> Measured:
+    """the absolute value pulls as strongly however near the reference: relative to the truth like `1/√KL`"""
+    return {"slope": list(_slopes(rows, "abs-loss", "size").values())}
 
 
 # --- tables and numbers ----------------------------------------------------------------------------------------------
@@ -288,7 +292,3 @@ numbers.melt("examples", ["derivative"], ["estimator"], derivative=pd.notna)
 numbers.single("distance", {"pairs": ("pairs", "max")})
 numbers.melt("distance", ["relative_error", "cosine", "size", "flipped", "any_flipped"],
     ["estimator", "path", "vocabulary", "kl"], seed=0)  # fmt: skip
-
-
-def _near(found: Sequence[float], expected: Sequence[float] | np.ndarray) -> bool:
-    return bool(np.abs(np.array(found) - np.array(expected)).max() < EXACT)

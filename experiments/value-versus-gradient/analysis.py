@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import OWN, Answer, Claims
+from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near
+from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Missing, Row, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
@@ -16,10 +16,7 @@ from .gaussians import Gaussians, gradient_terms, moments, value_terms
 from .settings import ESTIMATORS, PLACEMENTS
 
 EXACT = 1e-9
-EXACT_WHY = f"{EXACT:g} of the standard deviation or size: float64, integrated over a line where w² grows to 1e100"
-# Of a few hundred means of a quarter of a million samples none should be five exact standard errors off; those of w
-# have heavy tails, for which five is not too many.
-SIGMAS = 5.0
+EXACT_WHY = "of the standard deviation or size: float64, integrated over a line where w² grows to 1e100"
 SCHULMAN = "Schulman 2020, tables"
 TANG = "Tang & Munos 2025, Fig. 1"
 # Schulman's tables: KL → estimator → (bias/KL, std/KL), as printed.
@@ -70,58 +67,65 @@ def _values(rows: pd.DataFrame, kl: float | None = None) -> pd.DataFrame:
     return found.loc[kl].loc[list(ESTIMATORS)]
 
 
-def _printed(rows: pd.DataFrame, kl: float) -> Answer:
-    found, m = _values(rows, kl), 2 * kl
-    exact = _schulman_variances(m)
-    bias, std = found["mean"] / kl - 1, found["variance"] ** 0.5 / kl
-    judged = []
-    for name, (printed_bias, printed_std) in PRINTED[kl].items():
-        expected_bias = m / 4 if name == "k2-loss" else 0.0
-        judged += [abs(bias[name] - printed_bias) < 6e-4, abs(std[name] - printed_std) < 6e-3 * max(1, printed_std)]
-        judged += [_close(std[name], math.sqrt(exact[name]) / kl)]
-        judged += [abs(bias[name] - expected_bias) < 1e-9 * max(1, std[name])]
-    return "; ".join(f"{_short(name)} {bias[name]:.4f}, {std[name]:.4f}" for name in ESTIMATORS), all(judged)
-
-
 def _schulman_variances(m: float) -> dict[str, float]:
     return {"k1-loss": m, "k2-loss": m**2 / 2 + m**3 / 4, "k3-loss": math.exp(m) - 1 - m}
 
 
-for _kl, _table in PRINTED.items():
-    _stds = {name: math.sqrt(variance) / _kl for name, variance in _schulman_variances(2 * _kl).items()}
-    claims.add(
-        SCHULMAN,
-        "; ".join(f"{name[:2]} {bias:g}, {_stds[name]:.4f}" for name, (bias, _) in _table.items()),
-        "rounding of the printed table; 1e-9 against the formulas m, m²/2 + m³/4 and e^m − 1 − m, m = 2 KL",
-        claim=f"bias and standard deviation of k1, k2, k3 at KL {_kl:g}, over KL",
-    )(partial(_printed, kl=_kl))
+for _kl in PRINTED:
+
+    @claims.measure(SCHULMAN, "rounding of the printed table; float64 for the formulas", kl=_kl,
+        claim="bias and standard deviation of k1, k2, k3 at KL {kl:g}, over KL, are as printed, and the roots of `m`, "
+        "`m²/2 + m³/4` and `e^m − 1 − m`, m = `2 KL`", bias_off_printed=near(0, 6e-4), std_off_printed=near(0, 6e-3),
+        bias_off=near(0, EXACT), std_over_formula=near(1, EXACT))  # fmt: skip
+    def _printed(rows: pd.DataFrame, kl: float) -> Measured:
+        found, exact = _values(rows, kl), pd.Series(_schulman_variances(2 * kl))
+        bias, std = found["mean"] / kl - 1, found["variance"] ** 0.5 / kl
+        printed = pd.DataFrame(PRINTED[kl], index=["bias", "std"]).T
+        expected = pd.Series({name: kl / 2 if name == "k2-loss" else 0.0 for name in ESTIMATORS})
+        return {
+            "bias_off_printed": bias - printed["bias"],
+            "std_off_printed": (std - printed["std"]) / printed["std"].clip(lower=1),
+            "bias_off": (bias - expected) / std.clip(lower=1),
+            "std_over_formula": std / (exact**0.5 / kl),
+            "found": [f"{_short(name)} {bias[name]:.4f}, {std[name]:.4f}" for name in ESTIMATORS],
+        }
 
 
-@claims.add("theory", "the same", EXACT_WHY)
-def _formulas(rows: pd.DataFrame) -> Answer:
+@claims.measure("theory", EXACT_WHY, mean_off=near(0, EXACT), variance_over_formula=near(1, EXACT))
+def _formulas(rows: pd.DataFrame) -> Measured:
     """the registered functions, integrated, have the moments of the closed form"""
-    judged, worst = need(rows, kind=("value", "gradient")), 0.0
-    for row in records(judged):
+    off, ratio = [], []
+    for row in records(need(rows, kind=("value", "gradient"))):
         pair = Gaussians.at(row["kl"], row["width"])
         value = row["kind"] == "value"
         of = (row["estimator"],) if value else (row["estimator"], row["placement"], row["part"])
         mean, variance = moments((value_terms if value else gradient_terms)(*of, pair), pair)
-        worst = max(worst, abs(row["mean"] - mean) / math.sqrt(variance), abs(row["variance"] / variance - 1))
-    return f"{len(judged)} means and variances, the worst off by {worst:.0e}", worst < EXACT
+        off.append((row["mean"] - mean) / math.sqrt(variance))
+        ratio.append(row["variance"] / variance)
+    return {"mean_off": off, "variance_over_formula": ratio}
 
 
-claims.between("sampled values and gradients average to the exact expectations", "theory",
-    f"within {SIGMAS:g} exact standard errors", f"{SIGMAS:g} standard errors",
-    "{count} means, the worst {high:.1f} standard errors off",
-    lambda found: (found["sampled_mean"] - found["mean"]).abs() / (found["variance"] / found["samples"]) ** 0.5,
-    kind=("value", "gradient"), below=SIGMAS)  # fmt: skip
+# Of a few hundred means of a quarter of a million samples none should be five exact standard errors off; those of w
+# have heavy tails, for which five is not too many.
+FIVE = "a few hundred means of a quarter of a million samples; heavy tails"
 
-# Only where a quarter of a million samples can tell: the square of a heavy tail has no useful standard error.
-claims.between("the squared error of averages of n samples is variance/n + bias²", TANG,
-    f"within {SIGMAS:g} standard errors", f"{SIGMAS:g} standard errors",
-    "{count} sizes, levels and estimators, the worst {high:.1f} standard errors off",
-    lambda found: (found["sampled"] - found["error"]).abs() / found["standard_error"],
-    kind="error", kl=lambda x: x <= 0.5, width=lambda x: x >= 1, below=SIGMAS)  # fmt: skip
+
+@claims.measure("theory", FIVE, standard_errors_off=near(0, 5.0))
+def _sampled_means(rows: pd.DataFrame) -> Measured:
+    """sampled values and gradients average to the exact expectations, within {standard_errors_off:±} exact standard
+    errors"""
+    found = need(rows, kind=("value", "gradient")).dropna(subset=["sampled_mean"])
+    error = (found["variance"] / found["samples"]) ** 0.5
+    return {"standard_errors_off": (found["sampled_mean"] - found["mean"]) / error}
+
+
+@claims.measure(TANG, f"{FIVE}: elsewhere a quarter of a million samples cannot tell", standard_errors_off=near(0, 5.0),
+    kl=at_most(0.5), width=at_least(1))  # fmt: skip
+def _sampled_errors(rows: pd.DataFrame, kl: Bound, width: Bound) -> Measured:
+    """the squared error of averages of n samples is `variance/n + bias²`, within {standard_errors_off:±} standard
+    errors, up to a KL of {kl} and for a width of {width} or more"""
+    found = need(rows, kind="error", kl=kl, width=width)
+    return {"standard_errors_off": (found["sampled"] - found["error"]) / found["standard_error"]}
 
 
 def _lambert() -> float:
@@ -148,26 +152,24 @@ def _narrow() -> float:
     return Gaussians(0.0, brentq(gap, 0.75, 0.9, xtol=1e-15)).kl
 
 
-def _order(rows: pd.DataFrame, expected: Callable[[], float], **which: str) -> Answer:
-    row = records(need(rows, kind="order", **which))[-1]
-    if row["kl"] is None or row["kl"] != row["kl"]:
-        return "no crossing", False
-    return f"{row['kl']:.5f}", row["better_at_first"] and _close(row["kl"], expected())
-
-
-for _claim, _source, _which, _expected, _why in (
-    ("with one sample k2 errs less than k1 up to this KL", f"{TANG}; theory",
-     ("shifted", "k2-loss", "k1-loss", "error"), _cubic, "the root of m³/64 + m²/4 + m/2 = 1"),
-    ("k3 errs less than k1 up to this KL", f"{TANG}; theory",
-     ("shifted", "k3-loss", "k1-loss", "error"), _lambert, "the root of e^m = 1 + 2m by Lambert's W"),
+for _claim, _source, _which, _expected in (
+    ("with one sample k2 errs less than k1 up to the KL at which `m³/64 + m²/4 + m/2 = 1`, m = `2 KL`",
+    f"{TANG}; theory",
+     ("shifted", "k2-loss", "k1-loss", "error"), _cubic),
+    ("k3 errs less than k1 up to the KL at which `e^m = 1 + 2m`, by Lambert's W", f"{TANG}; theory",
+     ("shifted", "k3-loss", "k1-loss", "error"), _lambert),
     ("k2 is less noisy than k1 up to the golden ratio less one", OWN,
-     ("shifted", "k2-loss", "k1-loss", "variance"), lambda: (math.sqrt(5) - 1) / 2, "m²/4 + m/2 = 1"),
-    ("narrowing the policy makes k3 noisier than k1 at this KL", OWN,
-     ("narrower", "k3-loss", "k1-loss", "error"), _narrow, "the root of the closed form"),
+     ("shifted", "k2-loss", "k1-loss", "variance"), lambda: (math.sqrt(5) - 1) / 2),
+    ("narrowing the policy makes k3 noisier than k1 at the KL of the closed form", OWN,
+     ("narrower", "k3-loss", "k1-loss", "error"), _narrow),
 ):  # fmt: skip
-    claims.add(_source, lambda rows, of=_expected: f"{of():.5f}", f"1e-9, {_why}", claim=_claim)(
-        partial(_order, expected=_expected, **dict(zip(ORDERED, _which, strict=True)))
-    )
+
+    @claims.measure(_source, "roots in float64", claim=_claim, kl_over_expected=near(1, 1e-9), better_below=EVERY,
+        which=_which, expected=_expected)  # fmt: skip
+    def _order(rows: pd.DataFrame, which: tuple[str, ...], expected: Callable[[], float]) -> Measured:
+        row = records(need(rows, kind="order", **dict(zip(ORDERED, which, strict=True))))[-1]
+        kl = math.nan if row["kl"] is None else row["kl"]
+        return {"kl_over_expected": kl / expected(), "better_below": bool(row["better_at_first"]), "kl": kl}
 
 
 def crossing(one: Row, other: Row) -> float | None:
@@ -181,29 +183,34 @@ def _crossing_formula(kl: float) -> float:
     return 64 * (1 - kl - kl**2) / (2 * kl) ** 3
 
 
-def _crossing(rows: pd.DataFrame, kl: float) -> Answer:
-    """Beyond it the bias of k2 tells, and k2 is the worst of the three."""
-    values, expected = _values(rows, kl), _crossing_formula(kl)
-    found = crossing(values.loc["k2-loss"], values.loc["k1-loss"])
-    if found is None:
-        return "no crossing", False
-    far = values["variance"] / (10 * expected) + (values["mean"] - kl) ** 2
-    # The difference of two variances and a squared bias of (KL/2)²·m² lose digits near the reference.
-    return f"{found:.6g}", abs(found / expected - 1) < 1e-7 and far.idxmax() == "k2-loss"
-
-
 for _kl in PRINTED:
-    claims.add(
+
+    @claims.measure(
         TANG,
-        f"{_crossing_formula(_kl):.6g}",
-        "1e-7; 64 (1 − m/2 − m²/4)/m³",
-        claim=f"at KL {_kl:g} k2 is a better value than k1 up to this many samples, and the worst of three far beyond",
-    )(partial(_crossing, kl=_kl))
+        "a difference of variances, and a bias, lose digits near the reference",
+        kl=_kl,
+        claim="at KL {kl:g} k2 is a better value than k1 up to `64 (1 − m/2 − m²/4)/m³` samples, m = `2 KL`, and the "
+        "worst of "
+        "the three at {far} times as many",
+        samples_over_formula=near(1, 1e-7),
+        worst_far_beyond=EVERY,
+        far=10,
+    )
+    def _crossing(rows: pd.DataFrame, kl: float, far: int) -> Measured:
+        values, expected = _values(rows, kl), _crossing_formula(kl)
+        found = crossing(values.loc["k2-loss"], values.loc["k1-loss"]) or math.nan
+        errors = values["variance"] / (far * expected) + (values["mean"] - kl) ** 2
+        return {
+            "samples_over_formula": found / expected,
+            "worst_far_beyond": errors.idxmax() == "k2-loss",
+            "samples": found,
+        }
 
 
-@claims.add(OWN, "k1 or k3 errs less with one sample and with infinitely many")
-def _never_best(rows: pd.DataFrame) -> Answer:
-    """where means differ and widths do not, k2 is the best value at no sample size"""
+@claims.measure(OWN, "an order at each level of KL", beaten=EVERY)
+def _never_best(rows: pd.DataFrame) -> Measured:
+    """where means differ and widths do not, k2 is the best value at no sample size: k1 or k3 errs less with one sample
+    and with infinitely many"""
     values = _values(rows)
     bias = (values["mean"] - values.index.get_level_values("kl")).unstack("estimator").dropna()
     error = (values["variance"].unstack("estimator") + bias**2).dropna()
@@ -211,8 +218,7 @@ def _never_best(rows: pd.DataFrame) -> Answer:
     # variance/n + bias² is linear in 1/n: who is better with one sample and with infinitely many always is.
     two, others = "k2-loss", ["k1-loss", "k3-loss"]
     beaten = error[others].lt(error[two], axis=0) & bias[others].abs().lt(bias[two].abs(), axis=0)
-    hits = beaten.any(axis=1).sum()
-    return f"so at {hits} of {len(bias)} levels of KL", hits == len(bias)
+    return {"beaten": beaten.any(axis=1)}
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -229,27 +235,26 @@ def named(symbol: str, pair: Gaussians) -> dict[str, float]:
     }[symbol]
 
 
-def _follows(rows: pd.DataFrame, which: tuple[str, str]) -> Answer:
-    found = need(rows, kind="gradient", estimator=which[0], placement=which[1])
-
-    def gap(row: Row) -> float:
-        pair = Gaussians.at(row["kl"], row["width"])
-        expected = sum(factor * named(symbol, pair)[row["part"]] for symbol, factor in FOLLOWS[which].items())
-        return abs(row["mean"] - expected) / math.sqrt(row["variance"])
-
-    worst = max(map(gap, records(found)))
-    said = f"{len(found)} levels, widths and parameters, the worst off by {worst:.0e} standard deviations"
-    return said, worst < EXACT
-
-
 for _which, _combination in FOLLOWS.items():
-    _words = " − ".join(WORDS[symbol] for symbol in _combination) or "0"
-    claims.add(
+
+    @claims.measure(
         "Tang & Munos 2025; Liu et al. 2025; Shah et al. 2025",
-        _words,
         EXACT_WHY,
-        claim=f"{_which[0][:2]} in {_which[1]} follows {_words} on Gaussians",
-    )(partial(_follows, which=_which))
+        off=near(0, EXACT),
+        claim=f"{_which[0][:2]} in {_which[1]} follows "
+        f"{' − '.join(f'`{WORDS[symbol]}`' for symbol in _combination) or 'nothing'} on Gaussians",
+        which=_which,
+    )
+    def _follows(rows: pd.DataFrame, which: tuple[str, str]) -> Measured:
+        found = need(rows, kind="gradient", estimator=which[0], placement=which[1])
+
+        def gap(row: Row) -> float:
+            pair = Gaussians.at(row["kl"], row["width"])
+            expected = sum(factor * named(symbol, pair)[row["part"]] for symbol, factor in FOLLOWS[which].items())
+            return (row["mean"] - expected) / math.sqrt(row["variance"])
+
+        return {"off": list(map(gap, records(found)))}
+
 
 # Variances with respect to the mean at a width of 1, written out, m = 2 KL.
 NOISE: dict[tuple[str, str], Callable[[float], float]] = {
@@ -260,16 +265,17 @@ NOISE: dict[tuple[str, str], Callable[[float], float]] = {
 }
 
 
-@claims.add("theory", "the formulas", EXACT_WHY)
-def _noise(rows: pd.DataFrame) -> Answer:
-    """the noise of the gradient with respect to the mean: k1 1, k2 2m + m²/4, k3 e^m (1 + 4m) − 1 − 3m"""
-    judged = [
-        abs(row["variance"] / NOISE[row["estimator"], row["placement"]](2 * row["kl"]) - 1)
-        for row in records(need(rows, kind="gradient", width=1.0, part="mean"))
-        if (row["estimator"], row["placement"]) in NOISE
-    ]
-    require(judged)
-    return f"{len(judged)} variances, the worst off by {max(judged):.0e}", max(judged) < EXACT
+@claims.measure("theory", EXACT_WHY, variance_over_formula=near(1, EXACT))
+def _noise(rows: pd.DataFrame) -> Measured:
+    """the noise of the gradient with respect to the mean, m = `2 KL`: in the loss k1 one, k2 `2m + m²/4`, k3
+    `e^m (1 + 4m) − 1 − 3m`; k1 in both `3m + (1 + m/2)² − m`"""
+    return {
+        "variance_over_formula": [
+            row["variance"] / NOISE[row["estimator"], row["placement"]](2 * row["kl"])
+            for row in records(need(rows, kind="gradient", width=1.0, part="mean"))
+            if (row["estimator"], row["placement"]) in NOISE
+        ]
+    }
 
 
 def _wholes(rows: pd.DataFrame) -> pd.DataFrame:
@@ -281,50 +287,55 @@ def _wholes(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"bias": total["bias"], "std": total["variance"]}).div(total["size"], axis=0) ** 0.5
 
 
-@claims.add("Tang & Munos 2025; Liu et al. 2025",
-    "k3 unbiased and quieter as a value; of the losses only k2 unbiased, and quieter than k3",
-    "1e-9 for no bias")  # fmt: skip
-def _reversed(rows: pd.DataFrame) -> Answer:
-    """the best value is not the best gradient: k3 is the better value, k2 the better loss"""
-    said, judged, wholes = [], [], _wholes(rows)
+@claims.measure("Tang & Munos 2025; Liu et al. 2025", "float64 for no bias; a bias is called one above a thousandth "
+    "of the "
+    "value, a twentieth of the gradient", value_bias_k3=near(0, 1e-9), value_bias_k2=above(1e-3),
+    value_variance_k3_over_k2=below(1), gradient_bias_k2=near(0, 1e-9), gradient_bias_k1=above(0.05),
+    gradient_bias_k3=above(0.05), gradient_std_k2_over_k3=below(1))  # fmt: skip
+def _reversed(rows: pd.DataFrame) -> Measured:
+    """the best value is not the best gradient: as a value k3 is unbiased and quieter, k2 biased; of the losses only k2
+    is unbiased, and quieter than k3"""
+    wholes, found = _wholes(rows), []
     for kl in PRINTED:
         require({(name, "loss", kl) for name in ESTIMATORS} <= set(wholes.index))
         values = _values(rows, kl)
-        bias = values["mean"] / values["truth"] - 1
+        bias, variance = values["mean"] / values["truth"] - 1, values["variance"]
         one, two, three = (wholes.loc[(name, "loss", kl)] for name in ESTIMATORS)
-        judged += [values["variance"]["k3-loss"] < values["variance"]["k2-loss"], abs(bias["k3-loss"]) < 1e-9]
-        judged += [bias["k2-loss"] > 1e-3, two["bias"] < 1e-9 and two["std"] < three["std"]]
-        judged += [min(one["bias"], three["bias"]) > 0.05]
-        off = values["mean"] / kl - 1
-        said.append(
-            f"KL {kl:g}: value bias {off['k2-loss']:.4f} (k2), {off['k3-loss']:.4f} (k3); gradient bias "
-            f"{two['bias']:.2f} (k2), {three['bias']:.2f} (k3), std {two['std']:.3g} and {three['std']:.3g}"
+        found.append(
+            {
+                "value_bias_k3": bias["k3-loss"],
+                "value_bias_k2": bias["k2-loss"],
+                "value_variance_k3_over_k2": variance["k3-loss"] / variance["k2-loss"],
+                "gradient_bias_k2": two["bias"],
+                "gradient_bias_k1": one["bias"],
+                "gradient_bias_k3": three["bias"],
+                "gradient_std_k2_over_k3": two["std"] / three["std"],
+            }
         )
-    return "; ".join(said), all(judged)
+    return dict(pd.DataFrame(found))
 
 
-@claims.add(OWN, "0, where the truth is √(2 KL)", EXACT_WHY)
-def _k3_in_reward(rows: pd.DataFrame) -> Answer:
-    """between equally wide Gaussians k3 in the reward does not pull on the mean at all, at any distance"""
+@claims.measure(OWN, EXACT_WHY, off=near(0, EXACT), truth=above(0.05))
+def _k3_in_reward(rows: pd.DataFrame) -> Measured:
+    """between equally wide Gaussians k3 in the reward does not pull on the mean at all, at any distance, where the
+    truth is `√(2 KL)`"""
     found = need(rows, kind="gradient", width=1.0, estimator="k3-loss", placement="reward", part="mean")
     found = found.drop_duplicates("kl", keep="last")
-    worst = (found["mean"].abs() / found["variance"] ** 0.5).max()
-    said = f"{worst:.0e} standard deviations at most, KL {', '.join(f'{kl:g}' for kl in found['kl'])}"
-    return said, worst < EXACT and found["truth"].min() > 0.05
+    return {"off": found["mean"] / found["variance"] ** 0.5, "truth": found["truth"], "kl": found["kl"]}
 
 
-@claims.add("theory; Liu et al. 2025 for the first two", "the same sampled means",
-    "1e-9: w − 1 + u + 1 − w is u up to rounding, and w is large at times")  # fmt: skip
-def _same_noise(rows: pd.DataFrame) -> Answer:
-    """k2 in loss, k1 in reward and k3 in both are the same sample by sample"""
+@claims.measure("theory; Liu et al. 2025 for the first two", "w − 1 + u + 1 − w is u up to rounding, and w is large "
+    "at times",
+    apart=below(1e-9))  # fmt: skip
+def _same_noise(rows: pd.DataFrame) -> Measured:
+    """k2 in loss, k1 in reward and k3 in both are the same sample by sample: their sampled means agree"""
     found = need(rows, kind="gradient")
     which = list(zip(found["estimator"], found["placement"], strict=True))
     # u·g each.
     three = found[[one in (("k2-loss", "loss"), ("k1-loss", "reward"), ("k3-loss", "both")) for one in which]]
     by = three.groupby(["kl", "width", "part", "seed", "samples"])["sampled_mean"].agg(["min", "max", "size"])
     by = known(by[by["size"] == 3])
-    worst = (by["max"] - by["min"]).max()
-    return f"{len(by)} means, the worst apart by {worst:.0e}", worst < 1e-9
+    return {"apart": by["max"] - by["min"]}
 
 
 # --- widths ----------------------------------------------------------------------------------------------------------
@@ -337,28 +348,32 @@ def _variance(width: float, estimator: str) -> float:
     return moments(value_terms(estimator, pair), pair)[1]
 
 
-@claims.add(OWN,
-    lambda rows: f"infinite from KL {math.log(2) / 2 - 0.25:.4f} on, k1's being {_variance(EDGE, 'k1-loss'):.3f}",
-    "the closed form; E[w²] is finite where 2s² > 1; at a width of 0.8 k3 twenty times as noisy as k1")  # fmt: skip
-def _infinite(rows: pd.DataFrame) -> Answer:
-    """a policy at most 0.71 times as wide as its reference gives k3 an infinite variance"""
+@claims.measure(OWN, "the closed form; E[w²] is finite where 2s² > 1", variance_at_the_edge=exactly(math.inf),
+    growth_100_times_nearer=near(10, 0.1), times_k1_at_width_08=above(20))  # fmt: skip
+def _infinite(rows: pd.DataFrame) -> Measured:
+    """a policy at most `√½` times as wide as its reference gives k3 an infinite variance (towards it like the root of
+    what is left), while k1's is finite; at a width of `s = 0.8` k3 is over
+    {times_k1_at_width_08} times as noisy as k1"""
     finite = need(rows, kind="value", kl=0.5, width=0.8).groupby("estimator")["variance"].first()
     require({"k1-loss", "k3-loss"} <= set(finite.index))
-    at, beyond = _variance(EDGE, "k3-loss"), [_variance(EDGE * (1 + by), "k3-loss") for by in (1e-2, 1e-4, 1e-6, 1e-8)]
-    said = f"at KL {Gaussians(0.0, EDGE).kl:.4f} {at}, just before {beyond[-1]:.3g}"
-    said += f"; at a width of 0.8 and KL 0.5 {finite['k3-loss']:.4g} against {finite['k1-loss']:.4g}"
     # E[w²] = s²/√(2s² − 1) where means agree: 100 times nearer the edge, 10 times larger.
-    grows = beyond == sorted(beyond) and abs(beyond[-1] / beyond[-2] / 10 - 1) < 0.01
-    return said, at == math.inf and grows and finite["k3-loss"] > 20 * finite["k1-loss"]
+    nearer, nearest = (_variance(EDGE * (1 + by), "k3-loss") for by in (1e-6, 1e-8))
+    return {
+        "variance_at_the_edge": _variance(EDGE, "k3-loss"),
+        "growth_100_times_nearer": nearest / nearer,
+        "times_k1_at_width_08": finite["k3-loss"] / finite["k1-loss"],
+        "edge_kl": Gaussians(0.0, EDGE).kl,
+        "variance_of_k1_there": _variance(EDGE, "k1-loss"),
+    }
 
 
-@claims.add(OWN, "no crossing, k3 less noisy")
-def _wider(rows: pd.DataFrame) -> Answer:
-    """widening the policy never makes k3 noisier than k1, up to twice the width"""
+@claims.measure(OWN, "the widths tried", crossings=exactly(0), less_noisy_at_first=EVERY)
+def _wider(rows: pd.DataFrame) -> Measured:
+    """widening the policy never makes k3 noisier than k1, over the widths tried"""
     which = dict(zip(ORDERED, ("wider", "k3-loss", "k1-loss", "error"), strict=True))
     row = records(need(rows, kind="order", **which))[-1]
-    none = row.get("kl") is None
-    return f"{'no crossing' if none else row['kl']} up to KL {row['to_kl']:.2f}", none and row["better_at_first"]
+    crossings, at_first = int(row.get("kl") is not None), bool(row["better_at_first"])
+    return {"crossings": crossings, "less_noisy_at_first": at_first, "up_to_kl": row["to_kl"]}
 
 
 # --- tables and numbers ----------------------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ class Claims:
     ) -> None:  # fmt: skip
         def judge(rows: pd.DataFrame, *which: Any) -> Answer:
             found = {name: _values(one) for name, one in measured(rows, *which).items()}
+            require(all(len(found[name]) for name in bounds))
             said = (f"{_label(name)}: {_shown(values, bounds.get(name))}" for name, values in found.items())
             return "; ".join(said), all(np.all(bound(found[name])) for name, bound in bounds.items())
 
@@ -199,6 +200,7 @@ def inequality(bounds: Mapping[str, Bound], scope: Mapping[str, Any]) -> str:
     words = (
         one.of(_label(name)) if isinstance(one, Bound) else f"{_label(name)} {_scope(one)}"
         for name, one in scope.items()
+        if isinstance(one, Bound) or not callable(one)
     )
     where = "; ".join(words)
     return "; ".join(bound.of(_label(name)) for name, bound in bounds.items()) + (f" (where {where})" if where else "")
@@ -215,15 +217,14 @@ def _label(name: str) -> str:
 
 
 def _values(found: Any) -> np.ndarray:
-    """Return what was measured as numbers, truths or words; Missing if there are none."""
+    """Return what was measured as numbers, truths or words."""
     values = np.ravel(np.asarray(found))
-    require(len(values))
     return values if values.dtype.kind in "biU" else values.astype(float)
 
 
 def _shown(values: np.ndarray, bound: Bound | None) -> str:
-    if values.dtype.kind == "U":
-        return ", ".join(values)
+    if values.dtype.kind == "U" or not len(values):
+        return ", ".join(values) or "none"
     if values.dtype.kind == "b":
         return f"{values.sum()} of {len(values)}"
     low, high = (figure(one, "," if values.dtype.kind == "i" else ".3g") for one in (values.min(), values.max()))
