@@ -136,7 +136,7 @@ IN_LOSS = {"kind": "gradient", "placement": "loss", **HALF}
         ),
         ({"kind": "error", "estimator": "k2-loss", **HALF, "size": 64}, "error", 2.0, "squared error"),
         ({"kind": "order", "direction": "shifted", "one": "k3-loss"}, "kl", 1.001, "k3 errs less"),
-        ({"kind": "value", "estimator": "k2-loss", **HALF}, "mean", 1.01, "up to this many samples"),
+        ({"kind": "value", "estimator": "k2-loss", **HALF}, "mean", 1.01, "is a better value than k1 up to"),
         ({**IN_LOSS, "estimator": "k3-loss", "part": "width"}, "mean", 0.0, "k3 in loss follows"),
         ({**IN_LOSS, "estimator": "k2-loss", "part": "mean"}, "mean", 1.01, "the best value is not the best gradient"),
     ],
