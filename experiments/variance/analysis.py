@@ -1,36 +1,29 @@
 """Noise of unbiased gradients: claims, the ladder as a table, and the numbers that the paper cites."""
 
-import math
-from functools import partial
 
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.claims import OWN, Answer, Claims
+from kltest.reproduce.bounds import Bound, above, at_least, at_most, below, exactly, near, within
+from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, need, ordered, records, require, select
 from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
 from .settings import EXACT, MEDIAN_TOLERANCE, PARTS, PUBLISHED, PUBLISHED_RATE
 
 AMINI = "Amini, Vieira & Cotterell 2025 (arXiv 2504.10637): Rao–Blackwell's variance is never the larger one"
-THEORY = "theory.md, section 5"
+CHECK = "a post on KL estimators with a script, check_kl.py, 29 September 2026"
+STUDY_OF_λ = "“The best estimate of KL is not the best estimate of its gradient”, a post, 2 October 2026"
 
-# Of the published pair: KL, variance of the Monte Carlo and of the Rao–Blackwell value, as printed.
-PAIR = {"kl": 2.39545, "monte_carlo": 3.31591, "rao_blackwell": 5.06974}
-PRINTED = 5e-6
-# Two independent numbers are further apart than this with probability below 1e-6.
-ERRORS = 5.0
+# Of the published pair: KL, variance of the Monte Carlo and of the Rao–Blackwell value.
+PAIR = ("kl", "monte_carlo", "rao_blackwell")
 # Random environments: up to the first logit noise nothing fails, from the second on something does.
-NEAR, FAR, MILD = 0.3, 3.0, 1.0
+NEAR, FAR, MILD = at_most(0.3), at_least(3.0), at_most(1.0)
 # Fewer random environments say nothing about what is rare.
 MANY = 1000
 
-# Published medians of the final KL; the two λ that are recomputed at every update are "value" and "gradient".
-MEDIANS = {"1": 0.32, "value": 0.47, "gradient": 0.325, "0": 0.46}
+# The study of the λ family as it was published: runs of each rule.
 STUDY, SEEDS = {"steps": 400, "batch_size": 16}, 32
-START = 2.43
-LATER_RATE, LAST_RATE, UNHARMED = 10.0, 20.0, (0.20, 0.35)
-BETWEEN = f"between {UNHARMED[0]:g} and {UNHARMED[1]:g}"
 
 # From what needs least to what needs most.
 SAMPLED, FULL = "sampled log-probs", "full next-token distributions"
@@ -55,123 +48,128 @@ def _published(rows: pd.DataFrame) -> pd.Series:
     return need(rows, "pair", reference=PUBLISHED).iloc[0]
 
 
-@claims.add(AMINI, "KL 2.39545, variance 3.31591 (Monte Carlo) and 5.06974 (Rao–Blackwell)",
-    f"{PRINTED:g}: printed digits")  # fmt: skip
-def _as_printed(rows: pd.DataFrame) -> Answer:
+@claims.measure(f"{CHECK}; against {AMINI}", "an order of exact variances, and of sampled ones",
+    times_as_noisy=above(1), times_as_noisy_drawn=above(1))  # fmt: skip
+def _noisier(rows: pd.DataFrame) -> Measured:
     """Rao–Blackwell's value can be the noisier one: the inequality that was published fails for two tokens"""
     row = _published(rows)
-    said = f"KL {row['kl']:.5f}, variance {row['monte_carlo']:.5f} and {row['rao_blackwell']:.5f}"
-    return said, all(abs(row[name] - printed) <= PRINTED for name, printed in PAIR.items())
+    return {
+        "times_as_noisy": row["rao_blackwell"] / row["monte_carlo"],
+        "times_as_noisy_drawn": row["rao_blackwell_drawn"] / row["monte_carlo_drawn"],
+        **{name: f"{row[name]:.5f}" for name in PAIR},
+    }
 
 
-@claims.add(THEORY, "the enumerated ones", f"{ERRORS:g} standard errors")
-def _drawn(rows: pd.DataFrame) -> Answer:
-    """rollouts drawn from the pair have these variances"""
-    row, names = _published(rows), ("monte_carlo", "rao_blackwell")
-    off = [(row[f"{name}_drawn"] - row[name]) / row[f"{name}_error"] for name in names]
-    said = " and ".join(f"{row[f'{name}_drawn']:.4f} ± {row[f'{name}_error']:.1g}" for name in names)
-    return said, max(map(abs, off)) < ERRORS and row["monte_carlo_drawn"] < row["rao_blackwell_drawn"]
+@claims.measure(OWN, "two independent numbers are further apart with probability below 1e-6",
+    standard_errors_off=near(0, 5.0))  # fmt: skip
+def _drawn(rows: pd.DataFrame) -> Measured:
+    """rollouts drawn from the pair have these variances, within {standard_errors_off:±} standard errors"""
+    row = _published(rows)
+    return {"standard_errors_off": [(row[f"{name}_drawn"] - row[name]) / row[f"{name}_error"] for name in PAIR[1:]]}
 
 
-claims.bound(
-    "the two variances differ by Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t): Rao–Blackwell loses where "
-    "costly tokens lead to cheaper prefixes",
-    OWN, "equal in every random environment", f"{EXACT:g} of the variances: recursions in float64",
-    "off_identity", EXACT, "rates")  # fmt: skip
-
-claims.between("the best mixture of both values is no noisier than either", "theory", "at most 1 times the better one",
-    "exact", "{low:.2f} to {high:.2f} times the better one",
-    lambda found: found["mixture"] / found[["monte_carlo", "rao_blackwell"]].min(axis=1), "pair",
-    below=1 + EXACT)  # fmt: skip
+claims.column("the two variances differ by `Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t)` in every random "
+    "environment: "
+    "Rao–Blackwell loses where costly tokens lead to cheaper prefixes", OWN, "of the variances: recursions in float64",
+    "off_identity", near(0, EXACT), "rates")  # fmt: skip
 
 
-@claims.add(OWN, f"none up to logit noise {NEAR:g}, some from {FAR:g} on", "exact for each environment; counts")
-def _by_distance(rows: pd.DataFrame) -> Answer:
-    """at random the inequality never fails near the reference, and does far from it"""
+@claims.measure("theory", "rounding", times_the_better_one=at_most(1 + EXACT))
+def _mixture(rows: pd.DataFrame) -> Measured:
+    """the best mixture of both values is no noisier than either"""
+    found = need(rows, "pair")
+    return {"times_the_better_one": found["mixture"] / found[["monte_carlo", "rao_blackwell"]].min(axis=1)}
+
+
+@claims.measure(
+    OWN, "exact for each environment; counts", fails_near=exactly(0), fails_far=above(0), close=NEAR, far=FAR
+)
+def _by_distance(rows: pd.DataFrame, close: Bound, far: Bound) -> Measured:
+    """of random environments the inequality fails in none up to a logit noise of {close}, and in some from {far} on"""
     found = need(rows, "rates")
-    near, far = (found[where] for where in (found["distance"] <= NEAR, found["distance"] >= FAR))
-    require(near["environments"].sum() >= MANY and far["environments"].sum() >= MANY)
-    (few, of), (many, of_far) = (one[["value_fails", "environments"]].sum() for one in (near, far))
-    return f"near: {few} of {of}; far: {many} of {of_far}", few == 0 and many > 0
+    sums = [found[where(found["distance"])][["value_fails", "environments"]].sum() for where in (close, far)]
+    (few, of), (many, of_far) = sums
+    require(of >= MANY and of_far >= MANY)
+    return {"fails_near": int(few), "fails_far": int(many), "near": int(of), "far": int(of_far)}
 
 
-def _fails_by(rows: pd.DataFrame, name: str, spread: float = math.inf) -> tuple[str, int, int]:
-    """The failures at the smallest and the largest value of a setting, all else equal."""
-    found = need(rows, "rates", distance=lambda x: x >= FAR, spread=lambda x: x <= spread)
-    others = [one for one in ("vocabulary", "length", "distance", "spread", "seed") if one != name]
-    ends = sorted({found[name].min(), found[name].max()})
-    cells = found.pivot_table(["value_fails", "environments"], others, name, aggfunc="last")
-    cells = cells.dropna(subset=[(of, end) for of in ("value_fails", "environments") for end in ends]).astype("Int64")
-    environments = cells["environments"][ends[0]].sum()
-    require(len(ends) >= 2 and environments >= MANY)
-    few, many = (cells["value_fails"][end].sum() for end in ends)
-    return (
-        f"{name} {ends[0]:g}: {few / environments:.1%}; {ends[1]:g}: {many / environments:.1%} of {environments}",
-        few,
-        many,
-    )
+for _words, _name, _bound, _spread in (
+    ("it fails more often where the policy is sure of its tokens: at the largest spread of logits more than at the "
+    "smallest",
+     "spread", above(0), at_least(0)),
+    ("for mild policies, of a spread up to {spread}, it fails less often with more tokens to choose from: with the "
+    "largest "
+     "vocabulary less than with the smallest", "vocabulary", below(0), MILD),
+):  # fmt: skip
+
+    @claims.measure(OWN, "exact for each environment; counts over the same cells", claim=_words, more_failures=_bound,
+        name=_name, distance=FAR, spread=_spread)  # fmt: skip
+    def _fails_by(rows: pd.DataFrame, name: str, distance: Bound, spread: Bound) -> Measured:
+        found = need(rows, "rates", distance=distance, spread=spread)
+        others = [one for one in ("vocabulary", "length", "distance", "spread", "seed") if one != name]
+        ends = sorted({found[name].min(), found[name].max()})
+        cells = found.pivot_table(["value_fails", "environments"], others, name, aggfunc="last")
+        cells = cells.dropna(subset=[(of, end) for of in ("value_fails", "environments") for end in ends]).astype(
+            "Int64"
+        )
+        environments = cells["environments"][ends[0]].sum()
+        require(len(ends) >= 2 and environments >= MANY)
+        few, many = (int(cells["value_fails"][end].sum()) for end in ends)
+        at = [f"{count / environments:.1%} at {end:g}" for count, end in zip((few, many), ends, strict=True)]
+        return {"more_failures": many - few, "failures": at, "environments": int(environments)}
 
 
-@claims.add(OWN, "more failures at the largest spread of logits than at the smallest", "counts over the same cells")
-def _sure(rows: pd.DataFrame) -> Answer:
-    """it fails more often where the policy is sure of its tokens"""
-    said, few, many = _fails_by(rows, "spread")
-    return said, few < many
-
-
-@claims.add(OWN, "fewer failures with the largest vocabulary than with the smallest", "counts over the same cells")
-def _choice(rows: pd.DataFrame) -> Answer:
-    """for mild policies it fails less often with more tokens to choose from"""
-    said, few, many = _fails_by(rows, "vocabulary", spread=MILD)
-    return said, few > many
-
-
-@claims.add(OWN, "some environments, fewer than for the value", "exact for each environment; counts")
-def _gradients(rows: pd.DataFrame) -> Answer:
+@claims.measure(OWN, "exact for each environment; counts", gradient_fails=above(0), share_of_the_values=below(1))
+def _gradients(rows: pd.DataFrame) -> Measured:
     """Rao–Blackwell's gradient, too, can be noisier than k1 to go, but less often than its value"""
     found = need(rows, "rates")
     value, gradient, environments = found[["value_fails", "gradient_fails", "environments"]].sum()
     require(environments >= MANY and value)
-    worst = found["gradient_worst"].max()
-    said = f"value {value}, gradient {gradient} of {environments}; at worst {worst:.0f} times as noisy"
-    return said, 0 < gradient < value
+    return {
+        "gradient_fails": int(gradient),
+        "share_of_the_values": gradient / value,
+        "environments": int(environments),
+        "at_worst_times_as_noisy": found["gradient_worst"].max(),
+    }
 
 
-claims.bound("recursions over prefixes give what enumeration of the registered estimators does", OWN, "equal",
-    f"{EXACT:g} of the second moment", "off_again", EXACT, ("rates", "ladder"))  # fmt: skip
+claims.column("recursions over prefixes give what enumeration of the registered estimators does", OWN,
+    "of the second moment", "off_again", near(0, EXACT), ("rates", "ladder"))  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------- what can be gained
-@claims.add(OWN, "no estimator below 1 times that floor in any environment", f"{EXACT:g}")
-def _floor(rows: pd.DataFrame) -> Answer:
-    """whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is at least
-    Σ d(1 − d)‖M‖²"""
-    found = need(rows, "ladder")
-    least = found["least_over_floor"].min()
-    return f"{least:.6f} times at least, of {found['estimator'].nunique()}", least >= 1 - EXACT
+claims.column("whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is "
+    "at least "
+    "`Σ d(1 − d)‖M‖²`, in every environment", OWN, "rounding", "least_over_floor", at_least(1 - EXACT),
+    "ladder")  # fmt: skip
 
 
-@claims.add(OWN, "as many independent differences as that gives", "exact: ranks of integers' size")
-def _freedom(rows: pd.DataFrame) -> Answer:
+@claims.measure(OWN, "exact: ranks of integers' size", dimensions_too_many=exactly(0))
+def _freedom(rows: pd.DataFrame) -> Measured:
     """unbiased estimators differ by terms z(prefix, token) of mean zero and, where the reference is seen at sampled
-    tokens alone, by λ(prefix)·(w − 1); there are no others, and so no best one for all environments"""
+    tokens alone, by `λ(prefix)·(w − 1)`; there are no others, and so no best one for all environments"""
     found = need(rows, "freedom")
-    said = ", ".join(f"{row['dimension']} of {row['unknowns']}" for row in records(found))
-    return said, (found["dimension"] == found["predicted"]).all()
+    dimensions = [f"{row['dimension']} of {row['unknowns']}" for row in records(found)]
+    return {"dimensions_too_many": found["dimension"] - found["predicted"], "dimensions": dimensions}
 
 
-claims.between("near the reference Rao–Blackwell alone has all but reached the floor", OWN,
-    "below 1.2 times at logit noise 0.1", "medians over environments", "up to {high:.2f} times the floor", "over_floor",
-    "ladder", estimator="rao-blackwell", distance=lambda x: x <= 0.1, below=1.2)  # fmt: skip
+claims.column("near the reference, up to a logit noise of {distance}, Rao–Blackwell alone has all but reached the "
+    "floor: below "
+    "{bound} times it", OWN, "medians over environments", "over_floor", below(1.2), "ladder", estimator="rao-blackwell",
+    distance=at_most(0.1))  # fmt: skip
 
 
-@claims.add(OWN, "above 5 times the floor from six tokens on, below 2 with a critic", "medians over environments")
-def _far_floor(rows: pd.DataFrame) -> Answer:
-    """far from it Rao–Blackwell needs a critic: without one most of its variance is avoidable"""
-    alone = need(rows, "ladder", estimator="rao-blackwell", distance=lambda x: x >= FAR, length=lambda x: x >= 6)
-    least = alone["over_floor"].min()
-    most = need(rows, "ladder", estimator="rao-blackwell, critic")["over_floor"].max()
-    return f"without, {least:.0f} times the floor and more; with, at most {most:.2f}", least > 5 and most < 2
+@claims.measure(
+    OWN, "medians over environments", without=above(5), with_a_critic=below(2), distance=FAR, length=at_least(6)
+)
+def _far_floor(rows: pd.DataFrame, distance: Bound, length: Bound) -> Measured:
+    """far from it (a logit noise from {distance} on, {length} tokens or more) Rao–Blackwell needs a critic: without
+    one it stays above {without} times the floor, with one it is everywhere below {with_a_critic} times it"""
+    alone = need(rows, "ladder", estimator="rao-blackwell", distance=distance, length=length)
+    return {
+        "without": alone["over_floor"],
+        "with_a_critic": need(rows, "ladder", estimator="rao-blackwell, critic")["over_floor"],
+    }
 
 
 def _cells(rows: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -179,37 +177,37 @@ def _cells(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return need(rows, "ladder").pivot_table(column, ["length", "distance", "seed"], "estimator", aggfunc="last")
 
 
-@claims.add(OWN,
-    "k1 to go with a critic against Rao–Blackwell with one number: above 1 near, below 1 far at six tokens or more",
-    "medians over environments")  # fmt: skip
-def _critic_or_exact(rows: pd.DataFrame) -> Answer:
-    """a critic is worth less than exact next-token terms near the reference, and more far from it"""
+@claims.measure(OWN, "medians over environments", ratio_near=above(1), ratio_far=below(1), close=NEAR, distance=FAR,
+    length=at_least(6))  # fmt: skip
+def _critic_or_exact(rows: pd.DataFrame, close: Bound, distance: Bound, length: Bound) -> Measured:
+    """k1 to go with a critic is noisier than Rao–Blackwell with one number up to a logit noise of {close}, and less
+    noisy from {distance} on, with {length} tokens or more: a critic is worth less than exact next-token terms near the
+    reference, more far from it"""
     over = _cells(rows, "over_floor")
     ratio = (over["to go, critic"] / over["rao-blackwell, one baseline"]).reset_index(name="ratio")
-    near = need(ratio, distance=lambda x: x <= NEAR)["ratio"].min()
-    far = need(ratio, distance=lambda x: x >= FAR, length=lambda x: x >= 6)["ratio"].max()
-    said = f"k1 with a critic over Rao–Blackwell with one number: near {near:.1f} and more, far {far:.1f} and less"
-    return said, near > 1 > far
+    return {
+        "ratio_near": need(ratio, distance=close)["ratio"],
+        "ratio_far": need(ratio, distance=distance, length=length)["ratio"],
+    }
 
 
-@claims.add("Tang & Munos 2025 (arXiv 2506.09477)", "above 1 times at every length and distance",
-    "medians over environments; single ones can differ")  # fmt: skip
-def _to_go(rows: pd.DataFrame) -> Answer:
-    """k1 to go is less noisy than k1 on the whole return"""
+@claims.measure("Tang & Munos 2025 (arXiv 2506.09477)", "medians over environments; single ones can differ",
+    times_as_noisy=above(1))  # fmt: skip
+def _to_go(rows: pd.DataFrame) -> Measured:
+    """k1 on the whole return is noisier than k1 to go in the median over environments, at every length and distance"""
     over, to_go = _cells(rows, "over_floor"), need(rows, "ladder", estimator="to go")
-    ratios = over["return"] / over["to go"]
-    exceptions, environments = to_go["noisier_than_return"].sum(), to_go["compared"].sum()
-    share = f"{exceptions:.0f} of {environments:.0f} environments"
-    said = f"medians {ratios.min():.2f} to {ratios.max():.2f} times; noisier in {share}"
-    return said, ratios.min() > 1
+    return {
+        "times_as_noisy": over["return"] / over["to go"],
+        "environments_otherwise": int(to_go["noisier_than_return"].sum()),
+        "environments": int(to_go["compared"].sum()),
+    }
 
 
-@claims.add("theory: a baseline by prefix takes the past out of the return as well", "in no environment", "exact")
-def _prefix_return(rows: pd.DataFrame) -> Answer:
-    """with its best baseline by prefix to go is never noisier than the whole return"""
+@claims.measure("theory: a baseline by prefix takes the past out of the return as well", "exact", noisier=exactly(0))
+def _prefix_return(rows: pd.DataFrame) -> Measured:
+    """with its best baseline by prefix to go is never noisier than the whole return, in any environment"""
     found = need(rows, "ladder", estimator=("to go, baseline by prefix", "rao-blackwell, critic"))
-    count = found["noisier_than_return"].sum()
-    return f"in {count} of {found['compared'].sum()}", count == 0
+    return {"noisier": found["noisier_than_return"], "environments": int(found["compared"].sum())}
 
 
 def _gains_of_mixtures(rows: pd.DataFrame) -> pd.Series:
@@ -217,82 +215,83 @@ def _gains_of_mixtures(rows: pd.DataFrame) -> pd.Series:
     return found["rao-blackwell, one baseline: over_floor"] / found["all: over_floor"]
 
 
-@claims.add(OWN, "sampled alone above 2 times; with Rao–Blackwell it has weight above 0.8 and gains less than 3 times",
-    "medians over environments, weights best for each")  # fmt: skip
-def _mixtures(rows: pd.DataFrame) -> Answer:
-    """no mixture of sampled log-probs comes near the floor, and one with Rao–Blackwell is mostly that"""
-    found, gain = need(rows, "mixtures"), _gains_of_mixtures(rows).max()
-    sampled, weight = found["sampled log-probs: over_floor"].min(), found["weight of rao-blackwell"]
-    said = f"sampled alone {sampled:.1f} times the floor and more; with Rao–Blackwell, weight {weight.min():.2f} to "
-    said += f"{weight.max():.2f}, {gain:.2f} times less than it alone at most"
-    return said, sampled > 2 and gain < 3 and weight.min() > 0.8
+@claims.measure(OWN, "medians over environments, weights best for each", sampled_alone=above(2),
+    weight_of_rao_blackwell=above(0.8), gain=below(3))  # fmt: skip
+def _mixtures(rows: pd.DataFrame) -> Measured:
+    """no mixture of sampled log-probs comes nearer than {sampled_alone} times the floor, and one with Rao–Blackwell is
+    mostly that, with a weight above {weight_of_rao_blackwell} and less than {gain} times less noise than it alone"""
+    found = need(rows, "mixtures")
+    return {
+        "sampled_alone": found["sampled log-probs: over_floor"],
+        "weight_of_rao_blackwell": found["weight of rao-blackwell"],
+        "gain": _gains_of_mixtures(rows),
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------- the bandit
-@claims.add(THEORY, f"{START:g}", "0.005: printed digits")
-def _start(rows: pd.DataFrame) -> Answer:
-    """the bandit of the baseline study starts at its KL"""
-    kl = need(rows, "bandit", what="path", step=0)["kl"].iloc[0]
-    return f"{kl:.4f}", abs(kl - START) <= 0.005
-
-
 def _medians(rows: pd.DataFrame, rate: float) -> pd.Series:
     """Median KL at the end by rule, where the study was run as stated, with as many seeds or more."""
     ends = need(rows, "bandit", what="end", rate=rate, **STUDY)
     return ends[ends["runs"] >= SEEDS].groupby("rule")["kl"].median()
 
 
-def _said(medians: pd.Series) -> str:
-    names = {"value": "λ_value", "gradient": "λ_grad"}
-    return ", ".join(f"λ = {names.get(rule, rule)}: {kl:.3f}" for rule, kl in medians.items())
-
-
-@claims.add(THEORY, "medians λ = 0: .46, 1: .32, λ_grad: .32 to .33, λ_value: .47",
-    f"{MEDIAN_TOLERANCE:g}: as published")  # fmt: skip
-def _as_published(rows: pd.DataFrame) -> Answer:
-    """on the bandit at learning rate 5 λ_value is no better than λ = 0, and λ = 1 as good as λ_grad"""
-    found = _medians(rows, PUBLISHED_RATE)
-    require(set(found.index) == set(MEDIANS))
-    return _said(found), (found - pd.Series(MEDIANS)).abs().max() <= MEDIAN_TOLERANCE
-
-
-def _collapse(rows: pd.DataFrame, rate: float, harmed: list[str], well: list[str]) -> Answer:
+@claims.measure(STUDY_OF_λ, "the margin was published with the medians", rate=PUBLISHED_RATE,
+    right_over_wrong=below(1), λ_1_less_λ_gradient=near(0, MEDIAN_TOLERANCE),
+    λ_value_less_λ_0=above(-MEDIAN_TOLERANCE))  # fmt: skip
+def _as_published(rows: pd.DataFrame, rate: float) -> Measured:
+    """on the bandit at learning rate {rate:g} λ_value is no better than `λ = 0`, `λ = 1` as good as λ_grad (medians of
+    the KL at the end, a margin of {λ_1_less_λ_gradient:±} nats), and both of these end nearer than both of those"""
     found = _medians(rows, rate)
-    require({*harmed, *well} <= set(found.index))
-    return _said(found), (found[harmed] > START).all() and found[well].between(*UNHARMED).all()
+    require({"0", "1", "value", "gradient"} <= set(found.index))
+    return {
+        "right_over_wrong": found[["1", "gradient"]].max() / found[["0", "value"]].min(),
+        "λ_1_less_λ_gradient": found["1"] - found["gradient"],
+        "λ_value_less_λ_0": found["value"] - found["0"],
+        "medians": [f"{rule}: {kl:.3f}" for rule, kl in found.items()],
+    }
 
 
-for _claim, _expected, _how in (
-    ("at rate 10 λ = 0 and λ_value have collapsed, λ = 1 and λ_grad have not",
-     "medians above the start's KL", (LATER_RATE, ["0", "value"], ["1", "gradient"])),
-    ("at rate 20 λ = 1 has collapsed as well, λ_grad has not",
-     "median above the start's KL", (LAST_RATE, ["0", "value", "1"], ["gradient"])),
-):  # fmt: skip
-    _judge = partial(_collapse, **dict(zip(("rate", "harmed", "well"), _how, strict=True)))
-    claims.add(THEORY, f"{_expected}; {BETWEEN}", "medians over seeds", claim=_claim)(_judge)
+for _rate, _harmed, _well, _words in (
+    (10.0, ["0", "value"], ["1", "gradient"], "`λ = 0` and λ_value have collapsed, `λ = 1` and λ_grad have not"),
+    (20.0, ["0", "value", "1"], ["gradient"], "`λ = 1` has collapsed as well, λ_grad has not"),
+):
+
+    @claims.measure(
+        STUDY_OF_λ,
+        "medians over seeds",
+        harmed_over_start=above(1),
+        unharmed=within(0.20, 0.35),
+        rate=_rate,
+        claim=f"at rate {{rate:g}} {_words}: the KL ends above the start's or at {{unharmed}}",
+        rules=_harmed,
+        well=_well,
+    )
+    def _collapse(rows: pd.DataFrame, rate: float, rules: list[str], well: list[str]) -> Measured:
+        found, start = _medians(rows, rate), need(rows, "bandit", what="path", step=0)["kl"].iloc[0]
+        require({*rules, *well} <= set(found.index))
+        return {"harmed_over_start": found[rules] / start, "unharmed": found[well], "start": start}
 
 
-@claims.add(THEORY, "where the parabolas through enumerated variances are least",
-    "1e-9: differences of variances up to 1e4")  # fmt: skip
-def _formulas(rows: pd.DataFrame) -> Answer:
-    """the λ of the least noisy value is −Cov(u, w)/Var w, that of the least noisy gradient 1 + E[u‖g‖²]/E‖g‖²"""
+@claims.measure(STUDY_OF_λ, "differences of variances up to 1e4", value_off=near(0, 1e-9), gradient_off=near(0, 1e-9))
+def _formulas(rows: pd.DataFrame) -> Measured:
+    """the λ of the least noisy value is `−Cov(u, w)/Var w`, that of the least noisy gradient `1 + E[u‖g‖²]/E‖g‖²`:
+    there the parabolas through enumerated variances are least"""
     found = need(rows, "noise").sort_values("lam")
     require(len(found) >= 3)
-    three, off = found.iloc[[0, len(found) // 2, -1]], []
-    value, gradient = found.iloc[0][["least_noisy_value", "least_noisy_gradient"]]
-    for column, formula in (("value_variance", value), ("gradient_variance", gradient)):
-        bend, slope, _ = np.linalg.solve(np.vander(three["lam"], 3), three[column])
-        off.append(abs(-slope / (2 * bend) - formula))
-    return f"λ_value {value:.4f}, λ_grad {gradient:.3f}; off by at most {max(off):.0e}", max(off) < 1e-9
+    three, off = found.iloc[[0, len(found) // 2, -1]], {}
+    for name in ("value", "gradient"):
+        bend, slope, _ = np.linalg.solve(np.vander(three["lam"], 3), three[f"{name}_variance"])
+        off[f"{name}_off"] = -slope / (2 * bend) - found.iloc[0][f"least_noisy_{name}"]
+    return {**off, "λ": found.iloc[0][["least_noisy_value", "least_noisy_gradient"]]}
 
 
-@claims.add(OWN, "above 1 times; below 1 times", "exact")
-def _opposed(rows: pd.DataFrame) -> Answer:
-    """k3's λ = 1 makes the bandit's value noisier and its gradient less noisy"""
+@claims.measure(STUDY_OF_λ, "exact, an order", value=above(1), gradient=below(1))
+def _opposed(rows: pd.DataFrame) -> Measured:
+    """k3's λ = one makes the bandit's value noisier and its gradient less noisy than k1's λ = zero"""
     at = need(rows, "noise").groupby("lam")[["value_variance", "gradient_variance"]].last()
     require({0.0, 1.0} <= set(at.index))
     value, gradient = at.loc[1.0] / at.loc[0.0]
-    return f"value {value:.0f} times as noisy, gradient {gradient:.2f} times", value > 1 > gradient
+    return {"value": value, "gradient": gradient}
 
 
 # -------------------------------------------------------------------------------------------------- tables and numbers
@@ -323,7 +322,7 @@ def _of_rates(rows: pd.DataFrame) -> Cited:
     for column in ("value", "gradient"):
         share = (counts[f"{column}_fails"] / counts["environments"]).to_frame("share")
         yield from melted(share, {"share": f"{column} fails"})
-    yield number("random environments near", found[found["distance"] <= NEAR]["environments"].sum())
+    yield number("random environments near", found[NEAR(found["distance"])]["environments"].sum())
 
 
 @numbers.add
