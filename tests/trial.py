@@ -93,7 +93,8 @@ def irrefutable(
     analysis: ModuleType, rows: pd.DataFrame, settings: dict[str, Any], copied: Mapping[str, str]
 ) -> list[str]:
     """Return the claims that no planted change of one measured column, or copy of another, makes disagree."""
-    left = {sentence: judge for sentence, *_, judge in analysis.claims.questions}
+    asked = [one for one in vars(analysis).values() if isinstance(one, Claims)]
+    left = {sentence: judge for claims in asked for sentence, *_, judge in claims.questions}
     # A setting of words shares its name at most with what is measured in another part.
     kept = {name for name, value in settings.items() if "'" not in str(value)} | {"seed"}
     copies = (rows.assign(**{name: rows[other]}) for name, other in copied.items() if name in rows)

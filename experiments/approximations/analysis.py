@@ -35,7 +35,11 @@ for _form, _source, _words in (
     ("head-alone", "theory", "a head alone lacks the tail's share of the gradient, and has ∇π(S) as well: it is off by "
      "`∇π(S) − E[1{{y ∉ S}}·u·g]`"),
 ):  # fmt: skip
-    claims.column(_words, _source, SUMS, "theory_error", near(0, EXACT), ("head", "prefixes"), form=_form)
+
+    @claims.measure(_source, SUMS, claim=_words, off_theory=near(0, EXACT), form=_form)
+    def _on_both(rows: pd.DataFrame, form: str) -> Measured:
+        return {"off_theory": pd.concat([need(rows, part, form=form) for part in ("head", "prefixes")])["theory_error"]}
+
 
 AT_REFERENCE = {"form": "top-k", "distance": 0.0, "k": below(TOKENS)}
 

@@ -1,20 +1,19 @@
 """A language model trained under each KL term: claims, tables and the numbers that the paper cites.
 
-Findings are asked of the committed sweep, and of a sweep made now where there is a whole one; runs made now are
-compared with the committed ones one by one. What each run is judged by is what it was asked for, the objective
-E[reward] − β·KL(π‖ref), beside the gold score that it never saw.
+Findings are asked of the committed sweep, and of a sweep made now where there is a whole one. What each run is judged
+by is what it was asked for, the objective E[reward] − β·KL(π‖ref), beside the gold score that it never saw.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from scipy.stats import t
 
-from kltest.reproduce.claims import OWN, Answer, Claim, Claims
+from kltest.reproduce.bounds import above, below
+from kltest.reproduce.claims import OWN, Claim, Claims, Measured
 from kltest.reproduce.frames import Row, Rows, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Cited, Numbers, number
 
@@ -28,10 +27,6 @@ UNBIASED = "k1-reward"
 PREFIX, SEQUENCE = "stale:k1-reward-to-go-prefix-ratio", "stale:k1-reward-sequence-ratio"
 # In the loss, and so without the effect of a token on those after it.
 LOCAL = ("k2-loss", "k3-loss")
-# "No difference" is within these, chosen before any run of the sweep was made.
-KL_FACTOR = 2.0
-# A run made elsewhere may round differently, and then goes its own way: as far as another seed would, this often.
-ELSEWHERE = 0.99
 KEY = ["variant", "beta", "seed"]
 OVER_SEEDS = f"95 % intervals over {SEEDS} seeds, Student's t"
 PAIRED = f"{OVER_SEEDS}, paired by seed"
@@ -49,7 +44,7 @@ def tidy(rows: Sequence[Row]) -> pd.DataFrame:
 class Sweep:
     """The runs of a part; what is asked of runs that are not there raises Missing."""
 
-    def __init__(self, rows: Rows, part: str) -> None:
+    def __init__(self, rows: Rows, part: str = "committed") -> None:
         self.rows = select(rows, part)
 
     @cached_property
@@ -98,36 +93,33 @@ def _of_several(count: int) -> float:
 # Findings: each is asked of the rows of one part.
 
 
-@findings.add(OWN, "reward up, gold score below the reference's", PAIRED)
-def _over_optimised(rows: pd.DataFrame, sweep: Sweep) -> Answer:
-    """without a KL term the reward is over-optimised"""
+@findings.measure(OWN, PAIRED, low_end_of_reward_gain=above(0), high_end_of_gold_gain=below(0))
+def _over_optimised(rows: pd.DataFrame) -> Measured:
+    """without a KL term the reward is over-optimised: it rises, and the gold score falls below the reference's"""
+    sweep = Sweep(rows)
     ends = {name: sweep.at("none", 0.0, name) for name in ("reward_held_out", "before", "gold_held_out", "gold_before")}
-    reward, gold = (
-        _interval(ends["reward_held_out"] - ends["before"]),
-        _interval(ends["gold_held_out"] - ends["gold_before"]),
-    )
-    return f"reward {reward.text()}, gold {gold.text()}", reward.low > 0 and gold.high < 0
+    reward = _interval(ends["reward_held_out"] - ends["before"])
+    gold = _interval(ends["gold_held_out"] - ends["gold_before"])
+    return {
+        "low_end_of_reward_gain": reward.low,
+        "high_end_of_gold_gain": gold.high,
+        "intervals": f"reward {reward.text()}, gold {gold.text()}",
+    }
 
 
-@findings.add(TANG_MUNOS, "KL below that of no term, at both coefficients", f"{PAIRED}, Bonferroni")
-def _holds(rows: pd.DataFrame, sweep: Sweep) -> Answer:
-    """k1 in the reward holds the policy back"""
-    found = {_name(UNBIASED, beta): sweep.over_none(UNBIASED, beta, _of_several(len(BETAS))) for beta in BETAS}
-    return _each(found), all(one.high < 1 for one in found.values())
+@findings.measure(TANG_MUNOS, f"{PAIRED}, Bonferroni", high_end_of_share_of_kl=below(1), betas=BETAS)
+def _holds(rows: pd.DataFrame, betas: tuple[float, ...]) -> Measured:
+    """k1 in the reward holds the policy back, at β = {betas}: KL below that of no term"""
+    found = {_name(UNBIASED, beta): Sweep(rows).over_none(UNBIASED, beta, _of_several(len(betas))) for beta in betas}
+    return {"high_end_of_share_of_kl": [one.high for one in found.values()], "intervals": _each(found)}
 
 
-@findings.add(f"{TANG_MUNOS}; {THEORY}", f"KL at least 1/{KL_FACTOR:g} of that of no term, at both coefficients",
-    f"{PAIRED}, Bonferroni; a factor of {KL_FACTOR:g} is the margin")  # fmt: skip
-def _unregularised(rows: pd.DataFrame, sweep: Sweep) -> Answer:
-    """k1 in the loss does not hold it back"""
-    found = {_name("k1-loss", beta): sweep.over_none("k1-loss", beta, _of_several(len(BETAS))) for beta in BETAS}
-    return _each(found), all(one.low > 1 / KL_FACTOR for one in found.values())
-
-
-def _better(rows: pd.DataFrame, sweep: Sweep, name: str, one: str, others: Sequence[str]) -> Answer:
-    """Better than all of the others at once."""
-    found = {other: sweep.difference(name, one, other, BETA, _of_several(len(others))) for other in others}
-    return _each(found), all(each.low > 0 for each in found.values())
+@findings.measure(f"{TANG_MUNOS}; {THEORY}", f"{PAIRED}, Bonferroni; the margin was chosen before any run of the sweep",
+    low_end_of_share_of_kl=above(0.5), betas=BETAS)  # fmt: skip
+def _unregularised(rows: pd.DataFrame, betas: tuple[float, ...]) -> Measured:
+    """k1 in the loss does not hold it back, at β = {betas}: KL above {low_end_of_share_of_kl} of that of no term"""
+    found = {_name("k1-loss", beta): Sweep(rows).over_none("k1-loss", beta, _of_several(len(betas))) for beta in betas}
+    return {"low_end_of_share_of_kl": [one.low for one in found.values()], "intervals": _each(found)}
 
 
 for _claim, _name_of, _one, _others in (
@@ -138,19 +130,23 @@ for _claim, _name_of, _one, _others in (
      "objective", PREFIX, ("stale:k2-loss", "stale:k3-ratio")),
     ("and than k1 in the reward with the ratio of the sequence, which is noisier", "objective", PREFIX, (SEQUENCE,)),
 ):  # fmt: skip
-    _said = f"{_name_of.partition('_')[0]} at β = {BETA:g} less theirs: above 0"
-    findings.add(OWN, _said, PAIRED + ", Bonferroni" * (len(_others) > 1), claim=_claim)(
-        partial(_better, name=_name_of, one=_one, others=_others)
-    )
+
+    @findings.measure(OWN, PAIRED + ", Bonferroni" * (len(_others) > 1), claim=f"{_claim}, at β = {{beta:g}}",
+        low_end_of_difference=above(0), name=_name_of, one=_one, others=_others, beta=BETA)  # fmt: skip
+    def _better(rows: pd.DataFrame, name: str, one: str, others: Sequence[str], beta: float) -> Measured:
+        level = _of_several(len(others))
+        found = {other: Sweep(rows).difference(name, one, other, beta, level) for other in others}
+        return {"low_end_of_difference": [each.low for each in found.values()], "intervals": _each(found)}
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Judge if runs made now are as the committed ones, then the findings."""
+    """Judge the runs made now, then the findings."""
     date = f", {COMMITTED['date']}" if COMMITTED else ""
-    found = of_now(rows) + findings(rows, Sweep(rows, "committed"), suffix=f" (committed results{date})")
+    found = of_now(rows) + findings(rows, suffix=f" (committed results{date})")
     # Whether the sweep was run again as it was committed.
     if _runs(rows, "committed") <= _runs(rows, "run") != set():
-        found += findings(rows, Sweep(rows, "run"), suffix=" (run again)")
+        again = frame(rows)
+        found += findings(again[again["part"] == "run"].assign(part="committed"), suffix=" (run again)")
     return found
 
 
@@ -159,38 +155,29 @@ def _runs(rows: Rows, part: str) -> set[tuple[Any, ...]]:
     return set(found[KEY].itertuples(index=False, name=None)) if len(found) else set()
 
 
-@of_now.add(OWN, "the same, or no farther from the committed ones than another seed",
-    f"{ELSEWHERE:.0%} prediction interval of the committed seeds, log KL and reward")  # fmt: skip
-def _as_committed(rows: pd.DataFrame) -> Answer:
-    """runs made now end where the committed runs of their settings did"""
-    now, committed = (Sweep(rows, part).ended.reset_index() for part in ("run", "committed"))
-    # By the same settings, which rows carry with them.
-    both = known(now.merge(committed, on=list(PARTS["run"]), suffixes=("", "_before")))
-    same = (both["kl"] == both["kl_before"]) & (both["reward_held_out"] == both["reward_held_out_before"])
-    outside = []
-    for _, run in both[~same].iterrows():
-        alike = select(committed, variant=run["variant"], beta=run["beta"])
-        logs = _near(math.log(run["kl"]), np.log(alike["kl"]))
-        if not (logs and _near(run["reward_held_out"], alike["reward_held_out"])):
-            outside.append(f"{_name(run['variant'], run['beta'])}, seed {run['seed']}")
-    said = f"{same.sum()} of {len(both)} identical" + (f"; outside: {'; '.join(outside)}" if outside else "")
-    return said, len(outside) <= 0.02 * len(both)
-
-
-def _near(value: float, others: pd.Series) -> bool:
-    reach = t.ppf((1 + ELSEWHERE) / 2, len(others) - 1) * others.std() * math.sqrt(1 + 1 / len(others))
-    return bool(abs(value - others.mean()) <= reach)
-
-
-@of_now.add(TANG_MUNOS, "KL of k1 in the reward below that of no term", "95 % intervals over rollouts do not overlap")
-def _now(rows: pd.DataFrame) -> Answer:
-    """runs made now are held back by k1 in the reward"""
+@of_now.measure(TANG_MUNOS, "95 % intervals over rollouts do not overlap", share_of_the_kl=below(1))
+def _now(rows: pd.DataFrame) -> Measured:
+    """runs made now are held back by k1 in the reward: its KL is below that of no term"""
     # Of the smallest seed and the largest β that there are.
-    ended = Sweep(rows, "run").ended.reset_index()
-    ended = need(ended, seed=ended["seed"].min()).sort_values("beta").groupby("variant").tail(1).set_index("variant")
+    now = Sweep(rows, "run").ended.reset_index()
+    ended = need(now, seed=now["seed"].min()).sort_values("beta").groupby("variant").tail(1).set_index("variant")
     require({"none", UNBIASED} <= set(ended.index))
-    said = ", ".join(f"{name} {ended['kl'][name]:.2f}" for name in ("none", UNBIASED))
-    return said, ended["kl_high"][UNBIASED] < ended["kl_low"]["none"]
+    return {
+        "share_of_the_kl": ended["kl_high"][UNBIASED] / ended["kl_low"]["none"],
+        "kl": [f"{name} {ended['kl'][name]:.2f}" for name in ("none", UNBIASED)],
+        "runs_as_committed": _as_committed(rows, now),
+    }
+
+
+def _as_committed(rows: pd.DataFrame, now: pd.DataFrame) -> str:
+    """How many runs made now end to the bit where the committed ones of their settings did: elsewhere rounding may
+    differ."""
+    if select(rows, "committed").empty:
+        return "none to compare"
+    # By the same settings, which rows carry with them.
+    both = now.merge(Sweep(rows).ended.reset_index(), on=list(PARTS["run"]), suffixes=("", "_before"))
+    same = (both["kl"] == both["kl_before"]) & (both["reward_held_out"] == both["reward_held_out_before"])
+    return f"{same.sum()} of {len(both)}"
 
 
 def tables(rows: Rows) -> dict[str, list[Row]]:

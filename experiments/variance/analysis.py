@@ -1,6 +1,5 @@
 """Noise of unbiased gradients: claims, the ladder as a table, and the numbers that the paper cites."""
 
-
 import numpy as np
 import pandas as pd
 

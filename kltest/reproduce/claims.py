@@ -20,7 +20,6 @@ measured is an expression of columns, one call says so; `{bound}` is its slot::
 '''
 
 import inspect
-import math
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -35,19 +34,18 @@ from kltest.reproduce.bounds import Bound, figure
 from kltest.reproduce.frames import Missing, Rows, frame, known, need, require
 
 LEFT_OUT = "left out by --only"
-Answer = tuple[str, Any]
-Judge = Callable[..., Answer]
+Judge = Callable[[pd.DataFrame], tuple[str, bool]]
 Measured = Mapping[str, Any]
-# A column, or what is worked out from a frame.
-Column = str | Callable[[pd.DataFrame], pd.Series]
 # The source of a claim that nobody has made before.
 OWN = "this work"
-AT_MOST = "at most {high:.1e}, of {count}"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One row of the summary. `agrees` is None if the claim was not run; `found` then says why."""
+    """One row of the summary. `expected` is the inequality that was tested, `tolerance` the reason of its bound.
+
+    `agrees` is None if the claim was not run; `found` then says why.
+    """
 
     experiment: str
     claim: str
@@ -70,7 +68,7 @@ class Claims:
     """The claims of an experiment; called with its rows, a Claim for each."""
 
     experiment: str
-    questions: list[tuple[str, str, str | Callable[[pd.DataFrame], str], str, Judge]] = field(default_factory=list)
+    questions: list[tuple[str, str, str, str, Judge]] = field(default_factory=list)
 
     def measure(self, source: str, why: str, *, claim: str = "", **given: Any) -> Callable[[Any], Any]:
         """Decorate the function that measures what a claim bounds; the claim is its docstring unless given.
@@ -109,71 +107,24 @@ class Claims:
         self, sentence: str, source: str, why: str, bounds: Mapping[str, Bound], where: Mapping[str, Any],
         measured: Callable[..., Measured], slots: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        def judge(rows: pd.DataFrame, *which: Any) -> Answer:
-            found = {name: _values(one) for name, one in measured(rows, *which).items()}
+        def judge(rows: pd.DataFrame) -> tuple[str, bool]:
+            found = {name: _values(one) for name, one in measured(rows).items()}
             require(all(len(found[name]) for name in bounds))
             said = (f"{_label(name)}: {_shown(values, bounds.get(name))}" for name, values in found.items())
-            return "; ".join(said), all(np.all(bound(found[name])) for name, bound in bounds.items())
+            return "; ".join(said), all(bool(np.all(bound(found[name]))) for name, bound in bounds.items())
 
         self.questions.append((written(sentence, **slots), source, inequality(bounds, where), why, judge))
 
-    def add(
-        self, source: str, expected: str | Callable[[pd.DataFrame], str], tolerance: str = "", *, claim: str = ""
-    ) -> Callable[[Judge], Judge]:
-        """Decorate the function that judges a claim, which is its docstring unless given.
-
-        `expected` may be worked out from the rows.
-        """
-
-        def added(judge: Judge) -> Judge:
-            words = claim or " ".join((judge.__doc__ or "").split())
-            self.questions.append((words, source, expected, tolerance, judge))
-            return judge
-
-        return added
-
-    def between(
-        self, claim: str, source: str, expected: str, tolerance: str, said: str, of: Column, part: Any = None, *,
-        above: float = -math.inf, below: float = math.inf, **wanted: Any,
-    ) -> None:  # fmt: skip
-        """Claim that a column of the rows wanted, or what is worked out from them, lies between two limits.
-
-        `said` is what was found: a format of `low`, `high`, `total` and `count`, the extremes, the sum and the number
-        of known values. Conditions that hold are ones: above 0.5 all of them do, below 0.5 none.
-        """
-
-        def judge(rows: pd.DataFrame, *which: Any) -> Answer:
-            found = need(rows, part, **wanted)
-            values = known((of(found) if callable(of) else found[of]).dropna())
-            low, high = values.min(), values.max()
-            words = said.format(low=low, high=high, total=values.sum(), count=len(values))
-            return words, above < low and high < below
-
-        self.add(source, expected, tolerance, claim=claim)(judge)
-
-    def bound(
-        self, claim: str, source: str, expected: str, tolerance: str, of: Column, limit: float, part: Any = None,
-        **wanted: Any,
-    ) -> None:  # fmt: skip
-        """Claim that a column, or what is worked out from rows, stays below a limit in size."""
-
-        def sizes(found: pd.DataFrame) -> pd.Series:
-            return (of(found) if callable(of) else found[of]).dropna().abs()
-
-        self.between(claim, source, expected, tolerance, AT_MOST, sizes, part, below=limit, **wanted)
-
-    def __call__(self, rows: Rows, *which: Any, suffix: str = "") -> list[Claim]:
-        """Judge every claim. `which` is handed on to the judges; `suffix` is added to the claims' sentences."""
+    def __call__(self, rows: Rows, *, suffix: str = "") -> list[Claim]:
+        """Judge every claim; `suffix` is added to the sentences."""
         whole, found = frame(rows), []
-        for claim, source, expected, tolerance, judge in self.questions:
+        for claim, source, tested, why, judge in self.questions:
             agrees: bool | None
             try:
-                said, holds = judge(whole, *which)
-                agrees = bool(holds)
+                said, agrees = judge(whole)
             except Missing:
                 said, agrees = "not run", None
-            wanted = expected if isinstance(expected, str) else expected(whole)
-            found.append(Claim(self.experiment, claim + suffix, source, wanted, said, agrees, tolerance))
+            found.append(Claim(self.experiment, claim + suffix, source, tested, said, agrees, why))
         return found
 
 

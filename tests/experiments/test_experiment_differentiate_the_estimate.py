@@ -149,7 +149,12 @@ FAR = {"path": "random", "vocabulary": 128}
         ({"estimator": "k1-loss", **FAR, "kl": 0.1}, "size_high", 0.01, "k1 in loss has"),
         ({"estimator": "k3-loss", **FAR, "kl": 1e-6}, "relative_error", 0.003, "linearly"),
         ({"estimator": "k3-loss", **FAR, "kl": 1e-6}, "second_order", 0.01, "next order"),
-        ({"estimator": "k3-reward", "path": "random", "vocabulary": 2, "kl": 1e-3}, "size", 0.5, "vanishes as linearly"),
+        (
+            {"estimator": "k3-reward", "path": "random", "vocabulary": 2, "kl": 1e-3},
+            "size",
+            0.5,
+            "vanishes as linearly",
+        ),
         ({"estimator": "k3-loss", **FAR, "kl": 0.1}, "flips_off", 1, "exactly where"),
         ({"estimator": "k3-loss", "path": "random", "vocabulary": 2, "kl": 0.1}, "any_flipped", 0.01, "never pulls"),
         ({"estimator": "k3-loss", **FAR, "kl": 0.01}, "flipped", 0.06, "pulls a share within"),

@@ -170,7 +170,7 @@ def test_a_sweep_made_again_is_asked_the_same_and_written_as_it_is_read(tmp_path
     committed = RUNS.committed()
     again = [{**row, "part": "run"} for row in committed]
     found = TRIAL.verdicts(ANALYSIS.tidy([*committed, *again]))
-    assert len(found) == 2 + 2 * len(ANALYSIS.findings.questions)
+    assert len(found) == 1 + 2 * len(ANALYSIS.findings.questions)
     assert set(found.values()) == {True}
     (tmp_path / "sweep.csv").write_text(as_csv(ANALYSIS.tables(again)["sweep"]), encoding="utf-8")
     monkeypatch.setattr(RUNS, "COMMITTED", tmp_path / "sweep.csv")
@@ -201,24 +201,10 @@ def test_a_planted_result_is_told(words, variants, change):
     TRIAL.tells(rows, words, [planted(row) for row in rows])
 
 
-def test_runs_that_end_elsewhere_are_told():
-    """Rounding may lead a run as far as another seed, and no farther; runs with other settings are not compared."""
-    claim = "runs made now end where the committed runs of their settings did"
-    committed, now = synthetic(), [row for row in synthetic("run") if row["variant"] == "none"]
-    assert TRIAL.verdicts([*now, *committed])[claim] is True
-    for factor, agrees in ((1.02, True), (1.5, False)):
-        moved = [{**row, "kl": row["kl"] * factor} for row in now]
-        assert TRIAL.verdicts([*moved, *committed])[claim] is agrees
-    other = [{**row, "prompts": 8} for row in now]
-    assert TRIAL.verdicts([*other, *committed])[claim] is None
-
-
 def test_a_run_that_k1_in_the_reward_does_not_hold_back_is_told():
     rows = synthetic("run")
-    words = "runs made now are held back by k1 in the reward"
-    assert TRIAL.verdicts(rows)[words] is True
     moved = [{**row, "kl_high": 40.0} if row["variant"] == "k1-reward" else row for row in rows]
-    assert TRIAL.verdicts(moved)[words] is False
+    TRIAL.tells(rows, "runs made now are held back by k1 in the reward", moved)
 
 
 def test_intervals_are_scipys():
