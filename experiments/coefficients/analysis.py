@@ -245,16 +245,21 @@ def _in_the_end(rows: pd.DataFrame) -> Measured:
     return {"coefficient_over_β": [one.last for one in found.values()], "β": need(rows, "exact")["beta"].max()}
 
 
-@claims.measure(OWN, "a tenth of what was found", highest=above(1.5), low_β=above(1), highest_at_3=below(0.95),
-    least=at_most(0.3), loose=within(2.9, 3.1))  # fmt: skip
-def _hyperbolic(rows: pd.DataFrame, least: Bound, loose: Bound) -> Measured:
-    """k3 in the loss, on the bandit, holds too tight in every draw for β up to {least}, β'/β reaching more than
-    {highest}, and too loose in every draw at `β = 3`, below {highest_at_3}"""
+@claims.measure(OWN, "medians over draws of the environment; single draws are reported", tight=above(1.5),
+    loose=below(0.95), low=at_most(0.3), middle=within(2.9, 3.3))  # fmt: skip
+def _hyperbolic(rows: pd.DataFrame, low: Bound, middle: Bound) -> Measured:
+    """k3 in the loss, on the bandit, holds too tight in the median over draws for β up to {low}, β'/β above {tight},
+    and too loose for β of {middle}, below {loose}"""
     _kinds(rows, (), ())
     found = need(rows, "exact", estimator="k3-loss", environment="bandit").dropna(subset=["coefficient_by_kl"])
-    ratio = found["coefficient_by_kl"] / found["beta"]
-    low = known(ratio[least(found["beta"])])
-    return {"highest": low.max(), "low_β": low, "highest_at_3": known(ratio[loose(found["beta"])]).max()}
+    ratio = (found["coefficient_by_kl"] / found["beta"]).astype(float).groupby(found["beta"])
+    by, extremes_by = ratio.median(), ratio.agg(["min", "max"])
+    return {
+        "tight": by[low(by.index)],
+        "loose": by[middle(by.index)],
+        "draws_where_tight": extremes_by[low(by.index)],
+        "draws_where_loose": extremes_by[middle(by.index)],
+    }
 
 
 claims.column("as `β → 0` β'/β of k3 in the loss grows without bound: for β below {beta} it is within {bound:±.0%} of "
@@ -346,9 +351,15 @@ def _excess(rows: pd.DataFrame, batch_size: Bound = BY_FORMULA) -> pd.Series:
     "sampling",
     found_over_foreseen=within(0.9, 1.35), batch_size=BY_FORMULA)  # fmt: skip
 def _noise_formula(rows: pd.DataFrame, batch_size: Bound) -> Measured:
-    """where noisy training settles is known: for B from {batch_size} on it is {found_over_foreseen} times
-    `KL(π‖π*) = η·tr Cov/(4βB)`, Cov of the whole update at π*"""
-    return {"found_over_foreseen": _excess(rows, batch_size), "draws": need(rows, "budget")["seed"].nunique()}
+    """where noisy training settles is known: for B from {batch_size} on it is, in the median over draws of the
+    environment, {found_over_foreseen} times `KL(π‖π*) = η·tr Cov/(4βB)`, Cov of the whole update at π*"""
+    found = _budget(rows, NOISY, batch_size)
+    ratio = (found["kl_to_optimum"] / found["foreseen"]).astype(float)
+    return {
+        "found_over_foreseen": ratio.groupby([found["estimator"], found["batch_size"]]).median(),
+        "of_single_draws": ratio,
+        "draws": found["seed"].nunique(),
+    }
 
 
 @claims.measure(OWN, "rounding squared; what rare contexts still lack", noise=below(1e-20), kl_at_end=below(2e-4),

@@ -25,9 +25,9 @@ class Bound:
     def __format__(self, spec: str) -> str:
         """Write its numbers, as in a sentence; with ± before the format that which it may be off by."""
         if spec.startswith("±"):
-            return figure(self.high, spec[1:] or ".12g")
+            return figure(self.high, spec[1:] or ".8g")
         limits = [self.near] if self.near is not None else [one for one in (self.low, self.high) if math.isfinite(one)]
-        return " to ".join(figure(one, spec or ".12g") for one in dict.fromkeys(limits))
+        return " to ".join(figure(one, spec or ".8g") for one in dict.fromkeys(limits))
 
     def of(self, name: str) -> str:
         """Write the inequality for a quantity of this name."""
@@ -87,6 +87,6 @@ def near(value: float, tolerance: float) -> Bound:
 EVERY = Bound(True, True, closed=True)
 
 
-def figure(value: float, spec: str = ".12g") -> str:
+def figure(value: float, spec: str = ".8g") -> str:
     """Write a number, with a minus and without the zeros of its exponent."""
     return re.sub(r"e([+-])0(?=\d)", r"e\1", format(value, spec)).replace("e+", "e").replace("-", "−")

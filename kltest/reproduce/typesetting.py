@@ -124,7 +124,7 @@ def _key(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return (("quantity", found.pop("quantity")), *sorted(found.items()))
 
 
-RESULTS = ("*/numbers.json", "*/settings.json", "*/*.csv", "figures/*.svg")
+RESULTS = ("*/numbers.json", "*/settings.json", "*/claims.json", "*/*.csv", "figures/*.svg")
 
 
 def _stage(folder: Path, data: Path, *patterns: str) -> None:
