@@ -134,6 +134,8 @@ def _planted(rows: pd.DataFrame, columns: Sequence[str]) -> Iterator[pd.DataFram
             planted, new = rows.copy(), [change(old, place) for place in range(len(old))]
             planted.loc[numbers, name] = pd.Series(new, rows.index[numbers], dtype=object)
             yield planted
+        if (vectors := rows[name].map(lambda one: isinstance(one, list))).any():
+            yield rows.assign(**{name: rows[name].where(~vectors, rows[name][vectors].map(lambda one: one[::-1]))})
 
 
 def plant(rows: Sequence[dict[str, Any]], part: str, column: str, value: Any, where: Any) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ class Claims:
         def measured(rows: pd.DataFrame) -> Measured:
             found = need(rows, part, **where)
             draws = {"draws": found["seed"].nunique()} if "seed" in found else {}
-            return {of: known(found.eval(of, engine="python").dropna()), **draws}
+            return {of: known(pd.Series(found.eval(of, engine="python")).dropna()), **draws}
 
         self._ask(claim, source, why, {of: bound}, where, measured, {"bound": bound, **where})
 
