@@ -283,7 +283,7 @@ def test_every_claim_agrees(rows):
         ("bandit", "kl", 0.6, {"rule": "1", "rate": 5.0}),
         ("bandit", "kl", 0.3, {"rule": "value", "rate": 10.0}),
         ("bandit", "kl", 4.0, {"rule": "gradient", "rate": 20.0}),
-        ("bandit", "kl", 2.6, {"what": "path"}),
+        ("bandit", "kl", 9.0, {"what": "path"}),
         ("noise", "gradient_variance", 50.0, {"lam": 1.0}),
         ("noise", "least_noisy_value", 0.5, {}),
     ],
