@@ -11,9 +11,11 @@ def github(scan: Scan) -> str:
     lines = []
     for row in scan.rows:
         level = "error" if row.status == "finding" else "warning" if row.status in OPEN else "notice"
-        title = visible(f"kltest {' '.join(row.codes) or row.status}").translate(PROPERTY)
+        codes = row.codes if row.status in ("finding", "known") else []
+        title = visible(f"kltest {' '.join(codes) or row.status}").translate(PROPERTY)
+        words = " ".join([row.sentence, *(f"{code}: {row.said(code)[0]}" for code in codes)])
         place = f"file={visible(in_checkout(row.file)).translate(PROPERTY)},line={row.line},endLine={row.last}"
-        lines.append(f"::{level} {place},title={title}::{visible(row.sentence).translate(DATA)}\n")
+        lines.append(f"::{level} {place},title={title}::{visible(words).translate(DATA)}\n")
     return "".join(lines)
 
 
@@ -26,7 +28,7 @@ def sarif(scan: Scan) -> str:
         Found(
             code,
             level,
-            f"{row.sentence} {row.messages.get(code, '')}".strip(),
+            " ".join(filter(None, (row.said(code)[0], row.sentence, row.said(code)[1]))),
             row.file,
             row.line,
             row.last,

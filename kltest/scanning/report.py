@@ -12,7 +12,7 @@ from kltest.scanning.annotations import github, sarif
 from kltest.scanning.rows import Row, Scan
 
 STYLES = {"finding": "red", "passed": "green"}
-BY_HAND = "What is not run can be graded by hand: as a function of log-probs, by `kltest grade FILE.py:FUNCTION`."
+BY_HAND = "To grade what is not run, write it as a function of log-probs: `kltest grade FILE.py:FUNCTION`."
 
 
 def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
@@ -37,7 +37,7 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
                 None
             )
     for why, spots in reasons.items():
-        lines += ["", *wrap(visible(why), terminal, indent="    "), *(f"  {spot}" for spot in spots)]
+        lines += ["", *wrap(visible(why), terminal, indent="    ", first=""), *(f"  {spot}" for spot in spots)]
     if any(row.status == "not run" for row in scan.rows):
         lines += ["", *wrap(BY_HAND, terminal)]
     if more := sum(row.runs_more and row.status == "not run" for row in scan.rows):
@@ -53,8 +53,9 @@ def _table(scan: Scan, terminal: Terminal) -> Iterator[str]:
     heads = ("on-policy", "off-policy", "findings")
     cells = [(*row.follows, row.remarks) for row in scan.rows]
     room = terminal.width - 8
-    widths = [min(max(map(len, column)), room // 3) for column in zip(heads, *cells, strict=True)]
-    widths[2] = room - widths[0] - widths[1]
+    columns = list(zip(heads, *cells, strict=True))
+    widths = [max(min(max(map(len, column)), room // 3), *map(len, " ".join(column).split())) for column in columns]
+    widths[2] = max(room - widths[0] - widths[1], 20)
 
     def shown(texts: Sequence[str]) -> Iterator[str]:
         columns = [textwrap.wrap(one_line(text), width) for text, width in zip(texts, widths, strict=True)]

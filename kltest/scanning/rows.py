@@ -85,21 +85,27 @@ class Row:
     @property
     def remarks(self) -> str:
         """Return the codes of errors and warnings, and what is said of the term."""
-        told = [" ".join(self.codes)] if self.codes else []
+        told = [" ".join(self.codes)] if self.codes and self.status not in OPEN else []
         told += [f"warnings {' '.join(self.warnings)}"] if self.warnings else []
         told += [f"{code} ignored: {why}" for code, why in self.ignored.items()]
         told += [f"declared: {self.declared}"] if self.declared else []
         told += ["in the baseline"] if self.status == "known" else []
-        return ", ".join([*told, *([f"guessed: {self.guess}"] if self.guess else [])]) or "–"
+        return ", ".join([*told, *([f"guessed: {self.guess}"] if self.guess and not self.why else [])]) or "–"
 
     @property
     def sentence(self) -> str:
-        """Return where the term is used, what it follows and what is wrong with it."""
-        current, stale = self.follows
+        """Return where the term is used, and what it follows."""
+        current, stale = (f"an {each} gradient" if each == "unnamed" else each for each in self.follows)
         reason = f": {self.why.splitlines()[0]}" if self.why else ""
         under = f"; under a stale sampler {stale}" if stale else ""
         verb = "follows " if self.gradients else ""
-        return f"KL term in the {self.place}, {self.title}: {verb}{current}{reason}{under}. {self.remarks}"
+        used = {"helper": "of a helper", "logged": "that is only logged"}.get(self.place, f"in the {self.place}")
+        return f"KL term {used}, {self.title}: {verb}{current}{reason}{under}."
+
+    def said(self, code: str) -> tuple[str, str]:
+        """Return what fails with a code, and where it was found."""
+        fails, found, where = self.messages.get(code, "").partition(" Found ")
+        return fails, f"{found}{where}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON has it."""

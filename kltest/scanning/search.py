@@ -86,7 +86,7 @@ class Search:
             formula=variant.formula or written[:160],
             source=variant.source,
             why=f"{variant.refused}{where}",
-            notes=list(variant.notes),
+            notes=list(dict.fromkeys(variant.notes)),
             guess="; ".join(dict.fromkeys(seed.guess for seed in term.seeds if seed.guess)),
             runs_more=variant.runs_more,
             halved=term.place == "both" and variant.place == "loss",

@@ -412,6 +412,19 @@ def test_sarif_is_what_code_scanning_reads(tree, monkeypatch):
     assert "file=a folder/é.py,line=5,endLine=5," in scan("--output", "github")[1]
 
 
+def test_annotations_say_what_fails_in_words(tree):
+    tree["report"] = report({"forward_kl": 1.0}, ["KL102"])
+    tree["report"]["checks"][0]["message"] = "It is the other direction. Found bandit: x."
+    follows = "KL term in the loss, loss: follows forward_kl; under a stale sampler forward_kl."
+    assert scan("--output", "github")[1].endswith(f"title=kltest KL102::{follows} KL102: It is the other direction.\n")
+    assert sarif()[0]["message"]["text"] == f"It is the other direction. {follows} Found bandit: x."
+    tree["report"] = UNNAMED  # which is held against nobody
+    text = scan("--output", "github")[1]
+    assert "::warning file=code.py,line=2,endLine=2,title=kltest unnamed::" in text
+    assert "follows an unnamed gradient; under a stale sampler an unnamed gradient.\n" in text
+    assert "KL105" not in scan()[1]
+
+
 def test_no_more_results_than_are_read(tree, monkeypatch):
     monkeypatch.setattr("kltest.render.sarif.MOST_RESULTS", 2)
     tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL204"], warnings=["KL502"])
